@@ -68,7 +68,7 @@ def test_alert_has_runbook_section(name: str) -> None:
     assert "`" in text.split("**Do")[1]
 
 
-def test_every_runbook_section_has_an_alert() -> None:
+def test_every_runbook_section_has_alert() -> None:
     assert {name for name in SECTIONS if name.startswith("Rayzero")} == set(RULES)
 
 

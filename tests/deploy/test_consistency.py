@@ -86,7 +86,7 @@ def test_pods_are_restricted(scenario: str) -> None:
         assert spec["automountServiceAccountToken"] is (is_head and autoscales)
 
 
-def test_uid_can_be_left_to_the_cluster() -> None:
+def test_uid_can_be_left_to_cluster() -> None:
     for pod in pods(render_scenario("locked-down")):
         assert pod["spec"]["securityContext"].keys() == {"runAsNonRoot", "seccompProfile"}
 

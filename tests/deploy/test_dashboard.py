@@ -62,7 +62,7 @@ def test_panels_use_only_cataloged_series() -> None:
     assert uncataloged_series(expr for _, expr in list_expressions()) == []
 
 
-def test_every_cataloged_series_has_a_panel() -> None:
+def test_every_cataloged_series_has_panel() -> None:
     expressions = " ".join(expr for _, expr in list_expressions())
     assert [name for name in CATALOG if not re.search(rf"\b{name}(_sum|\b)", expressions)] == []
 

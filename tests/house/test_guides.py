@@ -151,7 +151,7 @@ def test_mention_error(mention: str) -> None:
     assert mention_error(mention)
 
 
-def test_commands_mentions_and_anchors_of_a_page() -> None:
+def test_commands_mentions_and_anchors_of_page() -> None:
     block = "```\nray job submit -- rayzero run job.yaml\nmetrics: rayzero_x 1\n```\n"
     page = f"```py\nx\n```\n{block}See `rayzero ls`."
     assert list(commands(page)) == ["rayzero run job.yaml"]

@@ -56,7 +56,7 @@ def test_journey_matches_table(start: str, graph: dict[str, set[str]]) -> None:
         assert set(files) - connected(files, graph) == set()
 
 
-def test_every_journey_has_a_limit() -> None:
+def test_every_journey_has_limit() -> None:
     assert len(journeys()) == len(LIMITS)
 
 

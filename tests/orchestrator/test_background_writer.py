@@ -16,7 +16,7 @@ from rayzero.orchestrator.background_writer import BackgroundWriter
 @pytest.mark.parametrize(
     "failure", [StoreError("full", "disk", "No space left on device"), ValueError("odd")]
 )
-def test_a_write_that_fails_is_warned_of_once_and_retried(
+def test_failed_write_is_reported_once_and_retried(
     failure: Exception, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(background_writer, "RETRY_DELAYS_S", (0.01,))
@@ -42,7 +42,7 @@ def test_a_write_that_fails_is_warned_of_once_and_retried(
     assert "the journal cannot be written" in warnings[0]
 
 
-def test_a_write_that_hangs_delays_neither_put_nor_close_beyond_its_limit():
+def test_hanging_write_does_not_block_put_or_close():
     release = threading.Event()
     writer = BackgroundWriter(lambda _: None)
     queue = writer.add_queue("the log", lambda _: release.wait(10) and None, 0.0)
@@ -55,7 +55,7 @@ def test_a_write_that_hangs_delays_neither_put_nor_close_beyond_its_limit():
     release.set()
 
 
-def test_a_failing_queue_does_not_delay_the_others(monkeypatch: pytest.MonkeyPatch):
+def test_failing_queue_does_not_delay_others(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(background_writer, "RETRY_DELAYS_S", (60.0,))
     written: list[str] = []
 
@@ -76,7 +76,7 @@ def test_a_failing_queue_does_not_delay_the_others(monkeypatch: pytest.MonkeyPat
     assert not bad.is_empty
 
 
-def test_items_beyond_the_bound_are_dropped_with_a_warning(monkeypatch: pytest.MonkeyPatch):
+def test_items_beyond_bound_are_dropped_with_warning(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(background_writer, "MAX_QUEUED_ITEMS", 4)
     release, written, warnings = threading.Event(), [], []
 

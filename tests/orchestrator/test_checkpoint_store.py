@@ -46,7 +46,7 @@ class StoreInFolder:
         return asyncio.run(self.store.resolve_resume())
 
 
-def test_auto_starts_from_the_newest_checkpoint(tmp_path: Path):
+def test_resume_auto_selects_newest_checkpoint(tmp_path: Path):
     folder_store = StoreInFolder(tmp_path)
     assert folder_store.resume_point() is None
     folder_store.save(10, 20)
@@ -56,7 +56,7 @@ def test_auto_starts_from_the_newest_checkpoint(tmp_path: Path):
     )
 
 
-def test_a_damaged_checkpoint_is_skipped_with_a_warning_and_an_unfinished_one_without(
+def test_damaged_and_incomplete_checkpoints_are_skipped(
     tmp_path: Path,
 ):
     folder_store = StoreInFolder(tmp_path)
@@ -71,7 +71,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning_and_an_unfinished_one_wi
     assert "step-20 is skipped" in warning
 
 
-def test_never_refuses_a_folder_with_checkpoints(tmp_path: Path):
+def test_resume_never_rejects_folder_with_checkpoints(tmp_path: Path):
     folder_store = StoreInFolder(tmp_path, resume="never")
     assert folder_store.resume_point() is None
     folder_store.save(10)
@@ -79,7 +79,7 @@ def test_never_refuses_a_folder_with_checkpoints(tmp_path: Path):
         folder_store.resume_point()
 
 
-def test_a_checkpoint_by_name(tmp_path: Path):
+def test_resume_from_named_checkpoint(tmp_path: Path):
     StoreInFolder(tmp_path).save(10, 20)
     job = tmp_path / "job"
     assert StoreInFolder(tmp_path, resume=str(job / "step-10")).resume_point() == CheckpointRef(
@@ -98,7 +98,7 @@ def test_a_checkpoint_by_name(tmp_path: Path):
         StoreInFolder(tmp_path, resume=str(job / "step-10")).resume_point()
 
 
-def test_prune_keeps_the_newest_and_all_multiples(tmp_path: Path):
+def test_prune_keeps_newest_and_all_multiples(tmp_path: Path):
     folder_store = StoreInFolder(tmp_path, keep=2, keep_every=20)
     folder_store.save(10, 20, 30, 40, 50)
     asyncio.run(folder_store.store.prune())

@@ -76,7 +76,7 @@ EVENTS = {
 
 
 @pytest.mark.parametrize("event", list(EVENTS))
-def test_an_event_is_one_line_and_one_json_object(event: str):
+def test_event_is_one_line_and_one_json_object(event: str):
     shown_event, line = EVENTS[event]
     assert list(event_lines(shown_event)) == [line]
     lines: list[str] = []
@@ -90,13 +90,13 @@ def record(step: int) -> StepRecord:
     return StepRecord(step, 2, 1, loss=1.5, tokens=1000, step_s=0.25, gauges={})
 
 
-def test_format_of_a_step():
+def test_format_of_step():
     assert format_step(record(3)) == "loss 1.5000 | 4,000 tokens/s | 0.250 s/step | 2 workers"
     bare = StepRecord(1, 1, 1, loss=None, tokens=0, step_s=0.5, gauges={})
     assert format_step(bare) == "0.500 s/step | 1 worker"
 
 
-def test_plain_lines_show_a_step_at_an_interval_and_always_the_last(
+def test_plain_console_shows_steps_at_interval_and_last(
     monkeypatch: pytest.MonkeyPatch,
 ):
     lines: list[str] = []
@@ -112,7 +112,7 @@ def test_plain_lines_show_a_step_at_an_interval_and_always_the_last(
     assert shown == ["job job", "step 1/100", "step 6/100", "step 7/100"]
 
 
-def test_other_events_are_lines_at_once():
+def test_plain_console_shows_events_immediately():
     lines: list[str] = []
     console = PlainConsole(lines.append)
     for shown_event in SHOWN_EVENTS:
@@ -148,7 +148,7 @@ def test_summary_lines():
     ]
 
 
-def test_json_lines_are_json_and_end_with_the_summary():
+def test_json_lines_are_json_and_end_with_summary():
     lines: list[str] = []
     console = JsonConsole(lines.append)
     console.start("job", None)
@@ -173,7 +173,7 @@ def test_errors_go_to_stderr(
     assert capsys.readouterr().err == "error: wrong\n  allowed: right\n  to change it: key\n"
 
 
-def test_the_bar_prints_lines_above_itself_and_shows_the_step():
+def test_bar_prints_lines_above_itself_and_shows_step():
     out = io.StringIO()
     bar = LiveConsole(rich.console.Console(file=out, force_terminal=True, width=140))
     bar.start("job", 10)
@@ -187,7 +187,7 @@ def test_the_bar_prints_lines_above_itself_and_shows_the_step():
     assert "loss 1.5000" in shown
 
 
-def test_only_the_console_writes_to_stdout(capsys: pytest.CaptureFixture[str]):
+def test_only_console_writes_to_stdout(capsys: pytest.CaptureFixture[str]):
     before = sys.stdout
     with console_for(as_json=True) as console:
         made: Console = console

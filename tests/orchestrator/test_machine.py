@@ -79,7 +79,7 @@ def expected_cells() -> dict[tuple[State, str], str]:
     return cells
 
 
-def test_every_pair_has_the_transition_of_the_table_above():
+def test_transition_table():
     actual = {}
     for state in State:
         for event in EVENTS:
@@ -94,13 +94,13 @@ def test_every_pair_has_the_transition_of_the_table_above():
     assert actual == expected_cells()
 
 
-def test_every_event_has_an_example():
+def test_every_event_has_example():
     assert set(EXAMPLES) == set(EVENTS)
 
 
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize("event", EVENTS)
-def test_apply_event_follows_the_table(state: State, event: EventType):
+def test_apply_event_follows_table(state: State, event: EventType):
     if (state, event) in TABLE:
         assert apply_event(state, EXAMPLES[event]) == TABLE[state, event]
     else:
@@ -116,7 +116,7 @@ def replay(state: State, *events: Event) -> tuple[State, list[Instruction]]:
     return state, instructions
 
 
-def test_a_job_from_submission_to_success():
+def test_job_from_submission_to_success():
     path = (Submitted(), WorkersPlaced(), GenerationFormed(1), AllFinished(1))
     assert replay(State.PENDING, *path) == (
         State.SUCCEEDED,
@@ -130,7 +130,7 @@ def test_a_job_from_submission_to_success():
     )
 
 
-def test_a_second_fault_during_recovery_begins_recovery_again():
+def test_second_fault_restarts_recovery():
     path = (FaultRecoverable(1), FaultRecoverable(1), GenerationFormed(2))
     assert replay(State.RUNNING, *path) == (
         State.RUNNING,
@@ -138,7 +138,7 @@ def test_a_second_fault_during_recovery_begins_recovery_again():
     )
 
 
-def test_a_fault_during_a_resize_turns_it_into_a_recovery():
+def test_fault_during_resize_turns_it_into_recovery():
     path = (ResizeRequested(1, "more workers"), FaultRecoverable(1), GenerationFormed(2))
     assert replay(State.RUNNING, *path) == (
         State.RUNNING,
@@ -147,7 +147,7 @@ def test_a_fault_during_a_resize_turns_it_into_a_recovery():
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=40))
-def test_no_path_leaves_workers_behind(path: list[EventType]):
+def test_workers_are_released_on_every_path(path: list[EventType]):
     """Workers that were placed are released before the end, and final states are final."""
     state, held = State.PENDING, False
     for event in path:

@@ -26,7 +26,7 @@ def ray_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_checkpoints_in_a_folder_that_ray_removes_are_refused(ray_copy: Path, tmp_path: Path):
+def test_checkpoint_folder_in_ray_working_directory_is_rejected(ray_copy: Path, tmp_path: Path):
     with pytest.raises(ConfigError) as refused:
         planned(path="runs", every_steps=10)
     assert "checkpoint.path is 'runs', which is in Ray's copy" in str(refused.value)
@@ -38,7 +38,7 @@ def test_checkpoints_in_a_folder_that_ray_removes_are_refused(ray_copy: Path, tm
     assert planned(path="runs").output_is_temporary
 
 
-def test_a_relative_path_elsewhere_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_relative_checkpoint_path_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     plan = planned(path="runs", every_steps=10)
     assert plan.output_dir == tmp_path / "runs" / "job"

@@ -27,7 +27,7 @@ def started(world_size: int = 2) -> JobProgress:
     return progress
 
 
-def test_a_step_is_complete_when_every_rank_has_finished_it():
+def test_step_is_complete_when_every_rank_has_finished_it():
     progress = started()
     assert progress.add_report(report(0, 1, tokens=10, loss=2.0, step_s=0.5)) is None
     assert progress.add_report(report(0, 2, tokens=10, loss=1.0, step_s=0.5)) is None
@@ -42,7 +42,7 @@ def test_a_step_is_complete_when_every_rank_has_finished_it():
     assert progress.steps == 1
 
 
-def test_the_time_of_a_step_is_that_of_its_last_rank():
+def test_step_time_is_maximum_over_ranks():
     progress = started()
     progress.add_report(StepReport(1, 0, 1, at_s=20.5))
     record = progress.add_report(StepReport(1, 1, 1, at_s=20.0))
@@ -50,7 +50,7 @@ def test_the_time_of_a_step_is_that_of_its_last_rank():
     assert record.at_s == 20.5
 
 
-def test_the_totals_of_the_job():
+def test_totals_of_job():
     progress = started(world_size=1)
     progress.add_report(report(0, 1, tokens=100, loss=8.0, step_s=50.0))
     assert progress.tokens_per_s == 2  # of the only step
@@ -62,7 +62,7 @@ def test_the_totals_of_the_job():
     assert progress.tokens_per_s == 200 / 0.8
 
 
-def test_a_finished_step_without_the_report_of_a_lost_rank():
+def test_finished_step_without_report_of_lost_rank():
     progress = started()
     progress.add_report(report(0, 1, tokens=10, loss=2.0, step_s=0.5))  # finished: the state has it
     progress.add_report(report(0, 2, tokens=10))  # not finished
@@ -72,7 +72,7 @@ def test_a_finished_step_without_the_report_of_a_lost_rank():
     assert progress.start_generation(generation=3, world_size=1, step=1) == []
 
 
-def test_tokens_of_the_engine_if_the_user_counts_none():
+def test_engine_tokens_are_used_if_user_reports_none():
     progress = started()
     progress.add_report(report(0, 1, step_tokens=64))
     record = progress.add_report(report(1, 1, step_tokens=64))
@@ -84,7 +84,7 @@ def test_tokens_of_the_engine_if_the_user_counts_none():
     assert counted.tokens == 20
 
 
-def test_waits_are_those_of_the_slowest_rank():
+def test_waits_are_maximum_over_ranks():
     progress = started()
     progress.add_report(report(0, 1, **{"phases/data": 0.5, "phases/forward": 1.0}))
     record = progress.add_report(report(1, 1, **{"phases/data": 0.1, "phases/forward": 2.0}))
@@ -93,7 +93,7 @@ def test_waits_are_those_of_the_slowest_rank():
     assert record.gauges["phases/data"] == pytest.approx(0.3)
 
 
-def test_a_mirrored_step_is_in_the_vault_of_every_rank():
+def test_step_is_mirrored_once_all_ranks_mirrored():
     progress = started()
     progress.add_report(report(0, 1, replica_step=1.0, replica_bytes=64.0))
     partial = progress.add_report(report(1, 1))
@@ -114,7 +114,7 @@ def test_peak_bytes_by_class_over_ranks_and_steps():
     assert progress.peak_bytes == {"main_weights": 12, "slots": 4, "process": 1000}
 
 
-def test_a_job_that_reports_neither_loss_nor_tokens():
+def test_job_that_reports_neither_loss_nor_tokens():
     progress = started(world_size=1)
     record = progress.add_report(report(0, 1, step_s=0.1))
     assert record is not None
@@ -122,7 +122,7 @@ def test_a_job_that_reports_neither_loss_nor_tokens():
     assert (progress.first_loss, progress.tokens_per_s) == (None, None)
 
 
-def test_a_new_generation_drops_unfinished_steps():
+def test_new_generation_drops_unfinished_steps():
     progress = started()
     progress.add_report(report(0, 5, tokens=10))
     progress.start_generation(generation=2, world_size=1)
@@ -133,7 +133,7 @@ def test_a_new_generation_drops_unfinished_steps():
     assert progress.tokens == 7
 
 
-def test_rewind_counts_the_steps_to_redo_only_once():
+def test_rewind_counts_steps_to_redo_only_once():
     progress = started(world_size=1)
     for step in (1, 2, 3):
         progress.add_report(report(0, step))
@@ -160,7 +160,7 @@ def test_sums_and_extremes_of_rows_of_any_shape(rows: list[dict[str, float]], fo
         assert aggregator.minima(len(rows)) == minima
 
 
-def test_the_last_row_costs_no_more_than_the_others():
+def test_last_row_costs_no_more_than_others():
     class Counted(dict[str, float]):
         """Counts how often it is read."""
 

@@ -42,7 +42,7 @@ def load(folder: Path, document: Any, *overrides: str) -> JobSpec:
     return load_job(path, overrides)
 
 
-def test_the_job_file_of_the_documentation(folder: Path):
+def test_job_file_of_documentation(folder: Path):
     spec = load(folder, WHOLE)
     assert (spec.name, spec.entrypoint) == ("gpt-stdlib", "examples.gpt.train:train")
     assert spec.args == {"layers": 4, "width": 256}
@@ -51,14 +51,14 @@ def test_the_job_file_of_the_documentation(folder: Path):
     assert spec.recovery.hang_timeout_s == 30
 
 
-def test_the_smallest_job_file_and_its_defaults(folder: Path):
+def test_minimal_job_file(folder: Path):
     spec = load(folder, SMALL)
     assert (spec.workers.min, spec.workers.most, spec.steps) == (1, 1, None)
     assert spec.engine is None
     assert (spec.metrics.port, spec.metrics.jsonl, spec.metrics.tensorboard) == (None, False, False)
 
 
-def test_overrides_win_and_reach_into_the_engine_config(folder: Path):
+def test_overrides_win_and_reach_into_engine_config(folder: Path):
     spec = load(
         folder,
         WHOLE,
@@ -80,7 +80,7 @@ def test_exponents_make_numbers(folder: Path):
     assert load(folder, SMALL, "args.lr=3e-4").args == {"lr": 3e-4}
 
 
-def test_the_engine_config_may_stand_in_the_job_file_or_be_replaced(folder: Path):
+def test_inline_engine_config(folder: Path):
     assert load(folder, {**SMALL, "engine": ENGINE}).engine == ENGINE
     assert load(folder, {**SMALL, "engine": ENGINE}, "engine=null").engine is None
     assert load(folder, SMALL, "engine=engine.json").engine == ENGINE
@@ -128,9 +128,7 @@ def test_the_engine_config_may_stand_in_the_job_file_or_be_replaced(folder: Path
         ({"seed": -1, "steps": 0}, ["2 mistakes", "seed:", "steps:"]),
     ],
 )
-def test_each_mistake_is_one_message_with_its_path(
-    folder: Path, change: dict[str, Any], words: list[str]
-):
+def test_each_error_has_a_message_with_path(folder: Path, change: dict[str, Any], words: list[str]):
     with pytest.raises(ConfigError) as caught:
         load(folder, {**SMALL, **change})
     for word in words:
@@ -138,7 +136,7 @@ def test_each_mistake_is_one_message_with_its_path(
 
 
 @pytest.mark.parametrize("missing", ["name", "entrypoint"])
-def test_a_missing_key_is_named(folder: Path, missing: str):
+def test_missing_key_is_named(folder: Path, missing: str):
     document = {key: value for key, value in SMALL.items() if key != missing}
     with pytest.raises(ConfigError, match=f"{missing}: this key is required"):
         load(folder, document)
@@ -154,12 +152,12 @@ def test_a_missing_key_is_named(folder: Path, missing: str):
         ("name: a\n\tsteps: 3\n", "is not YAML: line"),
     ],
 )
-def test_a_file_that_is_no_mapping(folder: Path, text: str, words: str):
+def test_job_file_must_be_a_mapping(folder: Path, text: str, words: str):
     with pytest.raises(ConfigError, match=words):
         load(folder, text)
 
 
-def test_a_job_file_that_cannot_be_read(tmp_path: Path):
+def test_unreadable_job_file(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         load_job(tmp_path / "missing.yaml")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
@@ -179,7 +177,7 @@ def test_a_job_file_that_cannot_be_read(tmp_path: Path):
         ("stepz=3", "unknown key"),
     ],
 )
-def test_a_wrong_override_is_named(folder: Path, override: str, words: str):
+def test_invalid_override_is_named(folder: Path, override: str, words: str):
     with pytest.raises(ConfigError, match=words):
         load(folder, SMALL, override)
 
@@ -191,13 +189,13 @@ def test_a_wrong_override_is_named(folder: Path, override: str, words: str):
         ({"mn": 3}, "workers: mn: unknown key (did you mean 'min'?)"),
     ],
 )
-def test_workers_of_a_script_are_refused_in_the_same_words(values: dict[str, int], words: str):
+def test_workers_class_reports_same_errors(values: dict[str, int], words: str):
     with pytest.raises(ConfigError) as refused:
         Workers(**values)  # type: ignore[arg-type]
     assert words in str(refused.value)
 
 
-def test_an_old_key_name_is_accepted(folder: Path):
+def test_old_key_name_is_accepted(folder: Path):
     spec = load(folder, {**SMALL, "checkpoint": {"notice_s": 7}})
     assert spec.checkpoint.grace_period_s == 7
     with pytest.raises(ConfigError, match="notice_s is the old name of grace_period_s"):
@@ -208,7 +206,7 @@ def test_an_old_key_name_is_accepted(folder: Path):
     )
 
 
-def test_editors_can_have_a_schema():
+def test_json_schema():
     schema = JobSpec.model_json_schema()
     assert set(yaml.safe_load(WHOLE)) == set(schema["properties"])
     assert (

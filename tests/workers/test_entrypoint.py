@@ -11,7 +11,7 @@ from rayzero.workers.training_thread import describe_crash
 from tests.workers import functions
 
 
-def test_a_function_and_a_static_method_resolve():
+def test_function_and_static_method_resolve():
     assert resolve_entrypoint("tests.workers.functions:returns") is functions.returns
     assert resolve_entrypoint("tests.workers.functions:Holder.train") is functions.Holder.train
     assert resolve_entrypoint(pickle.dumps(functions.returns)) is functions.returns
@@ -29,7 +29,7 @@ def test_a_function_and_a_static_method_resolve():
         (b"garbage", "cannot be unpickled on the worker"),
     ],
 )
-def test_a_wrong_entry_point_is_named_without_a_traceback(entrypoint: str | bytes, words: str):
+def test_invalid_entry_point_is_reported_without_traceback(entrypoint: str | bytes, words: str):
     with pytest.raises(EntryPointError) as caught:
         resolve_entrypoint(entrypoint)
     assert words in str(caught.value)
@@ -43,9 +43,7 @@ def test_a_wrong_entry_point_is_named_without_a_traceback(entrypoint: str | byte
         ("lacking", "import not_installed_anywhere", "ModuleNotFoundError"),
     ],
 )
-def test_an_error_inside_the_module_is_shown_with_the_users_frames(
-    module: str, first_frame: str, error: str
-):
+def test_import_error_shows_user_frames(module: str, first_frame: str, error: str):
     with pytest.raises(EntryPointError, match="cannot be imported") as caught:
         resolve_entrypoint(f"tests.workers.{module}:train")
     message = describe_crash(caught.value, generation=1, rank=0, step=0)
@@ -72,7 +70,7 @@ def one_and_more(ctx: object = None, *others: object, **named: object) -> None: 
         (two_arguments, "missing a required argument: 'other'"),
     ],
 )
-def test_a_function_with_other_arguments_is_rejected_before_it_is_called(function, words: str):
+def test_function_signature_is_checked(function, words: str):
     with pytest.raises(EntryPointError) as caught:
         load_train_function(pickle.dumps(function))
     assert words in caught.value.seen

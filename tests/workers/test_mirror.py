@@ -90,7 +90,7 @@ def run(mirror: Mirror, steps: range, state: State, agree: Any = None) -> None:
         mirror.step_done(step, agreed, state)  # type: ignore[arg-type]
 
 
-def test_two_buffers_alternate_and_constants_are_written_once_into_each():
+def test_buffers_alternate_and_constants_are_written_once_per_buffer():
     vault, state = FakeVault(), State()
     mirror, posted = make_mirror(EVERY, vault)
     run(mirror, range(1, 6), state)
@@ -99,7 +99,7 @@ def test_two_buffers_alternate_and_constants_are_written_once_into_each():
     assert posted == []
 
 
-def test_older_generations_are_dropped_only_after_the_vote_that_follows_the_first_mirror():
+def test_older_generations_are_dropped_at_second_mirrored_step():
     vault, state = FakeVault(), State()
     mirror, _ = make_mirror(EVERY, vault, generation=7, restore=Restore(10))
     run(mirror, range(11, 12), state)
@@ -108,7 +108,7 @@ def test_older_generations_are_dropped_only_after_the_vote_that_follows_the_firs
     assert vault.complete_generations == [7]
 
 
-def test_a_fixed_interval_counts_from_the_restored_step():
+def test_fixed_interval_counts_from_restored_step():
     vault, state = FakeVault(), State()
     mirror, _ = make_mirror(MirrorPolicy(replicas=1, every_steps=3), vault, restore=Restore(10))
     pace = StepRequests(mirror_interval=3.0)
@@ -118,7 +118,7 @@ def test_a_fixed_interval_counts_from_the_restored_step():
     assert vault.steps == [13, 16]
 
 
-def test_without_replicas_only_checkpoints_and_drains_are_copied():
+def test_without_replicas_only_checkpoints_and_drains_are_mirrored():
     vault, state = FakeVault(), State()
     mirror, posted = make_mirror(MirrorPolicy(checkpoint_every_steps=4), vault)
     run(mirror, range(1, 4), state, lambda mirror, step: replace(mirror.step_requests(step)))
@@ -130,7 +130,7 @@ def test_without_replicas_only_checkpoints_and_drains_are_copied():
     assert vault.steps == [4, 6]
 
 
-def test_a_checkpoint_without_a_free_buffer_is_made_later():
+def test_checkpoint_waits_for_free_buffer():
     vault, state = FakeVault(), State()
     mirror, posted = make_mirror(replace(EVERY, checkpoint_every_steps=3), vault, last_step=11)
     agree = lambda mirror, step: mirror.step_requests(step)  # noqa: E731
@@ -146,14 +146,14 @@ def test_a_checkpoint_without_a_free_buffer_is_made_later():
     assert [one.step for one in posted] == [3, 8, 12]
 
 
-def test_the_last_step_gets_a_checkpoint():
+def test_last_step_gets_checkpoint():
     vault, state = FakeVault(), State()
     mirror, posted = make_mirror(replace(EVERY, checkpoint_every_steps=100), vault, last_step=5)
     run(mirror, range(1, 6), state, lambda mirror, step: mirror.step_requests(step))
     assert [(one.step, one.checkpoint) for one in posted] == [(5, True)]
 
 
-def test_for_other_nodes_steps_are_pinned_as_often_as_buffers_are_free():
+def test_steps_are_pinned_for_remote_replicas_while_buffers_are_free():
     vault, state = FakeVault(), State()
     mirror, posted = make_mirror(EVERY, vault, remote=True)
     run(mirror, range(1, 9), state, lambda mirror, step: mirror.step_requests(step))
@@ -163,7 +163,7 @@ def test_for_other_nodes_steps_are_pinned_as_often_as_buffers_are_free():
     assert all(one.checksum is not None for one in vault.buffers if one.pinned)
 
 
-def test_all_ranks_must_be_ready_for_a_pin():
+def test_all_ranks_must_be_ready_for_pin():
     vault, state = FakeVault(), State()
     mirror, posted = make_mirror(EVERY, vault, remote=True)
     assert mirror.step_requests(1).pin
@@ -171,7 +171,7 @@ def test_all_ranks_must_be_ready_for_a_pin():
     assert posted == []
 
 
-def test_a_vault_that_is_gone_does_not_stop_training(caplog):
+def test_lost_vault_does_not_stop_training(caplog):
     vault, state = FakeVault(error=VaultGoneError("the vault is gone")), State()
     mirror, _ = make_mirror(EVERY, vault)
     run(mirror, range(1, 4), state)
@@ -179,7 +179,7 @@ def test_a_vault_that_is_gone_does_not_stop_training(caplog):
     assert not mirror.step_requests(4).pin
 
 
-def test_too_little_memory_fails_the_first_mirror_and_is_logged_later(caplog):
+def test_insufficient_memory_fails_only_first_mirror(caplog):
     error = VaultMemoryError("too little memory")
     mirror, _ = make_mirror(EVERY, FakeVault(error=error))
     with pytest.raises(VaultMemoryError):
@@ -189,7 +189,7 @@ def test_too_little_memory_fails_the_first_mirror_and_is_logged_later(caplog):
     assert "continues without a replica" in caplog.text
 
 
-def test_a_new_table_gets_new_buffers():
+def test_new_table_gets_new_buffers():
     vault, state = FakeVault(), State()
     mirror, _ = make_mirror(EVERY, vault)
     run(mirror, range(1, 3), state)
@@ -201,7 +201,7 @@ def test_a_new_table_gets_new_buffers():
 
 
 @given(mirror_s=some.floats(1e-4, 10), step_s=some.floats(1e-3, 10))
-def test_the_chosen_interval_keeps_the_cost_near_its_limit(mirror_s: float, step_s: float):
+def test_chosen_interval_keeps_cost_near_its_limit(mirror_s: float, step_s: float):
     costs = _CostModel()
     costs._step_s = step_s
     costs.mirror_finished(mirror_s)
@@ -212,7 +212,7 @@ def test_the_chosen_interval_keeps_the_cost_near_its_limit(mirror_s: float, step
     )
 
 
-def test_the_first_write_into_a_new_buffer_does_not_count():
+def test_first_write_into_new_buffer_does_not_count():
     mirror, _ = make_mirror(EVERY, FakeVault())
     run(mirror, range(1, 3), State())  # two new buffers
     assert mirror._cost_model._mirror_s == 0
@@ -223,7 +223,7 @@ def test_the_first_write_into_a_new_buffer_does_not_count():
     assert mirror._cost_model._mirror_s > 0
 
 
-def test_a_pause_between_two_steps_hardly_counts_as_a_step():
+def test_pause_between_steps_has_little_effect_on_step_time():
     costs = _CostModel()
     costs._step_s = 0.1
     costs._last_step_at_s -= 60.0  # an evaluation, say

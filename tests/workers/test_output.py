@@ -24,7 +24,7 @@ def test_messages_are_polled_once_and_in_order():
     assert outbox.poll(0) == []
 
 
-def test_a_poll_waits_for_the_first_message():
+def test_poll_waits_for_first_message():
     outbox = Outbox(linger_s=0)
     taken: list[object] = []
     poll = Thread(target=lambda: taken.extend(outbox.poll(10)))
@@ -34,7 +34,7 @@ def test_a_poll_waits_for_the_first_message():
     assert taken == [Joined(1, 0)]
 
 
-def test_an_urgent_message_ends_the_linger_time():
+def test_urgent_message_ends_linger():
     outbox = Outbox(linger_s=30)
     outbox.post(Joined(1, 0))
     outbox.post(line("after it"))
@@ -43,7 +43,7 @@ def test_an_urgent_message_ends_the_linger_time():
     assert monotonic() - before < 5
 
 
-def test_the_oldest_lines_are_dropped_and_counted_other_messages_are_not():
+def test_only_oldest_lines_are_dropped_and_counted():
     outbox = Outbox(max_lines=2, linger_s=0)
     outbox.post(StepReport(1, 0, 1))
     for text in "abcd":
@@ -72,7 +72,7 @@ def tee() -> tuple[LineTee, io.StringIO, list[tuple[str, str]]]:
         (["no end"], []),
     ],
 )
-def test_lines_are_passed_on_when_they_end(written: list[str], lines: list[str]):
+def test_lines_are_forwarded_at_newline(written: list[str], lines: list[str]):
     stream, file, seen = tee()
     for text in written:
         assert stream.write(text) == len(text)
@@ -80,7 +80,7 @@ def test_lines_are_passed_on_when_they_end(written: list[str], lines: list[str])
     assert file.getvalue() == "".join(written)
 
 
-def test_a_last_line_without_a_newline_is_passed_on():
+def test_last_line_without_newline_is_forwarded():
     stream, _, seen = tee()
     stream.write("half")
     stream.finish_line()

@@ -56,7 +56,7 @@ RANK = textwrap.dedent(
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
-def test_shutdown_ends_a_wait_for_a_stopped_peer():
+def test_shutdown_ends_wait_for_stopped_peer():
     ranks = [start(rank) for rank in (0, 1)]
     try:
         ranks[1].stdin.write(ranks[0].stdout.readline())

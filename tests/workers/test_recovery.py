@@ -116,7 +116,7 @@ def test_killed_worker_loses_no_finished_step(start_workers, stage, phase):
 
 
 @pytest.mark.parametrize("phase", ["reduce", "update"])
-def test_offloaded_state_is_restored_from_the_vault(start_workers, tmp_path, phase):
+def test_offloaded_state_is_restored_from_vault(start_workers, tmp_path, phase):
     """The NVMe file of a worker is removed when its process dies."""
     config = recovery_jobs.engine_config(3)
     config["zero_optimization"] |= {
@@ -142,7 +142,7 @@ def test_offloaded_state_is_restored_from_the_vault(start_workers, tmp_path, pha
     assert not list((tmp_path / "nvme").iterdir())
 
 
-def test_fence_does_not_wait_for_a_stopped_worker(start_workers):
+def test_fence_does_not_wait_for_stopped_worker(start_workers):
     local = start_workers(3, 3, faults=('stop(rank=2, step=4, phase="backward")',))
     local.form(1, [0, 1, 2])
     local.wait(0, lambda message: isinstance(message, StepReport) and message.step == 3)
@@ -261,7 +261,7 @@ def test_user_errors_and_damaged_state_are_distinguished(start_workers):
     assert crash.kind == "state", crash
 
 
-def test_all_ranks_pin_the_same_checkpoint_step(start_workers):
+def test_all_ranks_pin_same_checkpoint_step(start_workers):
     plan = MirrorPolicy(replicas=1, every_steps=1, checkpoint_every_steps=5)
     local = start_workers(2, 2, mirror=plan)
     local.form(1, [0, 1])

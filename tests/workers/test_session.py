@@ -39,20 +39,20 @@ def report_of(posted: list[WorkerMessage]) -> StepReport:
     return report
 
 
-def test_context_has_the_job_and_the_rank():
+def test_context_has_job_and_rank():
     ctx, _, _ = context()
     assert (ctx.rank, ctx.world_size, ctx.is_main, ctx.local_rank) == (0, 1, True, 0)
     assert (ctx.name, ctx.seed, ctx.steps, ctx.args) == ("job", 3, 5, {"width": 8})
     assert ctx.generation == 1
 
 
-def test_reading_unset_steps_names_the_missing_key():
+def test_reading_unset_steps_names_missing_key():
     ctx, _, _ = context(steps=None)
     with pytest.raises(ConfigError, match="`steps:` in the job file"):
         _ = ctx.steps
 
 
-def test_without_an_engine_report_finishes_the_step():
+def test_without_engine_report_finishes_step():
     ctx, channel, posted = context()
     ctx.report(tokens=10, loss=3.0)
     ctx.report(tokens=torch.tensor(5), loss=2.0)
@@ -67,7 +67,7 @@ def test_without_an_engine_report_finishes_the_step():
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "x" * 129, "phases/own", "collectives/a/bytes"])
-def test_an_invalid_metric_name_is_rejected(name: str):
+def test_invalid_metric_name_is_rejected(name: str):
     ctx, _, posted = context()
     ctx.report(**{"eval/top-1 accuracy (%)": 50.0})
     with pytest.raises(EngineError, match=r"ctx\.report with a metric named"):
@@ -76,7 +76,7 @@ def test_an_invalid_metric_name_is_rejected(name: str):
     assert set(report_of(posted).gauges) == {"eval/top-1 accuracy (%)", "step_s"}
 
 
-def test_metrics_of_a_step_are_not_in_the_next():
+def test_metrics_are_reset_after_step():
     ctx, _, posted = context()
     ctx.report(step=1, tokens=5, loss=1.0)
     ctx.report(step=2)
@@ -88,7 +88,7 @@ def test_metrics_of_a_step_are_not_in_the_next():
     assert ctx._session.reporter.leftover_counters() == {"tokens": 7}
 
 
-def test_with_an_engine_the_engine_finishes_the_step():
+def test_engine_finishes_step():
     job_session, _, posted = session()
     ctx = Context(setup(), ASSIGN, torch.device("cpu"), job_session)
     engine, *_ = initialize(model=torch.nn.Linear(1, 1), config=recovery_jobs.engine_config(1))
@@ -105,7 +105,7 @@ def test_with_an_engine_the_engine_finishes_the_step():
 
 
 @pytest.mark.parametrize("value", ["many", None, torch.zeros(2), [1]])
-def test_a_value_that_is_not_a_number_is_named_in_the_error(value: Any):
+def test_non_numeric_value_is_named_in_error(value: Any):
     ctx, _, _ = context()
     with pytest.raises(EngineError, match=r"ctx\.report\(loss="):
         ctx.report(loss=value)
@@ -119,7 +119,7 @@ def test_steps_must_increase_from_one(step: int):
         ctx.report(step=step)
 
 
-def test_an_interrupt_is_raised_at_the_next_report_phase_or_step():
+def test_interrupt_is_raised_at_next_report_phase_or_step():
     job_session, channel, posted = session()
     ctx = Context(setup(), ASSIGN, torch.device("cpu"), job_session)
     job_session.on_phase("forward")
@@ -135,7 +135,7 @@ def test_an_interrupt_is_raised_at_the_next_report_phase_or_step():
     assert len(posted) == 1  # the step that was finished counts
 
 
-def test_an_agreed_drain_ends_the_function_after_the_step():
+def test_agreed_drain_ends_function_after_step():
     job_session, channel, posted = session()
     assert not job_session.step_requests().drain
     channel.drain.set()

@@ -42,7 +42,7 @@ def reports(posted: list[WorkerMessage]) -> list[StepReport]:
     return [message for message in posted if isinstance(message, StepReport)]
 
 
-def test_a_report_has_the_engines_metrics():
+def test_report_has_engines_metrics():
     _, _, step_reports = trained(nn.Linear(4, 4), 2)
     gauges = step_reports[-1].gauges
     for name in ("loss", "lr", "grad_norm", "loss_scale", "step_s", "exposed_comm_s", "skipped"):
@@ -53,7 +53,7 @@ def test_a_report_has_the_engines_metrics():
     assert gauges["step_samples"] > 0
 
 
-def test_a_skipped_step_is_counted_once():
+def test_skipped_step_is_counted_once():
     job_session, _, posted = session()
     job_session._skipped_steps = 3  # as loaded from a checkpoint
     for step, count in enumerate((3, 4, 4), 1):
@@ -61,7 +61,7 @@ def test_a_skipped_step_is_counted_once():
     assert [report.gauges["skipped"] for report in reports(posted)] == [0, 1, 0]
 
 
-def test_a_mirrors_time_belongs_to_the_next_step():
+def test_mirrors_time_belongs_to_next_step():
     mirror = Mirror(MirrorPolicy(), ASSIGN, None, None, lambda _: None)
     assert mirror.gauges() == {}  # there is no vault
 
@@ -76,7 +76,7 @@ def test_a_mirrors_time_belongs_to_the_next_step():
 
 
 @pytest.mark.alone
-def test_a_report_is_cheap():
+def test_report_is_cheap():
     """Of a model with 400 parameters, which have 1,200 tensors of state."""
     layers: list[Any] = [nn.Linear(4, 4) for _ in range(200)]
     engine, job_session, _ = trained(nn.Sequential(*layers), 4)

@@ -44,14 +44,14 @@ def bench() -> Iterator[Bench]:
     assert bench.thread.join(5)
 
 
-def test_a_body_ends_with_its_own_message(bench: Bench):
+def test_body_ends_with_its_own_message(bench: Bench):
     bench.start(lambda: DONE)
     assert bench.thread.join(5)
     assert bench.posted == [DONE]
     assert bench.freed == 0
 
 
-def test_an_exception_becomes_a_crash_with_its_step(bench: Bench):
+def test_exception_becomes_crash_with_its_step(bench: Bench):
     def body() -> WorkerMessage:
         bench.channel.progress.begin_step(3)
         raise ValueError("boom")
@@ -63,7 +63,7 @@ def test_an_exception_becomes_a_crash_with_its_step(bench: Bench):
     assert (crash.kind, crash.step, crash.error) == ("user", 3, "ValueError: boom")
 
 
-def test_an_interrupt_unwinds_at_the_next_check_and_releases_the_peers(bench: Bench):
+def test_interrupt_unwinds_at_next_check_and_releases_peers(bench: Bench):
     running = Event()
 
     def body() -> WorkerMessage:
@@ -79,7 +79,7 @@ def test_an_interrupt_unwinds_at_the_next_check_and_releases_the_peers(bench: Be
     assert bench.freed == 1
 
 
-def test_a_drain_keeps_the_connections_to_peers(bench: Bench):
+def test_drain_keeps_connections_to_peers(bench: Bench):
     def body() -> WorkerMessage:
         raise Interrupted
 
@@ -89,7 +89,7 @@ def test_a_drain_keeps_the_connections_to_peers(bench: Bench):
     assert bench.freed == 0, "a slower peer may still be taking what this rank has sent"
 
 
-def test_a_collective_that_fails_while_stopping_is_a_stop(bench: Bench):
+def test_collective_that_fails_while_stopping_is_stop(bench: Bench):
     may_continue = Event()
 
     def body() -> WorkerMessage:
@@ -103,7 +103,7 @@ def test_a_collective_that_fails_while_stopping_is_a_stop(bench: Bench):
     assert bench.posted == [Stopped(1, 0)]
 
 
-def test_two_generations_do_not_run_at_once_but_one_after_the_other(bench: Bench):
+def test_generations_run_one_after_another(bench: Bench):
     may_continue = Event()
 
     def body() -> WorkerMessage:
@@ -120,9 +120,7 @@ def test_two_generations_do_not_run_at_once_but_one_after_the_other(bench: Bench
     assert bench.posted == [DONE, DONE]
 
 
-def test_join_waits_for_a_thread_that_is_being_started(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-):
+def test_join_waits_for_thread_that_is_being_started(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     """A fence of the last generation may still be at work then."""
     beginning, may_continue = Event(), Event()
 
@@ -146,7 +144,7 @@ def test_join_waits_for_a_thread_that_is_being_started(
     assert bench.posted == [DONE]
 
 
-def test_the_next_generation_waits_for_a_thread_that_has_posted_its_end():
+def test_next_generation_waits_for_thread_that_has_posted_its_end():
     posted_first, may_continue = Event(), Event()
     posted: list[WorkerMessage] = []
 
@@ -200,7 +198,7 @@ def test_exceptions_are_classified(error: Exception, kind: str, has_traceback: b
         assert "raise error" in message.traceback
 
 
-def test_a_wrapped_collective_failure_counts_as_one():
+def test_wrapped_collective_failure_counts_as_one():
     error = ValueError("training failed")
     error.__context__ = RuntimeError(GLOO)
     assert describe_crash(caught(error), 1, 0, 1).kind == "collective"
@@ -212,7 +210,7 @@ def test_sys_exit_is_reported_as_text():
     )
 
 
-def test_a_heartbeat_has_step_phase_and_silent_time():
+def test_heartbeat_has_step_phase_and_silent_time():
     now_s = 100.0
     progress = ProgressRecord(rank=1, clock=lambda: now_s)
     progress.begin_step(4)

@@ -69,7 +69,7 @@ def begin(worker: WorkerProcess, generation: int = 1) -> None:
     )
 
 
-def test_a_generation_from_joining_to_the_result(make_worker: MakeWorker):
+def test_generation_joins_and_finishes(make_worker: MakeWorker):
     worker = make_worker("returns")
     begin(worker)
     seen = poll_until(worker.poll, Finished)
@@ -89,7 +89,7 @@ def test_a_generation_from_joining_to_the_result(make_worker: MakeWorker):
     assert os.environ["WORLD_SIZE"] == "1"
 
 
-def test_the_function_is_called_again_in_the_next_generation(make_worker: MakeWorker):
+def test_function_is_called_again_in_next_generation(make_worker: MakeWorker):
     worker = make_worker("endless")
     begin(worker)
     poll_until(worker.poll, StepReport)
@@ -105,7 +105,7 @@ def test_the_function_is_called_again_in_the_next_generation(make_worker: MakeWo
     assert Stopped(2, 0) in poll_until(worker.poll, Stopped)
 
 
-def test_a_careless_except_does_not_swallow_the_interrupt(make_worker: MakeWorker):
+def test_user_except_does_not_swallow_interrupt(make_worker: MakeWorker):
     worker = make_worker("endless")
     begin(worker)
     poll_until(worker.poll, StepReport)
@@ -114,7 +114,7 @@ def test_a_careless_except_does_not_swallow_the_interrupt(make_worker: MakeWorke
     assert LogLine(0, "stdout", "caught") not in seen
 
 
-def test_a_crash_comes_after_everything_that_was_printed(make_worker: MakeWorker):
+def test_crash_follows_all_printed_lines(make_worker: MakeWorker):
     worker = make_worker("raises")
     begin(worker)
     seen = poll_until(worker.poll, Crashed)
@@ -126,7 +126,7 @@ def test_a_crash_comes_after_everything_that_was_printed(make_worker: MakeWorker
     assert 'raise ValueError("boom")' in crash.traceback
 
 
-def test_a_wrong_entry_point_is_a_crash_before_the_first_step(make_worker: MakeWorker):
+def test_invalid_entry_point_is_a_crash(make_worker: MakeWorker):
     worker = make_worker("return")
     begin(worker)
     (crash,) = [m for m in poll_until(worker.poll, Crashed) if isinstance(m, Crashed)]
@@ -134,7 +134,7 @@ def test_a_wrong_entry_point_is_a_crash_before_the_first_step(make_worker: MakeW
 
 
 @pytest.mark.parametrize("function", ["returns_a_list", "returns_no_json"])
-def test_a_result_that_is_not_json_is_omitted_and_reported(make_worker: MakeWorker, function: str):
+def test_non_json_result_is_omitted_and_reported(make_worker: MakeWorker, function: str):
     worker = make_worker(function)
     begin(worker)
     seen = poll_until(worker.poll, Finished)
@@ -144,9 +144,7 @@ def test_a_result_that_is_not_json_is_omitted_and_reported(make_worker: MakeWork
     assert finished.result is None
 
 
-def test_the_working_directory_is_entered_or_reported_missing(
-    make_worker: MakeWorker, tmp_path: Path
-):
+def test_working_directory_is_entered_or_reported_missing(make_worker: MakeWorker, tmp_path: Path):
     start_folder = os.getcwd()
     make_worker("returns", working_dir=str(tmp_path), import_paths=("/other",))
     assert Path.cwd() == tmp_path
@@ -158,7 +156,7 @@ def test_the_working_directory_is_entered_or_reported_missing(
     assert "working directory /no/such/folder does not exist on this node" in line.text
 
 
-def test_a_missing_gpu_is_a_config_error(make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch):
+def test_missing_gpu_is_config_error(make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     worker = make_worker("returns", gpus=1)
     begin(worker)
@@ -167,7 +165,7 @@ def test_a_missing_gpu_is_a_config_error(make_worker: MakeWorker, monkeypatch: p
     assert "workers.gpus" in crash.error
 
 
-def test_the_stacks_show_the_training_thread(make_worker: MakeWorker):
+def test_stacks_show_training_thread(make_worker: MakeWorker):
     worker = make_worker("endless")
     begin(worker)
     poll_until(worker.poll, StepReport)
@@ -195,7 +193,7 @@ def uncollected() -> Iterator[None]:
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize(("device", "two_fit"), [("cuda", True), ("cpu", False)])
-def test_the_last_engine_is_freed_before_the_next_is_built(
+def test_last_engine_is_freed_before_next_is_built(
     device: str, two_fit: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Two engines may not fit."""
@@ -207,7 +205,7 @@ def test_the_last_engine_is_freed_before_the_next_is_built(
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_where_two_engines_fit_the_last_one_is_freed_after_a_step(monkeypatch: pytest.MonkeyPatch):
+def test_last_engine_is_freed_after_step_if_two_fit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(retained_state, "fits_twice", lambda processes: True)
     retained = RetainedState(0)
     first = keep_one(retained, "cpu")

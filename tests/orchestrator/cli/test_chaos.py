@@ -19,7 +19,7 @@ def chaos(*arguments: str, code: int = 0) -> str:
     return done.stdout if code == 0 else done.output
 
 
-def test_list_prints_an_example_of_every_fault():
+def test_list_prints_example_of_every_fault():
     output = chaos("--list")
     for name, kind in FAULT_KINDS.items():
         assert kind.description in output
@@ -35,7 +35,7 @@ def test_list_as_json():
     assert kinds["kill_vault"]["required"] == ["node", "step"]
 
 
-def test_random_faults_are_reproducible_and_fit_a_job_file():
+def test_random_faults_are_reproducible_and_fit_job_file():
     options = ("--random", "5", "--seed", "3", "--ranks", "3", "--steps", "100")
     output = yaml.safe_load(chaos(*options))
     assert len(output["faults"]) == 5

@@ -103,7 +103,7 @@ def test_prune(job):
 
 
 @pytest.mark.parametrize("path", ["", "step-100"])
-def test_export_prints_the_files(job, monkeypatch, path):
+def test_export_prints_files(job, monkeypatch, path):
     """Of a job, the newest complete one."""
     calls = []
 
@@ -123,7 +123,7 @@ def test_export_prints_the_files(job, monkeypatch, path):
     assert fields == {"folder": str(job / "step-100"), "format": "safetensors", "files": files}
 
 
-def test_long_reading_prints_lines_where_there_is_no_terminal(capsys):
+def test_progress_is_printed_as_lines_without_terminal(capsys):
     now_s = [0.0]
     add = print_progress("exporting", 4 * 2**20, clock=lambda: now_s[0])
     for now_s[0] in (0.0, 9.0, 11.0, 12.0, 21.5):
@@ -135,14 +135,14 @@ def test_long_reading_prints_lines_where_there_is_no_terminal(capsys):
 
 
 @pytest.mark.parametrize("command", [["ls"], ["verify"], ["prune", "--keep", "1"]])
-def test_a_folder_without_checkpoints(tmp_path, command):
+def test_commands_fail_without_checkpoints(tmp_path, command):
     assert "there are no checkpoints at" in ckpt(*command, tmp_path, code=2)
     assert "cannot be stored at x://y" in ckpt(*command, "x://y", code=2)
     (tmp_path / "file").write_text("")
     assert "Not a directory" in ckpt(*command, tmp_path / "file", code=1)
 
 
-def test_help_has_an_example_for_every_command():
+def test_help_has_example_for_every_command():
     for command in ("ls", "verify", "prune", "export"):
         assert f"Example: rayzero ckpt {command}" in ckpt(command, "--help")
 

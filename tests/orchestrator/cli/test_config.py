@@ -28,7 +28,7 @@ def config(*arguments: object, code: int = 0) -> str:
     return result.stdout if code == 0 else result.output
 
 
-def test_explain_groups_the_keys_in_effect(engine: Path) -> None:
+def test_explain_groups_keys_in_effect(engine: Path) -> None:
     lines = [line.rstrip() for line in config("explain", engine).splitlines()]
     assert lines[0].split() == ["key", "status", "value", "from"]
     assert lines[1:3] == ["batch sizes", lines[2]]
@@ -61,7 +61,7 @@ def test_explain_as_json(engine: Path) -> None:
     }
 
 
-def test_a_job_file_is_explained_by_its_engine_config(engine: Path, tmp_path: Path) -> None:
+def test_job_file_is_explained_by_its_engine_config(engine: Path, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(
         "name: j\nentrypoint: m:f\nsteps: 70\n"
@@ -86,9 +86,7 @@ def test_a_job_file_is_explained_by_its_engine_config(engine: Path, tmp_path: Pa
         (None, "cannot be read: No such file"),
     ],
 )
-def test_an_invalid_file_ends_with_code_2(
-    content: str | None, message: str, tmp_path: Path
-) -> None:
+def test_invalid_file_ends_with_code_2(content: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "engine.json"
     if content is not None:
         path.write_text(content)

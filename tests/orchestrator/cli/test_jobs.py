@@ -46,7 +46,7 @@ def write_journal(runs: Path, *entries: tuple[str, dict[str, Any]], **changes: A
     JournalFiles(job_plan.job_folder).write(updates)
 
 
-def test_a_lost_job_is_listed_and_marked_as_stopped(tmp_path: Path):
+def test_lost_job_is_listed_and_marked_as_stopped(tmp_path: Path):
     write_journal(tmp_path, steps=100)
     path_option = ("--path", tmp_path)
     result = command("status", "job", *path_option)
@@ -69,24 +69,24 @@ def test_ls_without_jobs(tmp_path: Path):
     assert json.loads(command("ls", "--json", "--path", tmp_path).stdout) == []
 
 
-def test_the_version_is_printed():
+def test_version_is_printed():
     assert command("--version").stdout == f"rayzero {rayzero.__version__}\n"
 
 
-def test_status_shows_why_a_job_failed(tmp_path: Path):
+def test_status_shows_why_job_failed(tmp_path: Path):
     write_journal(tmp_path, ("ended", {"state": "failed", "error": "the data has a hole\nmore"}))
     result = command("status", "job", "--path", tmp_path).stdout
     assert result.startswith("job: failed at step 40: the data has a hole\n")
 
 
-def test_a_job_with_redacted_values_cannot_be_resumed(tmp_path: Path):
+def test_job_with_redacted_values_cannot_be_resumed(tmp_path: Path):
     write_journal(tmp_path, args={"hf_token": "abc"})
     result = command("resume", "job", "--path", tmp_path)
     assert result.exit_code == 2
     assert "which does not contain args.hf_token" in result.output
 
 
-def test_a_job_is_resumed_from_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_job_is_resumed_from_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_journal(tmp_path, steps=7, seed=3)
     specs: list[Any] = []
     monkeypatch.setattr(run, "run_with_console", lambda load, *_: specs.append(load()) or 0)
@@ -104,13 +104,13 @@ def test_invalid_names_are_rejected(subcommand: str, name: str):
 
 
 @pytest.mark.parametrize("subcommand", ["status", "logs", "stop"])
-def test_an_unknown_job(subcommand: str, tmp_path: Path):
+def test_unknown_job(subcommand: str, tmp_path: Path):
     result = command(subcommand, "nosuch", "--path", tmp_path)
     assert result.exit_code == 2
     assert "no Ray cluster runs on this machine" in result.output
 
 
-def test_a_dashboard_that_does_not_respond():
+def test_dashboard_that_does_not_respond():
     result = command("ls", "--address", "http://127.0.0.1:1")
     assert result.exit_code == 2
     assert "the cluster at http://127.0.0.1:1 rejected the request" in result.output

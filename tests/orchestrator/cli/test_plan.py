@@ -38,7 +38,7 @@ def plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_table_and_the_recommended_setting(tmp_path: Path):
+def test_table_and_recommended_setting(tmp_path: Path):
     result = plan(
         tmp_path, "models:make", "--batch", "models:batch", "--world", "2", "--gpu", "8MB"
     )

@@ -46,14 +46,12 @@ def with_headers(monkeypatch: pytest.MonkeyPatch, **headers: str) -> None:
     monkeypatch.setattr(ray_api, "get_auth_headers_if_auth_enabled", lambda _: headers)
 
 
-def test_the_right_token_is_accepted(head: str, monkeypatch: pytest.MonkeyPatch):
+def test_valid_token_is_accepted(head: str, monkeypatch: pytest.MonkeyPatch):
     with_headers(monkeypatch, Authorization=f"Bearer {TOKEN}")
     check_auth(head)
 
 
-def test_a_wrong_and_a_missing_token_are_refused_at_once(
-    head: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_wrong_or_missing_token_is_rejected_immediately(head: str, monkeypatch: pytest.MonkeyPatch):
     start_s = time.monotonic()
     with_headers(monkeypatch)
     with pytest.raises(AuthRefusedError, match="requires an auth token, and none is set"):
@@ -66,7 +64,7 @@ def test_a_wrong_and_a_missing_token_are_refused_at_once(
     assert time.monotonic() - start_s < 15, "Ray takes 20 s for each"
 
 
-def test_a_refusal_is_raised_if_no_other_cluster_is_on_this_machine(
+def test_rejected_token_is_an_error_without_another_local_cluster(
     head: str, monkeypatch: pytest.MonkeyPatch
 ):
     with_headers(monkeypatch, Authorization="Bearer b")
@@ -75,7 +73,7 @@ def test_a_refusal_is_raised_if_no_other_cluster_is_on_this_machine(
         list(connect.connect_each(None))
 
 
-def test_another_server_is_left_to_ray():
+def test_token_check_ignores_other_servers():
     with ThreadPoolExecutor(1) as pool:
         server = grpc.server(pool)
         port = server.add_insecure_port("127.0.0.1:0")

@@ -21,7 +21,7 @@ def failing(error: Exception) -> Any:
     return init
 
 
-def test_a_local_cluster_that_does_not_start(
+def test_local_cluster_start_failure_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -32,9 +32,7 @@ def test_a_local_cluster_that_does_not_start(
     assert "rayzero doctor" in caught.value.fix
 
 
-def test_a_slow_start_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_slow_start_is_retried(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     outcomes: list[Exception | None] = [
         Exception("The current node timed out during startup."),
         Exception("The current node timed out during startup."),
@@ -52,7 +50,7 @@ def test_a_slow_start_is_tried_again(
     assert "trying again: The current node timed out" in caplog.text
 
 
-def test_an_error_without_a_message_is_named_by_its_class(
+def test_error_without_message_shows_its_class(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(ray, "init", failing(ConnectionError()))
@@ -60,7 +58,7 @@ def test_an_error_without_a_message_is_named_by_its_class(
         connect.connect("auto")
 
 
-def test_another_python_on_the_head_is_named_with_both_versions(monkeypatch: pytest.MonkeyPatch):
+def test_version_mismatch_names_both_versions(monkeypatch: pytest.MonkeyPatch):
     message = (
         "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\n    Python: 3.10.13\n"
         "This process on node 10.0.0.2 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"
@@ -78,7 +76,7 @@ def test_another_python_on_the_head_is_named_with_both_versions(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("before", "expected"), [(signal.SIG_DFL, SystemExit), (signal.SIG_IGN, None)]
 )
-def test_the_sigterm_handler_is_restored_after_ray_replaced_it(
+def test_sigterm_handler_is_restored_after_ray_replaced_it(
     before: signal.Handlers, expected: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
 ):
     def init(**_: object) -> None:
@@ -97,7 +95,7 @@ def test_the_sigterm_handler_is_restored_after_ray_replaced_it(
         signal.signal(signal.SIGTERM, previous)
 
 
-def test_a_connection_from_another_thread_leaves_the_handler(monkeypatch: pytest.MonkeyPatch):
+def test_connection_from_another_thread_keeps_sigterm_handler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ray, "init", lambda **_: None)
     before = signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as other:

@@ -46,13 +46,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> RemoteJobClient:
         "checkpoint.path=s3://bucket/runs?secret_key=p4ss",
     ],
 )
-def test_a_secret_among_the_arguments_is_refused(cluster: RemoteJobClient, word: str):
+def test_secret_argument_is_rejected(cluster: RemoteJobClient, word: str):
     with pytest.raises(ConfigError, match="contains a secret") as caught:
         cluster.submit(["run", "job.yaml", "--set", word], None)
     assert "p4ss" not in str(caught.value)
 
 
-def test_all_else_is_taken(cluster: RemoteJobClient):
+def test_arguments_without_secrets_are_accepted(cluster: RemoteJobClient):
     words = ["run", "job.yaml", "--set", "args.pad_token=<pad>", "--set", "args.tokens=5"]
     assert cluster.submit(words, None) == "id"
 

@@ -25,7 +25,7 @@ PRIVATE = (
 
 
 @pytest.mark.parametrize(("module", "name"), PRIVATE, ids=lambda value: value)
-def test_a_private_name_of_ray_exists(module: str, name: str) -> None:
+def test_private_ray_api_exists(module: str, name: str) -> None:
     value = import_module(module)
     for part in name.split("."):
         value = getattr(value, part)

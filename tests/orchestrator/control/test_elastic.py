@@ -18,7 +18,7 @@ from tests.orchestrator.support import Harness, async_test, settle
 
 
 @async_test
-async def test_new_workers_join_in_a_batch_at_step_boundary(folder: Path):
+async def test_new_workers_join_in_batch_at_step_boundary(folder: Path):
     harness = Harness(folder, workers={"min": 2, "max": 4})
     await harness.steps(3)
     harness.cluster.join()

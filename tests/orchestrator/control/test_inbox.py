@@ -87,7 +87,7 @@ def test_lost_worker_is_delivered_before_queued_messages(tmp_path: Path):
     run(body())
 
 
-def test_messages_of_a_worker_are_delivered_in_order(tmp_path: Path):
+def test_messages_of_worker_are_delivered_in_order(tmp_path: Path):
     async def body() -> None:
         harness = InboxHarness(tmp_path, SlowClock())
         harness.inbox.start(range(50))
@@ -146,7 +146,7 @@ class FakeActorCalls:
         thread.join()
 
 
-def test_polls_continue_until_a_worker_is_lost():
+def test_polls_continue_until_worker_is_lost():
     async def body() -> None:
         calls = FakeActorCalls()
         poller = ActorPoller(calls)

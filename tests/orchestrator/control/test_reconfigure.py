@@ -658,7 +658,7 @@ async def test_events_of_replaced_generation_are_ignored(folder: Path):
 
 
 @async_test
-async def test_generation_that_loses_a_member_while_joining_never_runs(folder: Path):
+async def test_generation_that_loses_member_while_joining_never_runs(folder: Path):
     """The member is lost in the same turn of the event loop in which the last one joins."""
     harness = Harness(folder, FakeCluster(3), workers={"min": 2, "max": 3})
     await harness.steps(3)

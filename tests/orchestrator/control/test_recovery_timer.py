@@ -49,7 +49,7 @@ def test_repair_phases_are_timed():
     assert (harness.timer.repairs, harness.timer.resizes, harness.timer.steps_redone) == (1, 0, 2)
 
 
-def test_second_fault_extends_the_repair():
+def test_second_fault_extends_repair():
     harness = TimerHarness()
     harness.fault_detected("lost", "rank 1", since_s=0.0, now_s=0.0)
     harness.enter_phase("fence", 0.0)

@@ -107,7 +107,7 @@ def test_storage_probe_leaves_no_files(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_storage_path_that_is_a_file_is_reported(tmp_path: Path) -> None:
+def test_storage_path_that_is_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     with pytest.raises(RayzeroError, match="Not a directory"):
         check_storage(str(tmp_path / "runs" / "gpt"))

@@ -122,7 +122,7 @@ BROKEN: dict[str, tuple[SystemFacts, str, Severity, str]] = {
 }
 
 
-def test_a_healthy_machine() -> None:
+def test_healthy_machine() -> None:
     for facts in (HEALTHY, replace(HEALTHY, torch=ProbeResult(CPU), cluster=None, address="")):
         findings = diagnose(facts)
         assert worst_severity(findings) is Severity.OK
@@ -131,7 +131,7 @@ def test_a_healthy_machine() -> None:
 
 
 @pytest.mark.parametrize(("facts", "name", "level", "text"), BROKEN.values(), ids=BROKEN)
-def test_each_problem_is_one_finding_with_a_fix(
+def test_each_problem_is_one_finding_with_fix(
     facts: SystemFacts, name: str, level: Severity, text: str
 ) -> None:
     findings = diagnose(facts)
@@ -159,13 +159,13 @@ def test_gloo_that_does_not_work(facts: dict[str, Any], text: str) -> None:
     assert text in problem.seen
 
 
-def test_a_failure_outweighs_warnings() -> None:
+def test_failure_outweighs_warnings() -> None:
     findings = diagnose(machine(shm_bytes=None, ray=""))
     assert {finding.level for finding in findings} == set(Severity)
     assert worst_severity(findings) is Severity.FAIL
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit codes: 0 with warnings, 1 with a failure, 2 for an address of another kind."""
 
     def doctor(*arguments: str) -> Result:

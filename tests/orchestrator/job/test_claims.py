@@ -112,9 +112,7 @@ def acquirers(*ids: str) -> Iterator[tuple[dict[str, Acquirer], dict[str, Claim]
 
 @settings(max_examples=300, deadline=None)
 @given(st.permutations(["1", "2", "3"]), st.data())
-def test_at_most_one_process_holds_the_folder_and_one_always_gets_it(
-    ids: list[str], data: st.DataObject
-):
+def test_exactly_one_process_acquires_folder(ids: list[str], data: st.DataObject):
     with acquirers(*ids) as (processes, _):
         for _ in range(60):
             waiting = [process for process in processes.values() if process.is_waiting]
@@ -137,7 +135,7 @@ def test_at_most_one_process_holds_the_folder_and_one_always_gets_it(
         assert all(holder.holds or holder.dead for holder in holders)
 
 
-def test_a_later_holder_has_the_greater_epoch():
+def test_later_holder_has_higher_epoch():
     with acquirers("1", "2") as (processes, claims):
         first, second = processes.values()
         while first.is_waiting:

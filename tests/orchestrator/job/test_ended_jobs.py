@@ -40,18 +40,18 @@ def read(stored: EndedJob) -> EndedJob:
         ConfigError("seen", "allowed", "fix"),
     ],
 )
-def test_an_error_is_restored(error: RayzeroError):
+def test_error_is_restored(error: RayzeroError):
     decoded = read(record(error))
     assert (type(decoded.outcome), str(decoded.outcome)) == (type(error), str(error))
 
 
-def test_an_error_of_another_class_becomes_a_failed_job():
+def test_error_of_another_class_becomes_failed_job():
     decoded = read(record(DataError("a sample is missing")))
     with pytest.raises(JobFailedError, match="a sample is missing"):
         decoded.result()
 
 
-def test_a_result_and_the_status_are_restored():
+def test_result_and_status_are_restored():
     stored = record(JobResult("job", {"steps": 7, "loss": {"last": 0.5}}, Path("/x/s.json")))
     assert read(stored) == stored
 
@@ -73,7 +73,7 @@ def test_no_secret_is_stored():
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"status": {"state": "odd"}}', b"\xff"])
-def test_a_record_of_another_version_is_ignored(content: bytes):
+def test_record_of_another_version_is_ignored(content: bytes):
     assert decode_record(content) is None
 
 

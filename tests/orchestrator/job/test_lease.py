@@ -52,7 +52,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_folder_belongs_to_one_process_until_it_is_released(tmp_path: Path):
+def test_lease_is_exclusive_until_released(tmp_path: Path):
     first = acquired(tmp_path)
     with pytest.raises(ConfigError) as refused:
         acquired(tmp_path)
@@ -67,7 +67,7 @@ def test_a_folder_belongs_to_one_process_until_it_is_released(tmp_path: Path):
     acquired(tmp_path).release()
 
 
-def test_a_dead_process_of_this_host_is_not_waited_for(tmp_path: Path):
+def test_lease_of_dead_local_process_is_taken_over_immediately(tmp_path: Path):
     script = f"""
 from rayzero.orchestrator.job.lease import acquire_lease
 import os, signal
@@ -82,7 +82,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert warnings == []
 
 
-def test_a_lost_process_elsewhere_is_waited_for_and_then_taken_over(tmp_path: Path):
+def test_lease_of_lost_remote_process_is_taken_over_after_expiry(tmp_path: Path):
     ClaimStore(str(tmp_path)).write(Claim("0" * 16, "job", ELSEWHERE, 1.0, holds=True, epoch=7))
     fresh_s = time.time() + 3600  # otherwise it might be old before it is seen
     os.utime(tmp_path / LEASE_FOLDER / f"{'0' * 16}.json", (fresh_s, fresh_s))
@@ -95,7 +95,7 @@ def test_a_lost_process_elsewhere_is_waited_for_and_then_taken_over(tmp_path: Pa
     lease.release()
 
 
-def test_a_live_process_elsewhere_keeps_the_folder(tmp_path: Path):
+def test_lease_of_live_remote_process_is_kept(tmp_path: Path):
     other = Claim("0" * 16, "job", ELSEWHERE, 3600.0, holds=True, epoch=7)
     store = ClaimStore(str(tmp_path))
     store.write(other)
@@ -108,14 +108,14 @@ def test_a_live_process_elsewhere_keeps_the_folder(tmp_path: Path):
     assert claims(tmp_path) == [replace(other, beat=1)]
 
 
-def test_a_stop_ends_the_wait(tmp_path: Path):
+def test_stop_interrupts_wait_for_lease(tmp_path: Path):
     ClaimStore(str(tmp_path)).write(Claim("0" * 16, "job", ELSEWHERE, 3600.0, holds=True))
     with pytest.raises(JobStoppedError):
         acquire_lease(str(tmp_path), "job", 60.0, print, lambda: True)
     assert len(claims(tmp_path)) == 1
 
 
-def test_a_takeover_is_noticed_before_the_next_commit(tmp_path: Path):
+def test_takeover_is_detected_by_check(tmp_path: Path):
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal" / "x").touch()
     lost: list[RayzeroError] = []
@@ -132,7 +132,7 @@ def test_a_takeover_is_noticed_before_the_next_commit(tmp_path: Path):
     assert newer in claims(tmp_path)
 
 
-def test_a_missing_claim_means_a_takeover_by_a_process_that_has_ended(tmp_path: Path):
+def test_missing_claim_is_a_takeover(tmp_path: Path):
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal" / "x").touch()
     lease = acquired(tmp_path)
@@ -142,7 +142,7 @@ def test_a_missing_claim_means_a_takeover_by_a_process_that_has_ended(tmp_path: 
     lease.release()
 
 
-def test_a_missing_job_folder_is_no_takeover(tmp_path: Path):
+def test_missing_job_folder_is_a_store_error(tmp_path: Path):
     lease = acquired(tmp_path / "runs")
     shutil.rmtree(tmp_path / "runs")
     with pytest.raises(StoreError):
@@ -150,9 +150,7 @@ def test_a_missing_job_folder_is_no_takeover(tmp_path: Path):
     lease.release()
 
 
-def test_a_failing_store_is_warned_of_once_and_the_lease_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_failed_renewals_are_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lease_module, "RENEWALS_PER_LEASE", 100)
     warnings: list[str] = []
     lease = acquired(tmp_path, 1.0, warnings.append)

@@ -23,7 +23,7 @@ def read_all(path: Path, position: LogPosition) -> tuple[bytes, LogPosition]:
         content += part
 
 
-def test_reading_from_the_beginning_and_from_a_position(tmp_path: Path):
+def test_log_is_read_from_position(tmp_path: Path):
     path = tmp_path / "logs" / "job.log"
     assert read_log(path, LogPosition()) == (b"", LogPosition())
     append_log(path, ["one", "two"])
@@ -34,7 +34,7 @@ def test_reading_from_the_beginning_and_from_a_position(tmp_path: Path):
     assert read_all(path, position)[0] == b"three\n"
 
 
-def test_nothing_is_missed_by_a_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rotation_loses_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(log_module, "LOG_MAX_BYTES", 20)
     monkeypatch.setattr(log_module, "_READ_BYTES", 8)
     path = tmp_path / "logs" / "job.log"
@@ -50,7 +50,7 @@ def test_nothing_is_missed_by_a_rotation(tmp_path: Path, monkeypatch: pytest.Mon
     assert whole.decode().startswith("line ")
 
 
-def test_a_rotation_while_the_log_is_opened_hides_nothing(
+def test_rotation_while_log_is_opened_loses_no_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(log_module, "LOG_MAX_BYTES", 20)
@@ -77,7 +77,7 @@ def test_a_rotation_while_the_log_is_opened_hides_nothing(
     assert part + read_all(path, position)[0] == b"two, and now it is long enough\nthree\n"
 
 
-def test_a_new_file_does_not_get_the_inode_of_the_deleted_one(
+def test_new_log_file_does_not_reuse_inode_of_deleted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """File systems reuse the inode numbers of deleted files."""
@@ -106,11 +106,11 @@ def test_lines_are_complete_for_any_parts(texts: list[str], cuts: list[int]):
     assert list(iter_log_lines(parts)) == texts
 
 
-def test_the_lines_of_one_rank():
+def test_log_lines_of_a_rank():
     content = [b"[rank 1] a\nstate: running\n[rank 10] b\n", b"", b"[rank 1] c\n[rank 1] d"]
     assert list(iter_log_lines(content, 1)) == ["[rank 1] a", "[rank 1] c", "[rank 1] d"]
 
 
-def test_a_secret_of_a_url_is_not_written(tmp_path: Path):
+def test_credentials_in_url_are_not_logged(tmp_path: Path):
     append_log(tmp_path / "logs" / "job.log", ["see s3://me:pass@bucket/x"])
     assert b"pass" not in (tmp_path / "logs" / "job.log").read_bytes()

@@ -41,14 +41,14 @@ def as_spec(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_an_invalid_name_is_refused_everywhere(name: str):
+def test_invalid_name_is_rejected_everywhere(name: str):
     for check in (check_job_name, as_spec, lambda name: job_folder("runs", name)):
         with pytest.raises(ConfigError):
             check(name)
 
 
 @given(NAMES)
-def test_the_job_file_and_the_commands_accept_the_same_names(name: str):
+def test_job_file_and_commands_accept_same_names(name: str):
     results = []
     for check in (check_job_name, as_spec):
         try:
@@ -66,7 +66,7 @@ def test_the_job_file_and_the_commands_accept_the_same_names(name: str):
 
 
 @given(NAMES)
-def test_a_vault_address_is_plain_for_any_job_name(name: str):
+def test_vault_address_is_plain_for_any_job_name(name: str):
     address = make_address(name)
     assert len(address) < 100
     assert address.isascii()

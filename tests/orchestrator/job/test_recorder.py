@@ -14,7 +14,7 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.results import EndedJob, JobStatus
 
 
-def test_pages_in_order_and_the_end_after_the_last(monkeypatch: pytest.MonkeyPatch):
+def test_event_pages_are_ordered_and_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(recorder_module, "MAX_PAGE_EVENTS", 3)
 
     async def run() -> None:
@@ -34,7 +34,7 @@ def test_pages_in_order_and_the_end_after_the_last(monkeypatch: pytest.MonkeyPat
     asyncio.run(run())
 
 
-def test_a_slow_client_gets_the_number_of_dropped_events(monkeypatch: pytest.MonkeyPatch):
+def test_slow_client_receives_number_of_dropped_events(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(recorder_module, "MAX_BUFFERED_EVENTS", 4)
 
     async def run() -> None:
@@ -48,7 +48,7 @@ def test_a_slow_client_gets_the_number_of_dropped_events(monkeypatch: pytest.Mon
     asyncio.run(run())
 
 
-def test_a_late_client_gets_the_latest_state_and_later_events():
+def test_late_client_receives_latest_state_and_later_events():
     async def run() -> None:
         buffer = EventBuffer()
         for state in (State.STARTING, State.RUNNING):

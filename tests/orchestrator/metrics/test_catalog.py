@@ -56,7 +56,7 @@ def sample_value(job: SimulatedJob, name: str, /, **labels: str) -> float:
     return samples(job)[name, tuple(sorted(labels.items()))]
 
 
-def test_every_series_of_the_catalog_is_exported_as_the_catalog_says():
+def test_exported_series_match_catalog():
     actual = {}
     for family in text_string_to_metric_families(metrics_text(eventful_job())):
         name = family.name + "_total" * (family.type == "counter")
@@ -69,7 +69,7 @@ def test_every_series_of_the_catalog_is_exported_as_the_catalog_says():
             assert set(sample.labels) - {"le"} == {"job", *series.labels}
 
 
-def test_the_numbers_are_those_of_the_job():
+def test_exported_values_match_job():
     job = eventful_job()
     assert sample_value(job, "rayzero_state", state="running") == 1
     assert sample_value(job, "rayzero_state", state="failed") == 0
@@ -105,7 +105,7 @@ def test_traffic_is_summed_over_ranks_and_engines():
     assert sample_value(job, "rayzero_communication_calls_total", **labels) == 27
 
 
-def test_attributed_and_unattributed_time_are_the_wall_time():
+def test_attributed_and_unattributed_time_sum_to_wall_time():
     job = eventful_job()
     job.now_s += 0.5
     exported = samples(job)
@@ -146,7 +146,7 @@ def test_values_that_are_not_reported_are_left_out():
     assert {"rayzero_step", "rayzero_goodput_ratio"} <= names
 
 
-def test_counters_with_a_fixed_label_start_at_zero():
+def test_counters_with_fixed_label_start_at_zero():
     """Otherwise `rate` and `increase` would miss the first of each."""
     exported = samples(SimulatedJob())
     fixed = {
@@ -188,7 +188,7 @@ def test_replicas_on_other_nodes_have_their_own_series():
     assert not [labels for _, labels in samples(job) if ("place", "other") in labels]
 
 
-def test_training_is_unprotected_from_the_first_step_on():
+def test_training_is_unprotected_from_first_step_on():
     job, unprotected = SimulatedJob(), "rayzero_checkpoint_unprotected_since_timestamp_seconds"
     job.form(1, 1, 0)
     assert (unprotected, ()) not in samples(job)
@@ -204,7 +204,7 @@ def test_training_is_unprotected_from_the_first_step_on():
     assert (unprotected, ()) not in samples(job)
 
 
-def test_the_number_of_user_metrics_is_bounded():
+def test_number_of_user_metrics_is_bounded():
     job = SimulatedJob()
     job.form(1, 1, 0)
     job.step(1, 1, 1, **{f"of_step_{number}": 1.0 for number in range(MAX_USER_METRICS + 5)})
@@ -217,14 +217,14 @@ def test_the_number_of_user_metrics_is_bounded():
     assert sample_value(job, "rayzero_user_metrics_dropped_total") == 6
 
 
-def test_the_budget_of_faults_recovers_with_time():
+def test_fault_budget_recovers_with_time():
     job = eventful_job()
     job.now_s += 4000
     assert sample_value(job, "rayzero_faults_in_window") == 0
     assert sample_value(job, "rayzero_faults_total", cause="lost") == 1
 
 
-def test_promtool_accepts_the_metrics():
+def test_promtool_accepts_metrics():
     promtool = os.environ.get("RAYZERO_PROMTOOL") or shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (RAYZERO_PROMTOOL)")

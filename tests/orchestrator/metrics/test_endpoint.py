@@ -44,7 +44,7 @@ def get(endpoint: Endpoint, path: str, method: str = "GET", **headers: str) -> t
         return error.code, error.read()
 
 
-def test_metrics_and_the_snapshot(endpoint: Endpoint):
+def test_metrics_and_snapshot(endpoint: Endpoint):
     status, body = get(endpoint, "/metrics")
     assert (status, b"rayzero_step 7.0" in body) == (200, True)
     packed = get(endpoint, "/metrics", **{"Accept-Encoding": "gzip"})[1]
@@ -64,12 +64,12 @@ def test_other_methods_are_not_allowed(endpoint: Endpoint, path: str, method: st
     assert get(endpoint, path, method)[0] == 405
 
 
-def test_an_idle_client_delays_no_other(endpoint: Endpoint):
+def test_idle_client_does_not_delay_others(endpoint: Endpoint):
     with socket.create_connection(("127.0.0.1", endpoint.port)):
         assert get(endpoint, "/metrics")[0] == 200
 
 
-def test_a_port_in_use_is_named_with_its_setting(endpoint: Endpoint):
+def test_port_in_use_error_names_setting(endpoint: Endpoint):
     with pytest.raises(ConfigError, match=rf"metrics\.port: .*127\.0\.0\.1:{endpoint.port}"):
         open_endpoint(port=endpoint.port)
 
@@ -98,12 +98,12 @@ def test_ports_that_are_all_in_use_are_named(endpoint: Endpoint):
             listener.close()
 
 
-def test_a_host_of_another_machine_is_an_error():
+def test_foreign_host_address_is_an_error():
     with pytest.raises(ConfigError, match=r"metrics\.host"):
         open_endpoint(host="192.0.2.1")
 
 
-def test_the_end_waits_for_regular_clients(endpoint: Endpoint):
+def test_close_waits_for_regular_clients(endpoint: Endpoint):
     assert final_wait_s(endpoint) < 5  # nobody does
     for _ in range(3):
         get(endpoint, "/metrics")
@@ -123,7 +123,7 @@ def final_wait_s(endpoint: Endpoint) -> float:
     return time.monotonic() - began
 
 
-def test_the_port_is_free_after_close():
+def test_port_is_free_after_close():
     endpoint = open_endpoint()
     endpoint.close()
     with pytest.raises(ConnectionRefusedError):
@@ -140,11 +140,11 @@ def schedule(*times: float, path: str = "/metrics") -> ScrapeSchedule:
 
 
 @pytest.mark.parametrize("times", [(), (99,), (95, 99), (10, 80, 99), (1, 2, 3)])
-def test_irregular_clients_are_not_waited_for(times: Sequence[float]) -> None:
+def test_close_does_not_wait_for_irregular_clients(times: Sequence[float]) -> None:
     assert schedule(*times).wait_deadline_s(100) == 100
 
 
-def test_the_wait_is_longer_than_the_usual_interval() -> None:
+def test_wait_is_longer_than_usual_interval() -> None:
     assert schedule(80, 85, 90, 95).wait_deadline_s(96) == pytest.approx(103)
     assert schedule(60, 75, 90).wait_deadline_s(100) == pytest.approx(113)
 
@@ -153,11 +153,11 @@ def test_two_clients_of_one_path_are_both_waited_for() -> None:
     assert schedule(60, 61, 75, 76, 90, 91).wait_deadline_s(92) >= 105
 
 
-def test_the_wait_is_limited() -> None:
+def test_wait_is_limited() -> None:
     assert schedule(0, 50, 99).wait_deadline_s(100) == 100 + MAX_END_WAIT_S
 
 
-def test_a_client_that_has_read_the_end_is_not_waited_for() -> None:
+def test_close_does_not_wait_for_client_that_read_final_values() -> None:
     scrapes = schedule(80, 85, 90, 95)
     scrapes.record_scrape("/metrics", 100.5)
     assert scrapes.wait_deadline_s(100) == 100

@@ -38,13 +38,13 @@ def spent(account: TimeAccounting, now_s: float) -> dict[str, float]:
     }
 
 
-def test_everything_before_the_first_step_is_starting():
+def test_time_before_first_step_is_starting():
     account = running()
     assert spent(account, 107) == {"starting": 6.0, "productive": 1.0}
     assert account.breakdown_at(107).goodput == 1 / 7
 
 
-def test_a_step_has_all_the_time_since_the_last_one_except_its_waits():
+def test_step_time_excludes_waits():
     account = running()
     account.on_step(
         2,
@@ -70,7 +70,7 @@ def test_waits_of_steps_reported_together_are_booked_later():
     assert spent(account, 110)["data"] == 1.0
 
 
-def test_a_recovery_by_phase_and_the_interrupted_step():
+def test_recovery_by_phase_and_interrupted_step():
     account = running()
     account.on_state(State.RECOVERING, 108.0)  # 0.9 s into the step, 0.1 s after its first sign
     account.on_state(State.RUNNING, 108.5)
@@ -98,7 +98,7 @@ def test_a_recovery_by_phase_and_the_interrupted_step():
     }
 
 
-def test_a_step_whose_reports_were_lost_with_a_rank_counts():
+def test_step_without_report_of_lost_rank_is_productive():
     account = running()
     account.on_state(State.RECOVERING, 108.5)  # step 2 is finished, and no rank reported it
     account.on_state(State.RUNNING, 109)
@@ -125,7 +125,7 @@ def test_redone_steps_are_not_productive():
     assert (seconds["redone"], seconds["productive"]) == (2.0, 3.0)
 
 
-def test_a_resize_and_the_step_it_drains():
+def test_resize_with_drained_step():
     account = running()
     account.on_state(State.RESIZING, 107.5)
     account.on_step(2, 1.0, {}, 108)  # the current step is finished meanwhile
@@ -142,7 +142,7 @@ def test_a_resize_and_the_step_it_drains():
     }
 
 
-def test_a_fault_during_a_resize_makes_it_a_recovery():
+def test_fault_during_resize_is_recovery_time():
     account = running()
     account.on_state(State.RESIZING, 107)
     account.on_state(State.RECOVERING, 108)
@@ -164,7 +164,7 @@ def test_a_fault_during_a_resize_makes_it_a_recovery():
         ((State.RESIZING, State.FAILED), "resizing"),
     ],
 )
-def test_how_a_job_ends(states: tuple[State, ...], category: str):
+def test_final_category(states: tuple[State, ...], category: str):
     account = running()
     for number, state in enumerate(states, start=1):
         account.on_state(state, 107.0 + number)
@@ -175,27 +175,27 @@ def test_how_a_job_ends(states: tuple[State, ...], category: str):
     }
 
 
-def test_a_job_that_never_started():
+def test_job_that_never_started():
     account = TimeAccounting(0.0)
     account.on_state(State.STARTING, 0.0)
     account.on_state(State.FAILED, 3.0)
     assert spent(account, 3.0) == {"starting": 3.0}
 
 
-def test_no_time_passes_after_the_final_state():
+def test_no_time_passes_after_final_state():
     account = running()
     account.on_state(State.SUCCEEDED, 110.0)
     times = account.breakdown_at(1000.0)
     assert (times.wall_s, times.unattributed_s, times.goodput) == (10.0, 0.0, 0.1)
 
 
-def test_time_in_progress_is_unattributed_and_lowers_the_goodput():
+def test_time_in_progress_is_unattributed_and_lowers_goodput():
     account = running()
     times = account.breakdown_at(114.0)
     assert (times.unattributed_s, times.wall_s, times.goodput) == (7.0, 14.0, 1 / 14)
 
 
-def test_an_adopted_run_continues_the_attribution():
+def test_adopted_run_continues_attribution():
     account = TimeAccounting(1000.0)
     account.restore({"starting": 6.0, "productive": 80.0, "redone": 1.0}, best_step=40, ago_s=120.0)
     account.on_state(State.STARTING, 1000.0)
@@ -239,7 +239,7 @@ pasts = st.none() | st.tuples(
 
 
 @given(times, pasts, st.lists(st.tuples(lengths, histories)))
-def test_any_history_sums_to_the_wall_time(start_s: float, past: tuple | None, history: list):
+def test_any_history_sums_to_wall_time(start_s: float, past: tuple | None, history: list):
     """Also one that no controller would emit, with a clock that goes back."""
     account, now_s, latest_s = TimeAccounting(start_s), start_s, start_s
     if past is not None:

@@ -89,13 +89,13 @@ def test_head_has_no_body(endpoint: Endpoint):
     [b"G" * 200_000, b"GET /" + b"x" * 200_000, b"GET / HTTP/1.0\r\n" + b"a: b\r\n" * 50_000],
     ids=["no path", "a long path", "many headers"],
 )
-def test_a_long_request_is_not_read_to_its_end(endpoint: Endpoint, request_: bytes):
+def test_long_request_is_rejected(endpoint: Endpoint, request_: bytes):
     answer = response_to(endpoint, request_)
     assert answer == b"" or answer.startswith(b"HTTP/1.0 431"), answer[:100]
     assert is_served(endpoint)
 
 
-def test_the_oldest_connection_is_closed_beyond_the_limit(endpoint: Endpoint):
+def test_oldest_connection_is_closed_beyond_limit(endpoint: Endpoint):
     """A request is served in spite of many idle connections, and threads are bounded."""
     with ExitStack() as stack:
         idle = [stack.enter_context(connect(endpoint)) for _ in range(MAX_CONNECTIONS * 3)]
@@ -121,7 +121,7 @@ def test_hundreds_of_connections_leave_no_threads(endpoint: Endpoint):
     assert open_connections() == 0
 
 
-def test_a_slow_client_is_disconnected(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
+def test_slow_client_is_disconnected(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
     with connect(endpoint) as slow:
         slow.sendall(b"GET / HTTP/1.0\r\na: ")
         until_s = time.monotonic() + LIMIT_S
@@ -144,7 +144,7 @@ def test_a_slow_client_is_disconnected(endpoint: Endpoint, monkeypatch: pytest.M
         raise AssertionError("the connection is still open")
 
 
-def test_a_connection_without_a_thread_is_released(
+def test_connection_is_closed_if_thread_cannot_start(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ):
     class NoThread(threading.Thread):
@@ -184,7 +184,7 @@ def test_connections_are_limited_in_number_and_time():
         assert theirs.recv(1) == b""
 
 
-def test_the_cpu_budget_is_a_share_of_a_core():
+def test_cpu_budget():
     budget = CpuBudget(share=0.25, burst_s=2.0)
     budget.spend(2.0, 10.0)
     assert budget.throttle_s(10.0) == 0
@@ -196,7 +196,7 @@ def test_the_cpu_budget_is_a_share_of_a_core():
     assert budget.throttle_s(14.0) == pytest.approx(4.0)
 
 
-def test_connections_are_delayed_when_the_cpu_budget_is_used_up(endpoint: Endpoint):
+def test_connections_are_delayed_when_cpu_budget_is_used_up(endpoint: Endpoint):
     server = endpoint._server
     server._cpu_budget.spend(1000.0, time.monotonic())
     began_s = time.monotonic()

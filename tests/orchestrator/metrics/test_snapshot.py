@@ -15,7 +15,7 @@ from rayzero.orchestrator.metrics.snapshot import make_snapshot, snapshot_ranks
 from tests.orchestrator.metrics.simulated_job import UNIX, WORKER, SimulatedJob, eventful_job
 
 
-def test_the_snapshot_is_json_with_the_history_of_the_job():
+def test_snapshot_is_json_with_history_of_job():
     job = eventful_job()
     value = {**make_snapshot(job.metrics), "ranks": snapshot_ranks(job.metrics.ranks)}
     snapshot = json.loads(json.dumps(value, allow_nan=False))
@@ -38,7 +38,7 @@ def test_the_snapshot_is_json_with_the_history_of_the_job():
     )
 
 
-def test_the_snapshot_of_a_new_job():
+def test_snapshot_of_new_job():
     job = SimulatedJob()
     snapshot = make_snapshot(job.metrics)
     assert (snapshot["state"], snapshot["loss"]) == ("pending", [])
@@ -47,7 +47,7 @@ def test_the_snapshot_of_a_new_job():
     json.dumps(snapshot, allow_nan=False)
 
 
-def test_the_snapshot_of_a_long_job_is_bounded():
+def test_snapshot_of_long_job_is_bounded():
     job = SimulatedJob()
     job.form(1, 1, 0)
     for step in range(1, 3000):
@@ -64,7 +64,7 @@ def test_the_snapshot_of_a_long_job_is_bounded():
 
 
 @given(st.integers(1, 400), st.integers(1, 20))
-def test_a_curve_keeps_its_ends_its_order_and_its_limit(count: int, max_points: int):
+def test_downsampled_curve_keeps_ends_and_order(count: int, max_points: int):
     curve = BoundedCurve(max_points)
     for x in range(count):
         curve.add(x, float(x))

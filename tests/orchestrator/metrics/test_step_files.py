@@ -30,7 +30,7 @@ def step(number: int, loss: float = 1.5, **gauges: float) -> StepRecord:
     return StepRecord(number, 2, 1, loss, 64.0, 0.25, {"lr": 0.5, **gauges}, at_s=1e9 + number)
 
 
-def test_several_runs_append_a_line_for_each_step(tmp_path: Path):
+def test_step_file_has_a_line_per_step_of_all_runs(tmp_path: Path):
     for steps in ((1, 2), (2, 3)):
         records = [step(n, loss=NAN if n == 3 else 1.5, accuracy=0.75) for n in steps]
         write_json_lines(tmp_path / JSON_LINES_FILE, records)
@@ -91,7 +91,7 @@ def test_event_files_as_tensorboard_reads_them(tmp_path: Path):
     }
 
 
-def test_a_failed_write_leaves_no_torn_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failed_write_leaves_no_torn_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The same steps are written again later."""
     file = TensorBoardFile(tmp_path, now_s=1e9)
     (path,) = (tmp_path / TENSORBOARD_FOLDER).iterdir()
@@ -114,7 +114,7 @@ def test_a_failed_write_leaves_no_torn_record(tmp_path: Path, monkeypatch: pytes
     assert [event.step for event in events(tmp_path)] == [0, 1, 2]
 
 
-def test_a_file_that_fails_is_retried_and_the_others_continue(tmp_path: Path):
+def test_failing_step_file_is_retried_and_others_continue(tmp_path: Path):
     warnings: list[str] = []
     writer = BackgroundWriter(warnings.append)
     job_plan = plan(tmp_path, metrics={"jsonl": True, "tensorboard": True})

@@ -20,7 +20,7 @@ from tests.orchestrator.support import NO_FILES, Harness, VirtualClock, async_te
 
 
 @async_test
-async def test_a_job_with_a_fault_adds_up(tmp_path: Path):
+async def test_telemetry_of_job_with_fault_is_consistent(tmp_path: Path):
     harness = Harness(tmp_path, FakeCluster(size=3), workers={"min": 1, "max": 3}, steps=10)
     await harness.clock.advance(5.0)  # in this simulation only waits take time
     await harness.steps(2)
@@ -71,7 +71,7 @@ async def test_worker_limits_and_faults_are_exported(tmp_path: Path):
 
 
 @async_test
-async def test_the_fault_that_ends_a_job_is_counted_once(tmp_path: Path):
+async def test_fault_that_ends_job_is_counted_once(tmp_path: Path):
     harness = Harness(tmp_path, FakeCluster(size=2))
     await settle()
     for rank in (0, 1):  # no step was finished: user code that fails now fails the job
@@ -123,7 +123,7 @@ def counts_by_cause(family: Metric) -> dict[str, float]:
     return {sample.labels["cause"]: sample.value for sample in family.samples if sample.value}
 
 
-def test_the_endpoint_lives_as_long_as_the_telemetry(tmp_path: Path):
+def test_endpoint_lives_as_long_as_telemetry(tmp_path: Path):
     metrics = {"port": 0, "jsonl": True, "tensorboard": True}
     job_plan = plan(tmp_path, metrics=metrics)
     writer = BackgroundWriter(print)
@@ -139,7 +139,7 @@ def test_the_endpoint_lives_as_long_as_the_telemetry(tmp_path: Path):
     assert {"metrics.jsonl", "tensorboard"} <= names
 
 
-def test_nothing_is_opened_by_default(tmp_path: Path):
+def test_no_endpoint_or_file_by_default(tmp_path: Path):
     job_plan = plan(tmp_path)
     with closing(Telemetry(job_plan, VirtualClock(), NO_FILES)) as telemetry:
         assert telemetry.url is None
@@ -147,7 +147,7 @@ def test_nothing_is_opened_by_default(tmp_path: Path):
     assert list(job_plan.output_dir.iterdir()) == []
 
 
-def test_when_the_port_is_taken_no_file_is_opened(tmp_path: Path):
+def test_no_file_is_opened_if_port_is_in_use(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         job_plan = plan(tmp_path, metrics={"port": port, "jsonl": True})
@@ -156,7 +156,7 @@ def test_when_the_port_is_taken_no_file_is_opened(tmp_path: Path):
     assert list(job_plan.output_dir.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path):
+def test_unwritable_folder_is_reported(tmp_path: Path):
     job_plan = plan(tmp_path, metrics={"jsonl": True})
     (job_plan.output_dir / "metrics.jsonl").mkdir()
     with pytest.raises(ConfigError, match="metrics cannot be written"):

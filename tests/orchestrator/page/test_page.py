@@ -175,7 +175,7 @@ def test_job_without_values(tab: Browser, open_page: OpenPage, state: ServerStat
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_thousand_ranks(
+def test_thousand_ranks(
     tab: Browser, open_page: OpenPage, state: ServerState, size: str, tmp_path: Path
 ) -> None:
     state.snapshot = sample(ranks=1000)

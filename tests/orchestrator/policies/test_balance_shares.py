@@ -21,20 +21,20 @@ def test_shares_follow_speed() -> None:
     assert samples_per_rank(12, 2, balance_shares([100, 50])) == (8, 4)
 
 
-def test_equal_speeds_and_unknown_ones_stay_even() -> None:
+def test_equal_or_unknown_speeds_give_even_shares() -> None:
     assert balance_shares([10, 10.2, 9.9]) == ()
     assert balance_shares([None, None]) == ()
     assert balance_shares([None, None], (0.6, 0.4)) == (0.6, 0.4)
     assert balance_shares([7]) == ()
 
 
-def test_an_unknown_speed_is_the_median_of_the_known() -> None:
+def test_unknown_speed_defaults_to_median() -> None:
     assert balance_shares([100, None, 100, 50]) == pytest.approx(
         balance_shares([100, 100, 100, 50])
     )
 
 
-def test_little_gain_changes_nothing() -> None:
+def test_small_gain_keeps_shares() -> None:
     now = balance_shares([100, 50])
     assert balance_shares([100, 51], now) == now
     assert balance_shares([100, 80], now) == pytest.approx((5 / 9, 4 / 9))
@@ -48,7 +48,7 @@ def test_bounds() -> None:
 
 
 @given(SPEEDS)
-def test_shares_are_shares_within_bounds_and_worth_it(known: list[float | None]) -> None:
+def test_shares_are_bounded_and_improve_step_time(known: list[float | None]) -> None:
     shares = balance_shares(known)
     if not shares:
         return

@@ -59,11 +59,11 @@ def error(decision: Fault | RayzeroError | None) -> RayzeroError:
     return decision
 
 
-def test_a_lost_worker_is_repaired():
+def test_lost_worker_is_repaired():
     assert decided(LOST) == LOST
 
 
-def test_a_fault_is_named_with_rank_node_pid_and_cause():
+def test_fault_description_has_rank_node_pid_and_cause():
     assert (
         describe_fault(LOST) == "rank 1 on node node-b (pid 4711) was lost in step 8: it was killed"
     )
@@ -73,25 +73,25 @@ def test_a_fault_is_named_with_rank_node_pid_and_cause():
     )
 
 
-def test_a_failed_collective_waits_for_a_better_explanation():
+def test_failed_collective_waits_for_another_cause():
     assert decided(COLLECTIVE) is None
     assert decided(COLLECTIVE, LOST) == LOST
     assert decided(COLLECTIVE, grace_over=True) == COLLECTIVE
 
 
 @pytest.mark.parametrize("order", list(permutations((LOST, COLLECTIVE, USER))))
-def test_the_order_of_arrival_does_not_matter(order: tuple[Fault, ...]):
+def test_order_of_arrival_does_not_matter(order: tuple[Fault, ...]):
     assert decided(*order) == LOST
 
 
 @pytest.mark.parametrize("cause", [FaultCause.CONFIG, FaultCause.ENTRYPOINT])
-def test_the_users_own_mistake_stays_a_config_error_in_its_own_words(cause: FaultCause):
+def test_config_error_of_worker_keeps_its_message(cause: FaultCause):
     failure = error(decided(Fault(cause, worker(0), 0, 0, "the batch sizes disagree")))
     assert isinstance(failure, ConfigError)
     assert str(failure) == "the batch sizes disagree"
 
 
-def test_user_code_fails_at_once_before_any_step_is_finished():
+def test_user_error_before_first_step_fails_job():
     text = str(error(decided(USER, steps=0)))
     assert text.startswith(
         "the training function failed in step 3 on rank 2 on node node-c (pid 4712): ValueError"
@@ -100,7 +100,7 @@ def test_user_code_fails_at_once_before_any_step_is_finished():
     assert "before the first step" in str(error(decided(replace(USER, step=0), steps=0)))
 
 
-def test_user_code_is_repaired_once_and_fails_the_second_time_at_the_same_step():
+def test_repeated_user_error_at_same_step_fails_job():
     assert decided(USER) == USER
     again = replace(USER, detail="ValueError: another hole", rank=0)
     assert "a second time in the same way" in str(error(decided(again, earlier=(USER,))))
@@ -109,13 +109,13 @@ def test_user_code_is_repaired_once_and_fails_the_second_time_at_the_same_step()
     assert decided(other, earlier=(USER,)) == other
 
 
-def test_missing_data_is_reported_with_its_own_message_without_frames():
+def test_data_error_is_reported_without_traceback():
     failure = error(decided(Fault(FaultCause.DATA, worker(0), 0, 0, "no such file"), steps=0))
     assert isinstance(failure, JobFailedError)
     assert str(failure) == "no such file"
 
 
-def test_a_damaged_state_is_recovered_from_if_one_was_loaded():
+def test_damaged_state_is_repaired_if_restored():
     assert decided(STATE) == STATE
     assert str(error(decided(STATE, restored=False))) == "step-8 is damaged"
 
@@ -143,24 +143,24 @@ def hardware(
         (tuple(replace(one, worker=worker(9, "x"), generation=1) for one in hardware(5)), True),
     ],
 )
-def test_the_budget_of_hardware_faults(earlier: tuple[Fault, ...], repaired: bool):
+def test_hardware_fault_budget(earlier: tuple[Fault, ...], repaired: bool):
     decision = decided(replace(LOST, generation=9), earlier=earlier)
     assert isinstance(decision, Fault if repaired else RayzeroError)
 
 
-def test_preemption_is_free():
+def test_preemption_does_not_count_as_fault():
     gone = replace(LOST, cause=FaultCause.PREEMPTED)
     assert decided(gone, earlier=hardware(9), budget=FaultBudget(0, 50)) == gone
 
 
-def test_a_spent_budget_lists_the_faults_and_the_settings():
+def test_exhausted_budget_lists_faults_and_settings():
     text = str(error(decided(LOST, earlier=hardware(2), grace_over=True)))
     assert text.startswith("rank 1 on node node-b (pid 4711) was lost in step 8: it was killed\n")
     assert "before that: rank 1 on node node-n1 (pid 4711) was lost in step 2: gone" in text
     assert "2 hardware faults within 50 s (recovery.max_faults, recovery.fault_window_s)" in text
 
 
-def test_an_error_waits_for_the_clusters_report():
+def test_fatal_error_waits_for_cause_reported_by_cluster():
     unknown = replace(LOST, detail="")
     assert decided(unknown, budget=FaultBudget(0, 50)) is None
     assert decided(unknown) == unknown  # a repair waits for nobody
@@ -169,7 +169,7 @@ def test_an_error_waits_for_the_clusters_report():
     )
 
 
-def test_many_workers_of_one_node_are_one_incident():
+def test_lost_workers_of_a_node_count_as_one_fault():
     flock = [replace(LOST, worker=worker(index, "b")) for index in range(8)]
     assert len(faults_in_budget(flock, HARDWARE_CAUSES, BUDGET, 100.0)) == 1
     flock.append(replace(LOST, generation=2))
@@ -186,13 +186,13 @@ def on(node: str, *times_s: float) -> list[Fault]:
 @pytest.mark.parametrize(
     ("count", "delay"), [(0, 0), (1, 0), (2, 1), (3, 2), (4, 4), (7, 32), (8, 60), (20, 60)]
 )
-def test_a_replacement_waits_longer_on_a_node_that_keeps_failing(count: int, delay: float):
+def test_restart_backoff_grows_with_faults_of_node(count: int, delay: float):
     faults = on("b", *range(100, 100 + count)) + on("c", 100, 101, 102)
     assert restart_backoff_s(faults, "b", 1000.0, 200.0) == delay
     assert restart_backoff_s(faults, "b", 50.0, 500.0) == 0
 
 
-def test_a_node_with_three_faults_is_avoided_if_there_is_another():
+def test_node_with_three_faults_is_quarantined_unless_last():
     faults = on("b", 1, 2, 3) + on("a", 1, 2)
     assert quarantined_nodes(faults, ["a", "b"], 100.0, 10.0) == {"b"}
     assert quarantined_nodes(faults, ["b"], 100.0, 10.0) == frozenset()
@@ -200,7 +200,7 @@ def test_a_node_with_three_faults_is_avoided_if_there_is_another():
 
 
 @pytest.mark.parametrize("kind", [JobFailedError, JobConfigError])
-def test_the_errors_survive_pickling(kind: type[JobFailedError] | type[JobConfigError]):
+def test_errors_survive_pickling(kind: type[JobFailedError] | type[JobConfigError]):
     before = kind("seen", "allowed", "fix", "frames")
     after = pickle.loads(pickle.dumps(before))
     assert type(after) is kind

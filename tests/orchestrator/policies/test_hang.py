@@ -33,15 +33,15 @@ def culprit(*ranks: RankProgress) -> int | None:
     return stall.rank
 
 
-def test_no_rank_no_stall() -> None:
+def test_no_ranks() -> None:
     assert find_hang((), LIMIT_S) is None
 
 
-def test_progress_is_no_stall() -> None:
+def test_progress_is_no_hang() -> None:
     assert find_hang([rank(0, silent_s=29), rank(1, silent_s=0.1)], LIMIT_S) is None
 
 
-def test_the_rank_that_did_not_enter_is_to_blame_and_described() -> None:
+def test_rank_that_did_not_enter_collective_is_hung() -> None:
     hung = rank(1, "forward", collective=11, waiting=False, silent_s=31.5)
     stall = find_hang([rank(0), hung, rank(2)], LIMIT_S)
     assert stall == Hang(
@@ -51,36 +51,36 @@ def test_the_rank_that_did_not_enter_is_to_blame_and_described() -> None:
     )
 
 
-def test_a_slow_rank_that_makes_progress_is_not_blamed() -> None:
+def test_slow_rank_with_progress_is_not_hung() -> None:
     slow = rank(1, "forward", collective=11, waiting=False, silent_s=10)
     assert find_hang([rank(0, silent_s=60), slow], LIMIT_S) is None
 
 
-def test_the_rank_furthest_behind_is_to_blame_even_if_it_waits() -> None:
+def test_rank_furthest_behind_is_hung_even_if_waiting() -> None:
     assert culprit(rank(0, collective=12), rank(1, collective=11), rank(2)) == 1
     assert culprit(rank(0, step=8, collective=1), rank(1, step=7, collective=90)) == 1
 
 
-def test_a_rank_that_waits_in_an_early_collective_is_not_behind_one_that_computes() -> None:
+def test_waiting_in_earlier_collective_is_not_behind() -> None:
     """Sums overlap backward: at its end a rank waits for the first of those it launched."""
     hung = rank(1, "backward", collective=11, waiting=False)
     assert culprit(rank(0, collective=9), hung, rank(2, collective=9)) == 1
 
 
-def test_not_waiting_comes_before_waiting_and_the_longest_silence_first() -> None:
+def test_computing_rank_with_longest_silence_is_hung_first() -> None:
     assert culprit(rank(0), rank(1, waiting=False), rank(2)) == 1
     pair = [rank(number, waiting=False, silent_s=31 + number) for number in range(3)]
     assert culprit(*pair) == 2
 
 
-def test_a_rank_alone() -> None:
+def test_single_rank_hang() -> None:
     stall = find_hang([rank(0, "data", waiting=False, collective=3)], LIMIT_S)
     assert stall is not None
     assert stall.rank == 0
     assert stall.reason.endswith("in phase data of step 7, after collective 3")
 
 
-def test_when_all_wait_in_one_collective_no_rank_is_to_blame() -> None:
+def test_no_rank_is_hung_if_all_wait_in_same_collective() -> None:
     stall = find_hang([rank(0), rank(1), rank(2, silent_s=35)], LIMIT_S)
     assert stall is not None
     assert stall.rank is None
@@ -89,11 +89,11 @@ def test_when_all_wait_in_one_collective_no_rank_is_to_blame() -> None:
     assert "network" in stall.reason
 
 
-def test_when_all_wait_and_a_reply_begins_to_be_late_nothing_is_decided_yet() -> None:
+def test_decision_waits_for_late_reply() -> None:
     assert find_hang([rank(0), rank(1, overdue_s=0.5, age_s=3)], LIMIT_S) is None
 
 
-def test_a_process_that_does_not_answer_beats_others() -> None:
+def test_unresponsive_process_is_hung_first() -> None:
     hung = rank(1, "forward", collective=11, waiting=False)
     mute = rank(2, silent_s=0.1, age_s=30, overdue_s=28)
     assert culprit(rank(0), hung, mute) == 2
@@ -103,26 +103,26 @@ def test_a_process_that_does_not_answer_beats_others() -> None:
     assert "28.0 s late" in stall.reason
 
 
-def test_a_process_that_does_not_respond_is_blamed_before_silent_ranks() -> None:
+def test_unresponsive_process_is_hung_after_timeout() -> None:
     others = rank(0, "data", silent_s=1, waiting=False)
     assert find_hang([others, rank(1, silent_s=0, age_s=29, overdue_s=27)], LIMIT_S) is None
     assert culprit(others, rank(1, silent_s=0, age_s=31, overdue_s=29)) == 1
 
 
-def test_a_reply_that_is_a_little_late_is_not_blamed() -> None:
+def test_slightly_late_reply_is_not_a_hang() -> None:
     hung = rank(1, "forward", collective=11, waiting=False)
     late = rank(2, overdue_s=2, age_s=4)
     assert culprit(rank(0), hung, late) == 1
 
 
-def test_the_age_of_a_heartbeat_counts_only_when_the_next_one_is_late() -> None:
+def test_heartbeat_age_counts_only_if_next_one_is_overdue() -> None:
     fresh = rank(0, "data", silent_s=29.5, waiting=False, age_s=1.5)
     assert find_hang([fresh], LIMIT_S) is None
     assert culprit(replace(fresh, overdue_s=0.1)) == 0
 
 
 @pytest.mark.parametrize("phase", ["start", "join", "load"])
-def test_a_rank_that_starts_has_its_grace(phase: str) -> None:
+def test_starting_rank_has_grace_period(phase: str) -> None:
     loading = rank(1, phase, collective=0, step=0, waiting=False, silent_s=100)
     assert find_hang([rank(0), loading], LIMIT_S) is None
     mute = replace(loading, overdue_s=90, age_s=100)
@@ -131,13 +131,13 @@ def test_a_rank_that_starts_has_its_grace(phase: str) -> None:
     assert culprit(rank(0), replace(loading, heartbeat=beat)) == 1
 
 
-def test_a_new_process_has_its_grace_in_the_first_step() -> None:
+def test_first_step_of_new_process_has_grace_period() -> None:
     compiling = rank(1, "forward", collective=0, waiting=False)
     assert find_hang([rank(0), replace(compiling, is_new=True)], LIMIT_S) is None
     assert culprit(rank(0), compiling) == 1
 
 
-def test_the_grace_is_never_shorter_than_the_timeout() -> None:
+def test_grace_is_never_shorter_than_timeout() -> None:
     loading = rank(0, "load", waiting=False, silent_s=400)
     assert find_hang([loading], hang_timeout_s=500) is None
 
@@ -158,7 +158,7 @@ WATCHED = st.builds(
 
 
 @given(st.lists(WATCHED, min_size=1, max_size=5))
-def test_only_a_rank_beyond_its_limit_or_without_replies_is_blamed(
+def test_hung_rank_exceeded_timeout_or_is_unresponsive(
     ranks: list[RankProgress],
 ) -> None:
     ranks = [

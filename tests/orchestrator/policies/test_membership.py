@@ -64,9 +64,7 @@ def test_too_few_workers():
 
 
 @given(st.text("mrMR", max_size=9), st.integers(1, 5), st.integers(0, 5), st.integers(0, 2))
-def test_a_selection_is_within_the_limits_and_stable(
-    workers: str, least: int, more: int, spares: int
-):
+def test_selection_is_within_limits_and_stable(workers: str, least: int, more: int, spares: int):
     limits = WorkerLimits(least, least + more, spares)
     selection = select(workers, limits)
     if len(workers) < least:

@@ -28,13 +28,11 @@ def need(least: int = 2, most: int = 4, cpus: float = 2, gpus: float = 0) -> Res
         ([], need(), 0),
     ],
 )
-def test_how_many_workers_nodes_could_hold(
-    nodes: list[Capacity], asked: ResourceRequest, workers: int
-):
+def test_total_fit(nodes: list[Capacity], asked: ResourceRequest, workers: int):
     assert total_fit(nodes, asked) == workers
 
 
-def test_the_error_names_the_resources_and_the_settings():
+def test_cluster_too_small_error_names_resources_and_settings():
     text = str(
         cluster_too_small_error([Capacity(2, 0)], Capacity(1.5, 0), need(least=3), waited_s=30)
     )
@@ -48,7 +46,7 @@ def worker(index: int, node: str) -> WorkerInfo:
     return WorkerInfo(index, node, f"host-{node}", "10.0.0.1", 100 + index)
 
 
-def test_ranks_go_node_by_node():
+def test_ranks_are_assigned_by_node():
     workers = [worker(0, "b"), worker(1, "a"), worker(2, "b"), worker(3, "a")]
     assert list(assign_ranks(workers, {"b": "vault-b"}).items()) == [
         (0, RankAssignment(0, 0, 2, "vault-b")),
@@ -59,7 +57,7 @@ def test_ranks_go_node_by_node():
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
-def test_ranks_are_a_permutation_and_local_ranks_count_each_node(nodes: list[str]):
+def test_ranks_and_local_ranks_are_contiguous(nodes: list[str]):
     ranks = assign_ranks([worker(index, node) for index, node in enumerate(nodes)], {})
     assert ranks[0].rank == 0
     assert [rank.rank for rank in ranks.values()] == list(range(len(nodes)))

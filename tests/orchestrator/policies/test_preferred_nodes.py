@@ -14,7 +14,7 @@ def room(**cpus: float) -> dict[str, Capacity]:
     return {node: Capacity(each, 0.0) for node, each in cpus.items()}
 
 
-def test_nodes_are_filled_one_by_one_the_one_with_most_free_resources_first():
+def test_node_with_most_free_resources_is_filled_first():
     assert preferred_nodes(4, NEED, room(a=3, b=6, c=2), ()) == ["b", "b", "b", "a"]
 
 

@@ -45,21 +45,21 @@ def refs(generation: int, step: int, *nodes: str) -> tuple[SlotRef, ...]:
     return tuple(SlotRef(generation, rank, step, node) for rank, node in enumerate(nodes))
 
 
-def test_the_newest_step_of_which_all_ranks_are_held():
+def test_newest_step_with_slots_of_all_ranks_is_selected():
     slots = version(1, 7) + version(1, 8) + [slot(1, 0, 9)]
     assert select(slots) == Restore(8, refs(1, 8, "a", "a"))
 
 
-def test_ranks_of_different_generations_do_not_add_up():
+def test_slots_of_different_generations_are_not_combined():
     slots = [slot(1, 0, 8), slot(2, 1, 8), *version(1, 5)]
     assert select(slots) == Restore(5, refs(1, 5, "a", "a"))
 
 
-def test_of_the_same_step_the_newest_generation_is_selected():
+def test_newest_generation_of_same_step_is_selected():
     assert select(version(2, 8, world=1) + version(1, 8)) == Restore(8, refs(2, 8, "a"))
 
 
-def test_originals_before_replicas_and_replicas_count():
+def test_originals_are_preferred_to_replicas():
     slots = [
         slot(1, 0, 8, "b", replica=True),
         slot(1, 0, 8, "a"),
@@ -68,25 +68,25 @@ def test_originals_before_replicas_and_replicas_count():
     assert select(slots) == Restore(8, refs(1, 8, "a", "a"))
 
 
-def test_a_whole_state_that_was_salvaged_exists_beside_shards():
+def test_salvaged_complete_state_is_selected():
     slots = [slot(1, 2, 9, world=1), slot(1, 0, 9, world=3)]
     assert select(slots) == Restore(9, (SlotRef(1, 2, 9, "a"),))
 
 
-def test_a_survivor_with_the_whole_state_is_salvaged_if_it_is_newer():
+def test_newer_complete_state_of_survivor_is_salvaged():
     in_process = {5: InProcessStateInfo(9, whole=True)}
     assert select(version(1, 8), in_process) == FromWorkers(9, (5,))
     assert select(version(1, 9), in_process) == Restore(9, refs(1, 9, "a", "a"))
 
 
-def test_shards_in_memory_are_salvaged_only_if_all_ranks_are_at_one_step():
+def test_in_memory_shards_are_salvaged_only_at_a_common_step():
     shard = InProcessStateInfo(9, whole=False)
     assert select(in_process={4: shard, 5: shard}) == FromWorkers(9, (4, 5))
     assert select(in_process={4: shard}) is None
     assert select(in_process={4: shard, 5: InProcessStateInfo(8, whole=False)}) is None
 
 
-def test_a_checkpoint_if_it_is_newer_and_a_fresh_start_without_a_state():
+def test_newer_checkpoint_is_selected():
     restore = Restore(6, checkpoint="/runs/step-6")
     assert select(version(1, 5), stored=CHECKPOINT) == restore
     assert select(version(1, 6), stored=CHECKPOINT) == Restore(6, refs(1, 6, "a", "a"))
@@ -102,12 +102,12 @@ def test_unreadable_sources_are_excluded():
     assert select([], None, CHECKPOINT, excluded) is None
 
 
-def test_an_imported_checkpoint_is_at_step_0():
+def test_imported_checkpoint_is_at_step_0():
     assert select(stored=CheckpointRef(0, "/ds")) == Restore(0, checkpoint="/ds")
 
 
 @given(st.lists(st.tuples(st.integers(1, 2), st.integers(0, 1), st.integers(1, 5))))
-def test_no_newer_complete_step_is_overlooked(slots: list[tuple[int, int, int]]):
+def test_newest_complete_step_is_selected(slots: list[tuple[int, int, int]]):
     selected = select([slot(*key) for key in slots])
     complete = {
         step
@@ -127,7 +127,7 @@ def test_no_newer_complete_step_is_overlooked(slots: list[tuple[int, int, int]])
         ("abc", 2, {"b": [0, 2], "c": [0, 1], "a": [1, 2]}),
     ],
 )
-def test_each_nodes_slots_go_to_the_next_nodes_of_the_ring(
+def test_slots_are_replicated_to_next_nodes(
     nodes: str, replicas: int, wanted: dict[str, list[int]]
 ):
     slots = [SlotRef(1, rank, 5, node) for rank, node in enumerate(nodes)]
@@ -142,13 +142,13 @@ def pinned(pins: PinnedSteps, generation: int, step: int) -> PinnedStep:
     return pin
 
 
-def test_a_pin_is_complete_when_all_ranks_have_it():
+def test_pin_is_complete_with_all_ranks():
     pin = pinned(PinnedSteps(), 1, 5)
     assert pin.slots == refs(1, 5, "a", "b")
     assert (pin.stopped_s, pin.checkpoint) == (0.2, True)
 
 
-def test_a_pin_that_was_stored_is_freed_at_once():
+def test_written_pin_is_released():
     pins = PinnedSteps()
     pin = pinned(pins, 1, 5)
     assert list(pins.releasable()) == []
@@ -157,7 +157,7 @@ def test_a_pin_that_was_stored_is_freed_at_once():
     assert list(pins.releasable()) == []
 
 
-def test_a_replicated_pin_is_kept_until_a_newer_one_is_replicated():
+def test_replicated_pin_is_held_until_a_newer_one_is_replicated():
     pins = PinnedSteps()
     first, second = pinned(pins, 1, 5), pinned(pins, 1, 8)
     pins.complete(first, hold=True)
@@ -168,7 +168,7 @@ def test_a_replicated_pin_is_kept_until_a_newer_one_is_replicated():
     assert list(pins.releasable()) == [(1, 8)]
 
 
-def test_a_pin_in_progress_is_never_released():
+def test_pin_in_progress_is_never_released():
     pins = PinnedSteps()
     first, second = pinned(pins, 1, 5), pinned(pins, 1, 8)
     pins.complete(second, hold=False)
@@ -181,7 +181,7 @@ def test_a_pin_in_progress_is_never_released():
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_older_generations_are_freed_once_the_newest_does_without_them(remote: bool):
+def test_pins_of_older_generations_are_released(remote: bool):
     pins = PinnedSteps()
     pins.add_rank(Pinned(1, 0, 5, True, 0.1), "a", 2)  # the other rank died
     pins.add_rank(Pinned(2, 0, 7, True, 0.1), "a", 2)

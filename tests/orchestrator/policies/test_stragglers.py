@@ -19,7 +19,7 @@ def test_equal_workers_are_not_reported() -> None:
     assert run(SpeedTracker(), 200, {0: 0.1, 1: 0.11, 2: 0.12}) == []
 
 
-def test_a_slow_worker_is_reported_once_and_once_when_it_has_recovered() -> None:
+def test_slow_and_recovered_worker_is_reported_once() -> None:
     tracker = SpeedTracker()
     times = {0: 0.10, 1: 0.10, 2: 0.15}
     assert run(tracker, WINDOW_STEPS, times) == []  # not after the first steps
@@ -30,7 +30,7 @@ def test_a_slow_worker_is_reported_once_and_once_when_it_has_recovered() -> None
     assert run(tracker, 200, times) == [slow]
 
 
-def test_the_limit_is_1_3() -> None:
+def test_slowdown_threshold() -> None:
     assert run(SpeedTracker(), 200, {0: 1.0, 1: 1.29}) == []
     assert len(run(SpeedTracker(), 200, {0: 1.0, 1: 1.31})) == 1
 
@@ -42,11 +42,11 @@ def test_outliers_are_not_reported() -> None:
         assert run(tracker, 4, {0: 0.1, 1: 5.0}) == []
 
 
-def test_one_worker_alone_is_never_slow() -> None:
+def test_single_worker_is_never_slow() -> None:
     assert run(SpeedTracker(), 100, {0: 3.0}) == []
 
 
-def test_workers_stay_slow_over_generations_and_are_measured_anew() -> None:
+def test_new_generation_keeps_reports_and_resets_speeds() -> None:
     tracker = SpeedTracker()
     tracker.start_generation((0, 1, 2))
     assert len(run(tracker, 100, {0: 0.1, 1: 0.1, 2: 0.2})) == 1
@@ -55,7 +55,7 @@ def test_workers_stay_slow_over_generations_and_are_measured_anew() -> None:
     assert run(tracker, 100, {0: 0.1, 2: 0.2, 3: 0.1}) == []  # reported before
 
 
-def test_speed_is_a_median_of_enough_steps() -> None:
+def test_speed_is_median_of_enough_steps() -> None:
     tracker = SpeedTracker()
     run(tracker, 5, {0: 0.1})
     assert tracker.samples_per_s([0]) == (None,)

@@ -19,7 +19,7 @@ def rendered(now: dict[str, Any], width: int = 110, error: str | None = None) ->
     return out.getvalue()
 
 
-def test_the_board_shows_all_parts() -> None:
+def test_board_shows_all_parts() -> None:
     text = rendered(sample())
     for part in (
         "gpt-stdlib",
@@ -46,7 +46,7 @@ def test_the_board_shows_all_parts() -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("now", [sample(), empty(), sample(ranks=1), sample(ranks=1000)])
-def test_the_board_fits(now: dict[str, Any], width: int) -> None:
+def test_board_fits(now: dict[str, Any], width: int) -> None:
     lines = rendered(now, width).splitlines()
     assert max(map(len, lines)) <= width
     assert len(lines) < 100
@@ -56,7 +56,7 @@ def test_many_ranks_are_counted_by_phase() -> None:
     assert "backward 167" in rendered(sample(ranks=1000))
 
 
-def test_the_board_says_that_it_is_out_of_date() -> None:
+def test_board_shows_that_it_is_out_of_date() -> None:
     assert "no contact for 5 s" in rendered(sample(), error="no contact for 5 s: gone")
 
 
@@ -73,7 +73,7 @@ def test_escape_sequences_and_markup_have_no_effect() -> None:
     assert "\x1b" not in snapshot_line(now)
 
 
-def test_a_line_has_the_main_things() -> None:
+def test_line_has_main_values() -> None:
     assert snapshot_line(sample()) == (
         "gpt-stdlib: running, step 12,345/20,000, loss 2.3457, 81,920 tokens/s, 4 ranks, "
         "goodput 90.2%, 1 faults, 41 min 21 s left"

@@ -58,19 +58,19 @@ def shown_states(source: Responses, clock: Clock) -> list[str]:
     return [json.loads(line)["state"] for line in out.getvalue().splitlines()]
 
 
-def test_following_ends_with_the_job() -> None:
+def test_following_ends_with_job() -> None:
     source = Responses(sample(), GONE, sample(state="recovering"), sample(state="failed"))
     assert shown_states(source, Clock()) == ["running", "recovering", "failed"]
 
 
-def test_following_fails_when_a_job_does_not_respond_for_long() -> None:
+def test_following_fails_when_job_does_not_respond_for_long() -> None:
     clock = Clock()
     with pytest.raises(SnapshotUnavailableError):
         shown_states(Responses(sample(), GONE), clock)
     assert follow.LOST_CONTACT_S < clock.s <= follow.LOST_CONTACT_S + 2 * follow.LINE_INTERVAL_S
 
 
-def test_following_fails_at_once_without_a_first_response() -> None:
+def test_following_fails_immediately_without_first_response() -> None:
     clock = Clock()
     with pytest.raises(SnapshotUnavailableError):
         shown_states(Responses(GONE), clock)
@@ -102,11 +102,11 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", ["", "/", "/metrics", "/snapshot.json?x=1"])
-def test_any_url_of_the_endpoint_is_accepted(url: str, path: str) -> None:
+def test_any_url_of_endpoint_is_accepted(url: str, path: str) -> None:
     assert endpoint_source(url + path)()["job"] == "gpt-stdlib"
 
 
-def test_the_command_shows_a_job(url: str) -> None:
+def test_command_shows_job(url: str) -> None:
     shown = CliRunner().invoke(app, ["top", url, "--once"])
     assert (shown.exit_code, shown.stdout.split(",")[0]) == (0, "gpt-stdlib: succeeded")
     shown = CliRunner().invoke(app, ["top", url, "--once", "--json"])
@@ -122,7 +122,7 @@ def test_other_responses_are_rejected(url: str, body: bytes) -> None:
     assert CliRunner().invoke(app, ["top", url, "--once"]).exit_code == 2
 
 
-def test_an_endpoint_that_does_not_respond_is_one_line(url: str) -> None:
+def test_unresponsive_endpoint_is_reported_in_one_line(url: str) -> None:
     shown = CliRunner().invoke(app, ["top", "http://127.0.0.1:9", "--once"])
     assert shown.exit_code == 1
     assert "no response from http://127.0.0.1:9/snapshot.json" in shown.stderr
@@ -182,7 +182,7 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> type[RemoteCluster]:
     return subclass
 
 
-def test_a_job_in_another_cluster_is_followed_by_name(remote: type[RemoteCluster]) -> None:
+def test_job_in_another_cluster_is_followed_by_name(remote: type[RemoteCluster]) -> None:
     remote.prints = RAY_LINE + json.dumps(sample(state="succeeded")) + "\n"
     result = CliRunner().invoke(app, ["top", "gpt", "--address", "http://head:8265"])
     assert result.exit_code == 0
@@ -195,7 +195,7 @@ def test_a_job_in_another_cluster_is_followed_by_name(remote: type[RemoteCluster
     assert RemoteCluster.arguments == ["top", "gpt", "--json", "--once"]
 
 
-def test_the_error_of_the_remote_command_is_shown_with_its_code(
+def test_error_of_remote_command_is_shown_with_its_code(
     remote: type[RemoteCluster],
 ) -> None:
     remote.prints, remote.code = "error: no running job is called 'gtp'\n", 2
@@ -204,7 +204,7 @@ def test_the_error_of_the_remote_command_is_shown_with_its_code(
     assert "no running job is called 'gtp'" in result.stderr
 
 
-def test_the_remote_command_is_stopped_by_ctrl_c(remote: type[RemoteCluster]) -> None:
+def test_remote_command_is_stopped_by_ctrl_c(remote: type[RemoteCluster]) -> None:
     remote.prints, remote.error = json.dumps(sample()) + "\n", KeyboardInterrupt()
     result = CliRunner().invoke(app, ["top", "gpt", "--address", "http://head:8265"])
     assert result.exit_code == 130

@@ -31,14 +31,14 @@ from rayzero.orchestrator.top.format import (
         (90000, "1 d 1 h"),
     ],
 )
-def test_a_duration_has_its_two_largest_units(seconds: float | None, text: str) -> None:
+def test_duration_has_its_two_largest_units(seconds: float | None, text: str) -> None:
     assert format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("nbytes", "text"), [(None, "-"), (0, "0 B"), (1023, "1023 B"), (2**30 * 1.5, "1.5 GiB")]
 )
-def test_a_size_has_a_binary_unit(nbytes: float | None, text: str) -> None:
+def test_size_has_binary_unit(nbytes: float | None, text: str) -> None:
     assert format_size(nbytes) == text
 
 
@@ -46,7 +46,7 @@ def test_control_characters_are_removed() -> None:
     assert printable_text("a\x1b[2Jb\nc\x9bd") == "a [2Jb c d"
 
 
-def test_a_sparkline_scales_from_the_lowest_to_the_highest_value() -> None:
+def test_sparkline_scales_from_lowest_to_highest_value() -> None:
     assert sparkline([0.0, 1.0, 2.0, 3.5, 7.0], 5) == "▁▂▃▅█"
     assert sparkline([5.0, 5.0], 10) == "▁▁"
     assert sparkline([1.0, None, 2.0], 3) == "▁ █"
@@ -54,14 +54,14 @@ def test_a_sparkline_scales_from_the_lowest_to_the_highest_value() -> None:
 
 
 @given(st.lists(st.none() | st.floats(-1e9, 1e9), max_size=300), st.integers(1, 80))
-def test_a_sparkline_fits_the_width(values: list[float | None], width: int) -> None:
+def test_sparkline_fits_width(values: list[float | None], width: int) -> None:
     text = sparkline(values, width)
     assert len(text) in (0, min(width, len(values)))
     assert set(text) <= {*BLOCKS, " "}
 
 
 @given(st.lists(st.floats(0, 1e9), max_size=20), st.integers(1, 200))
-def test_columns_fill_the_width_in_proportion(values: list[float], width: int) -> None:
+def test_columns_fill_width_in_proportion(values: list[float], width: int) -> None:
     split = split_width(values, width)
     assert sum(split) == (width if sum(values) > 0 else 0)
     for value, columns in zip(values, split, strict=True):

@@ -44,7 +44,7 @@ class Worker:
 ERROR = 'raise_error(rank=1, step=3, phase="backward")'
 
 
-def test_a_fault_fires_at_its_rank_step_and_phase_only(tmp_path: Path) -> None:
+def test_fault_fires_only_at_its_rank_step_and_phase(tmp_path: Path) -> None:
     Worker(tmp_path, 0, ERROR).steps(1, 9)
     worker = Worker(tmp_path, 1, ERROR)
     worker.steps(1, 2)
@@ -56,7 +56,7 @@ def test_a_fault_fires_at_its_rank_step_and_phase_only(tmp_path: Path) -> None:
     assert FaultRecord(tmp_path).read() == (FaultFired(1, 3, ERROR),)
 
 
-def test_a_fault_fires_once_even_if_the_step_is_repeated(tmp_path: Path) -> None:
+def test_fault_fires_once_even_if_step_is_repeated(tmp_path: Path) -> None:
     worker = Worker(tmp_path, 1, ERROR)
     with pytest.raises(InjectedError):
         worker.steps(1, 9)
@@ -65,7 +65,7 @@ def test_a_fault_fires_once_even_if_the_step_is_repeated(tmp_path: Path) -> None
     assert len(FaultRecord(tmp_path).read()) == 1
 
 
-def test_times_and_equal_lines_add_up(tmp_path: Path) -> None:
+def test_repeated_faults_fire_as_often_as_specified(tmp_path: Path) -> None:
     twice = 'raise_error(rank=0, step=3, phase="data", times=2)'
     for count in (1, 2):
         with pytest.raises(InjectedError):
@@ -80,7 +80,7 @@ def test_times_and_equal_lines_add_up(tmp_path: Path) -> None:
     assert len(FaultRecord(tmp_path).read()) == 4
 
 
-def test_a_fault_waits_for_a_rare_phase(tmp_path: Path) -> None:
+def test_fault_waits_for_rare_phase(tmp_path: Path) -> None:
     worker = Worker(tmp_path, 0, 'raise_error(rank=0, step=3, phase="mirror")')
     worker.steps(1, 9)
     with pytest.raises(InjectedError, match="phase mirror of step 10"):
@@ -95,7 +95,7 @@ def test_slow_sleeps_once_per_step(tmp_path: Path) -> None:
     assert [fired.step for fired in worker.posted] == [2, 3, 4]
 
 
-def test_a_hang_is_reported_and_never_ends(tmp_path: Path) -> None:
+def test_hang_is_reported_and_never_ends(tmp_path: Path) -> None:
     worker = Worker(tmp_path, 0, "hang(rank=0, step=1)")
     thread = threading.Thread(target=worker.injector.on_phase, args=("forward", 1), daemon=True)
     thread.start()
@@ -119,14 +119,14 @@ def child(folder: Path, text: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", script, folder, text])
 
 
-def test_a_kill_is_recorded_before_the_process_dies(tmp_path: Path) -> None:
+def test_kill_is_recorded_before_process_dies(tmp_path: Path) -> None:
     text = 'kill(rank=0, step=2, phase="reduce")'
     assert child(tmp_path, text).wait(60) == -signal.SIGKILL
     assert FaultRecord(tmp_path).read() == (FaultFired(0, 2, text),)
     assert child(tmp_path, text).wait(60) == 0  # the replacement goes on
 
 
-def test_a_stop_is_recorded_and_ends_with_sigcont(tmp_path: Path) -> None:
+def test_stop_is_recorded_and_ends_with_sigcont(tmp_path: Path) -> None:
     process = child(tmp_path, 'stop(rank=0, step=2, phase="reduce")')
     try:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
@@ -139,7 +139,7 @@ def test_a_stop_is_recorded_and_ends_with_sigcont(tmp_path: Path) -> None:
         process.returncode = 0  # it was waited for by hand
 
 
-def test_a_worker_injects_only_worker_faults(tmp_path: Path) -> None:
+def test_worker_injects_only_worker_faults(tmp_path: Path) -> None:
     texts = ["drop_node(node=0, step=1)", "kill_vault(node=0, step=1)", "slow_store(seconds=1)"]
     worker = Worker(tmp_path, 0, *texts)
     worker.steps(1, 3)
@@ -149,7 +149,7 @@ def test_a_worker_injects_only_worker_faults(tmp_path: Path) -> None:
     assert [str(fault) for fault in worker.schedule.due(1)] == texts[1:]
 
 
-def test_records_of_an_earlier_job_are_removed(tmp_path: Path) -> None:
+def test_records_of_earlier_job_are_removed(tmp_path: Path) -> None:
     record = FaultRecord(tmp_path)
     record.retain_only(())
     record.add(FaultFired(0, 1, ERROR))
@@ -160,12 +160,12 @@ def test_records_of_an_earlier_job_are_removed(tmp_path: Path) -> None:
     assert FaultRecord(tmp_path).read() == ()
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"faults\.jsonl cannot be written"):
         Worker(tmp_path / "gone", 0, ERROR.replace("rank=1", "rank=0")).steps(1, 9)
 
 
-def test_a_full_disk_fires_times_times(tmp_path: Path) -> None:
+def test_full_disk_fires_specified_number_of_times(tmp_path: Path) -> None:
     worker = Worker(tmp_path, 0, "full_disk(step=50, times=2)")
     inject_store_faults(worker.schedule, "folder", 49, 0)
     for _ in range(2):
@@ -181,14 +181,14 @@ def test_a_full_disk_fires_times_times(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "left"), [("flip", b"0123\x34" + b"6789"), ("cut", b"0123"), ("remove", None)]
 )
-def test_a_file_is_damaged(tmp_path: Path, how: str, left: bytes | None) -> None:
+def test_tear_file(tmp_path: Path, how: str, left: bytes | None) -> None:
     path = tmp_path / "rank-00001"
     path.write_bytes(b"012356789")
     damage_file(path, how)
     assert (path.read_bytes() if path.exists() else None) == left
 
 
-def test_a_second_flip_undoes_the_first(tmp_path: Path) -> None:
+def test_second_bit_flip_reverts_first(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"abc")
     damage_file(path, "flip")

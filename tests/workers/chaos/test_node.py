@@ -22,7 +22,7 @@ DROP, CUT = (
 )
 
 
-def test_a_vault_can_always_be_killed():
+def test_vault_can_always_be_killed():
     assert why_impossible(parse_fault("kill_vault(node=0, step=1)"), True, network_id()) == ""
     code = (
         "from rayzero.workers.chaos.spec import parse_fault\n"
@@ -33,16 +33,16 @@ def test_a_vault_can_always_be_killed():
     assert done.returncode == -signal.SIGKILL
 
 
-def test_faults_of_the_controllers_node_are_rejected():
+def test_faults_of_controllers_node_are_rejected():
     for fault in (DROP, CUT):
         assert "the job's controller runs on that node" in why_impossible(fault, True, "")
 
 
-def test_a_parent_that_is_no_raylet_is_rejected():
+def test_node_fault_requires_raylet_as_parent():
     assert "not the node's raylet" in why_impossible(DROP, False, "")
 
 
-def test_a_network_shared_with_the_controller_is_not_partitioned(monkeypatch: pytest.MonkeyPatch):
+def test_network_shared_with_controller_is_not_partitioned(monkeypatch: pytest.MonkeyPatch):
     assert "shares its network with the job's controller" in why_impossible(
         CUT, False, network_id()
     )
@@ -50,7 +50,7 @@ def test_a_network_shared_with_the_controller_is_not_partitioned(monkeypatch: py
     assert "command `ip`" in why_impossible(CUT, False, "elsewhere")
 
 
-def test_drop_node_kills_all_processes_of_the_node():
+def test_drop_node_kills_all_processes_of_node():
     # A raylet, by its name, that is the parent of a vault and of a worker with a child.
     worker = (
         "import subprocess, sys\n"
@@ -94,7 +94,7 @@ def test_drop_node_kills_all_processes_of_the_node():
     os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("ip") is None,
     reason="needs root and a network of its own",
 )
-def test_a_partition_restores_the_routes_after_the_vault_is_gone():
+def test_partition_restores_routes_after_vault_is_gone():
     code = (
         "import subprocess, time\n"
         "from rayzero.workers.chaos import node\n"
@@ -127,7 +127,7 @@ def test_a_partition_restores_the_routes_after_the_vault_is_gone():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_failed_command_is_reported(monkeypatch: pytest.MonkeyPatch):
+def test_failed_command_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(node, "_active_interfaces", lambda: iter(["no-such-link"]))
     with pytest.raises(EngineError, match="the network could not be partitioned"):
         node.inject_node_fault(CUT)

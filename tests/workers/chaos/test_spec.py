@@ -71,11 +71,11 @@ def test_valid_faults(text: str, fault: FaultSpec) -> None:
 
 
 @given(faults())
-def test_the_canonical_text_parses_to_the_same_fault(fault: FaultSpec) -> None:
+def test_canonical_text_parses_to_same_fault(fault: FaultSpec) -> None:
     assert parse_fault(str(fault)) == fault
 
 
-def test_the_canonical_text_leaves_defaults_out() -> None:
+def test_canonical_text_omits_defaults() -> None:
     assert str(parse_fault("kill(step=7, rank=1, phase='forward')")) == "kill(rank=1, step=7)"
     assert (
         str(parse_fault("kill(step=7, rank=1, phase='data')"))
@@ -83,7 +83,7 @@ def test_the_canonical_text_leaves_defaults_out() -> None:
     )
 
 
-def test_a_step_is_filled_in_where_the_kind_requires_one() -> None:
+def test_missing_step_is_set_if_required() -> None:
     assert parse_fault("kill(rank=1)", step=5).step == 5
     assert parse_fault("kill(rank=1, step=7)", step=5).step == 7
     assert parse_fault("slow_store(seconds=1)", step=5).step == 1
@@ -147,12 +147,12 @@ def test_invalid_faults_are_explained(text: str, seen: str, allowed: str) -> Non
     st.text(st.characters(max_codepoint=255), max_size=60)
     | st.text("kilstop(rank=1,)[]{}'\"-*", max_size=60)
 )
-def test_any_text_parses_or_raises_a_config_error(text: str) -> None:
+def test_any_text_parses_or_raises_config_error(text: str) -> None:
     with suppress(ConfigError):
         parse_fault(text)
 
 
-def test_a_random_schedule_is_determined_by_its_seed() -> None:
+def test_random_schedule_is_determined_by_its_seed() -> None:
     first = random_faults(3, 20, 4, 100, [*FAULT_KINDS])
     assert first == random_faults(3, 20, 4, 100, [*FAULT_KINDS])
     assert first != random_faults(4, 20, 4, 100, [*FAULT_KINDS])
@@ -165,7 +165,7 @@ def test_a_random_schedule_is_determined_by_its_seed() -> None:
     steps=st.integers(2, 200),
     kinds=st.lists(st.sampled_from([*FAULT_KINDS]), min_size=1, max_size=4),
 )
-def test_a_schedule_is_valid_and_spread_over_the_steps(
+def test_schedule_is_valid_and_spread_over_steps(
     seed: int, count: int, ranks: int, steps: int, kinds: list[str]
 ) -> None:
     schedule = random_faults(seed, count, ranks, steps, kinds)
@@ -191,7 +191,7 @@ def test_impossible_schedules_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("module", ["spec", "inject"])
-def test_it_imports_neither_torch_nor_ray(module: str) -> None:
+def test_module_imports_neither_torch_nor_ray(module: str) -> None:
     script = (
         f"import sys, rayzero.workers.chaos.{module}\n"
         "sys.exit(bool({'torch', 'ray'} & {*sys.modules}))\n"

@@ -71,20 +71,18 @@ def test_fits_twice_compares_available_and_resident_memory(tmp_path: Path):
         (V1, {"memory/memory.limit_in_bytes": "9223372036854771712"}, 1_024_000),
     ],
 )
-def test_the_smallest_limit_applies(
-    cgroup: str, files: dict[str, str], expected: int, tmp_path: Path
-):
+def test_smallest_limit_applies(cgroup: str, files: dict[str, str], expected: int, tmp_path: Path):
     assert available_bytes(machine(tmp_path, cgroup, files)) == expected
 
 
-def test_a_kernel_without_memavailable_is_an_error(tmp_path: Path):
+def test_kernel_without_memavailable_is_error(tmp_path: Path):
     root = machine(tmp_path, V2, {})
     (root / "proc/meminfo").write_text("MemTotal: 1 kB\n")
     with pytest.raises(RayzeroError, match="MemAvailable"):
         available_bytes(root)
 
 
-def test_resident_memory_is_what_the_system_says():
+def test_resident_memory():
     expected = psutil.Process().memory_info().rss
     assert abs(resident_bytes() - expected) < 0.2 * expected
 
@@ -97,7 +95,7 @@ def fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_too_little_memory_names_sizes_and_settings():
+def test_insufficient_memory_error_names_sizes_and_settings():
     before = fds()
     pool = BufferPool(lambda: 5 * MIB)
     with pytest.raises(VaultMemoryError) as caught:
@@ -115,7 +113,7 @@ def test_too_little_memory_names_sizes_and_settings():
     assert fds() == before
 
 
-def test_a_limit_that_shows_only_on_allocation(monkeypatch: pytest.MonkeyPatch):
+def test_allocation_failure_is_reported(monkeypatch: pytest.MonkeyPatch):
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
@@ -155,7 +153,7 @@ def test_spare_buffers_are_freed_before_memory_is_refused():
     pool.trim()
 
 
-def test_a_mapped_buffer_cannot_be_truncated():
+def test_mapped_buffer_cannot_be_truncated():
     pool = BufferPool(lambda: MIB)
     buffer = pool.acquire(8192)
     with pytest.raises(PermissionError):

@@ -27,7 +27,7 @@ from tests.workers.vault.support import (
 )
 
 
-def test_buffers_are_empty_separate_and_of_the_tables_size(cluster: VaultCluster):
+def test_buffers_are_empty_separate_and_of_tables_size(cluster: VaultCluster):
     client = cluster.client()
     first = client.reserve(1, 0, 1, table(nbytes=1000))
     write(first, 0, 1)
@@ -37,7 +37,7 @@ def test_buffers_are_empty_separate_and_of_the_tables_size(cluster: VaultCluster
     assert first.step == 1
 
 
-def test_a_memory_error_reaches_the_worker(cluster: VaultCluster):
+def test_memory_error_reaches_worker(cluster: VaultCluster):
     cluster.vault(available=lambda: 2**20)
     with pytest.raises(VaultMemoryError, match="the 1 MiB that are available"):
         cluster.client().reserve(1, 0, 1, table(nbytes=2**20))
@@ -56,7 +56,7 @@ def test_announce_complete_drops_older_generations(cluster: VaultCluster):
     assert steps_of(vault) == [(0, 5)]
 
 
-def test_a_lost_vault_is_an_error_and_the_memory_stays(cluster: VaultCluster):
+def test_lost_vault_is_an_error_and_memory_stays_mapped(cluster: VaultCluster):
     client = cluster.client()
     buffer = client.reserve(1, 0, 1, table())
     cluster.vault().close()
@@ -95,7 +95,7 @@ def silent_vault(answers: int) -> Iterator[str]:
             connection.close()
 
 
-def test_every_call_has_a_timeout(monkeypatch: pytest.MonkeyPatch):
+def test_every_call_has_timeout(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(client_module, "_RESERVE_TIMEOUT_S", 0.1)
     with silent_vault(answers=1) as address:
         client = VaultClient(address, 0)
@@ -104,7 +104,7 @@ def test_every_call_has_a_timeout(monkeypatch: pytest.MonkeyPatch):
         client.close()
 
 
-def test_close_ends_a_waiting_call():
+def test_close_ends_waiting_call():
     with silent_vault(answers=1) as address, ThreadPoolExecutor(1) as threads:
         client = VaultClient(address, 0)
         call = threads.submit(client.reserve, 1, 0, 1, table())
@@ -114,7 +114,7 @@ def test_close_ends_a_waiting_call():
             call.result(client_module._RESERVE_TIMEOUT_S / 2)
 
 
-def test_a_late_reply_is_discarded(cluster: VaultCluster):
+def test_late_reply_is_discarded(cluster: VaultCluster):
     """Its buffers are closed."""
     may_reply = threading.Event()
     cluster.vault(available=lambda: 2**40 if may_reply.wait(60) else 0)
@@ -161,9 +161,7 @@ def test_no_descriptors_stay_open(cluster: VaultCluster):
     wait_for_fds(before)
 
 
-def test_an_error_of_the_vault_is_raised_at_the_worker(
-    cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
-):
+def test_error_of_vault_is_raised_at_worker(cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch):
     def fail(*_: object) -> None:
         raise OSError("a disk")
 

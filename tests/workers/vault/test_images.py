@@ -61,7 +61,7 @@ def damage(vault: Vault, ref: SlotRef, where: Callable[[images.SlotReader], int]
 
 
 @NODES
-def test_a_state_is_read_in_any_ranges(cluster: VaultCluster, node: str):
+def test_state_is_read_in_any_ranges(cluster: VaultCluster, node: str):
     source = cluster.client(worker=9).open_source(store(cluster, node))
     assert source.step == 4
     assert list(source.block_indexes) == [table(0), table(1)]
@@ -76,7 +76,7 @@ def test_a_state_is_read_in_any_ranges(cluster: VaultCluster, node: str):
 
 
 @NODES
-def test_reading_beyond_the_end_is_an_error(cluster: VaultCluster, node: str):
+def test_reading_beyond_end_is_error(cluster: VaultCluster, node: str):
     source = cluster.client(worker=9).open_source(store(cluster, node))
     for offset, length in ((60, 5), (-1, 2)):
         with pytest.raises(DataError, match="0 to 64"):
@@ -85,7 +85,7 @@ def test_reading_beyond_the_end_is_an_error(cluster: VaultCluster, node: str):
 
 
 @NODES
-def test_damaged_data_is_found_and_named(cluster: VaultCluster, node: str):
+def test_damaged_data_is_reported(cluster: VaultCluster, node: str):
     restore = store(cluster, node)
     damage(cluster.vault(node), restore.slots[1], lambda image: image.header.data_offset + 9)
     client = cluster.client(worker=9)
@@ -101,9 +101,7 @@ def test_damaged_data_is_found_and_named(cluster: VaultCluster, node: str):
     source.close()
 
 
-def test_data_is_verified_once_and_only_where_it_is_read(
-    cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
-):
+def test_data_is_verified_once_when_read(cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch):
     restore = store(cluster, "a")
     compared = []
     monkeypatch.setattr(
@@ -117,7 +115,7 @@ def test_data_is_verified_once_and_only_where_it_is_read(
     source.close()
 
 
-def test_without_checksums_data_is_read_as_it_is(cluster: VaultCluster):
+def test_data_without_checksums_is_not_verified(cluster: VaultCluster):
     restore = store(cluster, "a", check=False)
     damage(cluster.vault("a"), restore.slots[0], lambda image: image.header.data_offset)
     assert read(cluster.client("a").open_source(restore), 0) != content(0, 4)
@@ -140,7 +138,7 @@ def test_tables_and_metadata_are_always_verified(cluster: VaultCluster, node: st
 
 
 @NODES
-def test_a_version_that_is_gone_is_named(cluster: VaultCluster, node: str):
+def test_missing_version_is_named(cluster: VaultCluster, node: str):
     restore = store(cluster, node)
     kept = restore.slots[0]
     keep_only(cluster.vault(node)._registry, (kept.generation, kept.rank, kept.step))
@@ -148,7 +146,7 @@ def test_a_version_that_is_gone_is_named(cluster: VaultCluster, node: str):
         cluster.client(worker=9).open_source(restore)
 
 
-def test_a_node_without_a_vault_is_named(cluster: VaultCluster):
+def test_node_without_vault_is_named(cluster: VaultCluster):
     restore = Restore(4, tuple(refs((1, 0, 4), node="c")))
     cluster._fetch = lambda ref, offset, length: (_ for _ in ()).throw(  # type: ignore[method-assign]
         VaultGoneError(f"no vault is known on node {ref.node_id}")
@@ -157,7 +155,7 @@ def test_a_node_without_a_vault_is_named(cluster: VaultCluster):
         cluster.client().open_source(restore)
 
 
-def test_a_restore_without_slots_is_an_error(cluster: VaultCluster):
+def test_restore_without_slots_is_error(cluster: VaultCluster):
     with pytest.raises(DataError, match="no vault slot"):
         cluster.client().open_source(Restore(4))
 

@@ -67,7 +67,7 @@ def node() -> Iterator[Node]:
     node.registry.close()
 
 
-def test_the_inventory_lists_complete_versions(node: Node):
+def test_inventory_lists_complete_versions(node: Node):
     node.reserve(1, 0)
     assert node.keys() == []
     node.mirror(1, 0, 4)
@@ -79,7 +79,7 @@ def test_the_inventory_lists_complete_versions(node: Node):
     assert node.keys(pinned=True) == [(1, 0, 5)]
 
 
-def test_a_complete_generation_drops_older_ones_except_pinned_versions(node: Node):
+def test_complete_generation_drops_older_ones_except_pinned_versions(node: Node):
     for rank in (0, 1):
         node.mirror(1, rank, 4, pin=rank == 0)
         node.mirror(1, rank, 5)
@@ -95,7 +95,7 @@ def test_a_complete_generation_drops_older_ones_except_pinned_versions(node: Nod
     assert node.registry.usage()["spare"] > 0  # for the next one who needs a buffer
 
 
-def test_unpinning_frees_up_to_a_step_and_keeps_the_versions(node: Node):
+def test_unpinning_frees_up_to_step_and_keeps_versions(node: Node):
     buffers = node.mirror(1, 0, 4, 5, 6, pin=True)
     node.registry.unpin(1, 5)
     assert node.keys(pinned=True) == [(1, 0, 6)]
@@ -128,7 +128,7 @@ def test_unfinished_buffers_become_spare_and_complete_versions_stay(node: Node):
     assert node.keys() == [(1, 0, 4)]
 
 
-def test_the_latest_copy_of_a_version_is_read(node: Node):
+def test_latest_copy_of_version_is_read(node: Node):
     """A rank may save all of the state under a step of which its own part was mirrored."""
     node.mirror(1, 0, 4)
     write(node.reserve(1, 0, nbytes=512), 0, 4)
@@ -138,7 +138,7 @@ def test_the_latest_copy_of_a_version_is_read(node: Node):
     assert header.data_bytes == 512
 
 
-def test_a_version_that_is_read_is_not_reused(node: Node):
+def test_version_that_is_read_is_not_reused(node: Node):
     node.mirror(1, 0, 4)
     [ref] = refs((1, 0, 4))
     with node.registry.open_pinned(ref) as fd:
@@ -151,13 +151,13 @@ def test_a_version_that_is_read_is_not_reused(node: Node):
         node.registry.open_version(ref)
 
 
-def test_a_version_overwritten_during_a_read_is_an_error(node: Node):
+def test_version_overwritten_during_read_is_error(node: Node):
     [buffer] = node.mirror(1, 0, 4)
     with pytest.raises(SlotGoneError), node.registry.open_pinned(refs((1, 0, 4))[0]):
         write(buffer, 0, 5)
 
 
-def test_an_older_replica_stays_until_it_is_unpinned_and_a_newer_one_is_complete(node: Node):
+def test_older_replica_stays_until_it_is_unpinned_and_newer_one_is_complete(node: Node):
     node.replica(1, 0, 4)
     node.registry.unpin(1, 9)
     assert node.keys(replica=True) == [(1, 0, 4)]  # there is no newer one
@@ -167,7 +167,7 @@ def test_an_older_replica_stays_until_it_is_unpinned_and_a_newer_one_is_complete
     assert node.keys(replica=True) == [(1, 0, 8)]
 
 
-def test_replicas_of_a_rank_use_at_most_two_buffers(node: Node):
+def test_replicas_of_rank_use_at_most_two_buffers(node: Node):
     for step in (4, 8, 12):
         node.replica(1, 0, step)
     assert node.keys(replica=True) == [(1, 0, 8), (1, 0, 12)]
@@ -176,7 +176,7 @@ def test_replicas_of_a_rank_use_at_most_two_buffers(node: Node):
     assert node.registry.usage() == usage
 
 
-def test_a_failed_replica_leaves_the_older_one(node: Node):
+def test_failed_replica_leaves_older_one(node: Node):
     node.replica(1, 0, 4)
     header = read_header(node.registry._entries[0].buffer.fd)
     assert header is not None
@@ -195,7 +195,7 @@ def test_replicas_of_older_generations_are_dropped_when_unpinned(node: Node):
     assert node.keys() == [(2, 0, 6)]
 
 
-def test_unpinning_for_a_newer_generation_drops_older_ones(node: Node):
+def test_unpinning_for_newer_generation_drops_older_ones(node: Node):
     node.mirror(1, 0, 3)
     node.registry.unpin(1, 4)
     assert node.keys() == [(1, 0, 3)]

@@ -39,7 +39,7 @@ def pinned(cluster: VaultCluster, step: int, rank: int = 0, nbytes: int = 64) ->
     return refs((1, rank, step))
 
 
-def test_a_hanging_copy_blocks_only_the_first_callers(cluster: VaultCluster):
+def test_hanging_copy_blocks_only_first_callers(cluster: VaultCluster):
     """With as many calls as the vault has threads, polls are still answered."""
     answers = Event()
     cluster.on_fetch = lambda ref, offset: answers.wait(LIMIT_S)
@@ -57,7 +57,7 @@ def test_a_hanging_copy_blocks_only_the_first_callers(cluster: VaultCluster):
     assert vault.replicate(slots) == 0  # later calls succeed
 
 
-def test_a_replica_equals_the_version(cluster: VaultCluster):
+def test_replica_equals_version(cluster: VaultCluster):
     slots = pinned(cluster, 4, 0) + pinned(cluster, 4, 1)
     vault = cluster.vault("b")
     assert vault.replicate(slots) > 2 * 64
@@ -75,7 +75,7 @@ def test_a_replica_equals_the_version(cluster: VaultCluster):
     source.close()
 
 
-def test_an_existing_replica_is_not_copied_again(cluster: VaultCluster):
+def test_existing_replica_is_not_copied_again(cluster: VaultCluster):
     slots = pinned(cluster, 4)
     assert cluster.vault("b").replicate(slots) > 0
     count = len(cluster.fetched)
@@ -83,13 +83,13 @@ def test_an_existing_replica_is_not_copied_again(cluster: VaultCluster):
     assert len(cluster.fetched) == count
 
 
-def test_a_replica_of_a_replica(cluster: VaultCluster):
+def test_replica_of_replica(cluster: VaultCluster):
     cluster.vault("b").replicate(pinned(cluster, 4))
     assert cluster.vault("c").replicate(refs((1, 0, 4), node="b")) > 0
     assert steps_of(cluster.vault("c")) == [(0, 4)]
 
 
-def test_the_older_replica_stays_until_the_new_one_is_complete(
+def test_older_replica_stays_until_new_one_is_complete(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(images, "FETCH_CHUNK_BYTES", 10_000)
@@ -116,7 +116,7 @@ def test_memory_for_replicas_stays_bounded(cluster: VaultCluster):
     assert steps_of(vault) == [(0, 36)]
 
 
-def test_damage_in_transit_is_found(cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch):
+def test_damage_in_transit_is_detected(cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(images, "FETCH_CHUNK_BYTES", 200_000)  # two chunks, the data in the second
     slots = pinned(cluster, 4)
     vault = cluster.vault("b")
@@ -131,7 +131,7 @@ def test_damage_in_transit_is_found(cluster: VaultCluster, monkeypatch: pytest.M
     assert steps_of(vault) == [(0, 4)]
 
 
-def test_damage_is_found_by_the_vault_that_holds_the_version(cluster: VaultCluster):
+def test_damaged_original_is_detected_by_its_vault(cluster: VaultCluster):
     slots = pinned(cluster, 4)
     damage(cluster.vaults["a"], slots[0], lambda image: image.header.data_offset)
     with pytest.raises(SlotDamagedError):
@@ -139,7 +139,7 @@ def test_damage_is_found_by_the_vault_that_holds_the_version(cluster: VaultClust
     assert len(cluster.fetched) == 1
 
 
-def test_a_version_dropped_during_a_copy_leaves_the_older_replica(
+def test_version_dropped_during_copy_leaves_older_replica(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(images, "FETCH_CHUNK_BYTES", 10_000)
@@ -157,7 +157,7 @@ def test_a_version_dropped_during_a_copy_leaves_the_older_replica(
     assert steps_of(vault) == [(0, 4)]
 
 
-def test_closing_the_vault_ends_a_copy(cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch):
+def test_closing_vault_ends_copy(cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(images, "FETCH_CHUNK_BYTES", 10_000)
     slots = pinned(cluster, 4, nbytes=100_000)
     vault, closing = cluster.vault("b"), threading.Event()

@@ -32,7 +32,7 @@ NOTICE_S = 0.1
 
 
 @pytest.mark.alone
-def test_a_killed_worker_is_reported_at_once_and_once(cluster: VaultCluster):
+def test_killed_worker_is_reported_immediately_and_once(cluster: VaultCluster):
     """The shortest of three: other work on the machine only adds to it."""
     vault, took_s = cluster.vault(), []
     for number in range(3):
@@ -47,7 +47,7 @@ def test_a_killed_worker_is_reported_at_once_and_once(cluster: VaultCluster):
     assert min(took_s) < NOTICE_S
 
 
-def test_a_death_is_detected_before_the_socket_closes(cluster: VaultCluster):
+def test_death_is_detected_before_socket_closes(cluster: VaultCluster):
     """A dying process's threads go first, its sockets last."""
     if not _kernel_watches_threads():
         pytest.skip("this kernel has no pidfds of threads (Linux 6.9)")
@@ -57,7 +57,7 @@ def test_a_death_is_detected_before_the_socket_closes(cluster: VaultCluster):
     assert vault.poll(0.0) == []
 
 
-def test_a_thread_that_exits_after_deregister_is_no_death(cluster: VaultCluster):
+def test_thread_exit_after_deregister_is_no_lost_worker(cluster: VaultCluster):
     vault = cluster.vault()
     for _ in range(20):  # the request and the exit arrive in any order
         cluster.client().close()
@@ -79,7 +79,7 @@ def _kernel_watches_threads() -> bool:
         thread.join()
 
 
-def test_a_death_is_detected_while_a_child_keeps_the_socket_open(cluster: VaultCluster):
+def test_death_is_detected_while_child_keeps_socket_open(cluster: VaultCluster):
     vault = cluster.vault()
     with WorkerProcess("fork", vault.address(), worker=2) as worker:
         worker.kill()
@@ -87,7 +87,7 @@ def test_a_death_is_detected_while_a_child_keeps_the_socket_open(cluster: VaultC
         assert vault.poll(60.0) == [ConnectionLost(2, worker.pid)]
 
 
-def test_a_deregistered_worker_is_no_loss(cluster: VaultCluster):
+def test_deregistered_worker_is_not_lost(cluster: VaultCluster):
     vault = cluster.vault()
     with WorkerProcess("deregister", vault.address()) as worker:
         worker.kill()
@@ -95,7 +95,7 @@ def test_a_deregistered_worker_is_no_loss(cluster: VaultCluster):
         assert vault.poll(0.2) == []
 
 
-def test_closing_the_vault_ends_a_waiting_poll(cluster: VaultCluster):
+def test_closing_vault_ends_waiting_poll(cluster: VaultCluster):
     vault = cluster.vault()
     answers: list[list[ConnectionLost]] = []
     thread = threading.Thread(target=lambda: answers.append(vault.poll(60.0)))
@@ -105,7 +105,7 @@ def test_closing_the_vault_ends_a_waiting_poll(cluster: VaultCluster):
     assert answers == [[]]
 
 
-def test_a_killed_writer_leaves_its_complete_versions(cluster: VaultCluster):
+def test_killed_writer_leaves_its_complete_versions(cluster: VaultCluster):
     vault = cluster.vault()
     with WorkerProcess("mirror", vault.address()) as worker:
         assert steps_of(vault) == [(0, 2)]
@@ -192,9 +192,7 @@ def test_malformed_packets_affect_no_other_connection(cluster: VaultCluster, lin
         (b'{"id": 5, "call": "register", "arguments": [null, 1, 1]}', r"with \[None, 1, 1\]"),
     ],
 )
-def test_invalid_requests_are_answered_with_an_error(
-    cluster: VaultCluster, line: bytes, answer: str
-):
+def test_invalid_requests_get_an_error_reply(cluster: VaultCluster, line: bytes, answer: str):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(5.0)
         stranger.connect(abstract_socket_name(cluster.vault().address()))
@@ -205,7 +203,7 @@ def test_invalid_requests_are_answered_with_an_error(
             raise error
 
 
-def test_a_slow_fetch_delays_neither_reports_nor_other_requests(cluster: VaultCluster):
+def test_slow_fetch_does_not_delay_other_requests(cluster: VaultCluster):
     vault, other = cluster.vault(), cluster.vault("b")
     buffer = cluster.client("b").reserve(1, 0, 1, table())
     write(buffer, 0, 4)
@@ -233,7 +231,7 @@ def test_a_slow_fetch_delays_neither_reports_nor_other_requests(cluster: VaultCl
     assert other.poll(0.0) == []
 
 
-def test_an_address_is_short_ascii_and_unique():
+def test_address_is_short_ascii_and_unique():
     first, second = make_address("a/job näme\0" * 50), make_address("x")
     assert first != make_address("a/job näme\0" * 50)
     assert first.startswith("@rayzero-ajobnme")
@@ -241,7 +239,7 @@ def test_an_address_is_short_ascii_and_unique():
     assert second.isascii()
 
 
-def test_an_opened_version_stays_readable_after_its_buffer_is_dropped(cluster: VaultCluster):
+def test_opened_version_stays_readable_after_its_buffer_is_dropped(cluster: VaultCluster):
     vault = cluster.vault()
     buffer = cluster.client().reserve(1, 0, 1, table())
     write(buffer, 0, 4)

@@ -43,7 +43,7 @@ def test_decode_reverses_encode(header: SlotHeader):
 
 
 @given(HEADERS, HEADERS, st.integers(0, HEADER_BYTES))
-def test_a_torn_header_decodes_to_none_or_to_either_header(
+def test_torn_header_decodes_to_none_or_to_either_header(
     old: SlotHeader, new: SlotHeader, cut: int
 ):
     torn = new.encode()[:cut] + old.encode()[cut:]
@@ -51,7 +51,7 @@ def test_a_torn_header_decodes_to_none_or_to_either_header(
 
 
 @given(HEADERS, st.integers(0, HEADER_BYTES * 8 - 1))
-def test_a_flipped_bit_invalidates_the_header(header: SlotHeader, bit: int):
+def test_flipped_bit_invalidates_header(header: SlotHeader, bit: int):
     raw = bytearray(header.encode())
     raw[bit // 8] ^= 1 << bit % 8
     assert SlotHeader.decode(bytes(raw)) is None
@@ -62,7 +62,7 @@ def test_other_bytes_decode_to_none(raw: bytes):
     assert SlotHeader.decode(raw) is None
 
 
-def test_another_format_version_is_an_error():
+def test_another_format_version_is_error():
     raw = bytearray(SlotHeader(1, 0, 1, 1, 1).encode())
     pack_into("<I", raw, 8, 9)
     pack_into("<Q", raw, HEADER_BYTES - 8, xxh3_64_intdigest(bytes(raw[:-8])))
@@ -71,7 +71,7 @@ def test_another_format_version_is_an_error():
 
 
 @given(HEADERS)
-def test_parts_are_on_pages_of_their_own_and_large_enough(header: SlotHeader):
+def test_parts_are_page_aligned_and_large_enough(header: SlotHeader):
     starts = [PAGE_BYTES, header.metadata_offset, header.data_offset, header.nbytes]
     sizes = [header.table_bytes, METADATA_CAPACITY, header.data_bytes]
     assert all(start % PAGE_BYTES == 0 for start in starts)
@@ -79,7 +79,7 @@ def test_parts_are_on_pages_of_their_own_and_large_enough(header: SlotHeader):
         assert size <= end - start < size + PAGE_BYTES
 
 
-def test_a_checksum_of_zero_differs_from_none():
+def test_checksum_of_zero_differs_from_none():
     header = SlotHeader(1, 0, 1, 1, 1, data_checksum=0)
     assert SlotHeader.decode(header.encode()) == header
     assert header.encode() != header._replace(data_checksum=None).encode()

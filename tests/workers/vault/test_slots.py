@@ -54,7 +54,7 @@ def read(fd: int, step: int) -> tuple[bytes, dict[str, Any]]:
         image.close()
 
 
-def test_a_version_exists_from_commit_to_begin(fds: list[int]):
+def test_version_exists_from_commit_to_begin(fds: list[int]):
     buffer = SlotWriter(fds[0], TABLE_JSON)
     assert (buffer.step, buffer.pinned) == (-1, False)
     write(buffer, 0, 5)
@@ -66,7 +66,7 @@ def test_a_version_exists_from_commit_to_begin(fds: list[int]):
         read(fds[0], 5)
 
 
-def test_a_pinned_version_cannot_be_overwritten(fds: list[int]):
+def test_pinned_version_cannot_be_overwritten(fds: list[int]):
     buffer = SlotWriter(fds[0], TABLE_JSON)
     write(buffer, 0, 5, pin=True)
     assert buffer.pinned
@@ -92,7 +92,7 @@ def test_invalid_commits(fds: list[int]):
         buffer.commit(2, b"{}", False, None)
 
 
-def test_memory_stays_mapped_while_a_view_exists(fds: list[int]):
+def test_memory_stays_mapped_while_view_exists(fds: list[int]):
     buffer = SlotWriter(fds[0], TABLE_JSON)
     before = len(os.listdir("/proc/self/fd"))
     data = buffer.data
@@ -130,7 +130,7 @@ def killed_at_line(number: int, buffer: SlotWriter) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def test_a_writer_killed_at_any_line_leaves_a_complete_version_and_no_torn_one(fds: list[int]):
+def test_writer_killed_at_any_line_leaves_only_complete_versions(fds: list[int]):
     old, new = (SlotWriter(fd, TABLE_JSON) for fd in fds)
     outcomes = []
     for number in range(1, 100):

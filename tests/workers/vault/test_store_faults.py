@@ -23,9 +23,7 @@ def start_vault(cluster: VaultCluster, folder: Path, *faults: str) -> tuple[Vaul
     return vault, client.reserve(1, 0, 1, table())
 
 
-def test_a_full_disk_is_reported_like_a_real_one_and_the_next_try_is_complete(
-    cluster: VaultCluster, tmp_path: Path
-):
+def test_full_disk_is_reported_and_retry_succeeds(cluster: VaultCluster, tmp_path: Path):
     vault, _ = start_vault(cluster, tmp_path, "full_disk(step=4)", "kill(rank=0, step=1)")
     folder = tmp_path / "step-4"
     with pytest.raises(StoreError, match="No space left on device") as caught:
@@ -38,7 +36,7 @@ def test_a_full_disk_is_reported_like_a_real_one_and_the_next_try_is_complete(
     assert (folder / file.name).stat().st_size == file.nbytes
 
 
-def test_a_fault_may_be_added_while_the_vault_runs(cluster: VaultCluster, tmp_path: Path):
+def test_fault_may_be_added_while_vault_runs(cluster: VaultCluster, tmp_path: Path):
     vault, _ = start_vault(cluster, tmp_path)
     vault.write(str(tmp_path / "step-4"), refs((1, 0, 4)))
     vault.inject([parse_fault("full_disk(step=1)")])
@@ -46,7 +44,7 @@ def test_a_fault_may_be_added_while_the_vault_runs(cluster: VaultCluster, tmp_pa
         vault.write(str(tmp_path / "step-4"), refs((1, 0, 4)))
 
 
-def test_a_slow_store_delays_no_mirror(cluster: VaultCluster, tmp_path: Path):
+def test_slow_store_does_not_delay_mirrors(cluster: VaultCluster, tmp_path: Path):
     vault, buffer = start_vault(cluster, tmp_path, "slow_store(seconds=2)")
     folder = str(tmp_path / "step-4")
     writing = threading.Thread(target=vault.write, args=(folder, refs((1, 0, 4))))

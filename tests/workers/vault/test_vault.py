@@ -62,7 +62,7 @@ class Disk:
         return RankFile(f"rank-{rank}", rank, len(data), "", "", BlockIndex(), small)
 
 
-def test_files_hold_the_pinned_versions(cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch):
+def test_files_hold_pinned_versions(cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch):
     disk, vault = Disk(monkeypatch), cluster.vault()
     for rank in (0, 1):
         buffer = cluster.client(worker=rank).reserve(3, rank, 2, table(rank))
@@ -86,9 +86,7 @@ def test_files_hold_the_pinned_versions(cluster: VaultCluster, monkeypatch: pyte
     assert steps_of(vault) == [(1, 50)]
 
 
-def test_a_file_of_the_real_format_is_durable_and_holds_the_data(
-    cluster: VaultCluster, tmp_path: Path
-):
+def test_file_of_real_format_is_durable_and_holds_data(cluster: VaultCluster, tmp_path: Path):
     buffer = cluster.client().reserve(1, 0, 1, table())
     write(buffer, 0, 4, pin=True)
     [file] = cluster.vault().write(str(tmp_path / "step-4"), refs((1, 0, 4)))
@@ -112,9 +110,7 @@ def test_damaged_and_overwritten_versions_do_not_become_checkpoints(
     assert disk.files == []
 
 
-def test_a_store_that_fails_leaves_the_version(
-    cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
-):
+def test_failed_write_keeps_version(cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch):
     def full(*arguments: Any, **named: Any) -> RankFile:
         raise OSError("no space")
 
@@ -128,7 +124,7 @@ def test_a_store_that_fails_leaves_the_version(
     assert buffer.pinned
 
 
-def test_a_hanging_store_blocks_only_its_writer(
+def test_hanging_store_blocks_only_its_writer(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):
     """With as many calls as the vault has threads, polls are still answered."""
@@ -163,7 +159,7 @@ def test_usage_counts_every_buffer(cluster: VaultCluster):
     assert 2**20 < vault.usage()["spare"] < 2**20 + 2**19
 
 
-def test_a_stopped_process_is_inspected(cluster: VaultCluster):
+def test_stopped_process_is_inspected(cluster: VaultCluster):
     with WorkerProcess("connect", cluster.vault().address()) as worker:
         assert re.match(rf"process {worker.pid}: [SR] ", cluster.vault().inspect(worker.pid))
         os.kill(worker.pid, signal.SIGSTOP)
@@ -198,7 +194,7 @@ def test_stacks_come_from_py_spy_in_limited_time(
     assert time.monotonic() - started < 60.0
 
 
-def test_without_py_spy_the_state_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_py_spy_state_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     text = peers.inspect_process(os.getpid())
@@ -206,7 +202,7 @@ def test_without_py_spy_the_state_is_reported(tmp_path: Path, monkeypatch: pytes
     assert "py-spy is not installed" in text
 
 
-def test_a_vault_starts_without_torch_ray_and_pyarrow():
+def test_vault_starts_without_torch_ray_and_pyarrow():
     script = (
         "import importlib, pkgutil, sys, rayzero.workers.vault as vault\n"
         "for one in pkgutil.iter_modules(vault.__path__):\n"
@@ -221,7 +217,7 @@ def test_a_vault_starts_without_torch_ray_and_pyarrow():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_actor_imports_no_torch():
+def test_actor_imports_no_torch():
     script = "import sys, rayzero.workers.vault.actor\nsys.exit('torch' in sys.modules)\n"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=300)
     assert done.returncode == 0
