@@ -1,4 +1,4 @@
-"""Activation checkpointing by DeepSpeed's names, against plain torch's, and against none at all."""
+"""DeepSpeed's activation checkpointing API equals PyTorch's, and training without checkpointing."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from rayzero.engine.errors import ConfigError
 from tests.support.ranks import run_ranks
 
 WIDTH, DEPTH, SAMPLES, STEPS = 16, 3, 8, 2
-Way = Callable[..., Any]
+Checkpoint = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
-def _unconfigured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `configure` sets is the process's."""
+def _reset_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`configure` sets options of the process."""
     monkeypatch.setattr(activation_checkpointing._Options, "configured", False)
     monkeypatch.setattr(activation_checkpointing._Options, "in_cpu", False)
 
 
 class Block(nn.Module):
-    """Saves more than its input, and draws random numbers."""
+    """Saves more than its input, and uses random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,62 +45,62 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, way: Way) -> None:
+    def __init__(self, checkpoint_fn: Checkpoint) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-        self.way = way
+        self.checkpoint_fn = checkpoint_fn
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = self.way(block, x)
+            x = self.checkpoint_fn(block, x)
         return x.square().mean()
 
 
-def none(function: Way, *args: Any) -> Any:
+def no_checkpoint(function: Checkpoint, *args: Any) -> Any:
     return function(*args)
 
 
-def torchs(function: Way, *args: Any) -> Any:
+def pytorch_checkpoint(function: Checkpoint, *args: Any) -> Any:
     return torch_checkpoint(function, *args, use_reentrant=False)
 
 
-def gradients(way: Way) -> tuple[list[Tensor], Tensor, int]:
-    """Gradients, the next random number, and the bytes that forward keeps, as autograd tells."""
-    model, kept = Stack(way), set[int]()
+def gradients(checkpoint_fn: Checkpoint) -> tuple[list[Tensor], Tensor, int]:
+    """Returns the gradients, the next random numbers, and the bytes saved for backward."""
+    model, saved = Stack(checkpoint_fn), set[int]()
     nbytes = 0
 
     def pack(tensor: Tensor) -> Tensor:
         nonlocal nbytes
-        if not isinstance(tensor, nn.Parameter) and tensor.data_ptr() not in kept:
-            kept.add(tensor.data_ptr())
+        if not isinstance(tensor, nn.Parameter) and tensor.data_ptr() not in saved:
+            saved.add(tensor.data_ptr())
             nbytes += tensor.nbytes
         return tensor
 
     x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
     torch.manual_seed(2)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(x)
     loss.backward()
-    found = [x.grad, *(one.grad for one in model.parameters())]
-    assert all(one is not None for one in found)
-    return [one for one in found if one is not None], torch.rand(3), nbytes
+    grads = [tensor.grad for tensor in (x, *model.parameters())]
+    assert all(grad is not None for grad in grads)
+    return [grad for grad in grads if grad is not None], torch.rand(3), nbytes
 
 
-def same(seen: list[Tensor], right: list[Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(seen, right, strict=True))
+def equal(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-@pytest.mark.parametrize("way", [checkpoint, non_reentrant_checkpoint])
-def test_gradients_and_random_numbers_are_plain_torchs_and_less_is_kept(way: Way) -> None:
-    right, drawn, everything = gradients(none)
-    torch_right, torch_drawn, torch_kept = gradients(torchs)
-    seen, here, kept = gradients(way)
-    assert same(seen, right)
-    assert same(seen, torch_right)
-    assert torch.equal(here, drawn)
-    assert torch.equal(here, torch_drawn)
-    assert kept == torch_kept < 0.3 * everything
+@pytest.mark.parametrize("checkpoint_fn", [checkpoint, non_reentrant_checkpoint])
+def test_checkpoint_equals_pytorch(checkpoint_fn: Checkpoint) -> None:
+    expected, expected_random, full_bytes = gradients(no_checkpoint)
+    torch_grads, torch_random, torch_bytes = gradients(pytorch_checkpoint)
+    actual, actual_random, nbytes = gradients(checkpoint_fn)
+    assert equal(actual, expected)
+    assert equal(actual, torch_grads)
+    assert torch.equal(actual_random, expected_random)
+    assert torch.equal(actual_random, torch_random)
+    assert nbytes == torch_bytes < 0.3 * full_bytes
 
 
 NO_OPS = {
@@ -112,9 +112,9 @@ NO_OPS = {
 }
 
 
-@pytest.mark.parametrize("section", [{}, *({key: one} for key, one in NO_OPS.items()), NO_OPS])
-def test_what_asks_for_nothing_changes_nothing(section: dict[str, Any]) -> None:
-    right, _, kept = gradients(checkpoint)
+@pytest.mark.parametrize("section", [{}, *({key: value} for key, value in NO_OPS.items()), NO_OPS])
+def test_no_op_options_have_no_effect(section: dict[str, Any]) -> None:
+    expected, _, expected_bytes = gradients(checkpoint)
     assert not activation_checkpointing.is_configured()
     configure(deepspeed_config={"train_batch_size": 8, "activation_checkpointing": section})
     configure(
@@ -127,55 +127,55 @@ def test_what_asks_for_nothing_changes_nothing(section: dict[str, Any]) -> None:
     )
     activation_checkpointing.reset()
     assert activation_checkpointing.is_configured()
-    seen, _, now = gradients(checkpoint)
-    assert same(seen, right)
-    assert now == kept
+    actual, _, nbytes = gradients(checkpoint)
+    assert equal(actual, expected)
+    assert nbytes == expected_bytes
 
 
-def test_model_parallelism_is_refused() -> None:
+def test_model_parallelism_is_rejected() -> None:
     with pytest.raises(ConfigError, match="no model parallelism"):
         configure(mpu_=object())
     assert not activation_checkpointing.is_configured()
 
 
-def in_cpu(how: str) -> None:
-    section = {"activation_checkpointing": {"cpu_checkpointing": how != "argument over config"}}
-    if how == "argument":
+def configure_cpu_checkpointing(source: str) -> None:
+    section = {"activation_checkpointing": {"cpu_checkpointing": source != "argument over config"}}
+    if source == "argument":
         configure(checkpoint_in_cpu=True)
-    elif how == "config":
+    elif source == "config":
         configure(deepspeed_config={"train_batch_size": 8} | section)
     else:
         configure(deepspeed_config={"train_batch_size": 8} | section, checkpoint_in_cpu=True)
 
 
-@pytest.mark.parametrize("how", ["argument", "config", "argument over config"])
-def test_what_is_kept_goes_through_host_memory(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's `save_on_cpu` gets every block's input, and nothing else."""
-    right, _, kept = gradients(checkpoint)
-    real, moved = torch.autograd.graph.save_on_cpu, []
+@pytest.mark.parametrize("source", ["argument", "config", "argument over config"])
+def test_cpu_checkpointing_offloads_inputs(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`save_on_cpu` of PyTorch receives every block's input, and nothing else."""
+    expected, _, expected_bytes = gradients(checkpoint)
+    real, sizes = torch.autograd.graph.save_on_cpu, []
 
-    class Counted(real):  # type: ignore[misc, valid-type]
+    class CountingSaveOnCpu(real):  # type: ignore[misc, valid-type]
         def __init__(self, pin_memory: bool = False) -> None:
             super().__init__(pin_memory)
-            inner = self.pack_hook
+            pack_hook = self.pack_hook
 
             def pack(tensor: Tensor) -> Any:
-                moved.append(tensor.nbytes)
-                return inner(tensor)
+                sizes.append(tensor.nbytes)
+                return pack_hook(tensor)
 
             self.pack_hook = pack
 
-    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Counted)
-    in_cpu(how)
-    seen, _, left = gradients(checkpoint)
-    assert same(seen, right)
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", CountingSaveOnCpu)
+    configure_cpu_checkpointing(source)
+    actual, _, nbytes = gradients(checkpoint)
+    assert equal(actual, expected)
     inputs = DEPTH * SAMPLES * WIDTH * 4
-    assert sum(moved) == inputs
-    assert left == kept - inputs
+    assert sum(sizes) == inputs
+    assert nbytes == expected_bytes - inputs
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="host memory is apart on a GPU only")
-def test_it_leaves_a_gpu() -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a GPU")
+def test_cpu_checkpointing_reduces_gpu_memory() -> None:
     def forward_bytes() -> tuple[int, list[Tensor]]:
         blocks = nn.Sequential(*(Block() for _ in range(4))).cuda()
         blocks.load_state_dict(state)
@@ -186,31 +186,34 @@ def test_it_leaves_a_gpu() -> None:
         out = x
         for block in blocks:
             out = checkpoint(block, out)
-        held = torch.cuda.memory_allocated() - before
+        nbytes = torch.cuda.memory_allocated() - before
         out.square().mean().backward()
-        return held, [one.grad for one in blocks.parameters() if one.grad is not None]
+        return nbytes, [param.grad for param in blocks.parameters() if param.grad is not None]
 
     torch.manual_seed(0)
     state = nn.Sequential(*(Block() for _ in range(4))).state_dict()
     data = torch.randn(4096, WIDTH)
-    on_gpu, right = forward_bytes()
+    gpu_bytes, expected = forward_bytes()
     configure(checkpoint_in_cpu=True)
-    in_host, seen = forward_bytes()
-    assert in_host < 0.5 * on_gpu
-    assert same(seen, right)
+    remaining_bytes, actual = forward_bytes()
+    assert remaining_bytes < 0.5 * gpu_bytes
+    assert equal(actual, expected)
 
 
-def trained_each(rank: int, world: int, stage: int) -> list[dict[str, Tensor]]:
-    found = [trained(rank, world, stage, way) for way in (none, torchs, checkpoint)]
+def train_all(rank: int, world: int, stage: int) -> list[dict[str, Tensor]]:
+    states = [
+        train(rank, world, stage, checkpoint_fn)
+        for checkpoint_fn in (no_checkpoint, pytorch_checkpoint, checkpoint)
+    ]
     configure(checkpoint_in_cpu=True)
-    found.append(trained(rank, world, stage, checkpoint))
+    states.append(train(rank, world, stage, checkpoint))
     configure()
-    return found
+    return states
 
 
-def trained(rank: int, world: int, stage: int, way: Way) -> dict[str, Tensor]:
+def train(rank: int, world: int, stage: int, checkpoint_fn: Checkpoint) -> dict[str, Tensor]:
     engine, *_ = rayzero.initialize(
-        model=Stack(way),
+        model=Stack(checkpoint_fn),
         config={
             "train_batch_size": SAMPLES * max(world, 1),
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -226,7 +229,7 @@ def trained(rank: int, world: int, stage: int, way: Way) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_an_engine_trains_the_same_with_it(stage: int) -> None:
-    right, *others = run_ranks(2, trained_each, stage, timeout_s=300)[0]
-    for seen in others:
-        assert all(torch.equal(seen[key], value) for key, value in right.items())
+def test_checkpointing_does_not_change_training(stage: int) -> None:
+    expected, *others = run_ranks(2, train_all, stage, timeout_s=300)[0]
+    for actual in others:
+        assert all(torch.equal(actual[key], value) for key, value in expected.items())

@@ -1,4 +1,4 @@
-"""A parameter's whole state under every stage, against plain torch; and changing it by hand."""
+"""DeepSpeed's tensor fragment API, `GatheredParameters` and `Init` at every stage."""
 
 from __future__ import annotations
 
@@ -40,55 +40,57 @@ def make_engine(stage: int, model: nn.Module, **zero: Any) -> rayzero.Engine:
 
 
 def backward(engine: rayzero.Engine, batch: Tensor) -> None:
-    mine = batch.chunk(engine.world_size)[engine.rank]
-    engine.backward(engine(mine[:, :-1], targets=mine[:, 1:])["loss"])
+    part = batch.chunk(engine.world_size)[engine.rank]
+    engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
 
 
-def close(a: Tensor | None, b: Tensor) -> None:
+def assert_close(a: Tensor | None, b: Tensor) -> None:
     assert a is not None
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
-def all_of_it(rank: int, world: int, stage: int, zero: dict[str, Any]) -> None:
+def check_full_state(rank: int, world: int, stage: int, zero: dict[str, Any]) -> None:
     model, plain = zoo.make_model(torch.float64), zoo.make_model(torch.float64)
     params = dict(model.named_parameters())
     engine = make_engine(stage, model, **zero)
-    oracle = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     frozen = model.blocks[0].frozen.weight
     for step, batch in enumerate(zoo.batches(3, 12)):
         assert tensor_fragments.safe_get_full_grad(params["embed.weight"]) is None
         backward(engine, batch)
-        oracle.zero_grad()
+        optimizer.zero_grad()
         plain(batch[:, :-1], batch[:, 1:])["loss"].backward()
-        for name, right in plain.named_parameters():
-            if right.requires_grad:
-                close(tensor_fragments.safe_get_full_fp32_param(params[name]), right.detach())
-                close(tensor_fragments.safe_get_full_grad(params[name]), right.grad)
+        for name, expected in plain.named_parameters():
+            if expected.requires_grad:
+                assert_close(
+                    tensor_fragments.safe_get_full_fp32_param(params[name]), expected.detach()
+                )
+                assert_close(tensor_fragments.safe_get_full_grad(params[name]), expected.grad)
                 state = tensor_fragments.safe_get_full_optimizer_state(params[name], "exp_avg")
                 if step:
-                    close(state, oracle.state[right]["exp_avg"])
+                    assert_close(state, optimizer.state[expected]["exp_avg"])
                 else:
                     assert state is None
         assert tensor_fragments.safe_get_full_fp32_param(frozen) is None
         assert tensor_fragments.safe_get_full_grad(frozen) is None
         engine.step()
-        oracle.step()
+        optimizer.step()
 
 
 @SETTINGS
 @STAGES
-def test_what_is_read_is_plain_torchs(stage: int, world: int, more: dict[str, Any]) -> None:
-    run_ranks(world, all_of_it, stage, more)
+def test_full_state_equals_pytorch(stage: int, world: int, more: dict[str, Any]) -> None:
+    run_ranks(world, check_full_state, stage, more)
 
 
-def changed(rank: int, world: int, stage: int, zero: dict[str, Any]) -> None:
+def check_changes(rank: int, world: int, stage: int, zero: dict[str, Any]) -> None:
     model, plain = zoo.make_model(torch.float64), zoo.make_model(torch.float64)
     engine = make_engine(stage, model, **zero)
-    oracle = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    weight, right = model.blocks[0].up.weight, plain.blocks[0].up.weight
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    weight, expected = model.blocks[0].up.weight, plain.blocks[0].up.weight
     for step, batch in enumerate(zoo.batches(3, 12)):
         backward(engine, batch)
-        oracle.zero_grad()
+        optimizer.zero_grad()
         plain(batch[:, :-1], batch[:, 1:])["loss"].backward()
         if step:
             value = torch.arange(70, dtype=torch.float64).view(7, 10) / 70
@@ -96,48 +98,48 @@ def changed(rank: int, world: int, stage: int, zero: dict[str, Any]) -> None:
             tensor_fragments.safe_set_full_fp32_param(weight, value + 1)
             tensor_fragments.safe_set_full_optimizer_state(weight, value + 2, "exp_avg_sq")
             with torch.no_grad():
-                right.grad.copy_(value)
-                right.copy_(value + 1)
-                oracle.state[right]["exp_avg_sq"].copy_(value + 2)
+                expected.grad.copy_(value)
+                expected.copy_(value + 1)
+                optimizer.state[expected]["exp_avg_sq"].copy_(value + 2)
         engine.step()
-        oracle.step()
+        optimizer.step()
     state = engine.state_dict()
     for name, tensor in plain.state_dict().items():
         if rank == 0:
-            close(state[name], tensor)
+            assert_close(state[name], tensor)
 
 
 @SETTINGS
 @STAGES
-def test_what_is_set_is_trained_on(stage: int, world: int, more: dict[str, Any]) -> None:
-    run_ranks(world, changed, stage, more)
+def test_changed_state_is_used_in_training(stage: int, world: int, more: dict[str, Any]) -> None:
+    run_ranks(world, check_changes, stage, more)
 
 
-def local(rank: int, world: int) -> list[Tensor]:
-    """A matrix that the border between two shards goes through."""
+def local_fragments(rank: int, world: int) -> list[Tensor]:
+    """Fragments of a matrix that is split between two shards."""
     torch.manual_seed(0)
     model = nn.Linear(40, 40, bias=False).double()
     engine = make_engine(3, model)
     engine.backward(engine(torch.ones(3, 40, dtype=torch.float64)).square().mean())
-    whole = tensor_fragments.safe_get_full_grad(model.weight)
-    own = tensor_fragments.safe_get_local_grad(model.weight)
+    full = tensor_fragments.safe_get_full_grad(model.weight)
+    local = tensor_fragments.safe_get_local_grad(model.weight)
     main = tensor_fragments.safe_get_local_fp32_param(model.weight)
-    assert whole is not None
-    assert own is not None
+    assert full is not None
+    assert local is not None
     assert main is not None
-    assert 0 < own.numel() < 1600
-    assert whole.any()
-    tensor_fragments.safe_set_local_grad(model.weight, torch.zeros_like(own))
-    close(tensor_fragments.safe_get_full_grad(model.weight), torch.zeros_like(whole))
+    assert 0 < local.numel() < 1600
+    assert full.any()
+    tensor_fragments.safe_set_local_grad(model.weight, torch.zeros_like(local))
+    assert_close(tensor_fragments.safe_get_full_grad(model.weight), torch.zeros_like(full))
     engine.step()
     moment = tensor_fragments.safe_get_local_optimizer_state(model.weight, "exp_avg")
     assert moment is not None
-    return [whole.flatten(), own, main, moment]
+    return [full.flatten(), local, main, moment]
 
 
-def test_local_parts_make_the_whole() -> None:
-    parts = run_ranks(2, local)
-    close(torch.cat([own for _, own, _, _ in parts]), parts[0][0])
+def test_local_fragments_make_up_the_tensor() -> None:
+    parts = run_ranks(2, local_fragments)
+    assert_close(torch.cat([local for _, local, _, _ in parts]), parts[0][0])
     assert sum(main.numel() for _, _, main, _ in parts) == 1600
     assert not any(moment.any() for *_, moment in parts)
 
@@ -154,7 +156,7 @@ def test_misuse() -> None:
     assert tensor_fragments.safe_get_full_fp32_param(nn.Parameter(torch.zeros(2))) is None
 
 
-def gathered(rank: int, world: int, stage: int, low: bool) -> None:
+def modify_gathered(rank: int, world: int, stage: int, low: bool) -> None:
     model = zoo.make_model()
     engine = rayzero.initialize(
         model=model,
@@ -174,7 +176,7 @@ def gathered(rank: int, world: int, stage: int, low: bool) -> None:
         tensor: tensor_fragments.safe_get_full_fp32_param(tensor) for tensor in (weight, other)
     }
     with GatheredParameters([weight, other, frozen]):
-        close(weight.data.float(), before[weight].to(weight.dtype).float())
+        assert_close(weight.data.float(), before[weight].to(weight.dtype).float())
     with GatheredParameters([weight, other, frozen, weight], modifier_rank=1):
         if rank == 1:
             weight.data[0] = 0.5
@@ -183,7 +185,9 @@ def gathered(rank: int, world: int, stage: int, low: bool) -> None:
         tensor: tensor_fragments.safe_get_full_fp32_param(tensor) for tensor in (weight, other)
     }
     assert (after[weight][0] == 0.5).all()
-    assert torch.equal(after[weight][1:], before[weight][1:])  # to all of the main weights' digits
+    assert torch.equal(
+        after[weight][1:], before[weight][1:]
+    )  # with the precision of the main weights
     assert torch.equal(after[other], before[other])
     with GatheredParameters(frozen):
         assert (frozen.data == 2.0).all()
@@ -203,11 +207,11 @@ def gathered(rank: int, world: int, stage: int, low: bool) -> None:
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
 @STAGES
 def test_gathered_parameters(stage: int, low: bool) -> None:
-    run_ranks(2, gathered, stage, low)
+    run_ranks(2, modify_gathered, stage, low)
 
 
-def initial(rank: int, world: int, stage: int) -> dict[str, Tensor]:
-    """A model built without memory, whose weights are set before there is an engine."""
+def initialize_deferred(rank: int, world: int, stage: int) -> dict[str, Tensor]:
+    """Builds a model on the meta device and sets weights before the engine exists."""
     with Init(dtype=torch.float32, config_dict_or_path={}):
         model = zoo.make_model()
         with GatheredParameters(model.twice.bias, modifier_rank=0):
@@ -228,16 +232,16 @@ def initial(rank: int, world: int, stage: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_init_builds_the_same_model_without_its_memory(stage: int) -> None:
-    state = run_ranks(2, initial, stage)[0]
-    right = zoo.make_model()
+def test_init_context_equals_ordinary_construction(stage: int) -> None:
+    state = run_ranks(2, initialize_deferred, stage)[0]
+    expected = zoo.make_model()
     with torch.no_grad():
-        right.twice.bias.fill_(3.0)
-        right.twice.weight.fill_(4.0)
-    for name, tensor in right.state_dict().items():
+        expected.twice.bias.fill_(3.0)
+        expected.twice.weight.fill_(4.0)
+    for name, tensor in expected.state_dict().items():
         assert torch.equal(state[name], tensor), name
 
 
-def test_groups_are_refused() -> None:
+def test_data_parallel_group_is_rejected() -> None:
     with pytest.raises(ConfigError, match="one data parallel"):
         Init(data_parallel_group=object())

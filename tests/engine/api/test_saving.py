@@ -1,4 +1,4 @@
-"""Checkpoints by DeepSpeed's names: saved at one stage and world size, loaded at another."""
+"""DeepSpeed's checkpoint API: save at one stage and world size, load at another."""
 
 from __future__ import annotations
 
@@ -51,68 +51,68 @@ def train(engine: rayzero.Engine, steps: range) -> None:
         engine.step()
 
 
-def some(
+def train_and_save(
     rank: int, world: int, stage: int, steps: range, folder: str, more: dict[str, Any]
 ) -> dict[str, Tensor]:
     engine = make_engine(stage, zoo.make_model(torch.float64, seed=steps.start), **more)
     if steps.start:
         path, state = engine.load_checkpoint(folder)
         assert path == f"{folder}/global_step{steps.start}"
-        assert state == {"epoch": steps.start, "of": [0]}
+        assert state == {"epoch": steps.start, "rank": [0]}
     assert engine.global_steps == steps.start
     assert engine.global_samples == steps.start * SAMPLES
     train(engine, steps)
-    client = {"epoch": steps.stop, "of": [rank]}  # rank 0's is kept
+    client = {"epoch": steps.stop, "rank": [rank]}  # rank 0's is saved
     assert engine.save_checkpoint(folder, client_state=client)
     return engine.state_dict()
 
 
-CHAIN = [(3, 2), (0, 3), (1, 0), (2, 2), (3, 3), (1, 2), (0, 0)]
+STAGES_AND_WORLDS = [(3, 2), (0, 3), (1, 0), (2, 2), (3, 3), (1, 2), (0, 0)]
 
 
 @pytest.mark.parametrize("more", [{}, {"scheduler": WARMUP}], ids=["constant", "warmup"])
-def test_a_chain_of_stages_and_worlds_equals_one_run(more: dict[str, Any], tmp_path: Path) -> None:
-    for number, (stage, world) in enumerate(CHAIN):
+def test_resume_at_other_stages_and_worlds(more: dict[str, Any], tmp_path: Path) -> None:
+    for number, (stage, world) in enumerate(STAGES_AND_WORLDS):
         steps = range(2 * number, 2 * number + 2)
-        state = run_ranks(world, some, stage, steps, str(tmp_path), more)[0]
+        state = run_ranks(world, train_and_save, stage, steps, str(tmp_path), more)[0]
         assert verify_checkpoint(str(tmp_path / f"global_step{steps.stop}")) == []
-    straight = make_engine(0, **more)
-    train(straight, range(2 * len(CHAIN)))
-    right = straight.state_dict()
-    assert max(zoo.relative_error(state[name], right[name]) for name in right) < 1e-9
+    uninterrupted = make_engine(0, **more)
+    train(uninterrupted, range(2 * len(STAGES_AND_WORLDS)))
+    expected = uninterrupted.state_dict()
+    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
     if not more:
         plain = zoo.make_model(torch.float64)
-        _, right = zoo.train_reference(
+        _, expected = zoo.train_reference(
             plain,
             lambda groups: torch.optim.AdamW(groups, lr=1e-2),
-            list(zoo.batches(2 * len(CHAIN), SAMPLES)),
+            list(zoo.batches(2 * len(STAGES_AND_WORLDS), SAMPLES)),
         )
-        assert max(zoo.relative_error(state[name], right[name]) for name in right) < 1e-9
+        assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
 
 
-def bf16(rank: int, world: int, stage: int, folder: str) -> None:
+def load_into_trained_engine(rank: int, world: int, stage: int, folder: str) -> None:
     more = {"bf16": {"enabled": True}}
     engine = make_engine(stage, zoo.make_model(), **more)
     train(engine, range(2))
     engine.save_checkpoint(folder, tag="a")
     train(engine, range(2, 4))
-    right = engine.state_dict()
-    engine.load_checkpoint(folder, "a")  # the living engine itself goes back
+    expected = engine.state_dict()
+    engine.load_checkpoint(folder, "a")  # into the same engine
     train(engine, range(2, 4))
     other = make_engine(stage, zoo.make_model(seed=9), **more)
     other.load_checkpoint(folder, "a")
     train(other, range(2, 4))
-    for one in (engine, other):
-        seen = one.state_dict()
-        assert all(torch.equal(seen[name], right[name]) for name in right)
+    for loaded in (engine, other):
+        actual = loaded.state_dict()
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_living_engine_goes_back_bit_by_bit(stage: int, tmp_path: Path) -> None:
-    run_ranks(2, bf16, stage, str(tmp_path))
+def test_load_into_trained_engine_is_bit_identical(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, load_into_trained_engine, stage, str(tmp_path))
 
 
-def test_what_is_loaded_can_be_chosen(tmp_path: Path) -> None:
+def test_partial_loading(tmp_path: Path) -> None:
     engine = make_engine(0, scheduler=WARMUP)
     train(engine, range(3))
     engine.save_checkpoint(tmp_path)
@@ -122,8 +122,8 @@ def test_what_is_loaded_can_be_chosen(tmp_path: Path) -> None:
     weights.load_checkpoint(tmp_path, load_module_only=True)
     assert (weights.global_steps, weights.lr_scheduler.last_batch_iteration) == (0, -1)
     assert not weights.optimizer.state
-    seen = weights.state_dict()
-    assert all(torch.equal(seen[name], saved[name]) for name in saved)
+    loaded = weights.state_dict()
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
 
     fresh = make_engine(0, zoo.make_model(torch.float64, seed=5), scheduler=WARMUP)
     fresh.load_checkpoint(tmp_path, load_optimizer_states=False, load_lr_scheduler_states=False)
@@ -131,16 +131,16 @@ def test_what_is_loaded_can_be_chosen(tmp_path: Path) -> None:
     assert not fresh.optimizer.state
 
 
-def test_the_learning_rate_comes_along_as_with_torch(tmp_path: Path) -> None:
+def test_learning_rate_is_loaded(tmp_path: Path) -> None:
     engine = make_engine(0)
     engine.set_lr(0.125)
     engine.save_checkpoint(tmp_path)
-    again = make_engine(0)
-    again.load_checkpoint(tmp_path)
-    assert again.get_lr() == [0.125, 0.125]
+    resumed = make_engine(0)
+    resumed.load_checkpoint(tmp_path)
+    assert resumed.get_lr() == [0.125, 0.125]
 
 
-def test_gradients_of_an_unfinished_step_are_forgotten(tmp_path: Path) -> None:
+def test_load_discards_accumulated_gradients(tmp_path: Path) -> None:
     engine = make_engine(0, gradient_accumulation_steps=2)
     engine.save_checkpoint(tmp_path)
     batch = next(zoo.batches(1, 6))
@@ -151,42 +151,42 @@ def test_gradients_of_an_unfinished_step_are_forgotten(tmp_path: Path) -> None:
     for _ in range(2):
         engine.backward(engine(batch[:, :-1], targets=batch[:, 1:])["loss"])
         engine.step()
-    right = make_engine(0, gradient_accumulation_steps=2)
+    fresh = make_engine(0, gradient_accumulation_steps=2)
     for _ in range(2):
-        right.backward(right(batch[:, :-1], targets=batch[:, 1:])["loss"])
-        right.step()
-    a, b = engine.state_dict(), right.state_dict()
+        fresh.backward(fresh(batch[:, :-1], targets=batch[:, 1:])["loss"])
+        fresh.step()
+    a, b = engine.state_dict(), fresh.state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_frozen_parameters_may_be_left_out(tmp_path: Path) -> None:
+def test_exclude_frozen_parameters(tmp_path: Path) -> None:
     engine = make_engine(0)
     engine.save_checkpoint(tmp_path, tag=1, exclude_frozen_parameters=True)
     engine.save_checkpoint(tmp_path, tag=2)
     small, large = (
-        sum(one.stat().st_size for one in (tmp_path / tag).glob("rank-*")) for tag in "12"
+        sum(file.stat().st_size for file in (tmp_path / tag).glob("rank-*")) for tag in "12"
     )
     assert small < large
     other = make_engine(0, zoo.make_model(torch.float64, seed=5))
-    kept = other.module.blocks[0].frozen.weight.clone()
+    before = other.module.blocks[0].frozen.weight.clone()
     other.load_checkpoint(tmp_path, tag=1)
-    assert torch.equal(other.module.blocks[0].frozen.weight, kept)
+    assert torch.equal(other.module.blocks[0].frozen.weight, before)
     assert torch.equal(other.module.embed.weight, engine.module.embed.weight)
 
 
-def test_nothing_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine(0)
     with caplog.at_level(logging.WARNING, "rayzero.engine"):
         assert engine.load_checkpoint(tmp_path) == (None, None)
     assert "no checkpoint in" in caplog.text
     with pytest.raises(DataError, match="no checkpoint 'best'"):
         engine.load_checkpoint(tmp_path, "best")
-    (tmp_path / "latest").write_text("gone")
+    (tmp_path / "latest").write_text("missing")
     with pytest.raises(DataError, match="the file latest there"):
         engine.load_checkpoint(tmp_path)
 
 
-def test_a_tag_that_is_saved_again_is_the_new_one(tmp_path: Path) -> None:
+def test_saving_a_tag_again_replaces_it(tmp_path: Path) -> None:
     engine = make_engine(0)
     engine.save_checkpoint(tmp_path, "best", client_state={"loss": 2.0})
     engine.save_checkpoint(tmp_path, "other", save_latest=False)
@@ -196,28 +196,28 @@ def test_a_tag_that_is_saved_again_is_the_new_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tag", ["", "..", "a/../b", "/a"])
-def test_a_tag_is_a_folders_name(tag: str, tmp_path: Path) -> None:
+def test_invalid_tags(tag: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a folder's name"):
         make_engine(0).save_checkpoint(tmp_path, tag)
 
 
-def test_another_model(tmp_path: Path) -> None:
+def test_load_into_another_model(tmp_path: Path) -> None:
     make_engine(0).save_checkpoint(tmp_path)
     other = zoo.make_model(torch.float64)
-    other.more = nn.Linear(2, 2).double()
+    other.extra = nn.Linear(2, 2).double()
     engine = make_engine(0, other)
-    with pytest.raises(CheckpointMismatchError, match="weights/more"):
+    with pytest.raises(CheckpointMismatchError, match="weights/extra"):
         engine.load_checkpoint(tmp_path)
     engine.load_checkpoint(tmp_path, load_module_strict=False, load_optimizer_states=False)
 
 
-def one_rank_fails(rank: int, world: int, folder: str) -> str:
+def fail_on_one_rank(rank: int, world: int, folder: str) -> str:
     engine = make_engine(2)
     client = {"bad": object()} if rank == 1 else {}
-    with pytest.raises(EngineError) as error:
+    with pytest.raises(EngineError) as caught:
         engine.save_checkpoint(folder, client_state=client)
     with pytest.raises(ConfigError, match="different tags"):
-        engine.save_checkpoint(folder, tag=f"of{rank}")
+        engine.save_checkpoint(folder, tag=f"rank{rank}")
     with pytest.raises(ConfigError, match="custom_load_fn"):
         engine.load_checkpoint(folder, custom_load_fn=print)
     engine.save_checkpoint(folder)
@@ -229,16 +229,16 @@ def one_rank_fails(rank: int, world: int, folder: str) -> str:
     torch.distributed.barrier()
     with pytest.raises((DataError, EngineError), match="damaged"):
         engine.load_checkpoint(folder)
-    return str(error.value)
+    return str(caught.value)
 
 
-def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
-    first, second = run_ranks(2, one_rank_fails, str(tmp_path), timeout_s=30)
+def test_failure_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(2, fail_on_one_rank, str(tmp_path), timeout_s=30)
     assert first.startswith("rank 1 failed: client_state['bad'] is a builtins.object")
     assert second.startswith("client_state['bad'] is a builtins.object")
 
 
-def whole_model(rank: int, world: int, folder: str, stage: int) -> None:
+def save_16bit_models(rank: int, world: int, folder: str, stage: int) -> None:
     engine = make_engine(stage, zoo.make_model(), bf16={"enabled": True})
     assert engine.save_16bit_model(folder, f"{stage}.bin")
     assert engine.save_fp16_model(folder, f"{stage}.safetensors")
@@ -250,19 +250,19 @@ def whole_model(rank: int, world: int, folder: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_whole_models(stage: int, tmp_path: Path) -> None:
-    run_ranks(2, whole_model, str(tmp_path), stage)
-    right = {name: one.to(torch.bfloat16) for name, one in zoo.make_model().state_dict().items()}
-    seen = torch.load(tmp_path / f"{stage}.bin", weights_only=True)
-    other = load_file(tmp_path / f"{stage}.safetensors")
-    assert seen.keys() == right.keys() == other.keys()
-    for name in right:
-        assert torch.equal(seen[name], right[name])
-        assert torch.equal(other[name], right[name])
+def test_save_16bit_model(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, save_16bit_models, str(tmp_path), stage)
+    expected = {name: t.to(torch.bfloat16) for name, t in zoo.make_model().state_dict().items()}
+    pickled = torch.load(tmp_path / f"{stage}.bin", weights_only=True)
+    safetensors = load_file(tmp_path / f"{stage}.safetensors")
+    assert pickled.keys() == expected.keys() == safetensors.keys()
+    for name in expected:
+        assert torch.equal(pickled[name], expected[name])
+        assert torch.equal(safetensors[name], expected[name])
 
 
 @pytest.mark.parametrize("name", ["stage2-fp16", "stage3-fp32"])
-def test_what_deepspeed_wrote(name: str, tmp_path: Path) -> None:
+def test_load_deepspeed_checkpoint(name: str, tmp_path: Path) -> None:
     with zipfile.ZipFile(make_deepspeed.ARCHIVE) as archive:
         archive.extractall(tmp_path)
     folder = tmp_path / name
@@ -280,7 +280,7 @@ def test_what_deepspeed_wrote(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(value, oracle[f"weights/{parameter}"].float())
 
 
-def test_client_state_comes_back_as_it_was() -> None:
+def test_client_state_round_trip() -> None:
     state = {
         "plain": [None, True, 1, 2.5, "é", {"a": {}}],
         "floats": [float("inf"), float("-inf")],
@@ -301,23 +301,25 @@ def test_client_state_comes_back_as_it_was() -> None:
         "single": torch.tensor(2),
         "rng": torch.get_rng_state(),
     }
-    found = decode_client_state(encode_client_state(tensors))
-    assert np.array_equal(found["array"], numbers)
-    assert found["array"].dtype == numbers.dtype
-    assert (found["scalar"], found["scalar"].dtype) == (1.5, np.float32)
+    decoded = decode_client_state(encode_client_state(tensors))
+    assert np.array_equal(decoded["array"], numbers)
+    assert decoded["array"].dtype == numbers.dtype
+    assert (decoded["scalar"], decoded["scalar"].dtype) == (1.5, np.float32)
     for name in ("half", "empty", "single", "rng"):
-        assert torch.equal(found[name], tensors[name])
-        assert found[name].dtype is tensors[name].dtype
+        assert torch.equal(decoded[name], tensors[name])
+        assert decoded[name].dtype is tensors[name].dtype
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         ({"model": nn.Linear(1, 1)}, r"\['model'\] is a torch.nn.modules.linear.Linear"),
         ([1, [lambda: 0]], r"\[1\]\[0\] is a builtins.function"),
         (torch.zeros(2 << 20), "8388608 bytes"),
     ],
 )
-def test_what_cannot_be_kept_is_named(value: Any, told: str) -> None:
-    with pytest.raises(EngineError, match="client_state" + told if told[0] == "\\" else told):
+def test_unsupported_client_state(value: Any, message: str) -> None:
+    with pytest.raises(
+        EngineError, match="client_state" + message if message[0] == "\\" else message
+    ):
         encode_client_state(value)

@@ -1,4 +1,4 @@
-"""DeepSpeed's everyday names on an engine: readings, boundaries, and what is not there."""
+"""DeepSpeed's engine API: getters, accumulation boundaries, unsupported names."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from tests.support.ranks import run_ranks
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 
 
-def lone(model: nn.Module | None = None, **more: Any) -> rayzero.Engine:
+def make_engine(model: nn.Module | None = None, **more: Any) -> rayzero.Engine:
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0}
     config = {**sizes, "optimizer": SGD, **more}
     return rayzero.initialize(model=model or nn.Linear(3, 1), config=config)[0]
 
 
-def turn(engine: rayzero.Engine, value: float = 1.0) -> None:
+def train_step(engine: rayzero.Engine, value: float = 1.0) -> None:
     engine.backward(engine(torch.full((2, 3), value)).mean())
     engine.step()
 
 
-def test_readings() -> None:
-    engine = lone(
+def test_getters() -> None:
+    engine = make_engine(
         gradient_accumulation_steps=2,
         gradient_clipping=0.5,
         zero_optimization={"stage": 2},
         scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
     )
     assert engine.get_global_grad_norm() is None
-    turn(engine)
+    train_step(engine)
     assert (engine.global_steps, engine.micro_steps, engine.was_step_applied()) == (0, 1, False)
     assert engine.is_gradient_accumulation_boundary()
-    turn(engine)
+    train_step(engine)
     assert (engine.global_steps, engine.micro_steps, engine.was_step_applied()) == (1, 2, True)
     assert engine.get_global_grad_norm() == pytest.approx(2.0)  # three weights and a bias
     assert (engine.global_samples, engine.skipped_steps) == (4, 0)
@@ -61,9 +61,9 @@ def test_readings() -> None:
     assert engine.get_lr() == [0.25]
 
 
-def test_a_skipped_step_is_not_applied() -> None:
-    engine = lone()
-    turn(engine, float("inf"))
+def test_skipped_step_is_not_applied() -> None:
+    engine = make_engine()
+    train_step(engine, float("inf"))
     assert (engine.was_step_applied(), engine.skipped_steps, engine.global_steps) == (False, 1, 1)
 
 
@@ -80,8 +80,8 @@ class Model(nn.Module):
         return count + 1
 
 
-def test_other_names_are_looked_up_in_the_model() -> None:
-    engine = lone(Model())
+def test_other_attributes_are_those_of_the_model() -> None:
+    engine = make_engine(Model())
     assert engine.config.hidden_size == 3
     assert engine.generate(2) == 3
     assert engine.layer is engine.module.layer
@@ -90,8 +90,8 @@ def test_other_names_are_looked_up_in_the_model() -> None:
     assert not engine.eval().training
 
 
-def test_a_models_output_with_a_loss_is_taken_for_it() -> None:
-    engine = lone(Model())
+def test_backward_accepts_output_with_loss() -> None:
+    engine = make_engine(Model())
     loss = engine.backward(engine(torch.ones(2, 3)))
     engine.step()
     assert engine.metrics.loss == loss.item()
@@ -100,29 +100,29 @@ def test_a_models_output_with_a_loss_is_taken_for_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["allreduce_gradients", "half", "compile_autosp", "gobal_steps"])
-def test_missing_names_give_the_alternative(name: str) -> None:
+def test_missing_names_suggest_alternatives(name: str) -> None:
     with pytest.raises(AttributeError, match=name) as error:
-        getattr(lone(), name)
+        getattr(make_engine(), name)
     hint = {"gobal_steps": "'global_steps'"}.get(
         name, ENGINE_ALTERNATIVES.get(name, "no 'compile_autosp'")
     )
     assert hint in str(error.value)
 
 
-def test_no_alternative_for_names_that_exist() -> None:
-    engine = lone()
+def test_alternatives_only_for_missing_names() -> None:
+    engine = make_engine()
     assert [name for name in ENGINE_ALTERNATIVES if hasattr(engine, name)] == []
 
 
-def test_no_other_device() -> None:
-    engine = lone()
+def test_engine_stays_on_its_device() -> None:
+    engine = make_engine()
     assert engine.to("cpu") is engine
     with pytest.raises(EngineError, match="the model is on cpu"):
         engine.to("cuda:0")
 
 
-def weights_by(boundary: str, stage: int) -> dict[str, Tensor]:
-    """Six micro-batches, three a step."""
+def train_with_boundaries(boundary: str, stage: int) -> dict[str, Tensor]:
+    """Train with six micro-batches, three per step."""
     model = zoo.make_model(torch.float64)
     config = {
         "gradient_clipping": 0,
@@ -132,30 +132,30 @@ def weights_by(boundary: str, stage: int) -> dict[str, Tensor]:
     }
     engine, *_ = rayzero.initialize(model=model, optimizer=zoo.sgd, config=config)
     for number, batch in enumerate(zoo.batches(6, 2)):
-        mine = batch[engine.rank :: engine.world_size]
+        part = batch[engine.rank :: engine.world_size]
         last = number % 3 == 2
         if boundary != "counted":
             engine.set_gradient_accumulation_boundary(last)
             assert engine.is_gradient_accumulation_boundary() is last
-        loss = engine(mine[:, :-1], targets=mine[:, 1:])["loss"]
+        loss = engine(part[:, :-1], targets=part[:, 1:])["loss"]
         if boundary == "unscaled":
             engine.backward(loss / 3, scale_wrt_gas=False)
         else:
             engine.backward(loss)
         engine.zero_grad()
-        if boundary != "said, step once" or last:
+        if boundary != "declared, step once" or last:
             engine.step()
     assert engine.global_steps == 2
     return engine.state_dict()
 
 
-def all_boundaries(rank: int, world: int, stage: int) -> list[dict[str, Tensor]]:
-    kinds = ("counted", "said", "said, step once", "unscaled")
-    return [weights_by(kind, stage) for kind in kinds]
+def train_all_kinds(rank: int, world: int, stage: int) -> list[dict[str, Tensor]]:
+    kinds = ("counted", "declared", "declared, step once", "unscaled")
+    return [train_with_boundaries(kind, stage) for kind in kinds]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_boundaries_said_by_the_script(stage: int) -> None:
+def test_gradient_accumulation_boundaries(stage: int) -> None:
     data = list(zoo.batches(6, 2))
     steps = [torch.cat(data[start : start + 3]) for start in (0, 3)]
     model = zoo.make_model(torch.float64)
@@ -164,29 +164,31 @@ def test_boundaries_said_by_the_script(stage: int) -> None:
         optimizer.zero_grad()
         model(batch[:, :-1], batch[:, 1:])["loss"].backward()
         optimizer.step()
-    right = model.state_dict()
-    for state in run_ranks(2, all_boundaries, stage)[0]:
-        assert max(zoo.relative_error(state[name], right[name]) for name in right) < 1e-9
+    expected = model.state_dict()
+    for state in run_ranks(2, train_all_kinds, stage)[0]:
+        assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
 
 
-def test_the_batch_size_can_be_changed_between_steps() -> None:
-    engine, right = lone(), nn.Linear(3, 1)
-    right.load_state_dict(engine.module.state_dict())
-    plain = torch.optim.SGD(right.parameters(), lr=0.1, momentum=0.9)
-    turn(engine)
+def test_batch_size_can_change_between_steps() -> None:
+    engine, reference = make_engine(), nn.Linear(3, 1)
+    reference.load_state_dict(engine.module.state_dict())
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    train_step(engine)
     engine.set_train_batch_size(6)
     assert engine.get_batch_info() == (6, 2, 3)
     engine.backward(engine(torch.ones(2, 3)).mean())
     engine.step()
     with pytest.raises(EngineError, match="in the middle of a step"):
         engine.set_train_batch_size(2)
-    turn(engine, 2.0)
-    turn(engine, 3.0)
+    train_step(engine, 2.0)
+    train_step(engine, 3.0)
     for values in ([1.0], [1.0, 2.0, 3.0]):
-        plain.zero_grad()
-        torch.stack([right(torch.full((2, 3), one)).mean() for one in values]).mean().backward()
-        plain.step()
-    torch.testing.assert_close(dict(engine.module.state_dict()), dict(right.state_dict()))
+        optimizer.zero_grad()
+        torch.stack(
+            [reference(torch.full((2, 3), value)).mean() for value in values]
+        ).mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(dict(engine.module.state_dict()), dict(reference.state_dict()))
     assert (engine.global_steps, engine.global_samples) == (2, 8)
     with pytest.raises(ConfigError, match="not a multiple"):
         engine.set_train_batch_size(5)
