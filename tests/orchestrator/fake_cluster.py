@@ -370,8 +370,8 @@ class FakeCluster:
         assert not self.processes[worker].alive
         self.replaced.append((worker, delay_s, tuple(avoid_nodes)))
 
-    def resize(self, least: int, most: int) -> None:
-        self.resized.append((least, most))
+    def resize(self, min_workers: int, max_workers: int) -> None:
+        self.resized.append((min_workers, max_workers))
 
     async def release_worker(self, worker: int) -> None:
         self.commands.append(("dismiss", worker))

@@ -1,4 +1,4 @@
-"""The transition table, whole: every (state, event) pair, and what no path may do."""
+"""The transition table: every (state, event) pair, and invariants of random paths."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ EXAMPLES: dict[EventType, Event] = {
     TrainingStopped: TrainingStopped(),
     StopTimedOut: StopTimedOut(),
 }
-# A column for each event; a row for each state. `-` ignored, `!` illegal, else the next state.
-SHORT = {
+# The table has a row for each state and a column for each event: `-` ignored, `!` illegal, or the
+# next state.
+ABBREVIATIONS = {
     "P": State.PENDING,
     "ST": State.STARTING,
     "R": State.RUNNING,
@@ -73,9 +74,9 @@ def expected_cells() -> dict[tuple[State, str], str]:
     names = header.split()
     cells = {}
     for line in lines:
-        state, *answers = line.split()
-        for name, answer in zip(names, answers, strict=True):
-            cells[SHORT[state], name] = answer
+        state, *row = line.split()
+        for name, cell in zip(names, row, strict=True):
+            cells[ABBREVIATIONS[state], name] = cell
     return cells
 
 
@@ -85,12 +86,16 @@ def test_transition_table():
         for event in EVENTS:
             transition = TABLE.get((state, event))
             if transition is None:
-                mark = "!"
+                cell = "!"
             elif transition == (state, ()):
-                mark = "-"
+                cell = "-"
             else:
-                mark = next(short for short, full in SHORT.items() if full is transition.next_state)
-            actual[state, event.__name__] = mark
+                cell = next(
+                    abbreviation
+                    for abbreviation, next_state in ABBREVIATIONS.items()
+                    if next_state is transition.next_state
+                )
+            actual[state, event.__name__] = cell
     assert actual == expected_cells()
 
 
@@ -111,8 +116,8 @@ def test_apply_event_follows_table(state: State, event: EventType):
 def replay(state: State, *events: Event) -> tuple[State, list[Instruction]]:
     instructions: list[Instruction] = []
     for event in events:
-        state, more = apply_event(state, event)
-        instructions += more
+        state, next_instructions = apply_event(state, event)
+        instructions += next_instructions
     return state, instructions
 
 
@@ -148,8 +153,8 @@ def test_fault_during_resize_turns_it_into_recovery():
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=40))
 def test_workers_are_released_on_every_path(path: list[EventType]):
-    """Workers that were placed are released before the end, and final states are final."""
-    state, held = State.PENDING, False
+    """Placed workers are released before a final state, and final states do not change."""
+    state, placed = State.PENDING, False
     for event in path:
         try:
             after, instructions = apply_event(state, EXAMPLES[event])
@@ -157,10 +162,10 @@ def test_workers_are_released_on_every_path(path: list[EventType]):
             continue
         for instruction in instructions:
             if instruction is Instruction.PLACE_WORKERS:
-                assert not held
-                held = True
-            held = held and instruction is not Instruction.RELEASE_WORKERS
+                assert not placed
+                placed = True
+            placed = placed and instruction is not Instruction.RELEASE_WORKERS
         if state in FINAL_STATES:
             assert (after, instructions) == (state, ())
         state = after
-        assert not (held and state in FINAL_STATES)
+        assert not (placed and state in FINAL_STATES)

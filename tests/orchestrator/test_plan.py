@@ -19,7 +19,7 @@ def planned(**checkpoint: Any) -> JobPlan:
 
 @pytest.fixture
 def ray_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Ray's copy of a working directory, as the current one."""
+    """Ray's copy of a working directory, as the current directory."""
     folder = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123abcd"
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
@@ -27,10 +27,10 @@ def ray_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_checkpoint_folder_in_ray_working_directory_is_rejected(ray_copy: Path, tmp_path: Path):
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as error:
         planned(path="runs", every_steps=10)
-    assert "checkpoint.path is 'runs', which is in Ray's copy" in str(refused.value)
-    assert "--set checkpoint.path=" in str(refused.value)
+    assert "checkpoint.path is 'runs', which is in Ray's copy" in str(error.value)
+    assert "--set checkpoint.path=" in str(error.value)
     assert not (ray_copy / "runs").exists()
     assert not planned(path=str(tmp_path / "runs"), every_steps=10).output_is_temporary
     assert not planned(path="s3://bucket/runs", every_steps=10).job_folder.startswith(str(ray_copy))

@@ -42,7 +42,7 @@ def test_step_is_complete_when_every_rank_has_finished_it():
     assert progress.steps == 1
 
 
-def test_step_time_is_maximum_over_ranks():
+def test_step_timestamp_is_that_of_last_rank():
     progress = started()
     progress.add_report(StepReport(1, 0, 1, at_s=20.5))
     record = progress.add_report(StepReport(1, 1, 1, at_s=20.0))

@@ -74,7 +74,7 @@ def test_overrides_win_and_reach_into_engine_config(folder: Path):
 
 
 def test_exponents_make_numbers(folder: Path):
-    """As people and JSON write them; PyYAML alone takes 1e-4 for text."""
+    """PyYAML alone reads 1e-4 as a string."""
     text = "{name: job, entrypoint: 'm:f', args: {a: 1e-4, b: 2E+3, c: .5e1, d: '1e-4', e: 1e-4x}}"
     assert load(folder, text).args == {"a": 1e-4, "b": 2e3, "c": 5.0, "d": "1e-4", "e": "1e-4x"}
     assert load(folder, SMALL, "args.lr=3e-4").args == {"lr": 3e-4}
@@ -190,9 +190,9 @@ def test_invalid_override_is_named(folder: Path, override: str, words: str):
     ],
 )
 def test_workers_class_reports_same_errors(values: dict[str, int], words: str):
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as error:
         Workers(**values)  # type: ignore[arg-type]
-    assert words in str(refused.value)
+    assert words in str(error.value)
 
 
 def test_old_key_name_is_accepted(folder: Path):

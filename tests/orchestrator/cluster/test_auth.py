@@ -1,4 +1,4 @@
-"""The check of the auth token, against a server that answers as the head does."""
+"""The check of the auth token, against a server that responds like the head."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def test_wrong_or_missing_token_is_rejected_immediately(head: str, monkeypatch: 
     with pytest.raises(AuthRefusedError, match="requires an auth token, and none is set"):
         check_auth(head)
     with_headers(monkeypatch, Authorization="Bearer b")
-    with pytest.raises(AuthRefusedError) as refused:
+    with pytest.raises(AuthRefusedError) as error:
         connect.connect(head)
-    assert "rejected the auth token" in str(refused.value)
-    assert "RAY_AUTH_TOKEN_PATH" in str(refused.value)
+    assert "rejected the auth token" in str(error.value)
+    assert "RAY_AUTH_TOKEN_PATH" in str(error.value)
     assert time.monotonic() - start_s < 15, "Ray takes 20 s for each"
 
 

@@ -1,4 +1,4 @@
-"""What is handed on to another cluster: Ray shows every job's command."""
+"""Submission of commands to another cluster, whose dashboard shows every job's command."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Names of Ray's private modules that rayzero uses: an upgrade that removes one fails here by
-name."""
+"""The private Ray APIs that rayzero uses, so that a Ray upgrade without one fails a test."""
 
 from __future__ import annotations
 

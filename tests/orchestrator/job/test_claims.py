@@ -1,4 +1,4 @@
-"""Mutual exclusion by claim files, in any interleaving of processes, some of which die."""
+"""Mutual exclusion by claim files, for random interleavings and deaths of processes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def claim(id_: str, **changes: object) -> Claim:
     return replace(Claim(id_, "job", PROCESS, 10.0), **changes)  # type: ignore[arg-type]
 
 
-class DiedError(Exception):
+class ProcessDiedError(Exception):
     pass
 
 
 class Acquirer(ClaimStore):
-    """A process that acquires the folder: a thread that stops before each access to the store.
+    """A simulated process: a thread that pauses before each access to the store.
 
-    Every process sees what was written before, and which processes are dead.
+    Every process sees all previous writes, and which processes are dead.
     """
 
     def __init__(self, id_: str, claims: dict[str, Claim], acquirers: dict[str, Acquirer]) -> None:
@@ -44,10 +44,10 @@ class Acquirer(ClaimStore):
         self.holder: Claim | None = None
         self._claims = claims
         self._acquirers = acquirers
-        self._turn, self._stopped = Semaphore(0), Semaphore(0)
+        self._turn, self._paused = Semaphore(0), Semaphore(0)
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
-        self._stopped.acquire()
+        self._paused.acquire()
 
     @property
     def holds(self) -> bool:
@@ -58,9 +58,9 @@ class Acquirer(ClaimStore):
         return self.holder is None and not self.dead
 
     def step(self) -> None:
-        """Continues to the next access to the store, or to the end."""
+        """Continue to the next access to the store, or to the end."""
         self._turn.release()
-        self._stopped.acquire()
+        self._paused.acquire()
 
     def die(self) -> None:
         self.dead = True
@@ -68,15 +68,15 @@ class Acquirer(ClaimStore):
         self._thread.join()
 
     def write(self, claim: Claim) -> None:
-        self._stop()
+        self._pause()
         self._claims[claim.id] = claim
 
     def delete(self, id_: str) -> None:
-        self._stop()
+        self._pause()
         self._claims.pop(id_, None)
 
     def list_others(self, own_id: str) -> tuple[tuple[OtherClaim, ...], bool]:
-        self._stop()
+        self._pause()
         others = tuple(
             OtherClaim(other, self._acquirers[other.id].dead, False, 0.0, 0.0)
             for other in self._claims.values()
@@ -84,16 +84,16 @@ class Acquirer(ClaimStore):
         )
         return others, own_id in self._claims
 
-    def _stop(self) -> None:
-        self._stopped.release()
+    def _pause(self) -> None:
+        self._paused.release()
         self._turn.acquire()
         if self.dead:
-            raise DiedError
+            raise ProcessDiedError
 
     def _run(self) -> None:
-        with suppress(DiedError):
+        with suppress(ProcessDiedError):
             self.holder = acquire(claim(self.id), self, lambda _: None)
-        self._stopped.release()
+        self._paused.release()
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def test_exactly_one_process_acquires_folder(ids: list[str], data: st.DataObject
             else:
                 process.step()
             assert sum(process.holds for process in processes.values()) <= 1
-        for _ in range(200):  # in turn, so that all of them end
+        for _ in range(200):  # round-robin, until all have ended
             for process in processes.values():
                 if process.is_waiting:
                     process.step()

@@ -28,10 +28,10 @@ from rayzero.orchestrator.job.claims import (
 )
 from rayzero.orchestrator.job.lease import Lease, LeaseLostError, acquire_lease
 
-ELSEWHERE = replace(this_process(), host="other", boot="another boot")
+REMOTE_PROCESS = replace(this_process(), host="other", boot="another boot")
 
 
-def acquired(
+def acquire(
     folder: Path,
     lease_s: float = 60.0,
     warn: Callable[[str], None] = print,
@@ -53,18 +53,18 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_lease_is_exclusive_until_released(tmp_path: Path):
-    first = acquired(tmp_path)
-    with pytest.raises(ConfigError) as refused:
-        acquired(tmp_path)
+    first = acquire(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        acquire(tmp_path)
     assert (
         f"{tmp_path} is in use: the process {this_process().pid} on {this_process().host}"
-        in str(refused.value)
+        in str(error.value)
     )
-    assert "rayzero stop job" in str(refused.value)
+    assert "rayzero stop job" in str(error.value)
     first.check()
     first.release()
     assert claims(tmp_path) == []
-    acquired(tmp_path).release()
+    acquire(tmp_path).release()
 
 
 def test_lease_of_dead_local_process_is_taken_over_immediately(tmp_path: Path):
@@ -78,16 +78,18 @@ os.kill(os.getpid(), signal.SIGKILL)
     (lost,) = claims(tmp_path)
     assert (lost.holds, is_process_gone(lost.process)) == (True, True)
     warnings: list[str] = []
-    acquired(tmp_path, warn=warnings.append).release()
+    acquire(tmp_path, warn=warnings.append).release()
     assert warnings == []
 
 
 def test_lease_of_lost_remote_process_is_taken_over_after_expiry(tmp_path: Path):
-    ClaimStore(str(tmp_path)).write(Claim("0" * 16, "job", ELSEWHERE, 1.0, holds=True, epoch=7))
-    fresh_s = time.time() + 3600  # otherwise it might be old before it is seen
+    ClaimStore(str(tmp_path)).write(
+        Claim("0" * 16, "job", REMOTE_PROCESS, 1.0, holds=True, epoch=7)
+    )
+    fresh_s = time.time() + 3600  # otherwise the claim might expire before it is first read
     os.utime(tmp_path / LEASE_FOLDER / f"{'0' * 16}.json", (fresh_s, fresh_s))
     warnings: list[str] = []
-    lease = acquired(tmp_path, warn=warnings.append)
+    lease = acquire(tmp_path, warn=warnings.append)
     assert len(warnings) == 1
     assert "waiting at most 1 s (checkpoint.lease_s)" in warnings[0]
     assert "on other of job 'job'" in warnings[0]
@@ -96,20 +98,20 @@ def test_lease_of_lost_remote_process_is_taken_over_after_expiry(tmp_path: Path)
 
 
 def test_lease_of_live_remote_process_is_kept(tmp_path: Path):
-    other = Claim("0" * 16, "job", ELSEWHERE, 3600.0, holds=True, epoch=7)
+    other = Claim("0" * 16, "job", REMOTE_PROCESS, 3600.0, holds=True, epoch=7)
     store = ClaimStore(str(tmp_path))
     store.write(other)
 
-    def renew_while_waited_for(_: str) -> None:
+    def renew_during_wait(_: str) -> None:
         store.write(replace(other, beat=1))
 
     with pytest.raises(ConfigError, match=r"is in use: the process \d+ on other"):
-        acquired(tmp_path, warn=renew_while_waited_for)
+        acquire(tmp_path, warn=renew_during_wait)
     assert claims(tmp_path) == [replace(other, beat=1)]
 
 
 def test_stop_interrupts_wait_for_lease(tmp_path: Path):
-    ClaimStore(str(tmp_path)).write(Claim("0" * 16, "job", ELSEWHERE, 3600.0, holds=True))
+    ClaimStore(str(tmp_path)).write(Claim("0" * 16, "job", REMOTE_PROCESS, 3600.0, holds=True))
     with pytest.raises(JobStoppedError):
         acquire_lease(str(tmp_path), "job", 60.0, print, lambda: True)
     assert len(claims(tmp_path)) == 1
@@ -119,14 +121,14 @@ def test_takeover_is_detected_by_check(tmp_path: Path):
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal" / "x").touch()
     lost: list[RayzeroError] = []
-    noticed = threading.Event()
-    lease = acquired(tmp_path, 1.0, on_lost=lambda error: (lost.append(error), noticed.set()))
-    (own,) = claims(tmp_path)
-    newer = replace(own, id="f" * 16, epoch=own.epoch + 1, process=ELSEWHERE)
+    detected = threading.Event()
+    lease = acquire(tmp_path, 1.0, on_lost=lambda error: (lost.append(error), detected.set()))
+    (claim,) = claims(tmp_path)
+    newer = replace(claim, id="f" * 16, epoch=claim.epoch + 1, process=REMOTE_PROCESS)
     ClaimStore(str(tmp_path)).write(newer)
     with pytest.raises(LeaseLostError, match="on other of job 'job' has taken"):
         lease.check()
-    assert noticed.wait(30)
+    assert detected.wait(30)
     assert isinstance(lost[0], LeaseLostError)
     lease.release()
     assert newer in claims(tmp_path)
@@ -135,7 +137,7 @@ def test_takeover_is_detected_by_check(tmp_path: Path):
 def test_missing_claim_is_a_takeover(tmp_path: Path):
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal" / "x").touch()
-    lease = acquired(tmp_path)
+    lease = acquire(tmp_path)
     shutil.rmtree(tmp_path / LEASE_FOLDER)
     with pytest.raises(LeaseLostError, match="another process has taken over"):
         lease.check()
@@ -143,7 +145,7 @@ def test_missing_claim_is_a_takeover(tmp_path: Path):
 
 
 def test_missing_job_folder_is_a_store_error(tmp_path: Path):
-    lease = acquired(tmp_path / "runs")
+    lease = acquire(tmp_path / "runs")
     shutil.rmtree(tmp_path / "runs")
     with pytest.raises(StoreError):
         lease.check()
@@ -153,7 +155,7 @@ def test_missing_job_folder_is_a_store_error(tmp_path: Path):
 def test_failed_renewals_are_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lease_module, "RENEWALS_PER_LEASE", 100)
     warnings: list[str] = []
-    lease = acquired(tmp_path, 1.0, warnings.append)
+    lease = acquire(tmp_path, 1.0, warnings.append)
     write, failing = ClaimStore.write, threading.Event()
     failures: list[int] = []
 

@@ -1,4 +1,4 @@
-"""A job's log, read in parts, also during rotation."""
+"""Reading a job's log in parts, also during rotation."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_rotation_loses_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         content += part
     rest, _ = read_all(path, position)
     assert (content + rest).decode().splitlines() == [f"line {number}" for number in range(12)]
-    whole, _ = read_all(path, LogPosition())  # two files are kept
-    assert whole.decode().splitlines()[-1] == "line 11"
-    assert whole.decode().startswith("line ")
+    content, _ = read_all(path, LogPosition())  # of the two files that are kept
+    assert content.decode().splitlines()[-1] == "line 11"
+    assert content.decode().startswith("line ")
 
 
 def test_rotation_while_log_is_opened_loses_no_lines(
@@ -55,7 +55,7 @@ def test_rotation_while_log_is_opened_loses_no_lines(
 ):
     monkeypatch.setattr(log_module, "LOG_MAX_BYTES", 20)
     path = tmp_path / "logs" / "job.log"
-    append_log(path, ["the oldest, which goes"])
+    append_log(path, ["the oldest, to be deleted"])
     append_log(path, ["one"])
     _, position = read_all(path, LogPosition())
     append_log(path, ["two, and now it is long enough"])
@@ -83,15 +83,15 @@ def test_new_log_file_does_not_reuse_inode_of_deleted_one(
     """File systems reuse the inode numbers of deleted files."""
     monkeypatch.setattr(log_module, "LOG_MAX_BYTES", 20)
     path = tmp_path / "logs" / "job.log"
-    append_log(path, ["the oldest, which goes"])
+    append_log(path, ["the oldest, to be deleted"])
     _, position = read_all(path, LogPosition())
-    append_log(path, ["one, which stays for now"])
+    append_log(path, ["one, to be rotated only"])
     append_log(path, ["two"])
     assert path.stat().st_ino != position.inode
     content, _ = read_all(path, position)
     gap, rest = content.strip().split(b"\n", 1)
     assert b"may be missing here" in gap
-    assert rest == b"one, which stays for now\ntwo"
+    assert rest == b"one, to be rotated only\ntwo"
     assert b"missing" not in read_all(path, LogPosition())[0]
 
 

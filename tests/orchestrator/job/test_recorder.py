@@ -1,4 +1,4 @@
-"""The event buffer: every client polls at its own pace; a slow one is told how many it missed."""
+"""The event buffer: clients poll independently, and learn how many events were dropped."""
 
 from __future__ import annotations
 

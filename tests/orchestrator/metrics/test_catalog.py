@@ -1,4 +1,4 @@
-"""The exported metrics, read back with the parser of the Prometheus client, and by promtool."""
+"""The exported metrics, parsed by the Prometheus client and by promtool."""
 
 from __future__ import annotations
 

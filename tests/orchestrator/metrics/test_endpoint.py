@@ -1,4 +1,4 @@
-"""The job's HTTP endpoint, and how long its end waits for clients."""
+"""The job's HTTP endpoint, and how long its shutdown waits for clients."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_jobs_on_one_head_use_ports_in_turn(endpoint: Endpoint):
 def test_ports_that_are_all_in_use_are_named(endpoint: Endpoint):
     listeners = []
     for port in (endpoint.port + 1, endpoint.port + 2):
-        with contextlib.suppress(OSError):  # another process listens there, which serves as well
+        with contextlib.suppress(OSError):  # another process may use the port
             listeners.append(socket.create_server(("127.0.0.1", port)))
     try:
         where = rf"127\.0\.0\.1:{endpoint.port} to {endpoint.port + 2}"
@@ -104,7 +104,7 @@ def test_foreign_host_address_is_an_error():
 
 
 def test_close_waits_for_regular_clients(endpoint: Endpoint):
-    assert final_wait_s(endpoint) < 5  # nobody does
+    assert final_wait_s(endpoint) < 5  # without clients
     for _ in range(3):
         get(endpoint, "/metrics")
         time.sleep(0.3)
@@ -112,15 +112,15 @@ def test_close_waits_for_regular_clients(endpoint: Endpoint):
     reader.start()
     assert final_wait_s(endpoint) > 0.2
     reader.join()
-    wait_s = final_wait_s(endpoint)  # it is expected again, and does not come
+    wait_s = final_wait_s(endpoint)  # the next request of the client never arrives
     assert 0.4 < wait_s < MAX_END_WAIT_S + 20
 
 
 def final_wait_s(endpoint: Endpoint) -> float:
-    """How long the end waits."""
-    began = time.monotonic()
+    """How long the shutdown waits for a final scrape."""
+    start_s = time.monotonic()
     asyncio.run(endpoint.await_final_scrape())
-    return time.monotonic() - began
+    return time.monotonic() - start_s
 
 
 def test_port_is_free_after_close():

@@ -1,4 +1,4 @@
-"""Attribution of wall time, of given histories and of random ones."""
+"""Attribution of wall time for given and random histories."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_step_time_excludes_waits():
 def test_waits_of_steps_reported_together_are_booked_later():
     account = running()
     account.on_step(2, 1.0, {TimeCategory.DATA: 0.5}, 109)
-    account.on_step(3, 1.0, {TimeCategory.DATA: 0.5}, 109)  # none of the 2 s is left
+    account.on_step(3, 1.0, {TimeCategory.DATA: 0.5}, 109)  # all of the 2 s are attributed
     assert spent(account, 109)["data"] == 0.5
     account.on_step(4, 1.0, {}, 110)
     assert spent(account, 110)["data"] == 1.0
@@ -240,7 +240,7 @@ pasts = st.none() | st.tuples(
 
 @given(times, pasts, st.lists(st.tuples(lengths, histories)))
 def test_any_history_sums_to_wall_time(start_s: float, past: tuple | None, history: list):
-    """Also one that no controller would emit, with a clock that goes back."""
+    """Also for impossible histories and a clock that goes back."""
     account, now_s, latest_s = TimeAccounting(start_s), start_s, start_s
     if past is not None:
         account.restore(*past)

@@ -37,7 +37,7 @@ def connect(endpoint: Endpoint) -> socket.socket:
 
 
 def response_to(endpoint: Endpoint, request: bytes) -> bytes:
-    """The whole response to these bytes."""
+    """The complete response to a request."""
     response = b""
     with connect(endpoint) as connection:
         with suppress(OSError):  # the server may disconnect before all was sent
@@ -167,21 +167,21 @@ def test_connections_are_limited_in_number_and_time():
             for end in pair:
                 stack.enter_context(end)
                 end.settimeout(LIMIT_S)
-        assert [limiter.admit(ours, at) for at, (ours, _) in enumerate(pairs)] == [
+        assert [limiter.admit(server, now_s) for now_s, (server, _) in enumerate(pairs)] == [
             *[True] * 4,
             False,
         ]
-        assert [theirs.recv(1) for _, theirs in pairs[:2]] == [b"", b""]  # 2 and 3 are in
+        assert [client.recv(1) for _, client in pairs[:2]] == [b"", b""]  # 2 and 3 are admitted
         limiter.release(pairs[0][0])
         limiter.release(pairs[0][0])
         assert len(limiter) == 3
-        theirs = pairs[3][1]
-        theirs.settimeout(0)
+        client = pairs[3][1]
+        client.settimeout(0)
         limiter.expire(7.9)
         with pytest.raises(BlockingIOError):
-            theirs.recv(1)
+            client.recv(1)
         limiter.expire(8.0)
-        assert theirs.recv(1) == b""
+        assert client.recv(1) == b""
 
 
 def test_cpu_budget():

@@ -1,4 +1,4 @@
-"""The one value that a page and a terminal are made from."""
+"""The snapshot that the page and `rayzero top` display."""
 
 from __future__ import annotations
 

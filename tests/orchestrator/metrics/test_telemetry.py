@@ -1,4 +1,4 @@
-"""A whole job under the real controller, as its telemetry shows it."""
+"""Telemetry of a simulated job under the real controller."""
 
 from __future__ import annotations
 

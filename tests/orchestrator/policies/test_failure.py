@@ -102,8 +102,8 @@ def test_user_error_before_first_step_fails_job():
 
 def test_repeated_user_error_at_same_step_fails_job():
     assert decided(USER) == USER
-    again = replace(USER, detail="ValueError: another hole", rank=0)
-    assert "a second time in the same way" in str(error(decided(again, earlier=(USER,))))
+    second = replace(USER, detail="ValueError: another hole", rank=0)
+    assert "a second time in the same way" in str(error(decided(second, earlier=(USER,))))
     assert decided(replace(USER, step=4), earlier=(USER,)) == replace(USER, step=4)
     other = replace(USER, detail="KeyError: 3")
     assert decided(other, earlier=(USER,)) == other
@@ -134,13 +134,16 @@ def hardware(
     [
         (hardware(1), True),
         (hardware(2), False),
-        (hardware(2, at_s=50.0), True),  # out of the window
+        (hardware(2, at_s=50.0), True),  # outside the window
         (hardware(5, cause=FaultCause.PREEMPTED), True),
         (hardware(5, cause=FaultCause.STATE), True),
         ((replace(USER, step=1), replace(USER, step=2)), True),  # another budget
         (hardware(1, cause=FaultCause.HANG) + hardware(2)[1:], False),
-        (tuple(replace(one, rank=None) for one in hardware(5)), True),  # they were no members
-        (tuple(replace(one, worker=worker(9, "x"), generation=1) for one in hardware(5)), True),
+        (tuple(replace(fault, rank=None) for fault in hardware(5)), True),  # of spares
+        (
+            tuple(replace(fault, worker=worker(9, "x"), generation=1) for fault in hardware(5)),
+            True,
+        ),
     ],
 )
 def test_hardware_fault_budget(earlier: tuple[Fault, ...], repaired: bool):
@@ -149,8 +152,8 @@ def test_hardware_fault_budget(earlier: tuple[Fault, ...], repaired: bool):
 
 
 def test_preemption_does_not_count_as_fault():
-    gone = replace(LOST, cause=FaultCause.PREEMPTED)
-    assert decided(gone, earlier=hardware(9), budget=FaultBudget(0, 50)) == gone
+    preempted = replace(LOST, cause=FaultCause.PREEMPTED)
+    assert decided(preempted, earlier=hardware(9), budget=FaultBudget(0, 50)) == preempted
 
 
 def test_exhausted_budget_lists_faults_and_settings():
@@ -163,20 +166,20 @@ def test_exhausted_budget_lists_faults_and_settings():
 def test_fatal_error_waits_for_cause_reported_by_cluster():
     unknown = replace(LOST, detail="")
     assert decided(unknown, budget=FaultBudget(0, 50)) is None
-    assert decided(unknown) == unknown  # a repair waits for nobody
+    assert decided(unknown) == unknown  # a repair does not wait
     assert "its process ended" in str(
         error(decided(unknown, budget=FaultBudget(0, 50), grace_over=True))
     )
 
 
 def test_lost_workers_of_a_node_count_as_one_fault():
-    flock = [replace(LOST, worker=worker(index, "b")) for index in range(8)]
-    assert len(faults_in_budget(flock, HARDWARE_CAUSES, BUDGET, 100.0)) == 1
-    flock.append(replace(LOST, generation=2))
-    assert len(faults_in_budget(flock, HARDWARE_CAUSES, BUDGET, 100.0)) == 2
+    faults = [replace(LOST, worker=worker(index, "b")) for index in range(8)]
+    assert len(faults_in_budget(faults, HARDWARE_CAUSES, BUDGET, 100.0)) == 1
+    faults.append(replace(LOST, generation=2))
+    assert len(faults_in_budget(faults, HARDWARE_CAUSES, BUDGET, 100.0)) == 2
 
 
-def on(node: str, *times_s: float) -> list[Fault]:
+def faults_on(node: str, *times_s: float) -> list[Fault]:
     return [
         replace(LOST, worker=worker(index, node), at_s=at_s, generation=index)
         for index, at_s in enumerate(times_s)
@@ -187,13 +190,13 @@ def on(node: str, *times_s: float) -> list[Fault]:
     ("count", "delay"), [(0, 0), (1, 0), (2, 1), (3, 2), (4, 4), (7, 32), (8, 60), (20, 60)]
 )
 def test_restart_backoff_grows_with_faults_of_node(count: int, delay: float):
-    faults = on("b", *range(100, 100 + count)) + on("c", 100, 101, 102)
+    faults = faults_on("b", *range(100, 100 + count)) + faults_on("c", 100, 101, 102)
     assert restart_backoff_s(faults, "b", 1000.0, 200.0) == delay
     assert restart_backoff_s(faults, "b", 50.0, 500.0) == 0
 
 
 def test_node_with_three_faults_is_quarantined_unless_last():
-    faults = on("b", 1, 2, 3) + on("a", 1, 2)
+    faults = faults_on("b", 1, 2, 3) + faults_on("a", 1, 2)
     assert quarantined_nodes(faults, ["a", "b"], 100.0, 10.0) == {"b"}
     assert quarantined_nodes(faults, ["b"], 100.0, 10.0) == frozenset()
     assert quarantined_nodes(faults, ["a", "b"], 5.0, 7.0) == frozenset()

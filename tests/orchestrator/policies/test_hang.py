@@ -1,4 +1,4 @@
-"""Who is to blame for a stall, by what the heartbeats say."""
+"""Detection of hung ranks from heartbeats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rayzero.orchestrator.policies.hang import START_GRACE_S, Hang, RankProgress, find_hang
 from rayzero.workers.messages import Heartbeat
 
-LIMIT_S = 30.0
+TIMEOUT_S = 30.0
 
 
 def rank(
@@ -21,30 +21,30 @@ def rank(
     silent_s: float = 31.0,
     waiting: bool = True,
     step: int = 7,
-    **known: float,
+    **fields: float,
 ) -> RankProgress:
-    beat = Heartbeat(number, step, phase, silent_s, collective, waiting)
-    return RankProgress(f"node-{number}", 100 + number, beat, **known)
+    heartbeat = Heartbeat(number, step, phase, silent_s, collective, waiting)
+    return RankProgress(f"node-{number}", 100 + number, heartbeat, **fields)
 
 
-def culprit(*ranks: RankProgress) -> int | None:
-    stall = find_hang(ranks, LIMIT_S)
-    assert stall is not None
-    return stall.rank
+def hung_rank(*ranks: RankProgress) -> int | None:
+    hang = find_hang(ranks, TIMEOUT_S)
+    assert hang is not None
+    return hang.rank
 
 
 def test_no_ranks() -> None:
-    assert find_hang((), LIMIT_S) is None
+    assert find_hang((), TIMEOUT_S) is None
 
 
 def test_progress_is_no_hang() -> None:
-    assert find_hang([rank(0, silent_s=29), rank(1, silent_s=0.1)], LIMIT_S) is None
+    assert find_hang([rank(0, silent_s=29), rank(1, silent_s=0.1)], TIMEOUT_S) is None
 
 
 def test_rank_that_did_not_enter_collective_is_hung() -> None:
     hung = rank(1, "forward", collective=11, waiting=False, silent_s=31.5)
-    stall = find_hang([rank(0), hung, rank(2)], LIMIT_S)
-    assert stall == Hang(
+    hang = find_hang([rank(0), hung, rank(2)], TIMEOUT_S)
+    assert hang == Hang(
         1,
         "rank 1 on node node-1 (pid 101) has been silent for 31.5 s in phase forward of step 7, "
         "after collective 11; 2 ranks wait for it, the furthest in collective 12 of step 7",
@@ -53,88 +53,88 @@ def test_rank_that_did_not_enter_collective_is_hung() -> None:
 
 def test_slow_rank_with_progress_is_not_hung() -> None:
     slow = rank(1, "forward", collective=11, waiting=False, silent_s=10)
-    assert find_hang([rank(0, silent_s=60), slow], LIMIT_S) is None
+    assert find_hang([rank(0, silent_s=60), slow], TIMEOUT_S) is None
 
 
 def test_rank_furthest_behind_is_hung_even_if_waiting() -> None:
-    assert culprit(rank(0, collective=12), rank(1, collective=11), rank(2)) == 1
-    assert culprit(rank(0, step=8, collective=1), rank(1, step=7, collective=90)) == 1
+    assert hung_rank(rank(0, collective=12), rank(1, collective=11), rank(2)) == 1
+    assert hung_rank(rank(0, step=8, collective=1), rank(1, step=7, collective=90)) == 1
 
 
 def test_waiting_in_earlier_collective_is_not_behind() -> None:
-    """Sums overlap backward: at its end a rank waits for the first of those it launched."""
+    """Reductions overlap backward: at its end, a rank waits for the first one it launched."""
     hung = rank(1, "backward", collective=11, waiting=False)
-    assert culprit(rank(0, collective=9), hung, rank(2, collective=9)) == 1
+    assert hung_rank(rank(0, collective=9), hung, rank(2, collective=9)) == 1
 
 
 def test_computing_rank_with_longest_silence_is_hung_first() -> None:
-    assert culprit(rank(0), rank(1, waiting=False), rank(2)) == 1
+    assert hung_rank(rank(0), rank(1, waiting=False), rank(2)) == 1
     pair = [rank(number, waiting=False, silent_s=31 + number) for number in range(3)]
-    assert culprit(*pair) == 2
+    assert hung_rank(*pair) == 2
 
 
 def test_single_rank_hang() -> None:
-    stall = find_hang([rank(0, "data", waiting=False, collective=3)], LIMIT_S)
-    assert stall is not None
-    assert stall.rank == 0
-    assert stall.reason.endswith("in phase data of step 7, after collective 3")
+    hang = find_hang([rank(0, "data", waiting=False, collective=3)], TIMEOUT_S)
+    assert hang is not None
+    assert hang.rank == 0
+    assert hang.reason.endswith("in phase data of step 7, after collective 3")
 
 
 def test_no_rank_is_hung_if_all_wait_in_same_collective() -> None:
-    stall = find_hang([rank(0), rank(1), rank(2, silent_s=35)], LIMIT_S)
-    assert stall is not None
-    assert stall.rank is None
-    assert "all 3 ranks" in stall.reason
-    assert "collective 12 of step 7" in stall.reason
-    assert "network" in stall.reason
+    hang = find_hang([rank(0), rank(1), rank(2, silent_s=35)], TIMEOUT_S)
+    assert hang is not None
+    assert hang.rank is None
+    assert "all 3 ranks" in hang.reason
+    assert "collective 12 of step 7" in hang.reason
+    assert "network" in hang.reason
 
 
 def test_decision_waits_for_late_reply() -> None:
-    assert find_hang([rank(0), rank(1, overdue_s=0.5, age_s=3)], LIMIT_S) is None
+    assert find_hang([rank(0), rank(1, overdue_s=0.5, age_s=3)], TIMEOUT_S) is None
 
 
 def test_unresponsive_process_is_hung_first() -> None:
     hung = rank(1, "forward", collective=11, waiting=False)
-    mute = rank(2, silent_s=0.1, age_s=30, overdue_s=28)
-    assert culprit(rank(0), hung, mute) == 2
-    stall = find_hang([rank(0), mute], LIMIT_S)
-    assert stall is not None
-    assert "rank 2 on node node-2 (pid 102) does not respond" in stall.reason
-    assert "28.0 s late" in stall.reason
+    unresponsive = rank(2, silent_s=0.1, age_s=30, overdue_s=28)
+    assert hung_rank(rank(0), hung, unresponsive) == 2
+    hang = find_hang([rank(0), unresponsive], TIMEOUT_S)
+    assert hang is not None
+    assert "rank 2 on node node-2 (pid 102) does not respond" in hang.reason
+    assert "28.0 s late" in hang.reason
 
 
 def test_unresponsive_process_is_hung_after_timeout() -> None:
     others = rank(0, "data", silent_s=1, waiting=False)
-    assert find_hang([others, rank(1, silent_s=0, age_s=29, overdue_s=27)], LIMIT_S) is None
-    assert culprit(others, rank(1, silent_s=0, age_s=31, overdue_s=29)) == 1
+    assert find_hang([others, rank(1, silent_s=0, age_s=29, overdue_s=27)], TIMEOUT_S) is None
+    assert hung_rank(others, rank(1, silent_s=0, age_s=31, overdue_s=29)) == 1
 
 
 def test_slightly_late_reply_is_not_a_hang() -> None:
     hung = rank(1, "forward", collective=11, waiting=False)
     late = rank(2, overdue_s=2, age_s=4)
-    assert culprit(rank(0), hung, late) == 1
+    assert hung_rank(rank(0), hung, late) == 1
 
 
 def test_heartbeat_age_counts_only_if_next_one_is_overdue() -> None:
     fresh = rank(0, "data", silent_s=29.5, waiting=False, age_s=1.5)
-    assert find_hang([fresh], LIMIT_S) is None
-    assert culprit(replace(fresh, overdue_s=0.1)) == 0
+    assert find_hang([fresh], TIMEOUT_S) is None
+    assert hung_rank(replace(fresh, overdue_s=0.1)) == 0
 
 
 @pytest.mark.parametrize("phase", ["start", "join", "load"])
 def test_starting_rank_has_grace_period(phase: str) -> None:
     loading = rank(1, phase, collective=0, step=0, waiting=False, silent_s=100)
-    assert find_hang([rank(0), loading], LIMIT_S) is None
-    mute = replace(loading, overdue_s=90, age_s=100)
-    assert find_hang([rank(0), mute], LIMIT_S) is None
-    beat = replace(loading.heartbeat, silent_s=START_GRACE_S + 1)
-    assert culprit(rank(0), replace(loading, heartbeat=beat)) == 1
+    assert find_hang([rank(0), loading], TIMEOUT_S) is None
+    unresponsive = replace(loading, overdue_s=90, age_s=100)
+    assert find_hang([rank(0), unresponsive], TIMEOUT_S) is None
+    heartbeat = replace(loading.heartbeat, silent_s=START_GRACE_S + 1)
+    assert hung_rank(rank(0), replace(loading, heartbeat=heartbeat)) == 1
 
 
 def test_first_step_of_new_process_has_grace_period() -> None:
     compiling = rank(1, "forward", collective=0, waiting=False)
-    assert find_hang([rank(0), replace(compiling, is_new=True)], LIMIT_S) is None
-    assert culprit(rank(0), compiling) == 1
+    assert find_hang([rank(0), replace(compiling, is_new=True)], TIMEOUT_S) is None
+    assert hung_rank(rank(0), compiling) == 1
 
 
 def test_grace_is_never_shorter_than_timeout() -> None:
@@ -142,7 +142,7 @@ def test_grace_is_never_shorter_than_timeout() -> None:
     assert find_hang([loading], hang_timeout_s=500) is None
 
 
-WATCHED = st.builds(
+RANKS = st.builds(
     lambda phase, collective, step, silent_s, waiting, age_s, overdue_s, new: RankProgress(
         "node", 1, Heartbeat(0, step, phase, silent_s, collective, waiting), age_s, overdue_s, new
     ),
@@ -157,17 +157,17 @@ WATCHED = st.builds(
 )
 
 
-@given(st.lists(WATCHED, min_size=1, max_size=5))
+@given(st.lists(RANKS, min_size=1, max_size=5))
 def test_hung_rank_exceeded_timeout_or_is_unresponsive(
     ranks: list[RankProgress],
 ) -> None:
     ranks = [
-        replace(one, heartbeat=replace(one.heartbeat, rank=number))
-        for number, one in enumerate(ranks)
+        replace(item, heartbeat=replace(item.heartbeat, rank=number))
+        for number, item in enumerate(ranks)
     ]
-    stall = find_hang(ranks, LIMIT_S)
-    if stall is None or stall.rank is None:
+    hang = find_hang(ranks, TIMEOUT_S)
+    if hang is None or hang.rank is None:
         return
-    one = ranks[stall.rank]
-    limit_s = START_GRACE_S if one.is_starting else LIMIT_S
-    assert one.silent_s > limit_s or (one.overdue_s > LIMIT_S / 4 and not one.is_starting)
+    hung = ranks[hang.rank]
+    limit_s = START_GRACE_S if hung.is_starting else TIMEOUT_S
+    assert hung.silent_s > limit_s or (hung.overdue_s > TIMEOUT_S / 4 and not hung.is_starting)

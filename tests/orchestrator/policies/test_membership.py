@@ -40,7 +40,7 @@ def indices(workers: Iterable[WorkerInfo]) -> list[int]:
         ("rmm", WorkerLimits(2, 2, 1), [1, 2], [], []),  # kept as a spare
         ("mmmm", WorkerLimits(1, 2), [0, 1], [], [2, 3]),
         ("mMm", WorkerLimits(2, 3), [0, 2], [1], []),
-        ("mM", WorkerLimits(2, 3), [0, 1], [], []),  # there are no others
+        ("mM", WorkerLimits(2, 3), [0, 1], [], []),  # no other workers
         ("mMr", WorkerLimits(2, 3), [0, 2], [1], []),
         ("MMM", WorkerLimits(2, 3), [0, 1], [2], []),
         ("MMr", WorkerLimits(1, 3), [2], [0, 1], []),
@@ -64,14 +64,16 @@ def test_too_few_workers():
 
 
 @given(st.text("mrMR", max_size=9), st.integers(1, 5), st.integers(0, 5), st.integers(0, 2))
-def test_selection_is_within_limits_and_stable(workers: str, least: int, more: int, spares: int):
-    limits = WorkerLimits(least, least + more, spares)
+def test_selection_is_within_limits_and_stable(
+    workers: str, min_workers: int, extra: int, spares: int
+):
+    limits = WorkerLimits(min_workers, min_workers + extra, spares)
     selection = select(workers, limits)
-    if len(workers) < least:
+    if len(workers) < min_workers:
         assert selection is None
         return
     assert selection is not None
-    assert least <= len(selection.members) <= limits.max
+    assert min_workers <= len(selection.members) <= limits.max
     released = {*indices(selection.displaced), *indices(selection.surplus)}
     assert not released & selection.indices
     draining = {"draining"} if workers != workers.lower() else set()
@@ -80,6 +82,6 @@ def test_selection_is_within_limits_and_stable(workers: str, least: int, more: i
         for index, kind in enumerate(workers)
         if index not in released
     ]
-    again = select_members(ready, limits, selection.indices, draining)
-    assert again is not None
-    assert again.members == selection.members
+    repeated = select_members(ready, limits, selection.indices, draining)
+    assert repeated is not None
+    assert repeated.members == selection.members

@@ -14,32 +14,36 @@ from rayzero.orchestrator.policies.placement import (
 from rayzero.workers.messages import RankAssignment, WorkerInfo
 
 
-def need(least: int = 2, most: int = 4, cpus: float = 2, gpus: float = 0) -> ResourceRequest:
-    return ResourceRequest(least, most, cpus, gpus, timeout_s=30)
+def request(
+    min_workers: int = 2, max_workers: int = 4, cpus: float = 2, gpus: float = 0
+) -> ResourceRequest:
+    return ResourceRequest(min_workers, max_workers, cpus, gpus, timeout_s=30)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "asked", "workers"),
+    ("nodes", "resources", "workers"),
     [
-        ([Capacity(8, 0)], need(), 4),
-        ([Capacity(3, 0), Capacity(3, 0)], need(), 2),  # none spans two nodes
-        ([Capacity(64, 3)], need(gpus=1), 3),
-        ([Capacity(1, 1)], need(least=1, cpus=0.25, gpus=0.5), 2),
-        ([], need(), 0),
+        ([Capacity(8, 0)], request(), 4),
+        ([Capacity(3, 0), Capacity(3, 0)], request(), 2),  # none spans two nodes
+        ([Capacity(64, 3)], request(gpus=1), 3),
+        ([Capacity(1, 1)], request(min_workers=1, cpus=0.25, gpus=0.5), 2),
+        ([], request(), 0),
     ],
 )
-def test_total_fit(nodes: list[Capacity], asked: ResourceRequest, workers: int):
-    assert total_fit(nodes, asked) == workers
+def test_total_fit(nodes: list[Capacity], resources: ResourceRequest, workers: int):
+    assert total_fit(nodes, resources) == workers
 
 
 def test_cluster_too_small_error_names_resources_and_settings():
     text = str(
-        cluster_too_small_error([Capacity(2, 0)], Capacity(1.5, 0), need(least=3), waited_s=30)
+        cluster_too_small_error(
+            [Capacity(2, 0)], Capacity(1.5, 0), request(min_workers=3), waited_s=30
+        )
     )
     assert "room for 0 of at least 3 workers with 2 CPU each after 30 s" in text
     assert "it has 2 CPU and 0 GPU on 1 node, of which 1.5 CPU" in text
     assert "workers.start_timeout_s" in text
-    assert total_fit([Capacity(2, 0)], need()) == 1
+    assert total_fit([Capacity(2, 0)], request()) == 1
 
 
 def worker(index: int, node: str) -> WorkerInfo:

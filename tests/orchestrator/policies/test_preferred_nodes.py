@@ -10,20 +10,20 @@ from rayzero.orchestrator.policies.placement import Capacity, ResourceRequest, p
 NEED = ResourceRequest(1, 9, cpus=2.0, gpus=0.0, timeout_s=1.0)
 
 
-def room(**cpus: float) -> dict[str, Capacity]:
+def free_resources(**cpus: float) -> dict[str, Capacity]:
     return {node: Capacity(each, 0.0) for node, each in cpus.items()}
 
 
 def test_node_with_most_free_resources_is_filled_first():
-    assert preferred_nodes(4, NEED, room(a=3, b=6, c=2), ()) == ["b", "b", "b", "a"]
+    assert preferred_nodes(4, NEED, free_resources(a=3, b=6, c=2), ()) == ["b", "b", "b", "a"]
 
 
 def test_nodes_in_use_come_first():
-    assert preferred_nodes(3, NEED, room(a=2, b=6, c=2), {"c"}) == ["c", "b", "b"]
+    assert preferred_nodes(3, NEED, free_resources(a=2, b=6, c=2), {"c"}) == ["c", "b", "b"]
 
 
 def test_workers_that_fit_nowhere_have_no_preferred_node():
-    assert preferred_nodes(3, NEED, room(a=2, b=1), ()) == ["a", None, None]
+    assert preferred_nodes(3, NEED, free_resources(a=2, b=1), ()) == ["a", None, None]
 
 
 @given(
@@ -34,11 +34,11 @@ def test_workers_that_fit_nowhere_have_no_preferred_node():
 def test_no_node_is_preferred_beyond_its_free_resources(
     count: int, cpus: dict[str, float], in_use: set[str]
 ):
-    free = room(**cpus)
-    wishes = preferred_nodes(count, NEED, free, in_use)
-    assert len(wishes) == count
-    wished = Counter(wish for wish in wishes if wish is not None)
-    assert all(times <= free[node].fits(NEED) for node, times in wished.items())
-    left = sum(one.fits(NEED) for one in free.values()) - wished.total()
-    assert left == 0 or None not in wishes
-    assert all(wish is None for wish in wishes[wished.total() :])
+    free = free_resources(**cpus)
+    preferred = preferred_nodes(count, NEED, free, in_use)
+    assert len(preferred) == count
+    workers = Counter(node for node in preferred if node is not None)
+    assert all(times <= free[node].fits(NEED) for node, times in workers.items())
+    unused = sum(capacity.fits(NEED) for capacity in free.values()) - workers.total()
+    assert unused == 0 or None not in preferred
+    assert all(node is None for node in preferred[workers.total() :])

@@ -22,13 +22,13 @@ CHECKPOINT = CheckpointRef(6, "/runs/step-6")
 
 
 def select(
-    held: Sequence[StoredSlot] = (),
+    slots: Sequence[StoredSlot] = (),
     in_process: Mapping[int, InProcessStateInfo] | None = None,
     stored: CheckpointRef | None = None,
     excluded: Excluded | None = None,
 ) -> Restore | FromWorkers | None:
-    """After a generation of two workers."""
-    return select_recovery_step(held, in_process or {}, 2, stored, excluded or Excluded())
+    """`select_recovery_step` after a generation of two workers."""
+    return select_recovery_step(slots, in_process or {}, 2, stored, excluded or Excluded())
 
 
 def slot(
@@ -118,7 +118,7 @@ def test_newest_complete_step_is_selected(slots: list[tuple[int, int, int]]):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "replicas", "wanted"),
+    ("nodes", "replicas", "expected"),
     [
         ("aa", 1, {}),
         ("ab", 1, {"b": [0], "a": [1]}),
@@ -128,11 +128,12 @@ def test_newest_complete_step_is_selected(slots: list[tuple[int, int, int]]):
     ],
 )
 def test_slots_are_replicated_to_next_nodes(
-    nodes: str, replicas: int, wanted: dict[str, list[int]]
+    nodes: str, replicas: int, expected: dict[str, list[int]]
 ):
     slots = [SlotRef(1, rank, 5, node) for rank, node in enumerate(nodes)]
-    found = replica_targets(slots, replicas)
-    assert {node: sorted(one.rank for one in slots) for node, slots in found.items()} == wanted
+    targets = replica_targets(slots, replicas)
+    ranks = {node: sorted(slot.rank for slot in slots) for node, slots in targets.items()}
+    assert ranks == expected
 
 
 def pinned(pins: PinnedSteps, generation: int, step: int) -> PinnedStep:
@@ -161,7 +162,7 @@ def test_replicated_pin_is_held_until_a_newer_one_is_replicated():
     pins = PinnedSteps()
     first, second = pinned(pins, 1, 5), pinned(pins, 1, 8)
     pins.complete(first, hold=True)
-    assert [one for one in pins.releasable() if one[1] >= 5] == []
+    assert [step for _, step in pins.releasable() if step >= 5] == []
     pins.copy_failed(second)
     third = pinned(pins, 1, 9)
     pins.complete(third, hold=True)
@@ -175,7 +176,7 @@ def test_pin_in_progress_is_never_released():
     assert list(pins.releasable()) == [(1, 4)]
     third = pinned(pins, 2, 9)
     pins.complete(third, hold=False)
-    assert list(pins.releasable()) == [(2, 4)]  # what frees a generation frees older ones too
+    assert list(pins.releasable()) == [(2, 4)]  # also releases older generations
     pins.complete(first, hold=False)
     assert list(pins.releasable()) == [(1, 8), (2, 9)]
 

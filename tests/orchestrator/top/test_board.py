@@ -1,4 +1,4 @@
-"""The board shows the whole snapshot, at any width, without interpreting its text."""
+"""The board shows all values of a snapshot, at any width, without interpreting its text."""
 
 from __future__ import annotations
 
