@@ -1,4 +1,4 @@
-"""Parquet token shards: samples across row groups and shards, and every way they can be wrong."""
+"""Parquet token shards: samples across row groups and shards, caching, errors."""
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ def write(path: Path, tokens: np.ndarray, row_group_size: int = 7) -> None:
 
 @pytest.fixture
 def stream(tmp_path: Path) -> np.ndarray:
-    """100 tokens in three shards of uneven row groups, the last shard in a sub-folder."""
+    """100 tokens in three shards with uneven row groups; the last shard is in a sub-folder."""
     tokens = np.random.default_rng(0).integers(0, 256, 100).astype(np.uint8)
     write(tmp_path / "data/0.parquet", tokens[:30])
     write(tmp_path / "data/1.parquet", tokens[30:33], row_group_size=2)
@@ -44,29 +44,31 @@ def test_samples_are_the_stream(tmp_path: Path, stream: np.ndarray, context: int
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.uint32, np.int64])
-def test_any_integer_type(tmp_path: Path, dtype: type) -> None:
+def test_integer_dtypes(tmp_path: Path, dtype: type) -> None:
     tokens = np.array([0, 1, 127, 5], dtype=dtype)
-    write(tmp_path / "one.parquet", tokens)
-    assert ParquetTokens(tmp_path / "one.parquet", 3)[0].tolist() == [0, 1, 127, 5]
+    write(tmp_path / "tokens.parquet", tokens)
+    assert ParquetTokens(tmp_path / "tokens.parquet", 3)[0].tolist() == [0, 1, 127, 5]
 
 
-def test_a_file_a_folder_or_a_glob(tmp_path: Path, stream: np.ndarray) -> None:
+def test_file_folder_and_glob(tmp_path: Path, stream: np.ndarray) -> None:
     assert ParquetTokens(str(tmp_path / "data/0.parquet"), 2).num_tokens == 30
     assert ParquetTokens(str(tmp_path / "data/*.parquet"), 2).num_tokens == 33
     assert ParquetTokens(str(tmp_path / "data/**/*.parquet"), 2).num_tokens == 100
 
 
-def test_lazy_and_bounded(tmp_path: Path, stream: np.ndarray, monkeypatch) -> None:
+def test_row_groups_are_read_lazily_and_cached(
+    tmp_path: Path, stream: np.ndarray, monkeypatch
+) -> None:
     opened = []
     real = pq.ParquetFile
 
-    def counting(*args, **kwargs):
+    def open_and_count(*args, **kwargs):
         opened.append(args)
         return real(*args, **kwargs)
 
     data = ParquetTokens(tmp_path / "data", 3, cached_row_groups=1)
-    monkeypatch.setattr("rayzero.engine.data.dataset.pq.ParquetFile", counting)
-    assert data.num_tokens == 100  # from the footers alone
+    monkeypatch.setattr("rayzero.engine.data.dataset.pq.ParquetFile", open_and_count)
+    assert data.num_tokens == 100  # read from the footers
     assert opened == []
     data[0], data[1], data[0]
     assert len(opened) == 1
@@ -74,7 +76,7 @@ def test_lazy_and_bounded(tmp_path: Path, stream: np.ndarray, monkeypatch) -> No
     assert len(opened) == 3
 
 
-def test_threads_read_the_same(tmp_path: Path, stream: np.ndarray) -> None:
+def test_concurrent_reads(tmp_path: Path, stream: np.ndarray) -> None:
     data = ParquetTokens(tmp_path / "data", 3, cached_row_groups=2)
     with ThreadPoolExecutor(8) as pool:
         samples = list(pool.map(data.__getitem__, list(range(len(data))) * 20))
@@ -82,7 +84,7 @@ def test_threads_read_the_same(tmp_path: Path, stream: np.ndarray) -> None:
         assert sample.tolist() == stream[i * 3 : i * 3 + 4].tolist()
 
 
-def test_it_pickles_as_its_arguments(tmp_path: Path, stream: np.ndarray) -> None:
+def test_pickle(tmp_path: Path, stream: np.ndarray) -> None:
     data = ParquetTokens(tmp_path / "data", 9)
     copy = pickle.loads(pickle.dumps(data))
     assert len(copy) == len(data)
@@ -91,35 +93,35 @@ def test_it_pickles_as_its_arguments(tmp_path: Path, stream: np.ndarray) -> None
     assert pickle.loads(pickle.dumps(pattern)).num_tokens == 33
 
 
-def test_what_is_wrong_is_said(tmp_path: Path) -> None:
-    def refused(path: Path, match: str, context: int = 4) -> None:
+def test_invalid_data(tmp_path: Path) -> None:
+    def expect_error(path: Path, match: str, context: int = 4) -> None:
         with pytest.raises(DataError, match=match) as caught:
             ParquetTokens(path, context)
         assert caught.value.allowed
         assert caught.value.fix
 
-    refused(tmp_path / "nowhere", "no data at .*nowhere")
+    expect_error(tmp_path / "absent", "no data at .*absent")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "no Parquet shards")
-    refused(tmp_path / "*.parquet", "no Parquet shards")
+    expect_error(tmp_path / "empty", "no Parquet shards")
+    expect_error(tmp_path / "*.parquet", "no Parquet shards")
     (tmp_path / "text.parquet").write_text("not Parquet at all")
-    refused(tmp_path / "text.parquet", r"text\.parquet cannot be read")
+    expect_error(tmp_path / "text.parquet", r"text\.parquet cannot be read")
     pq.write_table(pa.table({"words": ["a"]}), tmp_path / "words.parquet")
-    refused(tmp_path / "words.parquet", "has the columns \\['words'\\]")
+    expect_error(tmp_path / "words.parquet", "has the columns \\['words'\\]")
     pq.write_table(pa.table({"tokens": [0.5]}), tmp_path / "float.parquet")
-    refused(tmp_path / "float.parquet", "of type double")
+    expect_error(tmp_path / "float.parquet", "of type double")
     pq.write_table(pa.table({"tokens": [[1, 2], [3]]}), tmp_path / "list.parquet")
-    refused(tmp_path / "list.parquet", "of type list")
+    expect_error(tmp_path / "list.parquet", "of type list")
     write(tmp_path / "few.parquet", np.arange(4, dtype=np.uint8))
-    refused(tmp_path / "few.parquet", "holds 4 tokens")
+    expect_error(tmp_path / "few.parquet", "holds 4 tokens")
     assert len(ParquetTokens(tmp_path / "few.parquet", 3)) == 1
     write(tmp_path / "none.parquet", np.empty(0, dtype=np.uint8))
-    refused(tmp_path / "none.parquet", "holds 0 tokens", context=1)
+    expect_error(tmp_path / "none.parquet", "holds 0 tokens", context=1)
     with pytest.raises(ConfigError, match="context is 0"):
         ParquetTokens(tmp_path / "few.parquet", 0)
 
 
-def test_missing_tokens_are_said(tmp_path: Path) -> None:
+def test_null_tokens_are_an_error(tmp_path: Path) -> None:
     pq.write_table(pa.table({"tokens": [1, None, 3]}), tmp_path / "holes.parquet")
     with pytest.raises(DataError, match="1 missing tokens"):
         ParquetTokens(tmp_path / "holes.parquet", 2)[0]

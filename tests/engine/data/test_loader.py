@@ -1,4 +1,4 @@
-"""The loader: every sample once whatever the world size, epochs, weights, errors, threads."""
+"""Step loader: sample order at any world size, epochs, weights, errors, threads."""
 
 import gc
 import threading
@@ -18,21 +18,21 @@ from rayzero.engine.data.sampling import SampleOrder, TrainingProgress, assign_s
 from rayzero.engine.errors import DataError, EngineError
 
 
-def threads() -> list[threading.Thread]:
+def prefetch_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "rayzero-prefetch"]
 
 
 @pytest.fixture(autouse=True)
-def no_thread_left() -> Iterator[None]:
+def no_leaked_threads() -> Iterator[None]:
     yield
-    if threads():
+    if prefetch_threads():
         gc.collect()
-    for thread in threads():
+    for thread in prefetch_threads():
         thread.join(2)
-    assert threads() == []
+    assert prefetch_threads() == []
 
 
-def loader(
+def make_loader(
     length: int = 10,
     global_batch: int = 4,
     micro_batch: int = 2,
@@ -41,54 +41,56 @@ def loader(
     shares: tuple[float, ...] = (),
     session: Any = None,
 ) -> StepLoader:
-    """Over the samples 0, 1, ..., so that a batch shows which samples it holds."""
+    """A loader whose samples are their indices."""
     step_plan = assign_step(global_batch, *world, micro_batch, shares)
     progress = progress or TrainingProgress(global_batch=global_batch)
     return StepLoader(list(range(length)), 1, step_plan, progress, session)
 
 
-def loader_of(data: Any, batch: int = 1, seed: int = 0, **options: Any) -> StepLoader:
-    """One rank and one micro-batch a step."""
+def make_single_loader(data: Any, batch: int = 1, seed: int = 0, **options: Any) -> StepLoader:
+    """A loader for one rank with one micro-batch per step."""
     progress = TrainingProgress(global_batch=batch)
     return StepLoader(data, seed, assign_step(batch, 1, 0, batch), progress, **options)
 
 
 def consume(step_loader: StepLoader, batches: Iterator) -> list[tuple[list[int], float]]:
-    """Runs an iteration as the engine would, and returns (samples, weight) of each micro-batch."""
-    seen = []
+    """Iterate like the engine; return (samples, weight) of each micro-batch."""
+    consumed = []
     for batch in batches:
         progress = step_loader.progress
-        seen.append((batch.tolist(), progress.micro_batch_weight))
+        consumed.append((batch.tolist(), progress.micro_batch_weight))
         progress.micro_step += 1
         if progress.micro_step == step_loader.micro_steps:
             progress.micro_step = 0
             progress.step += 1
             progress.sample_cursor += progress.global_batch
-    return seen
+    return consumed
 
 
-def own_samples(seen: list[tuple[list[int], float]]) -> list[int]:
-    return [sample for samples, weight in seen if weight for sample in samples]
+def weighted_samples(consumed: list[tuple[list[int], float]]) -> list[int]:
+    return [sample for samples, weight in consumed if weight for sample in samples]
 
 
 def test_one_rank_follows_the_global_order_over_epochs() -> None:
-    step_loader = loader(length=10, global_batch=4, micro_batch=2)
+    step_loader = make_loader(length=10, global_batch=4, micro_batch=2)
     order = SampleOrder(10, 1)
     assert len(step_loader) == 6
     assert (
-        own_samples(consume(step_loader, iter(step_loader))) == order.indices(0, 12).tolist()
-    )  # 2 of the next epoch
+        weighted_samples(consume(step_loader, iter(step_loader))) == order.indices(0, 12).tolist()
+    )  # the last two are of the next epoch
     assert step_loader.progress.sample_cursor == 12
-    assert len(step_loader) == 4  # the second epoch has 8 samples left, two steps
-    assert own_samples(consume(step_loader, iter(step_loader))) == order.indices(12, 8).tolist()
+    assert len(step_loader) == 4  # 8 remaining samples of the second epoch: two steps
+    assert (
+        weighted_samples(consume(step_loader, iter(step_loader))) == order.indices(12, 8).tolist()
+    )
     assert step_loader.progress.step == 5
 
 
-def test_a_batch_larger_than_the_dataset() -> None:
-    step_loader = loader(length=3, global_batch=8, micro_batch=8)
+def test_batch_larger_than_the_dataset() -> None:
+    step_loader = make_loader(length=3, global_batch=8, micro_batch=8)
     assert len(step_loader) == 1
-    seen = consume(step_loader, iter(step_loader))
-    assert Counter(own_samples(seen)) == Counter(SampleOrder(3, 1).indices(0, 8).tolist())
+    consumed = consume(step_loader, iter(step_loader))
+    assert Counter(weighted_samples(consumed)) == Counter(SampleOrder(3, 1).indices(0, 8).tolist())
 
 
 @settings(max_examples=30)
@@ -98,35 +100,35 @@ def test_a_batch_larger_than_the_dataset() -> None:
     micro_batch=st.integers(1, 5),
     worlds=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=4),
 )
-def test_every_sample_once_at_any_membership_history(
+def test_sample_order_is_independent_of_world_sizes(
     length: int, global_batch: int, micro_batch: int, worlds: list[tuple[int, int]]
 ) -> None:
-    """The world changes after any number of steps; all ranks together follow the one order."""
+    """The world size changes after any number of steps; the ranks follow the global order."""
     cursor, history = 0, []
     for world_size, steps in worlds:
         ranks = []
         for rank in range(world_size):
-            step_loader = loader(
+            step_loader = make_loader(
                 length,
                 global_batch,
                 micro_batch,
                 (world_size, rank),
                 TrainingProgress(sample_cursor=cursor, global_batch=global_batch),
             )
-            seen = consume(step_loader, step_loader.steps(steps))
-            turns = step_loader.micro_steps
-            assert len(seen) == steps * turns
-            ranks.append([seen[step * turns : (step + 1) * turns] for step in range(steps)])
+            consumed = consume(step_loader, step_loader.steps(steps))
+            count = step_loader.micro_steps
+            assert len(consumed) == steps * count
+            ranks.append([consumed[s * count : (s + 1) * count] for s in range(steps)])
         for step in range(steps):
-            history += [sample for rank in ranks for sample in own_samples(rank[step])]
+            history += [sample for rank in ranks for sample in weighted_samples(rank[step])]
             assert sum(w for rank in ranks for _, w in rank[step]) == pytest.approx(1.0)
         cursor += steps * global_batch
     assert history == SampleOrder(length, 1).indices(0, cursor).tolist()
 
 
 @given(length=st.integers(1, 50), global_batch=st.integers(1, 60), steps=st.integers(0, 50))
-def test_len_is_what_an_epoch_hands_out(length: int, global_batch: int, steps: int) -> None:
-    step_loader = loader(
+def test_len_is_the_number_of_remaining_batches(length: int, global_batch: int, steps: int) -> None:
+    step_loader = make_loader(
         length,
         global_batch,
         3,
@@ -141,60 +143,62 @@ def test_len_is_what_an_epoch_hands_out(length: int, global_batch: int, steps: i
     assert len(step_loader) == len(starts) * step_loader.micro_steps
 
 
-def test_a_step_left_half_way_is_gone_on_with() -> None:
-    step_loader = loader(length=10, global_batch=6, micro_batch=2)
+def test_iteration_resumes_within_a_step() -> None:
+    step_loader = make_loader(length=10, global_batch=6, micro_batch=2)
     batches = iter(step_loader)
     first = consume(step_loader, (next(batches) for _ in range(4)))
-    rest = consume(step_loader, step_loader.steps(1))
+    second = consume(step_loader, step_loader.steps(1))
     assert step_loader.progress.step == 2
-    assert own_samples(first + rest) == SampleOrder(10, 1).indices(0, 12).tolist()
+    assert weighted_samples(first + second) == SampleOrder(10, 1).indices(0, 12).tolist()
 
 
-def test_ranks_without_samples_borrow_one() -> None:
-    step_loader = loader(length=10, global_batch=2, micro_batch=1, world=(3, 2))
+def test_ranks_without_samples_borrow_a_sample() -> None:
+    step_loader = make_loader(length=10, global_batch=2, micro_batch=1, world=(3, 2))
     (samples, weight), *_ = consume(step_loader, step_loader.steps(1))
     assert weight == 0.0
     assert samples == SampleOrder(10, 1).indices(0, 1).tolist()
 
 
-def test_shares_decide_who_reads_what() -> None:
+def test_uneven_shares() -> None:
     shares = (0.75, 0.25)
-    ranks = [loader(20, 8, 2, (2, rank), shares=shares) for rank in range(2)]
+    ranks = [make_loader(20, 8, 2, (2, rank), shares=shares) for rank in range(2)]
     assert [step_loader.micro_steps for step_loader in ranks] == [3, 3]
-    samples = [own_samples(consume(step_loader, step_loader.steps(2))) for step_loader in ranks]
+    samples = [
+        weighted_samples(consume(step_loader, step_loader.steps(2))) for step_loader in ranks
+    ]
     order = SampleOrder(20, 1).indices(0, 16).tolist()
     assert samples == [order[:6] + order[8:14], order[6:8] + order[14:16]]
 
 
-def test_until_hands_out_what_is_left() -> None:
-    step_loader = loader(length=10, global_batch=4, micro_batch=2)
+def test_until_yields_remaining_steps() -> None:
+    step_loader = make_loader(length=10, global_batch=4, micro_batch=2)
     first = consume(step_loader, step_loader.until(2))
     assert step_loader.progress.step == 2
     assert consume(step_loader, step_loader.until(2)) == []
     assert consume(step_loader, step_loader.until(1)) == []
-    again = loader(
+    resumed = make_loader(
         progress=TrainingProgress(step=2, sample_cursor=8, global_batch=4)
-    )  # called again after a fault
-    rest = consume(again, again.until(5))
-    assert again.progress.step == 5
-    assert own_samples(first + rest) == SampleOrder(10, 1).indices(0, 20).tolist()
+    )  # as after a fault
+    second = consume(resumed, resumed.until(5))
+    assert resumed.progress.step == 5
+    assert weighted_samples(first + second) == SampleOrder(10, 1).indices(0, 20).tolist()
 
 
-def test_until_goes_on_with_a_step_left_half_way() -> None:
-    step_loader = loader(length=10, global_batch=6, micro_batch=2)
+def test_until_resumes_within_a_step() -> None:
+    step_loader = make_loader(length=10, global_batch=6, micro_batch=2)
     batches = step_loader.until(3)
     first = consume(step_loader, (next(batches) for _ in range(4)))
-    rest = consume(step_loader, step_loader.until(3))
+    second = consume(step_loader, step_loader.until(3))
     assert step_loader.progress.step == 3
-    assert own_samples(first + rest) == SampleOrder(10, 1).indices(0, 18).tolist()
+    assert weighted_samples(first + second) == SampleOrder(10, 1).indices(0, 18).tolist()
 
 
-def test_the_thread_ends_with_until() -> None:
-    step_loader = loader(length=1000)
+def test_until_stops_its_thread() -> None:
+    step_loader = make_loader(length=1000)
     batches = step_loader.until(100)
-    assert threads() == []
+    assert prefetch_threads() == []
     next(batches)
-    (thread,) = threads()
+    (thread,) = prefetch_threads()
     del batches
     assert not thread.is_alive()
 
@@ -203,31 +207,31 @@ def test_the_thread_ends_with_until() -> None:
     length=st.integers(1, 20),
     global_batch=st.integers(1, 25),
     count=st.integers(0, 4),
-    done=st.integers(0, 30),
+    steps_done=st.integers(0, 30),
 )
 @settings(max_examples=50, deadline=None)
-def test_epochs_are_those_that_are_left(
-    length: int, global_batch: int, count: int, done: int
+def test_epochs_yields_remaining_epochs(
+    length: int, global_batch: int, count: int, steps_done: int
 ) -> None:
-    """From any step on: every step whose first sample is in one of the epochs, in order."""
+    """A step belongs to the epoch of its first sample."""
     progress = TrainingProgress(
-        step=done, sample_cursor=done * global_batch, global_batch=global_batch
+        step=steps_done, sample_cursor=steps_done * global_batch, global_batch=global_batch
     )
-    step_loader = loader(length, global_batch, 3, progress=progress)
-    seen, steps = [], []
+    step_loader = make_loader(length, global_batch, 3, progress=progress)
+    yielded, steps = [], []
     for epoch in step_loader.epochs(count):
-        seen.append(epoch)
+        yielded.append(epoch)
         first = step_loader.progress.step
         consume(step_loader, iter(step_loader))
         steps += [(epoch, step) for step in range(first, step_loader.progress.step)]
-    left = [s for s in range(done, 200) if s * global_batch < count * length]
-    assert [step for _, step in steps] == left
-    assert seen == sorted({step * global_batch // length for step in left})
+    expected = [s for s in range(steps_done, 200) if s * global_batch < count * length]
+    assert [step for _, step in steps] == expected
+    assert yielded == sorted({step * global_batch // length for step in expected})
     assert all(epoch == step * global_batch // length for epoch, step in steps)
 
 
-def test_an_epoch_broken_off_is_gone_on_with() -> None:
-    step_loader = loader(length=8, global_batch=4, micro_batch=4)
+def test_epochs_resumes_an_unfinished_epoch() -> None:
+    step_loader = make_loader(length=8, global_batch=4, micro_batch=4)
     epochs = step_loader.epochs(2)
     assert next(epochs) == 0
     consume(step_loader, step_loader.steps(1))
@@ -235,14 +239,14 @@ def test_an_epoch_broken_off_is_gone_on_with() -> None:
     assert step_loader.progress.step == 4
 
 
-def test_an_epoch_without_a_step_is_an_error_not_an_endless_loop() -> None:
-    step_loader = loader()
+def test_epoch_without_a_step_is_an_error() -> None:
+    step_loader = make_loader()
     with pytest.raises(EngineError, match="the loop over epoch 0 ended without a finished step"):
         for _ in step_loader.epochs(2):
             pass
 
 
-class Consumed:
+class RecordingSession:
     """The part of a session that a loader uses."""
 
     def __init__(self) -> None:
@@ -255,63 +259,67 @@ class Consumed:
         self.samples.append(list(samples))
 
 
-def test_the_session_is_told_of_a_ranks_own_samples_as_they_are_handed_out() -> None:
-    session, order = Consumed(), SampleOrder(10, 1)
-    step_loader = loader(length=10, global_batch=5, micro_batch=2, world=(2, 1), session=session)
+def test_session_receives_samples_when_they_are_yielded() -> None:
+    session, order = RecordingSession(), SampleOrder(10, 1)
+    step_loader = make_loader(
+        length=10, global_batch=5, micro_batch=2, world=(2, 1), session=session
+    )
     batches = step_loader.steps(2)
     next(batches)
-    assert session.samples == [order.indices(3, 1).tolist()]  # one of two, and none ahead
+    assert session.samples == [order.indices(3, 1).tolist()]  # one of two, and no prefetched ones
     next(batches)
     assert session.samples[1:] == [order.indices(4, 1).tolist()]
     assert step_loader.micro_steps == 2
 
 
-def test_the_session_is_told_of_each_micro_batch_once() -> None:
-    session, order = Consumed(), SampleOrder(10, 1)
-    step_loader = loader(length=10, global_batch=4, micro_batch=2, session=session)
-    next(iter(step_loader))  # yielded and thrown away: the step continues from there
+def test_session_receives_each_micro_batch_once() -> None:
+    session, order = RecordingSession(), SampleOrder(10, 1)
+    step_loader = make_loader(length=10, global_batch=4, micro_batch=2, session=session)
+    next(iter(step_loader))  # discarded: the step continues from there
     consume(step_loader, step_loader.steps(2))
     reported = [sample for samples in session.samples for sample in samples]
     assert reported == order.indices(0, 8).tolist()
 
 
-def test_the_session_is_not_told_of_borrowed_samples() -> None:
-    session = Consumed()
-    step_loader = loader(length=10, global_batch=2, micro_batch=1, world=(3, 2), session=session)
+def test_session_does_not_receive_borrowed_samples() -> None:
+    session = RecordingSession()
+    step_loader = make_loader(
+        length=10, global_batch=2, micro_batch=1, world=(3, 2), session=session
+    )
     consume(step_loader, step_loader.steps(1))
     assert session.samples == [[]]
 
 
-def test_a_new_iteration_closes_the_one_before() -> None:
-    step_loader = loader()
-    earlier = iter(step_loader)
-    next(earlier)
+def test_new_iteration_closes_the_previous() -> None:
+    step_loader = make_loader()
+    previous = iter(step_loader)
+    next(previous)
     next(iter(step_loader))
     with pytest.raises(EngineError, match="closed"):
-        next(earlier)
+        next(previous)
 
 
-def test_threads_end_with_their_iterator() -> None:
-    step_loader = loader(length=1000)
+def test_iterators_stop_their_threads() -> None:
+    step_loader = make_loader(length=1000)
     closed = step_loader.steps(100)
     next(closed)
-    (thread,) = threads()
+    (thread,) = prefetch_threads()
     closed.close()
     assert not thread.is_alive()
 
     dropped = step_loader.steps(100)
     next(dropped)
-    (thread,) = threads()
+    (thread,) = prefetch_threads()
     del dropped
     assert not thread.is_alive()
 
     exhausted = step_loader.steps(1)
     consume(step_loader, exhausted)
-    assert threads() == []
+    assert prefetch_threads() == []
 
     def train() -> None:
         for _ in step_loader.steps(100):
-            raise KeyError(threads().pop())
+            raise KeyError(prefetch_threads().pop())
 
     with pytest.raises(KeyError) as caught:
         train()
@@ -320,54 +328,54 @@ def test_threads_end_with_their_iterator() -> None:
     assert not thread.is_alive()
 
 
-def test_an_iteration_never_begun_has_no_thread() -> None:
-    step_loader = loader()
+def test_thread_starts_with_the_first_batch() -> None:
+    step_loader = make_loader()
     batches = iter(step_loader)
-    assert threads() == []
+    assert prefetch_threads() == []
     del batches
 
 
-def test_it_reads_ahead_but_not_far() -> None:
+def test_prefetch_is_bounded() -> None:
     read = threading.Semaphore(0)
     count = []
 
-    class Counting(list):
+    class CountingDataset(list):
         def __getitem__(self, index):
             count.append(index)
             read.release()
             return super().__getitem__(index)
 
-    data = Counting(range(100))
-    step_loader = loader_of(data)
+    data = CountingDataset(range(100))
+    step_loader = make_single_loader(data)
     batches = step_loader.steps(100)
     next(batches)
-    for _ in range(4):  # one handed out, two in the queue, one in the thread's hands
+    for _ in range(4):  # one yielded, two in the queue, one held by the thread
         assert read.acquire(timeout=5)
     assert not read.acquire(timeout=0.3)
     assert len(count) == 4
     batches.close()
 
 
-class Broken(list):
-    """A dataset that has one bad sample."""
+class BrokenDataset(list):
+    """A dataset with an unreadable sample."""
 
     def __getitem__(self, index):
         if index == 7:
-            raise OSError("disk on fire")
+            raise OSError("read error")
         return super().__getitem__(index)
 
 
-def test_an_error_of_the_dataset_names_the_sample() -> None:
-    step_loader = loader_of(Broken(range(10)), 2)
-    with pytest.raises(DataError, match=r"sample 7 .* OSError: disk on fire") as caught:
+def test_dataset_error_names_the_sample() -> None:
+    step_loader = make_single_loader(BrokenDataset(range(10)), 2)
+    with pytest.raises(DataError, match=r"sample 7 .* OSError: read error") as caught:
         consume(step_loader, iter(step_loader))
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_batches_before_the_error_are_handed_out() -> None:
+def test_batches_before_an_error_are_yielded() -> None:
     order = SampleOrder(10, 0)
     bad = order.indices(0, 10).tolist().index(7)
-    step_loader = loader_of(Broken(range(10)))
+    step_loader = make_single_loader(BrokenDataset(range(10)))
     batches = iter(step_loader)
     for position in range(bad):
         assert next(batches).tolist() == [order.indices(position, 1).item()]
@@ -377,47 +385,47 @@ def test_batches_before_the_error_are_handed_out() -> None:
         next(batches)
 
 
-def test_samples_that_make_no_batch_are_named() -> None:
+def test_collation_error_names_the_samples() -> None:
     ragged = [torch.zeros(i) for i in range(4)]
-    step_loader = loader_of(ragged, 2)
+    step_loader = make_single_loader(ragged, 2)
     with pytest.raises(DataError, match=r"samples \[\d, \d\] cannot be collated"):
         next(iter(step_loader))
-    assert len(next(iter(loader_of(ragged, 2, collate_fn=list)))) == 2
+    assert len(next(iter(make_single_loader(ragged, 2, collate_fn=list)))) == 2
 
 
-def test_getitems_is_used_when_offered() -> None:
-    class Many(list):
+def test_getitems_is_used_if_available() -> None:
+    class BatchedDataset(list):
         def __getitems__(self, indices):
             assert type(indices) is list
-            return [super(Many, self).__getitem__(i) * 10 for i in indices]
+            return [super(BatchedDataset, self).__getitem__(i) * 10 for i in indices]
 
-    step_loader = loader_of(Many(range(10)), 4, seed=1)
+    step_loader = make_single_loader(BatchedDataset(range(10)), 4, seed=1)
     assert next(iter(step_loader)).tolist() == [
         i * 10 for i in SampleOrder(10, 1).indices(0, 4).tolist()
     ]
 
 
-class Stream(IterableDataset):
+class StreamDataset(IterableDataset):
     def __iter__(self):
         return iter(range(3))
 
 
-@pytest.mark.parametrize("data", [Stream(), iter([1, 2]), {1, 2}, object()])
-def test_what_is_not_map_style_is_refused(data: object) -> None:
+@pytest.mark.parametrize("data", [StreamDataset(), iter([1, 2]), {1, 2}, object()])
+def test_dataset_must_be_map_style(data: object) -> None:
     with pytest.raises(DataError, match="can only be iterated") as caught:
-        loader_of(data)
+        make_single_loader(data)
     assert caught.value.fix
 
 
-def test_empty_data_is_refused() -> None:
+def test_empty_dataset_is_an_error() -> None:
     with pytest.raises(DataError, match="is empty"):
-        loader_of([])
+        make_single_loader([])
 
 
 Pair = namedtuple("Pair", "x y")
 
 
-def test_nests_of_containers_are_moved() -> None:
+def test_nested_batches_are_moved() -> None:
     meta = torch.device("meta")
     batch = {"a": torch.ones(2), "b": [Pair(torch.ones(1), "text"), (torch.ones(3),)]}
     assert batch_to_device(batch, torch.device("cpu")) is batch
@@ -429,11 +437,11 @@ def test_nests_of_containers_are_moved() -> None:
 
 
 @pytest.mark.gpu
-def test_batches_arrive_on_the_gpu_through_pinned_memory() -> None:
+def test_batches_are_moved_to_gpu_through_pinned_memory() -> None:
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     data = torch.arange(64 * 1024).view(64, 1024)
-    step_loader = loader_of(data, 8, device=device)
+    step_loader = make_single_loader(data, 8, device=device)
     assert pin_batch(data).is_pinned()
-    seen = torch.cat(list(step_loader))
-    assert seen.device == device
-    assert torch.equal(seen.cpu(), data[SampleOrder(64, 0).indices(0, 64)])
+    batches = torch.cat(list(step_loader))
+    assert batches.device == device
+    assert torch.equal(batches.cpu(), data[SampleOrder(64, 0).indices(0, 64)])

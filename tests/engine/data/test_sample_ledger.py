@@ -1,4 +1,4 @@
-"""The ledger: what it proves, what it refuses, and what a SIGKILL leaves of it."""
+"""Sample ledger: checks, damaged files, durability."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ORDER = SampleOrder(20, 3)
 
 
 def write(folder: Path, generation: int, world_size: int, steps: range, batch: int = 6) -> None:
-    """What the ranks of a generation write in these steps."""
+    """Write the ledgers of all ranks of a generation."""
     for rank in range(world_size):
         ledger = SampleLedger(folder, generation, rank, world_size)
         for step in steps:
@@ -36,40 +36,39 @@ def write(folder: Path, generation: int, world_size: int, steps: range, batch: i
             ledger.write_step(step)
 
 
-def test_a_whole_history_has_no_problem(tmp_path: Path) -> None:
+def test_complete_ledger_has_no_mismatches(tmp_path: Path) -> None:
     write(tmp_path, 1, 3, range(1, 5))
     write(tmp_path, 2, 2, range(5, 8))
-    found = read_ledger(tmp_path)
-    assert list(found) == [1, 2, 3, 4, 5, 6, 7]
-    assert found[2] == ORDER.indices(6, 6).tolist()  # rank by rank is in order here
+    samples = read_ledger(tmp_path)
+    assert list(samples) == [1, 2, 3, 4, 5, 6, 7]
+    assert samples[2] == ORDER.indices(6, 6).tolist()  # ordered by rank
     assert check_ledger(tmp_path, ORDER, 6) == []
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(0, 3)), max_size=5))
-def test_steps_done_again_count_once(
+def test_repeated_steps_count_once(
     tmp_path_factory: pytest.TempPathFactory, generations: list[tuple[int, int, int]]
 ) -> None:
-    """Each generation has a world size, a number of steps, and goes back so many steps."""
-    folder, done = tmp_path_factory.mktemp("ledger"), 0
+    """A generation is (world size, number of steps, number of repeated steps)."""
+    folder, last = tmp_path_factory.mktemp("ledger"), 1
     write(folder, 0, 1, range(1, 2))
-    done = 1
-    for number, (world_size, steps, back) in enumerate(generations, start=1):
-        first = max(1, done + 1 - back)
+    for number, (world_size, steps, repeated) in enumerate(generations, start=1):
+        first = max(1, last + 1 - repeated)
         write(folder, number, world_size, range(first, first + steps))
-        done = first + steps - 1
-    assert check_ledger(folder, ORDER, 6, steps=done) == []
+        last = first + steps - 1
+    assert check_ledger(folder, ORDER, 6, steps=last) == []
 
 
-def test_a_part_of_an_older_generation_does_not_count(tmp_path: Path) -> None:
+def test_incomplete_generations_do_not_count(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, range(1, 4))
-    (tmp_path / "generation-00001-rank-00001.jsonl").unlink()  # died before it wrote
+    (tmp_path / "generation-00001-rank-00001.jsonl").unlink()  # exited before it wrote
     assert [problem.step for problem in check_ledger(tmp_path, ORDER, 6)] == [1, 2, 3]
     write(tmp_path, 2, 3, range(1, 4))
     assert check_ledger(tmp_path, ORDER, 6) == []
 
 
-def test_a_later_run_outranks_an_earlier_one(tmp_path: Path) -> None:
+def test_later_run_takes_precedence(tmp_path: Path) -> None:
     write(tmp_path / "run-1", 1, 2, range(1, 4))
     write(tmp_path / "run-1", 7, 2, range(4, 6))
     (tmp_path / "run-1" / "generation-00007-rank-00001.jsonl").unlink()
@@ -77,7 +76,7 @@ def test_a_later_run_outranks_an_earlier_one(tmp_path: Path) -> None:
     assert check_ledger(tmp_path, ORDER, 6) == []
 
 
-def test_problems_name_what_is_missing_and_what_is_extra(tmp_path: Path) -> None:
+def test_mismatches_list_missing_and_extra_samples(tmp_path: Path) -> None:
     first, second = ORDER.indices(0, 4).tolist(), ORDER.indices(4, 4).tolist()
     ledger = SampleLedger(tmp_path, 1, 0, 1)
     ledger.add_samples(first[:3])
@@ -95,14 +94,14 @@ def test_problems_name_what_is_missing_and_what_is_extra(tmp_path: Path) -> None
     assert len(texts) == 3
 
 
-def test_a_batch_larger_than_the_data_holds_samples_twice(tmp_path: Path) -> None:
+def test_batch_larger_than_the_dataset_repeats_samples(tmp_path: Path) -> None:
     ledger = SampleLedger(tmp_path, 1, 0, 1)
     ledger.add_samples(ORDER.indices(0, 50).tolist())
     ledger.write_step(1)
     assert check_ledger(tmp_path, ORDER, 50) == []
 
 
-def test_lines_outlive_a_killed_process(tmp_path: Path) -> None:
+def test_lines_survive_sigkill(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\n"
         "from rayzero.engine.data.sample_ledger import SampleLedger\n"
@@ -112,12 +111,12 @@ def test_lines_outlive_a_killed_process(tmp_path: Path) -> None:
         "ledger.add_samples([1])\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, tmp_path], check=False, timeout=300)
-    assert done.returncode == -signal.SIGKILL
+    process = subprocess.run([sys.executable, "-c", script, tmp_path], check=False, timeout=300)
+    assert process.returncode == -signal.SIGKILL
     assert read_ledger(tmp_path) == {1: list(range(100_000))}
 
 
-def test_a_line_cut_short_was_not_written(tmp_path: Path) -> None:
+def test_truncated_last_line_is_ignored(tmp_path: Path) -> None:
     write(tmp_path, 1, 1, range(1, 3))
     (path,) = tmp_path.iterdir()
     os.truncate(path, path.stat().st_size - 5)
@@ -125,7 +124,7 @@ def test_a_line_cut_short_was_not_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"step": 1}', '{"step": 1, "samples": ["x"]}', ""])
-def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+def test_error_names_damaged_line(tmp_path: Path, line: str) -> None:
     write(tmp_path, 1, 1, range(1, 3))
     (path,) = tmp_path.iterdir()
     path.write_text(f"{path.read_text()}{line}\n")
@@ -133,7 +132,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
         read_ledger(tmp_path)
 
 
-def test_the_line_says_who_wrote_it(tmp_path: Path) -> None:
+def test_line_format(tmp_path: Path) -> None:
     write(tmp_path, 4, 1, range(9, 10))
     (path,) = tmp_path.iterdir()
     line = json.loads(path.read_text())
@@ -142,7 +141,7 @@ def test_the_line_says_who_wrote_it(tmp_path: Path) -> None:
     assert samples == ORDER.indices(48, 6).tolist()
 
 
-def test_no_ledger_another_runs_ledger_and_no_room(tmp_path: Path) -> None:
+def test_missing_existing_and_unwritable_ledgers(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no ledger in"):
         read_ledger(tmp_path)
     SampleLedger(tmp_path, 1, 0, 1)
@@ -154,7 +153,7 @@ def test_no_ledger_another_runs_ledger_and_no_room(tmp_path: Path) -> None:
         SampleLedger(tmp_path / "file", 1, 0, 1)
 
 
-def test_a_failing_write_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_write_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = SampleLedger(tmp_path, 1, 0, 1)
     real = os.write
     monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:10]))

@@ -1,4 +1,4 @@
-"""The global order: a bijection per epoch, different each epoch, uniform, in no memory."""
+"""Global sample order: a uniform bijection per epoch, in constant memory."""
 
 import tracemalloc
 
@@ -15,7 +15,7 @@ SEEDS = st.integers(-(2**70), 2**70)
 
 
 @given(length=LENGTHS, seed=SEEDS, epoch=st.integers(0, 2**20))
-def test_every_epoch_holds_every_sample_once(length: int, seed: int, epoch: int) -> None:
+def test_epoch_contains_every_sample_once(length: int, seed: int, epoch: int) -> None:
     order = SampleOrder(length, seed).indices(epoch * length, length)
     assert order.dtype == np.int64
     np.testing.assert_array_equal(np.sort(order), np.arange(length))
@@ -28,7 +28,7 @@ def test_bijection_at_the_edges_of_the_domain(length: int) -> None:
 
 
 @given(length=LENGTHS, seed=SEEDS, start=st.integers(0, 10_000), count=st.integers(0, 500))
-def test_any_window_is_the_same_order(length: int, seed: int, start: int, count: int) -> None:
+def test_windows_are_consistent(length: int, seed: int, start: int, count: int) -> None:
     order = SampleOrder(length, seed)
     window = order.indices(start, count)
     whole = order.indices(0, start + count)
@@ -46,8 +46,8 @@ def test_epochs_and_seeds_differ(length: int, seed: int, epoch: int) -> None:
     assert not np.array_equal(here, np.arange(length))
 
 
-def test_the_order_is_the_same_in_every_release() -> None:
-    """A job that goes on with a newer rayzero must not see a sample twice: change with care."""
+def test_order_is_stable_across_releases() -> None:
+    """A job that resumes with a newer rayzero must not repeat samples: do not change the values."""
     assert SampleOrder(10, seed=0).indices(0, 20).tolist() == [
         5,
         6,
@@ -72,7 +72,7 @@ def test_the_order_is_the_same_in_every_release() -> None:
     ]
 
 
-def test_samples_land_anywhere_with_equal_chance() -> None:
+def test_positions_are_uniform() -> None:
     length, epochs = 13, 6000
     order = SampleOrder(length, seed=7).indices(0, length * epochs).reshape(epochs, length)
     expected = epochs / length
@@ -82,18 +82,18 @@ def test_samples_land_anywhere_with_equal_chance() -> None:
         assert chi_squared < 40  # 12 degrees of freedom: p < 1e-4
 
 
-def test_neighbours_do_not_stay_together() -> None:
+def test_neighbours_are_separated() -> None:
     order = SampleOrder(100_000, seed=1).indices(0, 100_000)
     correlation = np.corrcoef(order[:-1], order[1:])[0, 1]
     assert abs(correlation) < 0.02
     assert abs(np.corrcoef(order, np.arange(len(order)))[0, 1]) < 0.02
 
 
-def test_a_dataset_of_one_sample() -> None:
+def test_dataset_of_one_sample() -> None:
     assert SampleOrder(1, seed=5).indices(0, 1000).tolist() == [0] * 1000
 
 
-def test_a_huge_dataset_needs_no_memory() -> None:
+def test_huge_dataset_needs_no_memory() -> None:
     length = 2**40
     tracemalloc.start()
     order = SampleOrder(length, seed=0)
@@ -107,6 +107,6 @@ def test_a_huge_dataset_needs_no_memory() -> None:
     assert far.max() > 2**39
 
 
-def test_an_empty_dataset_is_refused() -> None:
+def test_empty_dataset_is_an_error() -> None:
     with pytest.raises(DataError, match="0 samples"):
         SampleOrder(0, seed=0)

@@ -1,4 +1,4 @@
-"""A step's split over ranks and micro-steps: the rule, for any sizes."""
+"""Assignment of a step's samples to ranks and micro-steps, for any sizes."""
 
 from fractions import Fraction
 
@@ -22,12 +22,12 @@ SIZES = {
 
 
 @given(**SIZES)
-def test_every_sample_once_and_weights_add_up(
+def test_samples_are_assigned_once_and_weights_add_up(
     global_batch: int, world_size: int, micro_batch: int
 ) -> None:
     plans = [assign_step(global_batch, world_size, r, micro_batch) for r in range(world_size)]
     owned = [m.start + k for plan in plans for m in plan for k in range(m.count)]
-    assert owned == list(range(global_batch))  # contiguous runs, in the order of the ranks
+    assert owned == list(range(global_batch))  # contiguous, in rank order
     exact = sum(Fraction(m.count, global_batch) for plan in plans for m in plan)
     assert exact == 1
     assert all(m.weight == m.count / global_batch for plan in plans for m in plan)
@@ -35,25 +35,25 @@ def test_every_sample_once_and_weights_add_up(
 
 
 @given(**SIZES)
-def test_every_rank_runs_the_same_number_of_even_micro_steps(
+def test_ranks_have_equal_numbers_of_even_micro_steps(
     global_batch: int, world_size: int, micro_batch: int
 ) -> None:
-    turns = count_micro_steps(global_batch, world_size, micro_batch)
+    micro_steps = count_micro_steps(global_batch, world_size, micro_batch)
     shares = []
     for rank in range(world_size):
         plan = assign_step(global_batch, world_size, rank, micro_batch)
-        assert len(plan) == turns
+        assert len(plan) == micro_steps
         counts = [m.count for m in plan]
         assert max(counts) <= micro_batch
         assert max(counts) - min(counts) <= 1
         shares.append(sum(counts))
     assert max(shares) - min(shares) <= 1
-    # No fewer micro-steps would do.
-    assert turns == 1 or max(shares) > (turns - 1) * micro_batch
+    # The number of micro-steps is minimal.
+    assert micro_steps == 1 or max(shares) > (micro_steps - 1) * micro_batch
 
 
 @given(**SIZES)
-def test_borrowed_samples_are_real_and_weigh_nothing(
+def test_borrowed_samples_are_valid_and_have_no_weight(
     global_batch: int, world_size: int, micro_batch: int
 ) -> None:
     for rank in range(world_size):
@@ -68,29 +68,27 @@ def test_examples() -> None:
     assert assign_step(8, 3, 0, 2) == (MicroBatch(0, 2, 0.25), MicroBatch(2, 1, 0.125))
     assert assign_step(8, 3, 2, 2) == (MicroBatch(6, 1, 0.125), MicroBatch(7, 1, 0.125))
     assert assign_step(2, 3, 2, 4) == (MicroBatch(0, 0, 0.0),)
-    # The largest share takes two turns, so a rank with one sample borrows for the second.
+    # The largest share needs two micro-steps: ranks with one sample borrow for the second.
     assert [m.count == 0 for m in assign_step(4, 3, 1, 1)] == [False, True]
 
 
 @st.composite
-def uneven(draw: st.DrawFn) -> tuple[float, ...]:
+def uneven_shares(draw: st.DrawFn) -> tuple[float, ...]:
     parts = draw(st.lists(st.floats(0, 1000), min_size=1, max_size=40).filter(lambda x: sum(x) > 1))
     return tuple(part / sum(parts) for part in parts)
 
 
-@given(SIZES["global_batch"], uneven(), SIZES["micro_batch"])
-def test_uneven_shares_keep_every_promise(
-    global_batch: int, shares: tuple[float, ...], micro_batch: int
-) -> None:
+@given(SIZES["global_batch"], uneven_shares(), SIZES["micro_batch"])
+def test_uneven_shares(global_batch: int, shares: tuple[float, ...], micro_batch: int) -> None:
     ranks = len(shares)
     plans = [assign_step(global_batch, ranks, r, micro_batch, shares) for r in range(ranks)]
     owned = [m.start + k for plan in plans for m in plan for k in range(m.count)]
     assert owned == list(range(global_batch))
     assert sum(Fraction(m.count, global_batch) for plan in plans for m in plan) == 1
-    turns = count_micro_steps(global_batch, ranks, micro_batch, shares)
-    assert {len(plan) for plan in plans} == {turns}
+    micro_steps = count_micro_steps(global_batch, ranks, micro_batch, shares)
+    assert {len(plan) for plan in plans} == {micro_steps}
     counts = [sum(m.count for m in plan) for plan in plans]
-    assert turns == 1 or max(counts) > (turns - 1) * micro_batch  # no fewer would do
+    assert micro_steps == 1 or max(counts) > (micro_steps - 1) * micro_batch  # minimal
     for count, share, plan in zip(counts, shares, plans, strict=True):
         assert abs(count - share * global_batch) < 1 + 1e-9
         assert max(m.count for m in plan) <= micro_batch
@@ -99,7 +97,7 @@ def test_uneven_shares_keep_every_promise(
 
 
 @given(**SIZES)
-def test_even_shares_are_what_no_shares_are(
+def test_even_shares_equal_the_default(
     global_batch: int, world_size: int, micro_batch: int
 ) -> None:
     even = (1 / world_size,) * world_size
@@ -111,21 +109,21 @@ def test_even_shares_are_what_no_shares_are(
         assert split == assign_step(global_batch, world_size, rank, micro_batch)
 
 
-def test_the_largest_remainders_get_what_is_left() -> None:
-    assert samples_per_rank(10, 3, (0.5, 0.25, 0.25)) == (5, 3, 2)  # of equal ones the first
+def test_remaining_samples_go_to_the_largest_remainders() -> None:
+    assert samples_per_rank(10, 3, (0.5, 0.25, 0.25)) == (5, 3, 2)  # a tie goes to the first
     assert samples_per_rank(10, 3, (0.44, 0.28, 0.28)) == (4, 3, 3)
     assert samples_per_rank(10, 2, (1.0, 0.0)) == (10, 0)
     assert [m.count == 0 for m in assign_step(10, 2, 1, 5, (1.0, 0.0))] == [True, True]
 
 
 @pytest.mark.parametrize("shares", [(1.0,), (0.5, 0.4), (1.5, -0.5), (0.5, float("nan"))])
-def test_senseless_shares_are_refused(shares: tuple[float, ...]) -> None:
+def test_invalid_shares(shares: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError, match=r"the shares .* of 2 ranks"):
         samples_per_rank(8, 2, shares)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "seen"),
+    ("sizes", "message"),
     [
         ((0, 1, 0, 1), "the global batch is 0"),
         ((8, 0, 0, 1), "the world size is 0"),
@@ -133,6 +131,6 @@ def test_senseless_shares_are_refused(shares: tuple[float, ...]) -> None:
         ((8, 2, 2, 1), "rank 2 of 2"),
     ],
 )
-def test_senseless_sizes_are_refused(sizes: tuple[int, int, int, int], seen: str) -> None:
-    with pytest.raises(ConfigError, match=seen):
+def test_invalid_sizes(sizes: tuple[int, int, int, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         assign_step(*sizes)
