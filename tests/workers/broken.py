@@ -1,4 +1,4 @@
-"""Cannot be imported: there is a mistake inside."""
+"""Raises an error when it is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training functions and other things an entry point may name."""
+"""Training functions and other objects that an entry point may name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def endless(ctx: Any) -> None:
         step += 1
         try:
             ctx.report(step=step)
-        except Exception:  # noqa: BLE001  # as careless users do: it must not catch the interrupt
+        except Exception:  # noqa: BLE001  # must not catch the interrupt
             print("caught")
         time.sleep(0.005)
 
@@ -38,7 +38,7 @@ def returns_a_list(ctx: Any) -> list[int]:
     return [1]
 
 
-def returns_no_json(ctx: Any) -> dict[str, Any]:
+def returns_non_json(ctx: Any) -> dict[str, Any]:
     return {"model": object()}
 
 

@@ -1,3 +1,3 @@
-"""Cannot be imported: it imports what is not there."""
+"""Imports a module that does not exist."""
 
 import not_installed_anywhere  # noqa: F401

@@ -1,4 +1,4 @@
-"""Interfaces by address, on whatever this machine has."""
+"""Network interfaces of this machine by address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a rank mirrors its state, and what into. The vault is a fake, the rest is real."""
+"""When a rank mirrors its state, and into which buffer, with a fake vault."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as some
+from hypothesis import strategies as st
 
 from rayzero.engine.layout.state_index import BlockIndex
 from rayzero.engine.session import NO_REQUESTS, StepRequests
@@ -54,7 +54,7 @@ class FakeVault:
 
     @property
     def steps(self) -> list[int]:
-        return sorted(one.step for one in self.buffers)
+        return sorted(buffer.step for buffer in self.buffers)
 
 
 @dataclass
@@ -111,10 +111,10 @@ def test_older_generations_are_dropped_at_second_mirrored_step():
 def test_fixed_interval_counts_from_restored_step():
     vault, state = FakeVault(), State()
     mirror, _ = make_mirror(MirrorPolicy(replicas=1, every_steps=3), vault, restore=Restore(10))
-    pace = StepRequests(mirror_interval=3.0)
-    run(mirror, range(11, 13), state, lambda *_: pace)
+    requests = StepRequests(mirror_interval=3.0)
+    run(mirror, range(11, 13), state, lambda *_: requests)
     assert vault.steps == []
-    run(mirror, range(13, 18), state, lambda *_: pace)
+    run(mirror, range(13, 18), state, lambda *_: requests)
     assert vault.steps == [13, 16]
 
 
@@ -125,7 +125,7 @@ def test_without_replicas_only_checkpoints_and_drains_are_mirrored():
     assert vault.steps == []
     run(mirror, range(4, 6), state, lambda mirror, step: mirror.step_requests(step))
     assert vault.steps == [4]
-    assert [(one.step, one.checkpoint) for one in posted] == [(4, True)]
+    assert [(pinned.step, pinned.checkpoint) for pinned in posted] == [(4, True)]
     run(mirror, range(6, 7), state, lambda *_: StepRequests(drain=True))
     assert vault.steps == [4, 6]
 
@@ -135,39 +135,39 @@ def test_checkpoint_waits_for_free_buffer():
     mirror, posted = make_mirror(replace(EVERY, checkpoint_every_steps=3), vault, last_step=11)
     agree = lambda mirror, step: mirror.step_requests(step)  # noqa: E731
     run(mirror, range(1, 8), state, agree)
-    assert [one.step for one in posted] == [3], "the one of step 6 has to wait"
+    assert [pinned.step for pinned in posted] == [3], "step 6 waits for a free buffer"
     for buffer in vault.buffers:
         buffer.pinned = False
     run(mirror, range(8, 12), state, agree)
-    assert [one.step for one in posted] == [3, 8]
+    assert [pinned.step for pinned in posted] == [3, 8]
     for buffer in vault.buffers:
         buffer.pinned = False
     run(mirror, range(12, 13), state, agree)
-    assert [one.step for one in posted] == [3, 8, 12]
+    assert [pinned.step for pinned in posted] == [3, 8, 12]
 
 
 def test_last_step_gets_checkpoint():
     vault, state = FakeVault(), State()
     mirror, posted = make_mirror(replace(EVERY, checkpoint_every_steps=100), vault, last_step=5)
     run(mirror, range(1, 6), state, lambda mirror, step: mirror.step_requests(step))
-    assert [(one.step, one.checkpoint) for one in posted] == [(5, True)]
+    assert [(pinned.step, pinned.checkpoint) for pinned in posted] == [(5, True)]
 
 
 def test_steps_are_pinned_for_remote_replicas_while_buffers_are_free():
     vault, state = FakeVault(), State()
     mirror, posted = make_mirror(EVERY, vault, remote=True)
     run(mirror, range(1, 9), state, lambda mirror, step: mirror.step_requests(step))
-    assert [one.step for one in posted] == [1, 2]
+    assert [pinned.step for pinned in posted] == [1, 2]
     assert vault.steps == [1, 2, 7, 8]
-    assert not any(one.checkpoint for one in posted)
-    assert all(one.checksum is not None for one in vault.buffers if one.pinned)
+    assert not any(pinned.checkpoint for pinned in posted)
+    assert all(buffer.checksum is not None for buffer in vault.buffers if buffer.pinned)
 
 
 def test_all_ranks_must_be_ready_for_pin():
     vault, state = FakeVault(), State()
     mirror, posted = make_mirror(EVERY, vault, remote=True)
     assert mirror.step_requests(1).pin
-    run(mirror, range(1, 3), state)  # but the others were not
+    run(mirror, range(1, 3), state)  # but the other ranks were not
     assert posted == []
 
 
@@ -200,7 +200,7 @@ def test_new_table_gets_new_buffers():
     assert vault.steps == [3]
 
 
-@given(mirror_s=some.floats(1e-4, 10), step_s=some.floats(1e-3, 10))
+@given(mirror_s=st.floats(1e-4, 10), step_s=st.floats(1e-3, 10))
 def test_chosen_interval_keeps_cost_near_its_limit(mirror_s: float, step_s: float):
     costs = _CostModel()
     costs._step_s = step_s
@@ -217,7 +217,7 @@ def test_first_write_into_new_buffer_does_not_count():
     run(mirror, range(1, 3), State())  # two new buffers
     assert mirror._cost_model._mirror_s == 0
     run(mirror, range(3, 4), State())
-    assert mirror._cost_model._mirror_s == 0, "the table is another one: its buffer is new"
+    assert mirror._cost_model._mirror_s == 0, "a new table gets a new buffer"
     state = State()
     run(mirror, range(4, 8), state)
     assert mirror._cost_model._mirror_s > 0
@@ -226,6 +226,6 @@ def test_first_write_into_new_buffer_does_not_count():
 def test_pause_between_steps_has_little_effect_on_step_time():
     costs = _CostModel()
     costs._step_s = 0.1
-    costs._last_step_at_s -= 60.0  # an evaluation, say
+    costs._last_step_at_s -= 60.0  # such as an evaluation
     costs.step_finished()
     assert costs._step_s < 0.13

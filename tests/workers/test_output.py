@@ -26,21 +26,21 @@ def test_messages_are_polled_once_and_in_order():
 
 def test_poll_waits_for_first_message():
     outbox = Outbox(linger_s=0)
-    taken: list[object] = []
-    poll = Thread(target=lambda: taken.extend(outbox.poll(10)))
+    polled: list[object] = []
+    poll = Thread(target=lambda: polled.extend(outbox.poll(10)))
     poll.start()
     outbox.post(Joined(1, 0))
     poll.join(5)
-    assert taken == [Joined(1, 0)]
+    assert polled == [Joined(1, 0)]
 
 
 def test_urgent_message_ends_linger():
     outbox = Outbox(linger_s=30)
     outbox.post(Joined(1, 0))
     outbox.post(line("after it"))
-    before = monotonic()
+    start_s = monotonic()
     assert len(outbox.poll(30)) == 2
-    assert monotonic() - before < 5
+    assert monotonic() - start_s < 5
 
 
 def test_only_oldest_lines_are_dropped_and_counted():
@@ -48,9 +48,9 @@ def test_only_oldest_lines_are_dropped_and_counted():
     outbox.post(StepReport(1, 0, 1))
     for text in "abcd":
         outbox.post(line(text))
-    taken = outbox.poll(0)
-    assert taken[0] == LogLine(0, "stderr", "(2 earlier lines were dropped)")
-    assert taken[1:] == [StepReport(1, 0, 1), line("c"), line("d")]
+    polled = outbox.poll(0)
+    assert polled[0] == LogLine(0, "stderr", "(2 earlier lines were dropped)")
+    assert polled[1:] == [StepReport(1, 0, 1), line("c"), line("d")]
     outbox.post(line("e"))
     assert outbox.poll(0) == [line("e")]
 
@@ -73,26 +73,26 @@ def tee() -> tuple[LineTee, io.StringIO, list[tuple[str, str]]]:
     ],
 )
 def test_lines_are_forwarded_at_newline(written: list[str], lines: list[str]):
-    stream, file, seen = tee()
+    stream, file, forwarded = tee()
     for text in written:
         assert stream.write(text) == len(text)
-    assert [text for _, text in seen] == lines
+    assert [text for _, text in forwarded] == lines
     assert file.getvalue() == "".join(written)
 
 
 def test_last_line_without_newline_is_forwarded():
-    stream, _, seen = tee()
+    stream, _, forwarded = tee()
     stream.write("half")
     stream.finish_line()
     stream.finish_line()
-    assert seen == [("stdout", "half")]
+    assert forwarded == [("stdout", "half")]
 
 
 def test_both_streams_are_replaced(monkeypatch: pytest.MonkeyPatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, io.StringIO())
-    seen: list[tuple[str, str]] = []
-    tee_output(lambda *line: seen.append(line))
+    lines: list[tuple[str, str]] = []
+    tee_output(lambda *line: lines.append(line))
     print("out")
     print("err", file=sys.stderr)
-    assert seen == [("stdout", "out"), ("stderr", "err")]
+    assert lines == [("stdout", "out"), ("stderr", "err")]

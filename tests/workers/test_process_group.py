@@ -1,4 +1,4 @@
-"""A wait for a peer that neither works nor dies can be broken off from another thread."""
+"""Shutting down a process group ends a wait for a stopped peer in another thread."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ def test_engine_finishes_step():
     report = report_of(posted[1:])
     assert report.step == 1
     assert report.gauges.pop("resident_bytes") > 2**20
-    own = {"phases/mirror": 0, "phases/other": 0, "checkpoint_s": 0, "skipped": 0}
-    assert report.gauges == {"loss": 2.0, "step_s": 0.25, **own}
+    defaults = {"phases/mirror": 0, "phases/other": 0, "checkpoint_s": 0, "skipped": 0}
+    assert report.gauges == {"loss": 2.0, "step_s": 0.25, **defaults}
     assert report.counters == {"tokens": 4}
 
 

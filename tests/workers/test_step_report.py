@@ -1,4 +1,4 @@
-"""What a report holds without a line of the user's, and what it costs."""
+"""Metrics that a step report has without user code, and the cost of a report."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.workers import recovery_jobs
 from tests.workers.support import ASSIGN
 from tests.workers.test_session import session
 
-COST_S = 0.001
-"""Of the training thread's own time, the least of several: 0.2 ms on an idle machine."""
+MAX_COST_S = 0.001
+"""Minimum CPU time of the training thread over several reports: 0.2 ms on an idle machine."""
 
 
 def trained(model: nn.Module, steps: int) -> tuple[Engine, JobSession, list[StepReport]]:
@@ -63,7 +63,7 @@ def test_skipped_step_is_counted_once():
 
 def test_mirrors_time_belongs_to_next_step():
     mirror = Mirror(MirrorPolicy(), ASSIGN, None, None, lambda _: None)
-    assert mirror.gauges() == {}  # there is no vault
+    assert mirror.gauges() == {}  # without a vault
 
     def times(step: int, other_s: float) -> list[float]:
         gauges = worker_metrics({"step": step, "phases/other": other_s}, mirror)
@@ -88,4 +88,4 @@ def test_report_is_cheap():
         )
         took_s.append(thread_time() - before)
         job_session.reporter._last_step = 0
-    assert min(took_s) < COST_S
+    assert min(took_s) < MAX_COST_S

@@ -1,4 +1,4 @@
-"""A whole worker in this process, with a real process group of one, and no Ray."""
+"""A worker in this process, with a real process group of one rank, and without Ray."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MakeWorker = Callable[..., WorkerProcess]
 
 @pytest.fixture
 def make_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeWorker]:
-    """Creates workers and restores the process afterwards."""
+    """Create workers, and restore the state of the process afterwards."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, getattr(sys, name))
@@ -72,9 +72,10 @@ def begin(worker: WorkerProcess, generation: int = 1) -> None:
 def test_generation_joins_and_finishes(make_worker: MakeWorker):
     worker = make_worker("returns")
     begin(worker)
-    seen = poll_until(worker.poll, Finished)
-    kept = [message for message in seen if not isinstance(message, Heartbeat)]
-    joined, first, report, second, finished = kept
+    messages = poll_until(worker.poll, Finished)
+    joined, first, report, second, finished = (
+        message for message in messages if not isinstance(message, Heartbeat)
+    )
     assert joined == Joined(1, 0)
     assert first == LogLine(0, "stdout", "line one")
     assert isinstance(report, StepReport)
@@ -84,7 +85,7 @@ def test_generation_joins_and_finishes(make_worker: MakeWorker):
     assert finished.result == {"world": 1, "score": 0.5}
     assert finished.counters == {"tokens": 4}
     assert finished.peak_rss_bytes > 50e6
-    assert isinstance(seen[-1], Heartbeat)
+    assert isinstance(messages[-1], Heartbeat)
     assert os.environ["RANK"] == "0"
     assert os.environ["WORLD_SIZE"] == "1"
 
@@ -97,9 +98,8 @@ def test_function_is_called_again_in_next_generation(make_worker: MakeWorker):
     assert Stopped(1, 0) in poll_until(worker.poll, Stopped)
     assert not dist.is_initialized()
     begin(worker, generation=2)
-    seen = poll_until(worker.poll, StepReport)
-    assert Joined(2, 0) in seen
-    worker.stop(1)  # late: for the generation before
+    assert Joined(2, 0) in poll_until(worker.poll, StepReport)
+    worker.stop(1)  # a late command for the previous generation
     poll_until(worker.poll, StepReport)
     worker.stop(2)
     assert Stopped(2, 0) in poll_until(worker.poll, Stopped)
@@ -110,15 +110,14 @@ def test_user_except_does_not_swallow_interrupt(make_worker: MakeWorker):
     begin(worker)
     poll_until(worker.poll, StepReport)
     worker.stop(1)
-    seen = poll_until(worker.poll, Stopped)
-    assert LogLine(0, "stdout", "caught") not in seen
+    assert LogLine(0, "stdout", "caught") not in poll_until(worker.poll, Stopped)
 
 
 def test_crash_follows_all_printed_lines(make_worker: MakeWorker):
     worker = make_worker("raises")
     begin(worker)
-    seen = poll_until(worker.poll, Crashed)
-    line, crash = [m for m in seen if isinstance(m, LogLine | Crashed)]
+    messages = poll_until(worker.poll, Crashed)
+    line, crash = [m for m in messages if isinstance(m, LogLine | Crashed)]
     assert line == LogLine(0, "stdout", "half a line")
     assert isinstance(crash, Crashed)
     assert (crash.kind, crash.step) == ("user", 2)
@@ -133,13 +132,13 @@ def test_invalid_entry_point_is_a_crash(make_worker: MakeWorker):
     assert (crash.kind, crash.step, crash.traceback) == ("entrypoint", 0, "")
 
 
-@pytest.mark.parametrize("function", ["returns_a_list", "returns_no_json"])
+@pytest.mark.parametrize("function", ["returns_a_list", "returns_non_json"])
 def test_non_json_result_is_omitted_and_reported(make_worker: MakeWorker, function: str):
     worker = make_worker(function)
     begin(worker)
-    seen = poll_until(worker.poll, Finished)
-    (line,) = [m for m in seen if isinstance(m, LogLine)]
-    (finished,) = [m for m in seen if isinstance(m, Finished)]
+    messages = poll_until(worker.poll, Finished)
+    (line,) = [m for m in messages if isinstance(m, LogLine)]
+    (finished,) = [m for m in messages if isinstance(m, Finished)]
     assert line.stream == "stderr"
     assert finished.result is None
 
@@ -174,8 +173,8 @@ def test_stacks_show_training_thread(make_worker: MakeWorker):
     assert "in endless" in stacks
 
 
-class LastEngine:
-    """Part of a reference cycle, like an engine."""
+class CyclicEngine:
+    """Stands in for an engine: part of a reference cycle."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
@@ -185,43 +184,43 @@ class LastEngine:
 
 
 @pytest.fixture
-def uncollected() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
 
 
-@pytest.mark.usefixtures("uncollected")
+@pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize(("device", "two_fit"), [("cuda", True), ("cpu", False)])
 def test_last_engine_is_freed_before_next_is_built(
     device: str, two_fit: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """Two engines may not fit."""
+    """On a GPU, or if memory is short, two engines may not fit."""
     monkeypatch.setattr(retained_state, "fits_twice", lambda processes: two_fit)
     retained = RetainedState(0)
-    seen = keep_one(retained, device)
+    engine = retain_engine(retained, device)
     retained.begin_generation(ASSIGN)
-    assert seen() is None
+    assert engine() is None
 
 
-@pytest.mark.usefixtures("uncollected")
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_last_engine_is_freed_after_step_if_two_fit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(retained_state, "fits_twice", lambda processes: True)
     retained = RetainedState(0)
-    first = keep_one(retained, "cpu")
+    first = retain_engine(retained, "cpu")
     retained.begin_generation(ASSIGN)
-    assert first() is not None  # it is freed later
-    second = keep_one(retained, "cpu")
+    assert first() is not None  # freed later
+    second = retain_engine(retained, "cpu")
     retained.begin_generation(ASSIGN)
-    assert first() is second() is None  # no step was finished: three might not fit
-    third = keep_one(retained, "cpu")
+    assert first() is second() is None  # no step has finished: three engines may not fit
+    third = retain_engine(retained, "cpu")
     retained.begin_generation(ASSIGN)
     assert third() is not None
     retained.collect_garbage()
     assert third() is None
 
 
-def keep_one(retained: RetainedState, device: str) -> weakref.ref[LastEngine]:
-    engine = LastEngine(device)
+def retain_engine(retained: RetainedState, device: str) -> weakref.ref[CyclicEngine]:
+    engine = CyclicEngine(device)
     retained.retain(engine)  # type: ignore[arg-type]
     return weakref.ref(engine)

@@ -1,4 +1,4 @@
-"""Faults in a worker: they happen once, where they should, and are known even when it dies."""
+"""Faults in a worker: when they fire, and their records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rayzero.workers.chaos.spec import FaultFired, parse_fault
 
 
 class Worker:
-    """One rank in one generation, as a session would drive it."""
+    """A rank in a generation, driven as by a session."""
 
     def __init__(self, folder: Path, rank: int, *texts: str) -> None:
         self.posted: list[FaultFired] = []
@@ -105,7 +105,7 @@ def test_hang_is_reported_and_never_ends(tmp_path: Path) -> None:
 
 
 def child(folder: Path, text: str) -> subprocess.Popen[bytes]:
-    """A process that goes through the phases of three steps as rank 0."""
+    """A process that runs the phases of three steps as rank 0."""
     script = (
         "import sys\n"
         "from rayzero.workers.chaos.spec import parse_fault\n"
@@ -123,7 +123,7 @@ def test_kill_is_recorded_before_process_dies(tmp_path: Path) -> None:
     text = 'kill(rank=0, step=2, phase="reduce")'
     assert child(tmp_path, text).wait(60) == -signal.SIGKILL
     assert FaultRecord(tmp_path).read() == (FaultFired(0, 2, text),)
-    assert child(tmp_path, text).wait(60) == 0  # the replacement goes on
+    assert child(tmp_path, text).wait(60) == 0  # the replacement continues
 
 
 def test_stop_is_recorded_and_ends_with_sigcont(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_stop_is_recorded_and_ends_with_sigcont(tmp_path: Path) -> None:
         _, status = os.waitpid(process.pid, 0)
         assert os.waitstatus_to_exitcode(status) == 0
     finally:
-        process.returncode = 0  # it was waited for by hand
+        process.returncode = 0  # already waited for
 
 
 def test_worker_injects_only_worker_faults(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_records_of_earlier_job_are_removed(tmp_path: Path) -> None:
 
 def test_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"faults\.jsonl cannot be written"):
-        Worker(tmp_path / "gone", 0, ERROR.replace("rank=1", "rank=0")).steps(1, 9)
+        Worker(tmp_path / "missing", 0, ERROR.replace("rank=1", "rank=0")).steps(1, 9)
 
 
 def test_full_disk_fires_specified_number_of_times(tmp_path: Path) -> None:
@@ -179,13 +179,13 @@ def test_full_disk_fires_specified_number_of_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "left"), [("flip", b"0123\x34" + b"6789"), ("cut", b"0123"), ("remove", None)]
+    ("how", "remaining"), [("flip", b"0123\x34" + b"6789"), ("cut", b"0123"), ("remove", None)]
 )
-def test_tear_file(tmp_path: Path, how: str, left: bytes | None) -> None:
+def test_tear_file(tmp_path: Path, how: str, remaining: bytes | None) -> None:
     path = tmp_path / "rank-00001"
     path.write_bytes(b"012356789")
     damage_file(path, how)
-    assert (path.read_bytes() if path.exists() else None) == left
+    assert (path.read_bytes() if path.exists() else None) == remaining
 
 
 def test_second_bit_flip_reverts_first(tmp_path: Path) -> None:

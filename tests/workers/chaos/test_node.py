@@ -1,4 +1,4 @@
-"""Faults of a node: why they cannot happen, and what they do, in processes of the test's own."""
+"""Node faults: when they are rejected, and their effects on processes of the test."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_drop_node_kills_all_processes_of_node():
 
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("ip") is None,
-    reason="needs root and a network of its own",
+    reason="needs root and a separate network namespace",
 )
 def test_partition_restores_routes_after_vault_is_gone():
     code = (

@@ -1,4 +1,4 @@
-"""The fault language: what it reads, what it refuses and how, and random schedules."""
+"""The fault language: valid and invalid faults, and random schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small states, vaults that know each other, and worker processes to kill."""
+"""Small states, connected vaults, and worker processes to kill."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from rayzero.workers.vault.slots import SlotWriter
 from rayzero.workers.vault.vault import Vault
 
 ROOT = Path(__file__).resolve().parents[3]
-PLENTY = 2**40
+UNLIMITED_BYTES = 2**40
 
 
 def table(rank: int = 0, nbytes: int = 64) -> BlockIndex:
     """A rank's bytes of one tensor."""
-    mine = TensorRange("weights/w", rank * nbytes, (rank + 1) * nbytes, 0)
-    return BlockIndex({"weights/w": LogicalTensor("U8", (nbytes * 8,))}, (mine,), nbytes)
+    tensor_range = TensorRange("weights/w", rank * nbytes, (rank + 1) * nbytes, 0)
+    return BlockIndex({"weights/w": LogicalTensor("U8", (nbytes * 8,))}, (tensor_range,), nbytes)
 
 
 def content(rank: int, step: int, nbytes: int = 64) -> bytes:
@@ -38,7 +38,7 @@ def content(rank: int, step: int, nbytes: int = 64) -> bytes:
 
 
 def write(buffer: SlotWriter, rank: int, step: int, pin: bool = False, check: bool = True) -> None:
-    """Writes a mirror of a step as a worker does."""
+    """Write a mirror of a step as a worker does."""
     buffer.begin()
     data = content(rank, step, len(buffer.data))
     buffer.data[:] = data
@@ -46,17 +46,13 @@ def write(buffer: SlotWriter, rank: int, step: int, pin: bool = False, check: bo
     buffer.commit(step, json.dumps({"step": step, "rank": rank}).encode(), pin, checksum)
 
 
-def keep_only(registry: SlotRegistry, *kept: tuple[int, int, int]) -> None:
-    """Drops the other complete versions, as at the end of their generation.
-
-    Args:
-        kept: (generation, rank, step).
-    """
+def keep_only(registry: SlotRegistry, *keys: tuple[int, int, int]) -> None:
+    """Drop all complete versions but those with these keys: (generation, rank, step)."""
     with registry._lock:
         registry._drop_entries(
             entry
             for entry, version in registry._complete_versions()
-            if (version.generation, version.rank, version.step) not in kept
+            if (version.generation, version.rank, version.step) not in keys
         )
 
 
@@ -153,11 +149,11 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def wait_for_fds(most: int) -> None:
-    """Waits until no more are open: the server closes its own after a reply."""
+def wait_for_fds(max_fds: int) -> None:
+    """Wait until at most `max_fds` are open: the server closes descriptors after its reply."""
     deadline_s = monotonic() + 5.0
-    while (count := open_fds()) > most:
-        assert monotonic() < deadline_s, f"{count - most} descriptors were left open"
+    while (count := open_fds()) > max_fds:
+        assert monotonic() < deadline_s, f"{count - max_fds} descriptors are still open"
         sleep(0.01)
 
 

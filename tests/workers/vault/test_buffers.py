@@ -1,4 +1,4 @@
-"""What memory there is, on machines made of files; and what is done when it is too little."""
+"""Available memory of simulated machines, and allocation if memory is insufficient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ V1 = "9:name=systemd:/x\n4:cpu,memory:/pod/box\n0::/x\n"
 
 
 def machine(root: Path, cgroup: str, files: Mapping[str, str]) -> Path:
-    """One with 1000 KiB available and these files of control groups."""
+    """A root folder of a machine with 1000 KiB available and these control group files."""
     meminfo = "MemTotal: 4000 kB\nMemFree: 10 kB\nMemAvailable:   1000 kB\n"
     everything = {"proc/meminfo": meminfo, "proc/self/cgroup": cgroup}
     for path, text in (everything | {f"sys/fs/cgroup/{k}": v for k, v in files.items()}).items():
@@ -36,7 +36,7 @@ def test_fits_twice_compares_available_and_resident_memory(tmp_path: Path):
     assert fits_twice(2, root)
     assert not fits_twice(3, root)
     (root / "proc/self/statm").unlink()
-    assert not fits_twice(1, root)  # nobody can tell
+    assert not fits_twice(1, root)  # unknown
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_fits_twice_compares_available_and_resident_memory(tmp_path: Path):
             },
             700,
         ),
-        # In a container the group may be mounted at the root, under a path that is not there.
+        # In a container the group may be mounted at the root, under a path that does not exist.
         (V2, {"memory.max": "900", "memory.current": "300"}, 600),
         ("0::/../../box\n", {"memory.max": "900", "memory.current": "300"}, 600),
         (

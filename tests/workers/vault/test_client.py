@@ -52,7 +52,7 @@ def test_announce_complete_drops_older_generations(cluster: VaultCluster):
     write(new, 0, 5)
     assert steps_of(vault) == [(0, 4), (0, 5)]
     client.announce_complete(2)
-    client.reserve(2, 0, 1, table())  # its reply comes after the announcement was handled
+    client.reserve(2, 0, 1, table())  # its reply follows the announcement
     assert steps_of(vault) == [(0, 5)]
 
 
@@ -74,7 +74,7 @@ def test_lost_vault_is_an_error_and_memory_stays_mapped(cluster: VaultCluster):
 
 @contextmanager
 def silent_vault(answers: int) -> Iterator[str]:
-    """Replies to that many requests, and then to no more."""
+    """A vault that replies to `answers` requests and then no more."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(abstract_socket_name("@rayzero-silent"))
         listener.listen()

@@ -1,4 +1,4 @@
-"""Reading a state back, from this node and from another one."""
+"""Reading a state from a vault on this or another node."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_state_is_read_in_any_ranges(cluster: VaultCluster, node: str):
     assert source.step == 4
     assert list(source.block_indexes) == [table(0), table(1)]
     assert source.metadata(1) == {"step": 4, "rank": 1}
-    assert source.metadata(5) == {"step": 4, "rank": 0}  # there was no such rank
+    assert source.metadata(5) == {"step": 4, "rank": 0}  # no such rank existed
     for block in (0, 1):
         for offset, length in ((0, 64), (63, 1), (10, 20), (64, 0)):
             expected = content(block, 4)[offset : offset + length]

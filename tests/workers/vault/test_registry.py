@@ -1,4 +1,4 @@
-"""How long versions live, on one vault without a socket."""
+"""The lifetime of versions in a vault's registry."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rayzero.workers.vault.images import MappedSlotReader
 from rayzero.workers.vault.records import SlotGoneError, SlotInfo
 from rayzero.workers.vault.registry import SlotRegistry
 from rayzero.workers.vault.slots import SlotHeader, SlotWriter, encode_table, read_header
-from tests.workers.vault.support import PLENTY, keep_only, open_fds, refs, table, write
+from tests.workers.vault.support import UNLIMITED_BYTES, keep_only, open_fds, refs, table, write
 
 KEY = tuple[int, int, int]
 
 
 class Node:
-    """A vault's registry, and its users."""
+    """A vault's registry and its clients."""
 
     def __init__(self) -> None:
-        self.pool = BufferPool(lambda: PLENTY)
+        self.pool = BufferPool(lambda: UNLIMITED_BYTES)
         self.registry = SlotRegistry(self.pool)
 
     def reserve(self, generation: int, rank: int, owner: int = 7, nbytes: int = 64) -> SlotWriter:
@@ -34,7 +34,7 @@ class Node:
     def mirror(
         self, generation: int, rank: int, *steps: int, pin: bool = False
     ) -> list[SlotWriter]:
-        """Writes each step into a buffer of its own."""
+        """Write each step into a separate buffer."""
         buffers = []
         for step in steps:
             buffers.append(self.reserve(generation, rank))
@@ -42,7 +42,7 @@ class Node:
         return buffers
 
     def replica(self, generation: int, rank: int, step: int) -> None:
-        """As if it had been copied from another node."""
+        """Add a replica of another node's version."""
         other = Node()
         other.mirror(generation, rank, step, pin=True)
         [source] = other.registry._entries
@@ -107,10 +107,10 @@ def test_unpinning_frees_up_to_step_and_keeps_versions(node: Node):
 
 def test_dropped_buffers_are_reused_and_grow(node: Node):
     node.mirror(1, 0, 4, 5)
-    held = node.registry.usage()["slots"]
+    nbytes = node.registry.usage()["slots"]
     keep_only(node.registry, (1, 0, 5))
     assert node.keys() == [(1, 0, 5)]
-    assert node.registry.usage() == {"slots": held // 2, "replicas": 0, "spare": held // 2}
+    assert node.registry.usage() == {"slots": nbytes // 2, "replicas": 0, "spare": nbytes // 2}
     new = node.reserve(2, 0, nbytes=100_000)
     assert node.registry.usage()["spare"] == 0
     assert (new.step, len(new.data)) == (-1, 100_000)
@@ -129,7 +129,7 @@ def test_unfinished_buffers_become_spare_and_complete_versions_stay(node: Node):
 
 
 def test_latest_copy_of_version_is_read(node: Node):
-    """A rank may save all of the state under a step of which its own part was mirrored."""
+    """A rank may salvage the complete state of a step whose shard it has mirrored."""
     node.mirror(1, 0, 4)
     write(node.reserve(1, 0, nbytes=512), 0, 4)
     with node.registry.open_pinned(refs((1, 0, 4))[0]) as fd:
@@ -144,7 +144,7 @@ def test_version_that_is_read_is_not_reused(node: Node):
     with node.registry.open_pinned(ref) as fd:
         keep_only(node.registry)
         assert node.keys() == []
-        assert node.registry.usage()["spare"] == 0  # nobody else gets the buffer yet
+        assert node.registry.usage()["spare"] == 0  # the buffer is not reused yet
         MappedSlotReader(ref, fd).verify()
     assert node.registry.usage()["spare"] > 0
     with pytest.raises(SlotGoneError, match="generation 1, rank 0, step 4 on node a is gone"):
@@ -160,7 +160,7 @@ def test_version_overwritten_during_read_is_error(node: Node):
 def test_older_replica_stays_until_it_is_unpinned_and_newer_one_is_complete(node: Node):
     node.replica(1, 0, 4)
     node.registry.unpin(1, 9)
-    assert node.keys(replica=True) == [(1, 0, 4)]  # there is no newer one
+    assert node.keys(replica=True) == [(1, 0, 4)]  # without a newer one
     node.replica(1, 0, 8)
     assert node.keys(replica=True) == [(1, 0, 4), (1, 0, 8)]
     node.registry.unpin(1, 4)

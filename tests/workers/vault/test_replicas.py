@@ -1,4 +1,4 @@
-"""Copies of versions on other nodes."""
+"""Replicas of versions on other nodes."""
 
 from __future__ import annotations
 
@@ -40,19 +40,18 @@ def pinned(cluster: VaultCluster, step: int, rank: int = 0, nbytes: int = 64) ->
 
 
 def test_hanging_copy_blocks_only_first_callers(cluster: VaultCluster):
-    """With as many calls as the vault has threads, polls are still answered."""
-    answers = Event()
-    cluster.on_fetch = lambda ref, offset: answers.wait(LIMIT_S)
+    """With as many calls as the vault has threads, polls still return."""
+    resumed = Event()
+    cluster.on_fetch = lambda ref, offset: resumed.wait(LIMIT_S)
     slots, vault = pinned(cluster, 4), cluster.vault("b")
     with ThreadPoolExecutor(VAULT_COMMAND_THREADS) as threads:
         tries = [threads.submit(vault.replicate, slots) for _ in range(VAULT_COMMAND_THREADS)]
         try:
             assert threads.submit(vault.poll, 0.0).result(LIMIT_S) == []
         finally:
-            answers.set()
-        ends = [attempt.exception(LIMIT_S) for attempt in tries]
-    refused = [error for error in ends if error is not None]
-    assert {type(error) for error in refused} == {VaultGoneError}
+            resumed.set()
+        errors = [attempt.exception(LIMIT_S) for attempt in tries]
+    assert {type(error) for error in errors if error is not None} == {VaultGoneError}
     assert steps_of(vault) == [(0, 4)]
     assert vault.replicate(slots) == 0  # later calls succeed
 
@@ -122,7 +121,7 @@ def test_damage_in_transit_is_detected(cluster: VaultCluster, monkeypatch: pytes
     vault = cluster.vault("b")
     vault.replicate(slots)
     newer = pinned(cluster, 8)
-    # After its own vault has verified it, which is when the first byte is read.
+    # The source vault verifies the data before it sends the first byte.
     cluster.on_fetch = lambda ref, offset: (
         offset and damage(cluster.vaults["a"], newer[0], lambda image: image.header.data_offset)
     )

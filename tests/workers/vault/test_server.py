@@ -1,4 +1,4 @@
-"""Deaths, kills and malformed packets at a vault's socket, with real processes."""
+"""Lost workers, kills and malformed packets at a vault's socket, with real processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOTICE_S = 0.1
 
 @pytest.mark.alone
 def test_killed_worker_is_reported_immediately_and_once(cluster: VaultCluster):
-    """The shortest of three: other work on the machine only adds to it."""
+    """The minimum of three measurements; other load on the machine only adds to it."""
     vault, took_s = cluster.vault(), []
     for number in range(3):
         with WorkerProcess("connect", vault.address(), worker=number) as worker:
@@ -48,7 +48,7 @@ def test_killed_worker_is_reported_immediately_and_once(cluster: VaultCluster):
 
 
 def test_death_is_detected_before_socket_closes(cluster: VaultCluster):
-    """A dying process's threads go first, its sockets last."""
+    """The threads of a dying process exit first, its sockets close last."""
     if not _kernel_watches_threads():
         pytest.skip("this kernel has no pidfds of threads (Linux 6.9)")
     vault, client = cluster.vault(), cluster.client(worker=5)
@@ -61,7 +61,7 @@ def test_thread_exit_after_deregister_is_no_lost_worker(cluster: VaultCluster):
     vault = cluster.vault()
     for _ in range(20):  # the request and the exit arrive in any order
         cluster.client().close()
-    cluster.client(worker=7)  # its reply comes after everything before
+    cluster.client(worker=7)  # its reply follows all earlier events
     assert vault.poll(0.2) == []
 
 
@@ -133,7 +133,7 @@ def test_only_connected_workers_are_killed(cluster: VaultCluster):
         assert vault.kill(worker.pid)
         assert worker.wait() == -9
         vault.poll(10.0)
-        assert vault.kill(worker.pid)  # it has ended already
+        assert vault.kill(worker.pid)  # it has already exited
 
 
 def test_without_pidfds_deaths_are_detected_and_kill_returns_false(

@@ -1,4 +1,4 @@
-"""A buffer and its writer, killed at every line that it runs."""
+"""A slot buffer and its writer, which is killed at every line it executes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def fds() -> Iterator[list[int]]:
 
 
 def read(fd: int, step: int) -> tuple[bytes, dict[str, Any]]:
-    """A whole version's data and JSON part, checked."""
+    """The verified data and metadata of a complete version."""
     image = MappedSlotReader(SlotRef(1, 0, step, "a"), fd)
     try:
         image.verify()
@@ -104,9 +104,9 @@ def test_memory_stays_mapped_while_view_exists(fds: list[int]):
 
 
 def killed_at_line(number: int, buffer: SlotWriter) -> bool:
-    """Writes step 3 in a child process that kills itself before its n-th line in `slots`.
+    """Write step 3 in a child process that kills itself before its n-th line in `slots`.
 
-    True when it was killed, False when it had written all before.
+    Returns False if the child finished before that line.
     """
     child = os.fork()
     if not child:
@@ -149,7 +149,7 @@ def test_writer_killed_at_any_line_leaves_only_complete_versions(fds: list[int])
 
 
 def state_of(fd: int) -> str:
-    """Which version a buffer holds; what says that it is whole must be."""
+    """The version in a buffer; a version that is marked complete must be complete."""
     for step, name in ((1, "old"), (3, "new")):
         try:
             assert read(fd, step) == (content(0, step), {"step": step, "rank": 0})

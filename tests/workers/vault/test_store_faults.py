@@ -1,4 +1,4 @@
-"""A store that fails where a fault says so."""
+"""Injected faults of the checkpoint store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint files, stuck processes, and what a vault costs to start."""
+"""Checkpoint files, inspection of processes, and imports of a vault."""
 
 from __future__ import annotations
 
@@ -205,11 +205,11 @@ def test_without_py_spy_state_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
 def test_vault_starts_without_torch_ray_and_pyarrow():
     script = (
         "import importlib, pkgutil, sys, rayzero.workers.vault as vault\n"
-        "for one in pkgutil.iter_modules(vault.__path__):\n"
-        "    if one.name == 'actor': continue  # the Ray shell\n"
-        "    importlib.import_module(f'rayzero.workers.vault.{one.name}')\n"
-        "found = {'torch', 'ray', 'pyarrow'} & set(sys.modules)\n"
-        "sys.exit(repr(found) if found else 0)\n"
+        "for module in pkgutil.iter_modules(vault.__path__):\n"
+        "    if module.name == 'actor': continue  # the Ray actor\n"
+        "    importlib.import_module(f'rayzero.workers.vault.{module.name}')\n"
+        "loaded = {'torch', 'ray', 'pyarrow'} & set(sys.modules)\n"
+        "sys.exit(repr(loaded) if loaded else 0)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
