@@ -13,7 +13,8 @@ from tests.deploy.chart import Object, objects_of_kind, render
 from tests.deploy.prometheus import ALERTS
 
 _HEADER = (
-    "# Made of the chart by `python -m tests.deploy.alerts`; change files/rules.yaml instead.\n"
+    "# Generated from the chart by `python -m tests.deploy.alerts`; "
+    "change files/rules.yaml instead.\n"
 )
 _KEY_ORDER = ("alert", "expr", "for", "labels", "annotations")
 

@@ -17,7 +17,9 @@ from tests.house.source import ROOT
 MANIFESTS = ROOT / "manifests"
 NAME = "rayzero"
 OVERLAYS = ("cpu-dev", "gpu", "spot")
-_HEADER = "# Made of the chart by `python -m tests.deploy.manifests`; change the chart instead.\n"
+_HEADER = (
+    "# Generated from the chart by `python -m tests.deploy.manifests`; change the chart instead.\n"
+)
 _EXCLUDED = ("PrometheusRule", f"{NAME}-dashboard", f"{NAME}-test")
 _HELM_METADATA = ("helm.sh/chart", "app.kubernetes.io/managed-by", "helm.sh/resource-policy")
 

@@ -34,22 +34,22 @@ RANK = textwrap.dedent(
     sys.stdin.readline()
     if rank == 1:
         time.sleep(60)
-    begun = []
-    def cut():
-        while not begun:
+    starts = []
+    def shut_down():
+        while not starts:
             time.sleep(0.01)
-        time.sleep(0.3)  # so that the wait below is on; too early a cut would end it as well
-        begun.append(time.perf_counter())
+        time.sleep(0.3)  # until the wait below is in progress
+        starts.append(time.perf_counter())
         sockets.shutdown()
         sockets.shutdown()
-    thread = threading.Thread(target=cut)
+    thread = threading.Thread(target=shut_down)
     thread.start()
-    begun.append(0.0)
+    starts.append(0.0)
     try:
         dist.irecv(torch.ones(4), 1).wait()
     except RuntimeError as error:
         assert "closed by peer" in str(error), error
-        print(f"freed {time.perf_counter() - begun[-1]}", flush=True)
+        print(f"ended {time.perf_counter() - starts[-1]}", flush=True)
     thread.join()
     """
 )
@@ -67,8 +67,8 @@ def test_shutdown_ends_wait_for_stopped_peer():
         ranks[0].stdin.write("go\n")
         ranks[0].stdin.flush()
         state, seconds = ranks[0].stdout.readline().split()
-        assert state == "freed"
-        assert float(seconds) < 30, "less than its timeout"
+        assert state == "ended"
+        assert float(seconds) < 30, "less than the timeout of the collective"
         assert ranks[0].wait(100) == 0
     finally:
         for process in ranks:

@@ -20,128 +20,130 @@ from rayzero.workers.training_thread import (
 DONE = Finished(1, 0, None, {}, 0)
 
 
-class Bench:
-    """A training thread with its messages, and a count of how often peers were released."""
+class ThreadHarness:
+    """A training thread, its posted messages, and how often it released its peers."""
 
     def __init__(self) -> None:
         self.posted: list[WorkerMessage] = []
-        self.freed = 0
+        self.released = 0
         self.channel = GenerationChannel(self.posted.append, 1, 0)
-        self.thread = TrainingThread(self._free)
+        self.thread = TrainingThread(self._release)
 
-    def _free(self, drained: bool) -> None:
-        self.freed += not drained
+    def _release(self, drained: bool) -> None:
+        self.released += not drained
 
     def start(self, body: Callable[[], WorkerMessage]) -> None:
         self.thread.start(self.channel, body)
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    bench.channel.interrupt.set()
-    assert bench.thread.join(5)
+def harness() -> Iterator[ThreadHarness]:
+    harness = ThreadHarness()
+    yield harness
+    harness.channel.interrupt.set()
+    assert harness.thread.join(5)
 
 
-def test_body_ends_with_its_own_message(bench: Bench):
-    bench.start(lambda: DONE)
-    assert bench.thread.join(5)
-    assert bench.posted == [DONE]
-    assert bench.freed == 0
+def test_body_ends_with_its_own_message(harness: ThreadHarness):
+    harness.start(lambda: DONE)
+    assert harness.thread.join(5)
+    assert harness.posted == [DONE]
+    assert harness.released == 0
 
 
-def test_exception_becomes_crash_with_its_step(bench: Bench):
+def test_exception_becomes_crash_with_its_step(harness: ThreadHarness):
     def body() -> WorkerMessage:
-        bench.channel.progress.begin_step(3)
+        harness.channel.progress.begin_step(3)
         raise ValueError("boom")
 
-    bench.start(body)
-    assert bench.thread.join(5)
-    (crash,) = bench.posted
+    harness.start(body)
+    assert harness.thread.join(5)
+    (crash,) = harness.posted
     assert isinstance(crash, Crashed)
     assert (crash.kind, crash.step, crash.error) == ("user", 3, "ValueError: boom")
 
 
-def test_interrupt_unwinds_at_next_check_and_releases_peers(bench: Bench):
+def test_interrupt_unwinds_at_next_check_and_releases_peers(harness: ThreadHarness):
     running = Event()
 
     def body() -> WorkerMessage:
         running.set()
         while True:
-            bench.channel.interrupt.check()
+            harness.channel.interrupt.check()
 
-    bench.start(body)
+    harness.start(body)
     assert running.wait(5)
-    bench.channel.interrupt.set()
-    assert bench.thread.join(5)
-    assert bench.posted == [Stopped(1, 0)]
-    assert bench.freed == 1
+    harness.channel.interrupt.set()
+    assert harness.thread.join(5)
+    assert harness.posted == [Stopped(1, 0)]
+    assert harness.released == 1
 
 
-def test_drain_keeps_connections_to_peers(bench: Bench):
+def test_drain_keeps_connections_to_peers(harness: ThreadHarness):
     def body() -> WorkerMessage:
         raise Interrupted
 
-    bench.start(body)
-    assert bench.thread.join(5)
-    assert bench.posted == [Stopped(1, 0)]
-    assert bench.freed == 0, "a slower peer may still be taking what this rank has sent"
+    harness.start(body)
+    assert harness.thread.join(5)
+    assert harness.posted == [Stopped(1, 0)]
+    assert harness.released == 0, "a slower peer may still be receiving from this rank"
 
 
-def test_collective_that_fails_while_stopping_is_stop(bench: Bench):
+def test_collective_that_fails_while_stopping_is_stop(harness: ThreadHarness):
     may_continue = Event()
 
     def body() -> WorkerMessage:
         may_continue.wait(5)
         raise CollectiveError("a peer was unwound first")
 
-    bench.start(body)
-    bench.channel.interrupt.set()
+    harness.start(body)
+    harness.channel.interrupt.set()
     may_continue.set()
-    assert bench.thread.join(5)
-    assert bench.posted == [Stopped(1, 0)]
+    assert harness.thread.join(5)
+    assert harness.posted == [Stopped(1, 0)]
 
 
-def test_generations_run_one_after_another(bench: Bench):
+def test_generations_run_one_after_another(harness: ThreadHarness):
     may_continue = Event()
 
     def body() -> WorkerMessage:
         may_continue.wait(5)
         return DONE
 
-    bench.start(body)
+    harness.start(body)
     with pytest.raises(EngineError, match="still running"):
-        bench.start(lambda: DONE)
+        harness.start(lambda: DONE)
     may_continue.set()
-    assert bench.thread.join(5)
-    bench.start(lambda: DONE)
-    assert bench.thread.join(5)
-    assert bench.posted == [DONE, DONE]
+    assert harness.thread.join(5)
+    harness.start(lambda: DONE)
+    assert harness.thread.join(5)
+    assert harness.posted == [DONE, DONE]
 
 
-def test_join_waits_for_thread_that_is_being_started(bench: Bench, monkeypatch: pytest.MonkeyPatch):
-    """A fence of the last generation may still be at work then."""
-    beginning, may_continue = Event(), Event()
+def test_join_waits_for_thread_that_is_being_started(
+    harness: ThreadHarness, monkeypatch: pytest.MonkeyPatch
+):
+    """A fence of the last generation may still be in progress."""
+    starting, may_continue = Event(), Event()
 
-    class Slow(Thread):
+    class SlowThread(Thread):
         def start(self) -> None:
-            beginning.set()
+            starting.set()
             assert may_continue.wait(30)
             super().start()
 
-    monkeypatch.setattr(module, "Thread", Slow)
-    starter = Thread(target=bench.start, args=(lambda: DONE,))
+    monkeypatch.setattr(module, "Thread", SlowThread)
+    starter = Thread(target=harness.start, args=(lambda: DONE,))
     starter.start()
-    assert beginning.wait(30)
+    assert starting.wait(30)
     joined: list[bool] = []
-    joiner = Thread(target=lambda: joined.append(bench.thread.join(30)))
+    joiner = Thread(target=lambda: joined.append(harness.thread.join(30)))
     joiner.start()
     may_continue.set()
     for thread in (starter, joiner):
         thread.join(30)
     assert joined == [True]
-    assert bench.posted == [DONE]
+    assert harness.posted == [DONE]
 
 
 def test_next_generation_waits_for_thread_that_has_posted_its_end():

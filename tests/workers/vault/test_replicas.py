@@ -45,12 +45,12 @@ def test_hanging_copy_blocks_only_first_callers(cluster: VaultCluster):
     cluster.on_fetch = lambda ref, offset: resumed.wait(LIMIT_S)
     slots, vault = pinned(cluster, 4), cluster.vault("b")
     with ThreadPoolExecutor(VAULT_COMMAND_THREADS) as threads:
-        tries = [threads.submit(vault.replicate, slots) for _ in range(VAULT_COMMAND_THREADS)]
+        attempts = [threads.submit(vault.replicate, slots) for _ in range(VAULT_COMMAND_THREADS)]
         try:
             assert threads.submit(vault.poll, 0.0).result(LIMIT_S) == []
         finally:
             resumed.set()
-        errors = [attempt.exception(LIMIT_S) for attempt in tries]
+        errors = [attempt.exception(LIMIT_S) for attempt in attempts]
     assert {type(error) for error in errors if error is not None} == {VaultGoneError}
     assert steps_of(vault) == [(0, 4)]
     assert vault.replicate(slots) == 0  # later calls succeed

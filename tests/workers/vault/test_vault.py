@@ -135,7 +135,7 @@ def test_hanging_store_blocks_only_its_writer(
     buffer = cluster.client().reserve(1, 0, 1, table())
     write(buffer, 0, 4, pin=True)
     with ThreadPoolExecutor(VAULT_COMMAND_THREADS) as threads:
-        tries = [
+        attempts = [
             threads.submit(vault.write, "folder", refs((1, 0, 4)))
             for _ in range(VAULT_COMMAND_THREADS)
         ]
@@ -143,9 +143,9 @@ def test_hanging_store_blocks_only_its_writer(
             assert threads.submit(vault.poll, 0.0).result(LIMIT_S) == []
         finally:
             answers.set()
-        ends = [attempt.exception(LIMIT_S) for attempt in tries]
-    refused = [error for error in ends if isinstance(error, StoreError)]
-    assert {error.kind for error in refused} == {"slow"}
+        errors = [attempt.exception(LIMIT_S) for attempt in attempts]
+    store_errors = [error for error in errors if isinstance(error, StoreError)]
+    assert {error.kind for error in store_errors} == {"slow"}
     assert len(vault.write("folder", refs((1, 0, 4)))) == 1  # later calls succeed
 
 
