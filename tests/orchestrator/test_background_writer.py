@@ -1,4 +1,4 @@
-"""The background writer: failures, hung disks, bounds, and its end."""
+"""The background writer: failures, hanging disks, bounds, and shutdown."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def test_hanging_write_does_not_block_put_or_close():
     writer = BackgroundWriter(lambda _: None)
     queue = writer.add_queue("the log", lambda _: release.wait(10) and None, 0.0)
     queue.put("a")
-    began_s = time.monotonic()
+    start_s = time.monotonic()
     queue.put("b")
     assert not writer.close(0.2)
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - start_s < 5
     assert not queue.is_empty
     release.set()
 

@@ -1,4 +1,4 @@
-"""The store on a real disk: what a run begins from, commits, and what is kept."""
+"""The checkpoint store on a real disk: resume point, commit and retention."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_damaged_and_incomplete_checkpoints_are_skipped(
     assert "step-20 is skipped" in warning
 
 
-def test_resume_never_rejects_folder_with_checkpoints(tmp_path: Path):
+def test_never_resume_rejects_existing_checkpoints(tmp_path: Path):
     folder_store = StoreInFolder(tmp_path, resume="never")
     assert folder_store.resume_point() is None
     folder_store.save(10)
@@ -102,5 +102,5 @@ def test_prune_keeps_newest_and_all_multiples(tmp_path: Path):
     folder_store = StoreInFolder(tmp_path, keep=2, keep_every=20)
     folder_store.save(10, 20, 30, 40, 50)
     asyncio.run(folder_store.store.prune())
-    kept = sorted(path.name for path in (tmp_path / "job").iterdir() if path.is_dir())
-    assert kept == ["step-20", "step-40", "step-50"]
+    remaining = sorted(path.name for path in (tmp_path / "job").iterdir() if path.is_dir())
+    assert remaining == ["step-20", "step-40", "step-50"]

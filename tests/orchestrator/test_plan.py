@@ -1,4 +1,4 @@
-"""The folders of a job, checked before anything is started."""
+"""Checks of a job's folders before the job starts."""
 
 from __future__ import annotations
 

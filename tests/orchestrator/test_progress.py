@@ -1,4 +1,4 @@
-"""Steps, totals and peaks from the reports of the ranks; sums and extremes of their rows."""
+"""Steps, totals and peaks from the reports of the ranks."""
 
 from __future__ import annotations
 

@@ -20,14 +20,14 @@ class TokenHandler(grpc.GenericRpcHandler):
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         authorization = dict(details.invocation_metadata).get("authorization")
 
-        def answer(_: bytes, context: grpc.ServicerContext) -> bytes:
+        def respond(_: bytes, context: grpc.ServicerContext) -> bytes:
             if details.method != "/ray.rpc.NodeInfoGcsService/CheckAlive":
                 context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
             if authorization != f"Bearer {TOKEN}":
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
             return b""
 
-        return grpc.unary_unary_rpc_method_handler(answer)
+        return grpc.unary_unary_rpc_method_handler(respond)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def head() -> Iterator[str]:
 
 
 def with_headers(monkeypatch: pytest.MonkeyPatch, **headers: str) -> None:
-    """Replaces the headers that Ray makes, and caches, from the environment."""
+    """Replace the headers that Ray derives from the environment and caches."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray_api, "get_auth_headers_if_auth_enabled", lambda _: headers)
 
@@ -61,7 +61,7 @@ def test_wrong_or_missing_token_is_rejected_immediately(head: str, monkeypatch: 
         connect.connect(head)
     assert "rejected the auth token" in str(error.value)
     assert "RAY_AUTH_TOKEN_PATH" in str(error.value)
-    assert time.monotonic() - start_s < 15, "Ray takes 20 s for each"
+    assert time.monotonic() - start_s < 15, "Ray's own check takes 20 s each"
 
 
 def test_rejected_token_is_an_error_without_another_local_cluster(

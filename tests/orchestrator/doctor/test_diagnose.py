@@ -1,4 +1,4 @@
-"""The findings for each problem alone."""
+"""Findings of the doctor for each single problem."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def storage(error: str = "", **changed: Any) -> SystemFacts:
     return replace(HEALTHY, storage=ProbeResult(STORAGE | changed, error))
 
 
-# The facts, the only finding that is not ok, and a part of its text or fix.
-BROKEN: dict[str, tuple[SystemFacts, str, Severity, str]] = {
+# The facts, the name and level of the only finding that is not OK, and a part of its text or fix.
+PROBLEMS: dict[str, tuple[SystemFacts, str, Severity, str]] = {
     "old Python": (machine(python="3.10.2"), "python", Severity.FAIL, "3.11"),
     "no torch": (
         replace(HEALTHY, torch=ProbeResult({}, "ModuleNotFoundError: No module named 'torch'")),
@@ -71,7 +71,7 @@ BROKEN: dict[str, tuple[SystemFacts, str, Severity, str]] = {
         "No module named 'torch'",
     ),
     "torch crashes": (
-        replace(HEALTHY, torch=ProbeResult({}, "the process that asked ended with signal 11")),
+        replace(HEALTHY, torch=ProbeResult({}, "the probe process ended with signal 11")),
         "torch",
         Severity.FAIL,
         "signal 11",
@@ -101,7 +101,7 @@ BROKEN: dict[str, tuple[SystemFacts, str, Severity, str]] = {
     "stray token": (machine(stray_token=True), "ray token", Severity.WARN, "RAY_AUTH_MODE"),
     "no cluster": (cluster("there is no Ray cluster"), "cluster", Severity.FAIL, "--address"),
     "empty cluster": (cluster(cpus=0.0), "cluster resources", Severity.WARN, "autoscaler"),
-    "leaving nodes": (
+    "draining nodes": (
         cluster(leaving=1),
         "cluster resources",
         Severity.WARN,
@@ -115,8 +115,18 @@ BROKEN: dict[str, tuple[SystemFacts, str, Severity, str]] = {
     ),
     "no shm": (machine(shm_bytes=None), "shared memory", Severity.WARN, "shmSize"),
     "small shm": (machine(shm_bytes=64 * 2**20), "shared memory", Severity.WARN, "64 MiB"),
-    "few files": (machine(open_files=(1024, 1024)), "open files", Severity.WARN, "ulimit"),
-    "no place": (storage("Permission denied"), "checkpoints", Severity.FAIL, "checkpoint.path"),
+    "low open files limit": (
+        machine(open_files=(1024, 1024)),
+        "open files",
+        Severity.WARN,
+        "ulimit",
+    ),
+    "unwritable folder": (
+        storage("Permission denied"),
+        "checkpoints",
+        Severity.FAIL,
+        "checkpoint.path",
+    ),
     "slow disk": (storage(write_s=3.0), "checkpoints", Severity.WARN, "3.0 s"),
     "full disk": (storage(free_bytes=2**20), "disk space", Severity.WARN, "0.0 GiB"),
 }
@@ -130,7 +140,7 @@ def test_healthy_machine() -> None:
         assert len(findings) >= 9
 
 
-@pytest.mark.parametrize(("facts", "name", "level", "text"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize(("facts", "name", "level", "text"), PROBLEMS.values(), ids=PROBLEMS)
 def test_each_problem_is_one_finding_with_fix(
     facts: SystemFacts, name: str, level: Severity, text: str
 ) -> None:
@@ -151,7 +161,7 @@ def test_each_problem_is_one_finding_with_fix(
         ({}, "no answer within 90 s"),
     ],
 )
-def test_gloo_that_does_not_work(facts: dict[str, Any], text: str) -> None:
+def test_gloo_failure(facts: dict[str, Any], text: str) -> None:
     cpu = {key: value for key, value in CPU.items() if key != "gloo_s"}
     findings = diagnose(replace(HEALTHY, torch=ProbeResult(cpu | facts, "no answer within 90 s")))
     (problem,) = [finding for finding in findings if finding.level is Severity.FAIL]
@@ -166,7 +176,7 @@ def test_failure_outweighs_warnings() -> None:
 
 
 def test_doctor_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit codes: 0 with warnings, 1 with a failure, 2 for an address of another kind."""
+    """Exit codes: 0 with warnings, 1 with a failure, 2 for an unsupported address."""
 
     def doctor(*arguments: str) -> Result:
         return CliRunner().invoke(app, ["doctor", *arguments])

@@ -56,7 +56,7 @@ def test_result_and_status_are_restored():
     assert read(stored) == stored
 
 
-def test_large_metrics_are_left_out():
+def test_large_metrics_are_omitted():
     result = JobResult("job", {"steps": 7, "all": "x" * MAX_RECORD_BYTES}, Path("/x"))
     content = encode_record(record(result))
     assert len(content) < MAX_RECORD_BYTES
@@ -65,7 +65,7 @@ def test_large_metrics_are_left_out():
     assert decoded.result().steps == 7
 
 
-def test_no_secret_is_stored():
+def test_secrets_are_redacted():
     result = JobResult("job", {"steps": 1, "hf_token": "abc", "at": "s3://me:pass@b/"}, Path("/x"))
     content = encode_record(record(result))
     assert b"abc" not in content

@@ -1,4 +1,4 @@
-"""Names of jobs are names of folders: no name leads out of the folder of jobs."""
+"""Job names are folder names: no name may lead out of the folder of jobs."""
 
 from __future__ import annotations
 

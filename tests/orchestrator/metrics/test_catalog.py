@@ -42,7 +42,7 @@ def metrics_text(job: SimulatedJob) -> str:
 
 
 def samples(job: SimulatedJob) -> dict[tuple[str, Labels], float]:
-    """Every sample by its name and its labels but `job`."""
+    """Every sample by its name and its labels without `job`."""
     exported = {}
     for family in text_string_to_metric_families(metrics_text(job)):
         for sample in family.samples:
@@ -138,7 +138,7 @@ def test_series_of_lost_ranks_are_removed():
     assert ranks(job) == {name: {"0", "1"} for name in before}
 
 
-def test_values_that_are_not_reported_are_left_out():
+def test_unreported_values_are_omitted():
     job = SimulatedJob()
     names = {name for name, _ in samples(job)}
     assert "rayzero_loss" not in names

@@ -1,4 +1,4 @@
-"""Clients that are slow, many, send long requests, or ask for unknown paths."""
+"""The HTTP server with slow, many or malicious clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step files, read back with other libraries, and writes that fail."""
+"""Step files, read back with other libraries, and failed writes."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ from rayzero.orchestrator.top.board import render_board, snapshot_line
 from tests.orchestrator.page.sample import empty, sample
 
 
-def rendered(now: dict[str, Any], width: int = 110, error: str | None = None) -> str:
+def rendered(snapshot: dict[str, Any], width: int = 110, error: str | None = None) -> str:
     out = StringIO()
     console = rich.console.Console(file=out, width=width, force_terminal=True, color_system=None)
-    console.print(render_board(now, error))
+    console.print(render_board(snapshot, error))
     return out.getvalue()
 
 
-def test_board_shows_all_parts() -> None:
+def test_board_shows_all_values() -> None:
     text = rendered(sample())
     for part in (
         "gpt-stdlib",
@@ -45,9 +45,9 @@ def test_board_shows_all_parts() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-@pytest.mark.parametrize("now", [sample(), empty(), sample(ranks=1), sample(ranks=1000)])
-def test_board_fits(now: dict[str, Any], width: int) -> None:
-    lines = rendered(now, width).splitlines()
+@pytest.mark.parametrize("snapshot", [sample(), empty(), sample(ranks=1), sample(ranks=1000)])
+def test_board_fits_width(snapshot: dict[str, Any], width: int) -> None:
+    lines = rendered(snapshot, width).splitlines()
     assert max(map(len, lines)) <= width
     assert len(lines) < 100
 

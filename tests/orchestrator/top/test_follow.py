@@ -1,4 +1,4 @@
-"""Following a job by its endpoint, and by the output of the same command in another cluster."""
+"""Following a job by its endpoint or by the output of the command in another cluster."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from tests.orchestrator.page.sample import sample
 
 
 class Responses:
-    """A source that returns or raises these in turn; the last one again and again."""
+    """A snapshot source that returns or raises these in order, and repeats the last one."""
 
-    def __init__(self, *answers: dict[str, Any] | Exception) -> None:
-        self._answers = list(answers)
+    def __init__(self, *responses: dict[str, Any] | Exception) -> None:
+        self._responses = list(responses)
 
     def __call__(self) -> dict[str, Any]:
-        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        response = self._responses.pop(0) if len(self._responses) > 1 else self._responses[0]
+        if isinstance(response, Exception):
+            raise response
+        return response
 
 
 class Clock:
@@ -49,7 +49,7 @@ class Clock:
         self.s += seconds
 
 
-GONE = SnapshotUnavailableError("no response")
+NO_RESPONSE = SnapshotUnavailableError("no response")
 
 
 def shown_states(source: Responses, clock: Clock) -> list[str]:
@@ -59,21 +59,21 @@ def shown_states(source: Responses, clock: Clock) -> list[str]:
 
 
 def test_following_ends_with_job() -> None:
-    source = Responses(sample(), GONE, sample(state="recovering"), sample(state="failed"))
+    source = Responses(sample(), NO_RESPONSE, sample(state="recovering"), sample(state="failed"))
     assert shown_states(source, Clock()) == ["running", "recovering", "failed"]
 
 
 def test_following_fails_when_job_does_not_respond_for_long() -> None:
     clock = Clock()
     with pytest.raises(SnapshotUnavailableError):
-        shown_states(Responses(sample(), GONE), clock)
+        shown_states(Responses(sample(), NO_RESPONSE), clock)
     assert follow.LOST_CONTACT_S < clock.s <= follow.LOST_CONTACT_S + 2 * follow.LINE_INTERVAL_S
 
 
 def test_following_fails_immediately_without_first_response() -> None:
     clock = Clock()
     with pytest.raises(SnapshotUnavailableError):
-        shown_states(Responses(GONE), clock)
+        shown_states(Responses(NO_RESPONSE), clock)
     assert clock.s == 0
 
 
@@ -87,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body or b"")
 
     def log_message(self, *args: Any) -> None:
-        """Keeps requests out of the test's output."""
+        """Log nothing."""
 
 
 @pytest.fixture

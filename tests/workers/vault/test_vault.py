@@ -166,7 +166,7 @@ def test_stopped_process_is_inspected(cluster: VaultCluster):
         os.waitpid(worker.pid, os.WUNTRACED)
         text = cluster.vault().inspect(worker.pid)
         assert text.startswith(f"process {worker.pid}: T (stopped)")
-        assert "say_and_wait" in text or "no stacks: " in text
+        assert "print_and_wait" in text or "no stacks: " in text
         assert cluster.vault().kill(worker.pid)
         assert worker.wait() == -9
         text = cluster.vault().inspect(worker.pid)
