@@ -40,7 +40,7 @@ def test_invalid_entry_point_is_reported_without_traceback(entrypoint: str | byt
     ("module", "first_frame", "error"),
     [
         ("broken", "VALUE = helper()", "ZeroDivisionError"),
-        ("lacking", "import not_installed_anywhere", "ModuleNotFoundError"),
+        ("missing_import", "import not_installed_anywhere", "ModuleNotFoundError"),
     ],
 )
 def test_import_error_shows_user_frames(module: str, first_frame: str, error: str):
