@@ -1,4 +1,4 @@
-"""Codecs against the properties that their papers state."""
+"""Codecs have the properties stated in their papers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CODECS: list[Codec] = [
     Int8Codec(64),
     SignCodec(64),
 ]
-every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda one: one.name)
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 LENGTHS = (32, 96, 64 * 7, 300_000)
 
 
@@ -46,17 +46,17 @@ def test_casts_round_to_nearest(numel: int) -> None:
 def test_int8_is_within_half_a_step_of_each_block(numel: int) -> None:
     values = torch.randn(numel) * 10.0 ** torch.randint(-9, 9, (numel // 32,)).repeat_interleave(32)
     decoded = encode_and_decode(Int8Codec(64), values)
-    for right, seen in zip(blocks(values, 64), blocks(decoded, 64), strict=True):
-        assert (right - seen).abs().max() <= right.abs().max() / 127 * 0.50001
+    for original, result in zip(blocks(values, 64), blocks(decoded, 64), strict=True):
+        assert (original - result).abs().max() <= original.abs().max() / 127 * 0.50001
 
 
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_sign_uses_the_mean_magnitude_of_the_block(numel: int) -> None:
     values = torch.randn(numel)
     decoded = encode_and_decode(SignCodec(64), values)
-    for right, seen in zip(blocks(values, 64), blocks(decoded, 64), strict=True):
-        expected = right.abs().mean() * torch.where(right >= 0, 1.0, -1.0)
-        assert torch.allclose(seen, expected)
+    for original, result in zip(blocks(values, 64), blocks(decoded, 64), strict=True):
+        expected = original.abs().mean() * torch.where(original >= 0, 1.0, -1.0)
+        assert torch.allclose(result, expected)
 
 
 @every_codec

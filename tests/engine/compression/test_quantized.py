@@ -1,4 +1,4 @@
-"""Quantized reductions: their reduce, equal bits on all ranks, and error feedback."""
+"""Quantized reductions: results, equality of ranks, error feedback."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def reduce_both_ways(rank: int, world: int, name: str, share: bool) -> list[Tens
     full = term(rank, world, 0)
     reduce.all_reduce(full).wait()
     torch.testing.assert_close(full, zero_padding(codec, decoded_parts(codec, expected, world)))
-    moved = {key: one.bytes for key, one in collectives.counters.by_name.items()}
+    moved = {key: counter.bytes for key, counter in collectives.counters.by_name.items()}
     once = world * codec.payload_bytes(PART)
     assert moved == {"all_to_all": 4 * once, "all_gather": once}
     return [full]
@@ -107,7 +107,7 @@ def test_sums_of_quantized_values(name: str, world: int, share: bool) -> None:
 
 
 def wait_in_any_order(rank: int, world: int, name: str, share: bool) -> tuple[list[Tensor], int]:
-    """Many reductions at once, waited for in another order on every rank."""
+    """Start many reductions and wait for them in a different order on every rank."""
     collectives = connect_gloo(share)
     shuffled = random.Random(rank)
     results = []
@@ -139,9 +139,9 @@ def wait_in_any_order(rank: int, world: int, name: str, share: bool) -> tuple[li
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_may_wait_in_any_order(world: int, share: bool) -> None:
     results = run_ranks(world, wait_in_any_order, "int8", share)
-    for full, held in results:
+    for full, buffer_bytes in results:
         assert all(torch.equal(a, b) for a, b in zip(full, results[0][0], strict=True))
-        assert held <= 2 * (MAX_IN_FLIGHT + 1) * world * CODECS["int8"].payload_bytes(PART)
+        assert buffer_bytes <= 2 * (MAX_IN_FLIGHT + 1) * world * CODECS["int8"].payload_bytes(PART)
 
 
 def reduce_with_feedback(rank: int, world: int, name: str, whole: bool) -> tuple[Tensor, Tensor]:
@@ -171,8 +171,8 @@ def reduce_with_feedback(rank: int, world: int, name: str, whole: bool) -> tuple
 @pytest.mark.parametrize("world", [2, 3])
 def test_results_and_residuals_add_up_to_the_gradients(world: int, name: str, whole: bool) -> None:
     results = run_ranks(world, reduce_with_feedback, name, whole)
-    residuals = sum(one for _, one in results)
-    arrived = results[0][0] if whole else sum(one for one, _ in results)
+    residuals = sum(residual for _, residual in results)
+    arrived = results[0][0] if whole else sum(result for result, _ in results)
     total = sum(term(rank, world, seed) for rank in range(world) for seed in range(6))
     torch.testing.assert_close(arrived + residuals, total, atol=1e-4, rtol=1e-4)
     assert residuals.abs().max() > 1e-3

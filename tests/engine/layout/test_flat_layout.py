@@ -1,4 +1,4 @@
-"""The flat layout: every element is in one place, on one rank, in one group range."""
+"""Flat layout: every element has a unique offset, rank and group range."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def layouts(draw: st.DrawFn) -> UnitLayout:
 def covered(parts: list[slice], length: int) -> bool:
     """Whether the parts cover 0 to `length` without overlap."""
     at = 0
-    for part in sorted(parts, key=lambda one: (one.start, one.stop)):
+    for part in sorted(parts, key=lambda part: (part.start, part.stop)):
         if part.start != at:
             return False
         at = part.stop
@@ -64,13 +64,13 @@ def test_everything_is_aligned_and_padding_is_bounded(layout: UnitLayout) -> Non
 
 
 @given(layouts())
-def test_the_shards_have_every_element_once(layout: UnitLayout) -> None:
+def test_shards_contain_every_element_once(layout: UnitLayout) -> None:
     parts_of: dict[int, list[slice]] = {index: [] for index in range(len(layout.params))}
     for rank in range(layout.world_size):
         shard = layout.shard(rank)
         for part in layout.overlaps(shard):
             parts_of[part.index].append(slice(part.start, part.stop))
-            # Where the part says it is, is where its parameter is.
+            # The offset of the part is within its parameter.
             start = shard.start + part.memory.start
             assert start == layout.param_range(part.index).start + part.start
             assert part.memory.stop - part.memory.start == part.stop - part.start > 0
@@ -95,16 +95,14 @@ def test_group_ranges_cover_any_range(layout: UnitLayout, data: st.DataObject) -
 
 
 @given(PARAMS, WORLDS)
-def test_a_layout_is_a_pure_function_of_its_input(
-    params: list[tuple[tuple[int, ...], int]], world: int
-) -> None:
-    one, other = make(params, world), make(params, world)
-    assert one == other
-    assert hash(one) == hash(other)
-    assert (one.offsets, one.padding, one.shard_numel) == (
-        other.offsets,
-        other.padding,
-        one.shard_numel,
+def test_layout_is_deterministic(params: list[tuple[tuple[int, ...], int]], world: int) -> None:
+    first, second = make(params, world), make(params, world)
+    assert first == second
+    assert hash(first) == hash(second)
+    assert (first.offsets, first.padding, first.shard_numel) == (
+        second.offsets,
+        second.padding,
+        first.shard_numel,
     )
 
 
@@ -119,11 +117,11 @@ def test_groups_are_contiguous_in_registration_order(
 
 @given(PARAMS)
 def test_offsets_do_not_depend_on_the_world(params: list[tuple[tuple[int, ...], int]]) -> None:
-    """So that resharding moves ranges and never renumbers them."""
+    """Resharding then moves ranges without renumbering them."""
     assert len({make(params, world).offsets for world in range(1, 10)}) == 1
 
 
-def test_by_hand() -> None:
+def test_hand_computed_layout() -> None:
     layout = make([((3, 5), 1), ((), 0), ((0, 4), 0), ((40,), 0)], 2)
     assert [(spec.name, spec.numel) for spec in layout.params] == [
         *(("p1", 1), ("p2", 0), ("p3", 40), ("p0", 15)),
@@ -143,7 +141,7 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 9])
-def test_a_unit_without_elements_has_an_empty_layout(world: int) -> None:
+def test_empty_unit_has_an_empty_layout(world: int) -> None:
     layout = make([((0,), 0)], world)
     assert (layout.numel, layout.padding, list(layout.overlaps(layout.shard(0)))) == (0, (), [])
     assert list(layout.group_ranges(slice(0, 0))) == []

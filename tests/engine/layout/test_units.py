@@ -1,4 +1,4 @@
-"""Which parameters are gathered and reduced together."""
+"""Units: parameters that are gathered and reduced together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def buckets(model: nn.Module, numel: int) -> list[UnitPlan]:
 
 
 def blocks(model: nn.Module, *classes: str) -> dict[str, list[str]]:
-    """Unit names and what is in them."""
+    """Parameter names by unit."""
     plans = plan_blocks(model, name_params(model, groups_of(model)), classes, 2)
     names = dict(model.named_modules(remove_duplicate=False))
     for plan in plans:
@@ -31,9 +31,9 @@ def blocks(model: nn.Module, *classes: str) -> dict[str, list[str]]:
 
 
 def contents(plans: list[UnitPlan]) -> dict[str, list[str]]:
-    found = {plan.layout.name: [spec.name for spec in plan.layout.params] for plan in plans}
-    assert len(found) == len(plans)
-    return found
+    names = {plan.layout.name: [spec.name for spec in plan.layout.params] for plan in plans}
+    assert len(names) == len(plans)
+    return names
 
 
 class TestNames:
@@ -42,12 +42,12 @@ class TestNames:
         model["b"].weight = model["a"].weight
         model["a"].bias.requires_grad_(False)
         named = name_params(model, {model["a"].weight: 3})
-        assert [(one.name, one.group) for one in named] == [("a.weight", 3), ("a.bias", None)]
+        assert [(param.name, param.group) for param in named] == [("a.weight", 3), ("a.bias", None)]
 
 
 class TestBuckets:
     @given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(1, 100))
-    def test_are_as_full_as_may_be_in_reverse_order(self, sizes: list[int], limit: int) -> None:
+    def test_are_filled_in_reverse_order(self, sizes: list[int], limit: int) -> None:
         model = nn.ParameterList(torch.zeros(size) for size in sizes)
         plans = buckets(model, limit)
         order = [int(spec.name) for plan in plans for spec in plan.layout.params]
@@ -58,10 +58,10 @@ class TestBuckets:
             for total, plan in zip(totals, plans, strict=True)
         )
         following = [plan.params[0].numel() for plan in plans[1:]]
-        # No bucket would have taken the next one's first parameter as well.
+        # No bucket has room for the first parameter of the next.
         assert all(total + more > limit for total, more in zip(totals[:-1], following, strict=True))
 
-    def test_leave_frozen_parameters_out(self) -> None:
+    def test_exclude_frozen_parameters(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 3))
         assert contents(buckets(model, 100)) == {"bucket0": ["1.bias", "1.weight"]}
 
@@ -73,7 +73,7 @@ class TestBuckets:
         }
         assert all(len({param.dtype for param in plan.params}) == 1 for plan in buckets(model, 4))
 
-    def test_params_stand_in_the_layouts_order(self) -> None:
+    def test_params_are_in_layout_order(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         groups = {param: number % 2 for number, param in enumerate(model.parameters())}
         (plan,) = plan_buckets(name_params(model, groups), 100, 2)
@@ -113,29 +113,29 @@ class TestBlocks:
         model.layers = nn.ModuleList([Pair(inner)])
         assert list(blocks(model)) == ["layers.0"]
 
-    def test_a_module_list_inside_a_block_makes_blocks_of_its_own(self) -> None:
+    def test_elements_of_a_nested_module_list_are_blocks(self) -> None:
         outer = Pair()
         outer.experts = nn.ModuleList([Pair()])
         model = nn.Module()
         model.layers = nn.ModuleList([outer])
-        found = blocks(model)
-        assert list(found) == ["layers.0", "layers.0.experts.0"]
-        assert found["layers.0"] == ["layers.0.own.weight", "layers.0.other.weight"]
+        units = blocks(model)
+        assert list(units) == ["layers.0", "layers.0.experts.0"]
+        assert units["layers.0"] == ["layers.0.own.weight", "layers.0.other.weight"]
 
     def test_containers_are_not_blocks_but_their_elements_may_be(self) -> None:
         lists = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2, bias=False)])])
         assert list(blocks(lists)) == ["0.0"]
-        # Nothing calls the elements of a dict in turn: they stay with what is around it.
+        # Elements of a dict are not called in sequence: they belong to the enclosing block.
         both = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.ModuleList([nn.Linear(2, 2)])})
         assert list(blocks(both)) == ["root", "b.0"]
 
-    def test_parameters_tied_between_blocks_go_to_what_holds_both(self) -> None:
+    def test_parameters_tied_between_blocks_belong_to_their_ancestor(self) -> None:
         model = nn.Module()
         model.layers = nn.ModuleList([Pair(), Pair()])
         model.layers[1].own.weight = model.layers[0].own.weight
         model.layers[0].other.weight = model.layers[0].own.weight
-        found = blocks(model)
-        assert found == {"root": ["layers.0.own.weight"], "layers.1": ["layers.1.other.weight"]}
+        units = blocks(model)
+        assert units == {"root": ["layers.0.own.weight"], "layers.1": ["layers.1.other.weight"]}
 
     def test_parameters_tied_within_a_block_stay_there(self) -> None:
         model = nn.Module()
@@ -143,7 +143,7 @@ class TestBlocks:
         model.layers[0].other.weight = model.layers[0].own.weight
         assert blocks(model)["layers.0"] == ["layers.0.own.weight"]
 
-    def test_tied_parameters_go_to_the_innermost_block_around_them(self) -> None:
+    def test_tied_parameters_belong_to_the_innermost_ancestor(self) -> None:
         outer = Pair()
         outer.experts = nn.ModuleList([Pair(), Pair()])
         outer.experts[1].own.weight = outer.experts[0].own.weight
@@ -151,7 +151,7 @@ class TestBlocks:
         model.layers = nn.ModuleList([outer])
         assert "layers.0.experts.0.own.weight" in blocks(model)["layers.0"]
 
-    def test_a_module_inside_several_blocks_goes_to_what_holds_them_all(self) -> None:
+    def test_shared_module_belongs_to_the_common_ancestor(self) -> None:
         shared = nn.Linear(2, 2, bias=False)
         model = nn.Module()
         model.layers = nn.ModuleList([Pair(shared), Pair(shared)])
@@ -161,39 +161,39 @@ class TestBlocks:
             "layers.1": ["layers.1.own.weight"],
         }
 
-    def test_a_block_that_stands_in_several_places_is_one_block(self) -> None:
+    def test_repeated_block_is_a_single_block(self) -> None:
         block = Pair()
         model = nn.Module()
         model.layers = nn.ModuleList([block, block])
-        model.again = nn.ModuleList([block])
+        model.repeated = nn.ModuleList([block])
         assert list(blocks(model)) == ["layers.0"]
         model.callers = nn.ModuleList([Pair(block), Pair(block)])
         assert list(blocks(model)) == ["layers.0", "callers.0", "callers.1"]
 
-    def test_frozen_parameters_and_other_dtypes_are_units_of_the_same_block(self) -> None:
+    def test_blocks_have_units_by_dtype_and_trainability(self) -> None:
         model = nn.Module()
         model.layers = nn.ModuleList([Pair()])
         model.layers[0].own.requires_grad_(False)
         model.layers[0].third = nn.Linear(2, 2, bias=False).double()
         plans = plan_blocks(model, name_params(model, groups_of(model)), (), 2)
         assert {plan.module for plan in plans} == {model.layers[0]}
-        found = {(plan.trainable, plan.params[0].dtype): plan.layout.name for plan in plans}
-        assert found == {
+        units = {(plan.trainable, plan.params[0].dtype): plan.layout.name for plan in plans}
+        assert units == {
             (False, torch.float32): "layers.0 (torch.float32) (frozen)",
             (True, torch.float32): "layers.0 (torch.float32)",
             (True, torch.float64): "layers.0 (torch.float64)",
         }
 
-    def test_classes_choose(self) -> None:
+    def test_classes_select_blocks(self) -> None:
         model = nn.Module()
         model.layers = nn.ModuleList([Pair(), Pair()])
         model.single = Pair()
         assert list(blocks(model, "Pair")) == ["layers.0", "layers.1", "single"]
         assert list(blocks(nn.Sequential(Pair()), "Linear")) == ["0.own", "0.other"]
-        # The root is a block in any case, and is not made one twice.
+        # The root is always a block, and only once.
         assert list(blocks(Pair(), "Pair")) == ["root"]
 
-    def test_a_class_that_is_not_there_is_named_with_its_nearest(self) -> None:
+    def test_unknown_class_suggests_the_closest_name(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         with pytest.raises(
             ConfigError, match=r"unshard_modules.*'Liner' \(did you mean 'Linear'\?\)"
@@ -203,5 +203,5 @@ class TestBlocks:
     @pytest.mark.parametrize("classes", [(), ("Pair",), ("Linear",), ("Pair", "Linear")])
     def test_every_parameter_is_in_one_unit(self, classes: tuple[str, ...]) -> None:
         model = nn.Sequential(Pair(), Pair(nn.Sequential(Pair(), nn.Linear(3, 1))))
-        found = [name for unit in blocks(model, *classes).values() for name in unit]
-        assert sorted(found) == sorted(name for name, _ in model.named_parameters())
+        units = [name for unit in blocks(model, *classes).values() for name in unit]
+        assert sorted(units) == sorted(name for name, _ in model.named_parameters())

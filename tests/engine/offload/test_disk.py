@@ -1,4 +1,4 @@
-"""State in files: bounded memory, error messages, no leftover files and threads."""
+"""NVMe offload: bounded memory, error messages, no leftover files and threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def nvme(folder: Path, **more: Any) -> dict[str, Any]:
 
 class TestMappedFile:
     def test_written_values_are_mapped(self, tmp_path: Path) -> None:
-        file = MappedFile(tmp_path / "made")
+        file = MappedFile(tmp_path / "created")
         first, second = file.new_tensor(5, torch.bfloat16), file.new_tensor(3000, torch.float32)
         assert not first.any()
         assert not second.any()
@@ -41,15 +41,15 @@ class TestMappedFile:
         assert torch.equal(back, torch.cat((torch.ones(7), values[7:10])))
         assert second[7:] in file
         assert values not in file
-        assert not list((tmp_path / "made").iterdir())
+        assert not list((tmp_path / "created").iterdir())
 
-    def test_tensors_outlive_it(self, tmp_path: Path) -> None:
+    def test_tensors_outlive_the_file(self, tmp_path: Path) -> None:
         file = MappedFile(tmp_path)
-        kept = file.new_tensor(4, torch.float32)
+        tensor = file.new_tensor(4, torch.float32)
         file.close()
         file.close()
-        kept += 1
-        assert kept.sum() == 4
+        tensor += 1
+        assert tensor.sum() == 4
 
     @pytest.mark.parametrize("make", [lambda path: path.write_text(""), lambda path: None])
     def test_folder_that_cannot_be_created(self, tmp_path: Path, make: Any) -> None:
@@ -131,25 +131,27 @@ try:
 except EngineError as error:
     print(error)
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
-    assert "could not be allocated: File too large" in done.stdout, done.stderr
-    assert done.returncode == 0
+    assert "could not be allocated: File too large" in process.stdout, process.stderr
+    assert process.returncode == 0
 
 
-def test_threads_end_with_the_engine(tmp_path: Path) -> None:
+def test_close_stops_the_threads(tmp_path: Path) -> None:
     def threads() -> list[threading.Thread]:
-        return [one for one in threading.enumerate() if one.name.startswith("rayzero-disk")]
+        return [
+            thread for thread in threading.enumerate() if thread.name.startswith("rayzero-disk")
+        ]
 
     before = len(threads())
     engine = make_engine(config(1, "bf16", **nvme(tmp_path)))
     run_steps(engine, [0, 1])
-    mine = threads()
-    assert len(mine) > before
+    disk_threads = threads()
+    assert len(disk_threads) > before
     engine.close()
-    for one in mine:
-        one.join(5)
+    for thread in disk_threads:
+        thread.join(5)
     assert len(threads()) == before
 
 
@@ -199,16 +201,16 @@ print(max(peaks) - before, sizes["disk_optimizer_state"], sizes["disk_main_weigh
 
 
 def test_memory_is_bounded_by_the_buffers(tmp_path: Path) -> None:
-    """Of 75 MB of state, four chunks at most are in memory."""
-    done = subprocess.run(
+    """At most four chunks of 75 MB of state are in memory."""
+    process = subprocess.run(
         [sys.executable, "-c", MEASURED, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    grown, state, main, staging = map(int, done.stdout.split())
+    assert process.returncode == 0, process.stderr
+    grown, state, main, staging = map(int, process.stdout.split())
     assert state > 48e6
     assert main > 24e6
     assert staging == 4 * 3 * 65536 * 4

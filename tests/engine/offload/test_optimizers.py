@@ -1,4 +1,4 @@
-"""Every optimizer of a config gives the same weights with and without offload."""
+"""Every optimizer gives the same weights with and without offload."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 KINDS = ["Adam", "AdamW", "SGD", "Adagrad", "Lion", "Lamb", "Muon"]
 
 
-def trained(settings: dict[str, Any], kind: str) -> dict[str, Tensor]:
+def train(settings: dict[str, Any], kind: str) -> dict[str, Tensor]:
     params: dict[str, Any] = {"lr": 1e-2} | ({"momentum": 0.9} if kind in ("SGD", "Muon") else {})
     engine, *_ = rayzero.initialize(
         model=zoo.make_model(torch.float64),
@@ -29,23 +29,23 @@ def trained(settings: dict[str, Any], kind: str) -> dict[str, Tensor]:
     return state
 
 
-def differences(rank: int, world: int, stage: int, folder: Path) -> dict[str, float]:
-    found = {}
+def max_errors(rank: int, world: int, stage: int, folder: Path) -> dict[str, float]:
+    errors = {}
     for kind in KINDS:
-        right = trained(config(stage), kind)
-        places: list[dict[str, Any]] = [{"device": "cpu"}, {"device": "cpu", "ratio": 0.5}]
-        if kind not in ("Lamb", "Muon"):  # refused: they need whole parameters
-            places.append({"device": "nvme", "nvme_path": str(folder)})
-        for place in places:
+        expected = train(config(stage), kind)
+        offloads: list[dict[str, Any]] = [{"device": "cpu"}, {"device": "cpu", "ratio": 0.5}]
+        if kind not in ("Lamb", "Muon"):  # unsupported: they need full parameters
+            offloads.append({"device": "nvme", "nvme_path": str(folder)})
+        for offload in offloads:
             with separate_host_memory():
-                seen = trained(config(stage, offload_optimizer=place, sub_group_size=64), kind)
-            worst = [zoo.relative_error(seen[name], right[name]) for name in right]
-            found[f"{kind} {place}"] = max(worst, default=0.0)
-    return found
+                actual = train(config(stage, offload_optimizer=offload, sub_group_size=64), kind)
+            errors_by_name = [zoo.relative_error(actual[name], expected[name]) for name in expected]
+            errors[f"{kind} {offload}"] = max(errors_by_name, default=0.0)
+    return errors
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_every_optimizer_equals_itself_without_offload(stage: int, tmp_path: Path) -> None:
-    found = run_ranks(2, differences, stage, tmp_path, timeout_s=300)[0]
-    assert len(found) == 3 * len(KINDS) - 2
-    assert max(found.values()) <= 1e-9, found
+def test_offload_does_not_change_weights(stage: int, tmp_path: Path) -> None:
+    errors = run_ranks(2, max_errors, stage, tmp_path, timeout_s=300)[0]
+    assert len(errors) == 3 * len(KINDS) - 2
+    assert max(errors.values()) <= 1e-9, errors

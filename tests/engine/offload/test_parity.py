@@ -1,4 +1,4 @@
-"""Offloaded training equals training without; other tests compare that with plain torch."""
+"""Training with offload equals training without; the latter is compared with PyTorch elsewhere."""
 
 from __future__ import annotations
 
@@ -31,18 +31,24 @@ def offload_configs(stage: int, folder: Path) -> dict[str, dict[str, Any]]:
     return result
 
 
-def differences(
-    rank: int, world: int, stage: int, precision: str, micro_steps: int, apart: bool, folder: Path
+def max_errors(
+    rank: int,
+    world: int,
+    stage: int,
+    precision: str,
+    micro_steps: int,
+    separate_memory: bool,
+    folder: Path,
 ) -> dict[str, float]:
-    """The largest relative difference to training without offload; 0: same bits."""
+    """Largest relative error against training without offload; 0 if bit-identical."""
     losses, expected = train(config(stage, precision, micro_steps))
     result = {}
     for name, offload in offload_configs(stage, folder).items():
-        with separate_host_memory() if apart else nullcontext():
-            seen, state = train(config(stage, precision, micro_steps, **offload))
-        same = [abs(one - other) for one, other in zip(seen, losses, strict=True)]
+        with separate_host_memory() if separate_memory else nullcontext():
+            actual, state = train(config(stage, precision, micro_steps, **offload))
+        loss_errors = [abs(a - b) for a, b in zip(actual, losses, strict=True)]
         weights = [zoo.relative_error(state[key], expected[key]) for key in expected]
-        result[name] = max(same + weights)
+        result[name] = max(loss_errors + weights)
     return result
 
 
@@ -50,30 +56,34 @@ AXES = {
     "world": (1, 2, 3),
     "stage": (0, 1, 2, 3),
     "precision": ("fp32", "bf16"),
-    "apart": (False, True),  # host memory is separate
+    "separate_memory": (False, True),  # host memory is separate
 }
 
 
 @pytest.mark.parametrize(
     tuple(AXES), [tuple(row[name] for name in AXES) for row in covering(AXES, 2)]
 )
-def test_same_bits_as_without_offload(
-    world: int, stage: int, precision: str, apart: bool, tmp_path: Path
+def test_offload_is_bit_identical(
+    world: int, stage: int, precision: str, separate_memory: bool, tmp_path: Path
 ) -> None:
     # One rank at stage 3 has blocks with offload and buckets without, so the gradient norm is
     # summed in another order.
-    limit = {"fp32": 1e-5, "bf16": 2e-2}[precision] if (world, stage, apart) == (1, 3, True) else 0
-    for result in run_ranks(world, differences, stage, precision, 1, apart, tmp_path):
+    limit = (
+        {"fp32": 1e-5, "bf16": 2e-2}[precision]
+        if (world, stage, separate_memory) == (1, 3, True)
+        else 0
+    )
+    for result in run_ranks(world, max_errors, stage, precision, 1, separate_memory, tmp_path):
         assert result.keys() == offload_configs(stage, tmp_path).keys()
         assert max(result.values()) <= limit, result
-    assert not list(tmp_path.iterdir())  # the file has no name
+    assert not list(tmp_path.iterdir())  # the file is unlinked
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("world", [1, 2])
-def test_accumulated_sums_differ_by_rounding_only(world: int, stage: int, tmp_path: Path) -> None:
-    """Without offload the ranks' terms are added to the shard one by one, with offload at once."""
-    for result in run_ranks(world, differences, stage, "bf16", 3, True, tmp_path):
+def test_accumulation_only_differs_by_rounding(world: int, stage: int, tmp_path: Path) -> None:
+    """Offload adds the gradients of all ranks to the shard at once, not rank by rank."""
+    for result in run_ranks(world, max_errors, stage, "bf16", 3, True, tmp_path):
         assert max(result.values()) <= 2e-2
-    for result in run_ranks(world, differences, stage, "fp32", 3, True, tmp_path):
+    for result in run_ranks(world, max_errors, stage, "fp32", 3, True, tmp_path):
         assert max(result.values()) <= 1e-4

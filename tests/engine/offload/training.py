@@ -1,4 +1,4 @@
-"""Training with or without offload, and host memory that counts as separate on a CPU."""
+"""Training with or without offload, and separate host memory on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rayzero.engine.offload.transfer import HostTransfer
 from tests.engine import zoo
 
 SAMPLES, CLIP = 12, 0.5
-Outcome = tuple[list[float], dict[str, Tensor]]
+TrainResult = tuple[list[float], dict[str, Tensor]]
 
 
 @contextmanager
@@ -65,9 +65,9 @@ def run_steps(engine: rayzero.Engine, steps: Sequence[int]) -> list[float]:
     return losses
 
 
-def train(settings: dict[str, Any], steps: int = 4) -> Outcome:
+def train(settings: dict[str, Any], steps: int = 4) -> TrainResult:
     engine = make_engine(settings)
     losses = run_steps(engine, range(steps))
-    outcome = losses, engine.state_dict()
+    result = losses, engine.state_dict()
     engine.close()
-    return outcome
+    return result

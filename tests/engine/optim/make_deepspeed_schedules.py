@@ -1,6 +1,6 @@
-"""Made `deepspeed_schedules.json`: what DeepSpeed 0.19.8's own schedules do, step by step.
+"""Generate `deepspeed_schedules.json`: values of DeepSpeed 0.19.8's schedules, step by step.
 
-Run by hand where DeepSpeed is installed: `python -m tests.engine.optim.make_deepspeed_schedules`.
+Run manually where DeepSpeed is installed: `python -m tests.engine.optim.make_deepspeed_schedules`.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def followed(kind: str, params: dict[str, Any]) -> dict[str, Any]:
-    """The groups' learning rates and betas in each step's update."""
+def record_schedule(kind: str, params: dict[str, Any]) -> dict[str, Any]:
+    """Record each step's learning rates and betas of all groups."""
     groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in LRS]
     optimizer = torch.optim.Adam(groups, lr=1.0)
     schedule = getattr(import_module("deepspeed.runtime.lr_schedules"), kind)(optimizer, **params)
@@ -140,5 +140,5 @@ def followed(kind: str, params: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    rows = [json.dumps(followed(kind, params)) for kind, params in CASES]
+    rows = [json.dumps(record_schedule(kind, params)) for kind, params in CASES]
     FILE.write_text("[\n" + ",\n".join(rows) + "\n]\n")

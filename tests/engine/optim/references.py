@@ -1,4 +1,4 @@
-"""Reference implementations, on whole tensors, of optimizers that torch does not have."""
+"""Reference implementations, on full tensors, of optimizers that PyTorch lacks."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Lion(ReferenceOptimizer):
 
 
 class Lamb(ReferenceOptimizer):
-    """Algorithm 2 of You et al. 2020, with DeepSpeed's differences: moments enter the
-    direction as they are, their corrections scale the step; the ratio is clamped.
+    """Algorithm 2 of You et al. 2020, with DeepSpeed's differences: the
+    direction uses uncorrected moments, bias corrections scale the step, and the ratio is clamped.
     """
 
     class_defaults: ClassVar[dict[str, Any]] = {
@@ -85,23 +85,24 @@ class MuonAndAdamW:
         matrices, others = [], []
         for group in groups:
             params = list(group["params"])
-            rest = {key: one for key, one in group.items() if key != "params"}
-            mine = [one for one in params if one.ndim == 2 and one.shape != (zoo.VOCAB, zoo.WIDTH)]
-            ids = {id(one) for one in mine}
-            matrices.append(rest | {"params": mine})
-            others.append(rest | {"params": [one for one in params if id(one) not in ids]})
-        self.both = [
-            torch.optim.Muon([one for one in matrices if one["params"]], **muon),
-            torch.optim.AdamW([one for one in others if one["params"]], **adam),
+            options = {key: value for key, value in group.items() if key != "params"}
+            embedding_shape = (zoo.VOCAB, zoo.WIDTH)
+            muon_params = [p for p in params if p.ndim == 2 and p.shape != embedding_shape]
+            ids = {id(param) for param in muon_params}
+            matrices.append(options | {"params": muon_params})
+            others.append(options | {"params": [p for p in params if id(p) not in ids]})
+        self.optimizers = [
+            torch.optim.Muon([group for group in matrices if group["params"]], **muon),
+            torch.optim.AdamW([group for group in others if group["params"]], **adam),
         ]
 
     def zero_grad(self) -> None:
-        for one in self.both:
-            one.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def step(self) -> None:
-        for one in self.both:
-            one.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 MUON = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.05}
@@ -112,7 +113,7 @@ def muon(groups: Groups) -> Any:
     return MuonAndAdamW(groups, MUON, ADAM)
 
 
-# name: (config, the same in plain torch). The second group has its own learning rate.
+# name: (config, plain PyTorch equivalent). The second group overrides the learning rate.
 PAIRS: dict[str, tuple[dict[str, Any], Callable[[Groups], Any]]] = {
     "adamw": (
         {"type": "AdamW", "params": {"lr": 1e-2}},

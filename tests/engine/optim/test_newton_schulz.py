@@ -1,4 +1,4 @@
-"""The iteration against torch.optim.Muon's, against itself, and against the SVD."""
+"""Newton-Schulz iterations equal those of torch.optim.Muon, and their polynomial by SVD."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_standard_equals_torch(shape: tuple[int, int]) -> None:
     param.grad = matrix.clone()
     muon.step()
     scale = max(1, shape[0] / shape[1]) ** 0.5
-    # Both round to bfloat16 at the same places; they differ by the rounding of the scale.
+    # Both round to bfloat16 at the same operations; only the scale is rounded differently.
     assert torch.allclose(
         param.detach(), newton_schulz_standard(matrix, 5).float() * -scale, rtol=1e-6
     )
@@ -36,8 +36,8 @@ def test_standard_equals_torch(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 6, 9)])
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 6])
-def test_gram_is_the_same_polynomial(shape: tuple[int, ...], steps: int) -> None:
-    """Written out in float64: x becomes a x + b x^3 + c x^5, for every singular value."""
+def test_gram_method_equals_the_polynomial(shape: tuple[int, ...], steps: int) -> None:
+    """In float64, an iteration maps every singular value x to a x + b x^3 + c x^5."""
     matrix = random_matrix(*shape)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     values = values / matrix.norm(dim=(-2, -1)).unsqueeze(-1)
@@ -55,6 +55,6 @@ def test_singular_values_are_near_one(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", NEWTON_SCHULZ_METHODS)
-def test_zeros_stay_zeros(method: str) -> None:
+def test_zero_matrix_stays_zero(method: str) -> None:
     assert NORM_EPS > 0
     assert NEWTON_SCHULZ_METHODS[method](torch.zeros(4, 6), 5).count_nonzero() == 0

@@ -1,7 +1,7 @@
-"""Learning rates worked out by hand from DeepSpeed's published formulas, and DeepSpeed's own.
+"""Learning rates equal hand-computed values of DeepSpeed's formulas, and DeepSpeed's own.
 
-There step n of a run, counted from 1, is trained with the rate of iteration n - 2: the schedule is
-made at -1, and moves on after every optimizer step.
+Step n, counted from 1, uses the rate of iteration n - 2: a schedule starts at iteration -1 and
+advances after every optimizer step.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ TOP = 0.4  # the optimizer's configured lr
 
 
 def rates(kind: Any, steps: int, **params: Any) -> list[float]:
-    """The lr each of the first steps is trained with."""
+    """Learning rate of each of the first steps."""
     curve = LR_CURVES[kind](**params)
     return [curve.lr(step - 2, 0, TOP) for step in range(1, steps + 1)]
 
 
 class TestWarmupLR:
     def test_linear(self) -> None:
-        found = rates("WarmupLR", 7, warmup_num_steps=4, warmup_type="linear", warmup_max_lr=0.8)
-        assert found == pytest.approx([0, 0, 0.2, 0.4, 0.6, 0.8, 0.8])
+        lrs = rates("WarmupLR", 7, warmup_num_steps=4, warmup_type="linear", warmup_max_lr=0.8)
+        assert lrs == pytest.approx([0, 0, 0.2, 0.4, 0.6, 0.8, 0.8])
 
     def test_log(self) -> None:
-        found = rates("WarmupLR", 7, warmup_num_steps=4, warmup_max_lr=0.8, warmup_min_lr=0.2)
-        share = [0, 0, log(2) / log(4), log(3) / log(4), 1, 1, 1]
-        assert found == pytest.approx([0.2 + 0.6 * one for one in share])
+        lrs = rates("WarmupLR", 7, warmup_num_steps=4, warmup_max_lr=0.8, warmup_min_lr=0.2)
+        ratios = [0, 0, log(2) / log(4), log(3) / log(4), 1, 1, 1]
+        assert lrs == pytest.approx([0.2 + 0.6 * ratio for ratio in ratios])
 
     def test_maximum_defaults_to_the_optimizers_lr(self) -> None:
         assert rates("WarmupLR", 5, warmup_num_steps=2)[-1] == TOP
 
     def test_defaults(self) -> None:
-        found = rates("WarmupLR", 1003)
-        assert found[501] == pytest.approx(TOP * log(501) / log(1000))
-        assert found[999] < TOP
-        assert found[1000] == pytest.approx(TOP)
-        assert found[1001] == TOP
+        lrs = rates("WarmupLR", 1003)
+        assert lrs[501] == pytest.approx(TOP * log(501) / log(1000))
+        assert lrs[999] < TOP
+        assert lrs[1000] == pytest.approx(TOP)
+        assert lrs[1001] == TOP
 
     def test_warm_up_has_at_least_two_steps(self) -> None:
         assert rates("WarmupLR", 4, warmup_num_steps=1, warmup_type="linear") == pytest.approx(
@@ -58,7 +58,7 @@ class TestWarmupLR:
 
 class TestWarmupDecayLR:
     def test_linear_up_and_down(self) -> None:
-        found = rates(
+        lrs = rates(
             "WarmupDecayLR",
             14,
             total_num_steps=10,
@@ -67,28 +67,26 @@ class TestWarmupDecayLR:
             warmup_type="linear",
         )
         down = [0.8 * (10 - step) / 8 for step in range(2, 11)]
-        assert found == pytest.approx([0, 0, 0.4, *down, 0, 0])
+        assert lrs == pytest.approx([0, 0, 0.4, *down, 0, 0])
 
     def test_minimum_applies_at_both_ends(self) -> None:
-        found = rates(
-            "WarmupDecayLR", 9, total_num_steps=6, warmup_num_steps=2, warmup_min_lr=0.0005
-        )
-        assert found[:2] == [0.0005] * 2
-        assert found[-1] == 0.0005
+        lrs = rates("WarmupDecayLR", 9, total_num_steps=6, warmup_num_steps=2, warmup_min_lr=0.0005)
+        assert lrs[:2] == [0.0005] * 2
+        assert lrs[-1] == 0.0005
 
-    def test_default_maximum_is_deepspeeds(self) -> None:
-        found = rates("WarmupDecayLR", 4, total_num_steps=10, warmup_num_steps=2)
-        assert max(found) == pytest.approx(0.001)
+    def test_default_maximum_equals_deepspeed(self) -> None:
+        lrs = rates("WarmupDecayLR", 4, total_num_steps=10, warmup_num_steps=2)
+        assert max(lrs) == pytest.approx(0.001)
 
     def test_total_shorter_than_the_warm_up_has_no_decay(self) -> None:
-        found = rates("WarmupDecayLR", 7, total_num_steps=2, warmup_num_steps=4)
-        assert found[4] > 0
-        assert found[5:] == [0, 0]
+        lrs = rates("WarmupDecayLR", 7, total_num_steps=2, warmup_num_steps=4)
+        assert lrs[4] > 0
+        assert lrs[5:] == [0, 0]
 
 
 class TestWarmupCosineLR:
-    def test_values_worked_out_by_hand(self) -> None:
-        found = rates(
+    def test_hand_computed_values(self) -> None:
+        lrs = rates(
             "WarmupCosineLR",
             12,
             total_num_steps=8,
@@ -97,19 +95,19 @@ class TestWarmupCosineLR:
             warmup_min_ratio=0.2,
             cos_min_ratio=0.1,
         )
-        # Iteration -1 has no rate yet; the warm-up begins at its lowest in the second step.
+        # Iteration -1 has rate 0; the warm-up starts at its minimum in the second step.
         up = [0, *(0.2 + 0.8 * step / 4 for step in range(4))]
-        down = [0.1 + 0.9 * (1 + cos(pi * done / 4)) / 2 for done in (1, 2, 3, 4, 4, 4, 4)]
-        assert found == pytest.approx([TOP * ratio for ratio in [*up, *down]])
+        down = [0.1 + 0.9 * (1 + cos(pi * step / 4)) / 2 for step in (1, 2, 3, 4, 4, 4, 4)]
+        assert lrs == pytest.approx([TOP * ratio for ratio in [*up, *down]])
 
     def test_log_and_default_minimum(self) -> None:
-        found = rates("WarmupCosineLR", 20, total_num_steps=10, warmup_num_steps=3)
-        assert found[:4] == pytest.approx([0, 0, TOP * log(2) / log(3), TOP])
-        assert found[-1] == pytest.approx(TOP * 0.0001)
+        lrs = rates("WarmupCosineLR", 20, total_num_steps=10, warmup_num_steps=3)
+        assert lrs[:4] == pytest.approx([0, 0, TOP * log(2) / log(3), TOP])
+        assert lrs[-1] == pytest.approx(TOP * 0.0001)
 
     def test_total_shorter_than_the_warm_up_ends_at_the_minimum(self) -> None:
-        found = rates("WarmupCosineLR", 8, total_num_steps=2, warmup_num_steps=4)
-        assert found[5:] == pytest.approx([TOP * 0.0001] * 3)
+        lrs = rates("WarmupCosineLR", 8, total_num_steps=2, warmup_num_steps=4)
+        assert lrs[5:] == pytest.approx([TOP * 0.0001] * 3)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +121,7 @@ class TestWarmupCosineLR:
         ("WarmupCosineLR", {"total_num_steps": 9, "warmup_max_lr": 1}, "warmup_max_lr: unknown"),
     ],
 )
-def test_wrong_params_are_named(kind: Any, params: dict[str, Any], message: str) -> None:
+def test_invalid_params(kind: Any, params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_schedule(SchedulerConfig(type=kind, params=params), optimizer(TOP))
 
@@ -133,7 +131,7 @@ def optimizer(*lrs: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=1.0)
 
 
-class Line(LRCurve):
+class LinearCurve(LRCurve):
     """The lr plus the iteration."""
 
     def lr(self, iteration: int, group: int, configured: float) -> float:
@@ -141,25 +139,25 @@ class Line(LRCurve):
 
 
 def test_each_group_uses_its_own_lr() -> None:
-    made = optimizer(1.0, 10.0)
-    schedule = StepSchedule(made, Line())
+    base_optimizer = optimizer(1.0, 10.0)
+    schedule = StepSchedule(base_optimizer, LinearCurve())
     assert schedule.get_last_lr() == [0.0, 9.0]
     schedule.step()
     schedule.step()
-    assert [group["lr"] for group in made.param_groups] == [2.0, 11.0]
+    assert [group["lr"] for group in base_optimizer.param_groups] == [2.0, 11.0]
 
 
 def test_state_dict_resumes_the_iteration() -> None:
-    first = StepSchedule(optimizer(1.0), Line())
+    first = StepSchedule(optimizer(1.0), LinearCurve())
     for _ in range(5):
         first.step()
-    second = StepSchedule(optimizer(1.0), Line())
+    second = StepSchedule(optimizer(1.0), LinearCurve())
     second.load_state_dict(first.state_dict())
     assert second.get_last_lr() == first.get_last_lr() == [5.0]
 
 
-def test_engine_advances_it_once_per_step() -> None:
-    """And a step uses the rate that was set before it."""
+def test_engine_advances_schedule_once_per_step() -> None:
+    """A step uses the rate that was set before it."""
     engine, _, _, schedule = rayzero.initialize(
         model=nn.Linear(2, 1),
         config={
@@ -185,14 +183,18 @@ def test_engine_advances_it_once_per_step() -> None:
 
 
 @pytest.mark.parametrize("row", json.loads(FILE.read_text()), ids=lambda row: row["type"])
-def test_equals_deepspeeds_schedules(row: dict[str, Any]) -> None:
-    """Its schedules' rates and betas in 22 steps of two groups, frozen in a file."""
+def test_equals_deepspeed(row: dict[str, Any]) -> None:
+    """Recorded rates and betas of 22 steps with two groups."""
     groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in LRS]
-    made = torch.optim.Adam(groups, lr=1.0)
-    schedule = make_schedule(SchedulerConfig(type=row["type"], params=row["params"]), made)
+    base_optimizer = torch.optim.Adam(groups, lr=1.0)
+    schedule = make_schedule(
+        SchedulerConfig(type=row["type"], params=row["params"]), base_optimizer
+    )
     for lrs, betas in zip(row["lrs"], row["betas"], strict=True):
-        assert [group["lr"] for group in made.param_groups] == pytest.approx(lrs, rel=1e-12)
-        for group, pair in zip(made.param_groups, betas, strict=True):
+        assert [group["lr"] for group in base_optimizer.param_groups] == pytest.approx(
+            lrs, rel=1e-12
+        )
+        for group, pair in zip(base_optimizer.param_groups, betas, strict=True):
             assert list(group["betas"]) == pytest.approx(pair, rel=1e-12)
         schedule.step()
 
@@ -224,13 +226,13 @@ def from_config(kind: str, params: dict[str, Any]) -> None:
 
 class TestTorchSchedules:
     def test_by_name(self) -> None:
-        made = optimizer(1.0)
+        base_optimizer = optimizer(1.0)
         schedule = make_schedule(
-            SchedulerConfig(type="StepLR", params={"step_size": 1, "gamma": 0.5}), made
+            SchedulerConfig(type="StepLR", params={"step_size": 1, "gamma": 0.5}), base_optimizer
         )
-        made.step()
+        base_optimizer.step()
         schedule.step()
-        assert made.param_groups[0]["lr"] == 0.5
+        assert base_optimizer.param_groups[0]["lr"] == 0.5
 
     @pytest.mark.parametrize(
         ("kind", "params", "message"),
@@ -241,18 +243,18 @@ class TestTorchSchedules:
             ("LambdaLR", {}, r"scheduler\.type: not a schedule that"),
         ],
     )
-    def test_wrong_arguments_are_named(
-        self, kind: str, params: dict[str, Any], message: str
-    ) -> None:
+    def test_invalid_arguments(self, kind: str, params: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             from_config(kind, params)
 
-    def test_scheduler_that_needs_a_metric_is_refused(self) -> None:
-        made = optimizer(1.0)
+    def test_scheduler_that_needs_a_metric_is_rejected(self) -> None:
+        base_optimizer = optimizer(1.0)
         with pytest.raises(ConfigError, match="ReduceLROnPlateau requires arguments"):
-            check_schedule(torch.optim.lr_scheduler.ReduceLROnPlateau(made), made)
+            check_schedule(
+                torch.optim.lr_scheduler.ReduceLROnPlateau(base_optimizer), base_optimizer
+            )
 
-    def test_scheduler_of_another_optimizer_is_refused(self) -> None:
+    def test_scheduler_of_another_optimizer_is_rejected(self) -> None:
         other = torch.optim.lr_scheduler.StepLR(optimizer(1.0), 1)
         with pytest.raises(ConfigError, match="StepLR drives an optimizer that is not the engine"):
             check_schedule(other, optimizer(1.0))

@@ -39,21 +39,21 @@ def rates(name: str, steps: int, block: Block | None = None) -> tuple[list[Any],
         engine, optimizer, *_ = rayzero.initialize(
             model=nn.Linear(2, 1), config=config, lr_scheduler=BY_FUNCTION.get(name)
         )
-    found = []
+    values = []
     for _ in range(steps):
         group = optimizer.param_groups[0]
-        found.append((float(group["lr"]), *group["betas"]))
+        values.append((float(group["lr"]), *group["betas"]))
         engine.backward(engine(torch.ones(4, 2)).sum())
         engine.step()
-    return found, Block.of(engine)
+    return values, Block.of(engine)
 
 
 @pytest.mark.parametrize("name", [*BY_CONFIG, *BY_FUNCTION])
 @pytest.mark.parametrize("first", [1, 4])
-def test_resumes(name: str, first: int) -> None:
-    straight, _ = rates(name, 8)
+def test_resume(name: str, first: int) -> None:
+    uninterrupted, _ = rates(name, 8)
     before, block = rates(name, first)
     after, _ = rates(name, 8 - first, block)
-    for one, other in zip(before + after, straight, strict=True):
-        assert one == pytest.approx(other, rel=1e-12)
-    assert len({lr for lr, *_ in straight}) > 2
+    for actual, expected in zip(before + after, uninterrupted, strict=True):
+        assert actual == pytest.approx(expected, rel=1e-12)
+    assert len({lr for lr, *_ in uninterrupted}) > 2

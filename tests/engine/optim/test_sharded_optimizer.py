@@ -1,4 +1,4 @@
-"""The sharded optimizer against torch on whole parameters, and parameter groups."""
+"""The sharded optimizer equals PyTorch on full parameters; parameter groups."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def make_shards(*groups: int, dtype: torch.dtype = torch.float32) -> list[Optimi
     torch.manual_seed(0)
     flat, grads = torch.randn(8 * len(groups), dtype=dtype), torch.randn(8 * len(groups))
     layout = make_layout("unit", [ParamSpec("one", (8 * len(groups),))], 1)
-    whole = slice(0, len(flat))
+    full = slice(0, len(flat))
     params = (nn.Parameter(flat.clone()),)
     weights = ReplicatedWeights(layout, params, flat)
-    unit = Unit(layout, params, weights, flat, None, whole, whole, None, STORE)
+    unit = Unit(layout, params, weights, flat, None, full, full, None, STORE)
     shards = []
     for number, group in enumerate(groups):
         part = slice(8 * number, 8 * number + 8)
@@ -52,7 +52,7 @@ def config(kind: Any, **params: Any) -> OptimizerConfig:
     return OptimizerConfig(type=kind, params=params)
 
 
-def trained_sharded(
+def train_sharded(
     optimizer: OptimizerConfig, factor: float, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
     shards = make_shards(0, 1, dtype=dtype)
@@ -68,8 +68,8 @@ def trained_sharded(
     return [shard.weight.detach() for shard in shards]
 
 
-def trained_by_torch(make: Any, factor: float, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """torch alone, with the gradients multiplied beforehand."""
+def train_with_torch(make: Any, factor: float, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Train with plain PyTorch and scaled gradients."""
     shards = make_shards(0, 1, dtype=dtype)
     params = [nn.Parameter(shard.weight.detach().clone()) for shard in shards]
     optimizer = make([{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.3}])
@@ -88,12 +88,12 @@ def adamw(**options: Any) -> Any:
 
 def adamw_without_correction(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """AdamW after a billion steps, when bias corrections are 1."""
-    made = torch.optim.AdamW(groups, lr=0.1, weight_decay=0, betas=(0.5, 0.9))
-    for group in made.param_groups:
+    optimizer = torch.optim.AdamW(groups, lr=0.1, weight_decay=0, betas=(0.5, 0.9))
+    for group in optimizer.param_groups:
         for param in group["params"]:
             zeros = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")}
-            made.state[param] = {"step": torch.tensor(1e9, dtype=torch.float64), **zeros}
-    return made
+            optimizer.state[param] = {"step": torch.tensor(1e9, dtype=torch.float64), **zeros}
+    return optimizer
 
 
 KINDS: list[tuple[OptimizerConfig, Any]] = [
@@ -135,20 +135,20 @@ KINDS: list[tuple[OptimizerConfig, Any]] = [
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("optimizer", "plain"), KINDS, ids=range(len(KINDS)))
-def test_steps_like_torch_on_multiplied_gradients(
+def test_equals_torch_with_scaled_gradients(
     optimizer: OptimizerConfig, plain: Any, dtype: torch.dtype, factor: float
 ) -> None:
     tolerance = 1e-5 if dtype is torch.float32 else 1e-12
     sharded, expected = (
-        trained_sharded(optimizer, factor, dtype),
-        trained_by_torch(plain, factor, dtype),
+        train_sharded(optimizer, factor, dtype),
+        train_with_torch(plain, factor, dtype),
     )
-    for one, other in zip(sharded, expected, strict=True):
-        assert torch.allclose(one, other, rtol=tolerance, atol=tolerance)
+    for actual, value in zip(sharded, expected, strict=True):
+        assert torch.allclose(actual, value, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
-def test_the_fused_kernel_is_the_default(kind: Any) -> None:
+def test_fused_kernel_is_the_default(kind: Any) -> None:
     shards = make_shards(0)
     assert optimizer_factory(config(kind))(group_shards(shards, [{}])).defaults["fused"] is True
     assert (
@@ -157,14 +157,14 @@ def test_the_fused_kernel_is_the_default(kind: Any) -> None:
     )
 
 
-def test_factor_is_applied_in_the_kernel_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_kernel_applies_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[float] = []
     multiply = torch._foreach_mul_
     monkeypatch.setattr(torch, "_foreach_mul_", lambda ts, f: calls.append(f) or multiply(ts, f))
-    trained_sharded(config("AdamW", lr=0.1), 0.5)
+    train_sharded(config("AdamW", lr=0.1), 0.5)
     assert calls == []
-    trained_sharded(config("AdamW", lr=0.1, fused=False), 0.5)
-    trained_sharded(config("AdamW", lr=0.1), 0.5, torch.float64)  # the kernel's scale is a float32
+    train_sharded(config("AdamW", lr=0.1, fused=False), 0.5)
+    train_sharded(config("AdamW", lr=0.1), 0.5, torch.float64)  # the kernel's scale is a float32
     assert calls == [0.5] * 6
 
 
@@ -183,8 +183,8 @@ def test_factor_applies_to_one_step() -> None:
 
 def test_lr_is_that_of_the_first_group() -> None:
     shards = make_shards(0, 1)
-    made = optimizer_factory(config("AdamW", lr=0.1))(group_shards(shards, [{"lr": 0.7}, {}]))
-    local = ShardedOptimizer(made, shards)
+    optimizer = optimizer_factory(config("AdamW", lr=0.1))(group_shards(shards, [{"lr": 0.7}, {}]))
+    local = ShardedOptimizer(optimizer, shards)
     assert local.lr == 0.7
 
 
@@ -210,20 +210,18 @@ def test_lr_is_that_of_the_first_group() -> None:
         ("torch.nn.Linear", {}, r"'torch\.nn\.Linear' is not a torch\.optim\.Optimizer"),
         ("torch.optim.Adafactor", {}, "does not update each element independently"),
         (
-            "tests.engine.optim.test_sharded_optimizer.Normed",
+            "tests.engine.optim.test_sharded_optimizer.NormalizedSGD",
             {},
             "trains a matrix and its two halves diff",
         ),
     ],
 )
-def test_wrong_parameters_are_config_errors(
-    kind: str, params: dict[str, Any], message: str
-) -> None:
+def test_invalid_params_are_config_errors(kind: str, params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         optimizer_factory(config(kind, **params))(group_shards(make_shards(0), [{}]))
 
 
-class Normed(torch.optim.SGD):
+class NormalizedSGD(torch.optim.SGD):
     """Not elementwise: normalizes each gradient."""
 
     def step(self, closure: Any = None) -> Any:
@@ -241,12 +239,12 @@ class Normed(torch.optim.SGD):
         ("Adm", r"mean 'Adam'.*Adam, AdamW, SGD"),
     ],
 )
-def test_wrong_names_are_config_errors(name: str, message: str) -> None:
+def test_invalid_names_are_config_errors(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"optimizer\.type: .*{message}"):
         parse_config({"optimizer": {"type": name}})
 
 
-def test_all_mistakes_in_params_are_reported_together() -> None:
+def test_all_invalid_params_are_reported() -> None:
     wrong = {
         "optimizer": {"type": "lamb", "params": {"max_coef": 1, "lr": "fast"}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}},
@@ -280,14 +278,14 @@ def make_unit(groups: list[int], owned: slice | None = None, frozen: bool = Fals
     )
 
 
-def test_shards_are_the_groups_parts_of_the_owned_range() -> None:
-    whole = make_unit([0, 1, 0])  # group 0 from 0 to 128, group 1 from 128 on
+def test_shards_split_the_owned_range_by_group() -> None:
+    full = make_unit([0, 1, 0])  # group 0 from 0 to 128, group 1 from 128
     second = make_unit([0, 1], slice(64, 128))  # all of it in group 1
-    shards = optimizer_shards([whole, make_unit([0], frozen=True), second])
-    found = [(shard.group, int(shard.weight[0]), shard.weight.numel()) for shard in shards]
-    assert found == [(0, 0, 128), (1, 128, 64), (1, 64, 64)]
-    assert whole.main_weights is not None
-    assert shards[0].weight.data_ptr() == whole.main_weights.data_ptr()  # a view, not a copy
+    shards = optimizer_shards([full, make_unit([0], frozen=True), second])
+    ranges = [(shard.group, int(shard.weight[0]), shard.weight.numel()) for shard in shards]
+    assert ranges == [(0, 0, 128), (1, 128, 64), (1, 64, 64)]
+    assert full.main_weights is not None
+    assert shards[0].weight.data_ptr() == full.main_weights.data_ptr()  # a view, not a copy
     assert all(torch.equal(shard.grad, -shard.weight.detach()) for shard in shards)
     groups = group_shards(shards, [{"lr": 1.0}, {"lr": 2.0}])
     assert [(group["lr"], len(group["params"])) for group in groups] == [(1.0, 1), (2.0, 2)]
@@ -319,7 +317,7 @@ class TestRebindParams:
         ):
             rebind_params(given, shards)
 
-    def test_refuses_an_optimizer_that_has_taken_steps(self) -> None:
+    def test_rejects_an_optimizer_that_has_taken_steps(self) -> None:
         param = nn.Parameter(torch.zeros(1))
         given = torch.optim.SGD([param], lr=1.0, momentum=0.5)
         param.grad = torch.ones(1)
@@ -346,13 +344,13 @@ class TestFindParamGroups:
         assert groups.group_of == {model.bias: 0, model.weight: 1}
         assert groups.options == [{"lr": 1.0}, {}]
 
-    def test_the_optimizers_groups_take_precedence(self) -> None:
+    def test_groups_of_the_optimizer_take_precedence(self) -> None:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=1.0)
         groups = find_param_groups(model, model.parameters(), optimizer)
         assert groups.group_of == {model.weight: 0, model.bias: 1}
 
-    def test_a_parameter_in_two_groups_is_named(self) -> None:
+    def test_error_names_a_parameter_in_two_groups(self) -> None:
         model = nn.Linear(2, 2)
         given = [{"params": [model.weight]}, {"params": [model.weight]}]
         with pytest.raises(ConfigError, match="weight is in parameter groups 0 and 1"):

@@ -1,4 +1,4 @@
-"""Whole parameters assembled from shards, and the optimizers that need them."""
+"""Optimizers that need full parameters, which are assembled from shards."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.support.ranks import run_ranks
 
 
 @given(st.lists(st.tuples(st.integers(1, 99), st.integers(1, 99)), max_size=30), st.integers(1, 9))
-def test_owners_share_the_work_evenly(shapes: list[tuple[int, int]], world: int) -> None:
+def test_work_is_balanced_over_owners(shapes: list[tuple[int, int]], world: int) -> None:
     params = [WholeParam(number, shape, 0) for number, shape in enumerate(shapes)]
     owners = choose_owners(params, world)
     assert owners.keys() == set(range(len(shapes)))
     cost = [rows * columns * min(rows, columns) for rows, columns in shapes]
     loads = [sum(cost[n] for n, owner in owners.items() if owner == r) for r in range(world)]
-    # Greedy from the largest: no rank has more than the mean plus one parameter.
+    # Greedy, largest first: at most the mean load plus a parameter.
     assert max(loads) <= sum(cost) / world + max(cost, default=0)
 
 
 def exchange(rank: int, world: int) -> None:
-    """Rank s sends rank r some elements of value 10 s + r; to some ranks none."""
+    """Rank s sends rank r zero or more elements of value 10 s + r."""
     collectives, _ = connect_collectives()
     length = [[(3 * s + r) % 5 for r in range(world)] for s in range(world)]
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -49,7 +49,7 @@ def exchange(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [0, 2, 3])
-def test_all_to_all_v_delivers_to_the_right_rank(world: int) -> None:
+def test_all_to_all_v(world: int) -> None:
     run_ranks(max(world, 1), exchange)
 
 
@@ -89,7 +89,7 @@ def test_only_optimizers_of_whole_params_communicate(
     assert run_ranks(2, traffic, {"type": kind}, stage) == [calls] * 2
 
 
-def offloaded(rank: int, world: int, kind: str, device: str) -> tuple[list[float], Any]:
+def train_offloaded(rank: int, world: int, kind: str, device: str) -> tuple[list[float], Any]:
     model = zoo.make_model(torch.float64)
     engine, *_ = rayzero.initialize(
         model=model,
@@ -115,9 +115,9 @@ def offloaded(rank: int, world: int, kind: str, device: str) -> tuple[list[float
 
 
 @pytest.mark.parametrize("kind", ["lamb", "muon", "adagrad", "lion"])
-def test_offload_steps_unit_by_unit_to_the_same_weights(kind: str) -> None:
-    expected = run_ranks(2, offloaded, kind, "none")[0]
-    result = run_ranks(2, offloaded, kind, "cpu")[0]
+def test_offload_gives_the_same_weights(kind: str) -> None:
+    expected = run_ranks(2, train_offloaded, kind, "none")[0]
+    result = run_ranks(2, train_offloaded, kind, "cpu")[0]
     assert result[0] == pytest.approx(expected[0], rel=1e-9)
     for name, value in expected[1].items():
         assert zoo.relative_error(result[1][name], value) < 1e-9, name
@@ -171,7 +171,7 @@ class TestClasses:
 
     def test_muon_on_shards_needs_use_muon(self) -> None:
         model, _ = model_and_batch()
-        matrices = [one for one in model.parameters() if one.ndim == 2 and one.requires_grad]
+        matrices = [p for p in model.parameters() if p.ndim == 2 and p.requires_grad]
         with pytest.raises(ConfigError, match="group 0 does not set use_muon"):
             rayzero.initialize(model=model, model_parameters=matrices, optimizer=Muon, config={})
 
@@ -186,7 +186,7 @@ class TestMuonGroups:
             config={"optimizer": {"type": "Muon", "params": params}},
         )
         keys = ("use_muon", "lr", "weight_decay", "momentum", "betas")
-        return [{key: one.get(key) for key in keys} for one in engine.optimizer.param_groups]
+        return [{key: group.get(key) for key in keys} for group in engine.optimizer.param_groups]
 
     def test_matrices_except_embeddings_use_muon(self) -> None:
         model = zoo.make_model()
@@ -199,7 +199,7 @@ class TestMuonGroups:
                 "momentum": None,
                 "betas": (0.9, 0.95),
             },
-            {  # its group's own lr takes precedence
+            {  # the lr of the group takes precedence
                 "use_muon": False,
                 "lr": 3e-3,
                 "weight_decay": 0.0,
@@ -212,7 +212,7 @@ class TestMuonGroups:
         model = zoo.make_model()
         for param in model.parameters():
             param.use_muon = False  # type: ignore[attr-defined]
-        assert [one["use_muon"] for one in self.groups(model)] == [False, False]
+        assert [group["use_muon"] for group in self.groups(model)] == [False, False]
 
     def test_a_vector_cannot_use_muon(self) -> None:
         model = zoo.make_model()
@@ -221,7 +221,7 @@ class TestMuonGroups:
             self.groups(model)
 
 
-def test_nvme_offload_is_refused(tmp_path: Any) -> None:
+def test_nvme_offload_is_rejected(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="the state of Lamb cannot be offloaded to NVMe"):
         rayzero.initialize(
             model=zoo.make_model(),
@@ -235,7 +235,7 @@ def test_nvme_offload_is_refused(tmp_path: Any) -> None:
         )
 
 
-class Filters(nn.Module):
+class FilterModel(nn.Module):
     """Parameters of three and four dimensions."""
 
     def __init__(self) -> None:
@@ -248,8 +248,8 @@ class Filters(nn.Module):
         return (self.conv(x).mean((-2, -1)) @ self.experts).square().mean()
 
 
-def filters(rank: int, world: int) -> dict[str, Tensor]:
-    model = Filters().double()
+def train_filters(rank: int, world: int) -> dict[str, Tensor]:
+    model = FilterModel().double()
     params = {"lr": 0.1, "weight_decay": 0.1}
     config = {
         "train_batch_size": 2,
@@ -266,11 +266,11 @@ def filters(rank: int, world: int) -> dict[str, Tensor]:
 
 
 def test_filters_and_stacks_of_matrices() -> None:
-    """A filter is one matrix; a stack is orthogonalised matrix by matrix; equal on shards."""
-    alone = run_ranks(0, filters)[0]
-    sharded = run_ranks(2, filters)[0]
-    for name, value in alone.items():
+    """A filter is a matrix, a stack is orthogonalized per matrix; the same on shards."""
+    unsharded = run_ranks(0, train_filters)[0]
+    sharded = run_ranks(2, train_filters)[0]
+    for name, value in unsharded.items():
         assert zoo.relative_error(sharded[name], value) < 1e-9, name
-    model = Filters().double()
-    moved = (alone["experts"] - model.experts.detach() * 0.99**2).norm()
-    assert 0 < moved < 0.1 * 2 * 1.3 * (3 * 6) ** 0.5
+    model = FilterModel().double()
+    change = (unsharded["experts"] - model.experts.detach() * 0.99**2).norm()
+    assert 0 < change < 0.1 * 2 * 1.3 * (3 * 6) ** 0.5

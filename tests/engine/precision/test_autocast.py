@@ -1,4 +1,4 @@
-"""`torch.autocast` around forward: the config's section, and the user's own."""
+"""`torch.autocast` around forward, by config or by the user."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TrainResult = tuple[list[float], dict[str, Tensor], float, bool]
 
 
 def train(
-    rank: int, world: int, stage: int, dtype: str, micro_steps: int, own: bool
+    rank: int, world: int, stage: int, dtype: str, micro_steps: int, user_autocast: bool
 ) -> TrainResult:
-    """Losses, weights, the loss scale, and whether forward computed in 16 bits."""
+    """Returns losses, weights, the loss scale, and whether forward computed in 16 bits."""
     ranks = max(world, 1)
-    section = {"torch_autocast": {"enabled": not own, "dtype": dtype}}
+    section = {"torch_autocast": {"enabled": not user_autocast, "dtype": dtype}}
     model, low = make_model("fp32", seed=rank), []
     engine, *_ = rayzero.initialize(
         model=model,
@@ -38,12 +38,12 @@ def train(
         }
         | section,
     )
-    around = torch.autocast("cpu", LOW[dtype]) if own else nullcontext()
+    context = torch.autocast("cpu", LOW[dtype]) if user_autocast else nullcontext()
     model.head.register_forward_hook(lambda *args: low.append(args[-1].dtype is LOW[dtype]))
     losses = []
     for batch in zoo.batches(STEPS, SAMPLES):
         for part in batch.chunk(ranks)[rank].chunk(micro_steps):
-            with around:
+            with context:
                 loss = engine(part[:, :-1], targets=part[:, 1:])["loss"]
             engine.backward(loss)
             engine.step()
@@ -52,7 +52,7 @@ def train(
     return losses, engine.state_dict(), engine.loss_scale, all(low)
 
 
-def oracle(dtype: str, parts: int) -> tuple[list[float], dict[str, Tensor]]:
+def train_reference(dtype: str, parts: int) -> tuple[list[float], dict[str, Tensor]]:
     model: SmallModel = make_model("fp32")
     optimizer, losses = OPTIMIZERS["sgd"](zoo.two_groups(model)), []
     scale = 2.0**16 if dtype == "fp16" else 1.0
@@ -71,30 +71,30 @@ def oracle(dtype: str, parts: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["section", "own"])
+@pytest.mark.parametrize("user_autocast", [False, True], ids=["config", "user"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("dtype", "world", "micro_steps"), [("bf16", 0, 1), ("bf16", 2, 4)])
-def test_equals_plain_autocast(dtype, world, micro_steps, stage, own):
-    results = run_ranks(world, train, stage, dtype, micro_steps, own)
-    right_losses, right = oracle(dtype, max(world, 1) * micro_steps)
+def test_equals_pytorch_autocast(dtype, world, micro_steps, stage, user_autocast):
+    results = run_ranks(world, train, stage, dtype, micro_steps, user_autocast)
+    expected_losses, expected = train_reference(dtype, max(world, 1) * micro_steps)
     for losses, state, scale, low in results:
-        assert losses == pytest.approx(right_losses, rel=1e-3)
+        assert losses == pytest.approx(expected_losses, rel=1e-3)
         assert (scale, low) == (1.0, True)
-        for name, value in right.items() if state else ():
+        for name, value in expected.items() if state else ():
             assert zoo.relative_l2_error(state[name], value) < 1e-3, name
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_fp16_autocast_scales_its_loss(stage):
     results = run_ranks(2, train, stage, "fp16", 2, False)
-    right_losses, right = oracle("fp16", 4)
+    expected_losses, expected = train_reference("fp16", 4)
     losses, state, scale, low = results[0]
     assert (scale, low) == (2.0**16, True)
-    assert losses == pytest.approx(right_losses, rel=1e-4)
-    assert max(zoo.relative_l2_error(state[name], right[name]) for name in right) < 1e-4
+    assert losses == pytest.approx(expected_losses, rel=1e-4)
+    assert max(zoo.relative_l2_error(state[name], expected[name]) for name in expected) < 1e-4
 
 
-def test_autocast_is_for_16_bits_and_for_one_precision():
+def test_invalid_autocast_settings():
     def build(**more: Any) -> None:
         rayzero.initialize(model=make_model("fp32"), optimizer=OPTIMIZERS["sgd"], config=more)
 

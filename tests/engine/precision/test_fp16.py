@@ -1,4 +1,4 @@
-"""fp16 in an engine: overflows, the scale over steps and checkpoints, and errors."""
+"""fp16 training: overflows, the loss scale over steps and checkpoints, errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RULES = Fp16Config(**FP16)
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 50}}
 
 
-def make(stage: int, blocks: list[Block] | None = None, **more: Any) -> rayzero.Engine:
+def make_engine(stage: int, blocks: list[Block] | None = None, **more: Any) -> rayzero.Engine:
     with use_session(StateSession(blocks)):
         return rayzero.initialize(
             model=zoo.make_model(),
@@ -55,11 +55,11 @@ def train_step(engine: rayzero.Engine, batch: Tensor, overflow: bool = False) ->
 def train_with_overflows(
     rank: int, world: int, stage: int, first: int, overflows: str, blocks: list[Block] | None
 ) -> tuple[list[tuple[Any, ...]], dict[str, Tensor], Block]:
-    """Steps of which some overflow, on the last rank only."""
-    engine, results_by_step = make(stage, blocks), []
+    """Train; steps marked `x` overflow on the last rank."""
+    engine, results_by_step = make_engine(stage, blocks), []
     batches = list(zoo.batches(first + len(overflows), 12))[first:]
-    for batch, one in zip(batches, overflows, strict=True):
-        train_step(engine, batch, one == "x" and rank == max(world, 1) - 1)
+    for batch, mark in zip(batches, overflows, strict=True):
+        train_step(engine, batch, mark == "x" and rank == max(world, 1) - 1)
         results_by_step.append((engine.loss_scale, engine.skipped_steps, engine.metrics.lr))
     return results_by_step, engine.state_dict(), Block.of(engine)
 
@@ -69,7 +69,7 @@ STEPS = "..x.xx....x."
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [0, 2, 3])
-def test_one_ranks_overflow_skips_the_step_everywhere_and_lowers_the_scale(world, stage):
+def test_overflow_skips_the_step_and_lowers_the_scale(world, stage):
     results = run_ranks(world, train_with_overflows, stage, 0, STEPS, None)
     assert all(results_by_step == results[0][0] for results_by_step, _, _ in results)
     scaler, good = DynamicScaler(RULES), STEPS.replace("x", "")
@@ -78,41 +78,48 @@ def test_one_ranks_overflow_skips_the_step_everywhere_and_lowers_the_scale(world
         scaler.update(overflow=STEPS[number] == "x")
         assert scale == scaler.value
         assert skipped == STEPS[: number + 1].count("x")
-        assert lr == clean[number - STEPS[:number].count("x")]  # the schedule waited
-    # What was skipped left no trace: the same as a loop of only the good steps.
+        assert lr == clean[number - STEPS[:number].count("x")]  # the schedule does not advance
+    # Skipped steps have no effect: equal to training without them.
     data = [
-        one for one, step in zip(zoo.batches(len(STEPS), 12), STEPS, strict=True) if step == "."
+        batch for batch, step in zip(zoo.batches(len(STEPS), 12), STEPS, strict=True) if step == "."
     ]
     optimizers = []
 
-    def scheduled(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        made = torch.optim.AdamW(groups, lr=0.1, eps=1e-4, weight_decay=0.01)
-        step, lrs = made.step, iter(clean)
+    def make_optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        adamw = torch.optim.AdamW(groups, lr=0.1, eps=1e-4, weight_decay=0.01)
+        step, lrs = adamw.step, iter(clean)
 
-        def at_its_lr() -> None:
+        def step_with_schedule() -> None:
             lr = next(lrs)
-            for group in made.param_groups:
+            for group in adamw.param_groups:
                 group["lr"] = lr
             step()
 
-        made.step = at_its_lr  # type: ignore[method-assign]
-        optimizers.append(made)
-        return made
+        adamw.step = step_with_schedule  # type: ignore[method-assign]
+        optimizers.append(adamw)
+        return adamw
 
     def one_group(model: nn.Module) -> list[dict[str, Any]]:
-        return [{"params": [one for one in model.parameters() if one.requires_grad]}]
+        return [{"params": [param for param in model.parameters() if param.requires_grad]}]
 
-    _, right = zoo.train_mixed_reference(
-        zoo.make_model(), scheduled, data, 0.0, max(world, 1) * 2, torch.float16, 2.0**8, one_group
+    _, expected = zoo.train_mixed_reference(
+        zoo.make_model(),
+        make_optimizer,
+        data,
+        0.0,
+        max(world, 1) * 2,
+        torch.float16,
+        2.0**8,
+        one_group,
     )
     state = results[0][1]
-    worst = {name: zoo.relative_l2_error(state[name], right[name]) for name in right}
-    assert max(worst.values()) < 5e-3, worst
+    errors = {name: zoo.relative_l2_error(state[name], expected[name]) for name in expected}
+    assert max(errors.values()) < 5e-3, errors
 
 
 def lrs_without_overflow(rank: int, world: int, steps: int) -> list[float]:
-    """The lrs of steps without overflow."""
-    engine, lrs = make(0), []
+    """Learning rates of steps without overflow."""
+    engine, lrs = make_engine(0), []
     for batch in zoo.batches(steps, 12):
         train_step(engine, batch)
         lrs.append(engine.metrics.lr)
@@ -120,51 +127,51 @@ def lrs_without_overflow(rank: int, world: int, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("moves", [[(2, 2), (3, 3), (0, 0), (1, 2)]])
-def test_the_scale_is_kept_at_other_stages_and_world_sizes(moves):
-    blocks, scaler, at = None, DynamicScaler(RULES), 0
+def test_scale_is_resumed_at_other_stages_and_world_sizes(moves):
+    blocks, scaler, step_count = None, DynamicScaler(RULES), 0
     for stage, world in moves:
-        results = run_ranks(world, train_with_overflows, stage, at, "x..", blocks)
+        results = run_ranks(world, train_with_overflows, stage, step_count, "x..", blocks)
         for step, (scale, skipped, _) in zip("x..", results[0][0], strict=True):
             scaler.update(overflow=step == "x")
-            at += 1
-            assert (scale, skipped) == (scaler.value, -(-at // 3))
+            step_count += 1
+            assert (scale, skipped) == (scaler.value, -(-step_count // 3))
         blocks = [block for _, _, block in results]
         assert all(
             json.loads(block.metadata)["loss_scale"] == scaler.state_dict() for block in blocks
         )
 
 
-def test_a_resumed_run_is_bitwise_equal():
-    straight = run_ranks(2, train_with_overflows, 2, 0, "x.x..x", None)
+def test_resume_is_bit_identical():
+    uninterrupted = run_ranks(2, train_with_overflows, 2, 0, "x.x..x", None)
     first = run_ranks(2, train_with_overflows, 2, 0, "x.x", None)
     second = run_ranks(2, train_with_overflows, 2, 3, "..x", [block for _, _, block in first])
-    assert first[0][0] + second[0][0] == straight[0][0]
-    for name, right in straight[0][1].items():
-        assert torch.equal(second[0][1][name], right), name
+    assert first[0][0] + second[0][0] == uninterrupted[0][0]
+    for name, value in uninterrupted[0][1].items():
+        assert torch.equal(second[0][1][name], value), name
 
 
-def test_a_state_of_another_precision_loads():
-    engine = make(0, fp16={"enabled": False}, bf16={"enabled": True})
+def test_state_of_another_precision_loads():
+    engine = make_engine(0, fp16={"enabled": False}, bf16={"enabled": True})
     train_step(engine, next(zoo.batches(1, 12)))
-    again = make(0, [Block.of(engine)])
-    assert (again.loss_scale, again.global_steps) == (2.0**8, 1)
-    train_step(again, next(zoo.batches(1, 12)))
-    back = make(0, [Block.of(again)], fp16={"enabled": False})
-    assert back.loss_scale == 1.0
+    resumed = make_engine(0, [Block.of(engine)])
+    assert (resumed.loss_scale, resumed.global_steps) == (2.0**8, 1)
+    train_step(resumed, next(zoo.batches(1, 12)))
+    fp32 = make_engine(0, [Block.of(resumed)], fp16={"enabled": False})
+    assert fp32.loss_scale == 1.0
 
 
 def overflow_at_minimum(rank: int, world: int, stage: int) -> str:
-    engine = make(stage, fp16=FP16 | {"initial_scale_power": 1, "hysteresis": 1})
+    engine = make_engine(stage, fp16=FP16 | {"initial_scale_power": 1, "hysteresis": 1})
     before = engine.state_dict()
 
-    def spoil(grad: Tensor) -> Tensor:
+    def set_nan(grad: Tensor) -> Tensor:
         return torch.full_like(grad, float("nan")) if rank == 0 else grad
 
     batch = next(zoo.batches(1, 12))
     train_step(engine, batch, overflow=rank == world - 1)  # 2 -> 1, the lowest
     assert engine.loss_scale == 1.0
     if stage < 3:
-        engine.module.blocks[1].down.weight.register_hook(spoil)
+        engine.module.blocks[1].down.weight.register_hook(set_nan)
     with pytest.raises(EngineError) as caught:
         train_step(engine, batch, overflow=stage == 3 and rank == 0)
     assert engine.global_steps == 1
@@ -174,17 +181,17 @@ def overflow_at_minimum(rank: int, world: int, stage: int) -> str:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_at_the_lowest_scale_the_error_names_the_first_parameter(stage):
+def test_overflow_at_minimum_scale_is_an_error(stage):
     first, *others = run_ranks(2, overflow_at_minimum, stage)
-    assert all(one == first for one in others)
+    assert all(message == first for message in others)
     assert "an overflow at the lowest loss scale, 1" in first
     assert "bf16" in first
     assert "fp16.min_loss_scale" in first
     assert "blocks.1.down.weight" in first if stage < 3 else "in the unit" in first
 
 
-def test_an_overflow_of_the_norm_alone_is_reported():
-    engine = make(0, fp16=FP16 | {"initial_scale_power": 0, "hysteresis": 1})
+def test_overflow_of_the_norm_is_reported():
+    engine = make_engine(0, fp16=FP16 | {"initial_scale_power": 0, "hysteresis": 1})
     engine._runtime.units[0].grads.owned().fill_(1e38)
     engine.backward(engine(torch.zeros(3, 5).long(), targets=torch.zeros(3, 5).long())["loss"])
     for unit in engine._runtime.units:
@@ -195,7 +202,7 @@ def test_an_overflow_of_the_norm_alone_is_reported():
         engine.step()
 
 
-def fixed(scale: float, **more: Any) -> rayzero.Engine:
+def make_fixed_scale_engine(scale: float, **more: Any) -> rayzero.Engine:
     return rayzero.initialize(
         model=nn.Linear(4, 1, bias=False),
         optimizer=lambda groups: torch.optim.SGD(groups, lr=1e6),
@@ -207,11 +214,11 @@ def fixed(scale: float, **more: Any) -> rayzero.Engine:
     )[0]
 
 
-def test_a_fixed_scale_stays_and_saves_small_gradients():
-    """Gradients of 1e-8 are zero in fp16, and are not when the loss is scaled."""
+def test_fixed_scale_preserves_small_gradients():
+    """Gradients of 1e-8 underflow in fp16 unless the loss is scaled."""
     moved = {}
     for scale in (1.0, 1024.0):
-        engine = fixed(scale)
+        engine = make_fixed_scale_engine(scale)
         (weight,) = engine.optimizer.param_groups[0]["params"]
         before = weight.detach().clone()
         for _ in range(2):
@@ -226,9 +233,9 @@ def test_a_fixed_scale_stays_and_saves_small_gradients():
 
 
 def test_inputs_are_cast_only_with_auto_cast():
-    engine = fixed(8.0)
+    engine = make_fixed_scale_engine(8.0)
     assert engine(torch.ones(1, 4)).dtype is torch.float16
-    other = fixed(8.0, fp16={"enabled": True, "loss_scale": 8})
+    other = make_fixed_scale_engine(8.0, fp16={"enabled": True, "loss_scale": 8})
     with pytest.raises(RuntimeError, match="dtype"):
         other(torch.ones(1, 4))
     assert other(torch.ones(1, 4).half()).dtype is torch.float16
@@ -244,14 +251,14 @@ def test_inputs_are_cast_only_with_auto_cast():
         ({"fp16_master_weights_and_grads": True}, "fp16_master_weights_and_grads: refused"),
     ],
 )
-def test_unsupported_settings_are_refused(fp16, match):
+def test_unsupported_settings(fp16, match):
     with pytest.raises(ConfigError, match=match):
-        make(0, fp16={"enabled": True} | fp16)
+        make_engine(0, fp16={"enabled": True} | fp16)
 
 
-def test_two_precisions_are_refused():
+def test_fp16_with_bf16_is_rejected():
     with pytest.raises(ConfigError, match="fp16 and bf16"):
-        make(0, bf16={"enabled": True})
+        make_engine(0, bf16={"enabled": True})
 
 
 def train_demo(rank: int, world: int, stage: int) -> tuple[list[float], int]:
@@ -277,7 +284,7 @@ def train_demo(rank: int, world: int, stage: int) -> tuple[list[float], int]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_example_model_learns_in_fp16(stage):
+def test_example_model_learns_in_fp16(stage):
     for losses, skipped in run_ranks(2, train_demo, stage):
         assert losses[-1] < 0.6 * losses[0]
         assert skipped < 8

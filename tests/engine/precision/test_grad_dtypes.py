@@ -1,4 +1,4 @@
-"""The dtype in which gradients are summed, and where they are averaged."""
+"""Dtypes of gradient accumulation, and the order of reduction and averaging."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.ranks import run_ranks
 
 
 class SingleWeight(nn.Module):
-    """A weight whose gradient is the input; a second one makes the unit longer."""
+    """A weight whose gradient is the input, and a weight that makes the unit longer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ def _gradient(rank: int, world: int, stage: int, terms: list[list[float]], more:
         engine.backward(engine(torch.tensor([x], dtype=next(engine.module.parameters()).dtype)))
         engine.step()
     assert engine.global_steps == 1
-    weights = [one for group in engine.optimizer.param_groups for one in group["params"]]
-    return 0.0 - sum(one.sum().item() for one in weights)  # all others stay zero
+    weights = [param for group in engine.optimizer.param_groups for param in group["params"]]
+    return 0.0 - sum(weight.sum().item() for weight in weights)  # all others stay zero
 
 
 FP32_SUM, BF16_SUM = {}, {"data_types": {"grad_accum_dtype": "bf16"}}
@@ -85,7 +85,7 @@ def test_ranks_are_summed_in_the_same_dtype(model, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_compressed_gradients_are_rounded_once_and_summed_in_the_main_grads_dtype(stage):
+def test_compressed_gradients_are_rounded_once(stage):
     """bf16 steps by 2 beyond 256 and rounds half to even: 257 becomes 256, and 259 260.
 
     At stage 0 the sums travel back as well, and are rounded once more.
@@ -137,7 +137,7 @@ DIVISIONS = [
 
 
 @pytest.mark.parametrize(("precision", "limit"), [("fp64", 1e-12), ("fp32", 1e-5), ("bf16", 3e-3)])
-def test_the_place_of_the_average_changes_rounding_only(precision, limit):
+def test_order_of_averaging_only_changes_rounding(precision, limit):
     cells = [
         Cell(stage, precision, 4, CLIP, extra=tuple(more.items()))
         for stage, more in product((0, 1, 2, 3), DIVISIONS)
@@ -146,15 +146,15 @@ def test_the_place_of_the_average_changes_rounding_only(precision, limit):
     results = run_ranks(2, train, cells, timeout_s=300)
     for number, cell in enumerate(cells):
         losses, state, _ = results[0][number]
-        right_losses, right, _ = reference(cell, 2)
-        assert losses == pytest.approx(right_losses, rel=max(limit, 1e-9))
+        expected_losses, expected, _ = reference(cell, 2)
+        assert losses == pytest.approx(expected_losses, rel=max(limit, 1e-9))
         distance = zoo.relative_l2_error if precision == "bf16" else zoo.relative_error
-        assert max(distance(state[name], right[name]) for name in right) <= limit, cell
+        assert max(distance(state[name], expected[name]) for name in expected) <= limit, cell
 
 
 @pytest.mark.parametrize("more", DIVISIONS)
-def test_the_place_of_the_average_matters_in_fp16(more):
-    """A gradient that is divided before the sum may become 0: the least number is 6e-8."""
+def test_averaging_before_reduction_underflows_in_fp16(more):
+    """The smallest fp16 number is 6e-8: a gradient divided before the sum may become 0."""
     fp16 = {"fp16": {"enabled": True, "loss_scale": 1.0}}
     terms = [[6e-8], [6e-8]]
     plain = gradient(1, terms, fp16)
@@ -180,7 +180,7 @@ def _arguments(more: dict[str, Any]) -> dict[str, Any]:
     st.booleans(),
     st.floats(0.1, 100),
 )
-def test_before_and_after_make_the_average(micro_steps, ranks, first, prescale, predivide):
+def test_scales_before_and_after_reduction_average(micro_steps, ranks, first, prescale, predivide):
     after = post_reduce_scale(
         micro_steps, ranks, average_before_reduce=first, prescale=prescale, predivide=predivide
     )
@@ -193,6 +193,6 @@ def test_before_and_after_make_the_average(micro_steps, ranks, first, prescale, 
 
 
 @pytest.mark.parametrize("factor", [0, -1.0])
-def test_a_predivide_factor_must_be_positive(factor):
+def test_predivide_factor_must_be_positive(factor):
     with pytest.raises(ConfigError, match="gradient_predivide_factor"):
         _gradient(0, 0, 0, [[1.0]], {"gradient_predivide_factor": factor})

@@ -1,4 +1,4 @@
-"""The loss scale's rules, against tables worked out by hand from DeepSpeed's DynamicLossScaler."""
+"""Loss scaling follows tables computed by hand from DeepSpeed's DynamicLossScaler."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TABLE = [
     # The first rise takes window + 1 good steps, the following ones window each.
     (make_rules(16, 2, 1), ".....", [16, 16, 32, 32, 64]),
     (make_rules(16, 1, 1), "....", [16, 32, 64, 128]),
-    # An overflow begins the count anew; without hysteresis it lowers at once.
+    # An overflow resets the count; without hysteresis it lowers the scale at once.
     (make_rules(16, 2, 1), "..x...x", [16, 16, 8, 8, 8, 16, 8]),
     # Hysteresis 2: the first overflow is free, the second lowers, and so does every one after it,
     # good steps between them or not, until the scale has risen.
@@ -54,17 +54,17 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("rules", "steps", "scales"), TABLE)
-def test_the_table(rules: Fp16Config, steps: str, scales: list[float]) -> None:
-    scaler, seen = DynamicScaler(rules), []
+def test_scale_by_step(rules: Fp16Config, steps: str, scales: list[float]) -> None:
+    scaler, values = DynamicScaler(rules), []
     for step in steps:
         scaler.update(overflow=step == "x")
-        seen.append(scaler.value)
-    assert seen == scales
+        values.append(scaler.value)
+    assert values == scales
 
 
 @dataclass
 class DeepSpeedScaler:
-    """The same rules as DeepSpeed keeps them: by the numbers of steps, not by a count."""
+    """DeepSpeed's implementation of the rules, based on step numbers instead of a count."""
 
     rules: Fp16Config
 
@@ -103,7 +103,7 @@ OVERFLOWS = st.lists(st.booleans(), max_size=60)
 
 
 @given(RULES, OVERFLOWS)
-def test_equals_a_record_of_step_numbers(rules: Fp16Config, overflows: list[bool]) -> None:
+def test_equals_deepspeed_scaler(rules: Fp16Config, overflows: list[bool]) -> None:
     scaler, expected = DynamicScaler(rules), DeepSpeedScaler(rules)
     for overflow in overflows:
         assert scaler.cannot_decrease == (
@@ -132,7 +132,7 @@ def test_invariants(rules: Fp16Config, overflows: list[bool]) -> None:
 
 
 @given(RULES, OVERFLOWS, OVERFLOWS)
-def test_continues_from_its_json(rules: Fp16Config, before: list[bool], after: list[bool]) -> None:
+def test_state_dict_round_trip(rules: Fp16Config, before: list[bool], after: list[bool]) -> None:
     first, second = DynamicScaler(rules), DynamicScaler(rules)
     for overflow in before:
         first.update(overflow=overflow)
@@ -144,7 +144,7 @@ def test_continues_from_its_json(rules: Fp16Config, before: list[bool], after: l
         assert first.current == second.current
 
 
-def test_a_state_of_other_rules_is_clamped() -> None:
+def test_loaded_state_is_clamped_to_the_rules() -> None:
     scaler = DynamicScaler(make_rules(16, 2, 1, minimum=4))
     scaler.load_state_dict({"value": 1.0, "hysteresis": 3, "good_steps": 7})
     assert scaler.current == LossScaleState(4.0, 1, 7)
@@ -152,7 +152,7 @@ def test_a_state_of_other_rules_is_clamped() -> None:
     assert scaler.current == LossScaleState(4.0, 1, 7)
 
 
-def test_a_fixed_scale_never_moves() -> None:
+def test_fixed_scale_is_constant() -> None:
     scaler = FixedScaler(128.0)
     scaler.load_state_dict({"value": 2.0, "hysteresis": 1, "good_steps": 0})
     for overflow in (True, False):

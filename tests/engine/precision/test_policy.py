@@ -1,4 +1,4 @@
-"""What each policy does to weights and inputs."""
+"""Precision policies: casts of weights and inputs."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Batch:
 
 
 class Opaque:
-    """A class that is no container."""
+    """A class that is not a container."""
 
     def __init__(self) -> None:
         self.x = torch.ones(1)
 
 
-def test_floats_are_cast_and_nothing_else() -> None:
+def test_only_floats_are_cast() -> None:
     cast = MixedPrecision(dtype=LOW).cast_inputs
     assert cast(torch.ones(2)).dtype is LOW
     assert cast(torch.ones(2).double()).dtype is LOW
@@ -50,7 +50,7 @@ def test_floats_are_cast_and_nothing_else() -> None:
     assert opaque.x.dtype is torch.float32
 
 
-def test_containers_keep_their_kind() -> None:
+def test_containers_keep_their_type() -> None:
     x = torch.ones(2)
     cast = MixedPrecision(dtype=LOW).cast_inputs
     container: Any
@@ -71,7 +71,7 @@ def test_containers_keep_their_kind() -> None:
 
 
 class Encoding(UserDict):
-    """As transformers' BatchEncoding: a UserDict with more to it."""
+    """Like transformers' BatchEncoding: a UserDict with extra attributes."""
 
     def __init__(self, data: dict[str, Any], n_sequences: int) -> None:
         super().__init__(data)
@@ -79,7 +79,7 @@ class Encoding(UserDict):
 
 
 class Sealed(OrderedDict):
-    """As transformers' ModelOutput: items can be set, but not updated."""
+    """Like transformers' ModelOutput: items can be set, but not updated."""
 
     def update(self, *_: Any, **__: Any) -> None:
         raise TypeError
@@ -103,13 +103,13 @@ def test_mappings_that_are_not_plain_dictionaries() -> None:
     assert (cast(sealed)["x"].dtype, sealed["x"] is pixels) == (LOW, True)
 
 
-def test_containers_without_floats_are_returned_as_they_are() -> None:
+def test_containers_without_floats_are_returned_unchanged() -> None:
     cast, ids, low = (
         MixedPrecision(dtype=LOW).cast_inputs,
         torch.ones(2).long(),
         torch.ones(2, dtype=LOW),
     )
-    for one in (
+    for value in (
         {"ids": ids, "more": [low, (1, None)]},
         [ids, {"x": low}],
         (ids, "text"),
@@ -118,7 +118,7 @@ def test_containers_without_floats_are_returned_as_they_are() -> None:
         Encoding({"ids": ids}, 1),
         torch.Size([2, 3]),
     ):
-        assert cast(one) is one
+        assert cast(value) is value
     shared = {"ids": ids}
     assert cast([shared, torch.ones(1)])[0] is shared
 
