@@ -1,4 +1,4 @@
-"""The collectives against plain sums, and the error when one fails."""
+"""Collectives equal plain sums; errors of failed collectives."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ with_and_without_sharing = pytest.mark.parametrize(
 
 
 def connect_gloo(share: bool) -> Collectives:
-    """Through shared memory, as ranks on one host do; or through messages, as between hosts."""
+    """Collectives over shared memory, as on a single host, or messages, as between hosts."""
     group = dist.group.WORLD
     assert group is not None
     backend = make_gloo_backend(group, share_memory=share)
@@ -42,7 +42,7 @@ def connect_gloo(share: bool) -> Collectives:
 
 
 def values(rank: int, world: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Small whole numbers: their sums are exact in every dtype, in any order."""
+    """Small integers, whose sums are exact in every dtype and order."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     return torch.randint(-9, 9, (world * PART,), generator=generator).to(dtype)
 
@@ -55,12 +55,12 @@ def buffer(collectives: Collectives, value: Tensor) -> Tensor:
     return collectives.zeros(value.numel(), value.dtype, CPU).copy_(value)
 
 
-def every_collective(rank: int, world: int, share: bool) -> dict[str, dict[str, int]]:
+def run_collectives(rank: int, world: int, share: bool) -> dict[str, dict[str, int]]:
     collectives = connect_gloo(share)
     assert (collectives.rank, collectives.world_size) == (rank, world)
     for dtype in DTYPES:
         summed = total(world, dtype)
-        mine = rank_chunk(summed, rank, world)
+        chunk = rank_chunk(summed, rank, world)
 
         full = buffer(collectives, values(rank, world, dtype))
         collectives.all_reduce(full).wait()
@@ -71,31 +71,33 @@ def every_collective(rank: int, world: int, share: bool) -> dict[str, dict[str, 
             torch.full((PART,), 7, dtype=dtype),
         )
         collectives.reduce_scatter(full, out).wait()
-        assert torch.equal(out, mine)
+        assert torch.equal(out, chunk)
 
         full = buffer(collectives, values(rank, world, dtype))
         collectives.reduce_scatter(full, rank_chunk(full, rank, world)).wait()
-        assert torch.equal(rank_chunk(full, rank, world), mine)
+        assert torch.equal(rank_chunk(full, rank, world), chunk)
 
         full, out = (
             buffer(collectives, values(rank, world, dtype)),
             torch.full((PART,), 7, dtype=dtype),
         )
         collectives.reduce_scatter(full, out, accumulate=True).wait()
-        assert torch.equal(out, mine + 7)
+        assert torch.equal(out, chunk + 7)
 
         full = buffer(collectives, torch.full((world * PART,), -1, dtype=dtype))
-        rank_chunk(full, rank, world).copy_(mine)
+        rank_chunk(full, rank, world).copy_(chunk)
         collectives.all_gather(full, rank_chunk(full, rank, world)).wait()
         assert torch.equal(full, summed)
 
-        full = torch.full((world * PART,), -1, dtype=dtype)  # only what peers read must be shared
-        collectives.all_gather(full, buffer(collectives, mine)).wait()
+        full = torch.full(
+            (world * PART,), -1, dtype=dtype
+        )  # only memory that peers read must be shared
+        collectives.all_gather(full, buffer(collectives, chunk)).wait()
         assert torch.equal(full, summed)
 
         for target in range(world):
             full = torch.zeros(world * PART if rank == target else 0, dtype=dtype)
-            collectives.gather(full, mine, target).wait()
+            collectives.gather(full, chunk, target).wait()
             assert rank != target or torch.equal(full, summed)
 
         source = world - 1
@@ -113,11 +115,11 @@ def every_collective(rank: int, world: int, share: bool) -> dict[str, dict[str, 
 
 @with_and_without_sharing
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_results_are_plain_sums_and_all_is_counted(world: int, share: bool) -> None:
+def test_results_and_traffic_counters(world: int, share: bool) -> None:
     full = sum(world * PART * dtype.itemsize for dtype in DTYPES)
     once = len(DTYPES)
-    for counted in run_ranks(world, every_collective, share):
-        assert counted == {
+    for counters in run_ranks(world, run_collectives, share):
+        assert counters == {
             "all_reduce": {"calls": once, "bytes": 2 * full},
             "reduce_scatter": {"calls": 3 * once, "bytes": 3 * full},
             "all_gather": {"calls": 2 * once, "bytes": 2 * full},
@@ -128,7 +130,7 @@ def test_results_are_plain_sums_and_all_is_counted(world: int, share: bool) -> N
 
 
 def many_in_flight(rank: int, world: int, share: bool) -> int:
-    """A dozen at once of three kinds, waited for in another order on each rank."""
+    """Start twelve collectives of three kinds; wait in a different order on every rank."""
     collectives = connect_gloo(share)
     shuffled = random.Random(rank)
     for _ in range(3):
@@ -152,75 +154,75 @@ def many_in_flight(rank: int, world: int, share: bool) -> int:
         shuffled.shuffle(order)
         for number in order:
             pending[number][0].wait()
-            pending[number][0].wait()  # a second wait changes nothing
-        for (_, result), right in zip(pending, expected, strict=True):
-            assert torch.equal(result, right)
-        collectives.all_reduce_scalars(torch.zeros(1))  # after it a gathered part may be dropped
+            pending[number][0].wait()  # a second wait has no effect
+        for (_, result), value in zip(pending, expected, strict=True):
+            assert torch.equal(result, value)
+        collectives.all_reduce_scalars(torch.zeros(1))  # afterwards gathered parts may be freed
     return collectives.staging_bytes
 
 
 @with_and_without_sharing
 @pytest.mark.parametrize("world", [2, 4])
-def test_many_in_flight_keep_their_data_apart(world: int, share: bool) -> None:
+def test_concurrent_collectives(world: int, share: bool) -> None:
     # Four reduce-scatters are in flight at once; later rounds reuse their buffers.
     expected = 0 if share else 4 * (world - 1) * PART * 8
     assert run_ranks(world, many_in_flight, share) == [expected] * world
 
 
-def repeated(rank: int, world: int) -> list[Tensor]:
-    """Values whose sum depends on the order of addition, with ranks late by turns."""
+def reduce_with_delays(rank: int, world: int) -> list[Tensor]:
+    """Sum values that depend on the order of addition; delay each rank in turn."""
     results = []
     for share in (False, True):
         collectives = connect_gloo(share)
-        for late in range(world):
+        for delayed_rank in range(world):
             torch.manual_seed(rank)
             full = buffer(
                 collectives, torch.randn(world * PART) * 10.0 ** torch.randint(-6, 6, (1,))
             )
-            kept = buffer(collectives, full)
-            if rank == late:
+            in_place = buffer(collectives, full)
+            if rank == delayed_rank:
                 time.sleep(0.05)
             out = torch.empty(PART)
             collectives.reduce_scatter(full, out).wait()
-            collectives.reduce_scatter(kept, rank_chunk(kept, rank, world)).wait()
-            results += [out, rank_chunk(kept, rank, world).clone()]
+            collectives.reduce_scatter(in_place, rank_chunk(in_place, rank, world)).wait()
+            results += [out, rank_chunk(in_place, rank, world).clone()]
     return results
 
 
-def test_a_sum_is_bitwise_the_same_whichever_rank_is_late() -> None:
-    for results in run_ranks(4, repeated):
+def test_sums_do_not_depend_on_timing() -> None:
+    for results in run_ranks(4, reduce_with_delays):
         assert all(torch.equal(result, results[0]) for result in results)
 
 
-class Broken(SingleRankBackend):
-    """Claims to have two ranks; nothing works."""
+class BrokenBackend(SingleRankBackend):
+    """Two ranks, of which the peer has exited."""
 
     world_size = 2
 
     class _BrokenWork:
         def wait(self) -> None:
-            raise RuntimeError("peer gone")
+            raise RuntimeError("peer exited")
 
     def all_gather(self, full: Tensor, part: Tensor) -> Any:
         return self._BrokenWork()
 
     def broadcast(self, tensor: Tensor, source: int) -> Any:
-        raise RuntimeError("peer gone")
+        raise RuntimeError("peer exited")
 
 
-def test_an_error_names_the_collective_that_failed_not_the_latest() -> None:
-    collectives = Collectives(Broken())
+def test_error_names_the_failed_collective() -> None:
+    collectives = Collectives(BrokenBackend())
     first = collectives.all_gather(torch.zeros(2), torch.zeros(1))
     collectives.all_gather(torch.zeros(2), torch.zeros(1))
     with pytest.raises(
-        CollectiveError, match=r"all_gather .* rank 0 of 2 \(collective 1\): peer gone"
+        CollectiveError, match=r"all_gather .* rank 0 of 2 \(collective 1\): peer exited"
     ):
         first.wait()
-    with pytest.raises(CollectiveError, match=r"broadcast .* \(collective 3\): peer gone"):
+    with pytest.raises(CollectiveError, match=r"broadcast .* \(collective 3\): peer exited"):
         collectives.broadcast(torch.zeros(2))
 
 
-def test_a_single_rank_completes_and_counts_every_collective() -> None:
+def test_single_rank_collectives() -> None:
     collectives = Collectives(SingleRankBackend())
     full = torch.arange(4.0)
     collectives.all_reduce(full).wait()
@@ -236,9 +238,9 @@ def test_a_single_rank_completes_and_counts_every_collective() -> None:
     collectives.reduce_scatter(full, full).wait()
     assert full.tolist() == [0, 1, 2, 3]
     for fill in (collectives.gather, collectives.all_gather):
-        whole = torch.zeros(4)
-        fill(whole, full).wait()
-        assert torch.equal(whole, full)
+        target = torch.zeros(4)
+        fill(target, full).wait()
+        assert torch.equal(target, full)
     assert collectives.zeros(3, torch.bfloat16, CPU).tolist() == [0, 0, 0]
     assert collectives.counters.by_name["reduce_scatter"].calls == 3
     assert collectives.counters.exposed_s == 0
@@ -252,9 +254,9 @@ def test_staging_buffers_are_reused() -> None:
     assert first.data_ptr() != second.data_ptr()
     assert pool.total_bytes == 80
     pool.release(first)
-    assert pool.acquire(torch.float32, 8) is first  # a longer one
+    assert pool.acquire(torch.float32, 8) is first  # a longer buffer is reused
     pool.release(first)
-    assert pool.acquire(torch.float64, 8).dtype is torch.float64  # not one of another dtype
+    assert pool.acquire(torch.float64, 8).dtype is torch.float64  # buffers of other dtypes are not
     assert pool.acquire(torch.float32, 11).numel() == 11
     assert pool.total_bytes == 80 + 64 + 44
 
@@ -275,7 +277,7 @@ def group(backend: str | None) -> Iterator[None]:
 
 
 class TestConnect:
-    def test_without_a_group_there_is_a_single_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_group_uses_single_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
             monkeypatch.delenv(name, raising=False)
         collectives, device = connect_collectives()
@@ -283,7 +285,7 @@ class TestConnect:
         assert device == torch.device("cuda" if torch.cuda.is_available() else "cpu", device.index)
         assert not dist.is_initialized()
 
-    def test_part_of_torchruns_environment_is_not_torchrun(
+    def test_incomplete_torchrun_environment_is_ignored(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -291,7 +293,7 @@ class TestConnect:
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert connect_collectives()[0].world_size == 1
 
-    def test_under_torchrun_the_group_is_created(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_torchrun_environment_creates_the_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
         created: list[str] = []
         monkeypatch.setattr(connecting.dist, "init_process_group", created.append)
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
@@ -300,13 +302,13 @@ class TestConnect:
         assert created == ["nccl" if torch.cuda.is_available() else "gloo"]
 
     @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", None])
-    def test_a_group_of_one_rank_needs_no_backend(self, backend: str | None) -> None:
+    def test_group_of_one_rank_uses_single_rank(self, backend: str | None) -> None:
         with group(backend):
             collectives, device = connect_collectives()
             assert isinstance(collectives._backend, SingleRankBackend)
             assert torch.cuda.is_available() or device.type == "cpu"
 
-    def test_other_backends_are_refused(self) -> None:
+    def test_other_backends_are_rejected(self) -> None:
         with group("fake"), pytest.raises(ConfigError, match=r"(?s)'.*fake.*'.*nccl, gloo"):
             connect_collectives()
 
@@ -314,25 +316,25 @@ class TestConnect:
 def unnamed_backend(rank: int, world: int) -> bool:
     """A group created without naming a backend has gloo for CPU tensors."""
     store = dist.distributed_c10d._get_default_store()
-    dist.barrier()  # all have joined the group that is destroyed
+    dist.barrier()  # all ranks have joined the group
     dist.destroy_process_group()
-    again = dist.PrefixStore("again", store)
-    dist.init_process_group(store=again, rank=rank, world_size=world)
+    new_store = dist.PrefixStore("new", store)
+    dist.init_process_group(store=new_store, rank=rank, world_size=world)
     collectives, _ = connect_collectives()
     full = collectives.zeros(world * 4, torch.float32, CPU).fill_(1)
     collectives.all_reduce(full).wait()
     return isinstance(collectives._backend, GlooBackend) and full.tolist() == [world] * (4 * world)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there it would be NCCL")
-def test_a_group_without_a_named_backend_uses_gloo() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="uses NCCL")
+def test_group_without_named_backend_uses_gloo() -> None:
     assert run_ranks(2, unnamed_backend) == [True, True]
 
 
 def lose_peer(rank: int, world: int, share: bool) -> None:
     collectives = connect_gloo(share)
     full, out = buffer(collectives, torch.zeros(world * 1_000_000)), torch.zeros(1_000_000)
-    collectives.broadcast(full)  # all are connected
+    collectives.broadcast(full)  # connects all ranks
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     start, messages = time.monotonic(), []
@@ -346,13 +348,13 @@ def lose_peer(rank: int, world: int, share: bool) -> None:
         with pytest.raises(CollectiveError) as caught:
             call()
         messages.append(caught.value.seen)
-    # The process of rank 1 is gone, so the messages reach the test in a RankError.
+    # Rank 1 has exited, so the messages reach the test in a RankError.
     quick = "at once" if time.monotonic() - start < 5 else "late"
     raise RuntimeError(f"{quick}: {messages}")
 
 
 @with_and_without_sharing
-def test_a_killed_peer_is_an_error_that_names_the_collective(share: bool) -> None:
+def test_killed_peer_error_names_the_collective(share: bool) -> None:
     with pytest.raises(RankError, match="rank 1: the process died") as caught:
         run_ranks(2, lose_peer, share)
     text = str(caught.value)

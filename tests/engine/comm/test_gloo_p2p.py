@@ -1,4 +1,4 @@
-"""Messages in flight outlive a dropped engine; gloo's threads end before the interpreter does."""
+"""Messages in flight outlive an engine; gloo threads stop before the interpreter exits."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def drop_backend(rank: int, world: int, share: bool) -> tuple[float, int]:
 
     def then() -> None:
         other = backends[0].all_gather(full, rank_chunk(full, rank, world))
-        if not share:  # where memory is shared, a peer that is gone cannot be read
+        if not share:  # shared memory of an exited peer cannot be read
             other.wait()
 
     run_in_order(rank, first=first, then=then)
@@ -64,20 +64,20 @@ def drop_backend(rank: int, world: int, share: bool) -> tuple[float, int]:
     in_flight = len(channel.in_flight)
     value = torch.tensor(float(rank))
     dist.all_reduce(value)
-    again = make_gloo_backend(world_group(), share_memory=share)
-    # Where memory is shared, rank 1 has never said that it has read rank 0's part.
+    new_backend = make_gloo_backend(world_group(), share_memory=share)
+    # With shared memory, rank 1 never confirmed that it read rank 0's part.
     assert len(channel.in_flight) == (in_flight if share else 0)
-    full = again.zeros(4 * world, torch.float32, torch.device("cpu"))
+    full = new_backend.zeros(4 * world, torch.float32, torch.device("cpu"))
     rank_chunk(full, rank, world).fill_(rank + 1)
-    again.all_gather(full, rank_chunk(full, rank, world)).wait()
+    new_backend.all_gather(full, rank_chunk(full, rank, world)).wait()
     return value.item() + full.sum().item(), in_flight
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "messages"])
-def test_a_group_still_works_after_a_receiver_was_dropped(share: bool) -> None:
+def test_group_works_after_a_receiver_is_dropped(share: bool) -> None:
     results = run_ranks(2, drop_backend, share, timeout_s=LIMIT_S)
     assert [total for total, _ in results] == [1.0 + 4 * 3] * 2
-    assert results[1][1] > 0, "rank 1 left messages in flight"
+    assert results[1][1] > 0, "rank 1 has messages in flight"
 
 
 def train(rank: int, world: int, stage: int) -> list[int]:
@@ -101,8 +101,8 @@ def train(rank: int, world: int, stage: int) -> list[int]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_one_engine_after_another_in_one_group(stage: int) -> None:
-    """None of them is closed. Each drains the messages of the one before."""
+def test_sequential_engines_in_a_group(stage: int) -> None:
+    """None is closed; each drains the messages of its predecessor."""
     for in_flight in run_ranks(2, train, stage, timeout_s=LIMIT_S):
         assert max(in_flight) <= 8, in_flight
 
@@ -116,12 +116,12 @@ def use_two_backends(rank: int, world: int) -> float:
     first.wait()
     backends.append(make_gloo_backend(world_group(), share_memory=True))
     assert not p2p_channel(world_group()).in_flight
-    first.release()  # waits for nothing twice
+    first.release()  # a second release does not wait
     backends[0].all_gather(full, rank_chunk(full, rank, world)).release()
     return full.sum().item()
 
 
-def test_two_engines_of_one_group_at_once() -> None:
+def test_two_backends_of_a_group() -> None:
     assert run_ranks(2, use_two_backends, timeout_s=LIMIT_S) == [4.0 * 3] * 2
 
 
@@ -131,7 +131,7 @@ def next_tags(rank: int, world: int) -> tuple[int, int]:
     return first.channel.next_tag(), second.channel.next_tag()
 
 
-def test_engines_of_one_group_share_their_numbering() -> None:
+def test_backends_of_a_group_share_message_tags() -> None:
     assert run_ranks(2, next_tags) == [(1, 2)] * 2
 
 

@@ -1,4 +1,4 @@
-"""The fields of the config's model as a flat list."""
+"""Fields of the config model as a flat list."""
 
 from __future__ import annotations
 

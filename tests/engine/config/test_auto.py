@@ -1,4 +1,4 @@
-"""What "auto" becomes."""
+"""Resolution of "auto" values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.config.model import leaves
 AUTO = "auto"
 
 
-def test_the_usual_autos() -> None:
+def test_common_auto_values() -> None:
     parsed = parse_with_provenance(
         {
             "train_batch_size": AUTO,
@@ -62,7 +62,7 @@ def test_the_usual_autos() -> None:
     assert parsed.provenance["zero_optimization.reduce_bucket_size"].startswith("auto: left out")
 
 
-def test_a_warm_up_goes_to_the_rate_that_is_given() -> None:
+def test_warmup_max_lr_is_the_optimizer_lr() -> None:
     config = parse_config(
         {
             "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
@@ -75,7 +75,7 @@ def test_a_warm_up_goes_to_the_rate_that_is_given() -> None:
 
 @pytest.mark.parametrize("path", [path for path, _ in leaves() if path not in FREE_FORM_SECTIONS])
 def test_every_key_may_be_auto(path: str) -> None:
-    """It is then as it is by default, but where the table says otherwise."""
+    """The value is the default unless a rule exists."""
     document: Any = AUTO
     for part in reversed(path.split(".")):
         document = {part: document}
@@ -95,7 +95,7 @@ def test_rules_are_for_known_keys() -> None:
         assert path in KEYS or path.rpartition(".")[0] in FREE_FORM_SECTIONS
 
 
-def test_the_number_of_steps_is_the_jobs() -> None:
+def test_number_of_steps_is_that_of_the_job() -> None:
     document = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": AUTO}}}
     with pytest.raises(ConfigError, match=r"total_num_steps: auto is the number of steps of a job"):
         parse_config(document)

@@ -1,4 +1,4 @@
-"""Keys that contradict each other are errors of the config, before anything is built."""
+"""Conflicting keys are config errors, raised before anything is built."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_configs_without_conflict_are_accepted(document: dict[str, Any]) -> None
     parse_config(document)
 
 
-def test_a_config_made_in_python_is_checked_too() -> None:
+def test_config_objects_are_checked() -> None:
     config_object = EngineConfig(fp16=Fp16Config(enabled=True), bf16=Bf16Config(enabled=True))
     with pytest.raises(ConfigError, match="fp16 and bf16: both are enabled"):
         parse_with_provenance(config_object)

@@ -1,4 +1,4 @@
-"""`rayzero config explain`: where each value comes from; and the JSON schema for editors."""
+"""`rayzero config explain`: the source of each value; JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def by_key(document: dict[str, Any] | None) -> dict[str, KeyInfo]:
     return {info.key: info for info in infos}
 
 
-def test_every_value_says_where_it_came_from() -> None:
+def test_every_value_has_a_source() -> None:
     infos = by_key(DOCUMENT)
     values = {key: (info.value, info.source) for key, info in infos.items()}
     assert values["train_batch_size"] == (64, "file")
@@ -57,7 +57,7 @@ def test_every_value_says_where_it_came_from() -> None:
     assert values["amp"] == ({"enabled": False}, "file")
 
 
-def test_keys_in_force_are_those_with_an_effect() -> None:
+def test_keys_in_effect() -> None:
     infos = by_key(DOCUMENT)
     assert infos["zero_optimization.stage"].in_force
     assert infos["bf16.enabled"].in_force
@@ -87,20 +87,20 @@ def test_derived_values_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
     lines = [record.message for record in caplog.records]
     assert len(lines) == len(set(lines)) == len(parsed.provenance) + 1
     assert "config: bf16.enabled is True (old name bfloat16)" in lines
-    # reduce_scatter was written as it is not here; contiguous_gradients as it is.
+    # reduce_scatter is set to a value that has no effect; contiguous_gradients to the actual one.
     assert lines[-1].startswith("config: no effect here: zero_optimization.reduce_scatter (")
 
 
-def test_the_schema_accepts_what_the_parser_accepts() -> None:
+def test_schema_accepts_valid_configs() -> None:
     schema = json_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     validator.validate(DOCUMENT)
     for path in FILES:
         if path.suffix == ".json":
-            # Names of optimizers are told by the parser, for they may be in any case.
+            # The parser checks names of optimizers, because they are case-insensitive.
             validator.validate(json.loads(path.read_text(encoding="utf-8")))
-    for wrong in (
+    for invalid in (
         {"train_batch_siz": 1},
         {"zero_optimization": {"stge": 1}},
         {"zero_optimization": {"stage": 7}},
@@ -108,10 +108,10 @@ def test_the_schema_accepts_what_the_parser_accepts() -> None:
         {"optimizer": {"params": {}}},
     ):
         with pytest.raises(jsonschema.ValidationError):
-            validator.validate(wrong)
+            validator.validate(invalid)
 
 
-def test_the_schema_describes_every_key() -> None:
+def test_schema_describes_every_key() -> None:
     schema = json_schema()
     for path in [*KEYS, *(entry.old for entry in OLD_NAMES)]:
         node = schema

@@ -1,4 +1,4 @@
-"""Values as real files write them."""
+"""Conversion and validation of values as written in real files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(path: str, value: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("path", "written", "meant"),
+    ("path", "written", "expected"),
     [
         ("train_batch_size", "8", 8),
         ("train_batch_size", " 8 ", 8),
@@ -46,9 +46,9 @@ def read(path: str, value: Any) -> Any:
         ("bf16.enabled", "True", True),
     ],
 )
-def test_values_are_converted(path: str, written: Any, meant: Any) -> None:
-    found = read(path, written)
-    assert (found, type(found)) == (meant, type(meant))
+def test_values_are_converted(path: str, written: Any, expected: Any) -> None:
+    value = read(path, written)
+    assert (value, type(value)) == (expected, type(expected))
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,12 @@ def test_numpy_numbers_are_accepted() -> None:
         ({"zero_optimization": {None: 2}}, "zero_optimization: a key is not text"),
     ],
 )
-def test_types_outside_json_are_refused(document: Any, message: str) -> None:
+def test_types_outside_json_are_rejected(document: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(document)
 
 
-def test_a_recursive_config_is_refused() -> None:
+def test_recursive_config_is_rejected() -> None:
     document: dict[str, Any] = {}
     document["optimizer"] = document
     with pytest.raises(ConfigError, match="nested too deeply"):

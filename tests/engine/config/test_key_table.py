@@ -1,7 +1,7 @@
-"""Every key of DeepSpeed is known, and is implemented, a no-op or refused.
+"""Every key of DeepSpeed is implemented, a no-op, or refused.
 
-`deepspeed_keys.json` lists the keys of DeepSpeed 0.19.8 with their defaults: those of its pydantic
-models by looking at them, the others by reading what its code asks a config for.
+`deepspeed_keys.json` lists the keys of DeepSpeed 0.19.8 with their defaults, taken from its
+pydantic models and from the keys that its code reads.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ FIELDS = dict(leaves())
 OLD = {name.old for name in OLD_NAMES}
 OPAQUE = {path for path, field in FIELDS.items() if field.annotation is Any}
 """Keys whose values are not checked."""
-# Ours, sections, and what DeepSpeed had in older versions.
+# rayzero's keys, sections, and keys of older DeepSpeed versions.
 NOT_DEEPSPEEDS = {"optimizer", "scheduler", "aio.thread_count"}
 NAMED = {*FREE_FORM_SECTIONS, "optimizer.type", "scheduler.type"}
-# Defaults that follow from the model, and those that may differ without changing a result.
+# Defaults that depend on the model, or that may differ without changing results.
 OTHER_DEFAULTS = {
     "torch_autocast.dtype",
     "zero_optimization.allgather_bucket_size",
@@ -46,33 +46,33 @@ OTHER_DEFAULTS = {
 }
 
 
-def row_of(path: str) -> str | None:
-    """The row that says what becomes of a key: its own, or that of a section around it."""
+def find_row(path: str) -> str | None:
+    """The row of the key, or of an enclosing section whose values are not checked."""
     parts = path.split(".")
-    around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-    return next((key for key in around if key in KEYS and (key == path or key in OPAQUE)), None)
+    prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((key for key in prefixes if key in KEYS and (key == path or key in OPAQUE)), None)
 
 
-def test_every_key_of_deepspeed_is_known() -> None:
+def test_all_deepspeed_keys_are_listed() -> None:
     sections = {
         path.rsplit(".", depth)[0] for path in KEYS for depth in range(1, path.count(".") + 1)
     }
-    known = OLD | sections
-    assert [path for path in DEEPSPEED if not row_of(path) and path not in known] == []
+    other_keys = OLD | sections
+    assert [path for path in DEEPSPEED if not find_row(path) and path not in other_keys] == []
 
 
-def test_every_key_is_of_deepspeed_or_of_rayzero() -> None:
+def test_all_keys_belong_to_deepspeed_or_rayzero() -> None:
     strange = [
         path
         for path in KEYS
         if path not in DEEPSPEED
         and not path.startswith("rayzero.")
-        and not any(known.startswith(f"{path}.") for known in DEEPSPEED)
+        and not any(key.startswith(f"{path}.") for key in DEEPSPEED)
     ]
     assert set(strange) <= NOT_DEEPSPEEDS
 
 
-def test_every_key_is_a_field_of_the_model() -> None:
+def test_all_keys_are_model_fields() -> None:
     assert KEYS.keys() - FIELDS.keys() == {
         "optimizer",
         "scheduler",
@@ -92,14 +92,14 @@ def test_every_key_has_a_status_and_a_reason() -> None:
         assert (key.reason == "") == (key.status is IMPLEMENTED), key
 
 
-def test_defaults_are_deepspeeds() -> None:
+def test_defaults_equal_deepspeed() -> None:
     config = EngineConfig(optimizer=OptimizerConfig(type="SGD")).model_dump()
     for path in sorted(set(FIELDS) & set(DEEPSPEED) - OTHER_DEFAULTS - NAMED):
         ours = get_path(config, path)
         assert (list(ours) if isinstance(ours, tuple) else ours) == DEEPSPEED[path], path
 
 
-def test_every_default_that_differs_is_listed_for_a_reason() -> None:
+def test_listed_defaults_do_differ() -> None:
     same = [
         path
         for path in OTHER_DEFAULTS & set(FIELDS)
@@ -109,7 +109,7 @@ def test_every_default_that_differs_is_listed_for_a_reason() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(path for path in OPAQUE if KEYS[path].status is REFUSED))
-def test_a_refused_key_may_be_present_if_it_requests_nothing(path: str) -> None:
+def test_refused_keys_are_accepted_if_disabled(path: str) -> None:
     for value in (None, "auto", DEEPSPEED.get(path)):
         parse_config(_at(path, value))
     if KEYS[path].is_active in (is_enabled, None) and path != "sequence_parallel_size":
@@ -143,7 +143,7 @@ def test_a_refused_key_may_be_present_if_it_requests_nothing(path: str) -> None:
         ({"checkpoint": {"use_node_local_storage": True}}, "a URL of an object store"),
     ],
 )
-def test_refusals_give_the_reason_and_the_alternative(document: Any, message: str) -> None:
+def test_refused_keys_name_reason_and_alternative(document: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(document)
 
@@ -164,7 +164,7 @@ def test_refusals_give_the_reason_and_the_alternative(document: Any, message: st
         {"zero_optimization": {"offload_param": {"device": "none", "buffer_count": 9}}},
     ],
 )
-def test_values_that_request_nothing_are_accepted(document: Any) -> None:
+def test_no_op_values_of_refused_keys_are_accepted(document: Any) -> None:
     parse_config(document)
 
 

@@ -1,4 +1,4 @@
-"""The engine's config file: every key, every mistake, and the batch triangle."""
+"""The engine's config: keys, invalid values, and batch sizes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_defaults() -> None:
     assert config.optimizer is config.scheduler is config.train_batch_size is None
 
 
-def test_a_parsed_config_is_returned_as_it_is() -> None:
+def test_parsed_config_is_returned_unchanged() -> None:
     config = parse_config(WHOLE)
     assert parse_config(config) is config
 
@@ -76,7 +76,7 @@ def test_a_parsed_config_is_returned_as_it_is() -> None:
         ),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest(path: str, value: Any, message: str) -> None:
+def test_unknown_key_suggests_the_closest_name(path: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(_with(path, value))
 
@@ -114,13 +114,13 @@ def test_an_unknown_key_is_refused_with_the_nearest(path: str, value: Any, messa
         ("rayzero.unshard_modules", "Block", r"rayzero\.unshard_modules: .*\(seen: 'Block'\)"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_path(path: str, value: Any, message: str) -> None:
+def test_invalid_value_error_names_the_path(path: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(_with(path, value))
 
 
 def _with(path: str, value: Any) -> dict[str, Any]:
-    """The whole config with one thing changed."""
+    """The full config with a changed value."""
     config = json.loads(json.dumps(WHOLE))
     *outer, last = path.split(".")
     node = config
@@ -130,7 +130,7 @@ def _with(path: str, value: Any) -> dict[str, Any]:
     return config
 
 
-def test_all_mistakes_are_reported_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config({"train_batch_size": 0, "zero_optimization": {"stge": 1}, "fp61": {}})
     text = str(caught.value)
@@ -175,7 +175,7 @@ def test_hjson(tmp_path: Path) -> None:
         (b'{"stage": 2}', "stage: unknown key"),
     ],
 )
-def test_a_bad_file_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+def test_error_names_invalid_file(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message) as caught:
@@ -183,7 +183,7 @@ def test_a_bad_file_is_named(content: bytes, message: str, tmp_path: Path) -> No
     assert str(path) in str(caught.value)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_error_names_unreadable_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gone\.json' cannot be read: No such file"):
         parse_config(tmp_path / "gone.json")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
@@ -191,12 +191,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", [3, [1], True, object()])
-def test_something_else_is_refused(source: Any) -> None:
+def test_other_types_are_rejected(source: Any) -> None:
     with pytest.raises(ConfigError, match=type(source).__name__):
         parse_config(source)
 
 
-def _solved(config: EngineConfig, world: int) -> BatchSizes | ConfigError:
+def _resolve_or_error(config: EngineConfig, world: int) -> BatchSizes | ConfigError:
     try:
         return resolve_batch_sizes(config, world)
     except ConfigError as error:
@@ -207,7 +207,7 @@ SIZES = st.none() | st.integers(1, 40)
 
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 9))
-def test_the_batch_triangle_is_solved_or_refused(
+def test_batch_sizes_are_resolved_or_rejected(
     total: int | None, micro: int | None, steps: int | None, world: int
 ) -> None:
     config = EngineConfig(
@@ -215,9 +215,9 @@ def test_the_batch_triangle_is_solved_or_refused(
         train_micro_batch_size_per_gpu=micro,
         gradient_accumulation_steps=steps,
     )
-    result = _solved(config, world)
+    result = _resolve_or_error(config, world)
     if isinstance(result, ConfigError):
-        assert total is not None  # without it there is nothing to disagree with
+        assert total is not None  # otherwise no sizes can conflict
         assert str(total) in result.seen
         assert str(world) in result.seen
         assert total < world or steps is not None
@@ -225,11 +225,11 @@ def test_the_batch_triangle_is_solved_or_refused(
             assert str(micro) in result.seen
             assert str(steps) in result.seen
         return
-    # What was given is kept.
+    # Configured sizes are used.
     assert total in (None, result.global_batch)
     assert micro in (None, result.micro_batch)
     assert steps in (None, result.micro_steps)
-    # Every rank has a sample, and its largest share is cut into just so many micro-batches.
+    # Every rank has a sample, and the largest share needs exactly that many micro-batches.
     share = ceil(result.global_batch / world)
     assert result.global_batch >= world
     assert ceil(share / result.micro_batch) == result.micro_steps
@@ -238,7 +238,7 @@ def test_the_batch_triangle_is_solved_or_refused(
 
 
 @given(SIZES, SIZES, st.integers(1, 9))
-def test_a_global_and_a_micro_batch_fit_any_world_up_to_the_batch(
+def test_global_and_micro_batch_fit_any_world_size(
     total: int | None, micro: int | None, world: int
 ) -> None:
     if total is not None and total >= world:
@@ -261,7 +261,7 @@ def test_a_global_and_a_micro_batch_fit_any_world_up_to_the_batch(
         ((7, 2, None), 3, (7, 2, 2)),
     ],
 )
-def test_triangles_by_hand(sizes: Any, world: int, expected: tuple[int, int, int]) -> None:
+def test_batch_size_examples(sizes: Any, world: int, expected: tuple[int, int, int]) -> None:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     result = resolve_batch_sizes(EngineConfig(**dict(zip(keys, sizes, strict=True))), world)
     assert (result.global_batch, result.micro_batch, result.micro_steps) == expected
@@ -270,8 +270,8 @@ def test_triangles_by_hand(sizes: Any, world: int, expected: tuple[int, int, int
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((8, 2, None), (8, 2, 3)),  # the micro-batch is a limit: 6 samples in three turns
-        ((8, None, None), (8, 6, 1)),  # without one the micro-steps stay
+        ((8, 2, None), (8, 2, 3)),  # the micro-batch is a limit: 6 samples in three micro-steps
+        ((8, None, None), (8, 6, 1)),  # without a limit the number of micro-steps stays
         ((8, None, 2), (8, 3, 2)),
         ((8, 2, 2), (8, 2, 3)),
         ((None, 2, 2), (8, 2, 3)),
@@ -291,7 +291,7 @@ def test_uneven_shares_keep_the_global_batch(sizes: Any, expected: tuple[int, in
         ((6, None, 4), 2, "6 on 2 ranks is 3 samples per rank, .* gradient_accumulation_steps 4"),
     ],
 )
-def test_refusals_name_the_numbers(sizes: Any, world: int, message: str) -> None:
+def test_batch_size_errors_name_the_numbers(sizes: Any, world: int, message: str) -> None:
     total, micro, steps = sizes
     config = EngineConfig(
         train_batch_size=total,

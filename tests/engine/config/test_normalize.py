@@ -1,4 +1,4 @@
-"""Older spellings of a config mean what the current ones do."""
+"""Old spellings of a config are equivalent to the current ones."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_old_spellings_are_rewritten(old: dict[str, Any], new: dict[str, Any]) -
     assert (old, mistakes) == (new, [])
 
 
-def test_old_names_are_not_keys_and_new_names_are() -> None:
+def test_new_names_are_keys_and_old_names_are_not() -> None:
     for name in OLD_NAMES:
         assert name.old not in KEYS
         assert name.new in KEYS or any(path.startswith(f"{name.new}.") for path in KEYS)
@@ -72,7 +72,7 @@ def test_old_names_are_not_keys_and_new_names_are() -> None:
         assert path == "bfloat16" or keys <= KEYS.keys()
 
 
-def test_an_old_and_a_new_name_that_disagree_are_an_error() -> None:
+def test_conflicting_old_and_new_names_are_an_error() -> None:
     document = {"bfloat16": {"enabled": True}, "bf16": {"enabled": True}}
     assert parse_config(document).bf16.enabled
     with pytest.raises(ConfigError, match=r"prefetch_bucket_size: is the old name of .* disagree"):
@@ -87,7 +87,7 @@ def test_an_old_and_a_new_name_that_disagree_are_an_error() -> None:
         parse_config({ZERO: {"cpu_offload": True, "offload_optimizer": 3}})
 
 
-def test_the_source_of_each_value_is_recorded() -> None:
+def test_sources_of_values_are_recorded() -> None:
     provenance = parse_with_provenance(
         {"bfloat16": True, ZERO: {"prefetch_bucket_size": 5}}
     ).provenance

@@ -1,4 +1,4 @@
-"""Where a config may come from."""
+"""Sources of a config: files, JSON, Hjson, base64, mappings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_base64(encode: Any, padded: bool) -> None:
     assert read_config(text if padded else text.rstrip("=")) == DOCUMENT
 
 
-def test_base64_of_hjson_and_of_a_mistake() -> None:
+def test_base64_of_hjson_and_of_invalid_text() -> None:
     text = base64.b64encode(b"{ train_batch_size: 8 }").decode()
     assert parse_config(text).train_batch_size == 8
     twice = base64.b64encode(b'{"bf16": {"enabled": true, "enabled": false}}').decode()
@@ -34,7 +34,7 @@ def test_base64_of_hjson_and_of_a_mistake() -> None:
 
 
 @pytest.mark.parametrize("source", ["aGVsbG8=", "e30", "no such file", "a\0b", "x" * 5000, ""])
-def test_text_that_is_neither_a_path_nor_base64_is_a_path_that_is_not_there(source: str) -> None:
+def test_other_text_is_a_missing_path(source: str) -> None:
     if source == "e30":  # base64 of "{}"
         assert read_config(source) == {}
         return
@@ -42,7 +42,7 @@ def test_text_that_is_neither_a_path_nor_base64_is_a_path_that_is_not_there(sour
         read_config(source)
 
 
-def test_a_file_wins_over_base64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_takes_precedence_over_base64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("e30").write_text('{"train_batch_size": 8}')
     assert read_config("e30") == {"train_batch_size": 8}
@@ -61,28 +61,28 @@ def test_a_file_wins_over_base64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (b'{"train_batch_size": ' + b"9" * 6000 + b"}", "train_batch_size|not JSON"),
     ],
 )
-def test_a_bad_file_is_an_error_that_names_it(content: bytes, message: str, tmp_path: Path) -> None:
+def test_error_names_invalid_file(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         parse_config(path)
 
 
-def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path: Path) -> None:
+def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_bytes(b'\xef\xbb\xbf{"train_batch_size": 8}')
     assert parse_config(path).train_batch_size == 8
 
 
-def test_json_on_one_line_is_read_as_json(tmp_path: Path) -> None:
-    """Hjson alone would take the rest of the line into an unquoted value."""
+def test_single_line_json(tmp_path: Path) -> None:
+    """An Hjson parser would read the rest of the line as an unquoted value."""
     path = tmp_path / "c.json"
     path.write_text('{"gradient_clipping": Infinity, "train_batch_size": 8}')
     with pytest.raises(ConfigError, match=r"config '[^']*c\.json': gradient_clipping: .*finite"):
         parse_config(path)
 
 
-def test_any_mapping_is_accepted_and_not_modified() -> None:
+def test_mappings_are_accepted_and_not_modified() -> None:
     inner = {"stage3_gather_fp16_weights_on_model_save": True, "cpu_offload": False}
     document = {"zero_optimization": inner, "train_batch_size": "auto", "bf16": True}
     before = json.dumps(document)

@@ -1,4 +1,4 @@
-"""Any config is parsed, and then dumps to the same config, or raises ConfigError."""
+"""Any config either round-trips through parse and dump, or raises ConfigError."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "torch_autocast.enabled": st.just(False),
 }
 RATE = st.floats(0, 1) | st.floats(1e-9, 1).map(str) | st.integers(0, 1)
-# What any of them takes; each one's own are tested in tests/engine/optim.
+# Options common to all optimizers; tests/engine/optim tests specific options.
 PARAMS = {
     "optimizer.params": st.fixed_dictionaries({}, optional={"lr": RATE, "weight_decay": RATE}),
     "scheduler.params": st.fixed_dictionaries({}, optional={"last_batch_iteration": WHOLE}),
@@ -50,7 +50,7 @@ PARAMS = {
 
 
 def values(path: str, annotation: Any) -> st.SearchStrategy[Any]:
-    """Values that the field takes, in the ways they may be written."""
+    """Valid values of the field, in all accepted spellings."""
     if path in FREE_FORM_SECTIONS:
         return PARAMS[path]
     if path in SPECIAL:
@@ -101,7 +101,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(configs())
-def test_a_valid_config_comes_back_the_same(document: dict[str, Any]) -> None:
+def test_valid_config_round_trip(document: dict[str, Any]) -> None:
     config = parse_config(document)
     for dump in (
         config.model_dump(mode="json"),
@@ -120,41 +120,41 @@ GARBAGE: list[Any] = [
 ]
 
 
-def mutate(document: dict[str, Any], chance: random.Random) -> dict[str, Any]:
-    """One to three changes anywhere: a value, a name, a key that goes, comes or moves."""
+def mutate(document: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Apply one to three changes: a value, a key name, an added, removed or moved key."""
     document = deepcopy(document)
-    for _ in range(chance.randint(1, 3)):
-        places = list(_places(document))
-        if not places:
+    for _ in range(rng.randint(1, 3)):
+        entries = list(_entries(document))
+        if not entries:
             return document
-        section, name = chance.choice(places)
-        match chance.randrange(6):
+        section, name = rng.choice(entries)
+        match rng.randrange(6):
             case 0 | 1:
-                section[name] = deepcopy(chance.choice(GARBAGE))
+                section[name] = deepcopy(rng.choice(GARBAGE))
             case 2:
-                section[_misspelt(name, chance)] = section.pop(name)
+                section[_misspell(name, rng)] = section.pop(name)
             case 3:
-                section[chance.choice([*KEYS, *"xy"]).rpartition(".")[2]] = deepcopy(
-                    chance.choice(GARBAGE)
+                section[rng.choice([*KEYS, *"xy"]).rpartition(".")[2]] = deepcopy(
+                    rng.choice(GARBAGE)
                 )
             case 4:
-                other, _ = chance.choice(places)
+                other, _ = rng.choice(entries)
                 other[name] = deepcopy(section[name])
             case 5:
-                section[name] = _deep(chance.choice([2, 31, 32, 33, 99]), chance)
+                section[name] = _nest(rng.choice([2, 31, 32, 33, 99]), rng)
     return document
 
 
-def _places(node: dict[str, Any]) -> Any:
+def _entries(node: dict[str, Any]) -> Any:
     for name, value in node.items():
         yield node, name
         if isinstance(value, dict):
-            yield from _places(value)
+            yield from _entries(value)
 
 
-def _misspelt(name: str, chance: random.Random) -> str:
-    position = chance.randrange(len(name) + 1)
-    return chance.choice(
+def _misspell(name: str, rng: random.Random) -> str:
+    position = rng.randrange(len(name) + 1)
+    return rng.choice(
         [
             name[:position] + name[position + 1 :],
             name[:position] + "ß" + name[position:],
@@ -164,30 +164,30 @@ def _misspelt(name: str, chance: random.Random) -> str:
     )
 
 
-def _deep(depth: int, chance: random.Random) -> Any:
+def _nest(depth: int, rng: random.Random) -> Any:
     value: Any = 1
     for _ in range(depth):
-        value = {"enabled": value} if chance.random() < 0.9 else [value]
+        value = {"enabled": value} if rng.random() < 0.9 else [value]
     return value
 
 
 def try_mutations(count: int, seed: int) -> int:
-    """How many of so many mutated configs are refused; anything but our own error comes out."""
-    chance = random.Random(seed)
+    """Parse `count` mutated configs; return how many raise ConfigError."""
+    rng = random.Random(seed)
     documents = [read_config(path) for path in FILES]
-    refused = 0
+    rejected = 0
     for _ in range(count):
-        document = mutate(chance.choice(documents), chance)
+        document = mutate(rng.choice(documents), rng)
         try:
             config = parse_config(document)
         except ConfigError as error:
-            refused += 0 < len(str(error)) < 20_000
+            rejected += 0 < len(str(error)) < 20_000
         else:
             assert parse_config(config.model_dump(mode="json")) == config
-    return refused
+    return rejected
 
 
-def test_mutated_configs_raise_only_our_own_error() -> None:
+def test_mutated_configs_only_raise_config_error() -> None:
     assert 200 < try_mutations(500, seed=1) < 500
 
 
@@ -197,7 +197,7 @@ def test_ten_thousand_mutated_configs_raise_only_our_own_error() -> None:
 
 
 @given(st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8")))
-def test_any_bytes_of_a_file_raise_only_our_own_error(raw: bytes) -> None:
+def test_random_bytes_only_raise_config_error(raw: bytes) -> None:
     text = raw.decode("latin-1")
     for source in (text, "{" + text, '{"train_batch_size": ' + text + "}"):
         try:
@@ -205,12 +205,12 @@ def test_any_bytes_of_a_file_raise_only_our_own_error(raw: bytes) -> None:
         except ConfigError as error:
             message = str(error)
         else:
-            message = "nothing to tell"
+            message = "valid"
         assert message
 
 
 @pytest.mark.parametrize("path", [path for path in KEYS if len(path.rpartition(".")[2]) > 4])
-def test_a_misspelt_key_names_the_one_that_is_meant(path: str) -> None:
+def test_misspelled_key_suggests_the_key(path: str) -> None:
     *outer, last = path.split(".")
     document: Any = {last[:-2] + last[-1]: 1}
     for part in reversed(outer):

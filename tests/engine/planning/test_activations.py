@@ -1,4 +1,4 @@
-"""The count of live bytes."""
+"""Counting of live bytes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def test_freed_storages_and_views_do_not_count():
         assert live.live_bytes == 0
 
 
-def test_known_tensors_and_in_place_operations_are_free():
-    known = torch.zeros(256)
-    with LiveBytes([known]) as live:
-        known.add_(1)
-        known.view(2, 128).mul_(2)
+def test_excluded_tensors_and_in_place_operations_do_not_count():
+    excluded = torch.zeros(256)
+    with LiveBytes([excluded]) as live:
+        excluded.add_(1)
+        excluded.view(2, 128).mul_(2)
     assert live.peak_bytes == 0
 
 
-def test_saved_tensors_count_until_backward_has_used_them():
+def test_saved_tensors_count_until_backward():
     layer = nn.Linear(256, 256, bias=False)
     x = torch.ones(4, 256)
     with LiveBytes([layer.weight, x]) as live:
@@ -42,4 +42,4 @@ def test_saved_tensors_count_until_backward_has_used_them():
         layer.weight.grad = None
         del loss
         assert live.live_bytes == 0
-        assert live.peak_bytes >= 256 * 256 * 4, "the weight's gradient was there"
+        assert live.peak_bytes >= 256 * 256 * 4, "includes the weight's gradient"

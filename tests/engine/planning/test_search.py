@@ -1,4 +1,4 @@
-"""Estimates, compared with the memory of engines and of processes."""
+"""Memory estimates equal the memory of engines and processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batch(samples: int, shape: GPTConfig = SMALL) -> tuple[Tensor, Tensor]:
 
 
 def engine_bytes(rank: int, world: int, document: dict[str, Any]) -> dict[str, int]:
-    """What an engine has allocated after a few steps."""
+    """Bytes that an engine has allocated after three steps."""
     with separate_host_memory():
         engine, *_ = rayzero.initialize(model=small(), config=document)
         for _ in range(3 * engine.settings.batches.micro_steps):
@@ -51,7 +51,7 @@ def engine_bytes(rank: int, world: int, document: dict[str, Any]) -> dict[str, i
 
 
 def check_plan(world: int, document: dict[str, Any]) -> None:
-    """Compares the plan with engines: every class, to the byte, on the rank that has most."""
+    """Compare the estimate with the rank that uses most memory, by class and to the byte."""
     planned = MemoryPlanner(small).estimate(parse_config(document), world).bytes
     ranks = run_ranks(world, engine_bytes, document)
     largest = max(ranks, key=lambda sizes: sum(sizes.values()))
@@ -67,7 +67,7 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}  # no step is skipp
 @pytest.mark.parametrize("precision", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_class_is_what_an_engine_allocates(
+def test_estimate_equals_engine_allocations(
     world: int, stage: int, precision: dict[str, Any]
 ) -> None:
     check_plan(world, config(stage, **precision))
@@ -82,8 +82,7 @@ def compressed(name: str, **more: Any) -> dict[str, Any]:
     return {"rayzero": {"compression": {"gradients": name, "rank": 2}}} | more
 
 
-def others(stage: int, **more: Any) -> dict[str, Any]:
-    """Of `zero_optimization`."""
+def zero(stage: int, **more: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage} | more}
 
 
@@ -93,39 +92,39 @@ FILES = {"device": "nvme", "nvme_path": "the test's", "buffer_count": 3}
 
 # (world, config)
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "hpz": (4, others(3, **HPZ)),
-    "int8 weights": (2, others(3, **INT8)),
-    "hpz of int8 in bf16": (4, others(3, **HPZ, **INT8) | BF16),
-    "sign, replicated": (2, compressed("sign", **others(0))),
-    "sign, one rank": (1, compressed("sign", **others(0))),
-    "sign, state sharded": (2, compressed("sign", **others(1))),
-    "sign, sharded": (3, compressed("sign", **others(3), **BF16)),
-    "sign, no overlap": (2, compressed("sign", **others(1, overlap_comm=False))),
-    "lowrank": (2, compressed("lowrank", **others(2))),
-    "int8 gradients": (2, others(2, zero_quantized_gradients=True)),
-    "1-bit Adam": (2, {"optimizer": ONE_BIT, "gradient_clipping": 0} | others(0)),
-    "sums in bf16": (2, others(2) | BF16 | {"data_types": {"grad_accum_dtype": "bf16"}}),
-    "Muon": (2, {"optimizer": {"type": "Muon"}} | others(2)),
-    "Lion": (1, {"optimizer": {"type": "Lion"}} | others(0)),
-    "half on the CPU": (2, others(2, offload_optimizer={"device": "cpu", "ratio": 0.5})),
-    "on the CPU, one rank": (1, others(2, offload_optimizer=CPU)),
+    "hpz": (4, zero(3, **HPZ)),
+    "int8 weights": (2, zero(3, **INT8)),
+    "hpz of int8 in bf16": (4, zero(3, **HPZ, **INT8) | BF16),
+    "sign, replicated": (2, compressed("sign", **zero(0))),
+    "sign, one rank": (1, compressed("sign", **zero(0))),
+    "sign, state sharded": (2, compressed("sign", **zero(1))),
+    "sign, sharded": (3, compressed("sign", **zero(3), **BF16)),
+    "sign, no overlap": (2, compressed("sign", **zero(1, overlap_comm=False))),
+    "lowrank": (2, compressed("lowrank", **zero(2))),
+    "int8 gradients": (2, zero(2, zero_quantized_gradients=True)),
+    "1-bit Adam": (2, {"optimizer": ONE_BIT, "gradient_clipping": 0} | zero(0)),
+    "sums in bf16": (2, zero(2) | BF16 | {"data_types": {"grad_accum_dtype": "bf16"}}),
+    "Muon": (2, {"optimizer": {"type": "Muon"}} | zero(2)),
+    "Lion": (1, {"optimizer": {"type": "Lion"}} | zero(0)),
+    "half on the CPU": (2, zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5})),
+    "on the CPU, one rank": (1, zero(2, offload_optimizer=CPU)),
     "on the CPU, accumulated": (
         2,
-        others(2, offload_optimizer=CPU) | {"gradient_accumulation_steps": 2},
+        zero(2, offload_optimizer=CPU) | {"gradient_accumulation_steps": 2},
     ),
-    "all on the CPU": (2, others(3, offload_optimizer=CPU, offload_param=CPU) | BF16),
-    "in files": (2, others(3, sub_group_size=4096, offload_optimizer=dict(FILES)) | BF16),
-    "in files, fp16, stage 1": (2, others(1, offload_optimizer=dict(FILES)) | FP16),
+    "all on the CPU": (2, zero(3, offload_optimizer=CPU, offload_param=CPU) | BF16),
+    "in files": (2, zero(3, sub_group_size=4096, offload_optimizer=dict(FILES)) | BF16),
+    "in files, fp16, stage 1": (2, zero(1, offload_optimizer=dict(FILES)) | FP16),
     "in files, weights on the CPU": (
         2,
-        others(3, offload_optimizer=dict(FILES), offload_param=CPU),
+        zero(3, offload_optimizer=dict(FILES), offload_param=CPU),
     ),
-    "accumulated": (2, others(3) | {"gradient_accumulation_steps": 3}),
+    "accumulated": (2, zero(3) | {"gradient_accumulation_steps": 3}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_compression_and_offload_are_what_an_engine_allocates(name: str, tmp_path: Path) -> None:
+def test_estimate_with_compression_and_offload(name: str, tmp_path: Path) -> None:
     world, more = CASES[name]
     document = config(0) | more
     offload = document["zero_optimization"].get("offload_optimizer", {})
@@ -134,13 +133,12 @@ def test_compression_and_offload_are_what_an_engine_allocates(name: str, tmp_pat
     check_plan(world, document)
 
 
-def test_settings_that_a_config_does_not_support_are_left_out() -> None:
+def test_unsupported_settings_are_excluded() -> None:
     document = config(0, optimizer=ONE_BIT, gradient_clipping=0)
-    assert [one.setting.name for one in evaluate_settings(MemoryPlanner(small), document, 2)] == [
-        "stage 0"
-    ]
-    found = evaluate_settings(MemoryPlanner(small), config(3, **others(3, **INT8)), 2)
-    staged = [one.setting.stage for one in found if one.estimate.device_bytes.get("staging")]
+    evaluations = evaluate_settings(MemoryPlanner(small), document, 2)
+    assert [evaluation.setting.name for evaluation in evaluations] == ["stage 0"]
+    evaluations = evaluate_settings(MemoryPlanner(small), config(3, **zero(3, **INT8)), 2)
+    staged = [e.setting.stage for e in evaluations if e.estimate.device_bytes.get("staging")]
     assert staged == [3, 3, 3]
 
 
@@ -151,7 +149,7 @@ from examples.gpt.model import GPT
 import rayzero
 
 def status(key):
-    line = next(one for one in open("/proc/self/status") if one.startswith(key))
+    line = next(line for line in open("/proc/self/status") if line.startswith(key))
     return int(line.split()[1]) * 1024
 
 def steps(shape, count, more):
@@ -182,12 +180,12 @@ PEAKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PEAKS)
-def test_a_process_peaks_where_the_plan_says(precision: str):
+def test_process_peak_equals_estimate(precision: str):
     document = config(0, train_micro_batch_size_per_gpu=4)
     document |= PEAKS[precision]
     planner = MemoryPlanner(lambda: GPT(LARGE), lambda samples: batch(samples, LARGE))
     planned = planner.estimate(parse_config(document), 1).device_total_bytes
-    # Every block of memory goes back to the system when it is freed.
+    # Make malloc return freed memory to the system.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, precision],
@@ -200,31 +198,31 @@ def test_a_process_peaks_where_the_plan_says(precision: str):
     assert planned == pytest.approx(int(run.stdout.split()[-1]), rel=0.1)
 
 
-def test_activation_checkpointing_costs_flops_and_saves_bytes():
+def test_activation_checkpointing_trades_flops_for_memory():
     planner = MemoryPlanner(lambda: GPT(LARGE), lambda samples: batch(samples, LARGE))
     parsed = parse_config(config(0, train_micro_batch_size_per_gpu=4))
-    kept = planner.estimate(parsed, 1)
-    again = planner.estimate(parsed, 1, recomputed=True)
-    assert again.device_bytes["activations"] < 0.7 * kept.device_bytes["activations"]
-    assert 1.1 < again.flops / kept.flops < 1.4
+    saved = planner.estimate(parsed, 1)
+    recomputed = planner.estimate(parsed, 1, recomputed=True)
+    assert recomputed.device_bytes["activations"] < 0.7 * saved.device_bytes["activations"]
+    assert 1.1 < recomputed.flops / saved.flops < 1.4
 
 
-def test_the_first_setting_that_fits_is_chosen():
+def test_first_fit():
     planner = MemoryPlanner(small, batch)
-    everything = evaluate_settings(planner, config(0), 2, gpu_bytes=2**40)
-    taken = first_fit(everything)
-    assert taken is not None
-    assert taken.setting.name == "stage 0"
-    needs = [one.estimate.device_total_bytes for one in everything]
+    evaluations = evaluate_settings(planner, config(0), 2, gpu_bytes=2**40)
+    choice = first_fit(evaluations)
+    assert choice is not None
+    assert choice.setting.name == "stage 0"
+    needs = [evaluation.estimate.device_total_bytes for evaluation in evaluations]
     third = evaluate_settings(planner, config(0), 2, gpu_bytes=int(needs[2] / 0.9) + 8)
-    taken = first_fit(third)
-    assert taken is not None
-    assert taken.estimate.device_total_bytes <= needs[2]
+    choice = first_fit(third)
+    assert choice is not None
+    assert choice.estimate.device_total_bytes <= needs[2]
     assert not third[0].fits
     assert first_fit(evaluate_settings(planner, config(0), 2, gpu_bytes=10)) is None
 
 
-class Peeks(nn.Module):
+class ValueDependentModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -234,17 +232,17 @@ class Peeks(nn.Module):
         return y if y.item() > 0 else -y
 
 
-def test_a_model_that_reads_values_is_an_error():
-    planner = MemoryPlanner(Peeks, lambda samples: torch.ones(samples, 4))
+def test_value_dependent_model_is_an_error():
+    planner = MemoryPlanner(ValueDependentModel, lambda samples: torch.ones(samples, 4))
     with pytest.raises(ConfigError, match="cannot be traced without data"):
         planner.estimate(parse_config(config(0)), 1)
 
 
-def test_offloaded_bytes_are_counted_in_their_memory():
+def test_offloaded_bytes_count_as_host_memory():
     def needs(**zero: Any) -> tuple[dict[str, int], dict[str, int]]:
         document = config(3, bf16={"enabled": True}, zero_optimization={"stage": 3} | zero)
-        found = MemoryPlanner(small).estimate(parse_config(document), 2)
-        return found.device_bytes, found.host_bytes
+        estimate = MemoryPlanner(small).estimate(parse_config(document), 2)
+        return estimate.device_bytes, estimate.host_bytes
 
     before, nothing = needs()
     assert not any(nothing.values())

@@ -1,4 +1,4 @@
-"""A model built without memory has the values that an ordinary construction gives."""
+"""A model built on the meta device has the same values as with ordinary construction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.ranks import run_ranks
 
 
 class Rotary(nn.Module):
-    """Buffers computed from one another, a constant list, a number read back."""
+    """Buffers computed from other buffers, a constant list, a value that is read back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class OwnGenerator(nn.Module):
 
 
 @pytest.mark.parametrize("make", [zoo.IrregularModel, Rotary, ViewsAndCopies, OwnGenerator])
-def test_values_are_those_of_an_ordinary_construction(make: Callable[[], nn.Module]) -> None:
+def test_values_equal_ordinary_construction(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(11)
     ordinary = make()
     after = torch.rand(1)
@@ -130,12 +130,12 @@ def test_trains_like_the_ordinary_model(world: int, stage: int, source: str) -> 
     state, losses = run_ranks(world, build, source, stage)[0]
     model = zoo.make_model()
     optimizer = zoo.sgd([{"params": [p for p in model.parameters() if p.requires_grad]}])
-    for batch, seen in zip(zoo.batches(5, 6), losses, strict=True):
+    for batch, actual in zip(zoo.batches(5, 6), losses, strict=True):
         optimizer.zero_grad()
         loss = model(batch[:, :-1], batch[:, 1:])["loss"]
         loss.backward()
         optimizer.step()
-        assert seen == pytest.approx(loss.item(), rel=1e-5)
+        assert actual == pytest.approx(loss.item(), rel=1e-5)
     expected = model.state_dict()
     assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-5
 
@@ -151,14 +151,14 @@ def meta_with_reset(rank: int, world: int) -> dict[str, Tensor]:
     return engine.state_dict()
 
 
-def test_a_meta_model_is_initialized_by_reset_parameters() -> None:
+def test_meta_model_is_initialized_by_reset_parameters() -> None:
     state = run_ranks(2, meta_with_reset)[0]
     assert state["0.weight"].abs().max() > 0
     assert all(value.isfinite().all() for value in state.values())
     assert state["1.num_batches_tracked"] == 1
 
 
-def test_a_meta_model_without_reset_parameters_is_refused() -> None:
+def test_meta_model_without_reset_parameters_is_rejected() -> None:
     with torch.device("meta"):
         model = zoo.PairBlock()
     with pytest.raises(ConfigError, match=r"PairBlock has no reset_parameters.*\n.*zero_init"):
@@ -181,7 +181,7 @@ class Deep(nn.Module):
 
 
 def peak_allocated(rank: int, world: int) -> int:
-    """The most bytes that torch's allocator had allocated, from construction to two steps.
+    """Peak bytes of torch's allocator, from construction to two steps.
 
     Without shared memory, which does not come from that allocator.
     """
@@ -205,7 +205,7 @@ def peak_allocated(rank: int, world: int) -> int:
     return peak
 
 
-def test_the_full_model_never_exists() -> None:
+def test_full_model_is_never_allocated() -> None:
     full_bytes = BLOCKS * BLOCK_BYTES
     shards = 2 * full_bytes // 3  # weights and gradients, on three ranks
     # Five buffers, two gradients of autograd, activations, and received parts: the more of them,

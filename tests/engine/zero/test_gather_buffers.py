@@ -1,4 +1,4 @@
-"""Which block is gathered into which buffer."""
+"""Assignment of blocks to gather buffers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_buffers(*blocks: Block, count: int = 2, alone: Sequence[Block] = ()) ->
 
 
 @given(st.lists(st.integers(0, 12), max_size=30), st.sets(st.integers(0, 12)), st.integers(2, 4))
-def test_blocks_take_turns_in_the_order_of_first_use(
+def test_buffers_are_assigned_round_robin(
     numbers: list[int], alone_numbers: set[int], count: int
 ) -> None:
     blocks = [make_block(str(number), 1) for number in range(13)]
@@ -39,11 +39,11 @@ def test_blocks_take_turns_in_the_order_of_first_use(
     alone = [blocks[number] for number in alone_numbers]
     GatherBuffers(blocks, count).assign(order, alone)
     assert all(block.buffer_index is None for block in alone)
-    ring = [block.buffer_index for block in dict.fromkeys(order) if block not in alone]
-    assert ring == [position % count for position in range(len(ring))]
+    indices = [block.buffer_index for block in dict.fromkeys(order) if block not in alone]
+    assert indices == [position % count for position in range(len(indices))]
 
 
-def test_blocks_that_share_a_buffer_get_the_longest() -> None:
+def test_shared_buffer_has_the_size_of_the_largest_block() -> None:
     a, b, c = make_block("a", 64), make_block("b", 320), make_block("c", 128)
     buffers = make_buffers(a, b, c)
     (for_a,), (for_b,) = buffers.acquire(a), buffers.acquire(b)
@@ -57,7 +57,7 @@ def test_blocks_that_share_a_buffer_get_the_longest() -> None:
 
 
 def test_each_unit_of_a_block_has_its_own_buffer() -> None:
-    both, single = make_block("both", 64, 128), make_block("one", 192)
+    both, single = make_block("both", 64, 128), make_block("single", 192)
     buffers = make_buffers(both, single, count=1)
     first, second = buffers.acquire(both)
     assert (first.numel(), second.numel()) == (192, 128)
@@ -72,7 +72,7 @@ def test_other_dtypes_do_not_share() -> None:
     assert buffers.acquire(b)[0].dtype is torch.bfloat16
 
 
-def test_a_block_outside_the_ring_keeps_its_own_buffer() -> None:
+def test_unshared_block_has_its_own_buffer() -> None:
     a, b, c = make_block("a", 64), make_block("b", 320), make_block("c", 64)
     buffers = make_buffers(a, b, c, alone=[a, b])
     (for_a,) = buffers.acquire(a)
@@ -82,7 +82,7 @@ def test_a_block_outside_the_ring_keeps_its_own_buffer() -> None:
     assert buffers.acquire(a)[0] is for_a
 
 
-def test_leaving_the_ring_frees_the_buffer_for_others() -> None:
+def test_own_buffer_frees_the_shared_one() -> None:
     a, b = make_block("a", 64), make_block("b", 64)
     buffers = make_buffers(a, b, count=1)
     (shared,) = buffers.acquire(a)
@@ -90,11 +90,11 @@ def test_leaving_the_ring_frees_the_buffer_for_others() -> None:
     assert buffers.current_block(b) is None
     assert buffers.acquire(a)[0] is not shared
     assert buffers.acquire(b)[0] is shared
-    buffers.give_own_buffer(a)  # a second time changes nothing
+    buffers.give_own_buffer(a)  # a second call has no effect
     assert buffers.current_block(b) is None
 
 
-def test_a_new_assignment_drops_all_buffers() -> None:
+def test_new_assignment_frees_all_buffers() -> None:
     a, b = make_block("a", 64), make_block("b", 64)
     buffers = make_buffers(a, b)
     buffers.acquire(a)

@@ -1,4 +1,4 @@
-"""When reductions are launched, with fake stores and collectives that record their calls."""
+"""Launch order of reductions, with fake stores and recording collectives."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class FakeStore:
 def make(
     counts: Sequence[int], *, max_buffers: int | None = None, overlap: bool = True
 ) -> tuple[Reducer, CallLog, GradBufferPool | None]:
-    """A reducer over units named a, b, c... of so many parameters."""
+    """A reducer over units named a, b, c... with the given numbers of parameters."""
     log = CallLog()
     pool = None if max_buffers is None else GradBufferPool(lambda: torch.zeros(1), max_buffers)
     units: list[Any] = [(FakeStore("abcdef"[i], log, pool), n) for i, n in enumerate(counts)]
@@ -97,9 +97,7 @@ def arrive(reducer: Reducer, *which: str) -> None:
 
 
 @given(st.permutations(["a0", "a1", "b0", "c0", "c1", "c2"]), st.none() | st.integers(1, 3))
-def test_launch_order_is_plan_order_whatever_arrives_first(
-    order: list[str], max_buffers: int | None
-) -> None:
+def test_launch_order_is_plan_order(order: list[str], max_buffers: int | None) -> None:
     reducer, log, pool = make([2, 1, 3], max_buffers=max_buffers)
     for _ in range(2):
         reducer.begin_backward(first=True, last=True)
@@ -112,7 +110,7 @@ def test_launch_order_is_plan_order_whatever_arrives_first(
         assert len(pool._free) == len(pool.buffers) <= max(3, max_buffers or 0)
 
 
-def test_a_unit_is_launched_as_soon_as_it_and_all_before_it_are_complete() -> None:
+def test_unit_is_launched_when_it_and_its_predecessors_are_complete() -> None:
     reducer, log, _ = make([1, 2])
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "b0", "b1")
@@ -121,7 +119,7 @@ def test_a_unit_is_launched_as_soon_as_it_and_all_before_it_are_complete() -> No
     assert log.of("launch", "wait") == ["launch a", "launch b"]  # without a wait
 
 
-def test_without_overlap_each_reduction_is_waited_for_at_once() -> None:
+def test_without_overlap_every_reduction_is_waited_for() -> None:
     reducer, log, _ = make([1, 1], overlap=False)
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0", "b0")
@@ -131,7 +129,7 @@ def test_without_overlap_each_reduction_is_waited_for_at_once() -> None:
     ]
 
 
-def test_when_all_buffers_are_in_use_the_oldest_reduction_is_waited_for() -> None:
+def test_full_pool_waits_for_the_oldest_reduction() -> None:
     reducer, log, pool = make([1, 1, 1, 1], max_buffers=2)
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0", "b0")
@@ -144,7 +142,7 @@ def test_when_all_buffers_are_in_use_the_oldest_reduction_is_waited_for() -> Non
     assert len(pool.buffers) == 2
 
 
-def test_a_buffer_is_reused_only_when_no_rank_reads_it() -> None:
+def test_buffer_is_reused_after_release() -> None:
     reducer, log, _ = make([1, 1, 1, 1], max_buffers=2)
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0", "b0", "c0", "d0")
@@ -154,7 +152,7 @@ def test_a_buffer_is_reused_only_when_no_rank_reads_it() -> None:
     ]
 
 
-def test_gradients_out_of_order_allocate_more_buffers_instead_of_waiting_forever() -> None:
+def test_gradients_out_of_order_allocate_more_buffers() -> None:
     reducer, log, pool = make([1, 1, 1, 1], max_buffers=2)
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "d0", "c0", "b0")  # none of them may be launched before a
@@ -199,7 +197,7 @@ def test_a_parameter_used_twice_adds_to_its_first_gradient() -> None:
     assert log.events == ["put a.0", "add a.0", "put a.1", "launch a"]
 
 
-def test_missing_gradients_are_zero_and_nothing_waits_for_them() -> None:
+def test_missing_gradients_are_zero() -> None:
     reducer, log, _ = make([2, 1])
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a1")
@@ -233,7 +231,7 @@ def test_a_second_gradient_after_the_launch_is_an_error(max_buffers: int | None)
         arrive(reducer, "a0")
 
 
-def test_a_failed_backward_leaves_nothing_behind() -> None:
+def test_failed_backward_resets_the_reducer() -> None:
     reducer, log, _ = make([2], max_buffers=2)
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0")  # and an exception

@@ -1,4 +1,4 @@
-"""Stage 3 equals plain torch for models that use their blocks in unusual ways."""
+"""Stage 3 equals plain PyTorch for models with irregular control flow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Caller(nn.Module):
-    """A block that calls another one, which is registered elsewhere in the model."""
+    """A block that calls a block registered elsewhere in the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Tree(nn.Module):
 
 
 class Lora(nn.Module):
-    """Frozen weights beside trained ones, in one block."""
+    """Frozen and trained weights in a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class LoraModel(Base):
 
 
 class CheckpointedWhole(nn.Module):
-    """Its root is run again in backward."""
+    """The root is recomputed in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,17 +199,17 @@ def train(rank: int, world: int, cls: type[nn.Module], count: int) -> dict[str, 
     engine = start(make(cls), gather_buffers=count)
     for batch in batches(4):
         part = batch.chunk(world)[rank]
-        with torch.no_grad():  # an evaluation between steps changes nothing
+        with torch.no_grad():  # evaluation between steps has no effect
             engine.eval()(part)
         loss = engine.train()(part)
-        with torch.inference_mode():  # nor does one between forward and backward
+        with torch.inference_mode():  # nor between forward and backward
             engine(part)
         engine.backward(loss)
         engine.step()
     return engine.state_dict()
 
 
-def oracle(cls: Callable[[], nn.Module]) -> dict[str, Tensor]:
+def train_reference(cls: Callable[[], nn.Module]) -> dict[str, Tensor]:
     model = make(cls)
     optimizer = sgd([{"params": [p for p in model.parameters() if p.requires_grad]}])
     for batch in batches(4):
@@ -221,9 +221,9 @@ def oracle(cls: Callable[[], nn.Module]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("cls", MODELS, ids=lambda cls: cls.__name__)
-def test_equals_plain_torch(cls: type[nn.Module], count: int) -> None:
+def test_equals_pytorch(cls: type[nn.Module], count: int) -> None:
     state = run_ranks(2, train, cls, count)[0]
-    expected = oracle(cls)
+    expected = train_reference(cls)
     assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
 
 
@@ -243,39 +243,39 @@ def check_addresses(rank: int, world: int) -> None:
         engine.backward(engine(batch.chunk(world)[rank]))
         engine.step()
         assert all(param.isnan().all() for param in names.values())
-    # One address in the first step, and one after the assignment that follows it.
-    assert all(len(seen) <= 2 for seen in addresses.values())
+    # An address in the first step, and an address after the new assignment that follows it.
+    assert all(len(values) <= 2 for values in addresses.values())
     latest = {sorted(addresses[f"blocks.{index}.up.weight"])[-1] for index in range(5)}
-    assert len(latest) <= 3  # two buffers, and one that only the first assignment may have had
+    assert len(latest) <= 3  # two buffers, and possibly one of the first assignment
 
 
 def test_sharded_weights_read_as_nan_and_are_gathered_at_one_address() -> None:
     run_ranks(2, check_addresses)
 
 
-class Leaks(Base):
-    """Its loss uses a tensor that a block kept, so no hook sees backward enter the block."""
+class LeakingModel(Base):
+    """The loss uses a tensor stored by a block, so no hook runs when backward enters the block."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.run(self.first(x))
-        return self.blocks[0].kept.square().mean()
+        return self.blocks[0].stored.square().mean()
 
 
-class Keeps(Block):
+class StoringBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
-        self.kept = self.up(x)
+        self.stored = self.up(x)
         return x
 
 
 def train_leaking(rank: int, world: int) -> None:
-    model = make(Leaks)
-    model.blocks[0] = Keeps().double()
+    model = make(LeakingModel)
+    model.blocks[0] = StoringBlock().double()
     engine = start(model)
     with pytest.raises(EngineError, match=r"'blocks\.0' got a gradient while it was not gathered"):
         engine.backward(engine(batches(1)[0].chunk(world)[rank]))
 
 
-def test_a_gradient_that_bypasses_its_block_is_an_error() -> None:
+def test_gradient_that_bypasses_its_block_is_an_error() -> None:
     run_ranks(2, train_leaking)
 
 
@@ -287,24 +287,24 @@ def take_second_derivative(rank: int, world: int) -> None:
         torch.autograd.grad(loss, x, create_graph=True)
 
 
-def test_second_derivatives_are_refused() -> None:
+def test_second_derivatives_are_rejected() -> None:
     run_ranks(2, take_second_derivative)
 
 
-class Raises(Base):
+class FailingModel(Base):
     fail = True
 
     def run(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)
         if self.fail:
-            raise ValueError("the script's mistake")
+            raise ValueError("user error")
         return super().run(x)
 
 
 def train_after_error(rank: int, world: int) -> dict[str, Tensor]:
-    model = make(Raises)
+    model = make(FailingModel)
     engine = start(model)
-    with pytest.raises(ValueError, match="script's mistake"):
+    with pytest.raises(ValueError, match="user error"):
         engine(batches(1)[0].chunk(world)[rank])
     model.fail = False
     for batch in batches(4):
@@ -313,11 +313,11 @@ def train_after_error(rank: int, world: int) -> dict[str, Tensor]:
     return engine.state_dict()
 
 
-def test_an_error_in_forward_leaves_the_engine_usable() -> None:
+def test_engine_is_usable_after_an_error_in_forward() -> None:
     state = run_ranks(2, train_after_error)[0]
-    Raises.fail = False
-    expected = oracle(Raises)
-    Raises.fail = True
+    FailingModel.fail = False
+    expected = train_reference(FailingModel)
+    FailingModel.fail = True
     assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
 
 
@@ -331,17 +331,17 @@ def unit_names(rank: int, world: int) -> list[str]:
     return [unit.name for unit in engine._runtime.units]
 
 
-def test_unshard_modules_choose_the_blocks() -> None:
+def test_unshard_modules_select_blocks() -> None:
     names = run_ranks(2, unit_names)[0]
     assert len(names) == 11
     assert "blocks.0.up" in names
 
 
 def next_block_states(rank: int, world: int) -> list[str]:
-    """The state of each block as the one before it computes, in the second step."""
+    """State of each block while its predecessor computes, in the third forward."""
     model = make(Base)
     engine = start(model)
-    seen: list[str] = []
+    states: list[str] = []
     gatherer = engine._runtime.unshard_scheduler
     blocks = {block.name: block for block in gatherer.blocks}
     data = batches(3)
@@ -351,18 +351,18 @@ def next_block_states(rank: int, world: int) -> list[str]:
     for index in range(4):
         following = blocks[f"blocks.{index + 1}"]
         model.blocks[index].up.register_forward_hook(
-            lambda *_, following=following: seen.append(following.state.value)
+            lambda *_, following=following: states.append(following.state.value)
         )
     engine(data[2].chunk(world)[rank])
-    return seen
+    return states
 
 
-def test_the_next_block_is_gathered_while_this_one_computes() -> None:
+def test_next_block_is_prefetched() -> None:
     assert run_ranks(2, next_block_states)[0] == [BlockState.GATHERING.value] * 4
 
 
 def unread_exchanges(rank: int, world: int) -> list[int]:
-    """The exchanges not yet known to be read, after each of many forwards without a step."""
+    """Number of unconfirmed exchanges after each of many forwards, and after a step."""
     engine = start(make(Base))
     exchange = engine._runtime.collectives._backend
     unread = []
@@ -375,9 +375,9 @@ def unread_exchanges(rank: int, world: int) -> list[int]:
     return [*unread, len(exchange._not_yet_read)]
 
 
-def test_a_long_evaluation_keeps_a_bounded_number_of_exchanges() -> None:
+def test_long_evaluation_has_bounded_exchanges() -> None:
     for unread in run_ranks(2, unread_exchanges):
         *during, after = unread
-        assert during[-1] >= MAX_UNREAD  # it gathered repeatedly
+        assert during[-1] >= MAX_UNREAD  # gathered repeatedly
         assert max(during) <= MAX_UNREAD + 2
         assert after == 0
