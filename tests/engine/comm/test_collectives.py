@@ -89,9 +89,8 @@ def run_collectives(rank: int, world: int, share: bool) -> dict[str, dict[str, i
         collectives.all_gather(full, rank_chunk(full, rank, world)).wait()
         assert torch.equal(full, summed)
 
-        full = torch.full(
-            (world * PART,), -1, dtype=dtype
-        )  # only memory that peers read must be shared
+        # Only memory that peers read must be shared.
+        full = torch.full((world * PART,), -1, dtype=dtype)
         collectives.all_gather(full, buffer(collectives, chunk)).wait()
         assert torch.equal(full, summed)
 

@@ -80,7 +80,7 @@ def test_all_keys_are_model_fields() -> None:
     }
 
 
-def test_no_key_is_listed_twice() -> None:
+def test_keys_are_unique() -> None:
     assert len(KEYS) == sum(len(rows) for rows in KEY_GROUPS.values())
 
 

@@ -184,8 +184,8 @@ def test_error_names_invalid_file(content: bytes, message: str, tmp_path: Path) 
 
 
 def test_error_names_unreadable_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"gone\.json' cannot be read: No such file"):
-        parse_config(tmp_path / "gone.json")
+    with pytest.raises(ConfigError, match=r"missing\.json' cannot be read: No such file"):
+        parse_config(tmp_path / "missing.json")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         read_config(tmp_path)
 

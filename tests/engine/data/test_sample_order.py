@@ -31,8 +31,8 @@ def test_bijection_at_the_edges_of_the_domain(length: int) -> None:
 def test_windows_are_consistent(length: int, seed: int, start: int, count: int) -> None:
     order = SampleOrder(length, seed)
     window = order.indices(start, count)
-    whole = order.indices(0, start + count)
-    np.testing.assert_array_equal(window, whole[start:])
+    full = order.indices(0, start + count)
+    np.testing.assert_array_equal(window, full[start:])
     if count:
         assert order.indices(start + count - 1, 1).item() == window[-1]
 

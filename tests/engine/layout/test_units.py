@@ -107,7 +107,7 @@ class TestBlocks:
         model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Tanh(), nn.Linear(2, 2, bias=False))
         assert blocks(model) == {"0": ["0.weight"], "2": ["2.weight"]}
 
-    def test_a_sequential_inside_a_block_is_part_of_it(self) -> None:
+    def test_nested_sequential_is_part_of_its_block(self) -> None:
         inner = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
         model = nn.Module()
         model.layers = nn.ModuleList([Pair(inner)])
@@ -201,7 +201,7 @@ class TestBlocks:
             blocks(model, "Liner")
 
     @pytest.mark.parametrize("classes", [(), ("Pair",), ("Linear",), ("Pair", "Linear")])
-    def test_every_parameter_is_in_one_unit(self, classes: tuple[str, ...]) -> None:
+    def test_every_parameter_belongs_to_exactly_one_unit(self, classes: tuple[str, ...]) -> None:
         model = nn.Sequential(Pair(), Pair(nn.Sequential(Pair(), nn.Linear(3, 1))))
         units = [name for unit in blocks(model, *classes).values() for name in unit]
         assert sorted(units) == sorted(name for name, _ in model.named_parameters())

@@ -214,7 +214,7 @@ class TestMuonGroups:
             param.use_muon = False  # type: ignore[attr-defined]
         assert [group["use_muon"] for group in self.groups(model)] == [False, False]
 
-    def test_a_vector_cannot_use_muon(self) -> None:
+    def test_vectors_cannot_use_muon(self) -> None:
         model = zoo.make_model()
         model.blocks[0].norm.weight.use_muon = True  # type: ignore[index,union-attr]
         with pytest.raises(ConfigError, match=r"norm\.weight of shape \(10,\) has use_muon"):

@@ -190,7 +190,7 @@ def test_sharded_gradients_are_reduced_every_micro_step() -> None:
     ]
 
 
-def test_a_parameter_used_twice_adds_to_its_first_gradient() -> None:
+def test_gradients_of_a_reused_parameter_are_added() -> None:
     reducer, log, _ = make([2])
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0", "a0", "a1")
@@ -205,7 +205,7 @@ def test_missing_gradients_are_zero() -> None:
     assert log.events == ["put a.1", "zero a.0", "launch a", "zero b.0", "launch b"]
 
 
-def test_a_missing_gradient_keeps_those_of_earlier_micro_steps() -> None:
+def test_missing_gradient_keeps_earlier_micro_steps() -> None:
     reducer, log, _ = make([1])
     reducer.begin_backward(first=True, last=False)
     arrive(reducer, "a0")
@@ -215,7 +215,7 @@ def test_a_missing_gradient_keeps_those_of_earlier_micro_steps() -> None:
     assert log.events == ["put a.0", "launch a+"]
 
 
-def test_a_hook_without_a_gradient_does_nothing() -> None:
+def test_hook_without_gradient_has_no_effect() -> None:
     reducer, log, _ = make([1])
     reducer.begin_backward(first=True, last=True)
     reducer.on_gradient(0, 0, nn.Parameter(torch.zeros(1)))
@@ -223,7 +223,7 @@ def test_a_hook_without_a_gradient_does_nothing() -> None:
 
 
 @pytest.mark.parametrize("max_buffers", [None, 2])
-def test_a_second_gradient_after_the_launch_is_an_error(max_buffers: int | None) -> None:
+def test_gradient_after_launch_is_an_error(max_buffers: int | None) -> None:
     reducer, _, _ = make([1, 1], max_buffers=max_buffers)
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0")
