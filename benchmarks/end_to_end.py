@@ -48,15 +48,16 @@ class Lifecycle:
     Args:
         folder: for all files that are written.
         interval: minimum number of steps between two events.
+        pause_s: of the job before each micro-step.
     """
 
-    def __init__(self, folder: Path, interval: int) -> None:
+    def __init__(self, folder: Path, interval: int, pause_s: float) -> None:
         self.seconds: dict[str, float] = {}
         self.results: dict[str, Any] = {}
         self._interval = interval
         self._data = folder / "data"
         self._head = TokenHead(folder, cpus=3)
-        self._job = MonitoredJob(self._head, "end-to-end", self._data)
+        self._job = MonitoredJob(self._head, "end-to-end", self._data, pause_s)
 
     def run(self) -> None:
         """Run all phases.
@@ -172,7 +173,7 @@ class Lifecycle:
         self.results["Ray status of finished job"] = self._job.ray_status("third")
 
     def _compare_losses(self) -> None:
-        reference = MonitoredJob(self._head, "undisturbed", self._data)
+        reference = MonitoredJob(self._head, "undisturbed", self._data, pause_s=0.0)
         steps = self.results["steps"]
         done = self._head.rayzero("run", str(reference.write_job_file(steps)))
         expect(done.returncode == 0, done.stdout + done.stderr)
@@ -209,11 +210,12 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--more", type=int, default=20, help="minimum steps between two events")
+    parser.add_argument("--pause-s", type=float, default=0.0, help="pause before each micro-step")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result to this file")
     options = parser.parse_args(arguments)
     console, machine = Console(), describe_machine()
     with tempfile.TemporaryDirectory(prefix="end-to-end-") as folder:
-        lifecycle = Lifecycle(Path(folder), options.more)
+        lifecycle = Lifecycle(Path(folder), options.more, options.pause_s)
         try:
             lifecycle.run()
         except (ExpectationError, TimeoutError) as error:

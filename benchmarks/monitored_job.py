@@ -47,13 +47,14 @@ class MonitoredJob:
 
     Args:
         data: folder with the prepared training data.
+        pause_s: before each micro-step.
     """
 
-    def __init__(self, head: TokenHead, name: str, data: Path) -> None:
+    def __init__(self, head: TokenHead, name: str, data: Path, pause_s: float) -> None:
         self.name = name
         (self.port,) = free_ports(1)
         self._head = head
-        self._data = data
+        self._args = {**MODEL, "data": str(data), "pause_s": pause_s}
         self._runs = head.folder / "runs"
         self.folder = self._runs / name
 
@@ -70,8 +71,8 @@ class MonitoredJob:
     def write_job_file(self, steps: int) -> Path:
         document = {
             "name": self.name,
-            "entrypoint": "examples.gpt.train:train",
-            "args": {**MODEL, "data": str(self._data)},
+            "entrypoint": "benchmarks.paced_gpt:train",
+            "args": self._args,
             "engine": ENGINE,
             "workers": {"min": 1, "max": 2},
             "steps": steps,
