@@ -54,7 +54,16 @@ class MirrorSession:
     shares: Sequence[float] = ()
 
     def __init__(self, rank: int, ranks: int, generation: int, client: VaultClient) -> None:
-        assignment = Assignment(generation, rank, ranks, rank, ranks, "", 0)
+        assignment = Assignment(
+            rank=rank,
+            local_rank=rank,
+            local_world_size=ranks,
+            vault="",
+            generation=generation,
+            world_size=ranks,
+            store_host="",
+            store_port=0,
+        )
         policy = MirrorPolicy(replicas=1, every_steps=1)
         self.mirror = Mirror(policy, assignment, None, client, lambda message: None)
         self.engine: rayzero.Engine | None = None
