@@ -21,6 +21,7 @@ from rayzero.orchestrator.job.claims import (
 )
 from rayzero.orchestrator.job.lease import acquire
 
+WAIT_TURNS = 4  # a wait is longer than an access: without one, processes in step block each other
 PROCESS = ProcessIdentity("host", "boot", "space", 1, 1)
 
 
@@ -33,7 +34,7 @@ class ProcessDiedError(Exception):
 
 
 class Acquirer(ClaimStore):
-    """A simulated process: a thread that pauses before each access to the store.
+    """A simulated process: a thread that pauses before each access to the store, and to wait.
 
     Every process sees all previous writes, and which processes are dead.
     """
@@ -90,9 +91,13 @@ class Acquirer(ClaimStore):
         if self.dead:
             raise ProcessDiedError
 
+    def _wait(self, _: Claim) -> None:
+        for _ in range(WAIT_TURNS):
+            self._pause()
+
     def _run(self) -> None:
         with suppress(ProcessDiedError):
-            self.holder = acquire(claim(self.id), self, lambda _: None)
+            self.holder = acquire(claim(self.id), self, self._wait)
         self._paused.release()
 
 
