@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -20,6 +18,7 @@ from rayzero.engine.config.optimizers import OPTIMIZERS
 from rayzero.engine.config.schedules import SCHEDULES
 from rayzero.engine.errors import ConfigError
 from tests.engine.config.model import leaves
+from tests.support.mutations import SAMPLE, mutate_tree, read_mutations
 
 FILES = sorted((Path(__file__).parent / "files").iterdir())
 WHOLE = st.integers(1, 2**40) | st.integers(1, 2**40).map(str) | st.integers(1, 1000).map(float)
@@ -112,88 +111,27 @@ def test_valid_config_round_trip(document: dict[str, Any]) -> None:
     assert parse_config(json.loads(json.dumps(document))) == config
 
 
-GARBAGE: list[Any] = [
-    *(None, True, False, 0, 1, -1, 2, 0.5, 1e400, -1e400, float("nan"), 10**30, 10**5000, -(2**70)),
-    *("", "auto", "true", "nan", "Infinity", "8", "8.5", "9" * 5000, "ünïcödé", "\ud800", "\0"),
-    *([], {}, [[]], [1, "a"], {"enabled": True}, {"enabled": {}}, {"": 1}, {"a": {"b": {"c": []}}}),
-    *({"type": "AdamW"}, {"type": 3, "params": []}, {"device": "cpu"}, {"stage": "3"}, ()),
-]
-
-
-def mutate(document: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Apply one to three changes: a value, a key name, an added, removed or moved key."""
-    document = deepcopy(document)
-    for _ in range(rng.randint(1, 3)):
-        entries = list(_entries(document))
-        if not entries:
-            return document
-        section, name = rng.choice(entries)
-        match rng.randrange(6):
-            case 0 | 1:
-                section[name] = deepcopy(rng.choice(GARBAGE))
-            case 2:
-                section[_misspell(name, rng)] = section.pop(name)
-            case 3:
-                section[rng.choice([*KEYS, *"xy"]).rpartition(".")[2]] = deepcopy(
-                    rng.choice(GARBAGE)
-                )
-            case 4:
-                other, _ = rng.choice(entries)
-                other[name] = deepcopy(section[name])
-            case 5:
-                section[name] = _nest(rng.choice([2, 31, 32, 33, 99]), rng)
-    return document
-
-
-def _entries(node: dict[str, Any]) -> Any:
-    for name, value in node.items():
-        yield node, name
-        if isinstance(value, dict):
-            yield from _entries(value)
-
-
-def _misspell(name: str, rng: random.Random) -> str:
-    position = rng.randrange(len(name) + 1)
-    return rng.choice(
-        [
-            name[:position] + name[position + 1 :],
-            name[:position] + "ß" + name[position:],
-            name.upper(),
-            "",
-        ]
-    )
-
-
-def _nest(depth: int, rng: random.Random) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = {"enabled": value} if rng.random() < 0.9 else [value]
-    return value
-
-
-def try_mutations(count: int, seed: int) -> int:
-    """Parse `count` mutated configs; return how many raise ConfigError."""
-    rng = random.Random(seed)
+def check_mutations(seed: int, sample: int = SAMPLE) -> None:
     documents = [read_config(path) for path in FILES]
-    rejected = 0
-    for _ in range(count):
-        document = mutate(rng.choice(documents), rng)
-        try:
-            config = parse_config(document)
-        except ConfigError as error:
-            rejected += 0 < len(str(error)) < 20_000
-        else:
-            assert parse_config(config.model_dump(mode="json")) == config
-    return rejected
+    names = tuple(path.rpartition(".")[2] for path in KEYS)
+
+    def check(document: dict[str, Any]) -> None:
+        config = parse_config(document)
+        assert parse_config(config.model_dump(mode="json")) == config
+
+    counts = read_mutations(
+        lambda rng: mutate_tree(rng.choice(documents), rng, names), check, seed=seed, sample=sample
+    )
+    assert counts.documents // 2 < counts.rejected < counts.documents
 
 
 def test_mutated_configs_only_raise_config_error() -> None:
-    assert 200 < try_mutations(500, seed=1) < 500
+    check_mutations(seed=1)
 
 
 @pytest.mark.slow
 def test_ten_thousand_mutated_configs_raise_only_our_own_error() -> None:
-    assert 4000 < try_mutations(10_000, seed=2) < 10_000
+    check_mutations(seed=2, sample=10_000)
 
 
 @given(st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8")))
