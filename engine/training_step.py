@@ -157,8 +157,9 @@ class TrainingStep:
         with tracker.backward():
             running = self.runtime.backward_pass(first=first, last=last)
             with self.meter.step_work.track_backward(weight), running:
-                grad = torch.full_like(loss, self._initial_grad(weight, loss.dtype))
-                torch.autograd.backward(loss, grad, retain_graph=retain_graph)
+                # A tensor as the initial gradient makes torch import sympy, half a second.
+                scaled = loss * self._initial_grad(weight, loss.dtype)
+                scaled.backward(retain_graph=retain_graph)
             self._loss_sum.add_(loss.detach(), alpha=weight)
             self.meter.phases.leave()
 

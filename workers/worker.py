@@ -16,6 +16,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.engine.optim.eager import defer_dynamo_import
 from rayzero.engine.session import use_session
 from rayzero.workers import process_group
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
@@ -61,6 +62,7 @@ class WorkerProcess(WorkerCalls):
         self._store: TCPStore | None = None
         self._tees = tee_output(self._post_log)
         torch.set_num_threads(max(1, int(spec.cpus)))
+        defer_dynamo_import()
         self._enter_working_dir()
 
     def open_store(self) -> int:
@@ -211,8 +213,7 @@ class WorkerProcess(WorkerCalls):
 
 
 def warm_up_torch() -> None:
-    """Runs one step of a tiny model: torch's first optimizer imports some 100 MB of modules, the
-    first backward starts autograd's threads."""
+    """Runs one step of a tiny model: the first backward starts autograd's threads."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([weight], fused=True)
     weight.square().sum().backward()

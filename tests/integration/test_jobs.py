@@ -137,6 +137,7 @@ def test_engine_reports_steps_to_the_job(event_log: EventLog, tmp_path: Path):
     assert all(record.gauges["lr"] == 0.01 for record in records)
     summary = result.metrics
     assert (summary["stage"], summary["world_size"], summary["samples"]) == (2, 2, 30)
+    assert summary["slow_imports"] == []
     assert summary["loss"]["last"] < summary["loss"]["first"]
     assert {"model_weights", "main_grads", "process"} <= set(summary["peak_bytes"])
 

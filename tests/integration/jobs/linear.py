@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -28,4 +29,5 @@ def train(ctx: Context) -> dict[str, Any]:
         engine.backward(mse_loss(engine(x), y))
         ctx.report(tokens=len(x))
         engine.step()
-    return {"samples": engine.metrics.samples}
+    imported = sorted({"sympy", "torch._dynamo"} & set(sys.modules))
+    return {"samples": engine.metrics.samples, "slow_imports": imported}
