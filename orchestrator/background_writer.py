@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition, Thread
 from typing import Any
 
 from rayzero.engine.errors import first_line
+from rayzero.workers.bounded_queue import BoundedQueue
 
 MAX_QUEUED_ITEMS = 10_000
+MAX_QUEUED_BYTES = 8 * 2**20
 """Per queue; beyond that the oldest are dropped, with a warning."""
 RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Pause after each consecutive failure; the last one repeats."""
@@ -26,8 +27,9 @@ class WriteQueue:
     subject: str
     write: Callable[[Sequence[Any]], None]
     interval_s: float
-    items: deque[Any] = field(default_factory=lambda: deque(maxlen=MAX_QUEUED_ITEMS))
-    dropped: int = 0
+    items: BoundedQueue[Any] = field(
+        default_factory=lambda: BoundedQueue(MAX_QUEUED_ITEMS, MAX_QUEUED_BYTES)
+    )
     failures: int = 0
     due_s: float = 0.0
 
@@ -37,13 +39,14 @@ class WriteQueue:
             if not self.items:
                 self.due_s = time.monotonic() + self.interval_s
                 self.changed.notify_all()
-            self.dropped += len(self.items) == self.items.maxlen
             self.items.append(item)
+            if self.items.is_half_full and not self.failures and self.due_s > 0:
+                self.due_s = 0.0  # at once
+                self.changed.notify_all()
 
     def discard(self) -> None:
         """Drops what is not written yet."""
         with self.changed:
-            self.dropped += len(self.items)
             self.items.clear()
 
     @property
@@ -120,7 +123,7 @@ class BackgroundWriter:
 
     def _flush(self, queue: WriteQueue) -> None:
         with self._changed:
-            items, dropped = list(queue.items), queue.dropped
+            items, end = list(queue.items.since(0)), queue.items.end
         try:
             queue.write(items)
         except Exception as error:  # noqa: BLE001  # the thread must outlive any of its files
@@ -129,12 +132,17 @@ class BackgroundWriter:
         with self._changed:
             queue.failures = 0
             queue.due_s = time.monotonic() + queue.interval_s
-            # What was dropped meanwhile was at the front, and is among what was written.
-            for _ in range(min(len(queue.items), len(items) - (queue.dropped - dropped))):
+            dropped, nbytes = queue.items.take_dropped()
+            oldest = queue.items.end - len(queue.items)
+            # Some of what was written may have been dropped meanwhile.
+            dropped -= max(0, min(end, oldest) - (end - len(items)))
+            while len(queue.items) > queue.items.end - end:
                 queue.items.popleft()
-            queue.dropped -= dropped
-        if dropped:
-            self._warn(f"{queue.subject}: {dropped} entries were dropped, the disk is too slow")
+        if dropped > 0:
+            self._warn(
+                f"{queue.subject}: {dropped} entries ({nbytes / 2**20:.1f} MiB) were dropped: they"
+                " came faster than the disk could take them"
+            )
 
     def _schedule_retry(self, queue: WriteQueue, error: Exception) -> None:
         """Warns once for each series of failures."""

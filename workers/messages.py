@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from rayzero.workers.chaos.spec import FaultFired, FaultSpec
 from rayzero.workers.vault.records import Restore, SlotInfo
 
+MAX_ERROR_CHARACTERS = 32 * 1024
 CrashKind: TypeAlias = Literal["config", "entrypoint", "data", "state", "collective", "user"]
 
 
@@ -267,6 +268,11 @@ class Crashed(RankMessage):
     traceback: str
     memory: InProcessStateInfo | None = None
 
+    def __post_init__(self) -> None:
+        """Bounds texts that user code made, which each event, journal and summary would copy."""
+        object.__setattr__(self, "error", _shorten(self.error))
+        object.__setattr__(self, "traceback", _shorten(self.traceback))
+
 
 @dataclass(frozen=True)
 class Pinned(RankMessage):
@@ -280,6 +286,14 @@ class Pinned(RankMessage):
     step: int
     checkpoint: bool
     stopped_s: float
+
+
+def _shorten(text: str) -> str:
+    """Leaves out the middle of a long text."""
+    left_out, half = len(text) - MAX_ERROR_CHARACTERS, MAX_ERROR_CHARACTERS // 2
+    if left_out <= 0:
+        return text
+    return f"{text[:half]}\n... ({left_out} characters left out) ...\n{text[-half:]}"
 
 
 WorkerMessage: TypeAlias = (

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections import deque
 from collections.abc import Callable
 from io import TextIOBase
+from operator import itemgetter
 from threading import Condition, Lock
 from typing import TextIO
 
+from rayzero.workers.bounded_queue import BoundedQueue
 from rayzero.workers.messages import LogLine, StepReport, WorkerMessage
+
+MAX_LINES = 10_000
+MAX_LINES_BYTES = 4 * 2**20
+"""Log lines kept for one poll. The controller's process takes these from every worker."""
+MAX_LINE_CHARACTERS = 16 * 1024
+"""A longer line is passed in parts."""
 
 
 class Outbox:
@@ -19,45 +27,47 @@ class Outbox:
     or a step report a poll lingers briefly, so that fast steps share a round trip.
     """
 
-    def __init__(self, max_lines: int = 10_000, linger_s: float = 0.05) -> None:
-        self._messages: deque[WorkerMessage] = deque()
+    def __init__(self, linger_s: float = 0.05) -> None:
+        self._numbered: list[tuple[int, WorkerMessage]] = []
+        self._lines: BoundedQueue[tuple[int, LogLine]] = BoundedQueue(MAX_LINES, MAX_LINES_BYTES)
         self._ready = Condition()
-        self._max_lines = max_lines
         self._linger_s = linger_s
-        self._line_count = 0
-        self._dropped_lines = 0
+        self._count = 0
         self._urgent = False
 
     def post(self, message: WorkerMessage) -> None:
         with self._ready:
+            self._count += 1
             if isinstance(message, LogLine):
-                if self._line_count >= self._max_lines:
-                    self._drop_oldest_line()
-                self._line_count += 1
-            self._urgent = self._urgent or not isinstance(message, LogLine | StepReport)
-            self._messages.append(message)
+                self._lines.append((self._count, message))
+            else:
+                self._numbered.append((self._count, message))
+                self._urgent = self._urgent or not isinstance(message, StepReport)
             self._ready.notify_all()
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
         """All messages posted so far, in order; waits up to `timeout_s` for the first."""
         with self._ready:
-            self._ready.wait_for(lambda: bool(self._messages), timeout_s)
-            if self._messages:
+            self._ready.wait_for(lambda: bool(self._numbered or self._lines), timeout_s)
+            if self._numbered or self._lines:
                 self._ready.wait_for(lambda: self._urgent, min(self._linger_s, timeout_s))
-            messages = list(self._messages)
-            self._messages.clear()
-            self._line_count, self._urgent = 0, False
-            dropped, self._dropped_lines = self._dropped_lines, 0
+            numbered, lines = self._numbered, list(self._lines.since(0))
+            dropped, nbytes = self._lines.take_dropped()
+            self._lines.clear()
+            self._numbered, self._urgent = [], False
+        messages = [message for _, message in sorted([*numbered, *lines], key=itemgetter(0))]
         if dropped:
-            rank = next(m.rank for m in messages if isinstance(m, LogLine))
-            messages.insert(0, LogLine(rank, "stderr", f"({dropped} earlier lines were dropped)"))
+            text = dropped_lines_text(dropped, nbytes, f"pid {os.getpid()}")
+            messages.insert(0, LogLine(lines[0][1].rank, "stderr", text))
         return messages
 
-    def _drop_oldest_line(self) -> None:
-        oldest = next(i for i, m in enumerate(self._messages) if isinstance(m, LogLine))
-        del self._messages[oldest]
-        self._line_count -= 1
-        self._dropped_lines += 1
+
+def dropped_lines_text(lines: int, nbytes: int, process: str) -> str:
+    """The line in a job's log in place of lines that came too fast."""
+    return (
+        f"({lines} lines, {nbytes / 2**20:.1f} MiB, are not in this log: they were printed faster"
+        f" than they could be collected; Ray's log of this worker's process, {process}, has them)"
+    )
 
 
 LineSink = Callable[[str, str], None]
@@ -67,7 +77,8 @@ LineSink = Callable[[str, str], None]
 class LineTee(TextIOBase):
     """A text stream that writes through to `target` and passes each complete line to `sink`.
 
-    Of a line redrawn with carriage returns, like a progress bar, only the last state is passed.
+    Of a line redrawn with carriage returns, like a progress bar, only the last state is kept and
+    passed.
     """
 
     def __init__(self, target: TextIO, name: str, sink: LineSink) -> None:
@@ -91,9 +102,16 @@ class LineTee(TextIOBase):
     def write(self, text: str) -> int:
         self._target.write(text)
         with self._lock:
-            *lines, self._partial = (self._partial + text).split("\n")
+            *lines, partial = (self._partial + text).split("\n")
+            lines = [_last_state(line) for line in lines]
+            if "\r" in partial:  # it may be followed by a newline, and is no redraw then
+                partial = _last_state(partial) + "\r" * partial.endswith("\r")
+            if len(partial) > MAX_LINE_CHARACTERS:
+                lines.append(partial)
+                partial = ""
+            self._partial = partial
         for line in lines:
-            self._sink(self._name, line.rstrip("\r").rpartition("\r")[2])
+            self._pass_on(line)
         return len(text)
 
     def flush(self) -> None:
@@ -104,7 +122,16 @@ class LineTee(TextIOBase):
         with self._lock:
             line, self._partial = self._partial, ""
         if line:
-            self._sink(self._name, line)
+            self._pass_on(_last_state(line))
+
+    def _pass_on(self, line: str) -> None:
+        for start in range(0, max(1, len(line)), MAX_LINE_CHARACTERS):
+            self._sink(self._name, line[start : start + MAX_LINE_CHARACTERS])
+
+
+def _last_state(line: str) -> str:
+    """What a terminal would show of a line with carriage returns."""
+    return line.rstrip("\r").rpartition("\r")[2]
 
 
 def tee_output(sink: LineSink) -> tuple[LineTee, LineTee]:

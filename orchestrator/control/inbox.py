@@ -28,12 +28,15 @@ from rayzero.workers.messages import (
     Stopped,
     WorkerMessage,
 )
+from rayzero.workers.output import dropped_lines_text
 
 SILENCE_GRACE_S = 10.0
 """Extra silence allowed beyond `hang_timeout_s`, so that the hang detector, which has diagnostics,
 acts first. It watches members only; this limit holds for all workers."""
 DISPATCH_SLICE_S = 0.001
 """How long messages are dispatched before other tasks get a turn: a loss may be waiting."""
+MAX_UNDELIVERED_CHARACTERS = 16 * 2**20
+"""Of log lines from all workers; those of a worker that prints beyond it are dropped."""
 
 
 class WorkerInbox:
@@ -58,6 +61,7 @@ class WorkerInbox:
         self.reported: set[int] = set()
         """Workers that have finished a step, in any generation."""
         self._undelivered: dict[int, list[WorkerMessage]] = {}
+        self._undelivered_characters = 0
         self._delivery_queue: deque[int] = deque()
         """Workers with undelivered messages, in order; those of some may be delivered already."""
         self._has_undelivered = asyncio.Event()
@@ -88,6 +92,8 @@ class WorkerInbox:
                 self._heartbeats[worker] = cast(Heartbeat, message)
             elif kind is StepReport:
                 self.reported.add(worker)
+            elif kind is LogLine:
+                self._undelivered_characters -= len(cast(LogLine, message).text)
             self._dispatch(worker, message)
 
     def last_heartbeat(self, worker: int) -> tuple[Heartbeat | None, float]:
@@ -123,6 +129,7 @@ class WorkerInbox:
             for worker, messages in reports.messages:
                 if worker in heard_at_s:
                     heard_at_s[worker] = now_s
+                messages = self._bound_lines(worker, messages)
                 if worker in pending:
                     pending[worker].extend(messages)
                 elif messages:
@@ -133,6 +140,18 @@ class WorkerInbox:
             self._deliver_slice()
             if self._delivery_queue:
                 self._has_undelivered.set()
+
+    def _bound_lines(self, worker: int, messages: list[WorkerMessage]) -> list[WorkerMessage]:
+        """These messages, with a line in place of log lines for which there is no room."""
+        lines = [message for message in messages if type(message) is LogLine]
+        count = sum(len(line.text) for line in lines)
+        if lines and self._undelivered_characters + count > MAX_UNDELIVERED_CHARACTERS:
+            text = dropped_lines_text(len(lines), count, f"worker {worker}")
+            lines = [LogLine(lines[0].rank, "stderr", text)]
+            messages = [*lines, *(m for m in messages if type(m) is not LogLine)]
+            count = len(text)
+        self._undelivered_characters += count
+        return messages
 
     def _mark_lost(self, worker: int, cause: str) -> None:
         self.deliver(worker)

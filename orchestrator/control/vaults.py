@@ -10,12 +10,12 @@ from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
 from rayzero.orchestrator.policies.recovery import StoredSlot
 from rayzero.workers.chaos.spec import FaultFired
+from rayzero.workers.vault.records import VaultGoneError
 from rayzero.workers.vault.vault import Vault
 
 VAULT_POLL_S = 2.0
-"""How long a poll waits at the vault for an event."""
-POLL_GRACE_S = 10.0
-"""A vault whose poll takes this much longer counts as lost."""
+"""How long a poll waits at the vault for an event. One that takes `recovery.hang_timeout_s` longer
+shows a vault that does not serve."""
 CLOSE_UNUSED_AFTER_S = 60.0
 """How long a vault is kept on a node without workers: a replacement may come there."""
 REOPEN_BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
@@ -101,16 +101,19 @@ class VaultManager:
 
     async def _poll_loop(self, node: str) -> None:
         ctx = self._context
+        limit_s = VAULT_POLL_S + ctx.plan.worker_spec.hang_timeout_s
         while True:
             try:
                 poll = ctx.deps.vaults.call(node, Vault.poll, VAULT_POLL_S)
-                events = await ctx.vault_reply(poll, VAULT_POLL_S + POLL_GRACE_S)
-            except VaultLostError as lost:
+                events = await ctx.vault_reply(poll, limit_s)
+            except (VaultLostError, VaultGoneError) as lost:
                 if ctx.vault_addresses.pop(node, None) is None:
                     return  # it was closed on purpose
                 ctx.changed.notify()
                 cause = str(lost) or "its process ended"
                 ctx.warn(f"the vault on node {self._node_name(node)} was lost: {cause}")
+                # Its process may live: without its end, `open` would find it instead of a new one.
+                await ctx.deps.vaults.close(node)
                 await self._reopen(node)
                 return
             for event in events:

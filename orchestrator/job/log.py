@@ -14,6 +14,7 @@ from rayzero.engine.redact import redact_url
 
 LOG_MAX_BYTES = 256 * 2**20  # a log of this size becomes `job.log.1`, and a new one is started
 _READ_BYTES = 256 * 1024
+_MAX_LINE_CHARACTERS = 2**20  # a longer line, of a file that was not written here, comes in parts
 _GAP_MESSAGE = b"\n(lines may be missing here: the log grew faster than it was read)\n"
 
 
@@ -69,6 +70,9 @@ def iter_log_lines(parts: Iterable[bytes], rank: int | None = None) -> Iterator[
     rest = ""
     for part in parts:
         *lines, rest = (rest + decoder.decode(part)).split("\n")
+        if len(rest) > _MAX_LINE_CHARACTERS:
+            lines.append(rest)
+            rest = ""
         yield from (line for line in lines if line.startswith(prefix))
     if rest and rest.startswith(prefix):
         yield rest

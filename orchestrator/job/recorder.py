@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from rayzero.engine.errors import RayzeroError
@@ -25,10 +25,13 @@ from rayzero.orchestrator.journal.writer import JournalWriter
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import EndedJob, EventPage, JobResult, final_state
+from rayzero.workers.bounded_queue import BoundedQueue
 
 MAX_BUFFERED_EVENTS = 10_000
+MAX_BUFFERED_BYTES = 8 * 2**20
 """A client that is further behind than this misses events; the reply has their number."""
 MAX_PAGE_EVENTS = 500  # events in one reply
+MAX_PAGE_BYTES = 2**20  # of one reply, beyond its first event
 BATCH_DELAY_S = 0.02  # how long a reply is held back, to include events that follow at once
 LATEST = -1  # requests the newest state and step, and then the events to come
 _LOG_FLUSH_INTERVAL_S = 0.2
@@ -40,14 +43,12 @@ class EventBuffer:
     def __init__(self) -> None:
         self.run = secrets.token_hex(8)
         self.ended: EndedJob | None = None
-        self._events: deque[JobEvent] = deque(maxlen=MAX_BUFFERED_EVENTS)
-        self._count = 0
+        self._events: BoundedQueue[JobEvent] = BoundedQueue(MAX_BUFFERED_EVENTS, MAX_BUFFERED_BYTES)
         self._latest_by_type: dict[type[JobEvent], JobEvent] = {}
         self._changed = ChangeNotifier()
 
     def on_event(self, event: JobEvent) -> None:
         self._events.append(event)
-        self._count += 1
         if isinstance(event, StateEntered | StepRecord):
             self._latest_by_type[type(event)] = event
         self._changed.notify()
@@ -66,21 +67,20 @@ class EventBuffer:
         """
         if since == LATEST:
             return EventPage(
-                self.run, tuple(self._latest_by_type.values()), self._count, ended=self.ended
+                self.run, tuple(self._latest_by_type.values()), self._events.end, ended=self.ended
             )
         since = since if run in ("", self.run) else 0
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait_until(
-                    lambda: self._count > since or self.ended is not None
+                    lambda: self._events.end > since or self.ended is not None
                 )
-        if self._count > since and self.ended is None:
+        if self._events.end > since and self.ended is None:
             await asyncio.sleep(BATCH_DELAY_S)
-        oldest = self._count - len(self._events)
-        begin = max(since, oldest)
-        page = tuple(self._events)[begin - oldest : begin - oldest + MAX_PAGE_EVENTS]
+        begin = max(since, self._events.end - len(self._events))
+        page = tuple(islice(self._events.since(begin, MAX_PAGE_BYTES), MAX_PAGE_EVENTS))
         next_index = begin + len(page)
-        ended = self.ended if next_index == self._count else None
+        ended = self.ended if next_index == self._events.end else None
         return EventPage(self.run, page, next_index, begin - since, ended)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from threading import Condition, Event, Thread
@@ -14,9 +13,10 @@ from rayzero.orchestrator.errors import JobFailedError, internal_error
 from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.client import JobProcess, JobProcessLostError, JobUnavailableError
 from rayzero.orchestrator.job.ended_jobs import load_ended
-from rayzero.orchestrator.job.recorder import MAX_BUFFERED_EVENTS
+from rayzero.orchestrator.job.recorder import MAX_BUFFERED_BYTES, MAX_BUFFERED_EVENTS
 from rayzero.orchestrator.job_events import JobEvent, JobObserver, JobWarning, NullObserver
 from rayzero.orchestrator.results import EndedJob, EventPage, JobStatus
+from rayzero.workers.bounded_queue import BoundedQueue
 
 LONG_POLL_S = 1.0  # how long a poll waits in the job's process for an event
 ANSWER_MARGIN_S = 30.0  # how much longer the reply may take
@@ -50,8 +50,7 @@ class EventSubscriber:
         self._since = since
         self._observer = observer
         self._on_end = on_end
-        self._events: deque[JobEvent] = deque(maxlen=MAX_BUFFERED_EVENTS)
-        self._count = 0
+        self._events: BoundedQueue[JobEvent] = BoundedQueue(MAX_BUFFERED_EVENTS, MAX_BUFFERED_BYTES)
         self._changed = Condition()
         self._closed = Event()
         self._thread = Thread(target=self._run, name="rayzero-follower", daemon=True)
@@ -76,11 +75,10 @@ class EventSubscriber:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda index=index: self._count > index or not self.is_alive,  # type: ignore[misc]
+                    lambda index=index: self._events.end > index or not self.is_alive,  # type: ignore[misc]
                     LONG_POLL_S,
                 )
-                oldest = self._count - len(self._events)
-                page, index = list(self._events)[max(0, index - oldest) :], self._count
+                page, index = list(self._events.since(index)), self._events.end
             yield from page
             if not page and not self.is_alive:
                 return
@@ -144,7 +142,6 @@ class EventSubscriber:
     def _deliver(self, event: JobEvent) -> None:
         with self._changed:
             self._events.append(event)
-            self._count += 1
             self._changed.notify_all()
         try:
             self._observer.on_event(event)

@@ -43,7 +43,7 @@ from rayzero.workers.messages import (
     WorkerInfo,
     WorkerMessage,
 )
-from rayzero.workers.vault.records import ConnectionLost, SlotInfo, SlotRef
+from rayzero.workers.vault.records import ConnectionLost, SlotInfo, SlotRef, VaultGoneError
 
 WorkerOutput = list[WorkerMessage] | WorkerLostError
 NodeOfWorker = Callable[[int], str]
@@ -76,9 +76,14 @@ class FakeProcess:
 
 @dataclass
 class FakeVault:
-    """The vault of a node."""
+    """The vault of a node.
+
+    Attributes:
+        failure: "hangs": polls never return; "broken": they say that it does not serve.
+    """
 
     address: str
+    failure: str = ""
     events: asyncio.Queue[list[ConnectionLost] | VaultLostError] = field(
         default_factory=asyncio.Queue
     )
@@ -601,6 +606,10 @@ class FakeVaultGroup:
         return await getattr(self, method.__name__)(node_id, *args)
 
     async def poll(self, node_id: str, timeout_s: float) -> list[ConnectionLost]:
+        if self._vault(node_id).failure == "hangs":
+            await asyncio.Event().wait()
+        if self._vault(node_id).failure == "broken":
+            raise VaultGoneError("its thread has ended")
         try:
             events = await with_timeout(
                 self._cluster.clock, timeout_s, self._vault(node_id).events.get()

@@ -93,3 +93,17 @@ def test_items_beyond_bound_are_dropped_with_warning(monkeypatch: pytest.MonkeyP
     assert written[-4:] == [7, 8, 9, 10]
     dropped = 10 - len(set(written))
     assert sum(int(text.split(": ")[1].split()[0]) for text in warnings) >= dropped
+
+
+def test_items_are_bounded_by_bytes_and_written_early():
+    written: list[str] = []
+    writer = BackgroundWriter(lambda _: None)
+    queue = writer.add_queue("the log", written.extend, 60.0)
+    for number in range(100):
+        queue.put(f"{number:0100000}")
+        assert sum(map(len, queue.items.since(0))) <= background_writer.MAX_QUEUED_BYTES
+    deadline_s = time.monotonic() + 10
+    while not written and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert written, "before its interval has passed, because the queue is half full"
+    assert writer.close(10)

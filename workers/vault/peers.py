@@ -9,10 +9,13 @@ import struct
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import BoundedSemaphore
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+MAX_SLOW_REQUESTS = 16
+"""Of one connection at once, queued ones included."""
 _PIDFD_THREAD = os.O_EXCL  # PIDFD_THREAD, Linux 6.9
 
 
@@ -27,6 +30,7 @@ class Peer:
         pid: in the process's own pid namespace.
         thread_fd: refers to a thread that exits when the process dies or deregisters; -1:
             unavailable.
+        slow_requests: limits what the connection may have in flight.
     """
 
     socket: socket.socket
@@ -36,6 +40,9 @@ class Peer:
     pid: int = 0
     thread_fd: int = -1
     closed: bool = False
+    slow_requests: BoundedSemaphore = field(
+        default_factory=lambda: BoundedSemaphore(MAX_SLOW_REQUESTS), repr=False
+    )
 
     def register(self, worker: int, pid: int, thread: int) -> None:
         self.worker, self.pid = worker, pid

@@ -13,18 +13,19 @@ import secrets
 import selectors
 import signal
 import socket
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.workers.vault.peers import Peer, accept_peer
-from rayzero.workers.vault.records import ConnectionLost
+from rayzero.workers.vault.records import ConnectionLost, VaultGoneError
 from rayzero.workers.vault.requests import (
     MAX_PACKET_BYTES,
     Descriptors,
@@ -37,6 +38,11 @@ _IO_THREADS = 4
 _STOP_TIMEOUT_S = 5.0
 _SLOW_REQUESTS = (WorkerRequests.reserve.__name__, WorkerRequests.fetch_version.__name__)
 
+_PING_INTERVAL_S = 1.0  # how often a poll that waits for the server's thread looks if it lives
+_MAX_PACKETS_IN_TURN = 64
+_MAX_UNREGISTERED = 64
+"""Connections whose worker is not known yet: a worker registers at once. Beyond that the oldest is
+closed, so that strangers cannot use up the descriptors."""
 _MAX_DISCONNECTED = 16
 """How many pidfds of disconnected workers are retained."""
 
@@ -71,18 +77,30 @@ class VaultServer:
         self._listener.listen()
         self._selector = selectors.DefaultSelector()
         self._on_readable(self._listener, self._accept)
+        self._ping = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._answered = Event()
+        self._on_readable(self._ping, self._answer_ping)
         self._thread = Thread(target=self._serve, name="rayzero-vault", daemon=True)
         self._thread.start()
 
     def poll(self, timeout_s: float) -> list[ConnectionLost]:
-        """Workers that died, each reported once; waits up to `timeout_s` for one."""
+        """Workers that died, each reported once; waits up to `timeout_s` for one. Without one, it
+        returns only once the server's thread has shown that it serves.
+
+        Raises:
+            VaultGoneError: the thread has ended.
+        """
         losses: list[ConnectionLost | None] = []
+        self._send_ping()
         with suppress(Empty):
             losses.append(self._losses.get(timeout=timeout_s))
             while True:
                 losses.append(self._losses.get_nowait())
         if None in losses:
             self._losses.put(None)  # other polls return at once, too
+        while not (losses or self._stopping or self._answered.wait(_PING_INTERVAL_S)):
+            if not self._thread.is_alive():
+                raise VaultGoneError("the thread that serves the vault's workers has ended")
         return [loss for loss in losses if loss is not None]
 
     def kill(self, pid: int) -> bool:
@@ -110,8 +128,15 @@ class VaultServer:
         self._thread.join(_STOP_TIMEOUT_S)
         self._listener.close()
         with self._lock:
+            _close_fds(self._ping)
             while self._disconnected:
                 _close_fds(self._disconnected.popleft().pidfd)
+
+    def _send_ping(self) -> None:
+        with self._lock:
+            if not self._stopping:
+                self._answered.clear()
+                os.eventfd_write(self._ping, 1)
 
     def _run(self, peer: Peer, message: dict[str, Any]) -> None:
         """Executes a request and replies. On the thread pool, if the request is slow."""
@@ -128,6 +153,12 @@ class VaultServer:
             self._reply(peer, message.get("id"), error, fds)
         finally:
             _close_fds(*fds)
+
+    def _run_slow(self, peer: Peer, message: dict[str, Any]) -> None:
+        try:
+            self._run(peer, message)
+        finally:
+            peer.slow_requests.release()
 
     def _reply(
         self, peer: Peer, request_id: Any, error: RayzeroError | None, fds: Descriptors
@@ -147,30 +178,46 @@ class VaultServer:
     def _serve(self) -> None:
         while not self._stopping:
             for key, _ in self._selector.select():
-                callback: Callable[[], None] = key.data
-                callback()
+                callback, peer = key.data
+                try:
+                    callback()
+                except Exception:  # noqa: BLE001  # one connection must not end the others' service
+                    traceback.print_exc()
+                    if peer is not None:
+                        self._report_loss(peer)
         for peer in list(self._peers):
             self._disconnect(peer)
         self._selector.close()
 
-    def _on_readable(self, file: Any, callback: Callable[[], None]) -> None:
-        self._selector.register(file, selectors.EVENT_READ, callback)
+    def _on_readable(
+        self, file: Any, callback: Callable[[], None], peer: Peer | None = None
+    ) -> None:
+        self._selector.register(file, selectors.EVENT_READ, (callback, peer))
+
+    def _answer_ping(self) -> None:
+        os.eventfd_read(self._ping)
+        self._answered.set()
 
     def _accept(self) -> None:
         with suppress(OSError):  # the client closed the connection meanwhile, or `close` was called
             peer = accept_peer(self._listener.accept()[0])
             if peer is None:
                 return
+            unregistered = [known for known in self._peers if known.worker < 0]
+            if len(unregistered) >= _MAX_UNREGISTERED:
+                self._disconnect(unregistered[0])
             with self._lock:
                 self._peers.append(peer)
-            self._on_readable(peer.socket, partial(self._receive, peer))
+            self._on_readable(peer.socket, partial(self._receive, peer), peer)
             if peer.pidfd >= 0:
                 # The socket alone is not enough: a child forked by the worker keeps it open.
-                self._on_readable(peer.pidfd, partial(self._on_exit, peer))
+                self._on_readable(peer.pidfd, partial(self._on_exit, peer), peer)
 
     def _receive(self, peer: Peer) -> None:
-        """Handles all requests that have arrived."""
-        while not peer.closed:
+        """Handles requests that have arrived; a few, so that nobody can keep others waiting."""
+        for _ in range(_MAX_PACKETS_IN_TURN):
+            if peer.closed:
+                return
             try:
                 packet = peer.socket.recv(MAX_PACKET_BYTES)
                 message = json.loads(packet) if packet else None
@@ -178,7 +225,7 @@ class VaultServer:
                 return
             except (OSError, ValueError, RecursionError):
                 message = None
-            if isinstance(message, dict):
+            if isinstance(message, dict) and isinstance(message.get("id"), int | None):
                 self._handle(peer, message)
             else:
                 self._report_loss(peer)
@@ -186,7 +233,10 @@ class VaultServer:
     def _handle(self, peer: Peer, message: dict[str, Any]) -> None:
         if message.get("call") in _SLOW_REQUESTS:
             with suppress(RuntimeError):  # the server is closing
-                self._io_pool.submit(self._run, peer, message)
+                if peer.slow_requests.acquire(blocking=False):
+                    self._io_pool.submit(self._run_slow, peer, message)
+                else:  # a worker has one call in flight, besides those that timed out
+                    self._report_loss(peer)
             return
         watched = peer.thread_fd
         self._run(peer, message)
@@ -194,7 +244,7 @@ class VaultServer:
             # Watches a thread of the worker, too. When a process dies its threads exit first,
             # within a millisecond; then its memory is freed, which takes tenths of a second, or
             # seconds with a GPU; only then are its sockets closed.
-            self._on_readable(peer.thread_fd, partial(self._on_exit, peer))
+            self._on_readable(peer.thread_fd, partial(self._on_exit, peer), peer)
 
     def _on_exit(self, peer: Peer) -> None:
         self._receive(peer)  # a `deregister` sent before the exit may still be unread

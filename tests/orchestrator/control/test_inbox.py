@@ -14,10 +14,11 @@ from ray.exceptions import ActorUnschedulableError
 from rayzero.engine.errors import EngineError
 from rayzero.orchestrator.aio import WORKER_POLL_S, PendingReplies, WorkerReports
 from rayzero.orchestrator.cluster.actor_calls import ActorPoller, FutureBatcher, batch_delay_s
+from rayzero.orchestrator.control import inbox as inbox_module
 from rayzero.orchestrator.control.context import Dependencies, JobContext
 from rayzero.orchestrator.control.inbox import DISPATCH_SLICE_S, WorkerInbox
 from rayzero.orchestrator.errors import WorkerLostError
-from rayzero.workers.messages import Heartbeat, StepReport, WorkerMessage
+from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerMessage
 from tests.orchestrator.fake_cluster import FakeCheckpointStore
 from tests.orchestrator.support import EventLog, VirtualClock, plan, settle
 
@@ -66,6 +67,32 @@ def run(test: Any) -> None:
             await test
 
     asyncio.run(bounded())
+
+
+def test_undelivered_log_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(inbox_module, "MAX_UNDELIVERED_CHARACTERS", 250)
+
+    async def body() -> None:
+        harness = InboxHarness(tmp_path, SlowClock())
+        lines: list[str] = []
+
+        def dispatch(worker: int, message: WorkerMessage) -> None:
+            harness.delivered.append(f"{worker} {type(message).__name__}")
+            if isinstance(message, LogLine):
+                lines.append(message.text)
+
+        harness.inbox = WorkerInbox(harness.context, dispatch, harness._on_lost)
+        harness.inbox.start(range(5))
+        line = LogLine(7, "stdout", "x" * 100)
+        for _ in range(2):
+            batch: list[WorkerMessage] = [HEARTBEAT, line]
+            harness.reports.put_nowait(WorkerReports([(n, list(batch)) for n in range(5)]))
+            await settle()
+        assert len(harness.delivered) == 20, "nothing but lines is dropped"
+        assert lines.count("x" * 100) == 4, "there is room again after each delivery"
+        assert sum("(1 lines" in text for text in lines) == 6
+
+    run(body())
 
 
 def test_lost_worker_is_delivered_before_queued_messages(tmp_path: Path):

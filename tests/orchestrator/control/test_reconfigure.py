@@ -13,6 +13,7 @@ from rayzero.orchestrator.control.context import COMMAND_TIMEOUT_S
 from rayzero.orchestrator.control.elastic import REPLACE_DELAY_S
 from rayzero.orchestrator.control.failures import COLLECTIVE_GRACE_S
 from rayzero.orchestrator.control.reconfigure import FENCE_TIMEOUT_S
+from rayzero.orchestrator.control.vaults import VAULT_POLL_S
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
 from rayzero.orchestrator.job_events import FaultDetected, JobWarning, Repaired, StateEntered
 from rayzero.orchestrator.machine import State
@@ -531,6 +532,36 @@ async def test_lost_vault_is_reopened_and_refilled_without_fault(folder: Path):
     assert sorted(harness.assignments) == [0, 1, 2]
     result = await harness.finish()
     assert (result.metrics["faults"], result.metrics["steps_redone"]) == ({}, 0)
+
+
+@async_test
+async def test_vault_that_hangs_is_ended_and_replaced(folder: Path):
+    harness = start_three(folder)
+    await harness.steps(3)
+    harness.cluster.vaults.by_node["a"].failure = "hangs"
+    limit_s = harness.plan.worker_spec.hang_timeout_s
+    await harness.clock.advance(limit_s)
+    assert harness.cluster.vaults.opened == ["a"], "a slow answer is no fault"
+    await harness.steps(1)
+    await harness.clock.advance(2 * VAULT_POLL_S + 1)
+    await check_replaced_vault(harness)
+
+
+@async_test
+async def test_vault_that_does_not_serve_is_ended_and_replaced(folder: Path):
+    harness = start_three(folder)
+    await harness.steps(3)
+    harness.cluster.vaults.by_node["a"].failure = "broken"
+    await harness.clock.advance(VAULT_POLL_S)
+    await check_replaced_vault(harness)
+
+
+async def check_replaced_vault(harness: Harness) -> None:
+    assert harness.cluster.vaults.closed == ["a"]
+    assert harness.cluster.vaults.opened == ["a", "a"]
+    await harness.steps(1)
+    assert {a.vault for a in harness.assignments.values()} == {"vault-a-2"}
+    assert (await harness.finish()).metrics["faults"] == {}
 
 
 @async_test

@@ -12,6 +12,7 @@ from rayzero.orchestrator.job.recorder import LATEST, EventBuffer
 from rayzero.orchestrator.job_events import JobWarning, StateEntered
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.results import EndedJob, JobStatus
+from rayzero.workers.messages import LogLine
 
 
 def test_event_pages_are_ordered_and_end(monkeypatch: pytest.MonkeyPatch):
@@ -61,5 +62,21 @@ def test_late_client_receives_latest_state_and_later_events():
         buffer.on_event(JobWarning("new"))
         assert (await waiting).events == (JobWarning("new"),)
         assert (await buffer.fetch_since(page.run, page.next_index + 1, 0.01)).events == ()
+
+    asyncio.run(run())
+
+
+def test_events_and_pages_are_bounded_by_bytes():
+    async def run() -> None:
+        buffer = EventBuffer()
+        for number in range(10_000):
+            buffer.on_event(LogLine(0, "stdout", f"{number:010000}"))
+        since, kept = 0, 0
+        while since < 10_000:
+            page = await buffer.fetch_since(buffer.run, since, 1.0)
+            assert 0 < 10_000 * len(page.events) <= recorder_module.MAX_PAGE_BYTES
+            assert page.next_index == since + page.dropped + len(page.events)
+            since, kept = page.next_index, kept + len(page.events)
+        assert 10_000 * kept <= recorder_module.MAX_BUFFERED_BYTES
 
     asyncio.run(run())

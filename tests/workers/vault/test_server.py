@@ -6,9 +6,11 @@ import json
 import os
 import pickle
 import socket
+import sys
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,8 @@ from rayzero.workers.vault import peers
 from rayzero.workers.vault.images import MappedSlotReader
 from rayzero.workers.vault.records import ConnectionLost, Restore, SlotRef, VaultGoneError
 from rayzero.workers.vault.requests import abstract_socket_name
-from rayzero.workers.vault.server import make_address
+from rayzero.workers.vault.peers import Peer
+from rayzero.workers.vault.server import VaultServer, make_address
 from tests.workers.vault.support import (
     VaultCluster,
     WorkerProcess,
@@ -168,6 +171,7 @@ def test_processes_of_other_users_are_rejected(
         b"[" * 60_000,
         b'{"call": "register"}',
         b'{"call": 5}',
+        b'{"call": "deregister", "arguments": [], "id": ' + b"[" * 400 + b"]" * 400 + b"}",
         b"",
     ],
 )
@@ -201,6 +205,78 @@ def test_invalid_requests_get_an_error_reply(cluster: VaultCluster, line: bytes,
         assert request_id == json.loads(line)["id"]
         with pytest.raises(DataError, match=answer):
             raise error
+
+
+def test_error_in_one_connection_ends_no_other(
+    cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
+):
+    vault, client = cluster.vault(), cluster.client()
+
+    def fail(server: VaultServer, peer: Peer, message: dict[str, Any]) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VaultServer, "_handle", fail)
+        with pytest.raises(VaultGoneError):
+            cluster.client(worker=7)
+    assert vault.poll(0.05) == []
+    assert client.reserve(1, 0, 1, table()).step == -1
+
+
+def test_connection_with_too_many_slow_requests_is_closed(cluster: VaultCluster):
+    vault, client, may_continue = cluster.vault(), cluster.client(), threading.Event()
+    cluster.vault("b")
+    cluster.on_fetch = lambda ref, offset: may_continue.wait(10.0) and None
+    request = {"id": 1, "call": "fetch_version", "arguments": [1, 0, 4, "b", 0, 1]}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.settimeout(5.0)
+        stranger.connect(abstract_socket_name(vault.address()))
+        for _ in range(peers.MAX_SLOW_REQUESTS + 1):
+            stranger.send(json.dumps(request).encode())
+        assert stranger.recv(4096) == b""
+    may_continue.set()
+    assert vault.poll(0.05) == []
+    assert client.reserve(1, 0, 1, table()).step == -1
+
+
+def test_idle_strangers_do_not_use_up_descriptors(cluster: VaultCluster):
+    vault, strangers = cluster.vault(), []
+    for _ in range(300):
+        strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        strangers[-1].connect(abstract_socket_name(vault.address()))
+    client = cluster.client()
+    assert len(vault._server._peers) < 100
+    assert client.reserve(1, 0, 1, table()).step == -1
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_poll_fails_once_the_thread_has_ended(cluster: VaultCluster):
+    vault = cluster.vault()
+    assert vault.poll(0.0) == []
+    vault._server._on_readable(stop := os.eventfd(1), _end_thread)
+    with pytest.raises(VaultGoneError, match="thread that serves"):
+        vault.poll(0.0)
+    os.close(stop)
+
+
+def test_poll_returns_only_while_the_thread_serves(cluster: VaultCluster):
+    vault, may_continue, replies = cluster.vault(), threading.Event(), []
+    vault._server._on_readable(stop := os.eventfd(1), lambda: may_continue.wait(10.0))
+    time.sleep(0.05)
+    poll = threading.Thread(target=lambda: replies.append(vault.poll(0.0)))
+    poll.start()
+    poll.join(0.3)
+    assert not replies
+    os.eventfd_read(stop)
+    may_continue.set()
+    poll.join(5.0)
+    assert replies == [[]]
+
+
+def _end_thread() -> None:
+    sys.exit()
 
 
 def test_slow_fetch_does_not_delay_other_requests(cluster: VaultCluster):
