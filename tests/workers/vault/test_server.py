@@ -17,9 +17,9 @@ import pytest
 from rayzero.engine.errors import DataError
 from rayzero.workers.vault import peers
 from rayzero.workers.vault.images import MappedSlotReader
+from rayzero.workers.vault.peers import Peer
 from rayzero.workers.vault.records import ConnectionLost, Restore, SlotRef, VaultGoneError
 from rayzero.workers.vault.requests import abstract_socket_name
-from rayzero.workers.vault.peers import Peer
 from rayzero.workers.vault.server import VaultServer, make_address
 from tests.workers.vault.support import (
     VaultCluster,
