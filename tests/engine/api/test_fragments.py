@@ -19,11 +19,10 @@ STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 SETTINGS = pytest.mark.parametrize(
     ("world", "more"),
     [
-        (2, {}),
         (3, {}),
         (2, {"offload_optimizer": {"device": "cpu"}}),
     ],
-    ids=["2", "3", "2-offload"],
+    ids=["3", "2-offload"],
 )
 
 

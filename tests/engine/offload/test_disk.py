@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
-import subprocess
-import sys
+import resource
 import threading
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import rayzero
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.offload import mapped_file
 from rayzero.engine.offload.mapped_file import MappedFile
 from tests.engine.offload.training import config, make_engine, run_steps
+from tests.support.processes import PROCESSES
 
 
 def nvme(folder: Path, **more: Any) -> dict[str, Any]:
@@ -116,26 +120,18 @@ def test_disk_errors_name_the_folder(
     engine.close()
 
 
-def test_file_size_limit(tmp_path: Path) -> None:
+def limited_file_error(folder: Path) -> str:
     """RLIMIT_FSIZE makes the kernel refuse, as on a full disk."""
-    code = f"""
-import resource, torch
-from rayzero.engine.errors import EngineError
-from tests.engine.offload.test_disk import nvme
-from tests.engine.offload.training import config, make_engine, run_steps
-from pathlib import Path
-resource.setrlimit(resource.RLIMIT_FSIZE, (40_960, 40_960))
-try:
-    engine = make_engine(config(1, "bf16", **nvme(Path({str(tmp_path)!r}))))
-    run_steps(engine, [0])
-except EngineError as error:
-    print(error)
-"""
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert "could not be allocated: File too large" in process.stdout, process.stderr
-    assert process.returncode == 0
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_960, 40_960))
+    with pytest.raises(EngineError) as raised:
+        run_steps(make_engine(config(1, "bf16", **nvme(folder))), [0])
+    return str(raised.value)
+
+
+def test_file_size_limit(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(1, PROCESSES) as pool:
+        error = pool.submit(limited_file_error, tmp_path).result(300)
+    assert "could not be allocated: File too large" in error
 
 
 def test_close_stops_the_threads(tmp_path: Path) -> None:
@@ -155,62 +151,63 @@ def test_close_stops_the_threads(tmp_path: Path) -> None:
     assert len(threads()) == before
 
 
-MEASURED = """
-import gc, sys, torch
-from torch import nn
-import rayzero
+WIDTH, LAYERS = 512, 24
 
-def anonymous_bytes():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
-width, layers = 512, 24
 class Stack(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-    def forward(self, x):
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = torch.tanh(block(x))
         return x.square().mean()
 
-engine, *_ = rayzero.initialize(model=Stack(), config={
-    "train_micro_batch_size_per_gpu": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 2, "reduce_bucket_size": width * width, "sub_group_size": 65536,
-        "offload_optimizer": {"device": "nvme", "nvme_path": sys.argv[1], "buffer_count": 4}},
-})
-engine.backward(engine(torch.randn(2, width)))
-gc.collect()
-before = anonymous_bytes()  # including gradients
-peaks = []
-restrict = engine._step.optimizer._restrict_params
-def watched(shards):
-    peaks.append(anonymous_bytes())
-    restrict(shards)
-engine._step.optimizer._restrict_params = watched
-engine.step()
-for _ in range(3):
-    engine.backward(engine(torch.randn(2, width)))
+
+def anonymous_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+
+def measure_steps(folder: Path) -> tuple[int, dict[str, int]]:
+    """Growth of memory in the optimizer's steps, and the engine's sizes."""
+    torch.set_num_threads(1)
+    zero = nvme(folder, buffer_count=4) | {"stage": 2, "sub_group_size": 65536}
+    engine, *_ = rayzero.initialize(
+        model=Stack(),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "bf16": {"enabled": True},
+            "zero_optimization": zero | {"reduce_bucket_size": WIDTH * WIDTH},
+        },
+    )
+    engine.backward(engine(torch.randn(2, WIDTH)))
+    gc.collect()
+    before = anonymous_bytes()  # including gradients
+    peaks = []
+    optimizer: Any = engine._step.optimizer
+    restrict = optimizer._restrict_params
+
+    def watched(shards: Any) -> None:
+        peaks.append(anonymous_bytes())
+        restrict(shards)
+
+    optimizer._restrict_params = watched
     engine.step()
-sizes = engine.metrics.bytes
-print(max(peaks) - before, sizes["disk_optimizer_state"], sizes["disk_main_weights"],
-      sizes["host_staging"])
-"""
+    for _ in range(3):
+        engine.backward(engine(torch.randn(2, WIDTH)))
+        engine.step()
+    return max(peaks) - before, engine.metrics.bytes
 
 
 def test_memory_is_bounded_by_the_buffers(tmp_path: Path) -> None:
     """At most four chunks of 75 MB of state are in memory."""
-    process = subprocess.run(
-        [sys.executable, "-c", MEASURED, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    grown, state, main, staging = map(int, process.stdout.split())
+    with ProcessPoolExecutor(1, PROCESSES) as pool:  # memory that other tests freed hides growth
+        grown, sizes = pool.submit(measure_steps, tmp_path).result(300)
+    state, main = sizes["disk_optimizer_state"], sizes["disk_main_weights"]
+    staging = sizes["host_staging"]
     assert state > 48e6
     assert main > 24e6
     assert staging == 4 * 3 * 65536 * 4

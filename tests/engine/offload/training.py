@@ -65,7 +65,7 @@ def run_steps(engine: rayzero.Engine, steps: Sequence[int]) -> list[float]:
     return losses
 
 
-def train(settings: dict[str, Any], steps: int = 4) -> TrainResult:
+def train(settings: dict[str, Any], steps: int = 3) -> TrainResult:
     engine = make_engine(settings)
     losses = run_steps(engine, range(steps))
     result = losses, engine.state_dict()

@@ -18,7 +18,7 @@ from tests.engine.state.blocks import Block, StateSession
 from tests.support.covering import covering
 from tests.support.ranks import run_ranks
 
-STEPS, SAMPLES, CLIP = 4, 12, 0.5
+STEPS, SAMPLES, CLIP = 3, 12, 0.5
 TIMEOUT_S = 300.0  # many short training runs, possibly on a busy machine
 TrainResult = tuple[list[float], dict[str, Tensor]]
 

@@ -18,6 +18,7 @@ from rayzero.engine.config import parse_config
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.planning.search import MemoryPlanner, evaluate_settings, first_fit
 from tests.engine.offload.training import separate_host_memory
+from tests.support.covering import covering
 from tests.support.ranks import run_ranks
 
 SMALL = GPTConfig(vocab=96, context=16, layers=3, width=64, heads=2)
@@ -64,13 +65,13 @@ BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}  # no step is skipped
 
 
-@pytest.mark.parametrize("precision", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_estimate_equals_engine_allocations(
-    world: int, stage: int, precision: dict[str, Any]
-) -> None:
-    check_plan(world, config(stage, **precision))
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": BF16, "fp16": FP16}
+AXES = {"world": (1, 2, 3), "stage": (0, 1, 2, 3), "precision": tuple(PRECISIONS)}
+
+
+@pytest.mark.parametrize(tuple(AXES), [tuple(row[axis] for axis in AXES) for row in covering(AXES, 2)])
+def test_estimate_equals_engine_allocations(world: int, stage: int, precision: str) -> None:
+    check_plan(world, config(stage, **PRECISIONS[precision]))
 
 
 HPZ = {"zero_hpz_partition_size": 2}

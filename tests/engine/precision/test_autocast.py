@@ -13,6 +13,7 @@ import rayzero
 from rayzero.engine.errors import ConfigError
 from tests.engine import zoo
 from tests.engine.matrix.cells import OPTIMIZERS, SAMPLES, STEPS, SmallModel, make_model
+from tests.support.covering import covering
 from tests.support.ranks import run_ranks
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -71,12 +72,20 @@ def train_reference(dtype: str, parts: int) -> tuple[list[float], dict[str, Tens
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("user_autocast", [False, True], ids=["config", "user"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("dtype", "world", "micro_steps"), [("bf16", 0, 1), ("bf16", 2, 4)])
-def test_equals_pytorch_autocast(dtype, world, micro_steps, stage, user_autocast):
-    results = run_ranks(world, train, stage, dtype, micro_steps, user_autocast)
-    expected_losses, expected = train_reference(dtype, max(world, 1) * micro_steps)
+AXES = {
+    "user_autocast": (False, True),
+    "stage": (0, 1, 2, 3),
+    "ranks": ((0, 1), (2, 4)),  # world size and micro-steps
+}
+
+
+@pytest.mark.parametrize(
+    tuple(AXES), [tuple(row[axis] for axis in AXES) for row in covering(AXES, 2)]
+)
+def test_equals_pytorch_autocast(user_autocast, stage, ranks):
+    world, micro_steps = ranks
+    results = run_ranks(world, train, stage, "bf16", micro_steps, user_autocast)
+    expected_losses, expected = train_reference("bf16", max(world, 1) * micro_steps)
     for losses, state, scale, low in results:
         assert losses == pytest.approx(expected_losses, rel=1e-3)
         assert (scale, low) == (1.0, True)
