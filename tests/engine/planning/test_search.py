@@ -69,7 +69,9 @@ PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": BF16, "fp16": FP16}
 AXES = {"world": (1, 2, 3), "stage": (0, 1, 2, 3), "precision": tuple(PRECISIONS)}
 
 
-@pytest.mark.parametrize(tuple(AXES), [tuple(row[axis] for axis in AXES) for row in covering(AXES, 2)])
+@pytest.mark.parametrize(
+    tuple(AXES), [tuple(row[axis] for axis in AXES) for row in covering(AXES, 2)]
+)
 def test_estimate_equals_engine_allocations(world: int, stage: int, precision: str) -> None:
     check_plan(world, config(stage, **PRECISIONS[precision]))
 
