@@ -1,4 +1,7 @@
-"""Training is equal under every launcher: none, a user's process group, torchrun, Ray Train."""
+"""Training is equal under every launcher: none, a user's process group, torchrun.
+
+`tests/integration/test_ray_train.py` has Ray Train.
+"""
 
 from __future__ import annotations
 
@@ -52,57 +55,6 @@ def test_existing_process_group(world: int) -> None:
 
 
 @pytest.mark.slow
-def test_plain_script() -> None:
-    check(run_tiny("-m", "tests.engine.scripts.tiny"), 0)
-
-
-@pytest.mark.slow
 def test_torchrun() -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     check(run_tiny(*torchrun, "-m", "tests.engine.scripts.tiny"), 2)
-
-
-def ray_train_loop(config: dict[str, Any]) -> None:
-    from ray import train  # in the worker only: the other tests need no Ray
-
-    report: dict[str, Any] = {f"stage {stage}": tiny.train(stage) for stage in (2, 3)}
-    report["world_size"] = dist.get_world_size()
-    if train.get_context().get_world_rank() == 0:
-        Path(config["path"]).write_text(json.dumps(report))
-    train.report({"loss": report["stage 2"][-1]})
-
-
-@pytest.mark.slow
-def test_ray_train(tmp_path: Path) -> None:
-    import ray
-    from ray.train import RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    # `tests` is not installed: workers import it through PYTHONPATH.
-    runtime_env = {"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        num_cpus=2,
-        logging_level="error",
-        log_to_driver=False,
-        runtime_env=runtime_env,
-    )
-    try:
-        result = TorchTrainer(
-            ray_train_loop,
-            train_loop_config={"path": str(tmp_path / "report.json")},
-            torch_config=TorchConfig(backend="gloo"),
-            scaling_config=ScalingConfig(
-                num_workers=2, use_gpu=False, resources_per_worker={"CPU": 1}
-            ),
-            run_config=RunConfig(name="rayzero", storage_path=str(tmp_path)),
-        ).fit()
-    finally:
-        ray.shutdown()
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report.pop("world_size") == 2
-    expected = tiny.train_reference()
-    for name in ("stage 2", "stage 3"):
-        assert report[name] == pytest.approx(expected, rel=1e-9)
-    assert result.error is None

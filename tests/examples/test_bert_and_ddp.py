@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +11,9 @@ import torch
 from examples.bert.data import KINDS, LENGTH, VOCAB, encode, load, snippets
 from examples.ddp.train import LOOPS
 from tests.support.ranks import run_ranks
+from tests.support.scripts import run_script
 
-ROOT = Path(__file__).parents[2]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-SHORT = ("--per_kind", "1200", "--epochs", "2")
+SHORT = ("--per_kind", "600", "--epochs", "3")
 CONFIG = ("--deepspeed_config", "examples/bert/ds_config.json")
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None,
@@ -26,18 +21,9 @@ needs_transformers = pytest.mark.skipif(
 )
 
 
-def run(*command: str) -> str:
-    """Output of `python COMMAND`, run without the variables of an outer torchrun."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def run(*command: str, ranks: int = 0) -> str:
+    """Output of `python COMMAND` in a forked process, or in one per rank as under torchrun."""
+    done = run_script(*command, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -71,7 +57,7 @@ def test_data_is_balanced_and_reproducible() -> None:
 @pytest.mark.slow
 def test_deepspeed_script_learns() -> None:
     script = "examples/bert/train_deepspeed.py"
-    output = run(*TORCHRUN, "-m", "rayzero.deepspeed", script, *CONFIG, *SHORT)
+    output = run("-m", "rayzero.deepspeed", script, *CONFIG, *SHORT, ranks=2)
     accuracy = float(output.strip().splitlines()[-1].removeprefix("accuracy "))
     assert accuracy > 0.7  # chance level is 0.33
 
@@ -96,5 +82,5 @@ def test_ddp_and_rayzero_have_the_same_losses() -> None:
 
 @pytest.mark.slow
 def test_ddp_example_runs_under_torchrun() -> None:
-    output = run(*TORCHRUN, "-m", "examples.ddp.train", "--with", "rayzero", "--steps", "5")
+    output = run("-m", "examples.ddp.train", "--with", "rayzero", "--steps", "5", ranks=2)
     assert json.loads(output) == pytest.approx(run_ranks(2, loss_curves, 5)[0]["ddp"], rel=1e-5)

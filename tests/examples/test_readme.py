@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = re.compile(r"^`([\w.]+)`[^\n]*:\n\n```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -23,14 +22,7 @@ def test_first_script_reproduces_documented_losses(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content, encoding="utf-8")
     documented = re.search(r"the same five losses, ([\d.]+) to ([\d.]+):", text)
     assert documented is not None
-    done = subprocess.run(
-        [sys.executable, "first.py"],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_script("first.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     losses = re.findall(r"epoch \d: loss ([\d.]+)", done.stdout)
     assert len(losses) == 5

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu
 from benchmarks.gpu import (
     SMALL,
     Row,
@@ -22,8 +21,7 @@ from benchmarks.gpu import (
 )
 from benchmarks.gpu_rank import RankResult
 from benchmarks.kernels import exposed_from_timeline
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import start_forked
 
 
 def test_only_non_overlapped_time_counts_as_exposed() -> None:
@@ -79,18 +77,14 @@ def test_flops_are_counted_on_meta_device() -> None:
 
 
 @pytest.mark.slow
-def test_benchmark_runs_and_reports_unsupported_systems(tmp_path: Path) -> None:
+def test_benchmark_runs_and_reports_unsupported_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu.mp, "spawn", start_forked)
     path = tmp_path / "gpu.json"
     systems = "ddp,rayzero-3,fsdp2-all-cpu"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--ranks", "2"]
-    done = subprocess.run(
-        [*command, "--systems", systems, "--json", str(path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ["--small", "--ranks", "2", "--systems", systems, "--json", str(path)]
+    assert gpu.main(options) == 0, capsys.readouterr().out
     document = json.loads(path.read_text())
     ddp, rayzero, unsupported = document["rows"]
     assert document["backend"] == "gloo"
@@ -98,4 +92,4 @@ def test_benchmark_runs_and_reports_unsupported_systems(tmp_path: Path) -> None:
     assert rayzero["median_s"] > 0
     assert abs(rayzero["loss"] - ddp["loss"]) < 0.02 * ddp["loss"]
     assert unsupported["error"] == "skipped: there is no GPU to offload from"
-    assert unsupported["error"] in done.stdout
+    assert unsupported["error"] in capsys.readouterr().out

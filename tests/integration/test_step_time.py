@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import step_time
 from benchmarks.step_time import Measurement, find_diverging, make_rows
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import start_forked
 
 
 def test_ratios_are_relative_to_ddp_in_the_same_round() -> None:
@@ -30,18 +28,15 @@ def test_system_with_diverging_loss_is_reported(loss: float, agrees: bool) -> No
 
 
 @pytest.mark.slow
-def test_all_stages_agree_with_ddp(tmp_path: Path) -> None:
+def test_all_stages_agree_with_ddp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step_time.mp, "spawn", start_forked)
     path = tmp_path / "step_time.json"
     systems = "ddp,fsdp2,rayzero-0,rayzero-1,rayzero-2,rayzero-3"
-    command = [sys.executable, "-m", "benchmarks.step_time", "--systems", systems]
-    options = ("--layers", "2", "--width", "128")
-    done = subprocess.run(
-        [*command, *options, "--rounds", "2", "--warmup", "1", "--json", str(path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "agree with ddp's" in done.stdout
+    options = ["--layers", "2", "--width", "128", "--rounds", "2", "--warmup", "1"]
+    code = step_time.main(["--systems", systems, *options, "--json", str(path)])
+    output = capsys.readouterr().out
+    assert code == 0, output
+    assert "agree with ddp's" in output
     assert [row["system"] for row in json.loads(path.read_text())["rows"]] == systems.split(",")

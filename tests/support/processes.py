@@ -6,7 +6,9 @@ server has no threads, so forking from it is safe.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from multiprocessing import get_context
+from typing import Any
 
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(
@@ -17,3 +19,10 @@ PROCESSES.set_forkserver_preload(
         "tests.support.ranks",
     ]
 )
+
+
+def start_forked(function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
+    """`torch.multiprocessing.spawn`, but from the fork server."""
+    from torch.multiprocessing import start_processes  # not imported by the fork server's parent
+
+    start_processes(function, args, nprocs, start_method="forkserver")

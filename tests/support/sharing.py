@@ -11,6 +11,7 @@ _SHARED_HEAD = (
     "tests/integration/test_jobs.py",
     "tests/integration/test_metrics.py",
     "tests/integration/test_prometheus.py",
+    "tests/integration/test_ray_train.py",
     "tests/integration/test_worker_group.py",
 )
 # Slow tests that take minutes, in order: starting one late would prolong the whole run.
@@ -23,7 +24,6 @@ _START_ORDER = (
     "tests/integration/test_chaos.py",
     "tests/integration/test_nodes.py",
     "tests/examples/test_bert_and_ddp.py",
-    "tests/engine/test_launchers.py",
     "tests/integration/test_secrets.py",
 )
 

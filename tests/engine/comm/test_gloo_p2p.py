@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import rayzero
+from benchmarks.ports import free_ports
 from rayzero.engine.comm.backend import rank_chunk
 from rayzero.engine.comm.gloo import GlooBackend
 from rayzero.engine.comm.gloo_p2p import p2p_channel
@@ -136,6 +137,7 @@ def test_backends_of_a_group_share_message_tags() -> None:
 
 
 ROOT = Path(__file__).parents[3]
+# One interpreter imports, and forks a process per creator and rank: each exits as a script does.
 SCRIPT = """
 import atexit, contextlib, os, sys
 
@@ -147,18 +149,35 @@ def threads():
     return names
 
 def write_threads():
-    with open(f"{sys.argv[2]}/threads-{os.environ['RANK']}", "w") as file:
-        file.write(" ".join(threads()))
+    if "RANK" in os.environ:
+        with open(f"{folder}/{creator}-{os.environ['RANK']}", "w") as file:
+            file.write(" ".join(threads()))
 
 atexit.register(write_threads)  # registered first: called last
 
 import rayzero, torch
+import torch._dynamo  # otherwise imported by every optimizer
 from rayzero.engine.comm.process_group import init_distributed
 import torch.distributed as dist
 
-if sys.argv[1] == "rayzero":
+folder, *creators_and_ports = sys.argv[1:]
+children = []
+for creator, port in [text.split("=") for text in creators_and_ports]:
+    for rank in range(2):
+        children.append(os.fork())
+        if not children[-1]:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            break
+    else:
+        continue
+    break
+else:
+    sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+
+if creator == "rayzero":
     init_distributed()
-elif sys.argv[1] == "script":
+elif creator == "script":
     dist.init_process_group("gloo")
 model = torch.nn.Linear(4, 4)
 optimizer = {"type": "SGD", "params": {"lr": 0.1}}
@@ -168,24 +187,25 @@ engine.backward(engine(torch.ones(1, 4)).sum())
 engine.step()
 dist.all_reduce(torch.ones(3))
 assert "pt_gloo_runloop" in threads()
-if sys.argv[1] == "script":
+if creator == "script":
     dist.destroy_process_group()
 """
+CREATORS = ("rayzero", "script", "launcher")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("creator", ["rayzero", "script", "torchrun"])
-def test_no_gloo_thread_outlives_the_script(creator: str, tmp_path: Path) -> None:
+def test_no_gloo_thread_outlives_the_script(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    ports = [f"{creator}={port}" for creator, port in zip(CREATORS, free_ports(3), strict=True)]
     done = subprocess.run(
-        [sys.executable, *launched, str(tmp_path / "script.py"), creator, str(tmp_path)],
+        [sys.executable, str(tmp_path / "script.py"), str(tmp_path), *ports],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    threads = [(tmp_path / f"threads-{rank}").read_text().split() for rank in range(2)]
-    assert all("python" in names for names in threads)
-    assert not any("pt_gloo_runloop" in names for names in threads)
+    for creator in CREATORS:
+        threads = [(tmp_path / f"{creator}-{rank}").read_text().split() for rank in range(2)]
+        assert all("python" in names for names in threads), creator
+        assert not any("pt_gloo_runloop" in names for names in threads), creator
