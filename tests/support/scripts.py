@@ -64,9 +64,11 @@ def _torchrun_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     return {
         **{name: str(rank) for name in ("RANK", "LOCAL_RANK")},
         **{name: str(ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
         # The store is not rank 0's but of the process that starts the ranks.
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 
