@@ -15,6 +15,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import use_session
 from tests.engine import zoo
 from tests.engine.state.blocks import StateSession
+from tests.support.covering import covering
 from tests.support.ranks import run_ranks
 
 STEPS, SAMPLES, LIMIT_S = 3, 12, 200.0
@@ -58,9 +59,12 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["none", "sign"])
+AXES = {"stage": (0, 1, 2, 3), "world": (2, 3), "name": ("none", "sign")}
+
+
+@pytest.mark.parametrize(
+    tuple(AXES), [tuple(row[axis] for axis in AXES) for row in covering(AXES, 2)]
+)
 def test_overlap_is_bit_identical(stage: int, world: int, name: str) -> None:
     compression = {"rayzero": {"compression": {"gradients": name}}}
     configs = [zero_config(stage, overlap_comm=on) | compression for on in (True, False)]

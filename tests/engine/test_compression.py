@@ -18,6 +18,7 @@ from rayzero.engine.layout.state_index import TensorRange
 from rayzero.engine.session import use_session
 from tests.engine import zoo
 from tests.engine.state.blocks import Block, StateSession
+from tests.support.covering import covering
 from tests.support.ranks import RankError
 from tests.support.ranks import run_ranks as run_ranks_in_time
 
@@ -64,9 +65,12 @@ def uncompressed_losses() -> list[float]:
 TOLERANCES = {"bf16": 1e-3, "fp16": 1e-3, "int8": 2e-3, "sign": 0.6, "lowrank": 0.5}
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", TOLERANCES)
+AXES = {"name": tuple(TOLERANCES), "stage": (0, 1, 2, 3), "world": (2, 3)}
+
+
+@pytest.mark.parametrize(
+    tuple(AXES), [tuple(row[axis] for axis in AXES) for row in covering(AXES, 2)]
+)
 def test_ranks_agree_and_stay_close_to_uncompressed(name: str, stage: int, world: int) -> None:
     results = run_ranks(world, train, stage, compression_config(stage, name))
     for losses, local, _, traffic in results:

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 import rayzero
 from rayzero.engine.errors import ConfigError, EngineError
 from tests.engine import zoo
+from tests.support.covering import covering
 from tests.support.ranks import run_ranks
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
@@ -238,9 +239,12 @@ def train_with_loader(rank: int, world: int, stage: int, micro_batch: int) -> di
     return engine.state_dict()
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 7])
-@pytest.mark.parametrize("world", [0, 2, 3])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+AXES = {"stage": (0, 2, 3), "world": (0, 2, 3), "micro_batch": (1, 2, 7)}
+
+
+@pytest.mark.parametrize(
+    tuple(AXES), [tuple(row[axis] for axis in AXES) for row in covering(AXES, 2)]
+)
 def test_global_batch_is_independent_of_world_size(
     stage: int, world: int, micro_batch: int
 ) -> None:
