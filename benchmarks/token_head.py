@@ -89,6 +89,7 @@ class TokenHead:
         self.address, self.dashboard = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
         command = [
             *(self._ray, "start", "--head", "--block", "--disable-usage-stats"),
+            *("--no-monitor", "--include-log-monitor=false"),  # rayzero uses neither
             *("--include-dashboard=true", "--dashboard-host=127.0.0.1"),
             *("--node-ip-address=127.0.0.1", f"--num-cpus={self._cpus}"),
             *(f"--port={port}", f"--dashboard-port={dashboard}"),

@@ -17,7 +17,8 @@ class Nodes:
 
     def __init__(self) -> None:
         self._node_args = {"object_store_memory": 80 * 2**20}
-        head = {"num_cpus": 0, "include_dashboard": False, **self._node_args}
+        unused = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+        head = {"num_cpus": 0, **unused, **self._node_args}
         self._cluster = Cluster(True, head_node_args=head)
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")
 

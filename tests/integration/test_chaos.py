@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,6 @@ from rayzero.orchestrator.job_events import (
     Resumed,
 )
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.orchestrator.results import JobResult
 from rayzero.orchestrator.spec import Workers
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired
@@ -38,16 +36,17 @@ from tests.orchestrator.support import EventLog
 pytestmark = pytest.mark.slow
 
 CHECKPOINT_INTERVAL, LAST_STEP = 40, 200
-FAULTS = [
+STORE_FAULTS = [
     "full_disk(step=40)",
     "slow_store(seconds=2, step=80)",
     'tear_file(step=200, rank=1, how="cut")',
 ]
+VAULT_FAULT = f"kill_vault(node=0, step={LAST_STEP + 20})"
 
 
 @contextmanager
 def submitted_job(
-    folder: Path, event_log: EventLog, steps: int = 1_000_000, **settings: Any
+    folder: Path, event_log: EventLog, faults: list[str], steps: int = 1_000_000
 ) -> Iterator[JobHandle]:
     """Submit a job with at most two workers and stop it at the end."""
     handle = Job(
@@ -56,7 +55,8 @@ def submitted_job(
         engine=ENGINE,
         workers=Workers(min=1, max=2),
         steps=steps,
-        **{"checkpoint": {"path": str(folder)}, **settings},
+        checkpoint={"path": str(folder), "every_steps": CHECKPOINT_INTERVAL},
+        faults=faults,
     ).submit(observer=event_log)
     try:
         yield handle
@@ -65,20 +65,32 @@ def submitted_job(
         assert handle.wait(120)
 
 
-def run_job(folder: Path, steps: int, event_log: EventLog) -> JobResult:
-    checkpoint = {"path": str(folder), "every_steps": CHECKPOINT_INTERVAL}
-    with submitted_job(folder, event_log, steps, checkpoint=checkpoint, faults=FAULTS) as handle:
-        assert handle.wait(400)
-        return handle.result()
-
-
-def test_job_survives_store_faults(nodes: Nodes, tmp_path: Path):
+def test_job_survives_faults_of_stores_vaults_and_workers(nodes: Nodes, tmp_path: Path):
+    """A job with store faults; its continuation with a lost vault and lost workers."""
     nodes.add()
+    record = FaultRecord(tmp_path / "steady")
+    _assert_store_faults_do_not_interrupt_training(tmp_path, record)
     event_log = EventLog()
-    assert run_job(tmp_path, LAST_STEP, event_log).steps == LAST_STEP
-    output_dir = tmp_path / "steady"
-    assert [event.fault for event in FaultRecord(output_dir).read()] == FAULTS
-    assert {event.fault for event in event_log.of(FaultFired)} == set(FAULTS)
+    with submitted_job(tmp_path, event_log, [*STORE_FAULTS, VAULT_FAULT]) as handle:
+        wait_for(handle, lambda: latest_step(event_log) > LAST_STEP)
+        _assert_torn_checkpoint_is_skipped(event_log)
+        _assert_lost_vault_is_restarted_and_refilled(handle, event_log)
+        assert [event.fault for event in record.read()] == [*STORE_FAULTS, VAULT_FAULT], (
+            "no fault is injected again"
+        )
+        _assert_faults_can_be_injected_by_command(handle, event_log, nodes, record)
+    steps = [record.step for record in event_log.of(StepRecord)]
+    first = LAST_STEP - CHECKPOINT_INTERVAL + 1
+    assert steps == [*range(first, latest_step(event_log) + 1)], "no step was repeated"
+
+
+def _assert_store_faults_do_not_interrupt_training(folder: Path, record: FaultRecord) -> None:
+    event_log = EventLog()
+    with submitted_job(folder, event_log, STORE_FAULTS, LAST_STEP) as handle:
+        assert handle.wait(400)
+        assert handle.result().steps == LAST_STEP
+    assert [event.fault for event in record.read()] == STORE_FAULTS
+    assert {event.fault for event in event_log.of(FaultFired)} == set(STORE_FAULTS)
     assert [record.step for record in event_log.of(StepRecord)] == [*range(1, LAST_STEP + 1)]
     assert not event_log.of(FaultDetected), "the workers kept running"
 
@@ -93,64 +105,47 @@ def test_job_survives_store_faults(nodes: Nodes, tmp_path: Path):
     assert slow.seconds > 2
     before = event_log.events[: event_log.events.index(slow)]
     assert sum(isinstance(event, StepRecord) for event in before) > slow.step
-    # The torn file is reported, its checkpoint is skipped, and no fault fires again.
+    # The torn file is reported.
     (problem,) = verify_checkpoint(stored[LAST_STEP].folder)
     assert "rank-00001" in str(problem)
-    resumed = EventLog()
-    assert run_job(tmp_path, LAST_STEP + 20, resumed).steps == LAST_STEP + 20
-    assert [event.step for event in resumed.of(Resumed)] == [LAST_STEP - CHECKPOINT_INTERVAL]
-    assert any("is skipped" in event.text for event in resumed.of(JobWarning))
-    assert [record.step for record in resumed.of(StepRecord)] == [
-        *range(LAST_STEP - CHECKPOINT_INTERVAL + 1, LAST_STEP + 21)
-    ]
-    assert len(FaultRecord(output_dir).read()) == len(FAULTS)
 
 
-def test_lost_vault_is_restarted_and_refilled(nodes: Nodes, tmp_path: Path):
-    nodes.add()
-    event_log = EventLog()
-    fault = "kill_vault(node=0, step=20)"
-    with submitted_job(tmp_path, event_log, faults=[fault]) as handle:
-        wait_for(handle, lambda: bool(event_log.of(Resized)))
-        steps_so_far = latest_step(event_log)
-        wait_for(handle, lambda: latest_step(event_log) > steps_so_far + 5)
-    assert [event.fault for event in FaultRecord(tmp_path / "steady").read()] == [fault]
+def _assert_torn_checkpoint_is_skipped(event_log: EventLog) -> None:
+    assert [event.step for event in event_log.of(Resumed)] == [LAST_STEP - CHECKPOINT_INTERVAL]
+    assert any("is skipped" in event.text for event in event_log.of(JobWarning))
+
+
+def _assert_lost_vault_is_restarted_and_refilled(handle: JobHandle, event_log: EventLog) -> None:
+    wait_for(handle, lambda: bool(event_log.of(Resized)))
+    steps_so_far = latest_step(event_log)
+    wait_for(handle, lambda: latest_step(event_log) > steps_so_far + 5)
+    assert [event.fault for event in event_log.of(FaultFired)] == [VAULT_FAULT]
     assert any("the vault on node" in event.text for event in event_log.of(JobWarning))
     assert [event.reason for event in event_log.of(Resized)] == [
         "a vault was restarted and is empty"
     ]
     assert not event_log.of(FaultDetected), "the workers kept running"
-    assert [record.step for record in event_log.of(StepRecord)] == [
-        *range(1, latest_step(event_log) + 1)
-    ]
 
 
-def test_job_survives_faults_injected_by_command(nodes: Nodes, tmp_path: Path):
-    nodes.add()
-    event_log = EventLog()
-    with submitted_job(tmp_path, event_log) as handle:
-        wait_for(handle, lambda: latest_step(event_log) > 5)
-        command = [sys.executable, "-m", "rayzero", "chaos", "steady", "kill(rank=1)", "--address"]
-        done = subprocess.run(
-            [*command, nodes.address], capture_output=True, text=True, timeout=200
-        )
-        assert done.returncode == 0, done.stderr
-        match = re.fullmatch(
-            r"steady: (kill\(rank=1, step=\d+\)) at the next opportunity\n", done.stdout
-        )
-        assert match, done.stdout
-        wait_for(handle, lambda: bool(event_log.of(Repaired)))
-        assert [event.fault for event in FaultRecord(tmp_path / "steady").read()] == [match[1]]
-        wait_for(handle, lambda: world_size(event_log) == 2)
-        # Faults requested before the replacement worker joined also apply to it.
-        assert "from that step on" in handle.inject(
-            f"kill(rank=0, step={latest_step(event_log) + 40})"
-        )
-        wait_for(handle, lambda: len(event_log.of(Repaired)) == 2)
-        with pytest.raises(ConfigError, match="the job has at most 2 workers"):
-            handle.inject("kill(rank=2)")
-        steps_so_far = latest_step(event_log)
-        wait_for(handle, lambda: latest_step(event_log) > steps_so_far + 5)
+def _assert_faults_can_be_injected_by_command(
+    handle: JobHandle, event_log: EventLog, nodes: Nodes, record: FaultRecord
+) -> None:
+    recorded = len(record.read())
+    command = [sys.executable, "-m", "rayzero", "chaos", "steady", "kill(rank=1)", "--address"]
+    done = subprocess.run([*command, nodes.address], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    match = re.fullmatch(
+        r"steady: (kill\(rank=1, step=\d+\)) at the next opportunity\n", done.stdout
+    )
+    assert match, done.stdout
+    wait_for(handle, lambda: bool(event_log.of(Repaired)))
+    assert [event.fault for event in record.read()[recorded:]] == [match[1]]
+    wait_for(handle, lambda: world_size(event_log) == 2)
+    # Faults requested before the replacement worker joined also apply to it.
+    assert "from that step on" in handle.inject(f"kill(rank=0, step={latest_step(event_log) + 40})")
+    wait_for(handle, lambda: len(event_log.of(Repaired)) == 2)
+    with pytest.raises(ConfigError, match="the job has at most 2 workers"):
+        handle.inject("kill(rank=2)")
+    steps_so_far = latest_step(event_log)
+    wait_for(handle, lambda: latest_step(event_log) > steps_so_far + 5)
     assert [event.steps_redone for event in event_log.of(Repaired)] == [0, 0]
-    steps = [record.step for record in event_log.of(StepRecord)]
-    assert steps == sorted({*steps}), "no step was repeated"

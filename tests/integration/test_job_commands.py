@@ -15,6 +15,7 @@ import yaml
 
 from benchmarks.token_head import TokenHead
 from rayzero.orchestrator.journal.files import read_journal
+from tests.integration.command_server import CommandServer
 from tests.integration.jobs.steady import ENGINE
 
 pytestmark = pytest.mark.slow
@@ -30,6 +31,11 @@ class TokenCluster:
         self.runs = folder / "runs"
         self.head = TokenHead(folder, cpus=3)
         self.head.start()
+        self._commands = CommandServer(self.head.env, ROOT)
+
+    def close(self) -> None:
+        self._commands.close()
+        self.head.kill()
 
     def replace_head(self) -> None:
         """Kill all processes of the head, like a lost machine, and start a new head."""
@@ -47,7 +53,7 @@ class TokenCluster:
         )
 
     def run_inside(self, *words: object) -> subprocess.CompletedProcess[str]:
-        return self.run_outside(*words, "--address", self.head.address)
+        return self._commands.run(*words, "--address", self.head.address)
 
     def job_file(self, name: str, **changes: Any) -> Path:
         document = {
@@ -96,12 +102,35 @@ def checkpoint_step(folder: Path) -> int:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenCluster]:
     cluster = TokenCluster(tmp_path_factory.mktemp("cluster"))
     yield cluster
-    cluster.head.kill()
+    cluster.close()
 
 
-def test_job_commands_from_outside_and_inside_the_cluster(cluster: TokenCluster):
-    """Submit through the dashboard, query from outside and inside, stop."""
-    path = cluster.job_file("outside")
+def test_job_commands_and_runs_that_survive_a_lost_head(cluster: TokenCluster):
+    """Jobs are submitted from outside and inside the cluster; its head is killed and replaced.
+
+    One job is adopted by another submit, scaled, queried and stopped; the other is marked as
+    stopped.
+    """
+    _assert_wrong_token_is_rejected(cluster)
+    path = cluster.job_file("adopted")
+    submitted = cluster.run_outside("submit", path, "--address", cluster.head.dashboard)
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    assert "adopted: submitted; `rayzero logs -f adopted` follows it" in submitted.stdout
+    assert cluster.run_inside("submit", cluster.job_file("abandoned")).returncode == 0
+    wait_until(lambda: journal_step(cluster.runs / "adopted") > 25)
+    status = cluster.run_outside("status", "adopted", "--address", cluster.head.dashboard)
+    assert status.returncode == 0, status.stdout + status.stderr
+    assert "adopted: running at step " in status.stdout
+    lost = _assert_head_is_lost(cluster, path)
+    _assert_lost_run_is_adopted(cluster, path, lost)
+    _assert_running_job_is_scaled_and_listed(cluster)
+    _assert_job_is_stopped(cluster)
+    files = b"".join(path.read_bytes() for path in cluster.runs.rglob("*") if path.is_file())
+    assert b"very-secret" not in files
+    assert cluster.head.token.encode() not in files
+
+
+def _assert_wrong_token_is_rejected(cluster: TokenCluster) -> None:
     rejected = cluster.run_outside(
         "ls", "--address", cluster.head.dashboard, RAY_AUTH_TOKEN="0" * 64
     )
@@ -111,52 +140,24 @@ def test_job_commands_from_outside_and_inside_the_cluster(cluster: TokenCluster)
     rejected = cluster.run_outside("ls", "--address", cluster.head.address, RAY_AUTH_TOKEN="0" * 64)
     assert rejected.returncode == 2, rejected.stdout
     assert f"the Ray cluster at '{cluster.head.address}' rejected the auth token" in rejected.stderr
-    submitted = cluster.run_outside("submit", path, "--address", cluster.head.dashboard)
-    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-    assert "outside: submitted; `rayzero logs -f outside` follows it" in submitted.stdout
-    wait_until(lambda: journal_step(cluster.runs / "outside") > 25)
-    status = cluster.run_outside("status", "outside", "--address", cluster.head.dashboard)
-    assert status.returncode == 0, status.stdout + status.stderr
-    assert "outside: running at step " in status.stdout
-    assert (
-        cluster.run_inside("scale", "outside", "1:2").stdout == "outside: 1 to 2 workers; now 1\n"
-    )
-    listed = json.loads(cluster.run_inside("ls", "--json", "--path", cluster.runs).stdout)
-    assert [(job["name"], job["state"]) for job in listed] == [("outside", "running")]
-    log = cluster.run_inside("logs", "outside").stdout
-    assert "state: running\n" in log
-    stopped = cluster.run_inside("stop", "outside", "--path", cluster.runs)
-    assert (stopped.returncode, stopped.stdout) == (0, "outside: stopped\n"), stopped.stderr
-    after = cluster.status("outside")
-    assert (after["state"], after["workers_max"]) == ("stopped", 2)
-    assert after["checkpoint_step"] == after["step"]
-    assert (
-        "state: stopping\n" in cluster.run_inside("logs", "outside", "--path", cluster.runs).stdout
-    )
-    # The cluster keeps the status too, for callers that do not know the output folder.
-    status = cluster.run_inside("status", "outside").stdout
-    assert status.startswith(f"outside: stopped at step {after['step']} of 1000000\n"), status
-    listed = cluster.run_inside("ls", "--all")
-    assert status.splitlines()[0] in listed.stdout.splitlines(), listed.stdout + listed.stderr
-    assert "state: stopping\n" in cluster.run_inside("logs", "outside").stdout
-    files = b"".join(path.read_bytes() for path in cluster.runs.rglob("*") if path.is_file())
-    assert b"very-secret" not in files
-    assert cluster.head.token.encode() not in files
 
 
-def test_runs_survive_lost_head(cluster: TokenCluster):
-    """The head of two jobs is killed. One is adopted by a submit, the other is stopped."""
-    path = cluster.job_file("adopted")
-    abandoned = cluster.runs / "abandoned"
-    assert cluster.run_inside("submit", path).returncode == 0
-    assert cluster.run_inside("submit", cluster.job_file("abandoned")).returncode == 0
+def _assert_head_is_lost(cluster: TokenCluster, path: Path) -> dict[str, Any]:
+    """Kills the head after a checkpoint of the job. Returns the lost job's status."""
     wait_until(
-        lambda: checkpoint_step(cluster.runs / "adopted") >= 40 and journal_step(abandoned) > 0
+        lambda: (
+            checkpoint_step(cluster.runs / "adopted") >= 40
+            and journal_step(cluster.runs / "abandoned") > 0
+        )
     )
     assert cluster.status("adopted")["checkpoint_step"] >= 40
-    local = cluster.run_outside("run", path, RAY_AUTH_MODE="disabled")  # on a local cluster
-    assert local.returncode == 2, local.stdout
-    assert f"{cluster.runs / 'adopted'} is in use: the process " in local.stderr
+    # Another cluster, too, would find the job in the folder but not the job itself.
+    linked = cluster.runs / "linked"
+    linked.symlink_to(cluster.runs / "adopted")
+    rejected = cluster.run_inside("run", cluster.job_file("linked"))
+    linked.unlink()
+    assert rejected.returncode == 2, rejected.stdout
+    assert f"{linked} is in use: the process " in rejected.stderr
     wait_until(lambda: journal_step(cluster.runs / "adopted") >= 40)  # written asynchronously
     cluster.replace_head()
     lost = cluster.status("adopted")
@@ -168,6 +169,10 @@ def test_runs_survive_lost_head(cluster: TokenCluster):
     assert cluster.run_inside("resume", "adopted", "--path", cluster.runs).returncode == 2, (
         "the journal has no secrets"
     )
+    return lost
+
+
+def _assert_lost_run_is_adopted(cluster: TokenCluster, path: Path, lost: dict[str, Any]) -> None:
     assert cluster.run_inside("submit", path).returncode == 0
     stopped = cluster.run_inside("stop", "abandoned", "--path", cluster.runs)
     assert stopped.stdout.startswith("abandoned: the lost run is marked as stopped; its last step ")
@@ -178,3 +183,32 @@ def test_runs_survive_lost_head(cluster: TokenCluster):
     assert adopted["began_at_s"] == pytest.approx(lost["began_at_s"], abs=2)
     log = cluster.run_inside("logs", "adopted").stdout
     assert f"adopted a lost run at step {lost['step']}, offline for " in log
+    assert "state: running\n" in log
+
+
+def _assert_running_job_is_scaled_and_listed(cluster: TokenCluster) -> None:
+    assert (
+        cluster.run_inside("scale", "adopted", "1:2").stdout == "adopted: 1 to 2 workers; now 1\n"
+    )
+    listed = json.loads(cluster.run_inside("ls", "--json", "--path", cluster.runs).stdout)
+    assert sorted((job["name"], job["state"]) for job in listed) == [
+        ("abandoned", "stopped"),
+        ("adopted", "running"),
+    ]
+
+
+def _assert_job_is_stopped(cluster: TokenCluster) -> None:
+    stopped = cluster.run_inside("stop", "adopted", "--path", cluster.runs)
+    assert (stopped.returncode, stopped.stdout) == (0, "adopted: stopped\n"), stopped.stderr
+    after = cluster.status("adopted")
+    assert (after["state"], after["workers_max"]) == ("stopped", 2)
+    assert after["checkpoint_step"] == after["step"]
+    assert (
+        "state: stopping\n" in cluster.run_inside("logs", "adopted", "--path", cluster.runs).stdout
+    )
+    # The cluster keeps the status too, for callers that do not know the output folder.
+    status = cluster.run_inside("status", "adopted").stdout
+    assert status.startswith(f"adopted: stopped at step {after['step']} of 1000000\n"), status
+    listed = cluster.run_inside("ls", "--all")
+    assert status.splitlines()[0] in listed.stdout.splitlines(), listed.stdout + listed.stderr
+    assert "state: stopping\n" in cluster.run_inside("logs", "adopted").stdout
