@@ -26,12 +26,17 @@ def redact_url(text: str) -> str:
     return _SECRET_URL_OPTIONS.sub(rf"\1{REDACTED}", _URL_CREDENTIALS.sub(f"{REDACTED}@", text))
 
 
-def redact_document(value: Any, key: str = "") -> Any:
-    """Plain data with texts under secret keys and credentials in URLs redacted."""
+def redact_document(value: Any, key: str = "", levels: int = 200) -> Any:
+    """Plain data with texts under secret keys and credentials in URLs redacted. Below so many
+    levels it is left out; documents that were read have fewer."""
+    if isinstance(value, Mapping | list | tuple) and levels == 0:
+        return "..."
     if isinstance(value, Mapping):
-        return {name: redact_document(inner, str(name)) for name, inner in value.items()}
+        return {
+            name: redact_document(inner, str(name), levels - 1) for name, inner in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [redact_document(item, key) for item in value]
+        return [redact_document(item, key, levels - 1) for item in value]
     if isinstance(value, str):
         return REDACTED if value and is_secret_key(key) else redact_url(value)
     return value

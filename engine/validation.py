@@ -19,14 +19,18 @@ DOCUMENT_CONTEXT = {"document": True}
 _MAX_LISTED_KEYS = 60
 
 
+_SHOWN_LEVELS = 3
 _SHORT_REPR = Repr()
-_SHORT_REPR.maxlevel, _SHORT_REPR.maxdict, _SHORT_REPR.maxlist = 3, 8, 8
+_SHORT_REPR.maxlevel, _SHORT_REPR.maxdict, _SHORT_REPR.maxlist = _SHOWN_LEVELS, 8, 8
 _SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 80
 
 
 def repr_value(value: Any) -> str:
     """A value for messages, truncated."""
-    return _SHORT_REPR.repr(value)
+    try:
+        return _SHORT_REPR.repr(value)
+    except ValueError:  # Python does not print integers of over 4300 digits
+        return f"a {type(value).__name__} that is too large to print"
 
 
 def validate_document(model: type[M], value: Any, what: str) -> M:
@@ -80,7 +84,7 @@ def _error_line(model: type[BaseModel], error: ErrorDetails) -> str:
     if error["type"] == "missing":
         return f"{name}: this key is required"
     reason = error["msg"].removeprefix("Value error, ")
-    seen = repr_value(redact_document(error["input"], path[-1] if path else ""))
+    seen = repr_value(redact_document(error["input"], path[-1] if path else "", _SHOWN_LEVELS))
     return f"{name}: {reason[:1].lower()}{reason[1:]} (seen: {seen})"
 
 

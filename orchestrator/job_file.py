@@ -8,26 +8,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from pydantic_core import to_jsonable_python
 
 from rayzero.engine.config import EngineConfig, read_config, resolve_batch_sizes
+from rayzero.engine.config.batch_sizes import first_refused_size
 from rayzero.engine.config.normalize import fill_total_steps
-from rayzero.engine.config.parse import parse_with_provenance
+from rayzero.engine.config.parse import (
+    parse_with_provenance,
+    read_text,
+    to_plain,
+)
 from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.redact import REDACTED, is_secret_key, redact_url
 from rayzero.engine.validation import validate_document
-from rayzero.orchestrator.spec import JobSpec
-
-_FLOAT_WITH_EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
-
-
-class _YamlLoader(yaml.SafeLoader):
-    """Also reads 1e-4 as a float: PyYAML implements YAML 1.1, where it is a string."""
-
-
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", _FLOAT_WITH_EXPONENT, list("-+.0123456789")
-)
+from rayzero.orchestrator.spec import MAX_WORKERS, JobSpec
+from rayzero.orchestrator.yaml_document import MAX_DEPTH, parse_yaml
 
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
@@ -47,7 +42,7 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
     for override in overrides:
         _apply_override(document, override)
     return resolve_engine_config(
-        validate_document(JobSpec, document, f"job file {str(path)!r}"), path.parent
+        validate_document(JobSpec, document, f"job file {str(path)!r:.300}"), path.parent
     )
 
 
@@ -58,6 +53,7 @@ def resolve_engine_config(spec: JobSpec, engine_folder: Path) -> JobSpec:
         ConfigError: the engine config cannot be read or is invalid, or its global batch would
             change with the number of workers.
     """
+    _check_args(spec)
     if spec.engine is None:
         return spec
     source = engine_folder / spec.engine if isinstance(spec.engine, str) else spec.engine
@@ -67,58 +63,59 @@ def resolve_engine_config(spec: JobSpec, engine_folder: Path) -> JobSpec:
     return spec.model_copy(update={"engine": fill_total_steps(read_config(source), spec.steps)})
 
 
+def _check_args(spec: JobSpec) -> None:
+    """Checks that a journal, which is JSON, can hold the args."""
+    name = f"job {spec.name!r}, args"
+    try:
+        to_plain(to_jsonable_python(spec.args), name, MAX_DEPTH, allow_infinity=False)
+    except ValueError as error:  # of another type, or endless
+        raise ConfigError(f"{name}: {first_line(error)}", allowed="JSON types") from None
+
+
 def check_batch_sizes(config: EngineConfig, min_workers: int, max_workers: int) -> None:
     """Checks that the global batch is the same for every number of workers.
 
     Raises:
-        ConfigError: the batch sizes are inconsistent, or the global batch would change.
+        ConfigError: the batch sizes are inconsistent, the global batch would change, or has less
+            than a sample for each worker.
     """
-    sizes = range(min_workers, max_workers + 1)
-    totals = {resolve_batch_sizes(config, size).global_batch for size in sizes}
-    if len(totals) > 1:
+    total, sizes = config.train_batch_size, (min_workers, max_workers)
+    if total is None and min_workers < max_workers:
+        least, most = (resolve_batch_sizes(config, size).global_batch for size in sizes)
         raise ConfigError(
             f"with {min_workers} to {max_workers} workers the global batch would vary from "
-            f"{min(totals)} to {max(totals)} samples, because train_batch_size is not set",
+            f"{least} to {most} samples, because train_batch_size is not set",
             allowed="a global batch that does not depend on the number of workers",
             fix="set train_batch_size in the engine config, or make workers.min and workers.max "
             "equal",
         )
+    if total is not None and total < max_workers:
+        raise ConfigError(
+            f"train_batch_size {total} is enough for {total} workers at most, with a sample each, "
+            f"but workers.max is {max_workers}",
+            allowed=f"workers.max from 1 to {total}",
+            fix="workers.max in the job file, or train_batch_size in the engine config",
+        )
+    resolve_batch_sizes(config, first_refused_size(config, min_workers, max_workers))
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+    name = f"job file {str(path)!r:.300}"
+    document = parse_yaml(read_text(path, name, "the path given to `rayzero run`"), name)
+    if not isinstance(document, dict):
         raise ConfigError(
-            f"job file {str(path)!r} cannot be read: {reason}",
-            fix="the path given to `rayzero run`",
-        ) from None
-    document = _parse_yaml(text, f"job file {str(path)!r}")
-    if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
-        raise ConfigError(
-            f"job file {str(path)!r}: a mapping of keys to values was expected, not "
-            f"{type(document).__name__}",
+            f"{name}: a mapping of keys to values was expected, not {type(document).__name__}",
             allowed="lines such as `name: my-job` and `entrypoint: module:function`",
         )
     return document
 
 
-def _parse_yaml(text: str, source: str) -> Any:
-    try:
-        return yaml.load(text, _YamlLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", None) or first_line(error)
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"{source} is not YAML: {where}{problem}") from None
-
-
 def _apply_override(document: dict[str, Any], override: str) -> None:
+    to_plain(override, "--set")
     key, equals, text = override.partition("=")
     if not (equals and key):
         raise ConfigError(f"--set {override!r} has no '='", allowed="--set key=value", fix="--set")
-    value = _parse_yaml(text, f"--set {override!r}")
+    value = parse_yaml(text, f"--set {override!a:.200}")
     *parents, last = key.split(".")
     section = document
     for parent in parents:
@@ -215,9 +212,10 @@ def parse_worker_limits(limits: int | tuple[int, int] | str) -> tuple[int, int]:
         pair = (limits, limits)
     else:
         pair = (int(limits[0]), int(limits[1]))
-    if pair is None or not 1 <= pair[0] <= pair[1]:
+    if pair is None or not 1 <= pair[0] <= pair[1] <= MAX_WORKERS:
         raise ConfigError(
-            f"{limits!r} is not a number of workers",
-            allowed="MIN:MAX with 1 <= MIN <= MAX, such as 2:8, or one number for both",
+            f"{limits!r:.80} is not a number of workers",
+            allowed=f"MIN:MAX with 1 <= MIN <= MAX <= {MAX_WORKERS}, such as 2:8, or one number "
+            "for both",
         )
     return pair

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -24,26 +25,41 @@ _SCHEMES = ", ".join(f"{scheme}://" for scheme in SCHEMES)
 _ENTRYPOINT = re.compile(r"[\w.]+:[\w.<>]+")
 
 
+MAX_WORKERS = 100_000
+_MAX_PATH = 4096  # Linux' limit
+_Seconds = Annotated[float, Field(gt=0, le=1e9)]  # the limit of a wait in Python is 9e9 s
+
+
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _refuse_nul(cls, value: Any) -> Any:
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError("must not contain a NUL character")
+        return value
 
 
 class Workers(_Section):
     """Number of workers, and the resources of each."""
 
-    min: int = Field(default=1, ge=1, description="minimum number of workers")
+    min: int = Field(default=1, ge=1, le=MAX_WORKERS, description="minimum number of workers")
     max: int | None = Field(
-        default=None, ge=1, description="maximum number of workers; default: min"
+        default=None, ge=1, le=MAX_WORKERS, description="maximum number of workers; default: min"
     )
     cpus: float = Field(
         default=1, gt=0, description="CPUs of each worker, and its number of compute threads"
     )
     gpus: float = Field(default=0, ge=0, le=1, description="GPUs of each worker: 0 or 1")
     spares: int = Field(
-        default=0, ge=0, description="standby workers beyond max, which replace lost ones"
+        default=0,
+        ge=0,
+        le=MAX_WORKERS,
+        description="standby workers beyond max, which replace lost ones",
     )
-    start_timeout_s: float = Field(
-        default=300, gt=0, description="seconds to wait until `min` workers have started"
+    start_timeout_s: _Seconds = Field(
+        default=300, description="seconds to wait until `min` workers have started"
     )
 
     @field_validator("max")
@@ -87,6 +103,7 @@ class CheckpointSpec(_Section):
     path: str = Field(
         default="runs",
         min_length=1,
+        max_length=_MAX_PATH,
         description="folder relative to the working directory, or a URL (s3://, gs://, hdfs://); "
         "the job writes its checkpoints and journal to a subfolder with its name",
     )
@@ -100,15 +117,15 @@ class CheckpointSpec(_Section):
     resume: str = Field(
         default="auto",
         min_length=1,
+        max_length=_MAX_PATH,
         description="checkpoint to start from: `auto` is the newest complete one in the job's "
         "folder, if any; `never` fails if the folder has checkpoints; or the path of a checkpoint",
     )
-    grace_period_s: float = Field(
+    grace_period_s: _Seconds = Field(
         default=30,
-        gt=0,
         description="seconds that a stop may take, including a last checkpoint",
     )
-    lease_s: float = Field(
+    lease_s: _Seconds = Field(
         default=20,
         ge=1,
         description="seconds without a lease renewal by the controller after which another "
@@ -153,16 +170,15 @@ class RecoverySpec(_Section):
         ge=1,
         description="steps between in-memory copies; default: chosen from their measured cost",
     )
-    hang_timeout_s: float = Field(
+    hang_timeout_s: _Seconds = Field(
         default=120,
-        gt=0,
         description="seconds without progress after which a rank is considered hung",
     )
     max_faults: int = Field(
         default=20, ge=0, description="maximum number of hardware faults in the fault window"
     )
-    fault_window_s: float = Field(
-        default=3600, gt=0, description="length of the fault window in seconds"
+    fault_window_s: _Seconds = Field(
+        default=3600, description="length of the fault window in seconds"
     )
     balance: Literal["even", "auto"] = Field(
         default="even",
@@ -221,9 +237,9 @@ class JobSpec(_Section):
     )
     workers: Workers = Workers()
     steps: int | None = Field(
-        default=None, ge=1, description="number of optimizer steps, as ctx.steps"
+        default=None, ge=1, le=sys.maxsize, description="number of optimizer steps, as ctx.steps"
     )
-    seed: int = Field(default=0, ge=0, description="the data order follows from it")
+    seed: int = Field(default=0, ge=0, le=sys.maxsize, description="the data order follows from it")
     checkpoint: CheckpointSpec = CheckpointSpec()
     recovery: RecoverySpec = RecoverySpec()
     metrics: MetricsSpec = MetricsSpec()

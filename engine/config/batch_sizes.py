@@ -57,8 +57,8 @@ def resolve_batch_sizes(
             allowed="at least one sample per rank",
             fix="train_batch_size, or workers.max in the job file",
         )
-    per_rank = ceil(total / world_size)
-    if steps is not None and ceil(per_rank / (micro or ceil(per_rank / steps))) != steps:
+    per_rank = _ceil_div(total, world_size)
+    if steps is not None and _ceil_div(per_rank, micro or _ceil_div(per_rank, steps)) != steps:
         raise ConfigError(
             f"train_batch_size {total} on {world_size} ranks is {per_rank} samples per rank, which "
             f"does not make gradient_accumulation_steps {steps} micro-batches of equal size",
@@ -67,6 +67,33 @@ def resolve_batch_sizes(
     if micro is None:
         micro = ceil(max(samples_per_rank(total, world_size, shares)) / (steps or 1))
     return _make_sizes(total, micro, world_size, shares)
+
+
+def first_refused_size(config: EngineConfig, min_size: int, max_size: int) -> int:
+    """The first world size from `min_size` to `max_size` that `resolve_batch_sizes` refuses for
+    the numbers of micro-batches, or `min_size`. `max_size` is at most a given global batch.
+
+    Sizes between which nothing can change are skipped: a large range takes no time.
+    """
+    total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    steps = config.gradient_accumulation_steps
+    if total is None or steps is None or (steps == 1 and micro is None):
+        return min_size
+    if micro is not None:
+        return min_size if micro * steps * min_size != total else max_size
+    size = min_size
+    while size <= max_size:
+        per_rank = _ceil_div(total, size)
+        micro = _ceil_div(per_rank, steps)
+        if _ceil_div(per_rank, micro) != steps:
+            return size
+        # With so many samples per rank or more this micro-batch, or a larger one, still fits.
+        size = _ceil_div(total, min(micro, steps - 1) * (steps - 1))
+    return min_size
+
+
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
 
 
 def _make_sizes(total: int, micro: int, world_size: int, shares: Sequence[float]) -> BatchSizes:

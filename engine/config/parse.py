@@ -10,11 +10,11 @@ import binascii
 import json
 import math
 import os
+import stat
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
 import hjson
@@ -25,8 +25,10 @@ from rayzero.engine.config.normalize import fill_total_steps, normalize
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.validation import raise_config_error, validate_model
 
+MAX_DOCUMENT_BYTES = 2**17  # of a file that a user writes
 _MAX_DEPTH = 32
 _MAX_INTEGER_BITS = 1023  # the range of a float
+_STANDARD_INPUT = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | EngineConfig
@@ -54,8 +56,9 @@ def _read_named(source: ConfigSource) -> tuple[str, dict[str, Any]]:
         name = "engine config in base64"
         value = _load_hjson(text, name)
     elif isinstance(source, str | os.PathLike):
-        name = f"engine config {os.fsdecode(source)!r}"
-        value = _load_hjson(_read_text(source, name), name)
+        name = f"engine config {os.fsdecode(source)!r:.300}"
+        fix = "`engine:` in the job file, or `config=`: the path of a DeepSpeed config file"
+        value = _load_hjson(read_text(source, name, fix), name)
     elif not isinstance(source, Mapping):
         raise ConfigError(
             f"engine config: a {type(source).__name__} was given",
@@ -63,63 +66,101 @@ def _read_named(source: ConfigSource) -> tuple[str, dict[str, Any]]:
         )
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name}: a mapping of keys to values was expected")
-    return name, _to_plain(value, name)
+    return name, to_plain(value, name)
 
 
-def _to_plain(value: Any, name: str, path: tuple[str, ...] = ()) -> Any:
-    """A copy of the part at `path`, made of plain values. Raises ConfigError for other types."""
-    where = f"{name}: {'.'.join(path) or '(top level)'}"
-    if len(path) > _MAX_DEPTH:
-        raise ConfigError(
-            f"{name}: {'.'.join(path[:4])}...: nested too deeply", allowed=f"{_MAX_DEPTH} levels"
-        )
-    match value:
-        case Mapping():
-            for key in value:
-                if not isinstance(key, str):
-                    raise ConfigError(f"{where}: a key is not text, but a {type(key).__name__}")
-            return {
-                _to_text(key, where): _to_plain(inner, name, (*path, key))
-                for key, inner in value.items()
-            }
-        case list() | tuple():
-            return [_to_plain(inner, name, (*path, str(i))) for i, inner in enumerate(value)]
-        case None | bool():
-            return value
-        case str() | os.PathLike():
-            return _to_text(os.fsdecode(value), where)
-        case Integral():  # also numpy's
-            if (bits := int(value).bit_length()) > _MAX_INTEGER_BITS:
-                raise ConfigError(f"{where}: a number of {bits} bits is too large")
-            return int(value)
-        case Real():
-            if math.isnan(value):
-                raise ConfigError(f"{where}: a number was expected (seen: nan)")
-            return float(value)
-    raise ConfigError(
-        f"{where}: a {type(value).__name__} is not allowed in a config",
-        allowed="JSON types: mappings, lists, text, numbers, true, false and null",
-    )
+def to_plain(
+    value: Any, name: str, max_depth: int = _MAX_DEPTH, allow_infinity: bool = True
+) -> Any:
+    """A copy of `value`, made of plain values; `name` is its name in messages.
+
+    Raises:
+        ConfigError: a value of another type, a NaN, a huge integer, text that is not Unicode, more
+            than `max_depth` levels, or infinity where it is not allowed.
+    """
+    return _PlainCopier(name, max_depth, allow_infinity).copy(value, ())
 
 
-def _to_text(value: str, where: str) -> str:
-    """Rejects lone surrogates, which can be neither printed nor written to a file."""
+@dataclass(frozen=True)
+class _PlainCopier:
+    name: str
+    max_depth: int
+    allow_infinity: bool
+
+    def copy(self, value: Any, path: tuple[str, ...]) -> Any:
+        """A copy of the part at `path`."""
+        if len(path) > self.max_depth:
+            raise self._error(path, "nested too deeply", f"{self.max_depth} levels")
+        match value:
+            case Mapping():
+                return {
+                    self._copy_key(key, path): self.copy(inner, (*path, key))
+                    for key, inner in value.items()
+                }
+            case list() | tuple():
+                return [self.copy(inner, (*path, str(i))) for i, inner in enumerate(value)]
+            case None | bool():
+                return value
+            case str() | os.PathLike():
+                return self._copy_text(os.fsdecode(value), path)
+            case Integral():  # also numpy's
+                if (bits := int(value).bit_length()) > _MAX_INTEGER_BITS:
+                    raise self._error(path, f"a number of {bits} bits is too large")
+                return int(value)
+            case Real():
+                if math.isnan(value) or (math.isinf(value) and not self.allow_infinity):
+                    raise self._error(path, f"a finite number was expected (seen: {value})")
+                return float(value)
+            case _:
+                raise self._error(
+                    path,
+                    f"a {type(value).__name__} is not allowed in a config",
+                    "JSON types: mappings, lists, text, numbers, true, false and null",
+                )
+
+    def _copy_key(self, key: Any, path: tuple[str, ...]) -> str:
+        if not isinstance(key, str):
+            kind = type(key).__name__
+            raise self._error(path, f"a key is not text, but a {kind}", "keys in quotes")
+        return self._copy_text(key, path)
+
+    def _copy_text(self, text: str, path: tuple[str, ...]) -> str:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:  # lone surrogates can be neither printed nor written to a file
+            raise self._error(path, f"{text!a:.200} is not text") from None
+        return str(text)
+
+    def _error(self, path: tuple[str, ...], problem: str, allowed: str = "") -> ConfigError:
+        parts = [part if part.isprintable() else ascii(part) for part in path]
+        where = ".".join(f"{part:.60}" for part in parts[:8]) or "(top level)"
+        return ConfigError(f"{self.name}: {where}: {problem}", allowed)
+
+
+def read_text(path: str | os.PathLike[str], name: str, fix: str) -> str:
+    """The text of a file that a user wrote. Standard input may be a pipe: `rayzero run <(...)`.
+
+    Raises:
+        ConfigError: it cannot be read, is no regular file, is too large, or is not UTF-8.
+    """
+
+    def open_at_once(file: str, flags: int) -> int:  # a FIFO would wait for its writer
+        return os.open(file, flags if is_input else flags | os.O_NONBLOCK)
+
     try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ConfigError(f"{where}: {value!a} is not text") from None
-    return str(value)
-
-
-def _read_text(source: str | os.PathLike[str], name: str) -> str:
-    try:
-        return Path(source).read_text(encoding="utf-8-sig")
+        is_input = os.fsdecode(path).startswith(_STANDARD_INPUT)
+        with open(path, "rb", opener=open_at_once) as file:
+            if not (is_input or stat.S_ISREG(os.fstat(file.fileno()).st_mode)):
+                raise ValueError("it is not a regular file")
+            content = file.read(MAX_DOCUMENT_BYTES + 1)
+        if len(content) > MAX_DOCUMENT_BYTES:
+            raise ValueError(f"it has more than {MAX_DOCUMENT_BYTES} bytes")
+        return content.decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(
-            f"{name} cannot be read: {reason}",
-            fix="`engine:` in the job file, or `config=`: the path of a DeepSpeed config file",
-        ) from None
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        if isinstance(error, UnicodeDecodeError):
+            reason = "it is not UTF-8 text"
+        raise ConfigError(f"{name} cannot be read: {reason}", fix=fix) from None
 
 
 def _decode_base64(source: str) -> str | None:
@@ -138,6 +179,8 @@ def _load_hjson(text: str, name: str) -> Any:
     """Tries JSON first: Hjson parses a line such as `a: 1, b: 2` as one string."""
     if not text.strip():
         raise ConfigError(f"{name} is empty", allowed="at least {}")
+    if len(text) > MAX_DOCUMENT_BYTES:
+        raise ConfigError(f"{name} has more than {MAX_DOCUMENT_BYTES} characters")
 
     def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = Counter(key for key, _ in pairs)

@@ -1,8 +1,223 @@
-"""Differences of two specs; `tests/orchestrator/journal` has the rest."""
+"""Hostile job files, and differences of two specs; `test_spec` has the rest."""
 
 from __future__ import annotations
 
-from rayzero.orchestrator.job_file import diff_documents
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rayzero.engine.config.batch_sizes import first_refused_size
+from rayzero.engine.config.model import EngineConfig
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.job.api import Job
+from rayzero.orchestrator.job_file import (
+    check_batch_sizes,
+    diff_documents,
+    load_job,
+    parse_worker_limits,
+    to_document,
+)
+from rayzero.orchestrator.plan import make_plan
+from rayzero.orchestrator.spec import JobSpec
+from tests.support.mutations import mutate_text, mutate_tree, read_mutations, to_json
+
+SMALL = "name: job\nentrypoint: m:f\n"
+JOB = {
+    "name": "job",
+    "entrypoint": "examples.gpt.train:train",
+    "args": {"layers": 4, "width": 256, "data": ["a", "b"], "lr": 1e-4},
+    "engine": {
+        "train_batch_size": 32,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+    },
+    "workers": {"min": 2, "max": 4, "cpus": 1, "start_timeout_s": 60},
+    "steps": 200,
+    "seed": 1,
+    "checkpoint": {"path": "runs", "every_steps": 50, "grace_period_s": 10},
+    "recovery": {"replicas": 1, "hang_timeout_s": 30, "balance": "auto"},
+    "metrics": {"port": 0, "jsonl": True},
+    "faults": ["kill(rank=1, step=7)"],
+}
+NAMES = (*JobSpec.model_json_schema()["properties"], "min", "gpus", "resume", "stage")
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def load(content: str | bytes, *overrides: str) -> JobSpec:
+    Path("job.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    return load_job(Path("job.yaml"), overrides)
+
+
+def levels(count: int, width: int) -> str:
+    lines = [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * width)}]" for n in range(1, count + 1)]
+    return "\n  ".join(["args:\n  x0: &x0 [lol]", *lines])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps: 2001-99-99", "steps: .*valid integer.*'2001-99-99'"),
+        ("args: {day: 2001-01-01x}\nseed: =", "seed: .*valid integer.*'='"),
+        ("seed: !!float x", "line 3, column 7: the tag tag:yaml.org,2002:float is not allowed"),
+        ("ledger: !!bool x", "line 3, column 9: the tag"),
+        ("args: {a: !!timestamp x}", "line 3, .*the tag"),
+        ("args: {a: !!python/object/apply:os.system [x]}", "line 3, .*the tag"),
+        ("args: &a [*a]", r"line 3, .*the alias \*a has no anchor before it, or is in it"),
+        ("args: &a {<<: *a}", r"line 3, .*the alias \*a"),
+        ("args: {a: &a {}, b: &a {<<: *a}}", r"line 3, .*the alias \*a"),
+        (levels(9, 9), r"line 9, .*with its aliases it has more than 131072 characters"),
+        (levels(9, 9).replace("[", "{<<: [").replace("]", "]}"), r"line 9, .*with its aliases"),
+        ("args: {a: " + "[" * 1500, "line 3, column 109: nested too deeply: at most 100 levels"),
+        ("args:\n" + "".join(" " * n + "a:\n" for n in range(1, 300)), "line 103, .*too deeply"),
+        ("seed: " + "9" * 5000, "line 3, .*not a number of at most 1000 digits"),
+        ("seed: " + "9" * 900, "seed: a number of 2990 bits is too large"),
+        ("seed: 0b_", "line 3, column 7: 0b_ is not a number"),
+        ("args: {x: 1" + ":59" * 400 + ".5}", "line 3, .* is not a number"),
+        (r'args: {a: "\ud800"}', "line 3|args.a: .*not text"),
+        ("args: {a: {b: 1e999}}", "args: a.b: a finite number was expected"),
+        ("args: {a: [1, .nan]}", "args.a.1: a finite number was expected"),
+        ("args: {1: x}", "args: a key is not text, but a int"),
+        ("recovery: {hang_timeout_s: .inf}", "recovery.hang_timeout_s: .*inf"),
+        ("recovery: {hang_timeout_s: 1e300}", "recovery.hang_timeout_s: .*1000000000"),
+        ("workers: {max: 1000000000}", "workers.max: .*100000"),
+        ("a: 1\n---\nb: 2", "line 4, .*another document"),
+        ("args: {a: x" + "y" * 140_000, "has more than 131072 bytes"),
+    ],
+)
+def test_hostile_job_file_is_a_config_error(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load(SMALL + text)
+    assert len(str(error.value)) < 1000
+
+
+def test_dates_are_text_and_aliases_are_copies() -> None:
+    spec = load(SMALL + "args: {day: 2001-01-01, a: &a {n: 010}, b: *a, c: {<<: *a, m: 1}}")
+    copies = {"a": {"n": 8}, "b": {"n": 8}, "c": {"n": 8, "m": 1}}
+    assert spec.args == {"day": "2001-01-01", **copies}
+    assert load(SMALL + "args: {a: &a {n: 1}, b: *a}", "args.a.n=2").args["b"] == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["args.a=\udc80", "seed=!!int x", "args.a=*x", "args=[[", ".".join("a" * 3000) + "=1"],
+)
+def test_hostile_override_is_a_config_error(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"--set|args"):
+        load(SMALL, override if override[1] == "r" or override[0] == "s" else f"args.{override}")
+
+
+def test_only_regular_files_are_read() -> None:
+    os.mkfifo("fifo")
+    for path in ("fifo", "/dev/zero", "."):
+        with pytest.raises(ConfigError, match=r"cannot be read: (it is not a regular|Is a dir)"):
+            load_job(Path(path))
+        with pytest.raises(ConfigError, match=r"cannot be read: (it is not a regular|Is a dir)"):
+            load(f"{SMALL}engine: {Path(path).absolute()}")
+
+
+def test_standard_input_may_be_a_pipe() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, SMALL.encode())
+    os.close(writer)
+    assert load_job(Path(f"/dev/fd/{reader}")).name == "job"
+    os.close(reader)
+
+
+@pytest.mark.parametrize("name", ["mutated text", "mutated values"])
+def test_mutated_job_files_raise_only_our_own_errors(name: str) -> None:
+    text = yaml.safe_dump(JOB).encode()
+
+    def make(rng: random.Random) -> bytes:
+        if name == "mutated text":
+            return mutate_text(text, rng)
+        return to_json(mutate_tree(JOB, rng, NAMES))
+
+    def read(content: bytes) -> None:
+        spec = load(content)
+        document = to_document(spec)
+        json.dumps(document, allow_nan=spec.engine is not None)
+        diff_documents(document, JOB)
+        if ".." not in spec.checkpoint.path and not spec.checkpoint.path.startswith("/"):
+            make_plan(spec, spec.entrypoint)
+
+    counts = read_mutations(make, read, seed=3, sample=200)
+    assert counts.documents // 4 < counts.rejected < counts.documents
+
+
+DEEP: Any = []
+for _ in range(3000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"args": {"a": object()}}, "args: .*object"),
+        ({"args": {"a": DEEP}}, "args: "),
+        ({"args": DEEP}, r"args: .*valid dictionary"),
+        ({"args": {"a": {"b": float("inf")}}}, "args: a.b: a finite number"),
+        ({"args": {"a": 10**5000}}, "args: a: a number of"),
+        ({"steps": 10**5000}, "steps: .*too large to print"),
+        ({"engine": {"optimizer": DEEP}}, "optimizer.*nested too deeply"),
+        ({"engine": {"train_batch_size": float("inf")}}, "train_batch_size: .*inf"),
+        ({"checkpoint": {"path": "a\0b"}}, "checkpoint.path"),
+    ],
+)
+def test_hostile_argument_of_the_job_api_is_a_config_error(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Job("job", "m:f", **settings)
+
+
+def config(**sizes: int) -> EngineConfig:
+    names = {"total": "train_batch_size", "steps": "gradient_accumulation_steps"}
+    names["micro"] = "train_micro_batch_size_per_gpu"
+    return EngineConfig.model_validate({names[name]: size for name, size in sizes.items()})
+
+
+def test_batch_smaller_than_the_number_of_workers_says_how_many_would_do() -> None:
+    check_batch_sizes(config(total=7), 1, 7)
+    with pytest.raises(
+        ConfigError, match=r"enough for 7 workers at most.*workers.max is 8"
+    ) as error:
+        check_batch_sizes(config(total=7), 1, 8)
+    assert "workers.max from 1 to 7" in str(error.value)
+
+
+def test_refused_size_is_that_of_trying_each() -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        total, steps, low = rng.randint(1, 300), rng.randint(1, 20), rng.randint(1, 9)
+        high = rng.randint(low, max(low, total))
+        per_rank = [(size, -(-total // size)) for size in range(low, high + 1)]
+        refused = [n for n, share in per_rank if -(-share // -(-share // steps)) != steps]
+        first = first_refused_size(config(total=total, steps=steps), low, high)
+        assert first == (refused[0] if refused else low)
+
+
+def test_large_ranges_of_workers_take_no_time() -> None:
+    most = 2**62
+    for sizes in ({}, {"micro": 3}, {"steps": 1}):
+        check_batch_sizes(config(total=most, **sizes), 1, most)
+    for sizes in ({"steps": 2**31}, {"steps": 7}, {"micro": 3, "steps": 5}):
+        with pytest.raises(ConfigError):
+            check_batch_sizes(config(total=most, **sizes), 1, most)
+
+
+@pytest.mark.parametrize("limits", ["1:999999999", 10**10, "9" * 5000, "2:1", (0, 4)])
+def test_hostile_number_of_workers_is_a_config_error(limits: Any) -> None:
+    with pytest.raises(ConfigError, match="is not a number of workers"):
+        parse_worker_limits(limits)
 
 
 def test_diff_redacts_changed_secret():

@@ -147,7 +147,7 @@ def test_missing_key_is_named(folder: Path, missing: str):
     [
         ("", "a mapping of keys to values was expected"),
         ("- a\n- b\n", "a mapping of keys to values was expected, not list"),
-        ("1: x\n", "a mapping"),
+        ("1: x\n", "a key is not text"),
         ("name: [unclosed\n", "is not YAML: line 2"),
         ("name: a\n\tsteps: 3\n", "is not YAML: line"),
     ],

@@ -9,7 +9,7 @@ Two generators, which return a new mutated copy of an original:
 And one loop, which mutates, reads and measures:
 
     counts = read_mutations(
-        lambda rng: json.dumps(mutate_tree(rng.choice(manifests), rng)),  # any type
+        lambda rng: to_json(mutate_tree(rng.choice(manifests), rng)),  # any type
         read_manifest,        # may return, or raise ConfigError or another RayzeroError
         seed=1,
     )
@@ -23,10 +23,12 @@ takes over 2 s of CPU time or waits for 30 s (it is interrupted), or makes the p
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -213,6 +215,16 @@ def _nest(parent: Any, key: Any, rng: random.Random, *_: Any) -> None:
 _CHANGES: tuple[Callable[..., None], ...] = (
     *(_replace, _replace, _perturb, _perturb, _remove, _rename, _add, _copy_elsewhere, _nest),
 )
+
+
+def to_json(document: Any) -> bytes:
+    """As `json.dumps`, also of integers of thousands of digits."""
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        return json.dumps(document).encode()
+    finally:
+        sys.set_int_max_str_digits(limit)
 
 
 def mutate_text(content: bytes, rng: random.Random) -> bytes:
