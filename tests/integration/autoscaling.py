@@ -70,6 +70,7 @@ def start_cluster(folder: Path) -> None:
     command = [
         str(Path(sys.executable).with_name("ray")),
         *("start", "--head", "--disable-usage-stats", "--include-dashboard=false"),
+        "--include-log-monitor=false",
         *("--node-ip-address=127.0.0.1", "--port=6379", "--num-cpus=0"),
         *(f"--temp-dir={folder / 'ray'}", f"--object-store-memory={OBJECT_STORE_BYTES}"),
         f"--autoscaling-config={path}",
@@ -95,14 +96,14 @@ def _mount_default_config(folder: Path, config: Path) -> None:
 
 
 async def scale_up_and_down(folder: Path) -> dict[str, Any]:
-    """Start two to six workers, which needs three nodes, then scale down to two workers."""
+    """Start two to four workers, which needs two nodes, then scale down to two workers."""
     start = time.monotonic()
     vaults = VaultGroup(make_spec(folder))
     workers = WorkerGroup(make_spec(folder), Clock(), True, vaults, TinyWorker)
     try:
-        started = list(await workers.start_workers(ResourceRequest(2, 6, 1.0, 0.0, 150.0)))
+        started = list(await workers.start_workers(ResourceRequest(2, 4, 1.0, 0.0, 150.0)))
         initial_count, placement_s = len(started), time.monotonic() - start
-        while len(started) < 6:
+        while len(started) < 4:
             started.append(await asyncio.wait_for(workers.next_worker(), 150))
         scale_up_s = time.monotonic() - start
         await vaults.open(sorted({worker.node_id for worker in started}))
@@ -132,15 +133,12 @@ def worker_nodes() -> set[str]:
     return {n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU")}
 
 
-SCENARIOS = {"scale_up_and_down": scale_up_and_down}
-
-
-def main(scenario: str) -> None:
+def main() -> None:
     folder = set_up_namespaces()
     start_cluster(folder)
     ray.init(address=ADDRESS, log_to_driver=False)
-    print(json.dumps(asyncio.run(SCENARIOS[scenario](folder))))
+    print(json.dumps(asyncio.run(scale_up_and_down(folder))))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -72,19 +72,27 @@ def head() -> Iterator[Head]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+@pytest.fixture(scope="module")
+def node_cluster() -> Iterator[Nodes]:
     """A separate cluster with short health-check timeouts, to detect lost nodes quickly."""
-    for name, value in {
-        "initial_delay_ms": "1000",
-        "period_ms": "1000",
-        "timeout_ms": "1000",
-        "failure_threshold": "3",
-    }.items():
-        monkeypatch.setenv(f"RAY_health_check_{name}", value)
-    cluster = Nodes()
-    yield cluster
-    cluster.close()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "initial_delay_ms": "1000",
+            "period_ms": "1000",
+            "timeout_ms": "1000",
+            "failure_threshold": "3",
+        }.items():
+            patch.setenv(f"RAY_health_check_{name}", value)
+        cluster = Nodes()
+        yield cluster
+        cluster.close()
+
+
+@pytest.fixture
+def nodes(node_cluster: Nodes) -> Iterator[Nodes]:
+    """The module's cluster of several nodes, for one test."""
+    yield node_cluster
+    node_cluster.end_test()
 
 
 def wait_for_dashboard(url: str, process: subprocess.Popen[bytes], folder: Path) -> None:

@@ -32,15 +32,15 @@ def unsupported_reason() -> str:
     return "" if done.returncode == 0 else done.stderr.strip()
 
 
-def run_in_namespaces(module: str, scenario: str) -> dict[str, Any]:
-    """Run a scenario and return the JSON object that it printed.
+def run_in_namespaces(module: str) -> dict[str, Any]:
+    """Run a module and return the JSON object that it printed.
 
     Skips the test if the machine does not support namespaces.
     """
     if unsupported_reason():
         pytest.skip(f"cannot create namespaces: {unsupported_reason()}")
     done = subprocess.run(
-        [*_UNSHARE, *_INIT, sys.executable, "-m", module, scenario],
+        [*_UNSHARE, *_INIT, sys.executable, "-m", module],
         cwd=ROOT,
         env={**os.environ, "RAY_AUTH_MODE": "disabled"},
         capture_output=True,

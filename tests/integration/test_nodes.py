@@ -17,10 +17,9 @@ from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
-from rayzero.workers.messages import WorkerCalls
+from rayzero.workers.messages import WorkerCalls, WorkerInfo
 from rayzero.workers.vault.vault import Vault
-from tests.integration.namespaces import run_in_namespaces
-from tests.integration.nodes import Nodes
+from tests.integration.nodes import CPUS, Nodes
 from tests.integration.tiny import TinyWorker, make_spec, wait_until_lost
 
 pytestmark = pytest.mark.slow
@@ -38,40 +37,40 @@ async def groups(folder: Path) -> AsyncIterator[tuple[WorkerGroup, VaultGroup]]:
         await vaults.release()
 
 
-def request(min_workers: int, max_workers: int) -> ResourceRequest:
-    return ResourceRequest(min_workers, max_workers, 1.0, 0.0, TIMEOUT_S)
+def request(min_workers: int, max_workers: int, cpus: float = 1.0) -> ResourceRequest:
+    return ResourceRequest(min_workers, max_workers, cpus, 0.0, TIMEOUT_S)
 
 
 def test_initial_workers_share_a_node_and_growth_uses_other_nodes(nodes: Nodes, tmp_path: Path):
-    first, second = nodes.add(), nodes.add()
+    (first,) = nodes.start(1)
+    second = nodes.add(cpus=1)
 
     async def run() -> None:
         async with groups(tmp_path) as (workers, vaults):
             initial = await workers.start_workers(request(2, 2))
-            (initial_node,) = {worker.node_id for worker in initial}
-            workers.resize(2, 6)
-            added = [await asyncio.wait_for(workers.next_worker(), TIMEOUT_S) for _ in range(2)]
-            assert {worker.node_id for worker in added} == {first, second} - {initial_node}
+            assert {worker.node_id for worker in initial} == {first}
+            workers.resize(2, 4)
+            added = await asyncio.wait_for(workers.next_worker(), TIMEOUT_S)
+            assert added.node_id == second
             third = nodes.add()
-            added = [await asyncio.wait_for(workers.next_worker(), TIMEOUT_S) for _ in range(2)]
-            assert {worker.node_id for worker in added} == {third}
+            added = await asyncio.wait_for(workers.next_worker(), TIMEOUT_S)
+            assert added.node_id == third
             assert len(set((await vaults.open([first, second, third])).values())) == 3
 
     asyncio.run(run())
 
 
 def test_lost_node_loses_workers_and_vault_and_reservations_move(nodes: Nodes, tmp_path: Path):
-    first, second = nodes.add(), nodes.add()
+    first, second = nodes.start(2)
 
     async def run() -> None:
         async with groups(tmp_path) as (workers, vaults):
-            initial = await workers.start_workers(request(2, 4))
-            assert Counter(worker.node_id for worker in initial) == {first: 2, second: 2}
+            initial = await workers.start_workers(request(1, 2, cpus=CPUS))
+            assert Counter(worker.node_id for worker in initial) == {first: 1, second: 1}
             await vaults.open([first, second])
-            on_second = [worker for worker in initial if worker.node_id == second]
-            losses = wait_until_lost(workers, *(worker.index for worker in on_second))
+            (on_second,) = [worker for worker in initial if worker.node_id == second]
             polls = [
-                asyncio.ensure_future(losses),
+                asyncio.ensure_future(wait_until_lost(workers, on_second.index)),
                 asyncio.ensure_future(vaults.call(second, Vault.poll, 30)),
             ]
             await asyncio.sleep(0.5)
@@ -80,11 +79,9 @@ def test_lost_node_loses_workers_and_vault_and_reservations_move(nodes: Nodes, t
                 asyncio.gather(*polls, return_exceptions=True), TIMEOUT_S
             )
             assert [type(result) for result in results] == [dict, VaultLostError]
-            for worker in on_second:  # before Ray detects that the node is lost
-                workers.replace(worker.index, 0.0, [])
+            workers.replace(on_second.index, 0.0, [])  # before Ray detects that the node is lost
             third = nodes.add()
-            replacements = [await next_live_worker(workers) for _ in on_second]
-            assert {worker.node_id for worker in replacements} == {third}
+            assert (await next_live_worker(workers)).node_id == third
             with pytest.raises(VaultLostError):
                 await vaults.open([second])
             await vaults.open([first, third])
@@ -100,8 +97,8 @@ def test_lost_node_loses_workers_and_vault_and_reservations_move(nodes: Nodes, t
     asyncio.run(run())
 
 
-def test_reservation_moves_off_avoided_node(nodes: Nodes, tmp_path: Path):
-    first, second = nodes.add(), nodes.add()
+def test_reservations_move_off_avoided_and_draining_nodes(nodes: Nodes, tmp_path: Path):
+    first, second = nodes.start(2)
 
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
@@ -113,40 +110,28 @@ def test_reservation_moves_off_avoided_node(nodes: Nodes, tmp_path: Path):
             workers.replace(new.index, 0.0, [])
             newest = await asyncio.wait_for(workers.next_worker(), TIMEOUT_S)
             assert newest.node_id == new.node_id
+            workers.resize(1, 2)
+            added = await asyncio.wait_for(workers.next_worker(), TIMEOUT_S)
+            assert added.node_id == newest.node_id
+            await check_drain(workers, newest, added)
+
+    async def check_drain(workers: WorkerGroup, *on_node: WorkerInfo) -> None:
+        """Drain the node that these two workers share."""
+        draining = on_node[0].node_id
+        assert await workers.draining_nodes() == frozenset()
+        nodes.drain(draining)
+        deadline = time.monotonic() + TIMEOUT_S
+        while await workers.draining_nodes() != {draining}:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)
+        assert await workers.call(on_node[0].index, WorkerCalls.open_store) == on_node[0].pid, (
+            "workers of a draining node keep running"
+        )
+        moved = [await asyncio.wait_for(workers.next_worker(), TIMEOUT_S) for _ in range(2)]
+        assert {worker.node_id for worker in moved} == {first, second} - {draining}
+        await workers.release_worker(on_node[0].index)  # frees no reservation: it was moved
+        workers.replace(on_node[1].index, 0.0, [])
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(workers.next_worker(), 2)
 
     asyncio.run(run())
-
-
-def test_draining_node_is_reported_and_its_reservations_move(nodes: Nodes, tmp_path: Path):
-    first, second = nodes.add(), nodes.add()
-
-    async def run() -> None:
-        async with groups(tmp_path) as (workers, _):
-            first_worker, second_worker = await workers.start_workers(request(2, 2))
-            assert first_worker.node_id == second_worker.node_id
-            draining = first_worker.node_id
-            assert await workers.draining_nodes() == frozenset()
-            nodes.drain(draining)
-            deadline = time.monotonic() + TIMEOUT_S
-            while await workers.draining_nodes() != {draining}:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.1)
-            assert await workers.call(0, WorkerCalls.open_store) == first_worker.pid, (
-                "workers of a draining node keep running"
-            )
-            new = [await asyncio.wait_for(workers.next_worker(), TIMEOUT_S) for _ in range(2)]
-            assert {worker.node_id for worker in new} == {first, second} - {draining}
-            await workers.release_worker(first_worker.index)  # frees no reservation: it was moved
-            workers.replace(second_worker.index, 0.0, [])
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(workers.next_worker(), 2)
-
-    asyncio.run(run())
-
-
-def test_network_cut_is_detected_and_reservations_move():
-    result = run_in_namespaces("tests.integration.two_hosts", "cut_link")
-    assert result["results_match"]
-    assert result["detection_s"] < 60, "less than with Ray's default settings"
-    assert result["replacements_are_local"]
-    assert result["remaining"] == 0, "the workers behind the cut exited when the link came back"

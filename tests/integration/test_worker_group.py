@@ -19,7 +19,7 @@ from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
-from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerCalls
+from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerCalls, WorkerInfo
 from rayzero.workers.vault.records import ConnectionLost
 from rayzero.workers.vault.vault import Vault
 from tests.integration.conftest import CPUS, Head
@@ -61,8 +61,8 @@ async def wait_for_free_cpus(cpus: int) -> None:
     assert free == cpus
 
 
-def request(min_workers: int, max_workers: int, timeout_s: float = TIMEOUT_S) -> ResourceRequest:
-    return ResourceRequest(min_workers, max_workers, 1.0, 0.0, timeout_s)
+def request(min_workers: int, max_workers: int, cpus: float = 1.0) -> ResourceRequest:
+    return ResourceRequest(min_workers, max_workers, cpus, 0.0, TIMEOUT_S)
 
 
 async def wait_for_exit(pid: int) -> None:
@@ -80,21 +80,35 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_workers_that_do_not_fit_start_when_resources_are_released(tmp_path: Path):
+def test_pending_worker_starts_when_another_is_released_and_is_replaced_when_lost(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
             before = time.monotonic()
-            first = await workers.start_workers(request(1, CPUS + 1))
-            assert time.monotonic() - before < TIMEOUT_S, "start does not wait for the fifth worker"
-            assert [worker.index for worker in first] == list(range(CPUS))
+            first = await workers.start_workers(request(1, 3, cpus=CPUS / 2))
+            assert time.monotonic() - before < TIMEOUT_S, "start does not wait for the third worker"
+            assert [worker.index for worker in first] == [0, 1]
             pending = asyncio.ensure_future(workers.next_worker())
             await asyncio.sleep(1)
             assert not pending.done()
             await workers.release_worker(1)
             late = await asyncio.wait_for(pending, TIMEOUT_S)
-            assert late.index == CPUS
+            assert late.index == 2
             await wait_for_exit(first[1].pid)
             assert "released" in (await asyncio.wait_for(wait_until_lost(workers, 1), TIMEOUT_S))[1]
+            await check_replacement(workers, late)
+
+    async def check_replacement(workers: WorkerGroup, lost: WorkerInfo) -> None:
+        """Only the lost worker's reservation has room for the new one."""
+        loss = asyncio.ensure_future(wait_until_lost(workers, lost.index))
+        await asyncio.sleep(0.2)
+        os.kill(lost.pid, signal.SIGKILL)
+        assert "exit" in (await asyncio.wait_for(loss, TIMEOUT_S))[lost.index]
+        workers.replace(lost.index, 1.5, [])
+        before = time.monotonic()
+        new = await asyncio.wait_for(workers.next_worker(), TIMEOUT_S)
+        assert time.monotonic() - before > 1.4
+        assert (new.index, new.node_id) == (lost.index + 1, lost.node_id)
+        assert await workers.call(new.index, WorkerCalls.open_store) == new.pid
 
     asyncio.run(run())
 
@@ -116,77 +130,23 @@ def test_limits_can_be_lowered_while_workers_start(tmp_path: Path):
     asyncio.run(run())
 
 
-def test_lost_worker_is_reported_and_replaced_in_its_reservation(tmp_path: Path):
-    async def run() -> None:
-        async with groups(tmp_path) as (workers, _):
-            first = await workers.start_workers(request(CPUS, CPUS))
-            loss = asyncio.ensure_future(wait_until_lost(workers, 2))
-            await asyncio.sleep(0.2)
-            os.kill(first[2].pid, signal.SIGKILL)
-            assert "exit" in (await asyncio.wait_for(loss, TIMEOUT_S))[2]
-            workers.replace(2, 1.5, [])
-            before = time.monotonic()
-            new = await asyncio.wait_for(workers.next_worker(), TIMEOUT_S)
-            assert time.monotonic() - before > 1.4
-            assert (new.index, new.node_id) == (CPUS, first[2].node_id)
-            assert await workers.call(CPUS, WorkerCalls.open_store) == new.pid
-
-    asyncio.run(run())
-
-
-def test_hung_worker_is_killed_through_its_vault(tmp_path: Path):
-    async def run() -> None:
-        async with groups(tmp_path) as (workers, vaults):
-            first = await workers.start_workers(request(2, 2))
-            node = first[0].node_id
-            addresses = await vaults.open([node])
-            assignments = {
-                worker.index: RankAssignment(worker.index, worker.index, 2, addresses[node])
-                for worker in first
-            }
-            await workers.assign(GenerationSpec(1, 2, "", 0), assignments).wait_all()
-            os.kill(first[1].pid, signal.SIGSTOP)
-            poll = asyncio.ensure_future(vaults.call(node, Vault.poll, TIMEOUT_S))
-            await asyncio.sleep(0.1)
-            await workers.kill(1)
-            assert await poll == [ConnectionLost(1, first[1].pid)]
-            await asyncio.wait_for(wait_until_lost(workers, 1), TIMEOUT_S)
-            assert is_running(first[0].pid)
-
-    asyncio.run(run())
-
-
-def test_worker_without_vault_is_killed(tmp_path: Path):
-    async def run() -> None:
-        async with groups(tmp_path) as (workers, _):
-            (worker,) = await workers.start_workers(request(1, 1))
-            process = psutil.Process(worker.pid)
-            await workers.kill(0)
-            await asyncio.wait_for(wait_until_lost(workers, 0), TIMEOUT_S)
-            # Ray kills the process asynchronously
-            await wait_for_exit(process.pid)
-
-    asyncio.run(run())
-
-
 def test_resize_adds_workers_and_removes_only_pending_ones(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
             await workers.start_workers(request(1, 1))
-            workers.resize(1, 3)
-            new = [await asyncio.wait_for(workers.next_worker(), TIMEOUT_S) for _ in range(2)]
-            assert {worker.index for worker in new} == {1, 2}
+            workers.resize(1, 2)
+            assert (await asyncio.wait_for(workers.next_worker(), TIMEOUT_S)).index == 1
             workers.resize(1, CPUS + 2)  # more than fit
             await asyncio.sleep(0.2)
-            workers.resize(1, 2)
+            workers.resize(1, 1)
             await asyncio.sleep(1.5)
-            assert [await workers.call(i, WorkerCalls.open_store) > 0 for i in range(3)] == [
+            assert [await workers.call(i, WorkerCalls.open_store) > 0 for i in range(2)] == [
                 True
-            ] * 3
-            await workers.release_worker(2)
+            ] * 2
+            await workers.release_worker(1)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(workers.next_worker(), 1.5)
-            await wait_for_free_cpus(CPUS - 2)
+            await wait_for_free_cpus(CPUS - 1)
 
     asyncio.run(run())
 
@@ -198,7 +158,7 @@ def test_fixed_cluster_gets_only_requests_that_fit(tmp_path: Path):
             with pytest.raises(JobFailedError, match="room for 4 of at least 5"):
                 await workers.start_workers(request(CPUS + 1, CPUS + 2))
             assert time.monotonic() - before < TIMEOUT_S, "fails without waiting"
-            assert len(await workers.start_workers(request(1, CPUS + 2))) == CPUS
+            assert len(await workers.start_workers(request(1, CPUS + 2, cpus=CPUS / 2))) == 2
 
     asyncio.run(run())
 
@@ -227,7 +187,7 @@ def test_workers_that_crash_at_start(tmp_path: Path):
 def test_cancelled_start_releases_everything(tmp_path: Path):
     async def run() -> None:
         async with groups(tmp_path) as (workers, _):
-            starting = asyncio.ensure_future(workers.start_workers(request(CPUS + 1, CPUS + 1)))
+            starting = asyncio.ensure_future(workers.start_workers(request(3, 3, cpus=CPUS / 2)))
             await asyncio.sleep(0.7)
             starting.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -236,24 +196,52 @@ def test_cancelled_start_releases_everything(tmp_path: Path):
     asyncio.run(run())
 
 
-def test_lost_vault_is_reported_and_reopened(head: Head, tmp_path: Path):
+def test_workers_are_killed_with_and_without_vault_which_is_reopened_when_lost(
+    head: Head, tmp_path: Path
+):
     async def run() -> None:
         async with groups(tmp_path) as (workers, vaults):
-            (worker,) = await workers.start_workers(request(1, 1))
-            node = worker.node_id
-            first = await vaults.open([node])
-            assert await vaults.open([node, node]) == first
-            assert await vaults.call(node, Vault.inventory) == []
-            (vault,) = head.processes("ray::VaultActor")
-            poll = asyncio.ensure_future(vaults.call(node, Vault.poll, 30))
-            await asyncio.sleep(0.2)
-            vault.kill()
-            with pytest.raises(VaultLostError):
-                await asyncio.wait_for(poll, TIMEOUT_S)
-            with pytest.raises(VaultLostError, match="has no vault"):
-                await vaults.call(node, Vault.usage)
-            reopened = await vaults.open([node])
-            assert reopened[node] != first[node]
-            assert set(await vaults.call(node, Vault.usage)) >= {"slots", "replicas", "available"}
+            first, second = await workers.start_workers(request(2, 2))
+            await check_kill_of_hung_worker(workers, vaults, first, second)
+            await check_lost_vault(vaults, first.node_id)
+            await vaults.close(first.node_id)
+            await workers.kill(0)
+            await asyncio.wait_for(wait_until_lost(workers, 0), TIMEOUT_S)
+            await wait_for_exit(first.pid)  # Ray kills the process asynchronously
+
+    async def check_kill_of_hung_worker(
+        workers: WorkerGroup, vaults: VaultGroup, first: WorkerInfo, second: WorkerInfo
+    ) -> None:
+        """Kill the second worker, which is stopped, through the vault."""
+        node = first.node_id
+        addresses = await vaults.open([node])
+        assignments = {
+            worker.index: RankAssignment(worker.index, worker.index, 2, addresses[node])
+            for worker in (first, second)
+        }
+        await workers.assign(GenerationSpec(1, 2, "", 0), assignments).wait_all()
+        os.kill(second.pid, signal.SIGSTOP)
+        poll = asyncio.ensure_future(vaults.call(node, Vault.poll, TIMEOUT_S))
+        await asyncio.sleep(0.1)
+        await workers.kill(1)
+        assert await poll == [ConnectionLost(1, second.pid)]
+        await asyncio.wait_for(wait_until_lost(workers, 1), TIMEOUT_S)
+        assert is_running(first.pid)
+
+    async def check_lost_vault(vaults: VaultGroup, node: str) -> None:
+        first = await vaults.open([node])
+        assert await vaults.open([node, node]) == first
+        assert await vaults.call(node, Vault.inventory) == []
+        (vault,) = head.processes("ray::VaultActor")
+        poll = asyncio.ensure_future(vaults.call(node, Vault.poll, 30))
+        await asyncio.sleep(0.2)
+        vault.kill()
+        with pytest.raises(VaultLostError):
+            await asyncio.wait_for(poll, TIMEOUT_S)
+        with pytest.raises(VaultLostError, match="has no vault"):
+            await vaults.call(node, Vault.usage)
+        reopened = await vaults.open([node])
+        assert reopened[node] != first[node]
+        assert set(await vaults.call(node, Vault.usage)) >= {"slots", "replicas", "available"}
 
     asyncio.run(run())

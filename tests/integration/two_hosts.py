@@ -1,5 +1,7 @@
 """Scenarios, run in separate namespaces: two hosts connected by a virtual network link.
 
+They share the head; each has a new node on the remote host.
+
 This process (the driver) and the head run on one host, 10.0.0.1. The remote host, 10.0.0.2, is a
 network namespace with a raylet in it.
 """
@@ -9,16 +11,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.aio import Clock
+from rayzero.orchestrator.cluster.ray_api import draining_node_ids
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.errors import VaultLostError
@@ -27,6 +33,7 @@ from rayzero.orchestrator.job_events import Repaired
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.vault.vault import Vault
+from tests.deploy.chart import find_pod, render_scenario
 from tests.integration.namespaces import run_command, set_up_namespaces
 from tests.integration.test_jobs_on_nodes import latest_step, running_job, wait_for, world_size
 from tests.integration.tiny import TinyWorker, make_spec, wait_until_lost
@@ -45,7 +52,15 @@ _ON_REMOTE = (
 )
 
 
-def start_cluster(folder: Path) -> None:
+@ray.remote(num_cpus=0)
+class Busy:
+    """Keeps the node in use: Ray would remove an idle draining node at once."""
+
+    def ready(self) -> None:
+        """Return once the actor runs."""
+
+
+def start_head(folder: Path) -> None:
     run_command("ip", "netns", "add", "remote")
     run_command("ip", "link", "add", "cable", "type", "veth", "peer", "cable", "netns", "remote")
     run_command("ip", "addr", "add", f"{LOCAL_IP}/24", "dev", "cable")
@@ -54,9 +69,32 @@ def start_cluster(folder: Path) -> None:
     run_command("ip", "-n", "remote", "link", "set", "cable", "up")
     _start_node(folder / "local", LOCAL_IP, "--head", "--port=6379", "--include-dashboard=false")
     ray.init(address=f"{LOCAL_IP}:6379", log_to_driver=False, _node_ip_address=LOCAL_IP)
-    _start_node(folder / "remote", REMOTE_IP, f"--address={LOCAL_IP}:6379", prefix=_ON_REMOTE)
-    while len([node for node in ray.nodes() if node["Alive"]]) < 2:
+
+
+def start_remote_node(folder: Path) -> str:
+    """Start a node on the remote host, instead of the previous scenario's, and return its id."""
+    pids = ("ip", "netns", "pids", "remote")
+    while remote := subprocess.run(pids, capture_output=True, check=True, timeout=20).stdout:
+        for pid in remote.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.1)
+    while _remote_nodes():  # until Ray detects the loss
+        time.sleep(0.1)
+    _start_node(folder / "remote", REMOTE_IP, f"--address={LOCAL_IP}:6379", prefix=_ON_REMOTE)
+    while not _remote_nodes():
+        time.sleep(0.1)
+    (node_id,) = _remote_nodes()
+    return node_id
+
+
+def _remote_nodes() -> list[str]:
+    """Ids of the remote host's nodes that Ray considers alive."""
+    return [
+        node["NodeID"]
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeManagerAddress"] == REMOTE_IP
+    ]
 
 
 def _start_node(folder: Path, ip: str, *options: str, prefix: tuple[str, ...] = ()) -> None:
@@ -64,26 +102,50 @@ def _start_node(folder: Path, ip: str, *options: str, prefix: tuple[str, ...] = 
         *((*prefix, str(folder)) if prefix else ()),
         str(Path(sys.executable).with_name("ray")),
         *("start", f"--node-ip-address={ip}", "--num-cpus=2", "--disable-usage-stats"),
+        *("--no-monitor", "--include-log-monitor=false"),
         *(f"--temp-dir={folder}", f"--object-store-memory={80 * 2**20}", *options),
     ]
     subprocess.run(command, env=ENV, check=True, stdout=subprocess.DEVNULL, timeout=150)
 
 
+async def drain(folder: Path) -> dict[str, Any]:
+    """A worker pod's preStop hook runs on the remote host."""
+    (remote_id,) = _remote_nodes()
+    (container,) = find_pod(render_scenario("default"), "worker")["spec"]["containers"]
+    command = container["lifecycle"]["preStop"]["exec"]["command"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = os.environ | {"PATH": path, "RAY_ADDRESS": f"{LOCAL_IP}:6379"}
+    strategy = NodeAffinitySchedulingStrategy(remote_id, soft=False)
+    busy = Busy.options(scheduling_strategy=strategy).remote()
+    await busy.ready.remote()
+    start_s = time.monotonic()
+    with subprocess.Popen(["ip", "netns", "exec", "remote", *command], env=env) as hook:
+        while not draining_node_ids() and time.monotonic() < start_s + 60:
+            await asyncio.sleep(0.1)
+        drain_s = time.monotonic() - start_s
+        hook_running = hook.poll() is None
+        hook.kill()
+    return {
+        "drain_s": drain_s,
+        "hook_running": hook_running,
+        "drained_own_node": draining_node_ids() == {remote_id},
+    }
+
+
 async def cut_link(folder: Path) -> dict[str, Any]:
-    """Two workers per host; the link goes down and comes up after both were replaced."""
+    """One worker per host; the link goes down and comes up after the remote one was replaced."""
     vaults = VaultGroup(make_spec(folder))
     workers = WorkerGroup(make_spec(folder), Clock(), True, vaults, TinyWorker)
     try:
-        initial = await workers.start_workers(ResourceRequest(4, 4, 1.0, 0.0, 150.0))
+        initial = await workers.start_workers(ResourceRequest(2, 2, 2.0, 0.0, 150.0))
         local_node = ray.get_runtime_context().get_node_id()
-        remote = [worker for worker in initial if worker.node_id != local_node]
-        await vaults.open(sorted({worker.node_id for worker in initial}))
-        for worker in list(initial):
-            if worker.node_id == local_node:
-                await workers.release_worker(worker.index)  # make room for the replacements
+        (remote,) = [worker for worker in initial if worker.node_id != local_node]
+        (local,) = [worker for worker in initial if worker.node_id == local_node]
+        await vaults.open([local.node_id, remote.node_id])
+        await workers.release_worker(local.index)  # make room for the replacement
         polls: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(wait_until_lost(workers, *(worker.index for worker in remote))),
-            asyncio.ensure_future(vaults.call(remote[0].node_id, Vault.poll, 60)),
+            asyncio.ensure_future(wait_until_lost(workers, remote.index)),
+            asyncio.ensure_future(vaults.call(remote.node_id, Vault.poll, 60)),
         ]
         await asyncio.sleep(0.5)
         run_command("ip", "link", "set", "cable", "down")
@@ -91,20 +153,19 @@ async def cut_link(folder: Path) -> dict[str, Any]:
         results = await asyncio.wait_for(asyncio.gather(*polls, return_exceptions=True), 100)
         detection_s = time.monotonic() - cut_at_s
         expected = [dict, VaultLostError]
-        for worker in remote:
-            workers.replace(worker.index, 0.0, [])
-        replacements = [await asyncio.wait_for(workers.next_worker(), 100) for _ in remote]
+        workers.replace(remote.index, 0.0, [])
+        replacement = await asyncio.wait_for(workers.next_worker(), 100)
         run_command("ip", "link", "set", "cable", "up")
         healed_at_s = time.monotonic()
         deadline = healed_at_s + 100
-        while any(_is_running(worker.pid) for worker in remote) and time.monotonic() < deadline:
+        while _is_running(remote.pid) and time.monotonic() < deadline:
             await asyncio.sleep(0.2)
         return {
             "results_match": [type(result) for result in results] == expected,
             "detection_s": detection_s,
-            "replacements_are_local": {r.node_id for r in replacements} == {local_node},
+            "replacement_is_local": replacement.node_id == local_node,
             "exit_s": time.monotonic() - healed_at_s,
-            "remaining": sum(_is_running(worker.pid) for worker in remote),
+            "remote_exited": not _is_running(remote.pid),
         }
     finally:
         await workers.release()
@@ -116,7 +177,7 @@ async def partition(folder: Path) -> dict[str, Any]:
     event_log = EventLog()
     with running_job(folder, event_log, min=2, max=4) as handle:
         await asyncio.to_thread(
-            wait_for, handle, lambda: world_size(event_log) == 4 and latest_step(event_log) > 60
+            wait_for, handle, lambda: world_size(event_log) == 4 and latest_step(event_log) > 20
         )
         fault_at_s, step_before = time.monotonic(), latest_step(event_log)
         partition_remote_host(handle)
@@ -149,15 +210,16 @@ def _is_running(pid: int) -> bool:
     return status.exists() and "State:\tZ" not in status.read_text()
 
 
-SCENARIOS = {"cut_link": cut_link, "partition": partition}
-
-
-def main(scenario: str) -> None:
+def main() -> None:
     os.environ.update(ENV)
     folder = set_up_namespaces()
-    start_cluster(folder)
-    print(json.dumps(asyncio.run(SCENARIOS[scenario](folder))))
+    start_head(folder)
+    results = {}
+    for scenario in (drain, cut_link, partition):
+        start_remote_node(folder / scenario.__name__)
+        results[scenario.__name__] = asyncio.run(scenario(folder))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -22,6 +22,7 @@ _START_ORDER = (
     "tests/workers/test_recovery.py",
     "tests/integration/test_end_to_end.py",
     "tests/integration/test_chaos.py",
+    "tests/integration/test_two_hosts.py",
     "tests/integration/test_nodes.py",
     "tests/examples/test_bert_and_ddp.py",
     "tests/integration/test_secrets.py",

@@ -21,6 +21,7 @@ ENGINE = {
 
 
 def train(ctx: Context) -> None:
+    """Arg of the job: `pause_s`, the time between steps."""
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)
     engine, _, loader, _ = ctx.initialize(
@@ -38,4 +39,4 @@ def _train(ctx: Context, engine: Any, loader: Any) -> None:
         engine.backward(mse_loss(engine(x), y))
         engine.step()
         ctx.report(batch_mean=x.mean())
-        time.sleep(0.04)  # leaves CPU time for the rest of the test
+        time.sleep(ctx.args.get("pause_s", 0.04))  # leaves CPU time for the rest of the test
