@@ -20,6 +20,8 @@ from tests.house.source import ROOT
 UID = 12345
 SMALL_JOB = {
     "args": {"layers": 1, "width": 32, "heads": 2, "context": 32},
+    "workers.min": 1,
+    "workers.max": 1,
     "steps": 2,
     "checkpoint.path": "/checkpoints/runs",
 }
@@ -91,6 +93,8 @@ def test_job_runs_unprivileged_on_read_only_root(tmp_path: Path) -> None:
     assert "Read-only" in lines[3], "no home directory is needed"
     (report,) = [json.loads(line) for line in lines if '"findings"' in line]
     assert report["level"] != "fail", report
+    levels = {finding["name"]: finding["level"] for finding in report["findings"]}
+    assert levels["gloo"] == "ok", "two processes can communicate"
     (summary,) = [json.loads(line) for line in lines if '"event": "summary"' in line]
     assert summary["steps"] == SMALL_JOB["steps"]
     assert {"summary.json", f"step-{SMALL_JOB['steps']}"} <= set(lines)

@@ -123,10 +123,10 @@ def test_install_steps_run(tmp_path: Path) -> None:
             copy(instruction, source)
         if instruction.keyword == "RUN":
             run(command_outside_docker(instruction.arguments, environment), source)
-    installed = run(f"{environment}/bin/pip show --files rayzero", source)
-    assert "bin/rayzero" in installed
-    assert "rayzero/orchestrator/machine.py" in installed
-    assert "rayzero/engine/engine.py" in installed
+    assert (environment / "bin/rayzero").exists()
+    (packages,) = environment.glob("lib/python3*/site-packages")
+    assert (packages / "rayzero/orchestrator/machine.py").exists()
+    assert (packages / "rayzero/engine/engine.py").exists()
 
 
 def command_outside_docker(command: str, environment: Path) -> str:
@@ -149,10 +149,10 @@ def copy(instruction: Instruction, folder: Path) -> None:
             shutil.copy(ROOT / name, folder)
 
 
-def run(command: str, folder: Path) -> str:
+def run(command: str, folder: Path) -> None:
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    env["PIP_NO_COMPILE"] = "1"  # bytecode, which the test does not need, takes seconds
     done = subprocess.run(
         shlex.split(command), cwd=folder, env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout

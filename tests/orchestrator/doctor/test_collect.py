@@ -7,8 +7,6 @@ import os
 import platform
 import signal
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -135,32 +133,3 @@ def test_inspect_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / ".ray" / "auth_token").write_text("token")
     assert inspect_machine({}).stray_token
     assert not inspect_machine({"RAY_AUTH_MODE": "disabled"}).stray_token
-
-
-@pytest.mark.slow
-def test_doctor_command_with_cluster(tmp_path: Path) -> None:
-    """A real cluster, all-reduce and disk."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": 0})
-    try:
-        result = doctor(tmp_path, "--json", "--address", cluster.address)
-    finally:
-        cluster.shutdown()
-    report = json.loads(result.stdout)
-    levels = {finding["name"]: finding["level"] for finding in report["findings"]}
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert [levels[name] for name in ("torch", "gloo", "cluster", "checkpoints")] == ["ok"] * 4
-    (cluster_finding,) = [f for f in report["findings"] if f["name"] == "cluster"]
-    assert cluster_finding["seen"].startswith("1 nodes, 3 CPUs")
-
-
-def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rayzero", "doctor", *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
