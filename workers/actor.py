@@ -34,10 +34,12 @@ class WorkerActor:
 
     def describe(self) -> WorkerInfo:
         """Where this worker runs; returns once its process is ready for a generation."""
-        ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        # By default gloo listens on the hostname's address, which may be another network.
+        ip = self._process.node_address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        # By default gloo listens on the hostname's address, and NCCL on any interfaces: they may
+        # belong to another network.
         if interface := interface_for(ip):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # not as a prefix
         self._process.warm_up()
         gc.freeze()  # excludes the imported modules: a collection takes 0.3 ms instead of 170
         gc.enable()

@@ -5,6 +5,7 @@ Frozen, small, and free of torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
@@ -12,7 +13,6 @@ from typing import Any, Literal, Protocol, TypeAlias
 from rayzero.workers.chaos.spec import FaultFired, FaultSpec
 from rayzero.workers.vault.records import Restore, SlotInfo
 
-MAX_ERROR_CHARACTERS = 32 * 1024
 CrashKind: TypeAlias = Literal["config", "entrypoint", "data", "state", "collective", "user"]
 
 
@@ -87,6 +87,7 @@ class GenerationSpec:
         shares: each rank's share of a step's samples, adding up to 1; empty: even shares.
         remote: pin steps as often as possible, for replication to another node's vault.
         faults: all faults injected since the job started, in addition to `WorkerSpec.faults`.
+        secret: of the store's keys.
     """
 
     generation: int
@@ -97,6 +98,7 @@ class GenerationSpec:
     shares: tuple[float, ...] = ()
     remote: bool = False
     faults: tuple[FaultSpec, ...] = ()
+    secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
 
 
 @dataclass(frozen=True)
@@ -268,11 +270,6 @@ class Crashed(RankMessage):
     traceback: str
     memory: InProcessStateInfo | None = None
 
-    def __post_init__(self) -> None:
-        """Bounds texts that user code made, which each event, journal and summary would copy."""
-        object.__setattr__(self, "error", _shorten(self.error))
-        object.__setattr__(self, "traceback", _shorten(self.traceback))
-
 
 @dataclass(frozen=True)
 class Pinned(RankMessage):
@@ -286,14 +283,6 @@ class Pinned(RankMessage):
     step: int
     checkpoint: bool
     stopped_s: float
-
-
-def _shorten(text: str) -> str:
-    """Leaves out the middle of a long text."""
-    left_out, half = len(text) - MAX_ERROR_CHARACTERS, MAX_ERROR_CHARACTERS // 2
-    if left_out <= 0:
-        return text
-    return f"{text[:half]}\n... ({left_out} characters left out) ...\n{text[-half:]}"
 
 
 WorkerMessage: TypeAlias = (

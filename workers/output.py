@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from io import TextIOBase
 from operator import itemgetter
 from threading import Condition, Lock
 from typing import TextIO
 
 from rayzero.workers.bounded_queue import BoundedQueue
-from rayzero.workers.messages import LogLine, StepReport, WorkerMessage
+from rayzero.workers.messages import Crashed, LogLine, StepReport, WorkerMessage
 
 MAX_LINES = 10_000
 MAX_LINES_BYTES = 4 * 2**20
 """Log lines kept for one poll. The controller's process takes these from every worker."""
 MAX_LINE_CHARACTERS = 16 * 1024
 """A longer line is passed in parts."""
+MAX_ERROR_CHARACTERS = 32 * 1024
 
 
 class Outbox:
@@ -36,6 +38,9 @@ class Outbox:
         self._urgent = False
 
     def post(self, message: WorkerMessage) -> None:
+        if isinstance(message, Crashed):  # events, the journal and the summary copy its texts
+            error, stack = _shorten(message.error), _shorten(message.traceback)
+            message = replace(message, error=error, traceback=stack)
         with self._ready:
             self._count += 1
             if isinstance(message, LogLine):
@@ -60,6 +65,14 @@ class Outbox:
             text = dropped_lines_text(dropped, nbytes, f"pid {os.getpid()}")
             messages.insert(0, LogLine(lines[0][1].rank, "stderr", text))
         return messages
+
+
+def _shorten(text: str) -> str:
+    """Leaves out the middle of a long text."""
+    left_out, half = len(text) - MAX_ERROR_CHARACTERS, MAX_ERROR_CHARACTERS // 2
+    if left_out <= 0:
+        return text
+    return f"{text[:half]}\n... ({left_out} characters left out) ...\n{text[-half:]}"
 
 
 def dropped_lines_text(lines: int, nbytes: int, process: str) -> str:

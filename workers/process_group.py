@@ -23,9 +23,12 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _abort_process_group, _world
 
 from rayzero.workers.messages import Assignment
+from rayzero.workers.rendezvous_store import AuthenticatedStore
 
 _SOCKET_LINK = re.compile(r"socket:\[(\d+)\]")
 _FD_FOLDER = Path("/proc/self/fd")
+_group_store: list[AuthenticatedStore] = []
+"""Of the default group, which keeps the C++ part alive, but not the Python object."""
 
 
 class SocketTracker:
@@ -77,12 +80,6 @@ def _shutdown_tcp(descriptor: int) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def open_store(timeout_s: float) -> TCPStore:
-    """Serves a store on a free port of this host for the lifetime of the returned object."""
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-
-
 def join_process_group(
     assignment: Assignment, device: torch.device, timeout_s: float, sockets: SocketTracker
 ) -> None:
@@ -114,9 +111,10 @@ def join_process_group(
     _world.group_count = 0
     with sockets.recording():
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        _group_store[:] = [AuthenticatedStore(store, assignment.secret)]
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            store=PrefixStore(f"generation-{assignment.generation}", store),
+            store=PrefixStore(f"generation-{assignment.generation}", _group_store[0]),
             rank=assignment.rank,
             world_size=assignment.world_size,
             timeout=timeout,

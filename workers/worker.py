@@ -35,6 +35,7 @@ from rayzero.workers.messages import (
     WorkerSpec,
 )
 from rayzero.workers.output import Outbox, tee_output
+from rayzero.workers.rendezvous_store import open_store
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import Context, JobSession
 from rayzero.workers.training_thread import GenerationChannel, TrainingThread
@@ -60,13 +61,15 @@ class WorkerProcess(WorkerCalls):
         self._channel = GenerationChannel(self._outbox.post, generation=0, rank=index)
         self._train_function: TrainFunction | None = None
         self._store: TCPStore | None = None
+        self.node_address = "127.0.0.1"
+        """Where the store listens."""
         self._tees = tee_output(self._post_log)
         torch.set_num_threads(max(1, int(spec.cpus)))
         defer_dynamo_import()
         self._enter_working_dir()
 
     def open_store(self) -> int:
-        self._store = process_group.open_store(self._collective_timeout_s)
+        self._store = open_store(self.node_address, self._collective_timeout_s)
         return int(self._store.port)
 
     def warm_up(self) -> None:

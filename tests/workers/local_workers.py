@@ -58,12 +58,13 @@ class LocalWorkers:
     ) -> None:
         """Start a generation, only on `recipients` if given."""
         port = self.workers[members[0]].call("open_store")
+        spec = GenerationSpec(generation, len(members), "127.0.0.1", port, restore)
         for rank, index in enumerate(members):
             if recipients is not None and index not in recipients:
                 continue
             self.workers[index].call(
                 "assign",
-                GenerationSpec(generation, len(members), "127.0.0.1", port, restore),
+                spec,
                 RankAssignment(rank, rank, len(members), self.vault.address()),
             )
 

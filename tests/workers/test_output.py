@@ -139,6 +139,9 @@ def test_both_streams_are_replaced(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_texts_of_exception_are_bounded():
-    crash = Crashed(1, 0, "user", 1, "x" * 10**6, "y" * 10**6 + "the last frame")
+    outbox = Outbox(linger_s=0)
+    outbox.post(Crashed(1, 0, "user", 1, "x" * 10**6, "y" * 10**6 + "the last frame"))
+    [crash] = outbox.poll(0)
+    assert isinstance(crash, Crashed)
     assert len(crash.error) + len(crash.traceback) < 10**5
     assert crash.traceback.endswith("the last frame")

@@ -1,0 +1,149 @@
+"""The store where the members of a generation meet: a TCPStore that a stranger cannot poison.
+
+torch's server has no authentication: whoever reaches its port can list, read, change and delete
+keys. So it listens on the node's own address only, and its clients use it by way of
+`AuthenticatedStore`, with a secret that the controller sends with each assignment.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from hashlib import shake_256
+from secrets import token_bytes
+from time import monotonic, sleep
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from rayzero.engine.errors import ConfigError
+
+UNCHECKED_WAIT_S = 5.0
+"""How long a wait trusts the server to notify it; then it polls, and looks for deleted keys."""
+_POLL_INTERVAL_S = 0.2
+_NONCE_BYTES, _TAG_BYTES = 16, 32
+
+
+class ForgedKeyError(dist.DistError):
+    """A stranger has changed or deleted a key. Counts as a failed collective: the generation is
+    begun again, with another store and another secret."""
+
+
+def open_store(address: str, timeout_s: float) -> TCPStore:
+    """Serves a store on a free port of this node's address, for the lifetime of the returned
+    object.
+
+    Raises:
+        ConfigError: no interface of this node has that address.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listener = socket.create_server((address, 0), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"the rendezvous store cannot listen on {address}, Ray's address of this node: {error}",
+            allowed="an address of one of the node's interfaces",
+            fix="--node-ip-address of `ray start` on that node",
+        ) from None
+    return TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+
+
+class AuthenticatedStore(Store):
+    """Hides the names of keys, and encrypts and authenticates their values. A changed value, or one
+    of another key, is an error, and so is the deletion of a key set here.
+
+    Used by torch's C++ from any thread. Counters (`add`) have no authenticated value: nothing but a
+    barrier uses them.
+
+    Args:
+        store: a client's; all of its users have the same `secret`.
+    """
+
+    def __init__(self, store: Store, secret: bytes) -> None:
+        super().__init__()
+        self._store: Any = store  # torch's type stubs are incomplete
+        self._secret = secret
+        self._own_keys: dict[str, str] = {}
+        self._clones: list[AuthenticatedStore] = []  # C++ does not keep their Python objects
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        sealed = token_bytes(_NONCE_BYTES)
+        sealed += self._mask(key, sealed, data)
+        self._store.set(self._name(key), self._digest("value", key, sealed) + sealed)
+        self._own_keys[self._name(key)] = key
+
+    def get(self, key: str) -> bytes:
+        self._wait([key], self._store.timeout)
+        content = self._store.get(self._name(key))
+        tag, sealed = content[:_TAG_BYTES], content[_TAG_BYTES:]
+        if not hmac.compare_digest(tag, self._digest("value", key, sealed)):
+            raise ForgedKeyError(f"{self._describe(key)} was changed by a stranger")
+        return self._mask(key, sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._wait(keys, timeout or self._store.timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._store.check([self._name(key) for key in keys]))
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._store.add(self._name(key), value))
+
+    def delete_key(self, key: str) -> bool:
+        self._own_keys.pop(self._name(key), None)
+        return bool(self._store.delete_key(self._name(key)))
+
+    def num_keys(self) -> int:
+        return int(self._store.num_keys())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+    def clone(self) -> AuthenticatedStore:
+        """A store with a connection of its own."""
+        self._clones.append(AuthenticatedStore(self._store.clone(), self._secret))
+        return self._clones[-1]
+
+    def _wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        names, until_s = [self._name(key) for key in keys], monotonic() + timeout.total_seconds()
+        try:
+            self._store.wait(names, min(timeout, timedelta(seconds=UNCHECKED_WAIT_S)))
+            return
+        except dist.DistStoreError:
+            if timeout.total_seconds() <= UNCHECKED_WAIT_S:
+                raise
+        while not self._store.check(names):
+            for name, key in list(self._own_keys.items()):
+                if not self._store.check([name]):
+                    raise ForgedKeyError(f"{self._describe(key)} was deleted by a stranger")
+            if monotonic() > until_s:
+                missing = [key for key in keys if not self.check([key])]
+                seconds = timeout.total_seconds()
+                raise dist.DistStoreError(f"no member has set {missing} within {seconds:g} s")
+            sleep(_POLL_INTERVAL_S)
+
+    def _name(self, key: str) -> str:
+        return self._digest("name", key).hex()
+
+    def _digest(self, purpose: str, key: str, content: bytes = b"") -> bytes:
+        text = f"{purpose} {len(key)} {key}".encode()
+        return hmac.digest(self._secret, text + content, "sha256")
+
+    def _mask(self, key: str, nonce: bytes, data: bytes) -> bytes:
+        """Encrypts or decrypts: a nonce is used once."""
+        stream = shake_256(self._digest("mask", key, nonce)).digest(len(data))
+        return bytes(a ^ b for a, b in zip(data, stream, strict=True))
+
+    def _describe(self, key: str) -> str:
+        return f"the rendezvous store's key {key!r}"
