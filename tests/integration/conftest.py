@@ -49,6 +49,7 @@ def head() -> Iterator[Head]:
     command = [
         str(Path(sys.executable).with_name("ray")),
         *("start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=true"),
+        "--include-log-monitor=false",  # it scans all log files, for drivers that want them
         *("--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1"),
         *(f"--port={port}", f"--dashboard-port={dashboard}", f"--num-cpus={CPUS}"),
         *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"),

@@ -19,7 +19,7 @@ from ray.util import list_named_actors
 from ray.util.placement_group import placement_group_table
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.errors import JobStoppedError
+from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
 from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job_events import (
@@ -203,24 +203,30 @@ def is_worker(pid: int) -> bool:
         return False
 
 
-def test_two_jobs_share_a_cluster(tmp_path: Path):
+def test_one_job_fails_and_prestop_hook_of_head_stops_the_other(head: Head, tmp_path: Path):
+    """Two jobs share a cluster. A killed worker fails the first within seconds; after the head
+    pod's preStop hook, the second has a checkpoint of its last step."""
     event_logs = {name: EventLog() for name in ("first", "second")}
     handles = {
         name: make_job(
-            tmp_path, name, workers=Workers(min=1), checkpoint={"path": str(tmp_path)}
-        ).submit(observer=event_log)
-        for name, event_log in event_logs.items()
+            tmp_path,
+            name,
+            workers=Workers(min=workers),
+            checkpoint={"path": str(tmp_path), "every_steps": 100_000},
+            recovery={"max_faults": 0},
+        ).submit(observer=event_logs[name])
+        for name, workers in (("first", 2), ("second", 1))
     }
     for name, handle in handles.items():
         wait_until(handle, lambda name=name: latest_step(event_logs[name]) > 5)  # type: ignore[misc]
-    stop(handles["first"])
-    steps_so_far = latest_step(event_logs["second"])
-    wait_until(handles["second"], lambda: latest_step(event_logs["second"]) > steps_so_far + 20)
+    _assert_killed_worker_fails_job(handles["first"], event_logs["first"])
+    event_log = event_logs["second"]
+    steps_so_far = latest_step(event_log)
+    wait_until(handles["second"], lambda: latest_step(event_log) > steps_so_far + 20)
     events = handles["second"].events()
     assert next(event for event in events if isinstance(event, StepRecord)).step == 1
-    stop(handles["second"])
-    assert handles["second"].status().state is State.STOPPED
-    assert not [event for event in event_logs["second"].of(JobWarning) if "vault" in event.text]
+    _assert_prestop_hook_stops_job(head, handles["second"], event_log)
+    assert not [event for event in event_log.of(JobWarning) if "vault" in event.text]
     log = (tmp_path / "second" / "logs" / "job.log").read_text()
     assert "state: running\n" in log
     lines = (tmp_path / "second" / "events.jsonl").read_text().splitlines()
@@ -228,22 +234,29 @@ def test_two_jobs_share_a_cluster(tmp_path: Path):
     assert (kinds[0], kinds[-1]) == ("begun", "ended")
 
 
-def test_prestop_hook_of_head_stops_jobs(head: Head, tmp_path: Path):
-    """After the head pod's preStop hook, every job has a checkpoint of its last step."""
-    event_log = EventLog()
-    checkpoint = {"path": str(tmp_path), "every_steps": 100_000}
-    handle = make_job(tmp_path, workers=Workers(min=1), checkpoint=checkpoint).submit(
-        observer=event_log
-    )
-    wait_until(handle, lambda: latest_step(event_log) > 5)
+def _assert_killed_worker_fails_job(handle: JobHandle, event_log: EventLog) -> None:
+    """SIGKILL a rank's worker; the other rank waits for it in a collective."""
+    (ready,) = event_log.of(WorkersReady)
+    handle.inject("kill(rank=1)")
+    assert handle.wait(30), "less than the collective and heartbeat timeouts"
+    with pytest.raises(JobFailedError) as caught:
+        handle.result()
+    text = str(caught.value).splitlines()[0]
+    victim = next(worker for worker in ready.workers if f"(pid {worker.pid})" in text)
+    assert text.startswith(f"rank 1 on node {victim.node} (pid {victim.pid}) was lost in step")
+    assert "exit" in text
+
+
+def _assert_prestop_hook_stops_job(head: Head, handle: JobHandle, event_log: EventLog) -> None:
     command = [sys.executable, "-m", "rayzero.orchestrator.job.prestop", str(TIMEOUT_S)]
     env = os.environ | {"RAY_ADDRESS": head.address}
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=3 * TIMEOUT_S, check=False
     )
-    assert (done.returncode, done.stdout) == (0, "steady: stopped\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{handle.name}: stopped\n"), done.stderr
     assert handle.wait(TIMEOUT_S)
     with pytest.raises(JobStoppedError):
         handle.result()
+    assert handle.status().state is State.STOPPED
     assert event_log.of(Checkpointed)[-1].step == latest_step(event_log)
     handle.end()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import pickle
+import re
 from functools import partial
 
 import pytest
@@ -52,6 +54,11 @@ def test_import_error_shows_user_frames(module: str, first_frame: str, error: st
     _headline, _file, line, *_ = message.traceback.splitlines()
     assert line.strip().startswith(first_frame)
     assert "importlib" not in message.traceback
+
+
+def test_missing_module_names_the_folder_of_imports():
+    with pytest.raises(EntryPointError, match=re.escape(f"imported from {os.getcwd()}")):
+        resolve_entrypoint("nowhere:train")
 
 
 def no_arguments() -> None: ...

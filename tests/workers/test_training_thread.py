@@ -198,6 +198,8 @@ def test_exceptions_are_classified(error: Exception, kind: str, has_traceback: b
     assert bool(message.traceback) == has_traceback
     if has_traceback:
         assert "raise error" in message.traceback
+    else:
+        assert message.error == str(error)
 
 
 def test_wrapped_collective_failure_counts_as_one():

@@ -106,6 +106,16 @@ async def test_user_error_before_first_step_fails_job_with_traceback(folder: Pat
 
 
 @async_test
+async def test_data_error_of_worker_fails_job(folder: Path):
+    harness = Harness(folder)
+    await harness.steps(3)
+    harness.cluster.crash(0, "data", "'/no/such' does not exist")
+    await settle()
+    with pytest.raises(JobFailedError, match="'/no/such' does not exist"):
+        await harness.result()
+
+
+@async_test
 async def test_config_error_of_worker_is_raised(folder: Path):
     harness = Harness(folder)
     await harness.steps(3)
