@@ -35,6 +35,13 @@ from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
 from tests.integration.conftest import CPUS, Head
 from tests.integration.jobs.steady import ENGINE
+from tests.integration.scraping import (
+    METRICS,
+    check_endpoint_is_closed,
+    check_metrics,
+    files_have_steps,
+    has_recovered,
+)
 from tests.orchestrator.support import EventLog
 
 pytestmark = pytest.mark.slow
@@ -158,14 +165,18 @@ def test_job_outlives_its_driver_and_can_be_attached_to(head: Head, tmp_path: Pa
         Job.attach("missing")
 
 
-def test_killed_controller_is_restarted_and_adopts_its_run(head: Head, tmp_path: Path):
+def test_all_metrics_are_exposed_and_killed_controller_adopts_its_run(head: Head, tmp_path: Path):
+    """A job loses a worker, replaces it, and then loses its controller process."""
     event_log = EventLog()
-    handle = make_job(tmp_path).submit(observer=event_log)
+    handle = make_job(tmp_path, metrics=METRICS).submit(observer=event_log)
     wait_until(handle, lambda: len(event_log.of(Checkpointed)) >= 2)
     generation = handle.status().generation
     handle.scale("1:2")
     handle.inject(f"kill(rank=1, step={latest_step(event_log) + 5})")
     wait_until(handle, lambda: sum(handle.status().faults.values()) == 1)
+    wait_until(handle, lambda: has_recovered(event_log))
+    check_metrics(event_log, "steady", steps=1_000_000)
+    wait_until(handle, lambda: files_have_steps(tmp_path / "steady"))
     wait_until(handle, lambda: is_journaled(str(tmp_path / "steady"), generation))
     (controller,) = head.processes("ray::JobActor")
     step_before = latest_step(event_log)
@@ -184,6 +195,8 @@ def test_killed_controller_is_restarted_and_adopts_its_run(head: Head, tmp_path:
     assert (status.workers_min, status.workers_max) == (1, 2)
     wait_until(handle, lambda: not any(is_worker(pid) for pid in pids))
     stop(handle)
+    handle.end()
+    check_endpoint_is_closed(event_log)
 
 
 def is_journaled(folder: str, generation: int) -> bool:

@@ -10,7 +10,6 @@ _SHARED_HEAD = (
     "tests/integration/test_doctor.py",
     "tests/integration/test_job_life.py",
     "tests/integration/test_jobs.py",
-    "tests/integration/test_metrics.py",
     "tests/integration/test_prometheus.py",
     "tests/integration/test_ray_train.py",
     "tests/integration/test_worker_group.py",

@@ -21,6 +21,8 @@ class Points(torch.utils.data.Dataset[Any]):
 
 
 def train(ctx: Context) -> dict[str, Any]:
+    print(f"hello from {ctx.rank} of {ctx.world_size}")
+    print("to stderr", file=sys.stderr)
     model = torch.nn.Linear(8, 1)
     engine, _, loader, _ = ctx.initialize(
         model=model, model_parameters=model.parameters(), training_data=Points()
@@ -30,4 +32,8 @@ def train(ctx: Context) -> dict[str, Any]:
         ctx.report(tokens=len(x))
         engine.step()
     imported = sorted({"sympy", "torch._dynamo"} & set(sys.modules))
-    return {"samples": engine.metrics.samples, "slow_imports": imported}
+    return {
+        "samples": engine.metrics.samples,
+        "slow_imports": imported,
+        "answer": {"first": 1.5, "last": torch.tensor(2.5)},
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from typing import Any
@@ -46,27 +45,6 @@ def raise_error(ctx: Context) -> None:
         if ctx.rank == 1 and step == ctx.args["fail_step"]:
             raise ValueError("the data has a hole")
         ctx.report(step=step)
-
-
-def kill_rank(ctx: Context) -> None:
-    for step in range(1, ctx.steps + 1):
-        dist.barrier()
-        if ctx.rank == 1 and step == ctx.args["fail_step"]:
-            (ctx.output_dir / "killed").write_text(str(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
-        ctx.report(step=step)
-
-
-def raise_config_error(ctx: Context) -> None:
-    from rayzero.engine.errors import ConfigError
-
-    raise ConfigError("the batch sizes disagree", fix="train_batch_size")
-
-
-def raise_data_error(ctx: Context) -> None:
-    from rayzero.engine.errors import DataError
-
-    raise DataError(f"{ctx.args['data']!r} does not exist", fix="args.data in the job file")
 
 
 def ignore_interrupts(ctx: Context) -> None:

@@ -106,9 +106,9 @@ async def test_user_error_before_first_step_fails_job_with_traceback(folder: Pat
 
 
 @async_test
-async def test_data_error_of_worker_fails_job(folder: Path):
+async def test_data_error_before_first_step_fails_job(folder: Path):
     harness = Harness(folder)
-    await harness.steps(3)
+    await settle()
     harness.cluster.crash(0, "data", "'/no/such' does not exist")
     await settle()
     with pytest.raises(JobFailedError, match="'/no/such' does not exist"):

@@ -1,0 +1,97 @@
+"""Checks of a real job's metrics, scraped over HTTP after it has lost and replaced a worker."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rayzero.orchestrator.job_events import MetricsServed, Resized
+from rayzero.orchestrator.metrics.catalog import CATALOG
+from rayzero.orchestrator.progress import StepRecord
+from tests.orchestrator.support import EventLog
+
+METRICS = {"port": 0, "jsonl": True, "tensorboard": True}
+# Not reported for a CPU job, whose peak FLOP/s are unknown.
+ABSENT = {
+    "rayzero_model_flops_utilization_ratio",
+    "rayzero_device_peak_memory_bytes",
+}
+
+
+def check_metrics(event_log: EventLog, name: str, steps: int) -> None:
+    """Check what a job with these `steps` exposes after `has_recovered`."""
+    (serving,) = event_log.of(MetricsServed)
+    check_series(read(serving.url + "/metrics").decode(), name)
+    check_snapshot(json.loads(read(serving.url + "/snapshot.json")), name, steps)
+
+
+def files_have_steps(folder: Path) -> bool:
+    """Whether the job's files, written asynchronously, have 40 steps without a gap."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    steps = sorted({json.loads(line)["step"] for line in lines})
+    assert steps == list(range(1, len(steps) + 1))
+    (events,) = (folder / "tensorboard").iterdir()
+    return len(steps) >= 40 and events.stat().st_size > 1000
+
+
+def check_endpoint_is_closed(event_log: EventLog) -> None:
+    port = int(event_log.of(MetricsServed)[-1].url.rsplit(":", 1)[1])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def has_recovered(event_log: EventLog) -> bool:
+    """Whether the lost worker was replaced and the job reached step 40."""
+    records = event_log.of(StepRecord)
+    return bool(
+        event_log.of(MetricsServed)
+        and event_log.of(Resized)
+        and records[-1].step >= 40
+        and records[-1].world_size == 2
+    )
+
+
+def check_series(text: str, job: str) -> None:
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert sample.labels["job"] == job
+            key = tuple(sorted(item for item in sample.labels.items() if item[0] != "job"))
+            samples[sample.name, key] = sample.value
+        series = family.name + "_total" * (family.type == "counter")
+        assert CATALOG[series].kind == family.type
+    names = {name for name, _ in samples}
+    for name, series in CATALOG.items():
+        sample_name = f"{name}_count" if series.kind == "histogram" else name
+        assert (sample_name in names) != (name in ABSENT), name
+    assert samples["rayzero_step", ()] >= 40
+    assert samples["rayzero_faults_total", (("cause", "lost"),)] == 1
+    assert samples["rayzero_samples_total", ()] == 12 * samples["rayzero_steps_total", ()]
+    assert samples["rayzero_recovery_seconds_count", ()] == 1
+    assert 0 < samples["rayzero_goodput_ratio", ()] < 1
+    start_s = samples["rayzero_start_timestamp_seconds", ()]
+    attributed_s = sum(
+        value for (name, _), value in samples.items() if "time_seconds_total" in name
+    )
+    wall_s = attributed_s + samples["rayzero_time_unattributed_seconds", ()]
+    assert abs(time.time() - start_s - wall_s) < 30  # the scrape is recent
+
+
+def check_snapshot(value: dict[str, Any], job: str, steps: int) -> None:
+    assert (value["job"], value["state"]) == (job, "running")
+    assert value["progress"]["steps"] == steps
+    assert all(rank["phase"] for rank in value["ranks"])
+    assert len(value["ranks"]) == value["world_size"]
+    assert value["replicas"]["step"] is not None
+
+
+def read(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return bytes(response.read())
