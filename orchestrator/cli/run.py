@@ -64,12 +64,14 @@ def submit(job: JobFile, address: ClusterAddress = None, overrides: SpecOverride
     Exit code 0: the job was accepted. 1: it failed while starting. 2: a mistake in the job file, or
     a job of this name is running already.
     """
-    from rayzero.orchestrator.cluster.connect import find_clusters
-    from rayzero.orchestrator.errors import JobFailedError
-    from rayzero.orchestrator.job.api import Job
     from rayzero.orchestrator.job_file import load_job
 
     spec = load_job(job, overrides or ())
+    # Import Ray, which takes a second.
+    from rayzero.orchestrator.cluster.connect import find_clusters
+    from rayzero.orchestrator.errors import JobFailedError
+    from rayzero.orchestrator.job.api import Job
+
     cluster = address or os.environ.get("RAY_ADDRESS") or _only_cluster(find_clusters(None))
     handle = Job.from_spec(spec).submit(cluster)
     deadline_s = time.monotonic() + ACCEPT_TIMEOUT_S
@@ -119,11 +121,12 @@ def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: 
     """Runs the job that `load` returns, and shows its events; the exit code."""
     from rayzero.orchestrator.console import console_for
     from rayzero.orchestrator.errors import JobStoppedError
-    from rayzero.orchestrator.job.api import Job
 
     with console_for(as_json) as console, StopSignals() as signals:
         try:
             spec = load()
+            from rayzero.orchestrator.job.api import Job  # imports Ray, which takes a second
+
             console.start(spec.name, spec.steps)
             handle = Job.from_spec(spec).submit(address, console)
             signals.graceful()  # after submit: Ray replaces the SIGTERM handler when it starts
