@@ -33,8 +33,7 @@ class ForgedKeyError(dist.DistError):
 
 
 def open_store(address: str, timeout_s: float) -> TCPStore:
-    """Serves a store on a free port of this node's address, for the lifetime of the returned
-    object.
+    """Serves a store on a free port of this node's address, while the returned object lives.
 
     Raises:
         ConfigError: no interface of this node has that address.
@@ -74,6 +73,7 @@ class AuthenticatedStore(Store):
         self._store: Any = store  # torch's type stubs are incomplete
         self._secret = secret
         self._own_keys: dict[str, str] = {}
+        self._present: set[str] = set()  # `get` follows `wait`: a round trip less
         self._clones: list[AuthenticatedStore] = []  # C++ does not keep their Python objects
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -84,11 +84,12 @@ class AuthenticatedStore(Store):
         self._own_keys[self._name(key)] = key
 
     def get(self, key: str) -> bytes:
-        self._wait([key], self._store.timeout)
+        if key not in self._present:
+            self._wait([key], self._store.timeout)
         content = self._store.get(self._name(key))
         tag, sealed = content[:_TAG_BYTES], content[_TAG_BYTES:]
         if not hmac.compare_digest(tag, self._digest("value", key, sealed)):
-            raise ForgedKeyError(f"{self._describe(key)} was changed by a stranger")
+            raise ForgedKeyError(f"the rendezvous store's {key!r} was changed by a stranger")
         return self._mask(key, sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -102,13 +103,8 @@ class AuthenticatedStore(Store):
 
     def delete_key(self, key: str) -> bool:
         self._own_keys.pop(self._name(key), None)
+        self._present.discard(key)
         return bool(self._store.delete_key(self._name(key)))
-
-    def num_keys(self) -> int:
-        return int(self._store.num_keys())
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._store.set_timeout(timeout)
 
     def clone(self) -> AuthenticatedStore:
         """A store with a connection of its own."""
@@ -119,6 +115,7 @@ class AuthenticatedStore(Store):
         names, until_s = [self._name(key) for key in keys], monotonic() + timeout.total_seconds()
         try:
             self._store.wait(names, min(timeout, timedelta(seconds=UNCHECKED_WAIT_S)))
+            self._present.update(keys)
             return
         except dist.DistStoreError:
             if timeout.total_seconds() <= UNCHECKED_WAIT_S:
@@ -126,7 +123,9 @@ class AuthenticatedStore(Store):
         while not self._store.check(names):
             for name, key in list(self._own_keys.items()):
                 if not self._store.check([name]):
-                    raise ForgedKeyError(f"{self._describe(key)} was deleted by a stranger")
+                    raise ForgedKeyError(
+                        f"the rendezvous store's key {key!r} was deleted by a stranger"
+                    )
             if monotonic() > until_s:
                 missing = [key for key in keys if not self.check([key])]
                 seconds = timeout.total_seconds()
@@ -143,7 +142,4 @@ class AuthenticatedStore(Store):
     def _mask(self, key: str, nonce: bytes, data: bytes) -> bytes:
         """Encrypts or decrypts: a nonce is used once."""
         stream = shake_256(self._digest("mask", key, nonce)).digest(len(data))
-        return bytes(a ^ b for a, b in zip(data, stream, strict=True))
-
-    def _describe(self, key: str) -> str:
-        return f"the rendezvous store's key {key!r}"
+        return (int.from_bytes(data) ^ int.from_bytes(stream)).to_bytes(len(data))
