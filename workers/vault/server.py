@@ -154,12 +154,6 @@ class VaultServer:
         finally:
             _close_fds(*fds)
 
-    def _run_slow(self, peer: Peer, message: dict[str, Any]) -> None:
-        try:
-            self._run(peer, message)
-        finally:
-            peer.slow_requests.release()
-
     def _reply(
         self, peer: Peer, request_id: Any, error: RayzeroError | None, fds: Descriptors
     ) -> None:
@@ -234,7 +228,8 @@ class VaultServer:
         if message.get("call") in _SLOW_REQUESTS:
             with suppress(RuntimeError):  # the server is closing
                 if peer.slow_requests.acquire(blocking=False):
-                    self._io_pool.submit(self._run_slow, peer, message)
+                    running = self._io_pool.submit(self._run, peer, message)
+                    running.add_done_callback(lambda _: peer.slow_requests.release())
                 else:  # a worker has one call in flight, besides those that timed out
                     self._report_loss(peer)
             return
