@@ -17,6 +17,7 @@ M = TypeVar("M", bound=BaseModel)
 DOCUMENT_CONTEXT = {"document": True}
 """Validation context of documents that were read; models constructed by a script have none."""
 _MAX_LISTED_KEYS = 60
+_MAX_LISTED_MISTAKES = 50
 
 
 _SHOWN_LEVELS = 3
@@ -69,12 +70,15 @@ def error_lines(model: type[BaseModel], error: ValidationError) -> list[str]:
 def raise_config_error(what: str, mistakes: Sequence[str]) -> NoReturn:
     """Raises one ConfigError for all mistakes in a document."""
     count = f"{len(mistakes)} mistakes:\n  " if len(mistakes) > 1 else ""
-    raise ConfigError(f"{what}: {count}" + "\n  ".join(mistakes))
+    listed = list(mistakes[:_MAX_LISTED_MISTAKES])
+    if len(mistakes) > len(listed):
+        listed.append(f"... and {len(mistakes) - len(listed)} more")
+    raise ConfigError(f"{what}: {count}" + "\n  ".join(listed))
 
 
 def _error_line(model: type[BaseModel], error: ErrorDetails) -> str:
     path = [str(part) for part in error["loc"]]
-    name = ".".join(path) or "(top level)"
+    name = ".".join(f"{part:.100}" for part in path) or "(top level)"
     if error["type"] == "extra_forbidden":
         known = _allowed_keys(model, path[:-1])
         hint = did_you_mean(path[-1], known)

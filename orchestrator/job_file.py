@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rayzero.engine.config.parse import (
 )
 from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.redact import REDACTED, is_secret_key, redact_url
-from rayzero.engine.validation import validate_document
+from rayzero.engine.validation import repr_value, validate_document
 from rayzero.orchestrator.spec import MAX_WORKERS, JobSpec
 from rayzero.orchestrator.yaml_document import MAX_DEPTH, parse_yaml
 
@@ -205,16 +206,17 @@ def parse_worker_limits(limits: int | tuple[int, int] | str) -> tuple[int, int]:
     Raises:
         ConfigError: anything else, or not 1 <= minimum <= maximum.
     """
+    pair = None
     if isinstance(limits, str):
-        match = _WORKER_LIMITS_TEXT.fullmatch(limits)
-        pair = (int(match[1]), int(match[2] or match[1])) if match else None
-    elif isinstance(limits, int):
-        pair = (limits, limits)
+        if match := _WORKER_LIMITS_TEXT.fullmatch(limits):
+            pair = (int(match[1]), int(match[2] or match[1]))
     else:
-        pair = (int(limits[0]), int(limits[1]))
+        with suppress(TypeError, ValueError, OverflowError):  # from a script
+            least, most = (limits, limits) if isinstance(limits, int) else limits
+            pair = (int(least), int(most))
     if pair is None or not 1 <= pair[0] <= pair[1] <= MAX_WORKERS:
         raise ConfigError(
-            f"{limits!r:.80} is not a number of workers",
+            f"{repr_value(limits)} is not a number of workers",
             allowed=f"MIN:MAX with 1 <= MIN <= MAX <= {MAX_WORKERS}, such as 2:8, or one number "
             "for both",
         )

@@ -99,6 +99,15 @@ def test_hostile_job_file_is_a_config_error(text: str, message: str) -> None:
     assert len(str(error.value)) < 1000
 
 
+def test_message_of_many_mistakes_is_short() -> None:
+    with pytest.raises(ConfigError, match="2000 mistakes:") as error:
+        load(SMALL + "\n".join(f"k{i}: 1" for i in range(2000)))
+    assert "... and 1950 more" in str(error.value)
+    with pytest.raises(ConfigError, match="kkk: unknown key") as error:
+        load(SMALL + f"? {'k' * 100_000}\n: 1")
+    assert len(str(error.value)) < 1000
+
+
 def test_dates_are_text_and_aliases_are_copies() -> None:
     spec = load(SMALL + "args: {day: 2001-01-01, a: &a {n: 010}, b: *a, c: {<<: *a, m: 1}}")
     copies = {"a": {"n": 8}, "b": {"n": 8}, "c": {"n": 8, "m": 1}}
@@ -214,7 +223,13 @@ def test_large_ranges_of_workers_take_no_time() -> None:
             check_batch_sizes(config(total=most, **sizes), 1, most)
 
 
-@pytest.mark.parametrize("limits", ["1:999999999", 10**10, "9" * 5000, "2:1", (0, 4)])
+HUGE = pytest.param(10**5000, id="huge")
+
+
+@pytest.mark.parametrize(
+    "limits",
+    ["1:999999999", HUGE, "9" * 5000, "2:1", (0, 4), ("a", 2), (1, 2, 3), (1, float("inf")), None],
+)
 def test_hostile_number_of_workers_is_a_config_error(limits: Any) -> None:
     with pytest.raises(ConfigError, match="is not a number of workers"):
         parse_worker_limits(limits)

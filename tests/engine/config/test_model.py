@@ -171,7 +171,7 @@ def test_hjson(tmp_path: Path) -> None:
         (b"{", "is not JSON or Hjson"),
         (b"[1, 2]", "a mapping of keys to values was expected"),
         (b"3", "a mapping of keys to values was expected"),
-        (b"\xff\xfe\x00", "cannot be read: it is not text"),
+        (b"\xff\xfe\x00", "cannot be read: it is not UTF-8 text"),
         (b'{"stage": 2}', "stage: unknown key"),
     ],
 )
