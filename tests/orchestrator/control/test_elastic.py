@@ -109,7 +109,7 @@ async def test_scaling_to_invalid_world_size_is_rejected(folder: Path):
     engine = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}
     harness = Harness(folder, engine=engine)
     await harness.steps(1)
-    with pytest.raises(ConfigError, match="train_batch_size 4 is less than the world size 5"):
+    with pytest.raises(ConfigError, match="train_batch_size 4 is enough for 4 workers"):
         harness.controller.scale(2, 5)
     assert harness.cluster.resized == []
     await harness.finish()
