@@ -21,6 +21,7 @@ from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.state.client_state import decode_client_state, encode_client_state
 from rayzero.engine.state.load import LoadOptions
+from rayzero.engine.state.metadata import damaged_unless_valid
 from rayzero.engine.state.save import LATEST_FILE, save_state
 from rayzero.engine.training_step import TrainingStep
 
@@ -79,7 +80,8 @@ def load_checkpoint(
     client_state = run_on_all_ranks(collectives, device, read)[0]
     step.state.sync_model_weights()
     step.discard_gradients()
-    return path, decode_client_state(client_state)
+    with damaged_unless_valid("client_state"):
+        return path, decode_client_state(client_state)
 
 
 def check_tag(tag: str) -> str:

@@ -149,6 +149,7 @@ def prune_checkpoints(
     Only complete checkpoints count. Damaged ones are removed if older than the `keep` newest
     complete ones; those of a newer format remain. Files of interrupted saves are removed if older
     than the newest complete checkpoint both by step and by clock, which a running save is not.
+    Folders that are symbolic links are neither counted nor changed: they are of another place.
 
     Raises:
         ConfigError: the path is not a job's folder.
@@ -158,7 +159,10 @@ def prune_checkpoints(
         raise ConfigError(
             f"{path} is one checkpoint", allowed="a job's folder, with checkpoints step-<n> in it"
         )
-    checkpoints = list_checkpoints(path)
+    linked = {entry.name for entry in open_store(path).list_folder() if entry.is_link}
+    checkpoints = [
+        info for info in list_checkpoints(path) if step_folder_name(info.step) not in linked
+    ]
     complete = [info for info in checkpoints if info.is_complete]
     if not complete:
         return PruneResult((), (), (), 0)

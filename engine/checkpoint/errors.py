@@ -10,13 +10,14 @@ from typing import Any, Literal, TypeAlias
 from rayzero.engine.errors import ConfigError, DataError, RayzeroError, first_line
 from rayzero.engine.layout.state_index import LogicalTensor
 
-StoreErrorKind: TypeAlias = Literal["full", "gone", "forbidden", "slow", "other"]
+StoreErrorKind: TypeAlias = Literal["full", "gone", "forbidden", "slow", "unreadable", "other"]
 
 _FIX_BY_KIND: dict[StoreErrorKind, str] = {
     "full": "free space in the store, checkpoint.keep, or checkpoint.path",
     "gone": "checkpoint.path: an existing folder, disk or bucket",
     "forbidden": "the permissions of the folder, the store's credentials, or checkpoint.path",
     "slow": "the network to the store, or checkpoint.path",
+    "unreadable": "remove or replace it",
     "other": "checkpoint.path",
 }
 
@@ -25,18 +26,20 @@ class StoreError(RayzeroError):
     """An operation of a store failed.
 
     Attributes:
-        kind: full; gone: does not exist; forbidden: access denied; slow: timeout.
+        kind: full; gone: does not exist; forbidden: access denied; slow: timeout; unreadable: not a
+            regular file, or larger than it may be.
         url: the path or URL.
+        problem: what failed, without the URL.
     """
 
     def __init__(self, kind: StoreErrorKind, url: str, seen: str) -> None:
         super().__init__(f"{url}: {seen}", fix=_FIX_BY_KIND[kind])
         self.kind = kind
         self.url = url
-        self._seen = seen
+        self.problem = seen
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.kind, self.url, self._seen)
+        return type(self), (self.kind, self.url, self.problem)
 
 
 _ERRNOS: Mapping[StoreErrorKind, set[int]] = {

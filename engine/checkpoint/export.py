@@ -51,6 +51,8 @@ def export_checkpoint(
         DataError: the checkpoint is damaged, or the target cannot be written.
     """
     with closing(open_foreign(folder) or CheckpointSource(folder)) as source:
+        if isinstance(source, CheckpointSource):
+            source.check_sizes()  # before memory is allocated for what the manifest states
         return export_state(source, target, kind, progress)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rayzero.engine.errors import DataError
 from rayzero.engine.layout.reshard import RangeCopy, plan_copies
 from rayzero.engine.layout.state_index import LogicalTensor, StateSource, TensorRange
-from rayzero.engine.precision.dtypes import DTYPE_BY_NAME
+from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, scalar_from_json
 
 
 class WholeTensors:
@@ -54,7 +54,10 @@ class WholeTensors:
             DataError: its bytes are damaged or missing.
         """
         tensor = self.tensors[name]
-        flat = torch.empty(tensor.numel, dtype=DTYPE_BY_NAME[tensor.dtype])
+        try:
+            flat = torch.empty(tensor.numel, dtype=DTYPE_BY_NAME[tensor.dtype])
+        except RuntimeError as error:
+            raise DataError(f"no memory for {name} of shape {tensor.shape}") from error
         raw = flat.view(torch.uint8).numpy().data
         for copy in self._copies[name]:
             table = self._block_indexes[copy.source]
@@ -83,7 +86,9 @@ class ExportedModel:
         self._metadata = source.metadata(0)
         kinds = [self._tensors.names_of_kind(kind) for kind in ("weights", "buffers")]
         self._logical_names = kinds[0] | kinds[1]
-        self.ties: dict[str, str] = self._metadata.get("ties") or {}
+        ties: dict[str, str] = self._metadata.get("ties") or {}
+        # A state without frozen parameters may have names of theirs.
+        self.ties = {alias: name for alias, name in ties.items() if name in self._logical_names}
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each parameter and buffer as it is exported."""
@@ -114,8 +119,8 @@ class ExportedModel:
         options = []
         for group in groups:
             scalars = group.get("scalars", {})
-            for name in group["params"]:
-                state[name] = {key: _decode_scalar(value) for key, value in scalars.items()}
+            for name in group.get("params", ()):
+                state[name] = {key: scalar_from_json(value) for key, value in scalars.items()}
                 state[name] |= {
                     key: self._tensors.read(names[name])
                     for key, names in moments.items()
@@ -126,7 +131,7 @@ class ExportedModel:
                 key: tuple(value) if isinstance(value, list) else value
                 for key, value in group["options"].items()
             }
-            options.append(plain | {"params": list(group["params"])})
+            options.append(plain | {"params": list(group.get("params", ()))})
         return {"optimizer": {"state": state, "param_groups": options}} if groups else {}
 
     def _export_dtype(self, name: str) -> torch.dtype:
@@ -134,13 +139,6 @@ class ExportedModel:
         stored = DTYPE_BY_NAME[self._tensors.tensors[self._logical_names[name]].dtype]
         in_model = (self._metadata.get("model_dtypes") or {}).get(name)
         return DTYPE_BY_NAME[in_model] if in_model and stored.is_floating_point else stored
-
-
-def _decode_scalar(value: Any) -> Any:
-    """A scalar of optimizer state as the optimizer keeps it."""
-    if isinstance(value, dict):
-        return torch.tensor(value["value"], dtype=DTYPE_BY_NAME[value["dtype"]])
-    return value
 
 
 def save_safetensors(

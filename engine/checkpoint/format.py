@@ -26,8 +26,9 @@ MANIFEST_NAME = "manifest.json"
 PARTIAL_SUFFIX = ".partial"
 """Suffix of a local file that is not durable yet."""
 
-_STEP_PATTERN = re.compile(r"step-(0|[1-9]\d*)")
-_RANK_FILE_PATTERN = re.compile(r"rank-\d{5,}-[0-9a-f]{8}\.safetensors")
+RANK_FILE_PATTERN = r"rank-[0-9]{5,10}-[0-9a-f]{8}\.safetensors"
+
+_STEP_PATTERN = re.compile("step-(0|[1-9][0-9]{0,17})")
 _LENGTH_BYTES = 8  # the header's length, a little-endian number in front of it
 _PAGE_BYTES = 4096
 
@@ -52,12 +53,7 @@ def new_file_name(rank: int) -> str:
 def is_checkpoint_file(name: str) -> bool:
     """Whether a file name in a step's folder is one of rayzero's, complete or partial."""
     name = name.removesuffix(PARTIAL_SUFFIX).removeprefix(".")
-    return name == MANIFEST_NAME or _RANK_FILE_PATTERN.fullmatch(name) is not None
-
-
-def is_rank_file(name: str) -> bool:
-    """Whether a manifest may list a file of this name."""
-    return _RANK_FILE_PATTERN.fullmatch(name) is not None
+    return name == MANIFEST_NAME or re.fullmatch(RANK_FILE_PATTERN, name) is not None
 
 
 def block_count(nbytes: int) -> int:

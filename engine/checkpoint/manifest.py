@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from time import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_hexdigest
 
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError, CheckpointVersionError
-from rayzero.engine.checkpoint.format import FORMAT_VERSION, block_count, is_rank_file
-from rayzero.engine.errors import EngineError
+from rayzero.engine.checkpoint.format import FORMAT_VERSION, block_count
+from rayzero.engine.errors import EngineError, first_line
 from rayzero.engine.layout.reshard import plan_copies
-from rayzero.engine.layout.state_index import DTYPE_BYTES, BlockIndex, LogicalTensor, TensorRange
+from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
+
+if TYPE_CHECKING:
+    from rayzero.engine.checkpoint.schema import RankFileDocument
 
 _PREFIX = b'{"checksum":"%s","checkpoint":'
 _PREFIX_BYTES = len(_PREFIX % b"0123456789abcdef")
@@ -122,29 +124,27 @@ class Manifest:
             CheckpointDamagedError: the content is not what was written.
             CheckpointVersionError: a newer version wrote it.
         """
+        # Imported here: vaults write manifests' files and start without pydantic.
+        from rayzero.engine.checkpoint.schema import MANIFEST, validate
+
         try:
-            content = _verify_checksum(raw, where)
+            content = validate(MANIFEST, _verify_checksum(raw, where))
             tensors = [
-                (name, LogicalTensor(dtype, tuple(shape)))
-                for name, dtype, shape in content["tensors"]
+                (name, LogicalTensor(dtype, shape)) for name, dtype, shape in content.tensors
             ]
             files = tuple(
-                _file_from_json(rank, file, tensors) for rank, file in enumerate(content["files"])
+                _file_from_json(rank, file, tensors) for rank, file in enumerate(content.files)
             )
-            if not files or len(files) != content["world_size"]:
-                raise ValueError(f"{len(files)} files of {content['world_size']} ranks")
-            return cls(
-                content["job"],
-                content["step"],
-                content["generation"],
-                content["stage"],
-                content["created_s"],
-                files,
-            )
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            if len(files) != content.world_size:
+                raise ValueError(f"{len(files)} files of {content.world_size} ranks")
+            if len(dict(tensors)) != len(tensors):
+                raise ValueError("two tensors of one name")
+        except (LookupError, ValueError, RecursionError) as error:
             raise CheckpointDamagedError(
-                f"{where} is not a manifest that rayzero wrote: {error!r}"
+                f"{where} is not a manifest that rayzero wrote: {first_line(error)}"
             ) from None
+        job, step, generation = content.job, content.step, content.generation
+        return cls(job, step, generation, content.stage, content.created_s, files)
 
 
 def make_manifest(
@@ -169,13 +169,15 @@ def make_manifest(
     return manifest
 
 
-def _verify_checksum(raw: bytes, where: str) -> dict[str, Any]:
+def _verify_checksum(raw: bytes, where: str) -> Any:
     """The JSON object, after comparing its checksum."""
     text = raw[_PREFIX_BYTES : -len(_SUFFIX)]
     if raw != _PREFIX % xxh3_64_hexdigest(text).encode() + text + _SUFFIX:
         raise CheckpointDamagedError(f"{where} is damaged: its checksum does not match")
-    content: dict[str, Any] = json.loads(text)
-    version = content["format_version"]
+    content: Any = json.loads(text)
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if type(version) is not int or version < 1:
+        raise ValueError("no format version")
     if version > FORMAT_VERSION:
         raise CheckpointVersionError(
             f"{where} has format version {version}",
@@ -201,40 +203,22 @@ def _file_to_json(file: RankFile, number: dict[str, int]) -> dict[str, Any]:
 
 
 def _file_from_json(
-    rank: int, document: dict[str, Any], tensors: list[tuple[str, LogicalTensor]]
+    rank: int, document: RankFileDocument, tensors: list[tuple[str, LogicalTensor]]
 ) -> RankFile:
-    """Raises LookupError, TypeError or ValueError if the document is invalid."""
+    """Raises LookupError or ValueError if the document contradicts itself."""
+    from rayzero.engine.checkpoint.schema import check_index, check_metadata
+
     table = BlockIndex(
-        dict(tensors[number] for number in document["tensors"]),
-        tuple(TensorRange(tensors[number][0], *numbers) for number, *numbers in document["ranges"]),
-        document["data_bytes"],
-        document["constant_bytes"],
+        dict(tensors[number] for number in document.tensors),
+        tuple(TensorRange(tensors[number][0], *numbers) for number, *numbers in document.ranges),
+        document.data_bytes,
+        document.constant_bytes,
     )
-    name, nbytes, checksum, blocks, metadata = (
-        document[key] for key in ("name", "nbytes", "checksum", "blocks", "small")
-    )
-    file = RankFile(name, rank, nbytes, checksum, blocks, table, metadata)
-    _check_file(file)
-    return file
-
-
-def _check_file(file: RankFile) -> None:
-    """Check what readers rely on: no access outside of a file or to a file of another folder."""
-    table = file.block_index
-    if not is_rank_file(file.name):
-        raise ValueError(f"a file called {file.name!r}")
-    if not 0 <= table.nbytes <= file.nbytes:
-        raise ValueError(f"{file.name} of {file.nbytes} bytes with {table.nbytes} bytes of data")
-    if len(file.blocks) != block_count(table.nbytes) * _CHECKSUM_DIGITS:
-        raise ValueError(f"checksums {file.blocks!r} of {table.nbytes} bytes")
-    if not isinstance(file.metadata, dict):
-        raise ValueError(f"the JSON part of {file.name}")
-    for name, tensor in table.tensors.items():
-        if tensor.dtype not in DTYPE_BYTES or min(tensor.shape, default=0) < 0:
-            raise ValueError(f"{name} of dtype {tensor.dtype} and shape {tensor.shape}")
-    for part in table.ranges:
-        tensor = table.tensors[part.name]
-        end = part.offset + (part.stop - part.start) * tensor.item_bytes
-        inside = 0 <= part.start <= part.stop <= prod(tensor.shape)
-        if not inside or not 0 <= part.offset <= end <= table.nbytes:
-            raise ValueError(f"{part.name}[{part.start}:{part.stop}] at byte {part.offset}")
+    name, nbytes, blocks = document.name, document.nbytes, document.blocks
+    if not table.constant_bytes <= table.nbytes <= nbytes:
+        raise ValueError(f"{name} of {nbytes} bytes with {table.nbytes} bytes of data")
+    if len(blocks) != block_count(table.nbytes) * _CHECKSUM_DIGITS:
+        raise ValueError(f"{len(blocks)} digits of checksums of {table.nbytes} bytes")
+    check_index(table)
+    check_metadata(document.small)
+    return RankFile(name, rank, nbytes, document.checksum, blocks, table, document.small)

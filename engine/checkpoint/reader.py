@@ -23,6 +23,8 @@ from rayzero.engine.checkpoint.store_local import ReadStream, Store
 from rayzero.engine.errors import DataError, EngineError
 from rayzero.engine.layout.state_index import BlockIndex
 
+MAX_MANIFEST_BYTES = 2**30
+"""A manifest has 64 bytes for each MiB of data: this is one of about 16 TB."""
 _CHUNK_BYTES = 16 * BLOCK_BYTES  # read at once by `verify_checkpoint`
 
 
@@ -119,8 +121,10 @@ def read_manifest(store: Store, folder: str = "") -> Manifest:
     name = f"{folder}/{MANIFEST_NAME}" if folder else MANIFEST_NAME
     where = join_url(store.url, name)
     try:
-        raw = store.read(name)
+        raw = store.read(name, MAX_MANIFEST_BYTES)
     except StoreError as error:
+        if error.kind == "unreadable":
+            raise CheckpointDamagedError(f"{where} {error.problem}") from None
         if error.kind != "gone":
             raise
         raise DataError(
@@ -172,6 +176,12 @@ class CheckpointSource:
             self._readers[block] = self._open_file(self.manifest.files[block])
         self._readers[block].read(offset, into)
 
+    def check_sizes(self) -> None:
+        """Raises CheckpointDamagedError if a file has not the size that the manifest states."""
+        sizes = {entry.name: entry.nbytes for entry in self._store.list_folder()}
+        for name, text in self.manifest.wrong_sizes(sizes).items():
+            raise CheckpointDamagedError(f"{join_url(self._store.url, name)} {text}")
+
     def close(self) -> None:
         """Close the files. Safe to repeat."""
         self._stack.close()
@@ -181,9 +191,10 @@ class CheckpointSource:
         try:
             file = self._store.open(entry.name)
         except StoreError as error:
-            if error.kind != "gone":
+            if error.kind not in ("gone", "unreadable"):
                 raise
-            raise CheckpointDamagedError(f"{where} is missing") from None
+            problem = "is missing" if error.kind == "gone" else error.problem
+            raise CheckpointDamagedError(f"{where} {problem}") from None
         self._stack.callback(file.close)
         return BlockReader(file, entry, where)
 
@@ -254,9 +265,10 @@ def _verify_file(
     try:
         damaged, header_damaged = _read_all(store, file, progress)
     except StoreError as error:
-        if error.kind != "gone":
+        if error.kind not in ("gone", "unreadable"):
             raise
-        yield FileProblem(file.name, "missing", "is missing")
+        problem = "is missing" if error.kind == "gone" else error.problem
+        yield FileProblem(file.name, "missing", problem)
         return
     for number in damaged:
         begin = file.data_offset + number * BLOCK_BYTES
@@ -270,12 +282,13 @@ def _read_all(
     store: Store, file: RankFile, progress: Callable[[int], None]
 ) -> tuple[list[int], bool]:
     """The damaged blocks, and whether the file is damaged elsewhere."""
-    memory = memoryview(bytearray(max(_CHUNK_BYTES, file.data_offset)))
-    damaged = []
+    memory = memoryview(bytearray(min(_CHUNK_BYTES, file.nbytes)))
+    damaged, whole = [], xxh3_64()
     with closing(store.open(file.name)) as opened:
-        header = memory[: file.data_offset]
-        opened.read(0, [header])
-        whole = xxh3_64(header)
+        for start in range(0, file.data_offset, _CHUNK_BYTES):
+            chunk = memory[: min(_CHUNK_BYTES, file.data_offset - start)]
+            opened.read(start, [chunk])
+            whole.update(chunk)
         for start in range(0, file.block_index.nbytes, _CHUNK_BYTES):
             chunk = memory[: min(_CHUNK_BYTES, file.block_index.nbytes - start)]
             opened.read(file.data_offset + start, [chunk])

@@ -1,71 +1,75 @@
-"""What the documents of checkpoints may hold. They are validated once, where they are read; the
-code behind relies on it. Not imported by vaults: they read no documents, and start without pydantic.
+"""What the documents of checkpoints may hold. They are validated once, where they are read.
+
+Vaults, which read no documents and must start fast, do not import it: it imports pydantic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, TypeAdapter
-from typing_extensions import NotRequired, TypedDict
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from rayzero.engine.layout.state_index import DTYPE_BYTES, BlockIndex
+from rayzero.engine.checkpoint.format import RANK_FILE_PATTERN
+from rayzero.engine.layout.state_index import BlockIndex
+from rayzero.engine.validation import repr_value
+
+T = TypeVar("T")
 
 _MAX_COUNT = 2**62
 _MAX_DEPTH = 100
+_MAX_VALUES = 2**20
+_PLAIN_TYPES = (bool, int, float, str, type(None), list, tuple, dict)
 _MAX_DIMS = 64  # of a tensor, as in torch's and NumPy's iterators
 
 Count = Annotated[int, Field(strict=True, ge=0, le=_MAX_COUNT)]
 _Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-_Name = Annotated[str, Field(max_length=65_536)]  # a length also excludes lone surrogates
+_Name = Annotated[str, Field(max_length=2048)]  # a length also excludes lone surrogates
 _Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
 _Shape = Annotated[tuple[Count, ...], Field(max_length=_MAX_DIMS)]
 _Checksum = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
-_LENIENT = ConfigDict(extra="allow")  # keys of a later release
 
 
-class _Scalar(TypedDict):
+class _Scalar(BaseModel):
     dtype: _Dtype
     value: bool | int | float
 
 
-class _Group(TypedDict):
+class _Group(BaseModel):
     options: dict[_Name, Any]
-    scalars: NotRequired[dict[_Name, _Scalar | bool | float | str | list[Any] | None]]
-    params: NotRequired[list[_Name]]
+    scalars: dict[_Name, _Scalar | bool | float | str | list[Any] | None] = {}
+    params: list[_Name] = []
 
 
-class _LossScale(TypedDict):
+class _LossScale(BaseModel):
     value: Annotated[_Real, Field(gt=0)]
     hysteresis: Annotated[int, Field(strict=True, ge=-_MAX_COUNT, le=_MAX_COUNT)]
     good_steps: Annotated[int, Field(strict=True, ge=-_MAX_COUNT, le=_MAX_COUNT)]
 
 
-class Metadata(TypedDict, total=False):
+class Metadata(BaseModel):
     """A rank's JSON part, as far as it is not decoded by who wrote it (`rng`, `client_state`)."""
 
-    __pydantic_config__ = _LENIENT  # type: ignore[misc]
-    step: Count
-    rank: Count
-    sample_cursor: Count
-    skipped_steps: Count
-    global_batch: Annotated[Count, Field(ge=1)] | None
-    residual_factor: _Real
-    loss_scale: _LossScale | None
-    groups: list[_Group] | None
-    scheduler: dict[_Name, Any] | None
-    ties: dict[_Name, _Name] | None
-    model_dtypes: dict[_Name, _Dtype] | None
-    rng: dict[_Name, Any] | None
-    frozen: bool
+    model_config = ConfigDict(protected_namespaces=())  # there is a key model_dtypes
+    step: Count = 0
+    rank: Count = 0
+    sample_cursor: Count = 0
+    skipped_steps: Count = 0
+    global_batch: Annotated[Count, Field(ge=1)] | None = None
+    residual_factor: _Real = 1.0
+    loss_scale: _LossScale | None = None
+    groups: list[_Group] | None = None
+    scheduler: dict[_Name, Any] | None = None
+    ties: dict[_Name, _Name] | None = None
+    model_dtypes: dict[_Name, _Dtype] | None = None
+    rng: dict[_Name, Any] | None = None
+    frozen: bool = True
 
 
-class RankFileDocument(TypedDict):
+class RankFileDocument(BaseModel):
     """A rank's file in a manifest; `tensors` and `ranges` refer to the manifest's tensors."""
 
-    name: Annotated[str, Field(pattern=r"^rank-[0-9]{5,10}-[0-9a-f]{8}\.safetensors$")]
+    name: Annotated[str, Field(pattern=f"^{RANK_FILE_PATTERN}$")]
     nbytes: Count
     checksum: _Checksum
     blocks: Annotated[str, Field(pattern="^(?:[0-9a-f]{16})*$")]
@@ -73,13 +77,12 @@ class RankFileDocument(TypedDict):
     constant_bytes: Count
     tensors: list[Count]
     ranges: list[tuple[Count, Count, Count, Count]]
-    small: Metadata
+    small: dict[_Name, Any]
 
 
-class ManifestDocument(TypedDict):
+class ManifestDocument(BaseModel):
     """The inner object of a manifest."""
 
-    __pydantic_config__ = _LENIENT  # type: ignore[misc]
     job: _Name
     step: Count
     generation: Count
@@ -90,6 +93,62 @@ class ManifestDocument(TypedDict):
     files: Annotated[list[RankFileDocument], Field(min_length=1)]
 
 
+class _WeightIndex(BaseModel):
+    weight_map: dict[_Name, _Name]
+
+
+INDEX: TypeAdapter[_WeightIndex] = TypeAdapter(_WeightIndex)
 MANIFEST: TypeAdapter[ManifestDocument] = TypeAdapter(ManifestDocument)
 METADATA: TypeAdapter[Metadata] = TypeAdapter(Metadata)
-SHAPE: TypeAdapter[tuple[int, ...]] = TypeAdapter(_Shape)
+PADDINGS: TypeAdapter[list[list[int]]] = TypeAdapter(list[list[Count]])
+SHAPES: TypeAdapter[dict[str, tuple[int, ...]]] = TypeAdapter(dict[_Name, _Shape])
+
+
+def validate(schema: TypeAdapter[T], document: Any) -> T:
+    """The document by its schema. Raises ValueError with the first mistake."""
+    try:
+        return schema.validate_python(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        path = repr_value(".".join(str(part) for part in first["loc"]))
+        raise ValueError(f"{path}: {first['msg']}, not {repr_value(first['input'])}") from None
+
+
+def check_metadata(metadata: dict[str, Any]) -> None:
+    """Raises ValueError for a JSON part that is not by its schema. A script's `client_state` is
+    checked when it is decoded."""
+    validate(METADATA, metadata)
+    check_plain([value for key, value in metadata.items() if key != "client_state"])
+
+
+def check_plain(level: list[Any]) -> None:
+    """Raises ValueError unless the values consist of lists, dictionaries, text and numbers."""
+    for _ in range(_MAX_DEPTH):
+        values, level = level, []
+        for value in values:
+            if not isinstance(value, _PLAIN_TYPES) or (type(value) is int and abs(value) >> 63):
+                raise ValueError(f"{repr_value(value)} is not text, nor a number of 64 bits")
+            if isinstance(value, dict | list | tuple):
+                level += value.values() if isinstance(value, dict) else value
+        if len(level) > _MAX_VALUES:  # of lists that are contained several times in each other
+            break
+    if level:
+        raise ValueError(f"values in over {_MAX_DEPTH} levels, or over {_MAX_VALUES} in one")
+
+
+def check_index(table: BlockIndex) -> None:
+    """Raises LookupError or ValueError unless all ranges are inside their tensor and the block, and
+    take no more bytes than it has: no reader accesses bytes elsewhere, or allocates more memory
+    than all blocks have bytes."""
+    sizes = {name: (tensor.numel, tensor.item_bytes) for name, tensor in table.tensors.items()}
+    for name, tensor in table.tensors.items():
+        if prod(max(1, size) for size in tensor.shape) * tensor.item_bytes > _MAX_COUNT:
+            raise ValueError(f"{name} of shape {tensor.shape}")
+    free = table.nbytes
+    for part in table.ranges:
+        numel, item_bytes = sizes[part.name]
+        nbytes = (part.stop - part.start) * item_bytes
+        free -= nbytes
+        inside = 0 <= part.start <= part.stop <= numel
+        if not inside or not 0 <= part.offset <= part.offset + nbytes <= table.nbytes or free < 0:
+            raise ValueError(f"{part.name}[{part.start}:{part.stop}] at byte {part.offset}")

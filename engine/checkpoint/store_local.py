@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rayzero.engine.checkpoint.errors import store_errors
+from rayzero.engine.checkpoint.errors import StoreError, store_errors
 from rayzero.engine.checkpoint.format import PARTIAL_SUFFIX
+
+SMALL_FILE_BYTES = 64 * 2**20
+"""The default limit of files that are read as a whole."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +25,14 @@ class StoreEntry:
     Attributes:
         nbytes: size of a file; 0 for a folder.
         modified_s: seconds since 1970, by the store's clock.
+        is_link: whether it is a symbolic link; the rest is of its target.
     """
 
     name: str
     is_folder: bool
     nbytes: int
     modified_s: float
+    is_link: bool = False
 
 
 class ReadStream(Protocol):
@@ -66,11 +72,12 @@ class Store(Protocol):
     def open(self, name: str) -> ReadStream:
         """
         Raises:
-            StoreError: of kind `gone` if the file does not exist.
+            StoreError: of kind `gone` if the file does not exist, `unreadable` if it is not a
+                regular file: a FIFO, a device or a folder would block, or never end.
         """
 
-    def read(self, name: str) -> bytes:
-        """Content of a small file. Raises as `open` does."""
+    def read(self, name: str, max_bytes: int = SMALL_FILE_BYTES) -> bytes:
+        """Content of a file. Raises as `open` does, and `unreadable` if it is larger."""
 
     def remove(self, name: str) -> None:
         """Remove a file durably, if it exists."""
@@ -123,10 +130,11 @@ class LocalStore:
         with store_errors(str(path)):
             return LocalReadStream(path)
 
-    def read(self, name: str) -> bytes:
-        path = self._folder / name
-        with store_errors(str(path)):
-            return path.read_bytes()
+    def read(self, name: str, max_bytes: int = SMALL_FILE_BYTES) -> bytes:
+        with closing(self.open(name)) as stream:
+            check_size(str(self._folder / name), stream.nbytes, max_bytes)
+            content = bytearray(stream.nbytes)
+            return bytes(memoryview(content)[: stream.read(0, [memoryview(content)])])
 
     def remove(self, name: str) -> None:
         path = self._folder / name
@@ -140,11 +148,16 @@ class LocalStore:
 
 
 class LocalReadStream:
-    """Reads directly into the caller's memory, unbuffered."""
+    """Reads directly into the caller's memory, unbuffered. `nbytes` is the size when opened."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        status = os.fstat(self._fd)
+        self.nbytes = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise StoreError("unreadable", str(path), "is not a regular file")
 
     def read(self, offset: int, parts: Sequence[memoryview]) -> int:
         done = 0
@@ -163,6 +176,12 @@ class LocalReadStream:
             os.close(fd)
 
 
+def check_size(url: str, nbytes: int, max_bytes: int) -> None:
+    """Raises StoreError of kind `unreadable` if a file has more bytes than it may have."""
+    if nbytes > max_bytes:
+        raise StoreError("unreadable", url, f"has {nbytes} bytes; at most {max_bytes} are read")
+
+
 def _write_chunks(fd: int, chunks: Iterable[memoryview]) -> None:
     offset = 0
     for chunk in chunks:
@@ -176,13 +195,15 @@ def _write_chunks(fd: int, chunks: Iterable[memoryview]) -> None:
 
 
 def _to_store_entry(entry: os.DirEntry[str]) -> StoreEntry | None:
-    """None if the file was removed in the meantime."""
+    """None if the file was removed in the meantime, or is a link to nothing."""
     try:
         status = entry.stat()
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):
+            raise
         return None
     nbytes = 0 if entry.is_dir() else status.st_size
-    return StoreEntry(entry.name, entry.is_dir(), nbytes, status.st_mtime)
+    return StoreEntry(entry.name, entry.is_dir(), nbytes, status.st_mtime, entry.is_symlink())
 
 
 def _make_folder(path: Path) -> None:

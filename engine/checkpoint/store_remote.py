@@ -12,7 +12,7 @@ from pyarrow import ArrowException, fs
 
 from rayzero.engine.checkpoint.errors import StoreError, store_errors
 from rayzero.engine.checkpoint.format import PARTIAL_SUFFIX
-from rayzero.engine.checkpoint.store_local import StoreEntry
+from rayzero.engine.checkpoint.store_local import SMALL_FILE_BYTES, StoreEntry, check_size
 from rayzero.engine.errors import ConfigError
 
 _READ_BACK_MISMATCH = (
@@ -89,7 +89,7 @@ class RemoteStore:
         with self._errors(name):
             with self._fs.open_output_stream(self._path(written), compression=None) as stream:
                 stream.write(content)
-            if self.read(written) != content:
+            if self.read(written, len(content) + _EDGE_BYTES) != content:
                 raise StoreError("other", self._display_url(name), _READ_BACK_MISMATCH)
             if moved:
                 with suppress(FileNotFoundError):
@@ -102,9 +102,10 @@ class RemoteStore:
                 self._fs.open_input_file(self._path(name)), self._display_url(name)
             )
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, max_bytes: int = SMALL_FILE_BYTES) -> bytes:
         with self._errors(name), self._fs.open_input_file(self._path(name)) as stream:
-            content: bytes = stream.read()
+            check_size(self._display_url(name), stream.size(), max_bytes)
+            content: bytes = stream.read(max_bytes)
             return content
 
     def remove(self, name: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from rayzero.engine.errors import EngineError
@@ -33,3 +35,12 @@ def dtype_name(dtype: torch.dtype) -> str:
             allowed=", ".join(str(supported) for supported in _DTYPE_NAMES),
         )
     return _DTYPE_NAMES[dtype]
+
+
+def scalar_from_json(saved: Any) -> Any:
+    """A scalar of optimizer state: `{"dtype": ..., "value": ...}` as a tensor, others unchanged. A
+    value outside of the dtype's range does not raise."""
+    if not isinstance(saved, dict):
+        return saved
+    wide = torch.float64 if isinstance(saved["value"], float) else torch.int64
+    return torch.tensor(saved["value"], dtype=wide).to(DTYPE_BY_NAME[saved["dtype"]])

@@ -7,6 +7,8 @@ import logging
 import random
 from base64 import b64decode, b64encode
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,11 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from rayzero.engine.errors import DataError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.optim.schedule import Scheduler
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
-from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
+from rayzero.engine.precision.dtypes import dtype_name, scalar_from_json
 from rayzero.engine.zero.runtime import ZeroRuntime
 
 log = logging.getLogger("rayzero.engine")
@@ -55,9 +58,10 @@ def restore_optimizer_metadata(
         keep_options: keep the groups' options, such as lr, of this run's config. With a scheduler,
             which changes them during training, they are restored.
     """
-    documents = [source.metadata(rank) for rank in range(len(source.block_indexes))]
+    ranks = range(len(source.block_indexes))
+    documents = [source.metadata(rank).get("groups") or () for rank in ranks]
     for number, group in enumerate(optimizer.torch_optimizer.param_groups):
-        saved = [doc["groups"][number] for doc in documents if number < len(doc.get("groups", ()))]
+        saved = [groups[number] for groups in documents if number < len(groups)]
         scalars: dict[str, Any] = next(
             (entry["scalars"] for entry in saved if "scalars" in entry), {}
         )
@@ -69,6 +73,18 @@ def restore_optimizer_metadata(
         if saved and not keep_options:
             options = saved[0]["options"]
             group.update({key: options[key] for key in options.keys() - _KERNEL_OPTIONS})
+
+
+@contextmanager
+def damaged_unless_valid(part: str) -> Iterator[None]:
+    """Converts errors of decoding a part of a saved state: it is not what was encoded."""
+    try:
+        yield
+    except (
+        *(LookupError, TypeError, ValueError, AttributeError, ArithmeticError),
+        *(RuntimeError, MemoryError),  # also of torch, and RecursionError
+    ) as error:
+        raise DataError(f"the {part} of the saved state is not valid: {error!r:.300}") from error
 
 
 def scheduler_metadata(scheduler: Scheduler | None) -> dict[str, Any] | None:
@@ -83,7 +99,8 @@ def restore_scheduler(scheduler: Scheduler | None, state: dict[str, Any] | None)
     if scheduler is None or state is None:
         return
     if hasattr(scheduler, "load_state_dict"):
-        scheduler.load_state_dict(state)
+        with damaged_unless_valid("scheduler"):
+            scheduler.load_state_dict(state)
     else:
         name = type(scheduler).__name__
         log.warning("the scheduler %s has no load_state_dict: it starts from the beginning", name)
@@ -118,11 +135,9 @@ def _scalar_to_json(value: Any) -> Any:
 
 def _scalar_from_json(key: str, saved: Any, group: dict[str, Any], device: torch.device) -> Any:
     """A saved scalar as the optimizer keeps it: `step` on the CPU unless a kernel reads it."""
-    if not isinstance(saved, dict):
-        return saved
-    if key == "step" and not group.get("fused") and not group.get("capturable"):
-        device = torch.device("cpu")
-    return torch.tensor(saved["value"], dtype=DTYPE_BY_NAME[saved["dtype"]], device=device)
+    scalar = scalar_from_json(saved)
+    on_cpu = key == "step" and not group.get("fused") and not group.get("capturable")
+    return scalar.to(device) if isinstance(scalar, Tensor) and not on_cpu else scalar
 
 
 def _is_json(value: Any) -> bool:

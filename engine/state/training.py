@@ -145,16 +145,17 @@ class TrainingState:
             metadata.restore_scheduler(self._scheduler, document.get("scheduler"))
         if not options.progress:
             return
-        self.progress.step = document["step"]
+        self.progress.step = source.step
         self.progress.micro_step = 0
         self.progress.sample_cursor = document.get("sample_cursor", 0)
         self.progress.skipped_steps = document.get("skipped_steps", 0)
         self._runtime.load_loss_scale(document.get("loss_scale"))
         if rng := document.get("rng"):
-            if document.get("rank") == rank:
-                metadata.restore_rng(rng, self._device)
-            else:
-                metadata.fork_rng(rng, rank, self._device)
+            with metadata.damaged_unless_valid("random-number state"):
+                if document.get("rank") == rank:
+                    metadata.restore_rng(rng, self._device)
+                else:
+                    metadata.fork_rng(rng, rank, self._device)
 
     def sync_model_weights(self) -> None:
         """Update model weights from the loaded main weights. Collective."""

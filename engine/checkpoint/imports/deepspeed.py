@@ -8,6 +8,7 @@ Random-number states are not imported.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -23,7 +24,13 @@ from rayzero.engine.checkpoint.imports.deepspeed_files import (
     rank_range,
     read_zero_files,
 )
-from rayzero.engine.checkpoint.imports.tensors import FlatTensor, TensorSource, checked_dtype_name
+from rayzero.engine.checkpoint.imports.tensors import (
+    CONTENT_ERRORS,
+    FlatTensor,
+    TensorSource,
+    checked_dtype_name,
+)
+from rayzero.engine.checkpoint.schema import PADDINGS, SHAPES, check_plain, validate
 from rayzero.engine.errors import DataError
 from rayzero.engine.layout.state_index import TensorRange
 
@@ -31,9 +38,6 @@ ParamShapes = dict[str, tuple[int, ...]]
 Layout = list[list[list[TensorRange]]]  # for each rank, for each of its flat tensors
 # Stages 1 and 2 pad a group to twice its ranks, for NCCL; some versions keep that padding.
 _PADDING_PER_RANK = 2
-_OPTION_TYPES = (bool, int, float, str, type(None), list, tuple)
-# Errors that unexpected keys, types and lengths cause in the code below.
-_FORMAT_ERRORS = (LookupError, TypeError, AttributeError, ValueError)
 
 
 def open_deepspeed(path: Path) -> TensorSource | None:
@@ -48,9 +52,9 @@ def open_deepspeed(path: Path) -> TensorSource | None:
         return None
     try:
         return _make_source(read_zero_files(folder))
-    except _FORMAT_ERRORS as error:
+    except CONTENT_ERRORS as error:
         raise DataError(
-            f"{folder} does not hold what DeepSpeed is known to write: {error!r}",
+            f"{folder} does not hold what DeepSpeed is known to write: {error!r:.500}",
             allowed="a checkpoint of DeepSpeed's ZeRO stages 1 to 3, of a version up to 0.19",
         ) from error
 
@@ -75,7 +79,7 @@ def _param_shapes(files: ZeroFiles) -> list[ParamShapes]:
             f"{files.folder} does not say which parameters it holds: no 'param_shapes'",
             allowed="a checkpoint of DeepSpeed 0.4 or newer",
         )
-    return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+    return [validate(SHAPES, group) for group in groups]
 
 
 def _layout(files: ZeroFiles, groups: Sequence[ParamShapes]) -> Layout:
@@ -84,7 +88,11 @@ def _layout(files: ZeroFiles, groups: Sequence[ParamShapes]) -> Layout:
     if any(len(partition.flat_tensors) != count for partition in files.partitions):
         raise DataError(f"{files.folder}: ranks do not have the same {count} groups")
     # Padding behind each parameter (`parameter_alignment`).
-    paddings = files.paddings or [[0] * len(group) for group in groups]
+    paddings = (
+        validate(PADDINGS, files.paddings)
+        if files.paddings
+        else [[0] * len(group) for group in groups]
+    )
     if [len(padding) for padding in paddings] != [len(group) for group in groups]:
         raise DataError(f"{files.folder}: paddings and parameters are not of the same number")
     layout: Layout = [[] for _ in range(world_size)]
@@ -131,7 +139,7 @@ def _partitioned_tensors(
                         allowed="optimizer state with one element for each weight",
                     )
                 yield FlatTensor(
-                    tensor.detach(),
+                    tensor.detach().contiguous(),
                     [replace(part, name=f"{kind}/{part.name}") for part in ranges],
                     {f"{kind}/{part.name}": shapes[part.name] for part in ranges},
                 )
@@ -146,13 +154,13 @@ def _frozen_params(files: ZeroFiles, trained: ParamShapes) -> Iterator[FlatTenso
             if name not in others and isinstance(value, Tensor):
                 yield FlatTensor.from_tensor(f"weights/{name}", value)
         return
-    for name, shape in (first.get("frozen_param_shapes") or {}).items():
+    for name, shape in validate(SHAPES, first.get("frozen_param_shapes") or {}).items():
         full, numel = f"weights/{name}", prod(shape)
         for rank, model in enumerate(files.models):
-            fragment = model["frozen_param_fragments"][name].reshape(-1)
+            fragment = model["frozen_param_fragments"][name].detach().reshape(-1).contiguous()
             flat_range = rank_range(full, numel, rank, len(files.models))
             (ranges,) = cut_ranges([flat_range], [fragment.numel()])
-            yield FlatTensor(fragment, ranges, {full: tuple(shape)})
+            yield FlatTensor(fragment, ranges, {full: shape})
 
 
 def _buffer_tensors(model: dict[str, Any]) -> Iterator[FlatTensor]:
@@ -172,7 +180,7 @@ def _make_metadata(files: ZeroFiles, layout: Layout) -> dict[str, Any]:
         "sample_cursor": int(model.get("global_samples") or 0),
         "groups": _optimizer_groups(files, layout),
         # A schedule's state has the same words there and here.
-        "scheduler": {key: _to_python(value) for key, value in scheduler.items()} or None,
+        "scheduler": _plain_values(scheduler) or None,
         "loss_scale": _loss_scale_state(files.loss_scaler),
         "ties": ties,
         "model_dtypes": {
@@ -187,17 +195,26 @@ def _optimizer_groups(files: ZeroFiles, layout: Layout) -> list[dict[str, Any]]:
     """The optimizer's groups: options, numbers that are part of its state, names of parameters."""
     first, groups = files.partitions[0], []
     for given in first.options:
-        options = {key: _to_python(value) for key, value in given.items()}
-        flats = options.pop("params")
+        flats, options = given["params"], _plain_values(given)
         state = first.states[flats[0]] if flats else {}
         scalars = {key: _scalar_to_json(value) for key, value in state.items() if _is_number(value)}
         if "step" in options:  # fused optimizers count in the group
             scalars.setdefault("step", _scalar_to_json(options.pop("step")))
-        kept = {key: value for key, value in options.items() if isinstance(value, _OPTION_TYPES)}
         ranges = (part for cuts in layout for flat in flats for part in cuts[flat])
         names = list(dict.fromkeys(part.name for part in ranges))
-        groups.append({"options": kept, "scalars": scalars, "params": names})
+        groups.append({"options": options, "scalars": scalars, "params": names})
     return groups
+
+
+def _plain_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Those that JSON can represent; `params` are listed by name elsewhere."""
+    plain = {key: _to_python(value) for key, value in values.items() if key != "params"}
+    for key in list(plain):
+        with suppress(ValueError):
+            check_plain([plain[key]])
+            continue
+        del plain[key]
+    return plain
 
 
 def _is_number(value: Any) -> bool:

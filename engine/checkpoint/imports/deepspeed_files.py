@@ -17,10 +17,13 @@ from typing import Any
 
 from torch import Tensor
 
+from rayzero.engine.checkpoint.errors import store_errors
 from rayzero.engine.checkpoint.format import is_safe_name
 from rayzero.engine.checkpoint.imports.weights_only import InertObject, load_weights_only
+from rayzero.engine.checkpoint.store_local import LocalStore
 from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.layout.state_index import TensorRange
+from rayzero.engine.validation import repr_value
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -34,7 +37,7 @@ class RankPartition:
     """A rank's share of main weights and optimizer state.
 
     Attributes:
-        flats: fp32 main weights, 1-D; one a group (stages 1, 2) or a sub-group (stage 3).
+        flat_tensors: fp32 main weights, 1-D; one a group (stages 1, 2) or a sub-group (stage 3).
         states: each flat tensor's optimizer state: tensors of its length or more, numbers.
         options: the optimizer's parameter groups; `params` are indices of flats.
     """
@@ -67,6 +70,7 @@ def find_step_folder(path: Path) -> Path | None:
 
     Raises:
         DataError: `latest` names a folder that is not there, or holds no such files.
+        StoreError: a folder or `latest` cannot be read.
     """
     if not path.is_dir():
         return None
@@ -75,11 +79,11 @@ def find_step_folder(path: Path) -> Path | None:
     latest = path / "latest"
     if not latest.is_file():
         return None
-    tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+    tag = LocalStore(path).read(latest.name).decode(errors="replace").strip()
     folder = path / tag
     if not is_safe_name(tag) or not folder.is_dir():
         raise DataError(
-            f"{latest} names {tag!r}, which is not a folder in {path}",
+            f"{latest} names {repr_value(tag)}, which is not a folder in {path}",
             fix="the path: give the folder of a step itself",
         )
     if not _has_files(folder):
@@ -119,7 +123,8 @@ def read_zero_files(folder: Path) -> ZeroFiles:
 
 
 def _matching_files(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
-    paths = sorted(folder.iterdir())
+    with store_errors(str(folder)):
+        paths = sorted(folder.iterdir())
     return [(path, match) for path in paths if (match := pattern.fullmatch(path.name))]
 
 
@@ -143,13 +148,12 @@ def _files_by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 
 
 def _check_ranks(folder: Path, files: dict[int, Any], world_size: int, kind: str) -> None:
-    ranks = set(range(world_size))
-    if missing := sorted(ranks - files.keys()):
+    if missing := [rank for rank in range(min(world_size, len(files) + 5)) if rank not in files]:
         raise DataError(
-            f"{folder} lacks the {kind} of ranks {missing}, of {world_size} that wrote it",
+            f"{folder} lacks the {kind} of ranks {missing[:5]}, of {world_size} that wrote it",
             allowed="the files of all ranks: copy them from every node",
         )
-    if extra := sorted(files.keys() - ranks):
+    if extra := sorted(rank for rank in files if rank >= world_size):
         raise DataError(
             f"{folder} holds {kind} of ranks {extra}, but {world_size} ranks wrote it",
             fix="remove those that an older save left behind",
@@ -167,7 +171,7 @@ def _saved_world_size(state: dict[str, Any], folder: Path) -> int:
     counts = set(count) if isinstance(count, list) else {count}  # one for each group
     if len(counts) != 1:
         raise ConfigError(
-            f"{folder}: groups are cut over {sorted(counts)} ranks (mixture of experts)",
+            f"{folder}: groups are cut over {sorted(counts)[:5]} ranks (mixture of experts)",
             allowed=_SUPPORTED,
         )
     return int(counts.pop())
@@ -215,7 +219,9 @@ def _read_partition(state: dict[str, Any], stage: int, folder: Path) -> RankPart
             f"{folder}: optimizer state of {len(states)} tensors for {len(flats)} of main weights",
             allowed=_SUPPORTED,
         )
-    return RankPartition([flat.detach().reshape(-1) for flat in flats], states, options)
+    return RankPartition(
+        [flat.detach().reshape(-1).contiguous() for flat in flats], states, options
+    )
 
 
 @dataclass(frozen=True)

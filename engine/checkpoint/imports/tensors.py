@@ -17,10 +17,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rayzero.engine.errors import DataError
+from rayzero.engine.checkpoint.format import is_safe_name
+from rayzero.engine.checkpoint.schema import INDEX, check_index, check_metadata, validate
+from rayzero.engine.checkpoint.store_local import LocalStore
+from rayzero.engine.errors import DataError, first_line
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME
+from rayzero.engine.validation import repr_value
 
+CONTENT_ERRORS = (
+    *(LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError),
+    *(AssertionError, MemoryError),
+)
+"""Errors of libraries, and of code here, for unexpected keys, types, lengths and numbers."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPE_BY_NAME.items()}
 
 
@@ -42,7 +51,8 @@ class FlatTensor:
     def from_tensor(cls, name: str, tensor: Tensor) -> FlatTensor:
         """One whole logical tensor."""
         shape = tuple(tensor.shape)
-        return cls(tensor.reshape(-1), (TensorRange(name, 0, tensor.numel(), 0),), {name: shape})
+        flat = tensor.detach().reshape(-1)
+        return cls(flat, (TensorRange(name, 0, tensor.numel(), 0),), {name: shape})
 
     def block_index(self) -> BlockIndex:
         dtype = checked_dtype_name(self.memory.dtype, self.ranges[0].name)
@@ -62,8 +72,14 @@ class TensorSource:
 
     def __init__(self, pieces: Sequence[FlatTensor], metadata: dict[str, Any]) -> None:
         pieces = [piece for piece in pieces if piece.ranges]
-        self.step = int(metadata["step"])
         self.block_indexes: Sequence[BlockIndex] = [piece.block_index() for piece in pieces]
+        try:
+            check_metadata(metadata)
+            for index in self.block_indexes:
+                check_index(index)
+        except (LookupError, ValueError) as error:
+            raise DataError(f"the files hold no valid state: {first_line(error)}") from None
+        self.step: int = metadata["step"]
         self._metadata = metadata
         self._memory = [piece.memory for piece in pieces]
 
@@ -118,6 +134,7 @@ def open_safetensors(path: Path) -> TensorSource | None:
 
     Raises:
         DataError: files or tensors are missing or damaged.
+        StoreError: a file cannot be read.
     """
     if path.is_file() and path.suffix == ".safetensors":
         tensors = _load_file(path)
@@ -135,27 +152,30 @@ def _load_file(path: Path) -> dict[str, Tensor]:
     """All tensors of a file, as views of the mapped file."""
     try:
         return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{path} cannot be read: {error}", allowed="a safetensors file") from error
+    except (SafetensorError, OSError, *CONTENT_ERRORS) as error:
+        raise DataError(
+            f"{path} cannot be read: {first_line(error)}", allowed="a safetensors file"
+        ) from error
 
 
 def _load_indexed(folder: Path) -> dict[str, Tensor]:
     """All tensors that the index names, from the files that it names."""
     index = folder / _INDEX_FILE
+    raw = LocalStore(folder).read(_INDEX_FILE)
     try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names_by_file: dict[str, list[str]] = {}
-        for name, file in places.items():
-            names_by_file.setdefault(str(file), []).append(name)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        places = validate(INDEX, json.loads(raw)).weight_map
+    except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{index} cannot be read: {error!r}",
+            f"{index} cannot be read: {first_line(error)}",
             allowed='JSON with "weight_map": {tensor: file in the same folder}',
         ) from error
+    names_by_file: dict[str, list[str]] = {}
+    for name, file in places.items():
+        names_by_file.setdefault(file, []).append(name)
     tensors: dict[str, Tensor] = {}
     for file, names in names_by_file.items():
-        if Path(file).name != file or not (folder / file).is_file():
-            raise DataError(f"{index} names {file!r}, which is no file in {folder}")
+        if Path(file).name != file or not is_safe_name(file) or not (folder / file).is_file():
+            raise DataError(f"{index} names {repr_value(file)}, which is no file in {folder}")
         content = _load_file(folder / file)
         if missing := [name for name in names if name not in content]:
             raise DataError(f"{folder / file} lacks {missing[0]!r}, which {index} places in it")

@@ -144,11 +144,12 @@ def rank_files(draw: st.DrawFn) -> RankFile:
 def with_full_ranges(file: RankFile) -> RankFile:
     """Replace the ranges so that the file alone is a complete checkpoint."""
     index = file.block_index
-    ranges = [
-        TensorRange(name, 0, tensor.numel, 0)
-        for name, tensor in index.tensors.items()
-        if tensor.numel * tensor.item_bytes <= index.nbytes
-    ]
+    ranges, offset = [], 0
+    for name, tensor in index.tensors.items():
+        nbytes = tensor.numel * tensor.item_bytes
+        if offset + nbytes <= index.nbytes:
+            ranges.append(TensorRange(name, 0, tensor.numel, offset))
+            offset += nbytes
     tensors = {part.name: index.tensors[part.name] for part in ranges}
     return replace(file, block_index=replace(index, tensors=tensors, ranges=tuple(ranges)))
 
