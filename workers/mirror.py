@@ -28,7 +28,6 @@ log = logging.getLogger("rayzero.workers")
 MIRROR_COST_FRACTION = 0.05
 """The fraction of training time for mirroring, if the interval is chosen automatically."""
 SMOOTHING_FACTOR = 0.2
-HASH_BYTES_PER_S = 10e9  # from memory; from a cache it is three times as fast
 
 
 class Mirror:
@@ -137,11 +136,9 @@ class Mirror:
         started = perf_counter()
         buffer.begin()
         block.copy_to(buffer.data, constants=is_new)
+        checksum = xxh3_64_intdigest(buffer.data)
         if not is_new:  # the first write into new memory is slower
             self._cost_model.mirror_finished(perf_counter() - started)
-        # Data that leaves this node always has a checksum; other data if there is time for it.
-        hashed = pin or self._cost_model.can_afford_checksum(len(buffer.data), self._interval_steps)
-        checksum = xxh3_64_intdigest(buffer.data) if hashed else None
         buffer.commit(step, state.metadata(), pin, checksum)
 
     def _oldest_unpinned(self, table: BlockIndex) -> SlotWriter | None:
@@ -160,7 +157,7 @@ class Mirror:
 
 
 class _CostModel:
-    """Smoothed durations of a step and of a mirror."""
+    """Smoothed durations of a step and of a mirror, with its checksum."""
 
     def __init__(self) -> None:
         self._step_s = 0.0
@@ -173,11 +170,6 @@ class _CostModel:
         if not self._mirror_s or not self._step_s:
             return 1.0
         return float(max(1, ceil(self._mirror_s / (MIRROR_COST_FRACTION * self._step_s) - 0.25)))
-
-    def can_afford_checksum(self, nbytes: int, interval_steps: float) -> bool:
-        """Whether hashing the copied bytes fits into the rest of the cost budget."""
-        budget_s = MIRROR_COST_FRACTION * self._step_s * interval_steps - self._mirror_s
-        return self._mirror_s > 0 and nbytes / HASH_BYTES_PER_S < budget_s
 
     def step_finished(self) -> None:
         now = perf_counter()

@@ -23,8 +23,7 @@ from rayzero.engine.checkpoint.store_local import ReadStream, Store
 from rayzero.engine.errors import DataError, EngineError
 from rayzero.engine.layout.state_index import BlockIndex
 
-MAX_MANIFEST_BYTES = 2**30
-"""A manifest has 64 bytes for each MiB of data: this is one of about 16 TB."""
+MAX_MANIFEST_BYTES = 2**30  # it has 64 bytes for each MiB of data: this is one of about 16 TB
 _CHUNK_BYTES = 16 * BLOCK_BYTES  # read at once by `verify_checkpoint`
 
 
@@ -178,7 +177,7 @@ class CheckpointSource:
 
     def check_sizes(self) -> None:
         """Raises CheckpointDamagedError if a file has not the size that the manifest states."""
-        sizes = {entry.name: entry.nbytes for entry in self._store.list_folder()}
+        sizes = {it.name: it.nbytes for it in self._store.list_folder()}
         for name, text in self.manifest.wrong_sizes(sizes).items():
             raise CheckpointDamagedError(f"{join_url(self._store.url, name)} {text}")
 
@@ -267,8 +266,8 @@ def _verify_file(
     except StoreError as error:
         if error.kind not in ("gone", "unreadable"):
             raise
-        problem = "is missing" if error.kind == "gone" else error.problem
-        yield FileProblem(file.name, "missing", problem)
+        text = "is missing" if error.kind == "gone" else error.problem
+        yield FileProblem(file.name, "missing", text)
         return
     for number in damaged:
         begin = file.data_offset + number * BLOCK_BYTES

@@ -101,10 +101,15 @@ def resume(
     """
     from rayzero.engine.redact import redacted_keys
     from rayzero.engine.validation import validate_document
-    from rayzero.orchestrator.job.lookup import check_job_name, load_run_history
+    from rayzero.orchestrator.job.lookup import (
+        check_job_name,
+        check_journal_owner,
+        load_run_history,
+    )
     from rayzero.orchestrator.spec import JobSpec
 
     last_run = load_run_history(path, check_job_name(name))
+    check_journal_owner(path, name)
     if last_run.by_value or (removed := list(redacted_keys(last_run.spec))):
         missing = "its training function" if last_run.by_value else ", ".join(removed)
         raise ConfigError(

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import grp
+import os
+import pwd
 import re
+import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from rayzero.engine.checkpoint.errors import store_errors
 from rayzero.engine.checkpoint.store import is_remote, join_url, open_store
 from rayzero.engine.errors import ConfigError, did_you_mean
 from rayzero.engine.redact import redact_url
@@ -14,7 +21,13 @@ from rayzero.orchestrator.cluster.connect import ClusterConnection, connect_each
 from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.client import JobProcess, JobProcessLostError, list_running
 from rayzero.orchestrator.job.ended_jobs import load_ended
-from rayzero.orchestrator.journal.files import has_journal, read_journal, state_url
+from rayzero.orchestrator.journal.files import (
+    SEGMENTS_FOLDER,
+    STATE_FILE,
+    has_journal,
+    read_journal,
+    state_url,
+)
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import LOG_FILE
@@ -68,6 +81,40 @@ def load_run_history(path: str, name: str) -> RunHistory:
     return history
 
 
+def check_journal_owner(path: str, name: str) -> None:
+    """Checks that nobody else can have written a job's journal: to resume from it imports, and so
+    runs, what it names. Buckets are not checked: their access rules are not visible here.
+
+    Raises:
+        ConfigError: another user owns or may write the job's folder or its journal.
+    """
+    folder = job_folder(path, name)
+    if is_remote(folder):
+        return
+    top = Path(folder.removeprefix("file://"))
+    for place in (top, top / STATE_FILE, segments := top / SEGMENTS_FOLDER, *segments.glob("*")):
+        with store_errors(str(place)), suppress(FileNotFoundError):
+            status = place.stat()
+            writers = stat.S_IWOTH | (0 if _is_own_group(status.st_gid) else stat.S_IWGRP)
+            if status.st_uid not in (0, os.geteuid()) or status.st_mode & writers:
+                raise ConfigError(
+                    f"other users can write {place} (owner {status.st_uid}, mode "
+                    f"{stat.S_IMODE(status.st_mode):o}), and a resume runs code that it names",
+                    allowed="a job's folder and journal that only you or root can write",
+                    fix=f"look at {top / STATE_FILE}, then `chown -R $USER {top}` and `chmod -R "
+                    f"go-w {top}`; or submit the job file itself",
+                )
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether it is the group of this user alone, as many systems create for each user."""
+    try:
+        user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return group.gr_name == user and {*group.gr_mem} <= {user}
+
+
 def list_journaled_jobs(path: str) -> list[str]:
     """Names of the jobs with a journal in a `checkpoint.path`."""
     folders = [entry.name for entry in open_store(path).list_folder() if entry.is_folder]
@@ -82,8 +129,11 @@ def status_from_journal(path: str, name: str) -> JobStatus:
         As `load_run_history`.
     """
     history, folder = load_run_history(path, name), job_folder(path, name)
-    workers = history.spec["workers"]
-    least, most = history.scaled_limits or (workers["min"], workers["max"])
+    workers: Any = history.spec.get("workers")
+    try:
+        least, most = history.scaled_limits or (int(workers["min"]), int(workers["max"]))
+    except (LookupError, TypeError, ValueError, OverflowError):
+        raise NoJournalError(f"{redact_url(state_url(folder))} states no workers") from None
     causes = [str(fault.cause) for fault in history.faults]
     return JobStatus(
         name=name,

@@ -150,7 +150,7 @@ def _parse_lines(content: bytes) -> Iterator[dict[str, Any]]:
     for line in content.decode("utf-8", "replace").splitlines():
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # torn
         if isinstance(entry, dict) and isinstance(entry.get("kind"), str):
             yield entry

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import FiniteFloat, TypeAdapter
 
 from rayzero.engine.config import parse_config, resolve_batch_sizes
 from rayzero.engine.errors import ConfigError
@@ -58,8 +58,8 @@ class RunHistory:
     run: str
     working_dir: str
     by_value: bool
-    began_at_s: float
-    last_at_s: float
+    began_at_s: FiniteFloat
+    last_at_s: FiniteFloat
     state: str = "pending"
     step: int = 0
     best_step: int = 0
@@ -97,9 +97,11 @@ class RunHistory:
     def from_json(cls, content: bytes) -> RunHistory | None:
         """None for what is not the state of a run."""
         try:
-            return TypeAdapter(cls).validate_json(content)
-        except ValidationError:
+            history = TypeAdapter(cls).validate_json(content)
+            known = history.faults is not None and history.end_state in ("", *FINAL_STATES)
+        except (ValueError, LookupError, TypeError):
             return None
+        return history if known else None
 
 
 def fold_entries(entries: Iterable[Mapping[str, Any]]) -> RunHistory | None:
@@ -108,7 +110,7 @@ def fold_entries(entries: Iterable[Mapping[str, Any]]) -> RunHistory | None:
     for entry in entries:
         try:
             history = apply_entry(history, entry)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             continue  # of a later version, or damaged
     return history
 
@@ -185,8 +187,8 @@ def _begin(history: RunHistory | None, entry: Mapping[str, Any]) -> RunHistory:
 
 
 def _decode_fault(entry: Mapping[str, Any]) -> Fault:
-    names = ("rank", "step", "detail", "at_s", "generation")
-    fields = {name: entry[name] for name in names}
+    names = ("rank", "step", "detail", "generation")
+    fields = {name: entry[name] for name in names} | {"at_s": float(entry["at_s"])}
     return Fault(FaultCause(entry["cause"]), WorkerInfo(**entry["worker"]), **fields)
 
 

@@ -163,6 +163,15 @@ def test_steps_are_pinned_for_remote_replicas_while_buffers_are_free():
     assert all(buffer.checksum is not None for buffer in vault.buffers if buffer.pinned)
 
 
+def test_every_mirror_has_a_checksum_however_long_it_takes():
+    vault, state = FakeVault(), State()
+    mirror, _ = make_mirror(EVERY, vault)
+    mirror._cost_model._mirror_s = 1e9  # no budget is left
+    run(mirror, range(1, 9), state)
+    assert vault.steps == [7, 8]
+    assert all(buffer.checksum is not None for buffer in vault.buffers)
+
+
 def test_all_ranks_must_be_ready_for_pin():
     vault, state = FakeVault(), State()
     mirror, posted = make_mirror(EVERY, vault, remote=True)

@@ -154,7 +154,7 @@ def _load_file(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (SafetensorError, OSError, *CONTENT_ERRORS) as error:
         raise DataError(
-            f"{path} cannot be read: {first_line(error)}", allowed="a safetensors file"
+            f"{path} cannot be read: {first_line(error):.500}", allowed="a safetensors file"
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import pickle
 import shutil
@@ -174,6 +175,35 @@ def test_trailing_padding_is_ignored(copy_checkpoint: Any) -> None:
     flats[0] = torch.cat([flats[0], torch.zeros(2)])
     _rewrite(path, content)
     assert_bit_identical(read_tensors(open_source(folder)), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda state: state.update(partition_count=10**9), "lacks the .* of ranks"),
+        (lambda state: state.update(partition_count=10**30), "an integer of over 64 bits"),
+        (
+            lambda state: state["single_partition_of_fp32_groups"].__setitem__(
+                0, torch.ones(1).expand(2**40)
+            ),
+            "a tensor of shape .* in a storage of 4 bytes",
+        ),
+    ],
+)
+def test_stated_sizes_are_checked_before_memory_is_allocated(
+    change: Any, text: str, copy_checkpoint: Any
+) -> None:
+    folder = copy_checkpoint("stage1-fp32")
+    for path in folder.rglob("*optim_states.pt"):
+        content = load_weights_only(path)["optimizer_state_dict"]
+        kept = {key: value for key, value in content.items() if not isinstance(value, InertObject)}
+        kept.pop("param_slice_mappings", None)
+        change(kept)
+        buffer = io.BytesIO()
+        torch.save({"optimizer_state_dict": kept}, buffer)
+        path.write_bytes(buffer.getvalue())  # which was mapped
+    with pytest.raises(DataError, match=text):
+        open_foreign(str(folder))
 
 
 def test_error_names_missing_rank(copy_checkpoint: Any) -> None:

@@ -5,20 +5,32 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import re
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from rayzero.engine.checkpoint import store_local
-from rayzero.engine.checkpoint.catalogue import newest_complete
-from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.checkpoint.catalogue import (
+    list_checkpoints,
+    newest_complete,
+    prune_checkpoints,
+)
+from rayzero.engine.checkpoint.errors import CheckpointDamagedError, StoreError
 from rayzero.engine.checkpoint.manifest import make_manifest
-from rayzero.engine.checkpoint.reader import verify_checkpoint
+from rayzero.engine.checkpoint.reader import CheckpointSource, _verify_file, verify_checkpoint
 from rayzero.engine.checkpoint.store import is_remote, join_url, open_store, split_url
+from rayzero.engine.checkpoint.store_local import LocalStore
 from rayzero.engine.checkpoint.writer import commit_checkpoint
+from rayzero.engine.checkpoint_io import resolve_checkpoint
 from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.journal.files import read_journal
 from tests.engine.checkpoint.saving import save, write_files
 
 
@@ -196,3 +208,98 @@ def test_local_checkpoints_import_neither_torch_nor_pyarrow():
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
     )
     assert process.stderr.strip() in ("", "''")
+
+
+def put_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def put_device_link(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def put_huge_file(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(3 * 2**30)
+
+
+def put_folder(path: Path) -> None:
+    path.mkdir()
+
+
+IRREGULAR = [put_fifo, put_device_link, put_huge_file, put_folder]
+
+
+@pytest.mark.parametrize("put", IRREGULAR)
+def test_manifest_that_is_no_small_regular_file_is_damage(put, tmp_path: Path):
+    """Neither opened nor read: a FIFO would block for ever, a device never end."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "step-2/manifest.json").unlink()
+    put(tmp_path / "step-2/manifest.json")
+    first, second = list_checkpoints(str(tmp_path))
+    assert (first.status, second.status) == ("whole", "damaged")
+    assert re.search(r"is not a regular file|has 3221225472 bytes; at most", second.problem)
+    (problem,) = verify_checkpoint(str(tmp_path / "step-2"))
+    assert problem.makes_unusable
+    newest = newest_complete(str(tmp_path))
+    assert newest is not None
+    assert newest.step == 1
+
+
+@pytest.mark.parametrize("put", [put_fifo, put_device_link, put_folder])
+def test_rank_file_that_is_no_regular_file_is_damage(put, tmp_path: Path):
+    name = save(tmp_path, 1).files[0].name
+    (tmp_path / "step-1" / name).unlink()
+    put(tmp_path / "step-1" / name)
+    assert any(problem.makes_unusable for problem in verify_checkpoint(str(tmp_path / "step-1")))
+    with closing(CheckpointSource(str(tmp_path / "step-1"))) as source:
+        with pytest.raises(CheckpointDamagedError, match="is not a regular file"):
+            source.read(0, 0, memoryview(bytearray(4)))
+        with pytest.raises(CheckpointDamagedError, match="instead of"):
+            source.check_sizes()
+
+
+@pytest.mark.parametrize("put", IRREGULAR)
+def test_latest_and_journal_that_are_no_small_regular_files(put, tmp_path: Path):
+    put(tmp_path / "latest")
+    put(tmp_path / "job.json")
+    with pytest.raises(StoreError, match=r"is not a regular file|at most"):
+        resolve_checkpoint(str(tmp_path), None)
+    with pytest.raises(StoreError, match=r"is not a regular file|at most"):
+        read_journal(str(tmp_path))
+
+
+def test_link_that_leads_nowhere_does_not_hide_checkpoints(tmp_path: Path):
+    save(tmp_path, 1)
+    (tmp_path / "loop").symlink_to("loop")
+    assert [info.step for info in list_checkpoints(str(tmp_path))] == [1]
+    assert verify_checkpoint(str(tmp_path / "step-1")) == []
+
+
+def test_verify_reads_a_large_header_in_parts(tmp_path: Path):
+    """A manifest that states 1 TB of header for a sparse file used to allocate it at once."""
+    file = save(tmp_path, 1).files[0]
+    large = replace(file, nbytes=file.block_index.nbytes + 96 * 2**20)
+    with (tmp_path / "step-1" / file.name).open("r+b") as opened:
+        opened.truncate(large.nbytes)
+    tracemalloc.start()
+    problems = list(_verify_file(LocalStore(tmp_path / "step-1"), large, lambda _: None))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert problems
+    assert peak < 16 * 2**20
+
+
+def test_prune_leaves_linked_folders(tmp_path: Path):
+    """What lies behind a linked step-10 is not this job's, and does not count."""
+    other, job = tmp_path / "other", tmp_path / "job"
+    save(other, 10)
+    for step in (20, 30):
+        save(job, step)
+    before = sorted(path.name for path in (other / "step-10").iterdir())
+    (job / "step-10").symlink_to(other / "step-10")
+    (job / "step-40").symlink_to(other / "step-10")
+    result = prune_checkpoints(str(job), 1)
+    assert (result.kept, result.removed) == ((30,), (20,))
+    assert sorted(path.name for path in (other / "step-10").iterdir()) == before

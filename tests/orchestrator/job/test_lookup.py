@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.validation import validate_document
-from rayzero.orchestrator.job.lookup import check_job_name, job_folder
+from rayzero.orchestrator.job.lookup import check_job_name, check_journal_owner, job_folder
 from rayzero.orchestrator.journal.files import state_url
 from rayzero.orchestrator.spec import JobSpec
 from rayzero.workers.vault.server import make_address
@@ -71,3 +72,28 @@ def test_vault_address_is_plain_for_any_job_name(name: str):
     assert len(address) < 100
     assert address.isascii()
     assert not {"/", "\0", "\n"} & set(address)
+
+
+@pytest.mark.parametrize("place", ["gpt", "gpt/job.json", "gpt/journal", "gpt/journal/x.jsonl"])
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_resume_refuses_a_journal_that_others_can_write(
+    place: str, mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """To resume imports the entry point that a journal names."""
+    (tmp_path / "gpt/journal").mkdir(parents=True, mode=0o700)
+    for file in ("gpt/job.json", "gpt/journal/x.jsonl"):
+        (tmp_path / file).touch(mode=0o600)
+    check_journal_owner(str(tmp_path), "gpt")
+    (tmp_path / place).chmod(mode)
+    monkeypatch.setattr("rayzero.orchestrator.job.lookup._is_own_group", lambda gid: False)
+    with pytest.raises(ConfigError, match=r"(?s)other users can write .*chmod -R go-w"):
+        check_journal_owner(str(tmp_path), "gpt")
+
+
+def test_resume_refuses_a_journal_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "gpt").mkdir(mode=0o700)
+    monkeypatch.setattr("os.geteuid", lambda: 4242)
+    if os.stat(tmp_path).st_uid == 0:
+        os.chown(tmp_path / "gpt", 4243, -1)
+    with pytest.raises(ConfigError, match="other users can write"):
+        check_journal_owner(str(tmp_path), "gpt")
