@@ -285,8 +285,7 @@ def _read_all(
     damaged, whole = [], xxh3_64()
     with closing(store.open(file.name)) as opened:
         for start in range(0, file.data_offset, _CHUNK_BYTES):
-            chunk = memory[: min(_CHUNK_BYTES, file.data_offset - start)]
-            opened.read(start, [chunk])
+            opened.read(start, [chunk := memory[: min(_CHUNK_BYTES, file.data_offset - start)]])
             whole.update(chunk)
         for start in range(0, file.block_index.nbytes, _CHUNK_BYTES):
             chunk = memory[: min(_CHUNK_BYTES, file.block_index.nbytes - start)]
