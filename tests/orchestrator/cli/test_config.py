@@ -83,6 +83,8 @@ def test_job_file_is_explained_by_its_engine_config(engine: Path, tmp_path: Path
         ('{"train_batch_siz": 1}', "did you mean 'train_batch_size'?"),
         ('{"amp": {"enabled": true}}', "amp: refused: "),
         ("{", "is not JSON or Hjson"),
+        ('{"a":' * 3000 + "1" + "}" * 3000, "nested too deeply"),
+        ('{"train_batch_size": 1e999}', "train_batch_size: input should be a valid integer"),
         (None, "cannot be read: No such file"),
     ],
 )
@@ -93,6 +95,15 @@ def test_invalid_file_ends_with_code_2(content: str | None, message: str, tmp_pa
     text = config("explain", path, code=2)
     assert text.startswith("error: engine config")
     assert message in text
+
+
+@pytest.mark.parametrize("command", [("config", "explain"), ("run",), ("submit",)])
+def test_hostile_job_file_ends_with_code_2(command: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("name: j\nentrypoint: m:f\nseed: !!float x\nargs: &a [*a]\n")
+    result = CliRunner().invoke(app, [*command, str(path)])
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
+    assert "line 3, column 7: the tag" in result.output
 
 
 def test_schema() -> None:
