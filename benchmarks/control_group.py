@@ -49,7 +49,9 @@ class SimulatedGroup:
         self._loop.remove_reader(self._pipe.fileno())
         self._pipe.close()
 
-    async def start_workers(self, request: ResourceRequest) -> tuple[WorkerInfo, ...]:
+    async def start_workers(
+        self, request: ResourceRequest, on_failure: Callable[[Any], None]
+    ) -> tuple[WorkerInfo, ...]:
         return tuple(await self._call("start"))
 
     async def next_worker(self) -> WorkerInfo:

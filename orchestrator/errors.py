@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from rayzero.engine.errors import ConfigError, RayzeroError
+from rayzero.workers.messages import WorkerInfo
 
 
 class _TracedError(RayzeroError):
@@ -44,6 +45,21 @@ class JobStoppedError(RayzeroError):
 
 class WorkerLostError(Exception):
     """A worker's process is gone. The text says what the cluster knows about the cause."""
+
+
+class WorkerStartError(WorkerLostError):
+    """A worker's process did not start.
+
+    Args:
+        worker: its index; its node's id and name are known, its process is not.
+        repeats: whether it would fail again: its actor's constructor or environment failed.
+    """
+
+    def __init__(self, cause: str, worker: WorkerInfo, repeats: bool, retry_in_s: float) -> None:
+        super().__init__(f"a worker did not start, trying again in {retry_in_s:g} s: {cause}")
+        self.cause = cause
+        self.worker = worker
+        self.repeats = repeats
 
 
 class VaultLostError(Exception):

@@ -197,6 +197,8 @@ class Heartbeat:
         silent_s: seconds since the thread last reported progress.
         collective: the number of the collective last entered in this generation.
         waiting: whether it waits for other ranks in that collective.
+        stops: how often the exception that ends the generation was raised in the function.
+        stop_place: where it was raised last, in the user's code.
     """
 
     rank: int
@@ -205,6 +207,8 @@ class Heartbeat:
     silent_s: float
     collective: int = 0
     waiting: bool = False
+    stops: int = 0
+    stop_place: str = ""
 
 
 @dataclass(frozen=True)

@@ -144,5 +144,7 @@ def is_collective_failure(error: BaseException) -> bool:
     """Whether torch raised `error` because a peer died or timed out, not because of user code."""
     if isinstance(error, dist.DistError):
         return True
+    if not isinstance(error, RuntimeError):
+        return False
     text = str(error)
-    return isinstance(error, RuntimeError) and ("gloo/" in text or "NCCL" in text)
+    return "gloo/" in text or "NCCL" in text

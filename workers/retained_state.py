@@ -8,6 +8,8 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from rayzero.engine.errors import DataError, EngineError, RayzeroError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.workers.messages import Assignment, InProcessStateInfo
@@ -68,9 +70,15 @@ class RetainedState:
         self._engine = engine
 
     def in_process_state(self) -> InProcessStateInfo | None:
-        """The state in this process's memory; None if there is none, or it is mid-update."""
+        """The state in this process's memory; None if there is none, or it is mid-update.
+
+        Returns when the device has finished what is queued on it: until then, the memory of the
+        state may still be written.
+        """
         if self._engine is None or not self._engine.state.consistent:
             return None
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.device)
         return InProcessStateInfo(self._engine.progress.step, self._engine.state.complete_on_rank)
 
     @contextmanager

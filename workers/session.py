@@ -22,7 +22,7 @@ from rayzero.workers.messages import Assignment, Restored, WorkerMessage, Worker
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.step_report import StepReporter, worker_metrics
-from rayzero.workers.training_thread import GenerationChannel, Interrupted
+from rayzero.workers.training_thread import GenerationChannel
 
 if TYPE_CHECKING:
     from rayzero.engine.engine import Engine
@@ -114,7 +114,7 @@ class JobSession:
         self._retained.collect_garbage()
         self.check()
         if agreed.drain:
-            raise Interrupted
+            self._channel.interrupt.leave()
 
     def close(self) -> None:
         """Removes the hooks, once the training function has returned or raised."""

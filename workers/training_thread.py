@@ -6,13 +6,15 @@ describes a crash.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock, Thread
 from time import monotonic
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import NoReturn
 
 from rayzero.engine.errors import CollectiveError, ConfigError, DataError, EngineError
 from rayzero.workers.entrypoint import EntryPointError
@@ -21,6 +23,7 @@ from rayzero.workers.messages import (
     CrashKind,
     Heartbeat,
     InProcessStateInfo,
+    LogLine,
     Stopped,
     WorkerMessage,
 )
@@ -32,6 +35,8 @@ THREAD_EXIT_S = 10.0
 """The time for a thread to exit after it has posted its end message."""
 
 _PACKAGE_FOLDER = Path(__file__).resolve().parent
+_MAX_CRASH_TEXT = 20_000
+"""Characters of an exception's text, and of its traceback, that are reported."""
 
 
 class Interrupted(BaseException):
@@ -40,12 +45,24 @@ class Interrupted(BaseException):
 
 
 class StopFlag(Event):
-    """Set by a command thread; raised in the training thread at its next `check`."""
+    """Set by a command thread; raised in the training thread at its next `check`, and at every one
+    after that: a function that catches it does not continue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raised = 0, ""
+        """How often it was raised, and where in the user's code last. Replaced as a whole, so that
+        command threads need no lock."""
 
     def check(self) -> None:
         """Raises Interrupted if a stop was requested."""
-        if self.is_set():
-            raise Interrupted
+        if self.is_set() or self.raised[0]:
+            self.leave()
+
+    def leave(self) -> NoReturn:
+        """Raises Interrupted, as every check does from now on."""
+        self.raised = self.raised[0] + 1, _user_place(sys._getframe(1))
+        raise Interrupted
 
 
 class ProgressRecord:
@@ -75,9 +92,11 @@ class ProgressRecord:
         heartbeat = replace(self._state[0], collective=collective, waiting=waiting)
         self._state = heartbeat, self._clock()
 
-    def heartbeat(self) -> Heartbeat:
+    def heartbeat(self, stop: StopFlag) -> Heartbeat:
         heartbeat, at_s = self._state
-        return replace(heartbeat, silent_s=self._clock() - at_s)
+        stops, place = stop.raised
+        silent_s = self._clock() - at_s
+        return replace(heartbeat, silent_s=silent_s, stops=stops, stop_place=place)
 
 
 class GenerationChannel:
@@ -86,6 +105,7 @@ class GenerationChannel:
     Attributes:
         interrupt: unwinds the training function at its next report, phase or step.
         drain: unwinds it after a step that all ranks agree on and have mirrored.
+        fenced: whether waits for peers are being aborted until the training thread has left.
         sockets: the process group's connections; shutting them down aborts a wait for peers.
     """
 
@@ -97,6 +117,10 @@ class GenerationChannel:
         self.interrupt = StopFlag()
         self.drain = Event()
         self.sockets = SocketTracker()
+        self.fenced = False
+
+    def heartbeat(self) -> Heartbeat:
+        return self.progress.heartbeat(self.interrupt)
 
 
 class TrainingThread:
@@ -155,28 +179,54 @@ class TrainingThread:
     def _run_body(
         self, channel: GenerationChannel, body: Callable[[], WorkerMessage]
     ) -> WorkerMessage:
-        generation, rank = channel.generation, channel.rank
+        stop = channel.interrupt
         try:
-            return body()
-        except Interrupted:
-            drained = not channel.interrupt.is_set()
-            return Stopped(generation, rank, self._on_unwound(drained))
-        except BaseException as error:  # noqa: BLE001  # the thread's last frame: report everything
-            memory = self._on_unwound(False)
-            crash = describe_crash(error, generation, rank, channel.progress.step)
-            if crash.kind == "collective" and channel.interrupt.is_set():  # aborted on request
-                return Stopped(generation, rank, memory)
-            return replace(crash, memory=memory)
+            message = body()
+        except BaseException as raised:  # noqa: BLE001  # the thread's last frame: report everything
+            if not stop.raised[0]:
+                return self._describe_end(channel, raised)
+        if stop.raised[0]:  # however the function left after that: it may have caught it
+            memory = self._unwind(channel, drained=not stop.is_set())
+            return Stopped(channel.generation, channel.rank, memory)
+        return message
+
+    def _describe_end(self, channel: GenerationChannel, error: BaseException) -> WorkerMessage:
+        """The message for an exception of the function, or of a collective."""
+        generation, rank = channel.generation, channel.rank
+        memory = self._unwind(channel, drained=False)
+        crash = describe_crash(error, generation, rank, channel.progress.step)
+        if crash.kind == "collective" and channel.interrupt.is_set():  # aborted on request
+            return Stopped(generation, rank, memory)
+        return replace(crash, memory=memory)
+
+    def _unwind(self, channel: GenerationChannel, *, drained: bool) -> InProcessStateInfo | None:
+        """The state left in memory; none if releasing the generation failed."""
+        try:
+            return self._on_unwound(drained)
+        except Exception as error:  # noqa: BLE001  # the end message must be posted
+            text = f"the generation could not be released, its state is lost: {_summary(error)}"
+            channel.post(LogLine(channel.rank, "stderr", text))
+            return None
 
 
 def describe_crash(error: BaseException, generation: int, rank: int, step: int) -> Crashed:
     """The message for an exception; its traceback starts at the user's first frame."""
+    try:
+        return _describe_crash(error, generation, rank, step)
+    except Exception as failure:  # noqa: BLE001  # a user's exception can fail in any way
+        text = f"{type(error).__name__}, which cannot be described: {type(failure).__name__}"
+        return Crashed(generation, rank, "user", step, text, "")
+
+
+def _describe_crash(error: BaseException, generation: int, rank: int, step: int) -> Crashed:
     kind = _crash_kind(error)
     text = str(error) if kind in ("config", "entrypoint", "data", "state") else _summary(error)
     cause: BaseException | None = error if kind in ("user", "collective") else None
     if kind == "entrypoint":
         cause = error.__cause__
-    return Crashed(generation, rank, kind, step, text, user_traceback(cause) if cause else "")
+    frames = user_traceback(cause) if cause else ""
+    text, frames = text[:_MAX_CRASH_TEXT], frames[-_MAX_CRASH_TEXT:]
+    return Crashed(generation, rank, kind, step, text, frames)
 
 
 def user_traceback(error: BaseException) -> str:
@@ -207,6 +257,16 @@ def _summary(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"the training function called sys.exit({error.code!r})"
     return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _user_place(frame: FrameType | None) -> str:
+    """Where the user's code called the engine: the innermost frame that is not in a framework."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("rayzero", "torch"):
+            code = frame.f_code
+            return f"{code.co_name} ({code.co_filename}:{frame.f_lineno})"
+        frame = frame.f_back
+    return "the framework"
 
 
 def _skip_framework_frames(frames: TracebackType | None) -> TracebackType | None:

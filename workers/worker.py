@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from threading import Thread
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ from rayzero.workers.session import Context, JobSession
 from rayzero.workers.training_thread import GenerationChannel, TrainingThread
 from rayzero.workers.vault.records import SlotInfo
 
-FENCE_ATTEMPTS, FENCE_ATTEMPT_S = 20, 0.1
+FENCE_INTERVAL_S = 0.1
+"""How often a fenced generation's waits for peers are aborted until its thread has left."""
 
 
 class WorkerProcess(WorkerCalls):
@@ -86,7 +88,7 @@ class WorkerProcess(WorkerCalls):
         self._training_thread.start(channel, lambda: self._run_generation(assignment, channel))
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
-        return [*self._outbox.poll(timeout_s), self._channel.progress.heartbeat()]
+        return [*self._outbox.poll(timeout_s), self._channel.heartbeat()]
 
     def stop(self, generation: int) -> None:
         if self._channel.generation == generation:
@@ -97,16 +99,22 @@ class WorkerProcess(WorkerCalls):
             self._channel.drain.set()
 
     def fence(self, generation: int) -> None:
-        """Retries, because the thread may be about to start a wait for peers while it joins."""
         channel = self._channel
-        if channel.generation != generation:
+        if channel.generation != generation or channel.fenced:
             return
+        channel.fenced = True
         channel.interrupt.set()
-        for _ in range(FENCE_ATTEMPTS):
-            if self._channel is not channel:
-                return  # the next generation has started: its group must not be aborted
+        fencing = Thread(target=self._abort_waits, args=[channel], name="rayzero-fence")
+        fencing.daemon = True  # a function in native code may never return
+        fencing.start()
+
+    def _abort_waits(self, channel: GenerationChannel) -> None:
+        """Runs until the training thread has left: it may be about to start a wait for peers, now
+        or after a long call."""
+        # Once the next generation has started, its group must not be aborted.
+        while self._channel is channel:
             process_group.interrupt_collectives(channel.sockets)
-            if self._training_thread.join(FENCE_ATTEMPT_S):
+            if self._training_thread.join(FENCE_INTERVAL_S):
                 return
 
     def inject(self, faults: Sequence[FaultSpec]) -> None:

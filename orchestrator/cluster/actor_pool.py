@@ -58,6 +58,7 @@ class WorkerHandle:
     """A worker's actor, until it is replaced or removed.
 
     Args:
+        node_id: of the node that it was started on.
         info: None until the actor has started.
         announced: whether the controller knows the worker.
     """
@@ -65,6 +66,7 @@ class WorkerHandle:
     index: int
     actor: Any
     reservation: Reservation
+    node_id: str
     info: WorkerInfo | None = None
     announced: bool = False
 
@@ -146,7 +148,7 @@ class ActorPool:
                 reservation.group = self._request(need, None, reservation.avoid_nodes | draining)
                 continue
             self._vaults.start(node)
-            started.append(self._start(reservation))
+            started.append(self._start(reservation, node))
         return started
 
     async def wait_started(self, worker: WorkerHandle) -> None:
@@ -224,7 +226,7 @@ class ActorPool:
         )
         return group
 
-    def _start(self, reservation: Reservation) -> WorkerHandle:
+    def _start(self, reservation: Reservation, node_id: str) -> WorkerHandle:
         cpus, gpus = self._worker_spec.cpus, self._worker_spec.gpus
         actor = self._actor.options(
             num_cpus=cpus,
@@ -237,7 +239,7 @@ class ActorPool:
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(max(1, int(cpus)))}},
         )
         index = next(self._indices)
-        worker = WorkerHandle(index, actor.remote(self._worker_spec, index), reservation)
+        worker = WorkerHandle(index, actor.remote(self._worker_spec, index), reservation, node_id)
         self._workers[index] = worker
         reservation.worker = index
         return worker

@@ -122,6 +122,12 @@ def node_snapshot() -> NodeTable:
     return NodeTable(capacity, {node: _to_capacity(free.get(node, {})) for node in capacity})
 
 
+def node_names() -> dict[str, str]:
+    """Host names of all nodes, lost ones included, by id."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeID"]: node["NodeManagerHostname"] for node in nodes}
+
+
 def alive_node_ids() -> frozenset[str]:
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     return frozenset(node["NodeID"] for node in nodes if node["Alive"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
@@ -20,6 +20,7 @@ from rayzero.orchestrator.control.generation import GenerationState, RecoveryTim
 from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
 from rayzero.orchestrator.job_events import EventBus, JobEvent, JobWarning, RankEvent
 from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.observed import ObservedState
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.membership import WorkerLimits, WorkerRegistry
 from rayzero.orchestrator.policies.stragglers import SpeedTracker
@@ -30,8 +31,9 @@ if TYPE_CHECKING:  # they import Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.vault_group import VaultGroup
     from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 
-COMMAND_TIMEOUT_S = 30.0
-"""How long a worker or a vault may take to reply to a command."""
+LEAST_COMMAND_TIMEOUT_S = 10.0
+"""How long a worker or a vault may take to reply to a command in a job that must not hang for
+long; a quarter of `recovery.hang_timeout_s` if that is more."""
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -62,7 +64,7 @@ def timeout_reason(limit_s: float) -> str:
     return f"its process did not respond for {limit_s:g} s"
 
 
-class JobContext:
+class JobContext(ObservedState):
     """Used from one event loop. Each attribute that changes has one writer: `state` the controller,
     `generation` Reconfiguration (and `Controller`, before the start), `vault_addresses`
     VaultManager, `injected_faults` ClusterFaultInjector."""
@@ -70,15 +72,19 @@ class JobContext:
     def __init__(
         self, plan: JobPlan, deps: Dependencies, on_error: Callable[[Exception], None]
     ) -> None:
+        changed = ChangeNotifier()
+        super().__init__(changed.notify)
+        self.changed = changed
         self.plan = plan
         self.deps = deps
         self.state = State.PENDING
-        self.generation = GenerationState()
+        self.generation = GenerationState(on_change=changed.notify)
         workers = plan.spec.workers
         self.registry = WorkerRegistry(
-            WorkerLimits(plan.resources.min_workers, workers.most, workers.spares)
+            WorkerLimits(plan.resources.min_workers, workers.most, workers.spares),
+            changed.notify,
         )
-        self.vault_addresses: dict[str, str] = {}
+        self.vault_addresses: Mapping[str, str] = {}
         """The address of each live vault, by node."""
         self.injected_faults: tuple[FaultSpec, ...] = ()
         """All faults requested while the job runs."""
@@ -87,7 +93,6 @@ class JobContext:
         self.speeds = SpeedTracker(balance=plan.spec.recovery.balance == "auto")
         self.tasks = BackgroundTasks(on_error)
         self._on_error = on_error
-        self.changed = ChangeNotifier()
         self.events: asyncio.Queue[machine.Event] = asyncio.Queue()
 
     @property
@@ -99,6 +104,11 @@ class JobContext:
     def replicates(self) -> bool:
         """Whether this generation's steps are replicated to other nodes' vaults."""
         return self.plan.spec.recovery.replicas > 0 and self.generation.multi_node
+
+    @property
+    def command_timeout_s(self) -> float:
+        """How long a process may take to reply to a command before it counts as lost."""
+        return max(LEAST_COMMAND_TIMEOUT_S, self.plan.worker_spec.hang_timeout_s / 4)
 
     def now_s(self) -> float:
         return self.deps.clock.now()
@@ -113,13 +123,17 @@ class JobContext:
         self.deps.events.emit(event)
 
     async def worker_reply(
-        self, worker: int, reply: Awaitable[T], limit_s: float = COMMAND_TIMEOUT_S
+        self, worker: int, reply: Awaitable[T], limit_s: float | None = None
     ) -> T:
         """Awaits a worker's reply.
+
+        Args:
+            limit_s: default: `command_timeout_s`.
 
         Raises:
             WorkerUnavailableError: its process ended, or did not reply in time.
         """
+        limit_s = self.command_timeout_s if limit_s is None else limit_s
         try:
             return await with_timeout(self.deps.clock, limit_s, reply)
         except TimeoutError:
@@ -127,12 +141,13 @@ class JobContext:
         except WorkerLostError as lost:
             raise WorkerUnavailableError(worker, str(lost)) from None
 
-    async def vault_reply(self, reply: Awaitable[T], limit_s: float = COMMAND_TIMEOUT_S) -> T:
-        """Awaits a vault's reply.
+    async def vault_reply(self, reply: Awaitable[T], limit_s: float | None = None) -> T:
+        """Awaits a vault's reply, as `worker_reply`.
 
         Raises:
             VaultLostError: its process or its node is gone, or it did not reply in time.
         """
+        limit_s = self.command_timeout_s if limit_s is None else limit_s
         try:
             return await with_timeout(self.deps.clock, limit_s, reply)
         except TimeoutError:
@@ -149,11 +164,12 @@ class JobContext:
         self.tasks.spawn(self._await_replies(replies))
 
     async def _await_replies(self, replies: PendingReplies) -> None:
+        limit_s = self.command_timeout_s
         try:
-            await with_timeout(self.deps.clock, COMMAND_TIMEOUT_S, replies.wait_all())
+            await with_timeout(self.deps.clock, limit_s, replies.wait_all())
         except TimeoutError:
             for worker in sorted(replies.pending):
-                self._on_error(WorkerUnavailableError(worker, timeout_reason(COMMAND_TIMEOUT_S)))
+                self._on_error(WorkerUnavailableError(worker, timeout_reason(limit_s)))
 
     async def wait_for(self, limit_s: float, predicate: Callable[[], bool]) -> bool:
         """Waits until the predicate holds. False if it does not within the limit."""

@@ -130,7 +130,7 @@ class Controller:
         """Restores the counters, budgets and limits of an earlier controller's run."""
         ctx, now_s, unix_s = self._context, self._context.now_s(), time.time()
         self._started_at_s = now_s - (unix_s - past.began_at_s)
-        ctx.generation = GenerationState(past.generation)
+        ctx.generation = GenerationState(past.generation, on_change=ctx.changed.notify)
         ctx.progress.steps = past.step  # steps after the checkpoint will count as redone
         ctx.timer.repairs = past.total_repairs
         ctx.timer.resizes = past.resizes
@@ -158,7 +158,6 @@ class Controller:
                     ctx.state, generation.number, generation.world_size, ctx.progress.steps, trigger
                 )
             )
-            ctx.changed.notify()
         for instruction in instructions:
             await self._execute(instruction)
 
@@ -185,7 +184,9 @@ class Controller:
         ctx = self._context
         # First: a run that cannot start needs no workers, and workers read the record of faults.
         self._fault_injector.start(resumed=await self._checkpoints.resolve_resume())
-        workers = await ctx.deps.workers.start_workers(ctx.plan.resources)
+        workers = await ctx.deps.workers.start_workers(
+            ctx.plan.resources, self._failures.on_start_failed
+        )
         await self._vaults.ensure_open(worker.node_id for worker in workers)
         ctx.registry.add(workers)
         ctx.emit(WorkersReady(workers))

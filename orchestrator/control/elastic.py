@@ -61,7 +61,6 @@ class ElasticScaler:
         ctx.registry.limits = WorkerLimits(min_workers, max_workers, spares)
         ctx.deps.workers.resize(min_workers, max_workers + spares)
         ctx.emit(LimitsChanged(min_workers, max_workers))
-        ctx.changed.notify()
 
     def release_not_chosen(self) -> None:
         """A generation was formed: ends the workers it does not need."""
@@ -71,7 +70,6 @@ class ElasticScaler:
                 ctx.registry.remove(worker.index)
                 displaced = worker in selection.displaced
                 ctx.tasks.spawn(self._relocate(worker) if displaced else self._release(worker))
-        ctx.changed.notify()
 
     async def _admit_joining(self) -> None:
         ctx = self._context
@@ -90,7 +88,6 @@ class ElasticScaler:
         ctx.registry.add([worker])
         self._inbox.subscribe([worker.index])
         ctx.emit(WorkersReady((worker,)))
-        ctx.changed.notify()
 
     async def _watch_draining_nodes(self) -> None:
         ctx = self._context
@@ -101,7 +98,6 @@ class ElasticScaler:
                     ctx.warn(f"node {name} is draining: its work moves to other nodes")
             if draining != ctx.registry.draining_nodes:
                 ctx.registry.draining_nodes = draining
-                ctx.changed.notify()
             await ctx.deps.clock.sleep(DRAIN_POLL_INTERVAL_S)
 
     async def _propose_resizes(self) -> None:
@@ -136,7 +132,7 @@ class ElasticScaler:
             if not self._may_replace:
                 continue
             await self._failures.wait_killed()  # a reservation is reused only when it is empty
-            lost, ctx.registry.awaiting_replacement = ctx.registry.awaiting_replacement, []
+            lost, ctx.registry.awaiting_replacement = ctx.registry.awaiting_replacement, ()
             for worker in lost:
                 self._replace(worker)
 

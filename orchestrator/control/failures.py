@@ -11,10 +11,12 @@ from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.generation import GenerationState
+from rayzero.orchestrator.errors import WorkerStartError
 from rayzero.orchestrator.job_events import FaultDetected, FaultRecorded
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies import failure
 from rayzero.orchestrator.policies.failure import LOSS_CAUSES, Fault, FaultCause
+from rayzero.orchestrator.policies.hang import Hang
 from rayzero.orchestrator.policies.recovery import Excluded
 
 COLLECTIVE_GRACE_S = 3.0
@@ -32,7 +34,7 @@ class FailureHandler:
         self.excluded = Excluded()
         """States from which no generation resumes again."""
         self._context = context
-        self._hung: dict[int, str] = {}
+        self._hung: dict[int, Hang] = {}
         self._recorded_dead: set[int] = set()
         """Lost workers in the history: one may be lost to two generations while they change."""
         self._fatal_reported = False
@@ -43,10 +45,10 @@ class FailureHandler:
     def counts_by_cause(self) -> dict[str, int]:
         return dict(sorted(Counter(str(fault.cause) for fault in self.history).items()))
 
-    def kill_hung(self, worker: int, reason: str) -> None:
-        """Kills a hung worker; its loss will be recorded as a hang."""
-        self._hung[worker] = reason
-        self._kill(worker)
+    def kill_hung(self, worker: int, hang: Hang) -> None:
+        """Kills a member that hangs, or that does not leave an ended generation."""
+        self._hung[worker] = hang
+        self.on_worker_lost(worker, hang.reason)
 
     async def wait_killed(self) -> None:
         """Waits up to `KILL_TIMEOUT_S` until all killed processes have exited."""
@@ -68,7 +70,6 @@ class FailureHandler:
         ctx.registry.mark_lost(worker)
         self._kill(worker)  # a process that stopped responding must not come back
         cause = self._loss_cause(worker)
-        detail = self._hung.get(worker) or detail
         fault = ctx.generation.on_lost(worker, cause, detail, ctx.now_s())
         if fault is not None:
             self._announce(fault)
@@ -77,7 +78,19 @@ class FailureHandler:
             fault = Fault(cause, ctx.registry.info(worker), None, 0, detail, ctx.now_s())
             self._record(fault)
             self._announce(fault)
-        ctx.changed.notify()
+
+    def on_start_failed(self, lost: WorkerStartError) -> None:
+        """A worker's process ended before the job's first generation; another one is started.
+
+        Raises:
+            JobFailedError: more than `recovery.max_faults` did within the fault window.
+        """
+        at_s = self._context.now_s()
+        fault = Fault(FaultCause.PROCESS_LOST, lost.worker, None, 0, lost.cause, at_s)
+        self._record(fault)
+        self._announce(fault)
+        if error := failure.start_error(self.history, self._budget):
+            raise error
 
     def on_member_missing(self, worker: int) -> None:
         """A worker was lost between its selection as a member and the rendezvous."""
@@ -85,15 +98,10 @@ class FailureHandler:
         ctx.generation.on_lost(worker, self._loss_cause(worker), "", ctx.now_s())
         self.evaluate()
 
-    def expel(self, worker: int, reason: str) -> None:
-        """Kills a member that does not leave a fenced generation; part of the same fault."""
-        ctx = self._context
-        ctx.registry.mark_lost(worker)
-        fault = ctx.generation.on_lost(worker, FaultCause.HANG, reason, ctx.now_s())
-        if fault is not None:
-            ctx.generation.pending_faults.remove(fault)
-            self._announce(fault)
-        self._kill(worker)
+    def on_early_return(self, worker: int, reason: str) -> None:
+        """A member's function returned although other members wait for it."""
+        self._context.generation.on_early_return(worker, reason, self._context.now_s())
+        self.on_fault()
 
     def evaluate(self, *, grace_over: bool = False) -> None:
         """Asks the policy about the generation's pending faults."""
@@ -120,14 +128,14 @@ class FailureHandler:
             self._fatal_reported = True
             ctx.post_event(machine.FaultFatal(decision))
 
-    def on_crash(self) -> None:
-        """A member's crash was added to the pending faults."""
+    def on_fault(self) -> None:
+        """A member's fault was added to the pending ones."""
         self._announce(self._context.generation.pending_faults[-1])
         self.evaluate()
 
     def _start_recovery(self, generation: GenerationState, root: Fault) -> None:
         ctx = self._context
-        generation.fenced = True
+        generation.fence(ctx.now_s())
         faults, generation.pending_faults = generation.pending_faults, []
         losses = [fault for fault in faults if fault.cause in LOSS_CAUSES]
         for fault in losses if root in losses else [*losses, root]:
@@ -158,7 +166,7 @@ class FailureHandler:
         ctx = self._context
         node_id = ctx.registry.info(worker).node_id
         if worker in self._hung:
-            return FaultCause.HANG
+            return FaultCause.CAUGHT_STOP if self._hung[worker].caught_stop else FaultCause.HANG
         if node_id in ctx.registry.draining_nodes:
             return FaultCause.PREEMPTED
         return FaultCause.PROCESS_LOST if node_id in ctx.vault_addresses else FaultCause.NODE_LOST

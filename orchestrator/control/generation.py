@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from rayzero.orchestrator.job_events import Repaired, Resized
+from rayzero.orchestrator.observed import ObservedState
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.policies.membership import Selected
 from rayzero.workers.messages import (
@@ -20,13 +21,14 @@ from rayzero.workers.messages import (
     RankAssignment,
     Restored,
     Stopped,
+    WorkerInfo,
 )
 from rayzero.workers.vault.records import Restore
 
 NO_MEMBERS = Selected(())
 
 
-class GenerationState:
+class GenerationState(ObservedState):
     """The members of one generation and the state of each. Number 0 has no members.
 
     A member is *active* from its assignment until its function has returned, failed or been
@@ -39,21 +41,21 @@ class GenerationState:
         selection: Selected = NO_MEMBERS,
         assignments: Mapping[int, RankAssignment] | None = None,
         restore: Restore | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             assignments: by worker, in the order of the ranks.
         """
+        super().__init__(on_change)
         self.number = number
         self.selection = selection
         self.assignments = assignments or {}
         self.restore = restore
-        self.world_size = len(self.assignments)
-        members = {worker.index: worker for worker in selection.members}
-        self.workers = tuple(map(members.__getitem__, self.assignments))
-        """The members, by rank."""
         self.fenced = False
         """Whether it is being ended: its members leave, and a crash is no longer a fault."""
+        self.ending_since_s: float | None = None
+        """When the first member left before its function had returned, or was told to leave."""
         self.step = 0 if restore is None else restore.step
         """The step that its furthest rank works on, counted from 1."""
         self.pending_faults: list[Fault] = []
@@ -62,8 +64,20 @@ class GenerationState:
         self.active: set[int] = set()
         self.joined: set[int] = set()
         self.restored: set[int] = set()
+        self.trains_since_s: float | None = None
+        """When the last member had loaded its state."""
         self.finished: set[int] = set()
         self._in_process: dict[int, InProcessStateInfo] = {}
+
+    @property
+    def world_size(self) -> int:
+        return len(self.assignments)
+
+    @cached_property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """The members, by rank."""
+        members = {worker.index: worker for worker in self.selection.members}
+        return tuple(map(members.__getitem__, self.assignments))
 
     @cached_property
     def multi_node(self) -> bool:
@@ -82,6 +96,11 @@ class GenerationState:
     def all_finished(self) -> bool:
         return len(self.finished) == self.world_size > 0
 
+    def fence(self, now_s: float) -> None:
+        """It is being ended."""
+        self.fenced = True
+        self._end(now_s)
+
     def in_process_states(self) -> dict[int, InProcessStateInfo]:
         """The states in the memory of unwound members whose processes are alive, by worker, in the
         order of the ranks."""
@@ -93,6 +112,10 @@ class GenerationState:
         reported its newest: the maximum counts."""
         if step > self.step:
             self.step = step
+
+    def assign(self) -> None:
+        """The members are about to get their assignments."""
+        self.active = set(self.assignments)
 
     def on_heartbeat(self, worker: int, beat: Heartbeat) -> bool:
         """Records a heartbeat. False if its sender is no active member."""
@@ -106,14 +129,18 @@ class GenerationState:
         if not self._concerns(worker, message):
             return False
         self.joined.add(worker)
+        self._changed()
         return self.all_joined
 
-    def on_restored(self, worker: int, message: Restored) -> bool:
+    def on_restored(self, worker: int, message: Restored, at_s: float) -> bool:
         """Records a member that loaded its state. True if it was the last one."""
         if not self._concerns(worker, message):
             return False
         self.restored.add(worker)
         self.advance_to(message.step + 1)
+        if self.all_restored:
+            self.trains_since_s = at_s
+        self._changed()
         return self.all_restored
 
     def on_left(self, worker: int, message: Finished | Stopped | Crashed, at_s: float) -> bool:
@@ -121,6 +148,7 @@ class GenerationState:
         if not self._concerns(worker, message):
             return False
         self.active.discard(worker)
+        self._changed()
         if isinstance(message, Finished):
             self.finished.add(worker)
             if message.rank == 0 and message.result:
@@ -128,6 +156,7 @@ class GenerationState:
             return True
         if message.memory is not None:
             self._in_process[worker] = message.memory
+        self._end(at_s)
         if isinstance(message, Crashed) and not self.fenced:
             cause = FaultCause(message.kind)
             self._add_fault(worker, cause, message.step, message.error, at_s, message.traceback)
@@ -136,10 +165,19 @@ class GenerationState:
     def on_lost(self, worker: int, cause: FaultCause, detail: str, at_s: float) -> Fault | None:
         """Records a lost process. Returns the fault if it was a member that had not finished."""
         self.active.discard(worker)
+        self._changed()
         self._in_process.pop(worker, None)
         if worker not in self.assignments or worker in self.finished:
             return None
         return self._add_fault(worker, cause, self.step, detail, at_s)
+
+    def on_early_return(self, worker: int, reason: str, at_s: float) -> None:
+        """A member's function has returned although other members wait for it."""
+        self._add_fault(worker, FaultCause.EARLY_RETURN, self.step, reason, at_s)
+
+    def _end(self, at_s: float) -> None:
+        if self.ending_since_s is None:
+            self.ending_since_s = at_s
 
     def _concerns(
         self, worker: int, message: Joined | Restored | Finished | Stopped | Crashed
@@ -157,8 +195,19 @@ class GenerationState:
         traceback: str = "",
     ) -> Fault:
         rank = self.assignments[worker].rank
-        fault = Fault(cause, self.workers[rank], rank, step, detail, at_s, self.number, traceback)
-        self.pending_faults.append(fault)
+        trained_s = at_s - (at_s if self.trains_since_s is None else self.trains_since_s)
+        fault = Fault(
+            cause,
+            self.workers[rank],
+            rank,
+            step,
+            detail,
+            at_s,
+            self.number,
+            traceback,
+            trained_s,
+        )
+        self.pending_faults = [*self.pending_faults, fault]
         return fault
 
 

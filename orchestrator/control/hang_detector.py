@@ -1,20 +1,35 @@
-"""Detects hung ranks, reports their stacks and kills them; they are then recovered as lost."""
+"""Detects ranks that hang, that do not leave an ended generation, or that returned too early.
+
+The first two are killed, with a report of their stacks, and then recovered as lost.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 
 from rayzero.orchestrator.aio import WORKER_POLL_S
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.failures import FailureHandler
+from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.errors import VaultLostError
-from rayzero.orchestrator.policies.hang import RankProgress, find_hang
+from rayzero.orchestrator.policies.hang import (
+    Hang,
+    HangLimits,
+    RankProgress,
+    find_early_return,
+    find_hang,
+    find_overstaying,
+)
 from rayzero.workers.messages import Heartbeat, WorkerCalls
 from rayzero.workers.vault.vault import Vault
 
 CHECK_INTERVAL_S = 1.0
 """How often the ranks are checked."""
+REPORT_AFTER_S = 5.0
+"""After how long the first report says what an ending generation waits for; each further one comes
+after twice the time."""
 STACK_TIMEOUT_S = 1.0
 """How long a worker may take to dump its stacks."""
 INSPECT_TIMEOUT_S = 6.0
@@ -28,28 +43,65 @@ class HangDetector:
         self._context = context
         self._inbox = inbox
         self._failures = failures
+        spec = context.plan.spec
+        self._limits = HangLimits(spec.recovery.hang_timeout_s, spec.workers.start_timeout_s)
         self._warned_generation = 0
         """The generation of which a hang without a culprit was reported."""
+        self._next_report_s = REPORT_AFTER_S
+        """When, after the generation began to end, the ranks that stay are reported again."""
 
     async def run(self) -> None:
         while True:
             await self._context.deps.clock.sleep(CHECK_INTERVAL_S)
             self._inbox.expire_silent()
             generation = self._context.generation
-            members = sorted(generation.active)
-            limit_s = self._context.plan.worker_spec.hang_timeout_s
-            if generation.fenced or not members:
+            if not generation.active:
                 continue
-            if self._inbox.longest_silence_s(members) <= limit_s:
-                continue
-            hang = find_hang([self._rank_progress(worker) for worker in members], limit_s)
-            if hang is None:
-                continue
-            if hang.rank is not None:
-                await self._kill_culprit(generation.workers[hang.rank].index, hang.reason)
-            elif self._warned_generation != generation.number:
-                self._warned_generation = generation.number
-                self._context.warn(hang.reason)
+            if generation.ending_since_s is None:
+                await self._check_running(generation)
+            else:
+                ending_s = self._context.now_s() - generation.ending_since_s
+                await self._check_ending(generation, ending_s)
+
+    async def _check_running(self, generation: GenerationState) -> None:
+        self._next_report_s = REPORT_AFTER_S
+        members = sorted(generation.active)
+        if generation.finished:
+            self._check_early_return(generation)
+        if self._inbox.longest_silence_s(members) <= self._limits.running_s:
+            return
+        hang = find_hang(self._progress(members), self._limits)
+        if hang is None:
+            return
+        if hang.rank is not None:
+            await self._kill_culprit(generation, hang.rank, hang)
+        elif self._warned_generation != generation.number:
+            self._warned_generation = generation.number
+            self._context.warn(hang.reason)
+
+    async def _check_ending(self, generation: GenerationState, ending_s: float) -> None:
+        """Members leave at their next check for a stop, which may be after a long call."""
+        staying = self._progress(sorted(generation.active))
+        if hang := find_overstaying(staying, self._limits, ending_s):
+            assert hang.rank is not None
+            await self._kill_culprit(generation, hang.rank, hang)
+        elif ending_s > self._next_report_s:
+            self._next_report_s *= 2
+            first = staying[0]
+            others = f", and {len(staying) - 1} more" if len(staying) > 1 else ""
+            self._context.warn(
+                f"waiting since {ending_s:.0f} s for {first} to leave: {first.activity}{others} "
+                f"(for {self._limits.of(first):g} s, recovery.hang_timeout_s, then it is killed)"
+            )
+
+    def _check_early_return(self, generation: GenerationState) -> None:
+        finished = self._progress(sorted(generation.finished))
+        hang = find_early_return(finished, self._progress(sorted(generation.active)))
+        if hang is not None and hang.rank is not None:
+            self._failures.on_early_return(generation.workers[hang.rank].index, hang.reason)
+
+    def _progress(self, workers: Iterable[int]) -> list[RankProgress]:
+        return [self._rank_progress(worker) for worker in workers]
 
     def _rank_progress(self, worker: int) -> RankProgress:
         generation, info = self._context.generation, self._context.registry.info(worker)
@@ -64,12 +116,13 @@ class HangDetector:
             is_new=worker not in self._inbox.reported,
         )
 
-    async def _kill_culprit(self, worker: int, reason: str) -> None:
-        generation = self._context.generation
+    async def _kill_culprit(self, generation: GenerationState, rank: int, hang: Hang) -> None:
+        worker = generation.workers[rank].index
         stacks = await self._dump_stacks(worker)
+        self._inbox.deliver(worker)
         if generation is self._context.generation and worker in generation.active:
-            self._context.warn(f"{reason}\n{stacks}".rstrip())
-            self._failures.kill_hung(worker, reason)
+            self._context.warn(f"{hang.reason}\n{stacks}".rstrip())
+            self._failures.kill_hung(worker, hang)
 
     async def _dump_stacks(self, worker: int) -> str:
         """Its Python stacks; if it does not respond, what its node's vault sees of the process."""

@@ -176,9 +176,7 @@ class WorkerInbox:
 class MessageDispatcher:
     """Dispatches worker messages to the components that handle them.
 
-    Messages may be late: from a worker that is lost by now, or about an older generation. Waiters
-    are notified of the last of many messages only: thousands of notifications would wake each of
-    them thousands of times.
+    Messages may be late: from a worker that is lost by now, or about an older generation.
     """
 
     def __init__(
@@ -229,7 +227,7 @@ class MessageDispatcher:
 
     def _on_step_finished(self, record: StepRecord) -> None:
         ctx = self._context
-        ctx.changed.notify()
+        ctx.changed.notify()  # JobProgress
         if recovery := ctx.timer.completed(record.step_s, record.world_size):
             ctx.emit(recovery)
         self._replication.on_step_finished(record.generation)
@@ -245,23 +243,19 @@ class MessageDispatcher:
         ctx = self._context
         if ctx.generation.on_joined(worker, message):
             ctx.timer.enter_phase("load")
-            ctx.changed.notify()
 
     def _on_restored(self, worker: int, message: Restored) -> None:
         ctx = self._context
-        if ctx.generation.on_restored(worker, message):
+        if ctx.generation.on_restored(worker, message, ctx.now_s()):
             ctx.timer.enter_phase("recompute")
-            ctx.changed.notify()
 
     def _on_left(self, worker: int, message: Finished | Stopped | Crashed) -> None:
         ctx, generation = self._context, self._context.generation
         faults_before = len(generation.pending_faults)
         if not generation.on_left(worker, message, ctx.now_s()):
             return
-        if not generation.active or not isinstance(message, Stopped):
-            ctx.changed.notify()
         if len(generation.pending_faults) > faults_before:
-            self._failures.on_crash()
+            self._failures.on_fault()
         if isinstance(message, Finished):
             ctx.progress.add_counters(message.counters)
             ctx.progress.update_peaks({"process": message.peak_rss_bytes})

@@ -28,8 +28,6 @@ from rayzero.orchestrator.policies.recovery import newest_complete_in_vaults
 from rayzero.workers.messages import GenerationSpec, WorkerCalls
 from rayzero.workers.vault.records import Restore
 
-FENCE_TIMEOUT_S = 10.0
-"""How long the survivors of a fault may take to unwind before they are killed."""
 UNWIND_TIMEOUT_S = 4.0
 """How long the training functions may take to unwind when the job is stopped."""
 LARGE_JOB_WORKERS = 500
@@ -94,7 +92,7 @@ class Reconfiguration:
             softly: let them finish the collective they are in.
         """
         generation = self._context.generation
-        generation.fenced = True
+        generation.fence(self._context.now_s())
         method = WorkerCalls.stop if softly else WorkerCalls.fence
         members = frozenset(generation.active)
         if assigned := members - self._assignments.pending:
@@ -142,12 +140,11 @@ class Reconfiguration:
             ctx.post_event(machine.GenerationFormed(generation.number))
 
     async def _fence(self) -> None:
-        """Returns once the generation can do nothing more, whatever state it was in."""
-        self._context.timer.enter_phase("fence")
-        generation = self._context.generation
-        if not await self._context.wait_for(FENCE_TIMEOUT_S, lambda: not generation.active):
-            for worker in sorted(generation.active):
-                self._failures.expel(worker, f"it did not unwind within {FENCE_TIMEOUT_S:g} s")
+        """Returns once the generation can do nothing more, whatever state it was in. Without a
+        limit: a survivor may be in a long call, and the hang detector kills those that stay."""
+        ctx, generation = self._context, self._context.generation
+        ctx.timer.enter_phase("fence")
+        await ctx.changed.wait_until(lambda: not generation.active)
         await self._failures.wait_killed()
 
     async def _drain(self) -> None:
@@ -204,7 +201,9 @@ class Reconfiguration:
         if len(assignments) >= LARGE_JOB_WORKERS:
             await asyncio.sleep(0)
         number = ctx.generation.number + 1
-        generation = ctx.generation = GenerationState(number, selection, assignments, restore)
+        generation = ctx.generation = GenerationState(
+            number, selection, assignments, restore, ctx.changed.notify
+        )
         ctx.registry.members = selection.indices
         ctx.emit(GenerationStarted(tuple(worker.node for worker in generation.workers)))
         for record in ctx.progress.start_generation(
@@ -230,7 +229,7 @@ class Reconfiguration:
             remote=ctx.replicates,
             faults=ctx.injected_faults,
         )
-        generation.active |= selection.indices
+        generation.assign()
         self._assignments = ctx.deps.workers.assign(spec, assignments)
         ctx.expect_replies(self._assignments)
         return generation

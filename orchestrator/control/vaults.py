@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
 from rayzero.orchestrator.control.context import JobContext
@@ -48,7 +48,7 @@ class VaultManager:
             raise JobFailedError(f"a vault did not start: {lost}") from None
         for node in missing:
             if node not in ctx.vault_addresses:  # a concurrent call may have opened it
-                ctx.vault_addresses[node] = opened[node]
+                ctx.vault_addresses = {**ctx.vault_addresses, node: opened[node]}
                 ctx.tasks.spawn(self._poll_loop(node))
 
     async def open_with_retries(self, node: str, needed: Callable[[], bool]) -> bool:
@@ -96,7 +96,7 @@ class VaultManager:
         self._unused_since_s = {node: self._unused_since_s.get(node, now_s) for node in unused}
         for node, since_s in self._unused_since_s.items():
             if now_s - since_s >= CLOSE_UNUSED_AFTER_S:
-                del ctx.vault_addresses[node]
+                ctx.vault_addresses = _without(ctx.vault_addresses, node)
                 ctx.tasks.spawn(ctx.deps.vaults.close(node))
 
     async def _poll_loop(self, node: str) -> None:
@@ -107,9 +107,9 @@ class VaultManager:
                 poll = ctx.deps.vaults.call(node, Vault.poll, VAULT_POLL_S)
                 events = await ctx.vault_reply(poll, limit_s)
             except (VaultLostError, VaultGoneError) as lost:
-                if ctx.vault_addresses.pop(node, None) is None:
+                if node not in ctx.vault_addresses:
                     return  # it was closed on purpose
-                ctx.changed.notify()
+                ctx.vault_addresses = _without(ctx.vault_addresses, node)
                 cause = str(lost) or "its process ended"
                 ctx.warn(f"the vault on node {self._node_name(node)} was lost: {cause}")
                 # Its process may live: without its end, `open` would find it instead of a new one.
@@ -125,8 +125,11 @@ class VaultManager:
     async def _reopen(self, node: str) -> None:
         """Retries until it is up again, or its node has no workers. Its slots are lost: a resize
         with the same members gives them the new address, and their mirrors fill it again."""
-        if await self.open_with_retries(node, lambda: node in self._context.registry.nodes):
-            self._context.changed.notify()
+        await self.open_with_retries(node, lambda: node in self._context.registry.nodes)
 
     def _node_name(self, node: str) -> str:
         return next((w.node for w in self._context.registry.ready if w.node_id == node), node)
+
+
+def _without(addresses: Mapping[str, str], node: str) -> Mapping[str, str]:
+    return {other: address for other, address in addresses.items() if other != node}

@@ -26,6 +26,8 @@ class FaultCause(StrEnum):
     ENTRYPOINT = "entrypoint"
     STATE = "state"
     DATA = "data"
+    CAUGHT_STOP = "caught_stop"
+    EARLY_RETURN = "early_return"
     USER_CODE = "user"
     COLLECTIVE = "collective"
 
@@ -36,8 +38,17 @@ HARDWARE_CAUSES = frozenset(
 """Causes outside the training function; they use the budget `recovery.max_faults`."""
 LOSS_CAUSES = HARDWARE_CAUSES - {FaultCause.COLLECTIVE}
 """Causes that point to a node; a failed collective does not."""
-USER_CODE_CAUSES = frozenset({FaultCause.DATA, FaultCause.USER_CODE})
+USER_CODE_CAUSES = frozenset(
+    {FaultCause.DATA, FaultCause.CAUGHT_STOP, FaultCause.EARLY_RETURN, FaultCause.USER_CODE}
+)
 """Causes in the training function; they have a budget of their own, of the same size."""
+SAME_LOSSES = 3
+"""A process that is lost so many times in a row on the same rank in the same step, each time after
+about the same time, is ended by what it computes there, not by its machine."""
+
+
+DETECTION_S = 0.5
+"""By how much the detection of equal losses may differ in time."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,7 @@ class Fault:
         detail: the exception, or the cluster's report on the process; empty until it arrives.
         at_s: when the controller detected it.
         traceback: the user's frames, for user code.
+        trained_s: for how long its generation had been training.
     """
 
     cause: FaultCause
@@ -60,6 +72,7 @@ class Fault:
     at_s: float = 0.0
     generation: int = 0
     traceback: str = ""
+    trained_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -140,9 +153,12 @@ def describe_fault(fault: Fault) -> str:
         FaultCause.HANG: "hung",
         FaultCause.COLLECTIVE: "had a collective fail, though no worker died,",
         FaultCause.STATE: "could not load the state",
+        FaultCause.CAUGHT_STOP: "did not stop",
+        FaultCause.EARLY_RETURN: "returned too early",
     }.get(fault.cause, "raised an exception")
     detail = fault.detail or "its process ended"
-    return f"{who} on node {worker.node} (pid {worker.pid}) {what} {when}: {detail}"
+    pid = f" (pid {worker.pid})" if worker.pid else ""  # none: it did not start
+    return f"{who} on node {worker.node}{pid} {what} {when}: {detail}"
 
 
 def _fatal_error(
@@ -159,7 +175,15 @@ def _fatal_error(
     counted = faults_in_budget((*earlier, root), causes, budget, root.at_s)
     exceeded = len(counted) > budget.max_faults
     if causes is HARDWARE_CAUSES:
+        if _is_same_loss(root, earlier):
+            return _same_loss_error(root)
         return _hardware_error(root, counted, budget) if exceeded else None
+    if root.cause is FaultCause.CAUGHT_STOP:
+        # Several ranks may do so in one generation.
+        repeated = any(
+            fault.cause is root.cause and fault.generation != root.generation for fault in earlier
+        )
+        return _user_code_error(root, repeated) if repeated or exceeded else None
     repeated = _signature(root) in map(_signature, earlier)
     return _user_code_error(root, repeated) if steps == 0 or repeated or exceeded else None
 
@@ -180,6 +204,41 @@ def _user_code_error(root: Fault, repeated: bool) -> JobFailedError:
 def _signature(fault: Fault) -> tuple[FaultCause, int, str]:
     """Identifies the same exception at the same step; its text may contain an address or a time."""
     return fault.cause, fault.step, fault.detail.partition(":")[0]
+
+
+def start_error(failures: Sequence[Fault], budget: FaultBudget) -> JobFailedError | None:
+    """The error if too many workers ended while they started, in a job without a generation.
+
+    Args:
+        failures: all faults so far, the newest last; at least one.
+    """
+    newest = failures[-1]
+    recent = [fault for fault in failures if fault.at_s > newest.at_s - budget.window_s]
+    return _hardware_error(newest, recent, budget) if len(recent) > budget.max_faults else None
+
+
+def _is_same_loss(root: Fault, earlier: Sequence[Fault]) -> bool:
+    """Whether the last losses were all like this one; of one generation, one counts."""
+    if root.cause is not FaultCause.PROCESS_LOST or not root.step or root.rank is None:
+        return False
+    members = {fault.generation: fault for fault in earlier if fault.rank is not None}
+    last = [*list(members.values())[1 - SAME_LOSSES :], root]
+    if len(last) < SAME_LOSSES or len({(f.cause, f.rank, f.step) for f in last}) > 1:
+        return False
+    shortest_s, longest_s = (pick(fault.trained_s for fault in last) for pick in (min, max))
+    return longest_s <= 1.5 * shortest_s + DETECTION_S
+
+
+def _same_loss_error(root: Fault) -> JobFailedError:
+    return JobFailedError(
+        f"the process of rank {root.rank} ended in step {root.step} {SAME_LOSSES} times in a row, "
+        f"at last on node {root.worker.node} (pid {root.worker.pid}): "
+        f"{root.detail or 'its process ended'}",
+        allowed="a process that survives its steps; usual causes are os._exit, a crash in native "
+        "code, and the kernel's out-of-memory killer",
+        fix="the training function; the worker's log has its last lines",
+        traceback=root.traceback,
+    )
 
 
 def _hardware_error(root: Fault, counted: Sequence[Fault], budget: FaultBudget) -> JobFailedError:

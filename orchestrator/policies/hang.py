@@ -6,15 +6,16 @@ well. The culprit is the rank that does not wait where the others wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rayzero.workers.messages import Heartbeat
 
-START_GRACE_S = 300.0
-"""How long a new process may make no progress: it imports, compiles and loads."""
-
 _STARTUP_PHASES = frozenset({"start", "join", "load"})
+
+EARLY_RETURN_GRACE_S = 3.0
+"""How long a rank waits for one that has returned before that counts as an early return: reports
+of the two arrive in any order. No limit for a slow model: nobody will enter the collective."""
 
 _UNRESPONSIVE_S = 1.0  # a busy machine does not explain a reply that is this late
 
@@ -66,13 +67,35 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class Hang:
-    """A stalled generation. `rank` is the culprit; None if no rank is to blame."""
+    """A stalled generation.
+
+    Args:
+        rank: the culprit; None if no rank is to blame.
+        caught_stop: whether it caught the exception that ends its generation.
+    """
 
     rank: int | None
     reason: str
+    caught_stop: bool = False
 
 
-def find_hang(ranks: Sequence[RankProgress], hang_timeout_s: float) -> Hang | None:
+@dataclass(frozen=True)
+class HangLimits:
+    """How long a rank may make no progress.
+
+    Args:
+        running_s: `recovery.hang_timeout_s`.
+        starting_s: in a new process, which imports, compiles and loads: `workers.start_timeout_s`.
+    """
+
+    running_s: float
+    starting_s: float
+
+    def of(self, rank: RankProgress) -> float:
+        return max(self.running_s, self.starting_s) if rank.is_starting else self.running_s
+
+
+def find_hang(ranks: Sequence[RankProgress], limits: HangLimits) -> Hang | None:
     """The hang of a generation, if it has one. Meant to be called about once a second.
 
     A process that does not respond is to blame first; then, of the ranks that wait in no
@@ -82,14 +105,12 @@ def find_hang(ranks: Sequence[RankProgress], hang_timeout_s: float) -> Hang | No
 
     Args:
         ranks: all active ranks of the generation.
-        hang_timeout_s: the silence that counts as a hang, for ranks that are not starting.
     """
-    start_s = max(hang_timeout_s, START_GRACE_S)
-    limits_s = {rank.rank: start_s if rank.is_starting else hang_timeout_s for rank in ranks}
+    limits_s = {rank.rank: limits.of(rank) for rank in ranks}
     if not any(rank.silent_s > limits_s[rank.rank] for rank in ranks):
         return None
     latest = max(ranks, key=lambda rank: rank.overdue_s)
-    if latest.overdue_s > max(_UNRESPONSIVE_S, hang_timeout_s / 4):
+    if latest.overdue_s > max(_UNRESPONSIVE_S, limits.running_s / 4):
         starting = latest.is_starting and latest.silent_s <= limits_s[latest.rank]
         return None if starting else Hang(latest.rank, _describe_unresponsive(latest))
     # Not by position first: a rank may wait for a collective after it launched later ones.
@@ -100,6 +121,56 @@ def find_hang(ranks: Sequence[RankProgress], hang_timeout_s: float) -> Hang | No
         # A rank whose reply is getting late may have been stopped there: wait until that is clear.
         return None if latest.overdue_s else Hang(None, _describe_network_hang(behind, len(ranks)))
     return Hang(behind.rank, _describe_late_rank(behind, ranks))
+
+
+def find_overstaying(
+    ranks: Iterable[RankProgress], limits: HangLimits, ending_s: float
+) -> Hang | None:
+    """A rank that does not leave a generation which ends, if there is one.
+
+    A rank leaves at its next check for a stop. It may be in a long call until then, so it has as
+    much time as a rank without progress in a running generation. A silence from before counts.
+
+    Args:
+        ranks: all that have not left.
+        ending_s: for how long the generation has been ending.
+    """
+    for rank in ranks:
+        if max(rank.silent_s, ending_s) > limits.of(rank):
+            stops, place = rank.heartbeat.stops, rank.heartbeat.stop_place
+            caught = (
+                f"{rank} caught the exception that ends its generation, and continued: it was "
+                f"raised {stops} times in {ending_s:.1f} s, at last by {place}. Let BaseException "
+                "pass, or raise it again"
+            )
+            held = f"{rank} has not left its generation for {ending_s:.1f} s, in {rank.activity}"
+            return Hang(rank.rank, caught if stops else held, caught_stop=stops > 0)
+    return None
+
+
+def find_early_return(
+    finished: Sequence[RankProgress], active: Iterable[RankProgress]
+) -> Hang | None:
+    """The rank that returned from the training function although another one waits for it, if there
+    is one: in a collective after the last one that it entered.
+
+    Args:
+        finished: ranks whose function has returned.
+        active: the others.
+    """
+    waiting = [rank for rank in active if rank.heartbeat.waiting and not rank.overdue_s]
+    for early in sorted(finished, key=lambda rank: rank.position):
+        for rank in waiting:
+            if rank.position > early.position and rank.silent_s > EARLY_RETURN_GRACE_S:
+                last, next_one = early.heartbeat, rank.heartbeat
+                return Hang(
+                    early.rank,
+                    f"it returned from the training function in step {last.step}, after collective "
+                    f"{last.collective}, but rank {rank.rank} waits for it in collective "
+                    f"{next_one.collective} of step {next_one.step}: all ranks must run the same "
+                    "steps",
+                )
+    return None
 
 
 def _describe_unresponsive(rank: RankProgress) -> str:

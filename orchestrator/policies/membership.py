@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.observed import ObservedState
 from rayzero.workers.messages import WorkerInfo
 
 
@@ -82,20 +83,21 @@ def not_enough_error(available: int, limits: WorkerLimits, waited_s: float) -> J
     )
 
 
-class WorkerRegistry:
+class WorkerRegistry(ObservedState):
     """Every worker the job ever had, by index.
 
     A worker is ready from `add` on: its process responds, and its node has a vault. It stays ready
     until it is lost or removed.
     """
 
-    def __init__(self, limits: WorkerLimits) -> None:
+    def __init__(self, limits: WorkerLimits, on_change: Callable[[], None] = lambda: None) -> None:
+        super().__init__(on_change)
         self.limits = limits
         self.draining_nodes: frozenset[str] = frozenset()
         """Ids of nodes that are about to be removed."""
         self.members: frozenset[int] = frozenset()
         """Indices of the newest generation's members."""
-        self.awaiting_replacement: list[WorkerInfo] = []
+        self.awaiting_replacement: tuple[WorkerInfo, ...] = ()
         """Lost workers whose reservations wait for a replacement."""
         self._all: dict[int, WorkerInfo] = {}
         self._alive: dict[int, WorkerInfo] = {}
@@ -104,6 +106,7 @@ class WorkerRegistry:
         self._selection: tuple[tuple[object, ...], Selected | None] | None = None
         """The last selection, with the inputs it was made from."""
         self._version = 0
+        """Increased by every change of the ready workers."""
 
     def add(self, workers: Iterable[WorkerInfo]) -> None:
         new = {worker.index: worker for worker in workers}
@@ -138,7 +141,7 @@ class WorkerRegistry:
     def mark_lost(self, worker: int) -> None:
         """Its process ended; its reservation waits for a replacement."""
         self.remove(worker)
-        self.awaiting_replacement.append(self._all[worker])
+        self.awaiting_replacement += (self._all[worker],)
 
     def remove(self, worker: int) -> None:
         """It is about to be ended on purpose."""

@@ -22,7 +22,12 @@ from rayzero.orchestrator.aio import (
     WorkerReports,
     with_timeout,
 )
-from rayzero.orchestrator.errors import JobFailedError, VaultLostError, WorkerLostError
+from rayzero.orchestrator.errors import (
+    JobFailedError,
+    VaultLostError,
+    WorkerLostError,
+    WorkerStartError,
+)
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.workers.chaos.spec import FaultSpec
@@ -67,7 +72,9 @@ class FakeProcess:
     unresponsive: bool = False
     """Whether it ignores commands."""
     stuck: bool = False
-    """Whether it does not unwind."""
+    """Whether it does not unwind, as in a long call."""
+    leaving: bool = False
+    """Whether it unwinds once it is not stuck any more."""
     engine: bool = True
     delayed: bool = False
     """Whether its output is held back in `backlog`."""
@@ -123,6 +130,8 @@ class FakeCluster:
         self.resized: list[tuple[int, int]] = []
         self.draining: frozenset[str] = frozenset()
         self.start_error: JobFailedError | None = None
+        self.start_failures: list[WorkerStartError] = []
+        """Workers that end while they start, and are replaced."""
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.releases = 0
@@ -172,6 +181,13 @@ class FakeCluster:
         backlog, process.backlog = process.backlog, []
         for output in backlog:
             self._post(process, output)
+
+    def release_stuck(self, worker: int) -> None:
+        """End a worker's long call."""
+        process = self.processes[worker]
+        process.stuck = False
+        if process.leaving:
+            self._unwind(process)
 
     def _post(self, process: FakeProcess, output: WorkerOutput) -> None:
         if process.delayed:
@@ -314,9 +330,12 @@ class FakeCluster:
 
     def _unwind(self, process: FakeProcess) -> None:
         assign = process.assign
-        if assign is None or process.stuck or not process.alive:
+        if assign is None or not process.alive:
             return
-        process.assign, process.drain = None, False
+        if process.stuck:
+            process.leaving = True
+            return
+        process.assign, process.drain, process.leaving = None, False, False
         memory = self._memory(process) if process.ready else None
         self.send(process.info.index, Stopped(assign.generation, assign.rank, memory))
 
@@ -359,8 +378,12 @@ class FakeCluster:
 
     # The interface of WorkerGroup.
 
-    async def start_workers(self, need: ResourceRequest) -> tuple[WorkerInfo, ...]:
+    async def start_workers(
+        self, need: ResourceRequest, on_failure: Callable[[WorkerStartError], None]
+    ) -> tuple[WorkerInfo, ...]:
         await self.may_start.wait()
+        for failure in self.start_failures:
+            on_failure(failure)
         if self.start_error is not None:
             raise self.start_error
         return tuple(self.initial_workers)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import inspect
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from rayzero.engine.validation import validate_document
+from rayzero.orchestrator.aio import ChangeNotifier
 from rayzero.orchestrator.background_writer import BackgroundWriter
+from rayzero.orchestrator.control import context
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.job_events import JOB_EVENTS, EventBus, JobEvent, StateEntered
@@ -50,6 +54,8 @@ class VirtualClock:
     """A clock that a test advances."""
 
     def __init__(self) -> None:
+        self.on_idle: Callable[[], None] = lambda: None
+        """Called before the time changes, when no task can progress without that."""
         self._now = 0.0
         self._sleepers: list[tuple[float, int, asyncio.Future[None] | _TimeoutFuture]] = []
         self._order = count()
@@ -72,11 +78,13 @@ class VirtualClock:
         """Advance the time, waking sleepers in order and settling after each."""
         end = self._now + seconds
         await settle()
+        self.on_idle()
         while self._sleepers and self._sleepers[0][0] <= end:
             self._now, _, future = heapq.heappop(self._sleepers)
             if not future.done():
                 future.set_result(None)
             await settle()
+            self.on_idle()
         self._now = end
 
 
@@ -88,6 +96,30 @@ async def settle() -> None:
         due = loop._scheduled and loop._scheduled[0]._when <= loop.time()
         if not loop._ready and not due:  # otherwise the remaining turns are most of the tests' time
             return
+
+
+class CheckedNotifier(ChangeNotifier):
+    """Knows its waiters' predicates, to find waiters that nobody has woken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._predicates: dict[object, Callable[[], bool]] = {}
+
+    async def wait_until(self, predicate: Callable[[], bool]) -> None:
+        waiter = object()
+        self._predicates[waiter] = predicate
+        try:
+            await super().wait_until(predicate)
+        finally:
+            del self._predicates[waiter]
+
+    def forgotten(self) -> list[str]:
+        """Waiters whose predicate holds. Call it when all tasks wait for time or for a worker."""
+        return [
+            inspect.getsource(predicate).strip()
+            for predicate in self._predicates.values()
+            if predicate()
+        ]
 
 
 class EventLog:
@@ -144,8 +176,14 @@ class Harness:
         if journal is not None:
             self.events.subscribe(journal.on_event, JOB_EVENTS)
         ports = Dependencies(group, self.cluster.vaults, self.store, self.events, self.clock)
-        self.controller = Controller(self.plan, ports, past)
+        with patch.object(context, "ChangeNotifier", CheckedNotifier):
+            self.controller = Controller(self.plan, ports, past)
+        self.clock.on_idle = self.check_waiters
         self.run = asyncio.ensure_future(self.controller.run())
+
+    def check_waiters(self) -> None:
+        """Fails if a state change did not wake a coroutine that waits for it."""
+        assert self.controller._context.changed.forgotten() == []
 
     async def steps(self, count: int) -> None:
         """Train that many steps."""

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import pickle
+import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from threading import Event, Thread
 
 import pytest
@@ -8,11 +11,19 @@ import torch.distributed as dist
 
 from rayzero.engine.errors import CollectiveError, ConfigError, DataError, EngineError
 from rayzero.workers import training_thread as module
-from rayzero.workers.messages import Crashed, Finished, Heartbeat, Stopped, WorkerMessage
+from rayzero.workers.messages import (
+    Crashed,
+    Finished,
+    Heartbeat,
+    LogLine,
+    Stopped,
+    WorkerMessage,
+)
 from rayzero.workers.training_thread import (
     GenerationChannel,
     Interrupted,
     ProgressRecord,
+    StopFlag,
     TrainingThread,
     describe_crash,
 )
@@ -81,12 +92,81 @@ def test_interrupt_unwinds_at_next_check_and_releases_peers(harness: ThreadHarne
 
 def test_drain_keeps_connections_to_peers(harness: ThreadHarness):
     def body() -> WorkerMessage:
-        raise Interrupted
+        harness.channel.interrupt.leave()
 
     harness.start(body)
     assert harness.thread.join(5)
     assert harness.posted == [Stopped(1, 0)]
     assert harness.released == 0, "a slower peer may still be receiving from this rank"
+
+
+@pytest.mark.parametrize("end", ["returns", "raises", "continues"])
+def test_function_that_catches_the_stop_has_stopped(harness: ThreadHarness, end: str):
+    """Whatever it does then: its result is that of a part of the steps."""
+
+    def body() -> WorkerMessage:
+        for _ in range(2 if end == "continues" else 1):
+            with suppress(BaseException):
+                harness.channel.interrupt.check()
+        if end == "raises":
+            raise ValueError("caught it, and failed")
+        return DONE
+
+    harness.channel.interrupt.set()
+    harness.start(body)
+    assert harness.thread.join(5)
+    assert harness.posted == [Stopped(1, 0)]
+    beat = harness.channel.heartbeat()
+    assert beat.stops == (2 if end == "continues" else 1)
+    assert re.fullmatch(r"body \(.*test_training_thread.py:\d+\)", beat.stop_place)
+
+
+def test_drained_function_cannot_continue(harness: ThreadHarness):
+    with pytest.raises(Interrupted):
+        harness.channel.interrupt.leave()
+    with pytest.raises(Interrupted):
+        harness.channel.interrupt.check()
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    def __reduce__(self) -> str:
+        raise ValueError("no pickle")
+
+
+class RuntimeUnprintableError(UnprintableError, RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("error", [UnprintableError(), RuntimeUnprintableError()])
+def test_exception_that_cannot_be_printed_is_reported(harness: ThreadHarness, error: Exception):
+    def body() -> WorkerMessage:
+        raise error
+
+    harness.start(body)
+    assert harness.thread.join(5)
+    (crash,) = harness.posted
+    assert isinstance(crash, Crashed)
+    assert crash.kind == "user"
+    assert type(error).__name__ in crash.error
+    pickle.dumps(crash)
+
+
+def test_function_ends_although_its_generation_cannot_be_released():
+    def fail(_: bool) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    posted: list[WorkerMessage] = []
+    channel, thread = GenerationChannel(posted.append, 1, 0), TrainingThread(fail)
+    channel.interrupt.set()
+    thread.start(channel, lambda: channel.interrupt.check() or DONE)
+    assert thread.join(5)
+    line, end = posted
+    assert isinstance(line, LogLine)
+    assert "illegal memory access" in line.text
+    assert end == Stopped(1, 0)
 
 
 def test_collective_that_fails_while_stopping_is_stop(harness: ThreadHarness):
@@ -220,6 +300,6 @@ def test_heartbeat_has_step_phase_and_silent_time():
     progress.begin_step(4)
     progress.enter_phase("backward")
     now_s = 102.5
-    assert progress.heartbeat() == Heartbeat(1, 4, "backward", 2.5)
+    assert progress.heartbeat(StopFlag()) == Heartbeat(1, 4, "backward", 2.5)
     progress.begin_step(5)
-    assert progress.heartbeat() == Heartbeat(1, 5, "backward", 0.0)
+    assert progress.heartbeat(StopFlag()) == Heartbeat(1, 5, "backward", 0.0)

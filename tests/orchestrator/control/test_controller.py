@@ -9,11 +9,19 @@ import pytest
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.reconfigure import UNWIND_TIMEOUT_S
-from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.job_events import Resumed, WorkersReady
+from rayzero.orchestrator.errors import JobFailedError, JobStoppedError, WorkerStartError
+from rayzero.orchestrator.job_events import FaultDetected, Resumed, WorkersReady
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.workers.messages import Crashed, Finished, Joined, LogLine, StepReport, Stopped
+from rayzero.workers.messages import (
+    Crashed,
+    Finished,
+    Joined,
+    LogLine,
+    StepReport,
+    Stopped,
+    WorkerInfo,
+)
 from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster
 from tests.orchestrator.support import Harness, async_test, settle
 
@@ -134,6 +142,34 @@ async def test_missing_resources_fail_job_at_start(folder: Path):
     with pytest.raises(JobFailedError, match="no room"):
         await harness.result()
     assert harness.states == [State.STARTING, State.FAILED]
+
+
+def failed_starts(*workers: int) -> list[WorkerStartError]:
+    return [
+        WorkerStartError("killed", WorkerInfo(worker, "a", "host-a", "", 0), False, retry_in_s=1)
+        for worker in workers
+    ]
+
+
+@async_test
+async def test_workers_that_end_while_starting_use_the_fault_budget(folder: Path):
+    cluster = FakeCluster()
+    cluster.start_failures = failed_starts(7, 8)
+    harness = Harness(folder, cluster, recovery={"max_faults": 2})
+    await harness.steps(1)
+    texts = [f"worker {n} on node host-a was lost before the first step: killed" for n in (7, 8)]
+    assert [fault.text for fault in harness.log.of(FaultDetected)] == texts
+    assert (await harness.finish()).metrics["faults"] == {"lost": 2}
+
+
+@async_test
+async def test_too_many_failed_starts_fail_the_job(folder: Path):
+    cluster = FakeCluster()
+    cluster.start_failures = failed_starts(7, 8)
+    harness = Harness(folder, cluster, recovery={"max_faults": 1})
+    await settle()
+    with pytest.raises(JobFailedError, match=r"(?s)host-a was lost.*before that.*max_faults"):
+        await harness.result()
 
 
 @async_test

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.control import reconfigure
 from rayzero.orchestrator.control.reconfigure import LARGE_JOB_WORKERS
-from rayzero.orchestrator.errors import JobStoppedError
+from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
 from rayzero.orchestrator.machine import State
 from tests.orchestrator.fake_cluster import FakeCluster, FakeProcess
 from tests.orchestrator.support import Harness, settle
@@ -186,8 +186,9 @@ class ControllerStateMachine(RuleBasedStateMachine):
         cluster.draining = frozenset()
         cluster.delays.clear()
         for index, process in cluster.processes.items():
-            process.unresponsive = process.stuck = False
+            process.unresponsive = False
             cluster.deliver_delayed(index)
+            cluster.release_stuck(index)
         harness.cluster.join("a")
         for _ in range(40):
             if harness.run.done():
@@ -199,6 +200,9 @@ class ControllerStateMachine(RuleBasedStateMachine):
             result = await harness.result()
         except JobStoppedError:
             assert State.STOPPING in harness.states or harness.states[-1] is State.STOPPED
+        except JobFailedError as error:  # by chance: here, no time passes between faults
+            if "3 times in a row" not in str(error):
+                raise
         else:
             assert result.steps == cluster.committed
         # No checkpoint is written twice.

@@ -9,10 +9,8 @@ import pytest
 
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.control import reconfigure
-from rayzero.orchestrator.control.context import COMMAND_TIMEOUT_S
 from rayzero.orchestrator.control.elastic import REPLACE_DELAY_S
 from rayzero.orchestrator.control.failures import COLLECTIVE_GRACE_S
-from rayzero.orchestrator.control.reconfigure import FENCE_TIMEOUT_S
 from rayzero.orchestrator.control.vaults import VAULT_POLL_S
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
 from rayzero.orchestrator.job_events import FaultDetected, JobWarning, Repaired, StateEntered
@@ -279,25 +277,11 @@ async def test_failed_collective_without_cause_is_repaired_after_grace_period(fo
 
 
 @async_test
-async def test_stuck_survivor_is_killed_and_replaced(folder: Path):
-    harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
-    await harness.steps(3)
-    harness.cluster.processes[1].stuck = True
-    harness.cluster.kill(0)
-    await harness.clock.advance(FENCE_TIMEOUT_S - 0.1)
-    assert harness.states[-1] is State.RECOVERING
-    await harness.clock.advance(0.1)
-    assert ("kill", 1) in harness.cluster.commands
-    assert sorted(harness.assignments) == [2, 3]
-    assert (await harness.finish()).metrics["faults"] == {"lost": 1}  # one fault, not two
-
-
-@async_test
 async def test_worker_unresponsive_to_assignment_is_lost(folder: Path):
     cluster = FakeCluster(3)
     cluster.processes[1].unresponsive = True
     harness = Harness(folder, cluster, workers=TWO_OF_THREE)
-    await harness.clock.advance(COMMAND_TIMEOUT_S)
+    await harness.clock.advance(15)  # a quarter of recovery.hang_timeout_s
     assert ("kill", 1) in cluster.commands
     assert sorted(harness.assignments) == [0, 2]
     await harness.finish()
@@ -638,9 +622,10 @@ async def test_new_generation_waits_until_killed_workers_are_dead(folder: Path):
     harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
     await harness.steps(3)
     harness.cluster.processes[1].stuck = True
+    harness.cluster.send_heartbeat(1)
     harness.cluster.delays["kill"] = 80
     harness.cluster.kill(0)
-    await harness.clock.advance(FENCE_TIMEOUT_S)
+    await harness.clock.advance(62)
     assert sorted(harness.assignments) == [2, 3]
     assert harness.states[-1] is State.RUNNING
     await harness.finish()
@@ -702,7 +687,6 @@ async def test_generation_that_loses_member_while_joining_never_runs(folder: Pat
     generation = harness.controller._context.generation
     generation.on_joined(2, Joined(2, generation.assignments[2].rank))
     generation.on_joined(1, Joined(2, generation.assignments[1].rank))
-    harness.controller._context.changed.notify()
     harness.controller._failures.on_worker_lost(2, "killed")
     harness.cluster.kill(2, reported=False)
     await settle()

@@ -208,3 +208,42 @@ def test_errors_survive_pickling(kind: type[JobFailedError] | type[JobConfigErro
     after = pickle.loads(pickle.dumps(before))
     assert type(after) is kind
     assert (str(after), after.traceback) == (str(before), "frames")
+
+
+def same_losses(count: int, trained_s: float = 2.0) -> tuple[Fault, ...]:
+    """Losses of rank 1 in step 8, each in a generation of its own."""
+    return tuple(
+        replace(LOST, generation=generation, trained_s=trained_s, at_s=100.0 + generation)
+        for generation in range(1, count + 1)
+    )
+
+
+def test_third_equal_loss_in_the_same_step_is_a_user_error():
+    budget = FaultBudget(max_faults=20, window_s=50.0)
+    assert decided(same_losses(2)[-1], earlier=same_losses(1), budget=budget)
+    *earlier, third = same_losses(3)
+    failure = error(decided(third, earlier=tuple(earlier), budget=budget))
+    assert "rank 1 ended in step 8 3 times in a row" in str(failure)
+    assert "os._exit" in str(failure)
+    for change in (
+        {"step": 9},
+        {"rank": 0},
+        {"trained_s": 9.0},
+        {"cause": FaultCause.NODE_LOST},
+    ):
+        other = replace(third, **change)  # type: ignore[arg-type]
+        assert decided(other, earlier=tuple(earlier), budget=budget) is other
+
+
+def test_stop_may_be_caught_by_several_ranks_in_one_generation_but_not_in_two():
+    first = Fault(FaultCause.CAUGHT_STOP, worker(1), 1, 3, "caught at job.py:7", 100.0, 1)
+    second = replace(first, worker=worker(2), rank=2)
+    assert decided(second, earlier=(first,), steps=0) is second
+    failure = error(decided(replace(first, generation=3, step=9), earlier=(first, second)))
+    assert "a second time in the same way: caught at job.py:7" in str(failure)
+
+
+def test_early_return_is_a_user_error_when_it_repeats():
+    early = Fault(FaultCause.EARLY_RETURN, worker(1), 1, 3, "it returned: too early", 100.0, 1)
+    assert decided(early, COLLECTIVE) is early
+    assert "it returned" in str(error(decided(replace(early, generation=2), earlier=(early,))))

@@ -8,10 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.orchestrator.policies.hang import START_GRACE_S, Hang, RankProgress, find_hang
+from rayzero.orchestrator.policies.hang import (
+    Hang,
+    HangLimits,
+    RankProgress,
+    find_early_return,
+    find_hang,
+    find_overstaying,
+)
 from rayzero.workers.messages import Heartbeat
 
 TIMEOUT_S = 30.0
+LIMITS = HangLimits(running_s=TIMEOUT_S, starting_s=300)
 
 
 def rank(
@@ -28,22 +36,22 @@ def rank(
 
 
 def hung_rank(*ranks: RankProgress) -> int | None:
-    hang = find_hang(ranks, TIMEOUT_S)
+    hang = find_hang(ranks, LIMITS)
     assert hang is not None
     return hang.rank
 
 
 def test_no_ranks() -> None:
-    assert find_hang((), TIMEOUT_S) is None
+    assert find_hang((), LIMITS) is None
 
 
 def test_progress_is_no_hang() -> None:
-    assert find_hang([rank(0, silent_s=29), rank(1, silent_s=0.1)], TIMEOUT_S) is None
+    assert find_hang([rank(0, silent_s=29), rank(1, silent_s=0.1)], LIMITS) is None
 
 
 def test_rank_that_did_not_enter_collective_is_hung() -> None:
     hung = rank(1, "forward", collective=11, waiting=False, silent_s=31.5)
-    hang = find_hang([rank(0), hung, rank(2)], TIMEOUT_S)
+    hang = find_hang([rank(0), hung, rank(2)], LIMITS)
     assert hang == Hang(
         1,
         "rank 1 on node node-1 (pid 101) has been silent for 31.5 s in phase forward of step 7, "
@@ -53,7 +61,7 @@ def test_rank_that_did_not_enter_collective_is_hung() -> None:
 
 def test_slow_rank_with_progress_is_not_hung() -> None:
     slow = rank(1, "forward", collective=11, waiting=False, silent_s=10)
-    assert find_hang([rank(0, silent_s=60), slow], TIMEOUT_S) is None
+    assert find_hang([rank(0, silent_s=60), slow], LIMITS) is None
 
 
 def test_rank_furthest_behind_is_hung_even_if_waiting() -> None:
@@ -74,14 +82,14 @@ def test_computing_rank_with_longest_silence_is_hung_first() -> None:
 
 
 def test_single_rank_hang() -> None:
-    hang = find_hang([rank(0, "data", waiting=False, collective=3)], TIMEOUT_S)
+    hang = find_hang([rank(0, "data", waiting=False, collective=3)], LIMITS)
     assert hang is not None
     assert hang.rank == 0
     assert hang.reason.endswith("in phase data of step 7, after collective 3")
 
 
 def test_no_rank_is_hung_if_all_wait_in_same_collective() -> None:
-    hang = find_hang([rank(0), rank(1), rank(2, silent_s=35)], TIMEOUT_S)
+    hang = find_hang([rank(0), rank(1), rank(2, silent_s=35)], LIMITS)
     assert hang is not None
     assert hang.rank is None
     assert "all 3 ranks" in hang.reason
@@ -90,14 +98,14 @@ def test_no_rank_is_hung_if_all_wait_in_same_collective() -> None:
 
 
 def test_decision_waits_for_late_reply() -> None:
-    assert find_hang([rank(0), rank(1, overdue_s=0.5, age_s=3)], TIMEOUT_S) is None
+    assert find_hang([rank(0), rank(1, overdue_s=0.5, age_s=3)], LIMITS) is None
 
 
 def test_unresponsive_process_is_hung_first() -> None:
     hung = rank(1, "forward", collective=11, waiting=False)
     unresponsive = rank(2, silent_s=0.1, age_s=30, overdue_s=28)
     assert hung_rank(rank(0), hung, unresponsive) == 2
-    hang = find_hang([rank(0), unresponsive], TIMEOUT_S)
+    hang = find_hang([rank(0), unresponsive], LIMITS)
     assert hang is not None
     assert "rank 2 on node node-2 (pid 102) does not respond" in hang.reason
     assert "28.0 s late" in hang.reason
@@ -105,7 +113,7 @@ def test_unresponsive_process_is_hung_first() -> None:
 
 def test_unresponsive_process_is_hung_after_timeout() -> None:
     others = rank(0, "data", silent_s=1, waiting=False)
-    assert find_hang([others, rank(1, silent_s=0, age_s=29, overdue_s=27)], TIMEOUT_S) is None
+    assert find_hang([others, rank(1, silent_s=0, age_s=29, overdue_s=27)], LIMITS) is None
     assert hung_rank(others, rank(1, silent_s=0, age_s=31, overdue_s=29)) == 1
 
 
@@ -117,29 +125,63 @@ def test_slightly_late_reply_is_not_a_hang() -> None:
 
 def test_heartbeat_age_counts_only_if_next_one_is_overdue() -> None:
     fresh = rank(0, "data", silent_s=29.5, waiting=False, age_s=1.5)
-    assert find_hang([fresh], TIMEOUT_S) is None
+    assert find_hang([fresh], LIMITS) is None
     assert hung_rank(replace(fresh, overdue_s=0.1)) == 0
 
 
 @pytest.mark.parametrize("phase", ["start", "join", "load"])
 def test_starting_rank_has_grace_period(phase: str) -> None:
     loading = rank(1, phase, collective=0, step=0, waiting=False, silent_s=100)
-    assert find_hang([rank(0), loading], TIMEOUT_S) is None
+    assert find_hang([rank(0), loading], LIMITS) is None
     unresponsive = replace(loading, overdue_s=90, age_s=100)
-    assert find_hang([rank(0), unresponsive], TIMEOUT_S) is None
-    heartbeat = replace(loading.heartbeat, silent_s=START_GRACE_S + 1)
+    assert find_hang([rank(0), unresponsive], LIMITS) is None
+    heartbeat = replace(loading.heartbeat, silent_s=LIMITS.starting_s + 1)
     assert hung_rank(rank(0), replace(loading, heartbeat=heartbeat)) == 1
 
 
 def test_first_step_of_new_process_has_grace_period() -> None:
     compiling = rank(1, "forward", collective=0, waiting=False)
-    assert find_hang([rank(0), replace(compiling, is_new=True)], TIMEOUT_S) is None
+    assert find_hang([rank(0), replace(compiling, is_new=True)], LIMITS) is None
     assert hung_rank(rank(0), compiling) == 1
 
 
 def test_grace_is_never_shorter_than_timeout() -> None:
     loading = rank(0, "load", waiting=False, silent_s=400)
-    assert find_hang([loading], hang_timeout_s=500) is None
+    assert find_hang([loading], HangLimits(500, 300)) is None
+
+
+def test_rank_may_stay_in_an_ending_generation_as_long_as_it_may_hang():
+    busy = rank(1, "forward", waiting=False, silent_s=25)
+    assert find_overstaying([rank(0, silent_s=3), busy], LIMITS, ending_s=29) is None
+    hang = find_overstaying([rank(0, silent_s=3), busy], LIMITS, ending_s=31)
+    assert hang is not None
+    assert (hang.rank, hang.caught_stop) == (0, False)
+    assert "has not left its generation for 31.0 s, in phase reduce of step 7" in hang.reason
+    before = replace(busy, heartbeat=replace(busy.heartbeat, silent_s=31))
+    assert find_overstaying([before], LIMITS, ending_s=1) is not None
+    assert find_overstaying([replace(busy, is_new=True)], LIMITS, ending_s=31) is None
+
+
+def test_rank_that_catches_the_stop_is_named_with_the_place():
+    caught = rank(1, "forward", waiting=False, silent_s=0)
+    beat = replace(caught.heartbeat, stops=3, stop_place="train (job.py:12)")
+    hang = find_overstaying([replace(caught, heartbeat=beat)], LIMITS, ending_s=31)
+    assert hang is not None
+    assert hang.caught_stop
+    assert "rank 1 on node node-1 (pid 101) caught the exception" in hang.reason
+    assert "raised 3 times in 31.0 s, at last by train (job.py:12)" in hang.reason
+
+
+def test_rank_that_returned_before_a_collective_is_named():
+    early = rank(0, "data", collective=11, waiting=False)
+    hang = find_early_return([early], [rank(1, silent_s=4)])
+    assert hang is not None
+    assert hang.rank == 0
+    assert "rank 1 waits for it in collective 12 of step 7" in hang.reason
+    entered_all = replace(early, heartbeat=replace(early.heartbeat, collective=12))
+    assert find_early_return([entered_all], [rank(1, silent_s=4)]) is None, "it may be slow"
+    assert find_early_return([early], [rank(1, silent_s=2)]) is None
+    assert find_early_return([early], [rank(1, waiting=False, silent_s=40)]) is None
 
 
 RANKS = st.builds(
@@ -165,9 +207,9 @@ def test_hung_rank_exceeded_timeout_or_is_unresponsive(
         replace(item, heartbeat=replace(item.heartbeat, rank=number))
         for number, item in enumerate(ranks)
     ]
-    hang = find_hang(ranks, TIMEOUT_S)
+    hang = find_hang(ranks, LIMITS)
     if hang is None or hang.rank is None:
         return
     hung = ranks[hang.rank]
-    limit_s = START_GRACE_S if hung.is_starting else TIMEOUT_S
+    limit_s = LIMITS.starting_s if hung.is_starting else TIMEOUT_S
     assert hung.silent_s > limit_s or (hung.overdue_s > TIMEOUT_S / 4 and not hung.is_starting)

@@ -1,0 +1,134 @@
+"""Members that do not leave a generation that ends, or that leave it too early."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.job_events import FaultDetected, JobWarning
+from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.policies.failure import FaultCause
+from rayzero.workers.messages import Finished
+from tests.orchestrator.fake_cluster import FakeCluster
+from tests.orchestrator.support import Harness, async_test, settle
+
+
+@async_test
+async def test_survivors_in_a_long_call_are_waited_for(folder: Path):
+    harness = Harness(folder, FakeCluster(3), workers={"min": 1, "max": 3})
+    cluster = harness.cluster
+    await harness.steps(3)
+    for worker in (1, 2):
+        cluster.processes[worker].stuck = True
+        cluster.send_heartbeat(worker)
+    cluster.kill(0)
+    await harness.clock.advance(25)
+    assert harness.states[-1] is State.RECOVERING
+    reports = [w.text for w in harness.log.of(JobWarning) if "to leave" in w.text]
+    assert len(reports) == 3  # after 5, 10 and 20 s
+    waiting = reports[0]
+    assert "waiting since 6 s for rank 1 on node host-a (pid 101) to leave" in waiting
+    assert "recovery.hang_timeout_s" in waiting
+    for worker in (1, 2):
+        cluster.release_stuck(worker)
+    await settle()
+    assert sorted(harness.assignments) == [1, 2]
+    assert [worker for name, worker in cluster.commands if name == "kill"] == [0]
+    assert (await harness.finish()).metrics["steps_redone"] == 0
+
+
+@async_test
+async def test_survivors_that_stay_are_killed_and_replaced(folder: Path):
+    harness = Harness(folder, FakeCluster(3), workers={"min": 1, "max": 3})
+    cluster = harness.cluster
+    await harness.steps(3)
+    for worker in (1, 2):
+        cluster.processes[worker].stuck = True
+        cluster.send_heartbeat(worker)
+    cluster.kill(0)
+    await harness.clock.advance(59)
+    assert harness.states[-1] is State.RECOVERING
+    await harness.clock.advance(3)
+    assert sorted(worker for name, worker in cluster.commands if name == "kill") == [0, 1, 2]
+    assert sorted(worker for worker, _, _ in cluster.replaced) == [0, 1, 2]
+    for _ in range(3):
+        cluster.join()
+    await harness.clock.advance(1)
+    result = await harness.finish()
+    assert result.metrics["faults"] == {"hang": 2, "lost": 1}
+    assert result.metrics["steps_redone"] == 0
+
+
+@async_test
+async def test_survivor_that_stays_does_not_take_the_others_with_it(folder: Path):
+    harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
+    await harness.steps(3)
+    harness.cluster.processes[1].stuck = True
+    harness.cluster.send_heartbeat(1)
+    harness.cluster.kill(0)
+    await harness.clock.advance(62)
+    assert ("kill", 1) in harness.cluster.commands
+    assert sorted(harness.assignments) == [2, 3]
+    assert (await harness.finish()).metrics["faults"] == {"hang": 1, "lost": 1}
+
+
+@async_test
+async def test_function_that_catches_the_stop_again_is_a_user_error(folder: Path):
+    harness = Harness(folder, FakeCluster(2), workers={"min": 1, "max": 2})
+    cluster = harness.cluster
+    await harness.steps(1)
+    for survivor, killed in ((1, 0), (3, 2)):
+        cluster.processes[survivor].stuck = True
+        cluster.send_heartbeat(survivor, stops=2, stop_place="train (job.py:12)")
+        cluster.kill(killed)
+        await harness.clock.advance(62)
+        if survivor == 1:
+            assert ("kill", 1) in cluster.commands
+            assert harness.log.of(FaultDetected)[-1].cause is FaultCause.CAUGHT_STOP
+            cluster.join()
+            cluster.join()
+            await harness.clock.advance(1)
+            await harness.steps(2)
+    with pytest.raises(JobFailedError, match=r"a second time in the same way.*job\.py:12"):
+        await harness.result()
+
+
+@async_test
+async def test_rank_that_stays_after_a_drain_is_killed(folder: Path):
+    """It caught the exception that ends its generation, and waits for ranks that have left."""
+    harness = Harness(folder, FakeCluster(2), workers={"min": 1, "max": 3})
+    cluster = harness.cluster
+    await harness.steps(1)
+    cluster.join()
+    await harness.clock.advance(1)
+    assert harness.states[-1] is State.RESIZING
+    left, stays = cluster.processes[0], cluster.processes[1]
+    cluster.send_heartbeat(1, waiting=True, stops=1, stop_place="train (job.py:12)")
+    cluster._unwind(left)
+    stays.stuck = True
+    await harness.clock.advance(62)
+    assert ("kill", 1) in cluster.commands
+    assert sorted(harness.assignments) == [0, 2]
+    await harness.finish()
+
+
+@async_test
+async def test_rank_that_returns_early_is_named(folder: Path):
+    harness = Harness(folder, FakeCluster(2), workers={"min": 2})
+    cluster = harness.cluster
+    await harness.steps(2)
+    for attempt in range(2):
+        generation = harness.assignments[0].generation
+        cluster.send_heartbeat(0, step=2, collective=7)
+        cluster.processes[0].assign = None
+        cluster.send(0, Finished(generation, 0, {}, {}, 1))
+        cluster.send_heartbeat(1, collective=8, waiting=True, silent_s=4)
+        await harness.clock.advance(1.5)
+        if attempt == 0:
+            assert [fault.cause for fault in harness.log.of(FaultDetected)] == ["early_return"]
+            assert sorted(harness.assignments) == [0, 1]
+    with pytest.raises(JobFailedError, match=r"rank 0 .*it returned from the training function"):
+        await harness.result()
+    assert len(harness.log.of(FaultDetected)) == 2
