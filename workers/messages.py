@@ -1,7 +1,4 @@
-"""What the controller and a worker send each other: specs and calls to it, messages from it.
-
-Frozen, small, and free of torch.
-"""
+"""What the controller and a worker send each other. Frozen, small, and free of torch."""
 
 from __future__ import annotations
 
@@ -197,8 +194,7 @@ class Heartbeat:
         silent_s: seconds since the thread last reported progress.
         collective: the number of the collective last entered in this generation.
         waiting: whether it waits for other ranks in that collective.
-        stops: how often the exception that ends the generation was raised in the function.
-        stop_place: where it was raised last, in the user's code.
+        stops, stop_place: how often, and where last, the function was interrupted.
     """
 
     rank: int

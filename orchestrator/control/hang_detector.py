@@ -82,8 +82,8 @@ class HangDetector:
     async def _check_ending(self, generation: GenerationState, ending_s: float) -> None:
         """Members leave at their next check for a stop, which may be after a long call."""
         staying = self._progress(sorted(generation.active))
-        if hang := find_overstaying(staying, self._limits, ending_s):
-            assert hang.rank is not None
+        hang = find_overstaying(staying, self._limits, ending_s)
+        if hang is not None and hang.rank is not None:
             await self._kill_culprit(generation, hang.rank, hang)
         elif ending_s > self._next_report_s:
             self._next_report_s *= 2

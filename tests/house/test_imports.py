@@ -38,6 +38,7 @@ RAY_MODULES = {
     "rayzero.orchestrator.cluster.actor_pool",
     "rayzero.orchestrator.cluster.vault_group",
     "rayzero.orchestrator.cluster.worker_group",
+    "rayzero.orchestrator.cluster.worker_starter",
     "rayzero.workers.actor",
     "rayzero.workers.prestop",
     "rayzero.workers.vault.actor",
