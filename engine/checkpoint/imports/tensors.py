@@ -51,7 +51,7 @@ class FlatTensor:
     def from_tensor(cls, name: str, tensor: Tensor) -> FlatTensor:
         """One whole logical tensor."""
         shape = tuple(tensor.shape)
-        flat = tensor.detach().reshape(-1)
+        flat = tensor.detach().reshape(-1).contiguous()
         return cls(flat, (TensorRange(name, 0, tensor.numel(), 0),), {name: shape})
 
     def block_index(self) -> BlockIndex:
