@@ -41,11 +41,8 @@ def resolve_config(
     lr_scheduler: object | None,
     session: HostSession | None,
 ) -> ParsedConfig:
-    """The given config, else the job's, else the defaults.
-
-    Raises:
-        ConfigError: the config is wrong, or has no optimizer where one is needed.
-    """
+    """The given config, else the job's, else the defaults. Raises ConfigError if the config is
+    wrong, or has no optimizer where one is needed."""
     if config is None and session is not None:
         config = session.engine_config
     if config is None and optimizer is None:

@@ -35,11 +35,8 @@ def repr_value(value: Any) -> str:
 
 
 def validate_document(model: type[M], value: Any, what: str) -> M:
-    """A whole document as a `model`; `what` is its name in messages, such as a file's name.
-
-    Raises:
-        ConfigError: naming every wrong key by its path, what was seen, and what is allowed.
-    """
+    """A whole document as a `model`; `what` is its name in messages, such as a file's name. Raises
+    ConfigError, which names every wrong key by its path, what was seen, and what is allowed."""
     if not isinstance(value, dict):
         raise ConfigError(
             f"{what}: a mapping of keys to values was expected, not {type(value).__name__}"

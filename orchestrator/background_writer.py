@@ -86,11 +86,8 @@ class BackgroundWriter:
         return queue
 
     def close(self, limit_s: float) -> bool:
-        """Writes what is queued, and ends the thread. Blocks for up to `limit_s`.
-
-        Returns:
-            Whether everything was written in time.
-        """
+        """Writes what is queued, and ends the thread. Blocks for up to `limit_s`. Returns whether
+        everything was written in time."""
         with self._changed:
             now_s = time.monotonic()
             self._deadline_s = now_s + limit_s

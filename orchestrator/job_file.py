@@ -27,15 +27,13 @@ from rayzero.orchestrator.yaml_document import MAX_DEPTH, parse_yaml
 
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
-    """Reads and validates a job file, with its engine config inline.
+    """Reads and validates a job file, with its engine config inline. Raises ConfigError if a file
+    is missing or is not YAML, or a key or a value is wrong.
 
     Args:
         path: a YAML file.
         overrides: `key=value` with a dotted key and a YAML value. They take precedence over the
             file and its engine config: `engine.zero_optimization.stage=3`.
-
-    Raises:
-        ConfigError: a file is missing or is not YAML, or a key or a value is wrong.
     """
     document = _read_yaml(path)
     if isinstance(document.get("engine"), str):
@@ -48,12 +46,9 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
 
 
 def resolve_engine_config(spec: JobSpec, engine_folder: Path) -> JobSpec:
-    """The spec with its engine config inline, validated for every world size of the job.
-
-    Raises:
-        ConfigError: the engine config cannot be read or is invalid, or its global batch would
-            change with the number of workers.
-    """
+    """The spec with its engine config inline, validated for every world size of the job. Raises
+    ConfigError if the engine config cannot be read or is invalid, or its global batch would change
+    with the number of workers."""
     _check_args(spec)
     if spec.engine is None:
         return spec
@@ -74,12 +69,9 @@ def _check_args(spec: JobSpec) -> None:
 
 
 def check_batch_sizes(config: EngineConfig, min_workers: int, max_workers: int) -> None:
-    """Checks that the global batch is the same for every number of workers.
-
-    Raises:
-        ConfigError: the batch sizes are inconsistent, the global batch would change, or has less
-            than a sample for each worker.
-    """
+    """Checks that the global batch is the same for every number of workers. Raises ConfigError if
+    the batch sizes are inconsistent, the global batch would change, or has less than a sample for
+    each worker."""
     total, sizes = config.train_batch_size, (min_workers, max_workers)
     if total is None and min_workers < max_workers:
         least, most = (resolve_batch_sizes(config, size).global_batch for size in sizes)
@@ -201,11 +193,8 @@ _WORKER_LIMITS_TEXT = re.compile(r"(\d{1,9})(?::(\d{1,9}))?")
 
 
 def parse_worker_limits(limits: int | tuple[int, int] | str) -> tuple[int, int]:
-    """(minimum, maximum) of `4`, `"2:4"` or `(2, 4)`; a single number is both.
-
-    Raises:
-        ConfigError: anything else, or not 1 <= minimum <= maximum.
-    """
+    """(minimum, maximum) of `4`, `"2:4"` or `(2, 4)`; a single number is both. Raises ConfigError
+    for anything else, or unless 1 <= minimum <= maximum."""
     pair = None
     if isinstance(limits, str):
         if match := _WORKER_LIMITS_TEXT.fullmatch(limits):

@@ -64,11 +64,8 @@ def parse_yaml(text: str, source: str) -> Any:
 
 def _check_yaml_nodes(text: str) -> None:
     """Refuses what the loader would run long on, or what JSON does not have: documents that are
-    large when aliases are replaced by what they stand for, deep nesting, tags.
-
-    Raises:
-        MarkedYAMLError: with the place.
-    """
+    large when aliases are replaced by what they stand for, deep nesting, tags. Raises
+    MarkedYAMLError, with the place."""
     sizes: dict[str | None, int] = {}  # {anchor: characters of its node}
     unclosed: list[tuple[str | None, int]] = []  # (anchor, characters of the document before it)
     size = 0

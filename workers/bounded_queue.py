@@ -13,11 +13,8 @@ _OVERHEAD_BYTES = 64
 
 
 class BoundedQueue(Generic[T]):
-    """Keeps the newest items that fit, but at least one; not thread-safe.
-
-    Attributes:
-        end: the number of items ever appended.
-    """
+    """Keeps the newest items that fit, but at least one; not thread-safe. `end` is the number of
+    items ever appended."""
 
     def __init__(self, max_items: int, max_bytes: int) -> None:
         self._max_items = max_items

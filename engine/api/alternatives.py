@@ -91,11 +91,8 @@ NOT_DELEGATED = frozenset(
 
 
 def unsupported_attribute(name: str, names: Iterable[str]) -> AttributeError:
-    """The error for a name that neither the engine nor its model has.
-
-    Args:
-        names: the engine's attributes, to suggest the nearest one.
-    """
+    """The error for a name that neither the engine nor its model has. `names` are the engine's
+    attributes, of which it suggests the nearest."""
     if name in ENGINE_ALTERNATIVES:
         hint = f"; use {ENGINE_ALTERNATIVES[name]}"
     else:

@@ -84,12 +84,8 @@ class DeepSpeedEngine(Engine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the samples per step from the next step on; the micro-batch stays the same.
-
-        Raises:
-            ConfigError: not a multiple of micro-batch times ranks.
-            EngineError: in the middle of a step, or the engine has a loader, whose sample order
-                depends on it.
-        """
+        Raises ConfigError if it is not a multiple of micro-batch times ranks; EngineError in the
+        middle of a step, or if the engine has a loader, whose sample order depends on it."""
         micro, world_size = self.settings.batches.micro_batch, self.world_size
         if train_batch_size < 1 or train_batch_size % (micro * world_size):
             raise ConfigError(
@@ -262,11 +258,8 @@ class DeepSpeedEngine(Engine):
         return without_frozen(self.module, self.state_dict(), exclude_frozen_parameters)
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads weights and buffers from a full state dict, the same one on every rank.
-
-        Raises:
-            CheckpointMismatchError: names or shapes differ.
-        """
+        """Loads weights and buffers from a full state dict, the same one on every rank. Raises
+        CheckpointMismatchError if names or shapes differ."""
         load_model_state(self._step, self.module, state_dict, strict)
 
     load_state_dict = load_module_state_dict

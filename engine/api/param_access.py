@@ -58,11 +58,8 @@ class StoredParam:
         return list(self._slices_within(self.unit.owned, self.unit.main_weights))
 
     def gradients(self) -> list[ParamSlice]:
-        """This rank's part of the reduced gradient; empty if frozen.
-
-        Raises:
-            EngineError: it is not reduced: before the last backward of a step, or after `step`.
-        """
+        """This rank's part of the reduced gradient; empty if frozen. Raises EngineError if it is
+        not reduced: before the last backward of a step, or after `step`."""
         step = self.engine._step
         if not step.tracker.step_pending or not step.is_boundary:
             raise EngineError(

@@ -36,12 +36,9 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """A copy of the averaged gradient, between the last `backward` of a step and `step`, as
-    the optimizer uses it except for clipping; None before the first `backward`, or if frozen.
-
-    Raises:
-        EngineError: in the middle of a step, when gradients are not reduced yet.
-    """
+    """A copy of the averaged gradient, between the last `backward` of a step and `step`, as the
+    optimizer uses it except for clipping; None before the first `backward`, or if frozen. Raises
+    EngineError in the middle of a step, when gradients are not reduced yet."""
     stored = _find_with_gradient(param)
     if stored is None:
         return None
@@ -49,11 +46,8 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Sets the gradient that `step` is about to use; `value` is the same on every rank.
-
-    Raises:
-        EngineError: as `safe_get_full_grad`, and before `backward`.
-    """
+    """Sets the gradient that `step` is about to use; `value` is the same on every rank. Raises
+    EngineError as `safe_get_full_grad`, and before `backward`."""
     stored = _require_trained(param, value)
     write_slices(stored.gradients(), value / stored.grad_scale)
 

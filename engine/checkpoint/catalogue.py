@@ -49,11 +49,8 @@ class CheckpointInfo:
 def list_checkpoints(path: str) -> list[CheckpointInfo]:
     """The checkpoints in a job's folder by step, or the one whose folder `path` is.
 
-    Reads manifests and file sizes only.
-
-    Raises:
-        StoreError: the store cannot be read.
-        ConfigError: not a path or URL of a store.
+    Reads manifests and file sizes only. Raises StoreError if the store cannot be read; ConfigError
+    if it is no path or URL of a store.
     """
     parent, name = split_url(path)
     if parse_step(name) is not None:
@@ -67,10 +64,7 @@ def newest_complete(path: str, excluding: Collection[int] = ()) -> CheckpointInf
     """The newest complete checkpoint in a job's folder, ignoring the steps in `excluding`.
 
     Complete: the manifest's checksum matches and every file has its size. Older checkpoints are not
-    inspected.
-
-    Raises:
-        As `list_checkpoints`.
+    inspected. Raises as `list_checkpoints`.
     """
     store = open_store(path)
     for step, name in sorted(_step_folders(store), reverse=True):
@@ -150,10 +144,8 @@ def prune_checkpoints(
     complete ones; those of a newer format remain. Files of interrupted saves are removed if older
     than the newest complete checkpoint both by step and by clock, which a running save is not.
     Folders that are symbolic links are neither counted nor changed: they are of another place.
-
-    Raises:
-        ConfigError: the path is not a job's folder.
-        StoreError: the store cannot be read, or a file cannot be removed.
+    Raises ConfigError if the path is not a job's folder; StoreError if the store cannot be read, or
+    a file cannot be removed.
     """
     if parse_step(split_url(path)[1]) is not None:
         raise ConfigError(

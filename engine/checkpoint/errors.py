@@ -99,11 +99,8 @@ class CheckpointMismatchError(ConfigError):
 def check_state_fits_model(
     model: Mapping[str, LogicalTensor], state: Mapping[str, LogicalTensor]
 ) -> None:
-    """Compare the tensors of a model and of a state: names and shapes. Dtypes may differ.
-
-    Raises:
-        CheckpointMismatchError: lists missing and unexpected tensors, and differing shapes.
-    """
+    """Compare the tensors of a model and of a state: names and shapes. Dtypes may differ. Raises
+    CheckpointMismatchError, which lists missing and unexpected tensors, and differing shapes."""
     differences = {
         "tensors of the model are not in it": [name for name in model if name not in state],
         "of its tensors are not in the model": [name for name in state if name not in model],

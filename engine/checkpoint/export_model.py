@@ -48,11 +48,8 @@ class WholeTensors:
         return {name.removeprefix(start): name for name in self.tensors if name.startswith(start)}
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor in new memory, in the dtype of the state.
-
-        Raises:
-            DataError: its bytes are damaged or missing.
-        """
+        """The whole tensor in new memory, in the dtype of the state. Raises DataError if its bytes
+        are damaged or missing."""
         tensor = self.tensors[name]
         try:
             flat = torch.empty(tensor.numel, dtype=DTYPE_BY_NAME[tensor.dtype])
@@ -98,11 +95,7 @@ class ExportedModel:
         }
 
     def read(self, name: str) -> Tensor:
-        """A parameter or buffer.
-
-        Raises:
-            DataError: its bytes are damaged or gone.
-        """
+        """A parameter or buffer. Raises DataError if its bytes are damaged or gone."""
         return self._tensors.read(self._logical_names[name]).to(self._export_dtype(name))
 
     def optimizer(self) -> dict[str, Any]:
@@ -152,11 +145,8 @@ def save_safetensors(
 
 
 def write_model_file(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a state dict durably: safetensors by suffix, otherwise for `torch.load`.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Write a state dict durably: safetensors by suffix, otherwise for `torch.load`. Raises
+    DataError if the file cannot be written."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -62,11 +62,7 @@ def block_count(nbytes: int) -> int:
 
 
 def file_header(table: BlockIndex, about: Mapping[str, object]) -> bytes:
-    """The bytes in front of a rank's data.
-
-    Args:
-        about: metadata for readers of the file: step, rank...
-    """
+    """The bytes in front of a rank's data. `about` is for readers of the file: step, rank..."""
     metadata = {"format": "rayzero", "format_version": FORMAT_VERSION} | dict(about)
     header: dict[str, Any] = {"__metadata__": {key: str(value) for key, value in metadata.items()}}
     for name, dtype, count, begin, end in _header_entries(table):

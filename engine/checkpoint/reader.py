@@ -47,11 +47,9 @@ class BlockReader:
         self._cache = memoryview(b"")
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` (bytes, writable) from byte `offset` of the data.
-
-        Raises:
-            CheckpointDamagedError: a block is damaged; the message names file and block.
-        """
+        """Fill `into` (bytes, writable) from byte `offset` of the data. Raises
+        CheckpointDamagedError, which names file and block, if bytes are damaged or missing;
+        StoreError if the store cannot be read."""
         if not 0 <= offset <= offset + len(into) <= self._nbytes:
             span = f"bytes {offset} to {offset + len(into)}"
             raise EngineError(f"{span} of {self._where} were requested, which has {self._nbytes}")
@@ -67,11 +65,8 @@ class BlockReader:
 
     def _read_blocks(self, block: int, inside: int, into: memoryview) -> int:
         """Fill the whole blocks at the beginning of `into` and cache the next block if it is partly
-        requested, in one request. Returns the number of bytes filled.
-
-        Args:
-            block, inside: where `into` begins: the number of a block, and the byte in it.
-        """
+        requested, in one request. Returns the number of bytes filled. `into` begins at byte
+        `inside` of the block of number `block`."""
         to_the_end = block * BLOCK_BYTES + inside + len(into) == self._nbytes
         whole = len(into) if to_the_end else len(into) - len(into) % BLOCK_BYTES
         direct = into[: 0 if inside else whole]
@@ -135,13 +130,11 @@ def read_manifest(store: Store, folder: str = "") -> Manifest:
 
 
 class CheckpointSource:
-    """A checkpoint as a `StateSource`; each rank's file is a block. Not thread-safe.
+    """A checkpoint as a `StateSource`; each rank's file is a block. Not thread-safe. Raises as
+    `read_manifest`.
 
     Args:
         folder: a path or a URL, `.../step-<n>`.
-
-    Raises:
-        As `read_manifest`.
     """
 
     def __init__(self, folder: str) -> None:
@@ -165,12 +158,9 @@ class CheckpointSource:
         return self.manifest.files[rank % self.manifest.world_size].metadata
 
     def read(self, block: int, offset: int, into: memoryview) -> None:
-        """Fill `into` (bytes, writable) from byte `offset` of a rank's data.
-
-        Raises:
-            CheckpointDamagedError: the bytes are damaged or missing; names file and block.
-            StoreError: the store cannot be read.
-        """
+        """Fill `into` (bytes, writable) from byte `offset` of a rank's data. Raises
+        CheckpointDamagedError, which names file and block, if bytes are damaged or missing;
+        StoreError if the store cannot be read."""
         if block not in self._readers:
             self._readers[block] = self._open_file(self.manifest.files[block])
         self._readers[block].read(offset, into)
@@ -225,14 +215,11 @@ class FileProblem:
 def verify_checkpoint(
     folder: str, progress: Callable[[int], None] = lambda _: None
 ) -> list[FileProblem]:
-    """Read every byte of the checkpoint in `folder`, a path or a URL.
+    """Read every byte of the checkpoint in `folder`, a path or a URL. Raises CheckpointVersionError
+    if the format is newer, StoreError if the store cannot be read.
 
     Args:
         progress: called with the number of bytes read since the last call.
-
-    Raises:
-        CheckpointVersionError: the format is newer.
-        StoreError: the store cannot be read.
     """
     store = open_store(folder)
     sizes = {entry.name: entry.nbytes for entry in store.list_folder()}

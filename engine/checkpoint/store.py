@@ -13,12 +13,8 @@ _REMOTE_SCHEMES = ("s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss")
 
 def open_store(url: str) -> Store:
     """The store with this top folder: a path, or a file://, s3://, gs:// or hdfs:// URL. It need
-    not exist yet.
-
-    Raises:
-        ConfigError: the URL's scheme is not supported, or an option in it is wrong.
-        StoreError: the service cannot be reached.
-    """
+    not exist yet. Raises ConfigError if the URL's scheme is not supported, or an option in it is
+    wrong; StoreError if the service cannot be reached."""
     if "://" not in url:
         return LocalStore(Path(url))
     scheme = urlsplit(url).scheme

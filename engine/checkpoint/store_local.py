@@ -39,11 +39,8 @@ class ReadStream(Protocol):
     """An open file for reading."""
 
     def read(self, offset: int, parts: Sequence[memoryview]) -> int:
-        """Fill `parts` in sequence from byte `offset` of the file, in one request.
-
-        Returns:
-            The number of bytes read, smaller than the size of the parts at the end of the file.
-        """
+        """Fill `parts` in sequence from byte `offset` of the file, in one request. Returns the
+        number of bytes read, smaller than the size of the parts at the end of the file."""
 
     def close(self) -> None:
         """Safe to repeat."""
@@ -70,11 +67,8 @@ class Store(Protocol):
         new one is durable; remote stores read it back and compare."""
 
     def open(self, name: str) -> ReadStream:
-        """
-        Raises:
-            StoreError: of kind `gone` if the file does not exist, `unreadable` if it is not a
-                regular file: a FIFO, a device or a folder would block, or never end.
-        """
+        """Raises StoreError, of kind `gone` if the file does not exist, `unreadable` if it is not a
+        regular file: a FIFO, a device or a folder would block, or never end."""
 
     def read(self, name: str, max_bytes: int = SMALL_FILE_BYTES) -> bytes:
         """Content of a file. Raises as `open` does, and `unreadable` if it is larger."""

@@ -34,7 +34,9 @@ def write_rank_file(
     generation: int,
     world_size: int,
 ) -> RankFile:
-    """Write one rank's file of the checkpoint in `folder`; returns when it is durable.
+    """Write one rank's file of the checkpoint in `folder`; returns when it is durable. Raises
+    StoreError if the store failed (full, gone, forbidden, slow), EngineError if the size of the
+    data is not the index's.
 
     Args:
         folder: path or URL `.../step-<n>`; created if it does not exist.
@@ -42,10 +44,6 @@ def write_rank_file(
         metadata: the rank's JSON part.
         data: `table.nbytes` bytes, which must not change during the call.
         generation, world_size: of the process group of `rank`.
-
-    Raises:
-        StoreError: the store failed: full, gone, forbidden, slow.
-        EngineError: the size of the data is not the index's.
     """
     data = data.cast("B") if data.nbytes else memoryview(b"")
     if len(data) != table.nbytes:
@@ -63,11 +61,8 @@ def write_rank_file(
 
 
 def commit_checkpoint(folder: str, manifest: Manifest) -> None:
-    """Make the checkpoint in `folder` exist durably, replacing an existing one.
-
-    Raises:
-        StoreError: of kind `gone` if a file is not visible from this node; else the store's error.
-    """
+    """Make the checkpoint in `folder` exist durably, replacing an existing one. Raises StoreError,
+    of kind `gone` if a file is not visible from this node."""
     store = open_store(folder)
     sizes = {entry.name: entry.nbytes for entry in store.list_folder()}
     if missing := manifest.wrong_sizes(sizes):

@@ -49,12 +49,9 @@ class CommCounters:
 
 
 class Collectives:
-    """The engine's only connection to other ranks.
-
-    Attributes:
-        wait_observer: called with (number, entered) when a wait for other ranks begins and ends. An
-            exception that it raises aborts the collective.
-    """
+    """The engine's only connection to other ranks. `wait_observer` is called with (number, entered)
+    when a wait for other ranks begins and ends; an exception that it raises aborts the
+    collective."""
 
     single_collective = True
 

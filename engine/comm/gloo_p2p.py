@@ -49,11 +49,7 @@ class P2PWork:
 
 class P2PChannel:
     """The messages of one group. Those that were never waited for are freed with the group, or by
-    `drain_leftovers`.
-
-    Attributes:
-        in_flight: messages that have not been waited for.
-    """
+    `drain_leftovers`. `in_flight` has those that have not been waited for."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = ref(group)

@@ -72,10 +72,8 @@ def connect_collectives() -> tuple[Collectives, torch.device]:
 
     Uses the default process group if it exists (rayzero workers and Ray Train create it), creates
     it under torchrun, and otherwise runs on this rank alone. CPU ranks on one host exchange data
-    through shared memory unless RAYZERO_SHARED_MEMORY=0.
-
-    Raises:
-        ConfigError: the group's backend is neither nccl nor gloo.
+    through shared memory unless RAYZERO_SHARED_MEMORY=0. Raises ConfigError if the group's backend
+    is neither nccl nor gloo.
     """
     if not dist.is_initialized() and os.environ.keys() >= _RENDEZVOUS_VARIABLES:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

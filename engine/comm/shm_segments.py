@@ -23,10 +23,8 @@ ALIGN_BYTES = 128
 class ShmSegments:
     """This rank's segments, and the peers' segments that it has mapped.
 
-    Segments live as long as this object: they are the buffers of one engine.
-
-    Args:
-        pids: every rank's process id, by rank.
+    Segments live as long as this object: they are the buffers of one engine. `pids` are every
+    rank's process ids, by rank.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
@@ -37,11 +35,8 @@ class ShmSegments:
         self._used_bytes = 0
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of zeros that peers can read.
-
-        Raises:
-            EngineError: the system has not enough shared memory.
-        """
+        """A flat tensor of zeros that peers can read. Raises EngineError if the system has not
+        enough shared memory."""
         size = max(1, numel * dtype.itemsize)
         if not self._segments or self._used_bytes + size > len(self._segments[-1][1]):
             self._segments.append(_make_segment(max(size, SEGMENT_BYTES)))

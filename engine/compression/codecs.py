@@ -55,11 +55,8 @@ class Codec:
 
 
 class CastCodec(Codec):
-    """Values cast to another dtype; reductions stay in the gradients' own.
-
-    Args:
-        dtype: of the payload.
-    """
+    """Values cast to another dtype; reductions stay in the gradients' own. `dtype` is that of the
+    payload."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
@@ -80,10 +77,7 @@ class CastCodec(Codec):
 
 class BlockScaledCodec(Codec):
     """Base of codecs whose payload is one scale (float32) per block, then a few bits per value.
-
-    Args:
-        block: values that share a scale.
-    """
+    `block` values share a scale."""
 
     def __init__(self, block: int) -> None:
         self._block = block

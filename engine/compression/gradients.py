@@ -25,11 +25,8 @@ from rayzero.engine.zero.reducer import ErrorFeedback, GradReduction, UnitGradSp
 
 
 class QuantizedReduction(GradReduction):
-    """Gradients are quantized before they are sent.
-
-    Args:
-        feedback: add quantization errors to the next gradients.
-    """
+    """Gradients are quantized before they are sent. With `feedback`, quantization errors are added
+    to the next gradients."""
 
     def __init__(
         self,
@@ -67,11 +64,7 @@ class QuantizedReduction(GradReduction):
 
 
 class PowerSGDReduction(GradReduction):
-    """Each gradient matrix is sent as two low-rank factors.
-
-    Args:
-        rank: of the factors.
-    """
+    """Each gradient matrix is sent as two low-rank factors. `rank` is that of the factors."""
 
     def __init__(
         self, rank: int, collectives: Collectives, device: torch.device, *, factor: float
@@ -180,11 +173,8 @@ class OneBitAdamReduce(QuantizedReduce):
 def make_error_feedback(
     unit: UnitGradSpec, codec: str, device: torch.device, *, reduced: bool
 ) -> ErrorFeedback:
-    """Residuals of zero, with those of the reduced shard if `reduced`.
-
-    Raises:
-        ConfigError: the gradients' dtype cannot represent the residuals.
-    """
+    """Residuals of zero, with those of the reduced shard if `reduced`. Raises ConfigError if the
+    gradients' dtype cannot represent the residuals."""
     dtype = unit.dtype
     if dtype.itemsize < 4:
         raise ConfigError(

@@ -23,13 +23,10 @@ log = logging.getLogger("rayzero.engine")
 def make_grad_reduction(
     config: EngineConfig, context: BuildContext, factor: float
 ) -> GradReduction:
-    """The gradient reduction that a config selects.
+    """The gradient reduction that a config selects. Raises ConfigError as `check_compression`.
 
     Args:
         factor: reduced gradients are still to be multiplied by it, before loss scaling.
-
-    Raises:
-        ConfigError: as `check_compression`.
     """
     check_compression(config)
     name, section = _gradient_codec_name(config), config.rayzero.compression
@@ -49,11 +46,8 @@ def make_grad_reduction(
 
 
 def make_weight_gather(config: EngineConfig, context: BuildContext) -> WeightGather:
-    """The all-gather of sharded weights that a config selects.
-
-    Raises:
-        ConfigError: the hpZ groups do not divide the world size.
-    """
+    """The all-gather of sharded weights that a config selects. Raises ConfigError if the hpZ groups
+    do not divide the world size."""
     collectives, device = context.collectives, context.device
     zero, section = config.zero_optimization, config.rayzero.compression
     gather = WeightGather(collectives)
@@ -66,15 +60,13 @@ def make_weight_gather(config: EngineConfig, context: BuildContext) -> WeightGat
 
 
 def hpz_group_size(size: int, world_size: int, *, elastic: bool) -> int:
-    """Ranks per secondary partition (ZeRO++ hpZ); 1 for none.
+    """Ranks per secondary partition (ZeRO++ hpZ); 1 for none. Raises ConfigError if the size does
+    not divide the world size.
 
     Args:
         size: `zero_hpz_partition_size`; 0 or 1 for none.
         elastic: the world size may change, so the next smaller size that divides it is used, with
             a warning.
-
-    Raises:
-        ConfigError: the size does not divide the world size.
     """
     allowed = [divisor for divisor in range(1, world_size + 1) if world_size % divisor == 0]
     if size <= 1 or size in allowed:
@@ -96,11 +88,8 @@ def hpz_group_size(size: int, world_size: int, *, elastic: bool) -> int:
 
 
 def check_compression(config: EngineConfig) -> None:
-    """Refuses what the selected compression cannot do.
-
-    Raises:
-        ConfigError: two keys contradict each other, or the combination is not supported.
-    """
+    """Refuses what the selected compression cannot do. Raises ConfigError if two keys contradict
+    each other, or the combination is not supported."""
     _check_weight_compression(config)
     name, section = _gradient_codec_name(config), config.rayzero.compression
     if _is_onebit_adam(config):

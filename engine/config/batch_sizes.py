@@ -26,17 +26,15 @@ def resolve_batch_sizes(
 ) -> BatchSizes:
     """Resolves the batch sizes for one world size.
 
-    Given a global batch and a micro-batch, any world size is valid: the step's samples are split
-    as evenly as possible and every rank runs the same number of micro-steps. If all three sizes
-    are given, they must multiply to the global batch, as in DeepSpeed.
+    Given a global batch and a micro-batch, any world size is valid: the step's samples are split as
+    evenly as possible and every rank runs the same number of micro-steps. If all three sizes are
+    given, they must multiply to the global batch, as in DeepSpeed. Raises ConfigError if the three
+    sizes disagree, or there are fewer samples than ranks.
 
     Args:
         shares: each rank's fraction of a step's samples; empty for equal ones. The config is
             checked with equal shares. Unequal ones keep a given micro-batch, which bounds memory,
             and take more micro-steps; without one they keep the micro-steps.
-
-    Raises:
-        ConfigError: the three sizes disagree, or there are fewer samples than ranks.
     """
     total = config.train_batch_size
     micro = config.train_micro_batch_size_per_gpu

@@ -101,10 +101,7 @@ AUTO_RULES: dict[str, Auto] = {
 
 def normalize(document: dict[str, Any], mistakes: list[str]) -> dict[str, str]:
     """Rewrites a document in place; `mistakes` gets a line for every value that cannot be used.
-
-    Returns:
-        {path: how its value was written or derived}, for keys left out as well.
-    """
+    Returns {path: how its value was written or derived}, for keys left out as well."""
     provenance: dict[str, str] = {}
     _expand_shorthands(document, provenance)
     for name in OLD_NAMES:

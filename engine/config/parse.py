@@ -35,14 +35,12 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | EngineConfig
 
 
 def read_config(source: ConfigSource) -> dict[str, Any]:
-    """The config as a dict of plain values: dicts, lists, text, numbers, booleans, None.
+    """The config as a dict of plain values: dicts, lists, text, numbers, booleans, None. Raises
+    ConfigError if the file is missing, is not Hjson, or contains values of other types.
 
     Args:
         source: the dict; the path of a JSON or Hjson file; or, as launchers pass it, the text of
             one in base64, plain or URL-safe.
-
-    Raises:
-        ConfigError: the file is missing, is not Hjson, or contains values of other types.
     """
     return _read_named(source)[1]
 
@@ -72,12 +70,9 @@ def _read_named(source: ConfigSource) -> tuple[str, dict[str, Any]]:
 def to_plain(
     value: Any, name: str, max_depth: int = _MAX_DEPTH, allow_infinity: bool = True
 ) -> Any:
-    """A copy of `value`, made of plain values; `name` is its name in messages.
-
-    Raises:
-        ConfigError: a value of another type, a NaN, a huge integer, text that is not Unicode, more
-            than `max_depth` levels, or infinity where it is not allowed.
-    """
+    """A copy of `value`, made of plain values; `name` is its name in messages. Raises ConfigError
+    for a value of another type, a NaN, a huge integer, text that is not Unicode, more than
+    `max_depth` levels, or infinity where it is not allowed."""
     return _PlainCopier(name, max_depth, allow_infinity).copy(value, ())
 
 
@@ -139,10 +134,7 @@ class _PlainCopier:
 
 def read_text(path: str | os.PathLike[str], name: str, fix: str) -> str:
     """The text of a file that a user wrote. Standard input may be a pipe: `rayzero run <(...)`.
-
-    Raises:
-        ConfigError: it cannot be read, is no regular file, is too large, or is not UTF-8.
-    """
+    Raises ConfigError if it cannot be read, is no regular file, is too large, or is not UTF-8."""
 
     def open_at_once(file: str, flags: int) -> int:  # a FIFO would wait for its writer
         return os.open(file, flags if is_input else flags | os.O_NONBLOCK)

@@ -29,15 +29,13 @@ class ParquetTokens:
 
     Counts come from the shards' footers. Row groups are read through a memory map and the most
     recently decoded ones are cached, so small row groups (about 256 Ki tokens) make random reads
-    cheap. Thread-safe; pickled as its arguments.
+    cheap. Thread-safe; pickled as its arguments. Raises DataError if there are no shards, they are
+    not Parquet, have no integer column `tokens`, or hold less than one sample.
 
     Args:
         path: a folder (searched for `*.parquet` at any depth), a file, or a glob pattern.
         context: the input tokens of a sample.
         cached_row_groups: number of decoded row groups in the cache.
-
-    Raises:
-        DataError: no shards, not Parquet, no integer column `tokens`, or less than one sample.
     """
 
     def __init__(self, path: str | Path, context: int, cached_row_groups: int = 64) -> None:

@@ -50,7 +50,8 @@ class StepLoader:
 
     Each yielded micro-batch sets `progress.micro_batch_weight` and reports its samples to the
     session, once. There is one iteration at a time: a new one closes the previous one. Its thread
-    ends when it is exhausted, closed or garbage-collected.
+    ends when it is exhausted, closed or garbage-collected. Raises DataError if the dataset is not
+    map-style, or empty.
 
     Args:
         seed: of the order of samples.
@@ -59,9 +60,6 @@ class StepLoader:
         session: gets the phase "data", and the samples as they are yielded.
         collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
         device: device of the batches; to CUDA through pinned memory, non-blocking.
-
-    Raises:
-        DataError: the dataset is not map-style, or empty.
     """
 
     def __init__(
@@ -111,10 +109,8 @@ class StepLoader:
         """The numbers, from 0, of the remaining epochs of `count` in total.
 
         Follow each with `for batch in loader`, which yields the rest of that epoch. An epoch that
-        was not completed is yielded again.
-
-        Raises:
-            EngineError: no step was finished since the previous epoch was yielded.
+        was not completed is yielded again. Raises EngineError if no step was finished since the
+        previous epoch was yielded.
         """
         previous = None
         while (cursor := self.progress.sample_cursor) < count * self._order.length:

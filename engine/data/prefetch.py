@@ -32,10 +32,7 @@ class Prefetch(Generic[Item]):
     Owns one daemon thread, the only one that advances `source`. The thread ends when `source` is
     exhausted or raises (the consumer gets the exception), on `close`, and when this object is
     garbage-collected: the thread refers to the queues, never to this object. An item in production
-    at that time is completed and dropped.
-
-    Raises:
-        EngineError: advanced after `close`.
+    at that time is completed and dropped. Raises EngineError if it is advanced after `close`.
     """
 
     def __init__(self, source: Iterator[Item], depth: int = 3) -> None:

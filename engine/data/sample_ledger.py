@@ -27,10 +27,8 @@ class SampleLedger:
 
     A line is a single `write` to the file, so it survives the process once `write_step` returned.
     Call `write_step` before the state of its step can be restored from anywhere: then every step of
-    the job's history has all its lines.
-
-    Raises:
-        DataError: the folder cannot be written, or this rank has already written this generation.
+    the job's history has all its lines. Raises DataError if the folder cannot be written, or this
+    rank has already written this generation.
     """
 
     def __init__(self, folder: str | Path, generation: int, rank: int, world_size: int) -> None:
@@ -49,10 +47,7 @@ class SampleLedger:
 
     def write_step(self, step: int) -> None:
         """Write the line of a step, counted from 1: the samples consumed since the previous one.
-
-        Raises:
-            DataError: the line could not be written.
-        """
+        Raises DataError if the line could not be written."""
         line = json.dumps({**self._rank_fields, "step": step, "samples": self._samples}) + "\n"
         data = line.encode()
         try:

@@ -52,11 +52,8 @@ class SampleOrder:
         self._half_mask = np.uint64((1 << int(self._half_bits)) - 1)
 
     def indices(self, start: int, count: int) -> NDArray[np.int64]:
-        """The dataset indices at positions `start` to `start + count - 1`, across epochs.
-
-        Returns:
-            int64, shape (count,), each in [0, length).
-        """
+        """The dataset indices at positions `start` to `start + count - 1`, across epochs. Returns
+        int64, shape (count,), each in [0, length)."""
         positions = np.arange(start, start + count, dtype=np.uint64)
         epochs, values = np.divmod(positions, np.uint64(self.length))
         seeds = np.full(1, self.seed & _MASK_64, dtype=np.uint64)
@@ -104,14 +101,12 @@ class MicroBatch:
 def samples_per_rank(
     global_batch: int, world_size: int, shares: Sequence[float] = ()
 ) -> tuple[int, ...]:
-    """Number of samples of a step for each rank; the sum is `global_batch`.
+    """Number of samples of a step for each rank; the sum is `global_batch`. Raises ConfigError if a
+    size is smaller than 1, or the shares do not fit `world_size` ranks.
 
     Args:
         shares: each rank's share, adding up to 1; empty for even shares. Rounded by the largest
             remainder, ties to the lower rank.
-
-    Raises:
-        ConfigError: a size is smaller than 1, or the shares do not fit `world_size` ranks.
     """
     _check_positive("the global batch", global_batch)
     _check_positive("the world size", world_size)

@@ -45,13 +45,11 @@ def plan_copies(
     wanted: Iterable[TensorRange], held: Sequence[Iterable[TensorRange]]
 ) -> list[RangeCopy]:
     """Exactly one source for every wanted element. Linear in the number of ranges, plus sorting.
+    Raises MissingRangesError for elements without a source.
 
     Args:
         wanted: disjoint ranges.
         held: the ranges of each source. Where several hold an element, the first source is read.
-
-    Raises:
-        MissingRangesError: elements without a source.
     """
     by_name: defaultdict[str, list[tuple[int, TensorRange]]] = defaultdict(list)
     for source, ranges in enumerate(held):

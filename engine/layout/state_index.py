@@ -106,11 +106,8 @@ class StateSource(Protocol):
         """The JSON part of a rank; of another rank if there was no such rank."""
 
     def read(self, block: int, offset: int, into: memoryview) -> None:
-        """Fill `into` (bytes, writable) from byte `offset` of a block.
-
-        Raises:
-            DataError: the bytes are damaged or missing; the message names the file or slot.
-        """
+        """Fill `into` (bytes, writable) from byte `offset` of a block. Raises DataError, which
+        names the file or slot, if the bytes are damaged or missing."""
 
     def close(self) -> None:
         """Release files and memory. Safe to repeat."""

@@ -68,10 +68,8 @@ def plan_buckets(
 
     In reverse registration order, which is about the order in which gradients become ready. By
     default a bucket is an eighth of the model: small enough for reductions to start early in
-    backward, large enough to amortise their latency.
-
-    Args:
-        max_numel: further limit of a bucket; None or 0: none.
+    backward, large enough to amortise their latency. `max_numel` is a further limit of a bucket;
+    None or 0 for none.
     """
     trainable = [member for member in params if member.group is not None]
     if bucket_numel is None:
@@ -95,12 +93,10 @@ def plan_blocks(
     model: nn.Module, params: Sequence[NamedParam], classes: Sequence[str], world_size: int
 ) -> list[UnitPlan]:
     """Assign every parameter to the unit of the innermost block that contains all of its uses.
+    Raises ConfigError if the model has no module of a class.
 
     Args:
         classes: class names of the modules that are blocks; empty: automatic.
-
-    Raises:
-        ConfigError: the model has no module of a class.
     """
     paths = {model: "root"}  # a block that is registered several times has its first name
     for path, block in _find_blocks(model, classes):

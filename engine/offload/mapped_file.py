@@ -21,13 +21,11 @@ from rayzero.engine.errors import ConfigError, EngineError
 
 
 class MappedFile:
-    """Owns one unnamed file in a folder. It lives as long as this object, or a tensor in it.
+    """Owns one unnamed file in a folder. It lives as long as this object, or a tensor in it. Raises
+    ConfigError if no file can be created there.
 
     Args:
         folder: created if it is missing.
-
-    Raises:
-        ConfigError: no file can be created there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,11 +43,8 @@ class MappedFile:
         self._offsets: dict[int, int] = {}  # in bytes, by the address of the storage
 
     def new_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A mapped flat tensor of zeros. Its disk space is allocated at once.
-
-        Raises:
-            EngineError: the disk is full.
-        """
+        """A mapped flat tensor of zeros. Its disk space is allocated at once. Raises EngineError if
+        the disk is full."""
         size = -(-max(1, numel * dtype.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
         try:  # a page that cannot be written back later would kill the process
             os.posix_fallocate(self._file.fileno(), self._size_bytes, size)
@@ -67,19 +62,13 @@ class MappedFile:
         return tensor.untyped_storage().data_ptr() in self._offsets
 
     def read(self, stored: Tensor, into: Tensor) -> None:
-        """Copies a tensor in the file to a contiguous tensor in host memory.
-
-        Raises:
-            EngineError: the disk failed.
-        """
+        """Copies a tensor in the file to a contiguous tensor in host memory. Raises EngineError if
+        the disk failed."""
         self._copy(os.preadv, "a read failed", stored, into)
 
     def write(self, stored: Tensor, source: Tensor) -> None:
-        """Copies a contiguous tensor in host memory to a tensor in the file.
-
-        Raises:
-            EngineError: the disk is full, or failed.
-        """
+        """Copies a contiguous tensor in host memory to a tensor in the file. Raises EngineError if
+        the disk is full, or failed."""
         self._copy(os.pwritev, "a write failed", stored, source)
 
     def _copy(

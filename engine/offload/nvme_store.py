@@ -54,11 +54,8 @@ class _ChunkBuffer:
     attached: list[_Attached] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Returns when the read or write is over.
-
-        Raises:
-            EngineError: it failed, or took too long.
-        """
+        """Returns when the read or write is over. Raises EngineError if it failed, or took too
+        long."""
         pending, self.pending_io = self.pending_io, None
         if pending is None:
             return

@@ -64,11 +64,8 @@ class Offload:
 def plan_offload(
     config: ZeroConfig, precision: Precision, device: torch.device, collectives: Collectives
 ) -> Offload:
-    """Builds the stores of a checked config.
-
-    Raises:
-        ConfigError: no file can be created in `nvme_path`.
-    """
+    """Builds the stores of a checked config. Raises ConfigError if no file can be created in
+    `nvme_path`."""
     transfer, section = make_transfer(device), config.offload_optimizer
     on_host = transfer.separate_memory and config.offload_param.device != "none"  # model weights
     on_device = transfer.separate_memory and not on_host

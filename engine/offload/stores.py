@@ -67,11 +67,8 @@ class StateStore:
         self._separate_memory = separate_memory
 
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
-        """The main weights for a range of model weights; may be the same memory.
-
-        Args:
-            original: the values, in the model's own dtype, on the device.
-        """
+        """The main weights for a range of model weights; may be the same memory. `original` are the
+        values in the model's own dtype, on the device."""
         raise NotImplementedError
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -70,14 +70,12 @@ def make_optimizer(
     shards: Sequence[OptimizerShard],
     make_whole_params: Callable[[], WholeParamOps],
 ) -> ShardedOptimizer:
-    """The optimizer of this rank: the user's own, else the config's, else `NoOptimizer`.
+    """The optimizer of this rank: the user's own, else the config's, else `NoOptimizer`. Raises
+    ConfigError if the optimizer cannot work on shards.
 
     Args:
         given: an optimizer over the model's parameters, or a function of groups that makes one.
         make_whole_params: makes the access to whole parameters for an optimizer that needs it.
-
-    Raises:
-        ConfigError: the optimizer cannot work on shards.
     """
     check_elementwise(given)
     if isinstance(given, torch.optim.Optimizer):
@@ -108,11 +106,8 @@ def _check_not_chunked(optimizer: object, shards: Sequence[OptimizerShard]) -> N
 
 def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
     """The constructor that a config's `optimizer` section selects: a row of `OPTIMIZER_PARAMS`, a
-    class of torch.optim by its name, or any optimizer class by its dotted name.
-
-    Raises:
-        ConfigError: a param is unknown to the optimizer, or has a wrong value.
-    """
+    class of torch.optim by its name, or any optimizer class by its dotted name. Raises ConfigError
+    if a param is unknown to the optimizer, or has a wrong value."""
     row = OPTIMIZER_PARAMS.get(config.type)
     if row is not None:
         implementation = _import_name(row.implementation)
@@ -137,11 +132,8 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
 
 
 def _check_elementwise_by_trial(make: OptimizerFactory, name: str) -> None:
-    """Train two dozen numbers, as one matrix and split in two, and compare the results.
-
-    Raises:
-        ConfigError: the results differ, so updates are not elementwise; or training fails.
-    """
+    """Train two dozen numbers, as one matrix and split in two, and compare the results. Raises
+    ConfigError if the results differ, so that updates are not elementwise, or if training fails."""
     start, *grads = torch.randn(4, 24, generator=torch.Generator().manual_seed(0))
 
     def train(split: Callable[[Tensor], Sequence[Tensor]]) -> Tensor:

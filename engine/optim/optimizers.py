@@ -100,10 +100,8 @@ class Lamb(torch.optim.Optimizer):
 
     The ratio is |weight| / |step| of the whole parameter, so ranks all-reduce squared norms, two
     numbers a parameter. As in DeepSpeed the ratio is clamped, and the bias corrections scale the
-    whole step including weight decay. Gradients are overwritten.
-
-    Args:
-        options: those of `LAMB_DEFAULTS`.
+    whole step including weight decay. Gradients are overwritten. `options` are those of
+    `LAMB_DEFAULTS`.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, **options: Any) -> None:
@@ -220,12 +218,9 @@ class OneBitAdam(_ElementwiseOptimizer):
     """1-bit Adam (Tang et al., 2021): learns variances during a warm-up, then freezes them.
 
     After the warm-up ranks communicate momenta, which tolerate compression to signs; gradients
-    under changing variances do not. `compression/gradients.py` does that and passes in the
-    gradient that yields the reduced momentum. No bias correction, as in the paper; weight decay is
-    decoupled.
-
-    Args:
-        freeze_step: steps that learn variances; should outlast the schedule's warm-up.
+    under changing variances do not. `compression/gradients.py` does that and passes in the gradient
+    that yields the reduced momentum. No bias correction, as in the paper; weight decay is
+    decoupled. `freeze_step` should outlast the schedule's warm-up.
     """
 
     def __init__(

@@ -34,10 +34,8 @@ def find_param_groups(
 ) -> ParamGroups:
     """The groups of the user's optimizer, else of `model_parameters`, else one with everything.
 
-    Parameters in no group are frozen, since their gradients would be unused.
-
-    Raises:
-        ConfigError: no trainable parameters, a parameter in two groups, or one of another model.
+    Parameters in no group are frozen, since their gradients would be unused. Raises ConfigError if
+    there are no trainable parameters, or a parameter is in two groups or of another model.
     """
     if optimizer is not None:
         entries: list[Any] = list(optimizer.param_groups)
@@ -96,10 +94,8 @@ def split_muon_groups(model: nn.Module, groups: ParamGroups, params: MuonParams)
 
     A parameter's own `use_muon` decides, then its group's, then DeepSpeed's rule: Muon for
     parameters of two dimensions or more with neither "embed" nor "lm_head" in the name. A group's
-    options override `muon_lr` and `adam_lr`, which override `lr`.
-
-    Raises:
-        ConfigError: `use_muon` is set for a vector.
+    options override `muon_lr` and `adam_lr`, which override `lr`. Raises ConfigError if `use_muon`
+    is set for a vector.
     """
     keys = {
         param: (number, _uses_muon(name, param, groups.options[number]))

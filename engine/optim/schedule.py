@@ -24,10 +24,8 @@ class Scheduler(Protocol):
 class StepSchedule:
     """Sets lr, and betas if the curve has them, of every group as a function of the iteration.
 
-    Its methods are those of DeepSpeed's and torch's schedulers.
-
-    Attributes:
-        last_batch_iteration: finished steps minus one, as DeepSpeed counts.
+    Its methods are those of DeepSpeed's and torch's schedulers. `last_batch_iteration` is the
+    number of finished steps minus one, as DeepSpeed counts.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, curve: LRCurve) -> None:
@@ -87,20 +85,13 @@ class StepSchedule:
 
 
 def make_lr_curve(config: SchedulerConfig) -> LRCurve:
-    """One of DeepSpeed's schedules.
-
-    Raises:
-        ConfigError: a parameter is unknown or wrong.
-    """
+    """One of DeepSpeed's schedules. Raises ConfigError if a parameter is unknown or wrong."""
     return parse_params("scheduler", LR_CURVES[config.type], config.params)
 
 
 def make_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> Scheduler:
-    """The scheduler that a config's `scheduler` section selects.
-
-    Raises:
-        ConfigError: a parameter is unknown or wrong.
-    """
+    """The scheduler that a config's `scheduler` section selects. Raises ConfigError if a parameter
+    is unknown or wrong."""
     if config.type in LR_CURVES:
         return StepSchedule(optimizer, make_lr_curve(config))
     make: Callable[..., Scheduler] = getattr(torch.optim.lr_scheduler, config.type)
@@ -131,11 +122,8 @@ def _dry_run(
 
 
 def check_schedule(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> Scheduler:
-    """Return the user's own scheduler if the engine can step it.
-
-    Raises:
-        ConfigError: its `step` requires arguments, or it drives another optimizer.
-    """
+    """Return the user's own scheduler if the engine can step it. Raises ConfigError if its `step`
+    requires arguments, or it drives another optimizer."""
     name = type(scheduler).__name__
     try:
         inspect.signature(scheduler.step).bind()

@@ -156,11 +156,8 @@ def group_shards(
 
 
 def check_elementwise(optimizer: object) -> None:
-    """Refuse an optimizer of torch, or its class, that is known not to be elementwise.
-
-    Raises:
-        ConfigError: the update of shards would differ from that of whole parameters.
-    """
+    """Refuse an optimizer of torch, or its class, that is known not to be elementwise. Raises
+    ConfigError if the update of shards would differ from that of whole parameters."""
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     if issubclass(cls, NeedsWholeParams):
         return
@@ -177,10 +174,7 @@ def rebind_params(
     optimizer: torch.optim.Optimizer, shards: Sequence[OptimizerShard]
 ) -> torch.optim.Optimizer:
     """Put this rank's shards into the user's own optimizer, to which schedulers may already refer.
-
-    Raises:
-        ConfigError: the optimizer has taken steps.
-    """
+    Raises ConfigError if the optimizer has taken steps."""
     # Adagrad has state from the beginning, at step 0.
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise ConfigError(

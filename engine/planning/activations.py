@@ -102,15 +102,13 @@ def trace_micro_step(
     batch: Any,
     recomputed: Sequence[nn.Module] = (),
 ) -> MicroStepTrace:
-    """Runs forward and backward once. Call within the `fake_tensors` that created the model.
+    """Runs forward and backward once. Call within the `fake_tensors` that created the model. Raises
+    ConfigError if the model returns no loss, or reads values, which fake tensors do not have.
 
     Args:
         model: its parameters are cast to the dtypes of `precision`.
         batch: a micro-batch.
         recomputed: modules whose forward keeps its inputs only (activation checkpointing).
-
-    Raises:
-        ConfigError: the model returns no loss, or reads values, which fake tensors do not have.
     """
     _cast_model(model, precision)
     for module in recomputed:

@@ -92,13 +92,11 @@ class MemoryPlanner:
     def estimate(
         self, config: EngineConfig, world_size: int, *, recomputed: bool = False
     ) -> MemoryEstimate:
-        """Estimates one setting.
+        """Estimates one setting. Raises ConfigError if the config does not fit the world, or the
+        model cannot be traced.
 
         Args:
             recomputed: activation checkpointing of every block (stage 3's unit of gathering).
-
-        Raises:
-            ConfigError: the config does not fit the world, or the model cannot be traced.
         """
         sizes = persistent_bytes(self._meta_model, config, world_size)
         if self._make_batch is None:
@@ -195,14 +193,12 @@ class SearchResult:
 def evaluate_settings(
     planner: MemoryPlanner, document: dict[str, Any], world_size: int, gpu_bytes: int | None = None
 ) -> list[SearchResult]:
-    """Estimates every setting that is valid with the config, fastest first.
+    """Estimates every setting that is valid with the config, fastest first. Raises ConfigError if
+    the config is wrong or does not fit the world, or the model cannot be traced.
 
     Args:
         document: an engine config; its stage and offload are replaced.
         gpu_bytes: memory of one GPU, of which `RESERVED_FRACTION` is kept free.
-
-    Raises:
-        ConfigError: the config is wrong, does not fit the world, or the model cannot be traced.
     """
     results: list[SearchResult] = []
     for setting in CANDIDATE_SETTINGS:

@@ -24,11 +24,8 @@ DTYPE_BY_NAME = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name in state indexes.
-
-    Raises:
-        EngineError: the dtype is not supported in training state.
-    """
+    """The dtype's name in state indexes. Raises EngineError if the dtype is not supported in
+    training state."""
     if dtype not in _DTYPE_NAMES:
         raise EngineError(
             f"the training state holds a tensor of {dtype}",

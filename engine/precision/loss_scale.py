@@ -56,11 +56,7 @@ class LossScaleState:
 
 
 class DynamicScaler:
-    """A scale that adapts to the gradients.
-
-    Attributes:
-        current: replaced as a whole after each step.
-    """
+    """A scale that adapts to the gradients. `current` is replaced as a whole after each step."""
 
     def __init__(self, rules: Fp16Config) -> None:
         self._rules = rules

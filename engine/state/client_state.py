@@ -28,11 +28,8 @@ _ALLOWED_TYPES = (
 
 
 def encode_client_state(value: Any, where: str = "client_state") -> Any:
-    """Encode `value` as JSON; types that JSON lacks become objects with a type tag.
-
-    Raises:
-        EngineError: a value's type is not supported; the message has its path.
-    """
+    """Encode `value` as JSON; types that JSON lacks become objects with a type tag. Raises
+    EngineError, with its path, if a value's type is not supported."""
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and isfinite(value)):
         return value

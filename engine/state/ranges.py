@@ -47,11 +47,8 @@ class StateRange:
 
 @dataclass(frozen=True)
 class StateBlock:
-    """Ranges in sequence in one block of bytes, constant ones first.
-
-    Attributes:
-        offsets: of `ranges`, in bytes.
-    """
+    """Ranges in sequence in one block of bytes, constant ones first. `offsets` are those of
+    `ranges`, in bytes."""
 
     index: BlockIndex
     ranges: Sequence[StateRange]
@@ -123,11 +120,8 @@ def read_ranges(parts: Sequence[StateRange], source: StateSource) -> None:
 
 
 def elementwise_state(optimizer: ShardedOptimizer, shard: OptimizerShard) -> dict[str, Tensor]:
-    """A shard's optimizer state with one element for each weight.
-
-    Raises:
-        EngineError: the optimizer keeps a tensor of another shape.
-    """
+    """A shard's optimizer state with one element for each weight. Raises EngineError if the
+    optimizer keeps a tensor of another shape."""
     state = {}
     for key, value in optimizer.torch_optimizer.state.get(shard.weight, {}).items():
         if not isinstance(value, Tensor) or value.ndim == 0:

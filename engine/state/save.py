@@ -40,14 +40,12 @@ def save_state(
     frozen: bool,
 ) -> None:
     """Write the checkpoint `target`, (folder, tag), and return when it is durable. Collective.
+    Raises StoreError on the ranks whose write failed, EngineError on the others.
 
     Args:
         client_state: rank 0's, encoded by `encode_client_state`.
         latest: update the file `latest`.
         frozen: include frozen parameters.
-
-    Raises:
-        StoreError: on the ranks whose write failed; EngineError on the others.
     """
     (folder, tag), device = target, settings.device
     url = join_url(folder, tag)

@@ -29,10 +29,7 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 
 class TrainingState:
     """One rank's view of the state. For the training thread only, until that has ended.
-
-    Attributes:
-        complete_on_rank: whether this rank's memory holds the complete state, as at stage 0.
-    """
+    `complete_on_rank`: whether this rank's memory holds the complete state, as at stage 0."""
 
     def __init__(
         self,
@@ -75,11 +72,8 @@ class TrainingState:
 
     def pack(self, *, whole: bool = False) -> StateBlock:
         """This rank's share as a block, or the complete state (`whole`). The share's block is the
-        same object until the optimizer has created its state, then a new one for good.
-
-        Raises:
-            EngineError: `whole`, but this rank holds only its share.
-        """
+        same object until the optimizer has created its state, then a new one for good. Raises
+        EngineError for `whole`, if this rank holds only its share."""
         if whole:
             if not self.complete_on_rank:
                 raise EngineError("this rank holds only its share of the training state")
@@ -130,11 +124,8 @@ class TrainingState:
     @torch.no_grad()
     def load_from(self, source: StateSource, options: LoadOptions) -> None:
         """Read what this rank needs. Not collective; call `sync_model_weights` on every rank next.
-
-        Raises:
-            CheckpointMismatchError: the state is of another model.
-            DataError: the state is damaged or incomplete.
-        """
+        Raises CheckpointMismatchError if the state is of another model; DataError if the state is
+        damaged or incomplete."""
         rank = self._runtime.collectives.rank
         document = source.metadata(rank)
         load_tensors(self._model, self._runtime, self._optimizer, source, options)

@@ -243,11 +243,8 @@ class Materializer:
         self._last_reset: tuple[nn.Module, nn.Module] | None = None
 
     def initial_value(self, tensor: Tensor) -> Tensor:
-        """A real tensor with this parameter's or buffer's initial values.
-
-        Raises:
-            ConfigError: it is on the meta device, and its initial values are unknown.
-        """
+        """A real tensor with this parameter's or buffer's initial values. Raises ConfigError if it
+        is on the meta device, and its initial values are unknown."""
         if not tensor.is_meta or self._device.type == "meta":
             return tensor.detach()
         for recorder in _recorders:

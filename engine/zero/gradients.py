@@ -81,11 +81,8 @@ class GradStore(ABC):
 
 
 class PartialGrads(GradStore):
-    """The full unit in one persistent buffer; reduced over the ranks at the end of a step.
-
-    Args:
-        flat: the buffer, zeros: the padding is never written.
-    """
+    """The full unit in one persistent buffer; reduced over the ranks at the end of a step. `flat`
+    is that buffer, zeros: the padding is never written."""
 
     def __init__(
         self,

@@ -40,11 +40,8 @@ class ShardedWeights:
     """Sharded: the parameters have values only while the unit is gathered.
 
     Otherwise a parameter keeps its shape but reads as NaN, so that a weight used outside its
-    block's forward is noticed at once instead of giving stale values.
-
-    Args:
-        shard_gather: gathers a shard in host memory, one for all units of a run; None if the shard
-            is on the device.
+    block's forward is noticed at once instead of giving stale values. `shard_gather` gathers shards
+    in host memory, one for all units of a run; None if they are on the device.
     """
 
     def __init__(
@@ -73,11 +70,8 @@ class ShardedWeights:
         return self.shard
 
     def unshard(self, buffer: Tensor, gather_op: GatherOp) -> Work:
-        """Starts to gather the unit into `buffer` and points the parameters there.
-
-        Args:
-            buffer: at least `layout.numel` elements, which no kernel enqueued later reads.
-        """
+        """Starts to gather the unit into `buffer` and points the parameters there. It has at least
+        `layout.numel` elements, which no kernel enqueued later reads."""
         if self._buffer is not buffer:
             self._buffer = buffer
             self._views = tuple(param_views(self.layout, buffer))

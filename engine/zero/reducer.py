@@ -66,11 +66,8 @@ class Reducer:
             unit.missing = set(range(unit.param_count))
 
     def on_gradient(self, number: int, index: int, param: Tensor) -> None:
-        """Parameter `index` of a unit has a gradient of this micro-step in `.grad`.
-
-        Raises:
-            EngineError: the unit has been reduced already.
-        """
+        """Parameter `index` of a unit has a gradient of this micro-step in `.grad`. Raises
+        EngineError if the unit has been reduced already."""
         grad, param.grad = param.grad, None
         if grad is None:
             return

@@ -60,12 +60,10 @@ class ZeroRuntime:
 
     def vote(self, loss: Tensor, factor: float, requests: StepRequests) -> StepVote:
         """Waits for the reduced gradients, then agrees on norm, loss and requests. Collective.
+        Raises EngineError if a gradient is not finite, and the loss scale cannot be lowered.
 
         Args:
             factor: the reduced gradients are still to be multiplied by it.
-
-        Raises:
-            EngineError: a gradient is not finite, and the loss scale cannot be lowered.
         """
         self.reducer.wait()
         parts = [part for unit in self.units if (part := unit.shard_grads()) is not None]

@@ -50,12 +50,9 @@ class UnshardScheduler:
             block.forward_calls = 0
 
     def pre_forward(self, block: Block) -> None:
-        """Called before a block's forward, also when it is recomputed in backward.
-
-        Raises:
-            EngineError: a block that was called on its own is now called inside another one that
-                shares its buffer.
-        """
+        """Called before a block's forward, also when it is recomputed in backward. Raises
+        EngineError if a block that was called on its own is now called inside another one that
+        shares its buffer."""
         self._leave_ring(block)
         self._unshard(block)
         if not self._in_backward:
@@ -75,11 +72,8 @@ class UnshardScheduler:
 
     def pre_backward(self, block: Block) -> None:
         """Called when the gradient of a block's output is known, before the block's backward.
-
-        Raises:
-            EngineError: outside `Engine.backward`. A graph for second derivatives would later read
-                weights that are not gathered.
-        """
+        Raises EngineError outside `Engine.backward`: a graph for second derivatives would later
+        read weights that are not gathered."""
         if not self._in_backward:
             raise EngineError(
                 f"a gradient reached the block {block.name!r} outside engine.backward()",

@@ -162,12 +162,9 @@ class Job:
 
 
 def start_or_attach(plan: JobPlan, can_grow: bool) -> JobProcess:
-    """The process of a running job with the same spec, or else a new one.
-
-    Raises:
-        ConfigError: a different job of that name is running.
-        JobFailedError: the job of that name does not answer.
-    """
+    """The process of a running job with the same spec, or else a new one. Raises ConfigError if a
+    different job of that name is running; JobFailedError if the job of that name does not
+    answer."""
     name = plan.spec.name
     deadline_s = time.monotonic() + EXIT_TIMEOUT_S
     while time.monotonic() < deadline_s:

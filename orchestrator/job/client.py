@@ -58,10 +58,7 @@ class JobProcess:
 
     @classmethod
     def start(cls, plan: JobPlan, can_grow: bool) -> JobProcess:
-        """
-        Raises:
-            ValueError: a job of that name has a process already.
-        """
+        """Raises ValueError if a job of that name has a process already."""
         name = plan.spec.name
         actor = ray.remote(JobActor).options(
             name=_ACTOR_PREFIX + name,
@@ -131,12 +128,10 @@ def list_running() -> list[JobProcess]:
 
 def tail_log(process: JobProcess, follow: bool) -> Iterator[bytes]:
     """A running job's log from the beginning, in parts; an empty part where there is no more yet.
+    Raises JobFailedError if neither the process nor, after its end, the head node answers.
 
     Args:
         follow: until the job's end, instead of the current end of the log.
-
-    Raises:
-        JobFailedError: neither the process nor, after its end, the head node answers.
     """
     path, position = process.call(JobActor.status).log, LogPosition()
     try:
@@ -153,11 +148,8 @@ def tail_log(process: JobProcess, follow: bool) -> Iterator[bytes]:
 
 
 def read_ended_log(path: str, position: LogPosition | None = None) -> Iterator[bytes]:
-    """The log of a job that has ended, from a disk of this machine or else of the head node.
-
-    Raises:
-        JobFailedError: the head node does not answer.
-    """
+    """The log of a job that has ended, from a disk of this machine or else of the head node. Raises
+    JobFailedError if the head node does not answer."""
     file, position = Path(path), position or LogPosition()
     read = read_log if file.is_file() else _read_log_on_head
     while True:

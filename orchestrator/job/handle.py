@@ -92,11 +92,8 @@ class JobHandle:
                 self._log_readers_changed.notify_all()
 
     def status(self) -> JobStatus:
-        """The current status; after the job's end, the final one.
-
-        Raises:
-            JobFailedError: the job does not answer.
-        """
+        """The current status; after the job's end, the final one. Raises JobFailedError if the job
+        does not answer."""
         if self._subscriber.ended is not None:
             return self._subscriber.ended.status
         return self._running_process().call(JobActor.status)
@@ -106,12 +103,8 @@ class JobHandle:
         return self._subscriber.wait(timeout_s)
 
     def result(self) -> JobResult:
-        """Waits for the job's end and returns its result.
-
-        Raises:
-            JobFailedError, ConfigError: the job failed.
-            JobStoppedError: the job was stopped.
-        """
+        """Waits for the job's end and returns its result. Raises JobFailedError or ConfigError if
+        the job failed, JobStoppedError if it was stopped."""
         self.wait()
         if self._subscriber.ended is None:
             raise JobFailedError(f"job {self.name!r}: this handle was closed before the job's end")

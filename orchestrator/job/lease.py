@@ -136,12 +136,8 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """To be called before each write that only the holder may do.
-
-        Raises:
-            LeaseLostError: another process has acquired the folder.
-            StoreError: the claims cannot be read.
-        """
+        """To be called before each write that only the holder may do. Raises LeaseLostError if
+        another process has acquired the folder; StoreError if the claims cannot be read."""
         with self._check_lock:
             if self._lost is None:
                 self._lost = self._find_loss()

@@ -60,11 +60,8 @@ def append_log(path: Path, lines: Sequence[str]) -> None:
 
 
 def iter_log_lines(parts: Iterable[bytes], rank: int | None = None) -> Iterator[str]:
-    """Complete lines without their line ends; of one rank, or of all.
-
-    Args:
-        parts: of a log in order; an empty one when there is nothing new.
-    """
+    """Complete lines without their line ends; of one rank, or of all. `parts` are those of a log in
+    order; an empty one when there is nothing new."""
     prefix = "" if rank is None else f"[rank {rank}] "
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     rest = ""

@@ -44,11 +44,8 @@ class NoJournalError(ConfigError):
 
 
 def check_job_name(name: str) -> str:
-    """The name itself, if a job may have it; such a name cannot leave the folder of jobs.
-
-    Raises:
-        ConfigError: it is not a valid job name.
-    """
+    """The name itself, if a job may have it; such a name cannot leave the folder of jobs. Raises
+    ConfigError if it is not a valid job name."""
     if not _JOB_NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} is not a valid job name",
@@ -64,12 +61,8 @@ def job_folder(path: str, name: str) -> str:
 
 
 def load_run_history(path: str, name: str) -> RunHistory:
-    """The journal of a job's last run.
-
-    Raises:
-        NoJournalError: there is none.
-        StoreError: it cannot be read.
-    """
+    """The journal of a job's last run. Raises NoJournalError if there is none; StoreError if it
+    cannot be read."""
     folder = job_folder(path, name)
     history = read_journal(folder)
     if history is None:
@@ -83,11 +76,8 @@ def load_run_history(path: str, name: str) -> RunHistory:
 
 def check_journal_owner(path: str, name: str) -> None:
     """Checks that nobody else can have written a job's journal: to resume from it imports, and so
-    runs, what it names. Buckets are not checked: their access rules are not visible here.
-
-    Raises:
-        ConfigError: another user owns or may write the job's folder or its journal.
-    """
+    runs, what it names. Buckets are not checked: their access rules are not visible here. Raises
+    ConfigError if another user owns or may write the job's folder or its journal."""
     folder = job_folder(path, name)
     if is_remote(folder):
         return
@@ -123,11 +113,8 @@ def list_journaled_jobs(path: str) -> list[str]:
 
 
 def status_from_journal(path: str, name: str) -> JobStatus:
-    """The last status in a job's journal. Its state is None if the run was lost.
-
-    Raises:
-        As `load_run_history`.
-    """
+    """The last status in a job's journal. Its state is None if the run was lost. Raises as
+    `load_run_history`."""
     history, folder = load_run_history(path, name), job_folder(path, name)
     workers: Any = history.spec.get("workers")
     try:
@@ -166,12 +153,8 @@ class RunningJob:
 
 def find_running(name: str, address: str | None) -> RunningJob:
     """The running job of that name, in the cluster at `address` or RAY_ADDRESS, by default in any
-    cluster whose head node is this machine.
-
-    Raises:
-        ConfigError: there is none.
-        JobFailedError: it does not answer.
-    """
+    cluster whose head node is this machine. Raises ConfigError if there is none; JobFailedError if
+    it does not answer."""
     job = find_any(name, address)
     if isinstance(job, EndedJob):
         ended_s = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.status.at_s))
@@ -183,12 +166,9 @@ def find_running(name: str, address: str | None) -> RunningJob:
 
 
 def find_any(name: str, address: str | None) -> RunningJob | EndedJob:
-    """As `find_running`; the record of the end, if the job has ended and a cluster has one.
-
-    Raises:
-        ConfigError: no cluster has the job or a record of it.
-        JobFailedError: it does not answer.
-    """
+    """As `find_running`; the record of the end, if the job has ended and a cluster has one. Raises
+    ConfigError if no cluster has the job or a record of it; JobFailedError if it does not
+    answer."""
     running: list[str] = []
     ended: list[EndedJob] = []
     for cluster in connect_each(address):

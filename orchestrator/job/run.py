@@ -38,12 +38,8 @@ class JobRun:
 
 
 async def load_adoptable_run(plan: JobPlan) -> RunHistory | None:
-    """The last run of this job, if it was lost before its end.
-
-    Raises:
-        ConfigError: it was, and this job differs from it.
-        JobStoppedError: this process was restarted just after the job's end.
-    """
+    """The last run of this job, if it was lost before its end. Raises ConfigError if this job
+    differs from it; JobStoppedError if this process was restarted just after the job's end."""
     await asyncio.to_thread(remove_stale_reservations, plan.spec.name)
     history = await asyncio.to_thread(read_journal, plan.job_folder)
     if history is None:
@@ -68,15 +64,12 @@ async def open_run(
     writer: BackgroundWriter,
     warn: Callable[[str], None],
 ) -> JobRun:
-    """Builds a run of a job whose folder is leased.
+    """Builds a run of a job whose folder is leased. Raises as `Telemetry`.
 
     Args:
         history: of the lost run to adopt.
         buffer, writer: where its events go; they outlive the run.
         warn: thread-safe.
-
-    Raises:
-        As `Telemetry`.
     """
     # It exists if and only if the last run succeeded.
     await asyncio.to_thread(plan.summary_path.unlink, missing_ok=True)
@@ -101,11 +94,8 @@ async def open_run(
 
 
 async def save_summary(result: JobResult) -> None:
-    """Writes `summary.json`.
-
-    Raises:
-        JobFailedError: the disk does not take it, or does not answer.
-    """
+    """Writes `summary.json`. Raises JobFailedError if the disk does not take it, or does not
+    answer."""
     try:
         async with asyncio.timeout(SUMMARY_TIMEOUT_S):
             await asyncio.to_thread(write_summary, result)

@@ -109,11 +109,8 @@ class EventSubscriber:
                 return
 
     def _fetch_page(self, run: str, since: int) -> EventPage:
-        """The next events; retries for `UNAVAILABLE_LIMIT_S`. No events after `close`.
-
-        Raises:
-            JobFailedError: the process does not answer, or has ended without a record of its end.
-        """
+        """The next events; retries for `UNAVAILABLE_LIMIT_S`. No events after `close`. Raises
+        JobFailedError if the process does not answer, or has ended without a record of its end."""
         deadline_s = time.monotonic() + UNAVAILABLE_LIMIT_S
         while True:
             try:

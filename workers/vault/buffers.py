@@ -17,10 +17,8 @@ from rayzero.workers.vault.records import VaultMemoryError
 def available_bytes(root: Path = Path("/")) -> int:
     """The minimum of the kernel's MemAvailable and the headroom of each cgroup limit.
 
-    Shared memory counts fully: most limits do not allow it to be swapped out.
-
-    Args:
-        root: parent folder of /proc and /sys.
+    Shared memory counts fully: most limits do not allow it to be swapped out. `root` is the parent
+    folder of /proc and /sys.
     """
     return min([_mem_available(root), *_cgroup_headroom(root)])
 
@@ -114,11 +112,8 @@ class SharedBuffer:
 
 
 class BufferPool:
-    """Owns the spare buffers until `trim`. Safe to use from any thread.
-
-    Args:
-        available: returns the machine's free memory in bytes.
-    """
+    """Owns the spare buffers until `trim`. Safe to use from any thread. `available` returns the
+    machine's free memory in bytes."""
 
     def __init__(self, available: Callable[[], int] = available_bytes) -> None:
         self._available_bytes = available
@@ -132,11 +127,8 @@ class BufferPool:
             return sum(buffer.capacity_bytes for buffer in self._spares)
 
     def acquire(self, nbytes: int) -> SharedBuffer:
-        """A buffer of at least `nbytes`, if possible a spare one, with its old contents.
-
-        Raises:
-            VaultMemoryError: there is not enough memory.
-        """
+        """A buffer of at least `nbytes`, if possible a spare one, with its old contents. Raises
+        VaultMemoryError if there is not enough memory."""
         with self._allocation_lock:
             buffer = self._take_best_fitting(nbytes)
             missing = max(0, nbytes - buffer.capacity_bytes)

@@ -70,10 +70,8 @@ class VaultClient:
     def reserve(self, generation: int, rank: int, world_size: int, table: BlockIndex) -> SlotWriter:
         """Allocates an empty buffer for a state with that table. Takes about 1 s per GB.
 
-        Buffers reserved earlier by this worker that hold no complete version are released.
-
-        Raises:
-            VaultMemoryError: the node has too little memory.
+        Buffers reserved earlier by this worker that hold no complete version are released. Raises
+        VaultMemoryError if the node has too little memory.
         """
         table_json = encode_table(table)
         [fd] = self._call(
@@ -95,11 +93,8 @@ class VaultClient:
         self._send(None, WorkerRequests.generation_complete, generation)
 
     def open_source(self, restore: Restore) -> VaultSource:
-        """Opens the slots of `restore`; those on other nodes are read through this vault.
-
-        Raises:
-            DataError: a slot is gone or damaged.
-        """
+        """Opens the slots of `restore`; those on other nodes are read through this vault. Raises
+        DataError if a slot is gone or damaged."""
         with ExitStack() as on_error:
             images: list[SlotReader] = []
             for ref in restore.slots:

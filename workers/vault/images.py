@@ -37,22 +37,15 @@ def slot_gone_error(ref: SlotRef) -> SlotGoneError:
 
 
 def require_version(header: SlotHeader | None, ref: SlotRef) -> SlotHeader:
-    """The header.
-
-    Raises:
-        SlotGoneError: it is of another version, or of an incomplete one.
-    """
+    """The header. Raises SlotGoneError if it is of another version, or of an incomplete one."""
     if header is None or not header.holds(ref):
         raise slot_gone_error(ref)
     return header
 
 
 class SlotReader(ABC):
-    """Reads the image of one complete version. Offsets count from the start of the header.
-
-    Raises:
-        SlotGoneError: the header is not that of the version.
-    """
+    """Reads the image of one complete version. Offsets count from the start of the header. Raises
+    SlotGoneError if the header is not that of the version."""
 
     def __init__(self, ref: SlotRef, header: SlotHeader | None) -> None:
         self.ref = ref
@@ -60,19 +53,12 @@ class SlotReader(ABC):
 
     @abstractmethod
     def read(self, offset: int, into: memoryview) -> None:
-        """Fills `into` from byte `offset`.
-
-        Raises:
-            SlotGoneError: the version no longer exists.
-        """
+        """Fills `into` from byte `offset`. Raises SlotGoneError if the version no longer exists."""
 
     @abstractmethod
     def verify(self) -> None:
-        """Compares the data with its writer's checksum, if there is one.
-
-        Raises:
-            SlotDamagedError: they differ.
-        """
+        """Compares the data with its writer's checksum, if there is one. Raises SlotDamagedError if
+        they differ."""
 
     @abstractmethod
     def close(self) -> None:
@@ -178,10 +164,8 @@ class VaultSource:
     """A `StateSource` over the images of one step. Owns them until `close`. Used by one thread.
 
     Tables and metadata are verified at construction, an image's data before its first read: a rank
-    that reads nothing from a slot does not touch its data.
-
-    Raises:
-        DataError: a slot is gone or damaged.
+    that reads nothing from a slot does not touch its data. Raises DataError if a slot is gone or
+    damaged.
     """
 
     def __init__(self, step: int, images: Sequence[SlotReader]) -> None:

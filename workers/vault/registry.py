@@ -65,11 +65,8 @@ class SlotRegistry:
 
     def reserve(self, owner: object, header: SlotHeader) -> int:
         """A new descriptor of an empty buffer with this header; the caller closes it. The owner's
-        buffers without a complete version become spare. Allocation is slow.
-
-        Raises:
-            VaultMemoryError: there is not enough memory.
-        """
+        buffers without a complete version become spare. Allocation is slow. Raises VaultMemoryError
+        if there is not enough memory."""
         self.discard_unfinished(owner)  # the owner waits for this call: it is not writing
         buffer = self._pool.acquire(header.nbytes)
         write_pin(buffer.fd, False)
@@ -79,22 +76,16 @@ class SlotRegistry:
             return os.dup(buffer.fd)
 
     def open_version(self, ref: SlotRef) -> int:
-        """A new descriptor of the version's buffer; the caller closes it.
-
-        Raises:
-            SlotGoneError: this vault does not hold the version.
-        """
+        """A new descriptor of the version's buffer; the caller closes it. Raises SlotGoneError if
+        this vault does not hold the version."""
         with self._lock:
             return os.dup(self._find_entry(ref).buffer.fd)
 
     @contextmanager
     def open_pinned(self, ref: SlotRef) -> Iterator[int]:
-        """The descriptor of a version whose buffer is not reused during the `with`.
-
-        Raises:
-            SlotGoneError: this vault does not hold the version; or, at the end of the `with`, it
-                was not pinned and its writer has overwritten it.
-        """
+        """The descriptor of a version whose buffer is not reused during the `with`. Raises
+        SlotGoneError if this vault does not hold the version; or, at the end of the `with`, if it
+        was not pinned and its writer has overwritten it."""
         with self._lock:
             entry = self._find_entry(ref)
             entry.readers += 1
@@ -112,10 +103,8 @@ class SlotRegistry:
         """A buffer to fill with a replica of that version, all but the header page.
 
         When the `with` succeeds the replica is complete, and pinned like its original. The newest
-        older replica of the rank stays until then, and longer if it is pinned.
-
-        Raises:
-            VaultMemoryError: there is not enough memory.
+        older replica of the rank stays until then, and longer if it is pinned. Raises
+        VaultMemoryError if there is not enough memory.
         """
         with self._lock:
             self._drop_entries(

@@ -34,11 +34,8 @@ class WorkerRequests:
         self._fetch = fetch
 
     def register(self, peer: Peer, worker: int, pid: int, thread: int) -> Descriptors:
-        """Identifies the worker behind a connection.
-
-        Args:
-            thread: native id of a thread that exits with the process, or after `deregister`.
-        """
+        """Identifies the worker behind a connection. `thread` is the native id of one that exits
+        with the process, or after `deregister`."""
         peer.register(worker, pid, thread)
         return []
 
@@ -109,10 +106,7 @@ _ARGUMENT_TYPES = {
 
 
 def check_request(name: Any, arguments: Any) -> None:
-    """
-    Raises:
-        DataError: there is no such call, or its arguments have other types.
-    """
+    """Raises DataError if there is no such call, or its arguments have other types."""
     types = _ARGUMENT_TYPES.get(name) if isinstance(name, str) else None
     if types is None:
         raise DataError(f"vault request {name!r}", f"one of {[*_ARGUMENT_TYPES]}")

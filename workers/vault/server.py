@@ -55,10 +55,7 @@ def make_address(job: str) -> str:
 
 class VaultServer:
     """Listens from construction until `close`. `poll` and `kill` may be called by any thread.
-
-    Args:
-        on_disconnect: called for every peer that is gone, on the server's thread.
-    """
+    `on_disconnect` is called for every peer that is gone, on the server's thread."""
 
     def __init__(
         self, address: str, requests: WorkerRequests, on_disconnect: Callable[[Peer], None]
@@ -85,11 +82,8 @@ class VaultServer:
 
     def poll(self, timeout_s: float) -> list[ConnectionLost]:
         """Workers that died, each reported once; waits up to `timeout_s` for one. Without one, it
-        returns only once the server's thread has shown that it serves.
-
-        Raises:
-            VaultGoneError: the thread has ended.
-        """
+        returns only once the server's thread has shown that it serves. Raises VaultGoneError if the
+        thread has ended."""
         losses: list[ConnectionLost | None] = []
         self._send_ping()
         with suppress(Empty):

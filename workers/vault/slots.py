@@ -86,11 +86,8 @@ class SlotHeader(NamedTuple):
 
     @classmethod
     def decode(cls, raw: bytes) -> SlotHeader | None:
-        """The header in these bytes; None if they are no valid header.
-
-        Raises:
-            SlotDamagedError: the header has another format version.
-        """
+        """The header in these bytes; None if they are no valid header. Raises SlotDamagedError if
+        the header has another format version."""
         packed, checksum = raw[: _HEADER_STRUCT.size], raw[_HEADER_STRUCT.size : HEADER_BYTES]
         if len(raw) < HEADER_BYTES or not packed.startswith(_MAGIC):
             return None
@@ -166,11 +163,8 @@ class SlotWriter:
         return self.step >= 0 and self._map[PIN_OFFSET] == 1
 
     def begin(self) -> None:
-        """Invalidates the stored version; `data` may be changed after this.
-
-        Raises:
-            EngineError: the version is pinned.
-        """
+        """Invalidates the stored version; `data` may be changed after this. Raises EngineError if
+        the version is pinned."""
         if self.pinned:
             raise EngineError(
                 f"the copy of step {self.step} in the vault is pinned and cannot be overwritten"
@@ -179,16 +173,13 @@ class SlotWriter:
         self._write_header(self._header._replace(step=-1))
 
     def commit(self, step: int, metadata: bytes, pin: bool, checksum: int | None) -> None:
-        """Marks `data` as the complete version of a step.
+        """Marks `data` as the complete version of a step. Raises SlotRoomError if `metadata` is too
+        large, and the buffer then holds no version; EngineError if `begin` was not called before.
 
         Args:
             metadata: the state's JSON metadata.
             pin: keep the version until the vault unpins it.
             checksum: xxh3-64 of `data`; None if it was not computed.
-
-        Raises:
-            SlotRoomError: `metadata` is too large; the buffer then holds no version.
-            EngineError: `begin` was not called before.
         """
         if not self._begun:
             raise EngineError("SlotWriter.commit without a SlotWriter.begin before it")

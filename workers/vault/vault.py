@@ -102,11 +102,8 @@ class Vault:
         """Bytes of a version's image, for another node's vault; fewer at the image's end.
 
         The data is verified on a read at offset 0. A reader starts with the header, so no damaged
-        data leaves this node.
-
-        Raises:
-            SlotGoneError: this vault does not hold the version.
-            SlotDamagedError: the data does not match its checksum.
+        data leaves this node. Raises SlotGoneError if this vault does not hold the version;
+        SlotDamagedError if the data does not match its checksum.
         """
         ref = SlotRef(generation, rank, step, self._node_id)
         with self._registry.open_pinned(ref) as fd:
@@ -139,11 +136,8 @@ class Vault:
 
     def write(self, folder: str, slots: Sequence[SlotRef]) -> list[RankFile]:
         """Writes a durable file of the checkpoint in `folder` for each version, one at a time.
-
-        Raises:
-            StoreError: writing failed, or an earlier write has not finished.
-            DataError: a version is gone or damaged.
-        """
+        Raises StoreError if writing failed, or an earlier write has not finished; DataError if a
+        version is gone or damaged."""
         # The store may hang for ever: retries must not use up the vault's threads.
         if not self._write_lock.acquire(timeout=STORE_WAIT_S):
             raise StoreError("slow", folder, "earlier files are still being written")

@@ -42,11 +42,8 @@ _PADDING_PER_RANK = 2
 
 def open_deepspeed(path: Path) -> TensorSource | None:
     """The state in a checkpoint folder (with `latest`) or a step's folder; None if it is neither.
-
-    Raises:
-        DataError: files are missing or damaged.
-        ConfigError: a kind of checkpoint that is not supported.
-    """
+    Raises DataError if files are missing or damaged; ConfigError for a kind of checkpoint that is
+    not supported."""
     folder = find_step_folder(path)
     if folder is None:
         return None

@@ -67,11 +67,8 @@ class ZeroFiles:
 
 def find_step_folder(path: Path) -> Path | None:
     """The folder with the files, given it or its parent with DeepSpeed's `latest`; else None.
-
-    Raises:
-        DataError: `latest` names a folder that is not there, or holds no such files.
-        StoreError: a folder or `latest` cannot be read.
-    """
+    Raises DataError if `latest` names a folder that is not there, or holds no such files;
+    StoreError if a folder or `latest` cannot be read."""
     if not path.is_dir():
         return None
     if _has_files(path):
@@ -92,12 +89,8 @@ def find_step_folder(path: Path) -> Path | None:
 
 
 def read_zero_files(folder: Path) -> ZeroFiles:
-    """Maps all files and checks that they belong together.
-
-    Raises:
-        DataError: files or keys are missing or damaged.
-        ConfigError: a kind of checkpoint that is not supported.
-    """
+    """Maps all files and checks that they belong together. Raises DataError if files or keys are
+    missing or damaged; ConfigError for a kind of checkpoint that is not supported."""
     states = {
         rank: _require_key(load_weights_only(path), "optimizer_state_dict", path)
         for rank, path in _files_by_rank(folder, _OPTIMIZER_FILE).items()
@@ -244,14 +237,12 @@ def rank_range(name: str, numel: int, rank: int, world_size: int) -> FlatRange:
 def cut_ranges(
     flat_ranges: Sequence[FlatRange], lengths: Sequence[int], slack: int = 0
 ) -> list[list[TensorRange]]:
-    """The parameter ranges in each flat tensor; offsets count elements.
+    """The parameter ranges in each flat tensor; offsets count elements. Raises DataError if the
+    sizes differ, so that the layout is not what is assumed here.
 
     Args:
         lengths: elements of each flat tensor, in order.
         slack: maximum number of unused elements at the end.
-
-    Raises:
-        DataError: the sizes differ, so the layout is not what is assumed here.
     """
     needed, held = sum(part.length for part in flat_ranges), sum(lengths)
     if not needed <= held <= needed + slack:

@@ -64,11 +64,8 @@ class FlatTensor:
 
 
 class TensorSource:
-    """A `StateSource` with one block for each flat tensor.
-
-    Attributes:
-        step: finished steps; 0 if the files do not say.
-    """
+    """A `StateSource` with one block for each flat tensor. `step` counts finished steps; 0 if the
+    files do not say."""
 
     def __init__(self, pieces: Sequence[FlatTensor], metadata: dict[str, Any]) -> None:
         pieces = [piece for piece in pieces if piece.ranges]
@@ -113,11 +110,8 @@ def _rename_index(table: BlockIndex, names: Mapping[str, str | None]) -> BlockIn
 
 
 def checked_dtype_name(dtype: torch.dtype, tensor: str) -> str:
-    """The dtype's name in state indexes.
-
-    Raises:
-        DataError: the dtype is not supported; the message names the tensor.
-    """
+    """The dtype's name in state indexes. Raises DataError, which names the tensor, if the dtype is
+    not supported."""
     name = _DTYPE_NAMES.get(dtype)
     if name is None:
         raise DataError(
@@ -130,12 +124,8 @@ _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 def open_safetensors(path: Path) -> TensorSource | None:
-    """The weights in a file or folder; None if it has no safetensors under the usual names.
-
-    Raises:
-        DataError: files or tensors are missing or damaged.
-        StoreError: a file cannot be read.
-    """
+    """The weights in a file or folder; None if it has no safetensors under the usual names. Raises
+    DataError if files or tensors are missing or damaged; StoreError if a file cannot be read."""
     if path.is_file() and path.suffix == ".safetensors":
         tensors = _load_file(path)
     elif (path / _INDEX_FILE).is_file():

@@ -29,11 +29,8 @@ _READ_ERRORS = (OSError, EOFError, BadZipFile, pickle.UnpicklingError, struct.er
 
 
 class InertObject:
-    """Placeholder of an object whose class is not loaded.
-
-    Attributes:
-        fields: the object's state if it is a dictionary.
-    """
+    """Placeholder of an object whose class is not loaded. `fields` is its state if that is a
+    dictionary."""
 
     def __init__(self, *_: Any) -> None:
         self.fields: dict[str, Any] = {}
