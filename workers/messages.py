@@ -224,21 +224,19 @@ class Finished(RankMessage):
         result: its return value, if that was a mapping that can be encoded as JSON.
         counters: counted after the last finished step.
         peak_rss_bytes: the process's peak resident memory.
+        memory: as in `Stopped`.
     """
 
     result: dict[str, Any] | None
     counters: dict[str, float]
     peak_rss_bytes: int
+    memory: InProcessStateInfo | None = None
 
 
 @dataclass(frozen=True)
 class InProcessStateInfo:
-    """The training state left in a worker's memory after its training function was unwound.
-
-    Args:
-        step: finished steps of the state.
-        whole: whether it is the complete state, not this rank's shard only.
-    """
+    """The state of `step` finished steps that a training function left in a worker's memory: the
+    `whole` state, or its rank's shard."""
 
     step: int
     whole: bool

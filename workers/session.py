@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rayzero.engine.api.initialize import initialize
 from rayzero.engine.data.sample_ledger import SampleLedger
-from rayzero.engine.errors import ConfigError
+from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.session import StepRequests
 from rayzero.workers.chaos.inject import WorkerFaultInjector
@@ -26,6 +28,14 @@ from rayzero.workers.training_thread import GenerationChannel
 
 if TYPE_CHECKING:
     from rayzero.engine.engine import Engine
+
+
+log = logging.getLogger("rayzero.workers")
+
+LEDGER_RETRY_S = 1.0
+"""Between two attempts to write the ledger."""
+
+T = TypeVar("T")
 
 
 class JobSession:
@@ -55,7 +65,10 @@ class JobSession:
         self._injector = injector
         self._mirror = Mirror(spec.mirror, assignment, spec.steps, retained.vault, channel.post)
         self._skipped_steps = 0.0
-        self._ledger = _make_ledger(spec, assignment)
+        self._hang_timeout_s = spec.hang_timeout_s
+        self._ledger = None
+        if spec.ledger:
+            self._ledger = self._retry_ledger(lambda: _open_ledger(spec, assignment))
         self._hooks: list[RemovableHandle] = []
 
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
@@ -94,8 +107,8 @@ class JobSession:
         """Called just before the step's vote. The ledger is written here: a rank that continues
         from this step has passed the vote, so every rank has written its line."""
         step = self._channel.progress.step
-        if self._ledger is not None:
-            self._ledger.write_step(step)
+        if (ledger := self._ledger) is not None:
+            self._retry_ledger(lambda: ledger.write_step(step))
         return replace(self._mirror.step_requests(step), drain=self._channel.drain.is_set())
 
     def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
@@ -131,14 +144,27 @@ class JobSession:
             if isinstance(module, nn.ModuleList | nn.Sequential):
                 self._hooks += [child.register_forward_pre_hook(check_stop) for child in module]
 
+    def _retry_ledger(self, write: Callable[[], T]) -> T:
+        """Waits while the ledger cannot be written, for half as long as a rank may make no
+        progress: an outage of its storage is shorter than that, and steps without lines are no
+        ledger."""
+        until_s = monotonic() + self._hang_timeout_s / 2
+        while True:
+            try:
+                return write()
+            except DataError as error:
+                if isinstance(error.__cause__, FileExistsError) or monotonic() > until_s:
+                    raise
+                log.warning("%s\n  training waits for it", error.seen)
+                self._channel.interrupt.wait(LEDGER_RETRY_S)
+                self.check()
+
     def _enter_phase(self, phase: str) -> None:
         self._channel.progress.enter_phase(phase)
         self._injector.on_phase(phase, self._channel.progress.step)
 
 
-def _make_ledger(spec: WorkerSpec, assignment: Assignment) -> SampleLedger | None:
-    if not spec.ledger:
-        return None
+def _open_ledger(spec: WorkerSpec, assignment: Assignment) -> SampleLedger:
     folder = Path(spec.output_dir, "ledger", spec.run)
     return SampleLedger(folder, assignment.generation, assignment.rank, assignment.world_size)
 

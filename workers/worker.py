@@ -169,6 +169,7 @@ class WorkerProcess(WorkerCalls):
             result,
             session.reporter.leftover_counters(),
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            self._retained.in_process_state(),
         )
 
     @property

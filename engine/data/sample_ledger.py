@@ -54,7 +54,9 @@ class SampleLedger:
             # Opened for each line: a generation may end at any time, without closing anything.
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
             try:
+                size = os.fstat(file).st_size
                 if os.write(file, data) < len(data):
+                    os.ftruncate(file, size)  # the line may be written again
                     raise OSError("only a part was written")
             finally:
                 os.close(file)

@@ -121,6 +121,8 @@ class CheckpointWriter:
         """
         self.written = 0
         self.failed = 0
+        self.abandoned: dict[int, str] = {}
+        """Steps given up because the store failed, with the last error."""
         self._on_committed = on_committed
         self._context = context
         self._newest: CheckpointRef | None = None
@@ -137,7 +139,7 @@ class CheckpointWriter:
             self._context.emit(Resumed(self._newest.step, self._newest.folder))
         return self._newest is not None
 
-    async def newest(self, unreadable: frozenset[int]) -> CheckpointRef | None:
+    async def select_newest(self, unreadable: frozenset[int]) -> CheckpointRef | None:
         """The newest complete checkpoint; the store is asked only if the known one is unreadable.
 
         Raises:
@@ -160,8 +162,9 @@ class CheckpointWriter:
         return self._newest
 
     @property
-    def newest_step(self) -> int | None:
-        return None if self._newest is None else self._newest.step
+    def newest(self) -> CheckpointRef | None:
+        """The newest checkpoint that this run resumed from or wrote."""
+        return self._newest
 
     def covers(self, step: int) -> bool:
         """Whether a checkpoint of that step, or a newer one, is stored."""
@@ -180,19 +183,27 @@ class CheckpointWriter:
                     return
                 except (RayzeroError, VaultLostError, TimeoutError) as error:
                     # Retrying does not bring back a lost or damaged slot.
-                    if isinstance(error, VaultLostError | DataError):
-                        retry_in_s = None
-                    self._report_failure(pin.step, error, attempts, retry_in_s)
+                    slot_lost = isinstance(error, VaultLostError | DataError)
+                    retry_in_s = None if slot_lost else retry_in_s
+                    text = self._report_failure(pin.step, error, attempts, retry_in_s)
                 if retry_in_s is None:
+                    if not slot_lost:
+                        self.abandoned[pin.step] = text
                     return
                 await self._context.deps.clock.sleep(retry_in_s)
 
-    async def write_final(self, restore: Restore, limit_s: float) -> None:
-        """Writes the state in these slots as a checkpoint: one attempt, within a time limit."""
+    async def write_state(
+        self, restore: Restore, retry_backoff_s: Sequence[float] = WRITE_RETRY_BACKOFF_S
+    ) -> None:
+        """Writes the state in these slots as a checkpoint, with retries while the store fails."""
         generation, slots = restore.slots[0].generation, restore.slots
         pin = PinnedStep(generation, restore.step, slots, checkpoint=True, stopped_s=0.0)
+        await self.write(pin, retry_backoff_s)
+
+    async def write_final(self, restore: Restore, limit_s: float) -> None:
+        """As `write_state`: one attempt, within a time limit."""
         try:
-            await with_timeout(self._context.deps.clock, limit_s, self.write(pin, ()))
+            await with_timeout(self._context.deps.clock, limit_s, self.write_state(restore, ()))
         except TimeoutError as error:
             self._report_failure(restore.step, error, 1, None)
 
@@ -234,9 +245,10 @@ class CheckpointWriter:
 
     def _report_failure(
         self, step: int, error: Exception, attempts: int, retry_in_s: float | None
-    ) -> None:
+    ) -> str:
         self.failed += 1
         text = error.seen if isinstance(error, RayzeroError) else str(error)
         if isinstance(error, TimeoutError):
             text = "the store did not finish in time"
         self._context.emit(CheckpointFailed(step, text, attempts, retry_in_s))
+        return text

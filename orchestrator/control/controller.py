@@ -11,6 +11,7 @@ from rayzero.engine.errors import RayzeroError, first_line
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.chaos import ClusterFaultInjector
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
+from rayzero.orchestrator.control.completion import JobCompletion
 from rayzero.orchestrator.control.context import Dependencies, JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.elastic import ElasticScaler
 from rayzero.orchestrator.control.failures import FailureHandler
@@ -49,9 +50,12 @@ class Controller:
         injector = self._fault_injector = ClusterFaultInjector(ctx)
         checkpoints = self._checkpoints = CheckpointWriter(ctx, injector.on_checkpoint_committed)
         replication = Replication(ctx, checkpoints)
-        dispatcher = MessageDispatcher(ctx, failures, replication, vaults, injector)
-        inbox = self._inbox = WorkerInbox(ctx, dispatcher.dispatch, failures.on_worker_lost)
         restore = RestoreSelector(ctx, failures, vaults, checkpoints)
+        completion = JobCompletion(ctx, replication, checkpoints, restore)
+        dispatcher = MessageDispatcher(
+            ctx, failures, replication, vaults, injector, completion.begin
+        )
+        inbox = self._inbox = WorkerInbox(ctx, dispatcher.dispatch, failures.on_worker_lost)
         self._reconfiguration = Reconfiguration(ctx, failures, vaults, restore, inbox, checkpoints)
         self._hang_detector = HangDetector(ctx, inbox, failures)
         self._scaler = ElasticScaler(ctx, failures, vaults, inbox)
@@ -105,7 +109,7 @@ class Controller:
     def status(self) -> JobStatus:
         """A snapshot of the job."""
         ctx = self._context
-        spec, now_s = ctx.plan.spec, time.time()
+        spec, now_s, newest = ctx.plan.spec, time.time(), self._checkpoints.newest
         return JobStatus(
             name=spec.name,
             state=ctx.state,
@@ -120,7 +124,7 @@ class Controller:
             at_s=now_s,
             faults=self._failures.counts_by_cause(),
             repairs=ctx.timer.repairs,
-            checkpoint_step=self._checkpoints.newest_step,
+            checkpoint_step=newest.step if newest is not None else None,
             journal=ctx.plan.journal_url,
             log=str(ctx.plan.log_path),
             error="" if self._error is None else first_line(self._error),

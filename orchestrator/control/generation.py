@@ -153,9 +153,10 @@ class GenerationState(ObservedState):
             self.finished.add(worker)
             if message.rank == 0 and message.result:
                 self.return_value = message.result
-            return True
         if message.memory is not None:
             self._in_process[worker] = message.memory
+        if isinstance(message, Finished):
+            return True
         self._end(at_s)
         if isinstance(message, Crashed) and not self.fenced:
             cause = FaultCause(message.kind)

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import WORKER_POLL_S
 from rayzero.orchestrator.control.chaos import ClusterFaultInjector
 from rayzero.orchestrator.control.context import JobContext, timeout_reason
@@ -186,8 +185,10 @@ class MessageDispatcher:
         replication: Replication,
         vaults: VaultManager,
         fault_injector: ClusterFaultInjector,
+        on_all_finished: Callable[[], None],
     ) -> None:
         self._context = context
+        self._on_all_finished = on_all_finished
         self._failures = failures
         self._replication = replication
         self._vaults = vaults
@@ -260,10 +261,4 @@ class MessageDispatcher:
             ctx.progress.add_counters(message.counters)
             ctx.progress.update_peaks({"process": message.peak_rss_bytes})
             if generation.all_finished:
-                ctx.tasks.spawn(self._complete_job())
-
-    async def _complete_job(self) -> None:
-        """The job succeeds once all pinned steps are stored."""
-        generation = self._context.generation
-        await self._replication.wait_idle()
-        self._context.post_event(machine.AllFinished(generation.number))
+                self._on_all_finished()

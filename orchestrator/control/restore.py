@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import repeat
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
@@ -11,6 +12,7 @@ from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.job_events import Rewound
 from rayzero.orchestrator.policies.recovery import (
+    Excluded,
     FromWorkers,
     StoredSlot,
     newest_complete_in_vaults,
@@ -46,7 +48,7 @@ class RestoreSelector:
         """
         ctx, excluded = self._context, self._failures.excluded
         held = await self._vaults.inventory()
-        stored = await self._checkpoints.newest(frozenset(excluded.checkpoints))
+        stored = await self._checkpoints.select_newest(frozenset(excluded.checkpoints))
         generation, vaults = ctx.generation, ctx.vault_addresses
         in_process = {  # what can still be copied into a vault
             worker: state
@@ -63,6 +65,17 @@ class RestoreSelector:
         ctx.timer.step_selected(step, redone)
         return source
 
+    async def find(self, step: int) -> Restore | None:
+        """The state of that step, or of a newer one, in memory: without changing the job's step."""
+        held = await self._vaults.inventory()
+        newest = newest_complete_in_vaults(held)
+        if newest is not None and newest.step >= step:
+            return newest
+        generation = self._context.generation
+        states = generation.in_process_states()
+        source = select_recovery_step((), states, generation.world_size, None, Excluded())
+        return await self._salvage(source) if isinstance(source, FromWorkers) else None
+
     async def _salvage(self, source: FromWorkers) -> Restore | None:
         """Copies the states in workers' memories into vaults. None if that fails, or if they turn
         out not to be one state: a generation that was fenced before it had loaded its state still
@@ -74,7 +87,10 @@ class RestoreSelector:
             for worker, node in zip(source.workers, nodes, strict=True)
         ]
         try:
-            copies = await asyncio.gather(*map(ctx.worker_reply, source.workers, calls))
+            # A large state takes long to copy: as long as a rank may be without progress.
+            limit_s = ctx.plan.worker_spec.hang_timeout_s
+            replies = map(ctx.worker_reply, source.workers, calls, repeat(limit_s))
+            copies = await asyncio.gather(*replies)
         except RayzeroError as error:
             ctx.warn(f"the state in a worker's memory cannot be copied: {error.seen}")
             return None

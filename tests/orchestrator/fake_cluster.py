@@ -76,6 +76,8 @@ class FakeProcess:
     leaving: bool = False
     """Whether it unwinds once it is not stuck any more."""
     engine: bool = True
+    holds_state: bool = True
+    """Whether its memory has a state when its function ends."""
     delayed: bool = False
     """Whether its output is held back in `backlog`."""
     backlog: list[WorkerOutput] = field(default_factory=list)
@@ -284,7 +286,8 @@ class FakeCluster:
             if pin:
                 messages.append(Pinned(assign.generation, assign.rank, step, True, 0.01))
             if last:
-                messages.append(Finished(assign.generation, assign.rank, {}, {}, 1))
+                memory = self._memory(process)
+                messages.append(Finished(assign.generation, assign.rank, {}, {}, 1, memory))
             elif drain:
                 messages.append(Stopped(assign.generation, assign.rank, self._memory(process)))
             if last or drain:
@@ -326,7 +329,8 @@ class FakeCluster:
         return True
 
     def _memory(self, process: FakeProcess) -> InProcessStateInfo | None:
-        return InProcessStateInfo(process.step, whole=False) if process.engine else None
+        has_state = process.engine and process.holds_state
+        return InProcessStateInfo(process.step, whole=False) if has_state else None
 
     def _unwind(self, process: FakeProcess) -> None:
         assign = process.assign

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from rayzero.engine.api.initialize import initialize
-from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.engine.errors import ConfigError, DataError, EngineError
 from rayzero.engine.session import NO_REQUESTS, StepRequests
+from rayzero.workers import session as session_module
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
 from rayzero.workers.messages import Restored, StepReport, WorkerMessage
 from rayzero.workers.retained_state import RetainedState
@@ -143,3 +146,41 @@ def test_agreed_drain_ends_function_after_step():
     with pytest.raises(Interrupted):
         job_session.on_step_end({"step": 1.0}, StepRequests(drain=True))
     assert isinstance(posted[-1], StepReport)
+
+
+def session_with_ledger(folder: Path, hang_timeout_s: float = 60.0) -> JobSession:
+    changes = {"ledger": True, "output_dir": str(folder), "hang_timeout_s": hang_timeout_s}
+    return session(**changes)[0]
+
+
+def test_ledger_that_cannot_be_written_for_a_while_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(session_module, "LEDGER_RETRY_S", 0.01)
+    job_session = session_with_ledger(tmp_path)
+    (ledger,) = tmp_path.rglob("*.jsonl")
+    moved = ledger.rename(tmp_path / "moved")
+    failures = iter(range(20))
+
+    def repair(*_: object) -> None:
+        if next(failures) == 5:
+            moved.rename(ledger)
+
+    monkeypatch.setattr(session_module.log, "warning", repair)
+    job_session.on_samples_consumed([3, 1])
+    job_session.step_requests()
+    (line,) = ledger.read_text().splitlines()
+    assert json.loads(line)["samples"] == [3, 1]
+    assert next(failures) == 6
+
+
+def test_ledger_is_waited_for_shorter_than_a_hang(tmp_path: Path):
+    (tmp_path / "ledger").write_text("a file, not a folder")
+    with pytest.raises(DataError, match="cannot be written"):
+        session_with_ledger(tmp_path, hang_timeout_s=0.01)
+
+
+def test_ledger_of_another_run_is_no_outage(tmp_path: Path):
+    session_with_ledger(tmp_path)
+    with pytest.raises(DataError, match="cannot be written"):
+        session_with_ledger(tmp_path)

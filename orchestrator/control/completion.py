@@ -1,0 +1,82 @@
+"""The end of a job: the training function has returned on every rank, what was asked for is stored.
+
+A step whose checkpoint was missed (a vault was lost with the pinned step, or no buffer was free) is
+stored from what holds its state now: the vaults, or the memory of the workers.
+"""
+
+from __future__ import annotations
+
+from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator import machine
+from rayzero.orchestrator.control.checkpoints import CheckpointWriter
+from rayzero.orchestrator.control.context import JobContext
+from rayzero.orchestrator.control.replication import Replication
+from rayzero.orchestrator.control.restore import RestoreSelector
+from rayzero.orchestrator.errors import JobFailedError
+
+
+class JobCompletion:
+    """Stores the last checkpoint, if it is due and not stored, and reports how the job ended."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        replication: Replication,
+        checkpoints: CheckpointWriter,
+        restore: RestoreSelector,
+    ) -> None:
+        self._context = context
+        self._replication = replication
+        self._checkpoints = checkpoints
+        self._restore = restore
+
+    def begin(self) -> None:
+        """The training function has returned on every rank of the newest generation."""
+        self._context.tasks.spawn(self._complete())
+
+    async def _complete(self) -> None:
+        ctx, generation = self._context, self._context.generation
+        await self._replication.wait_idle()
+        step = self._due_step()
+        if step is not None and not self._checkpoints.covers(step):
+            await self._store(step)
+            if not self._checkpoints.covers(step):
+                ctx.post_event(machine.FaultFatal(self._error(step)))
+                return
+        ctx.post_event(machine.AllFinished(generation.number))
+
+    def _due_step(self) -> int | None:
+        """The newest step that should be a checkpoint; None if there should be none."""
+        ctx = self._context
+        every = ctx.plan.worker_spec.mirror.checkpoint_every_steps
+        if every is None or not ctx.generation.all_restored:  # without an engine there is no state
+            return None
+        step = ctx.progress.steps
+        return step if step == ctx.plan.spec.steps else step // every * every or None
+
+    async def _store(self, step: int) -> None:
+        ctx = self._context
+        if step in self._checkpoints.abandoned:
+            return  # the store failed for as long as it may
+        nodes = {worker.node_id for worker in ctx.generation.workers}
+        limit_s = ctx.plan.spec.workers.start_timeout_s
+        # A lost vault is being opened again.
+        await ctx.wait_for(limit_s, lambda: nodes <= ctx.vault_addresses.keys())
+        try:
+            state = await self._restore.find(step)
+        except RayzeroError as error:
+            ctx.warn(f"the state of step {step} cannot be copied: {error.seen}")
+            return
+        if state is not None:
+            await self._checkpoints.write_state(state)
+
+    def _error(self, step: int) -> JobFailedError:
+        ctx, newest = self._context, self._checkpoints.newest
+        cause = self._checkpoints.abandoned.get(step, "no complete copy of its state is left")
+        stored = f"the newest one is of step {newest.step} in {newest.folder}" if newest else ""
+        return JobFailedError(
+            f"training has ended after step {ctx.progress.steps}, but the checkpoint of step "
+            f"{step} is not stored: {cause}; {stored or 'there is no other one'}",
+            fix="checkpoint.path, or the storage it names; the same job continues from the newest "
+            "checkpoint with checkpoint.resume: auto",
+        )

@@ -1,0 +1,94 @@
+"""The last checkpoint of a job whose training function has returned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.control.checkpoints import WRITE_RETRY_BACKOFF_S
+from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.machine import State
+from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster
+from tests.orchestrator.support import Harness, async_test, settle
+
+
+def start_job(folder: Path, cluster: FakeCluster, store: FakeCheckpointStore) -> Harness:
+    """A job of 6 steps with checkpoints of steps 5 and 6; the fake workers pin the first only."""
+    return Harness(folder, cluster, store, steps=6, checkpoint={"every_steps": 5})
+
+
+@async_test
+async def test_missed_last_checkpoint_is_written_from_vaults(folder: Path):
+    harness = start_job(folder, FakeCluster(checkpoint_every=5), FakeCheckpointStore())
+    await harness.steps(5)
+    result = await harness.finish()
+    assert harness.store.steps == [5, 6]
+    assert result.metrics["checkpoints"] == {"written": 2, "failed": 0}
+
+
+@async_test
+async def test_last_checkpoint_is_written_from_workers_after_vault_was_lost(folder: Path):
+    cluster = FakeCluster(checkpoint_every=5)
+    harness = start_job(folder, cluster, FakeCheckpointStore())
+    await harness.steps(5)
+    cluster.kill_vault("a")
+    cluster.step(last=True)
+    await settle()
+    await harness.result()
+    assert [name for name, _ in cluster.commands].count("salvage") == 2
+    assert harness.store.steps == [5, 6]
+
+
+@async_test
+async def test_last_checkpoint_that_cannot_be_stored_fails_the_job(folder: Path):
+    store = FakeCheckpointStore()
+    harness = start_job(folder, FakeCluster(checkpoint_every=5), store)
+    await harness.steps(5)
+    assert store.steps == [5]
+    attempts = len(WRITE_RETRY_BACKOFF_S) + 1
+    store.errors = [RayzeroError("the folder is read-only") for _ in range(attempts)]
+    harness.cluster.step(last=True)
+    await harness.clock.advance(sum(WRITE_RETRY_BACKOFF_S))
+    with pytest.raises(JobFailedError) as failure:
+        await harness.result()
+    assert "training has ended after step 6" in str(failure.value)
+    assert "step 6 is not stored: the folder is read-only" in str(failure.value)
+    assert "the newest one is of step 5 in /runs/job/step-5" in str(failure.value)
+    assert harness.states[-1] is State.FAILED
+    assert store.errors == []
+
+
+@async_test
+async def test_state_that_nobody_holds_fails_the_job(folder: Path):
+    cluster = FakeCluster(checkpoint_every=5)
+    harness = start_job(folder, cluster, FakeCheckpointStore())
+    await harness.steps(5)
+    cluster.kill_vault("a")
+    for process in cluster.processes.values():
+        process.holds_state = False
+    cluster.step(last=True)
+    await settle()
+    with pytest.raises(JobFailedError, match="no complete copy of its state is left"):
+        await harness.result()
+
+
+@async_test
+async def test_job_without_steps_needs_no_checkpoint_of_its_last_step(folder: Path):
+    cluster = FakeCluster(checkpoint_every=5)
+    harness = Harness(folder, cluster, checkpoint={"every_steps": 5})
+    await harness.steps(5)
+    await harness.finish()
+    assert harness.store.steps == [5]
+
+
+@async_test
+async def test_function_without_engine_has_nothing_to_store(folder: Path):
+    cluster = FakeCluster()
+    for process in cluster.processes.values():
+        process.engine = False
+    harness = start_job(folder, cluster, FakeCheckpointStore())
+    await harness.steps(5)
+    await harness.finish()
+    assert harness.store.steps == []
