@@ -37,8 +37,8 @@ def member(server: TCPStore, secret: bytes = SECRET) -> AuthenticatedStore:
     return AuthenticatedStore(connect(server), secret)
 
 
-def join(store: AuthenticatedStore, rank: int) -> dist.ProcessGroupGloo:
-    return dist.ProcessGroupGloo(PrefixStore("generation-1", store), rank, 2, LIMIT)
+def join(store: AuthenticatedStore, rank: int, limit: timedelta = LIMIT) -> dist.ProcessGroupGloo:
+    return dist.ProcessGroupGloo(PrefixStore("generation-1", store), rank, 2, limit)
 
 
 def forge(server: TCPStore, change: Callable[[TCPStore, str], object]) -> None:
@@ -146,7 +146,9 @@ def test_forged_keys_fail_the_generation(
     monkeypatch.setattr(rendezvous_store, "UNCHECKED_WAIT_S", 0.2)
     stores = [member(server), member(server)]
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(join, stores[0], 0)
+        # The one that meets no forged key waits for its peer, in gloo, several times this long.
+        limit = timedelta(seconds=1) if change == "changed" else LIMIT
+        first = pool.submit(join, stores[0], 0, limit)
         if change == "deleted":
             forge(server, lambda stranger, name: stranger.delete_key(name))
             error = first.exception(30)
