@@ -440,6 +440,7 @@ class FakeCluster:
                 assert other.assign.generation == assign.generation, "two generations at once"
         self.assigned.append((worker, assign))
         process.assign, process.ready, process.drain = assign, False, False
+        process.leaving = False
         if self.auto:
             self._join(assign.generation)
 
