@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rayzero.engine.offload.transfer import MemoryKind
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
-from rayzero.engine.tensor_tree import iter_tensors
+from rayzero.engine.tensor_tree import iter_tensors, storage_id
 from rayzero.engine.zero.runtime import ZeroRuntime
 
 
@@ -76,7 +76,7 @@ def _persistent_tensors(
         weights = unit.weights.persistent_tensor
         yield "model_weights", unit.weights.memory_kind, weights
         main = unit.main_weights
-        if main is not None and _storage_id(main) != _storage_id(weights):
+        if main is not None and storage_id(main) != storage_id(weights):
             yield "main_weights", unit.state_store.memory_kind, main
         if unit.grads is not None:
             for kind, tensor in unit.grads.persistent_tensors.items():
@@ -85,10 +85,6 @@ def _persistent_tensors(
         for value in optimizer.torch_optimizer.state.get(shard.weight, {}).values():
             if isinstance(value, Tensor) and value.ndim > 0:
                 yield "optimizer_state", shard.unit.state_store.memory_kind, value
-
-
-def _storage_id(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # not its address, which the meta device lacks
 
 
 # Dense peak of the tensor cores for bf16 and fp16, in flops a second, from the vendors' data
@@ -144,8 +140,8 @@ class StepWork:
         if not torch.is_grad_enabled():
             yield
             return
-        token_ids = (tensor for tensor in iter_tensors(inputs) if _is_token_ids(tensor))
-        self._pending_tokens = next(token_ids, torch.empty(0)).numel()
+        integers = (it for it in iter_tensors(inputs) if it.dtype in (torch.int64, torch.int32))
+        self._pending_tokens = next((it.numel() for it in integers if it.ndim >= 2), 0)
         with self._counter(enabled=self._peak_flops is not None) as counter:
             yield
         if counter is not None:
@@ -180,7 +176,3 @@ class StepWork:
             metrics["mfu"] = metrics["flops_per_s"] / self._peak_flops
         self._tokens, self._weight = 0, 0.0
         return metrics
-
-
-def _is_token_ids(tensor: torch.Tensor) -> bool:
-    return tensor.ndim >= 2 and tensor.dtype in (torch.int64, torch.int32)

@@ -7,6 +7,13 @@ from typing import Any
 
 from rayzero.engine.redact import redact_url
 
+CONTENT_ERRORS = (
+    *(LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError),
+    *(AssertionError, MemoryError),
+)
+"""Errors of libraries, and of code here, for unexpected keys, types, lengths and numbers in files;
+RuntimeError is also torch's, and RecursionError is one."""
+
 
 class RayzeroError(Exception):
     """Base class of rayzero's errors.

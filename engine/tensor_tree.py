@@ -1,4 +1,4 @@
-"""The tensors of a nested container: iterate over them, map a function over them.
+"""The tensors of a nested container: iterate over them, map a function over them, identify them.
 
 `torch.utils._pytree` is private and would need a registration for every container class of
 transformers; here mappings and dataclasses are handled by what they are.
@@ -20,6 +20,11 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
         yield value
     for _, child in _children(value):
         yield from iter_tensors(child)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Identifies its memory as long as that lives. Not an address, which the meta device lacks."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

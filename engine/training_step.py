@@ -157,8 +157,10 @@ class TrainingStep:
         with tracker.backward():
             running = self.runtime.backward_pass(first=first, last=last)
             with self.meter.step_work.track_backward(weight), running:
-                # A tensor as the initial gradient makes torch import sympy, half a second.
-                scaled = loss * self._initial_grad(weight, loss.dtype)
+                # Infinite if a 16-bit loss cannot represent it. A tensor as the initial gradient
+                # makes torch import sympy, half a second.
+                scale = weight / self.settings.post_reduce_scale * self.loss_scale
+                scaled = loss * clamp_to_dtype(scale, loss.dtype)
                 scaled.backward(retain_graph=retain_graph)
             self._loss_sum.add_(loss.detach(), alpha=weight)
             self.meter.phases.leave()
@@ -220,10 +222,6 @@ class TrainingStep:
         self._progress.micro_step = 0
         self._progress.step += 1
         self._progress.sample_cursor += self._progress.global_batch
-
-    def _initial_grad(self, weight: float, dtype: torch.dtype) -> float:
-        """The gradient of the loss itself; infinite if a 16-bit loss cannot represent it."""
-        return clamp_to_dtype(weight / self.settings.post_reduce_scale * self.loss_scale, dtype)
 
     def _check_backward(self, loss: Tensor) -> None:
         if isinstance(self.optimizer, NoOptimizer):

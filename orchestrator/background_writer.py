@@ -11,9 +11,6 @@ from typing import Any
 from rayzero.engine.errors import first_line
 from rayzero.workers.bounded_queue import BoundedQueue
 
-MAX_QUEUED_ITEMS = 10_000
-MAX_QUEUED_BYTES = 8 * 2**20
-"""Per queue; beyond that the oldest are dropped, with a warning."""
 RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Pause after each consecutive failure; the last one repeats."""
 _CLOSING_RETRY_S = 0.2
@@ -21,15 +18,14 @@ _CLOSING_RETRY_S = 0.2
 
 @dataclass(eq=False)
 class WriteQueue:
-    """Items for one destination; made by `BackgroundWriter.add_queue`. Guarded by its lock."""
+    """Items for one destination; made by `BackgroundWriter.add_queue`. Guarded by its lock. Those
+    that do not fit are dropped, oldest first, with a warning."""
 
     changed: Condition
     subject: str
     write: Callable[[Sequence[Any]], None]
     interval_s: float
-    items: BoundedQueue[Any] = field(
-        default_factory=lambda: BoundedQueue(MAX_QUEUED_ITEMS, MAX_QUEUED_BYTES)
-    )
+    items: BoundedQueue[Any] = field(default_factory=BoundedQueue)
     failures: int = 0
     due_s: float = 0.0
 

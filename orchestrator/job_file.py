@@ -14,11 +14,7 @@ from pydantic_core import to_jsonable_python
 from rayzero.engine.config import EngineConfig, read_config, resolve_batch_sizes
 from rayzero.engine.config.batch_sizes import first_refused_size
 from rayzero.engine.config.normalize import fill_total_steps
-from rayzero.engine.config.parse import (
-    parse_with_provenance,
-    read_text,
-    to_plain,
-)
+from rayzero.engine.config.parse import parse_with_provenance, read_text, to_plain
 from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.redact import REDACTED, is_secret_key, redact_url
 from rayzero.engine.validation import repr_value, validate_document
@@ -35,14 +31,13 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
         overrides: `key=value` with a dotted key and a YAML value. They take precedence over the
             file and its engine config: `engine.zero_optimization.stage=3`.
     """
-    document = _read_yaml(path)
+    name = f"job file {str(path)!r:.300}"
+    document = _read_yaml(path, name)
     if isinstance(document.get("engine"), str):
         document["engine"] = read_config(path.parent / document["engine"])
     for override in overrides:
         _apply_override(document, override)
-    return resolve_engine_config(
-        validate_document(JobSpec, document, f"job file {str(path)!r:.300}"), path.parent
-    )
+    return resolve_engine_config(validate_document(JobSpec, document, name), path.parent)
 
 
 def resolve_engine_config(spec: JobSpec, engine_folder: Path) -> JobSpec:
@@ -92,8 +87,7 @@ def check_batch_sizes(config: EngineConfig, min_workers: int, max_workers: int) 
     resolve_batch_sizes(config, first_refused_size(config, min_workers, max_workers))
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    name = f"job file {str(path)!r:.300}"
+def _read_yaml(path: Path, name: str) -> dict[str, Any]:
     document = parse_yaml(read_text(path, name, "the path given to `rayzero run`"), name)
     if not isinstance(document, dict):
         raise ConfigError(

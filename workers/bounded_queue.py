@@ -9,6 +9,8 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
+MAX_ITEMS = 10_000
+MAX_BYTES = 8 * 2**20
 _OVERHEAD_BYTES = 64
 
 
@@ -16,8 +18,8 @@ class BoundedQueue(Generic[T]):
     """Keeps the newest items that fit, but at least one; not thread-safe. `end` is the number of
     items ever appended."""
 
-    def __init__(self, max_items: int, max_bytes: int) -> None:
-        self._max_items = max_items
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_items = MAX_ITEMS
         self._max_bytes = max_bytes
         self._items: deque[tuple[T, int]] = deque()
         self._nbytes = 0

@@ -14,9 +14,8 @@ from typing import TextIO
 from rayzero.workers.bounded_queue import BoundedQueue
 from rayzero.workers.messages import Crashed, LogLine, StepReport, WorkerMessage
 
-MAX_LINES = 10_000
 MAX_LINES_BYTES = 4 * 2**20
-"""Log lines kept for one poll. The controller's process takes these from every worker."""
+"""Of log lines kept for one poll. The controller's process takes these from every worker."""
 MAX_LINE_CHARACTERS = 16 * 1024
 """A longer line is passed in parts."""
 MAX_ERROR_CHARACTERS = 32 * 1024
@@ -31,7 +30,7 @@ class Outbox:
 
     def __init__(self, linger_s: float = 0.05) -> None:
         self._numbered: list[tuple[int, WorkerMessage]] = []
-        self._lines: BoundedQueue[tuple[int, LogLine]] = BoundedQueue(MAX_LINES, MAX_LINES_BYTES)
+        self._lines: BoundedQueue[tuple[int, LogLine]] = BoundedQueue(MAX_LINES_BYTES)
         self._ready = Condition()
         self._linger_s = linger_s
         self._count = 0

@@ -73,11 +73,13 @@ def newest_complete(path: str, excluding: Collection[int] = ()) -> CheckpointInf
     return None
 
 
-def _step_folders(store: Store) -> list[tuple[int, str]]:
+def _step_folders(store: Store, *, with_links: bool = True) -> list[tuple[int, str]]:
     return [
         (step, entry.name)
         for entry in store.list_folder()
-        if entry.is_folder and (step := parse_step(entry.name)) is not None
+        if entry.is_folder
+        and (with_links or not entry.is_link)
+        and (step := parse_step(entry.name)) is not None
     ]
 
 
@@ -151,10 +153,9 @@ def prune_checkpoints(
         raise ConfigError(
             f"{path} is one checkpoint", allowed="a job's folder, with checkpoints step-<n> in it"
         )
-    linked = {entry.name for entry in open_store(path).list_folder() if entry.is_link}
-    checkpoints = [
-        info for info in list_checkpoints(path) if step_folder_name(info.step) not in linked
-    ]
+    store = open_store(path)
+    folders = sorted(_step_folders(store, with_links=False))
+    checkpoints = [_inspect_folder(store, name) for _, name in folders]
     complete = [info for info in checkpoints if info.is_complete]
     if not complete:
         return PruneResult((), (), (), 0)
@@ -169,7 +170,7 @@ def prune_checkpoints(
         elif leftovers := _leftover_files(info, complete[-1]):
             swept[info.step] = leftovers
     if not dry_run:
-        _remove_files(open_store(path), removed | swept)
+        _remove_files(store, removed | swept)
     nbytes = sum(entry.nbytes for files in (removed | swept).values() for entry in files)
     return PruneResult(tuple(sorted(kept)), tuple(removed), tuple(swept), nbytes)
 

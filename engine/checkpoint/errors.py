@@ -29,17 +29,18 @@ class StoreError(RayzeroError):
         kind: full; gone: does not exist; forbidden: access denied; slow: timeout; unreadable: not a
             regular file, or larger than it may be.
         url: the path or URL.
-        problem: what failed, without the URL.
+        damage: what is wrong with the file, without the URL; empty if the store itself failed.
     """
 
     def __init__(self, kind: StoreErrorKind, url: str, seen: str) -> None:
         super().__init__(f"{url}: {seen}", fix=_FIX_BY_KIND[kind])
         self.kind = kind
         self.url = url
-        self.problem = seen
+        self.damage = {"gone": "is missing", "unreadable": seen}.get(kind, "")
+        self._seen = seen
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.kind, self.url, self.problem)
+        return type(self), (self.kind, self.url, self._seen)
 
 
 _ERRNOS: Mapping[StoreErrorKind, set[int]] = {

@@ -118,7 +118,7 @@ def read_manifest(store: Store, folder: str = "") -> Manifest:
         raw = store.read(name, MAX_MANIFEST_BYTES)
     except StoreError as error:
         if error.kind == "unreadable":
-            raise CheckpointDamagedError(f"{where} {error.problem}") from None
+            raise CheckpointDamagedError(f"{where} {error.damage}") from None
         if error.kind != "gone":
             raise
         raise DataError(
@@ -180,10 +180,9 @@ class CheckpointSource:
         try:
             file = self._store.open(entry.name)
         except StoreError as error:
-            if error.kind not in ("gone", "unreadable"):
+            if not error.damage:
                 raise
-            problem = "is missing" if error.kind == "gone" else error.problem
-            raise CheckpointDamagedError(f"{where} {problem}") from None
+            raise CheckpointDamagedError(f"{where} {error.damage}") from None
         self._stack.callback(file.close)
         return BlockReader(file, entry, where)
 
@@ -251,10 +250,9 @@ def _verify_file(
     try:
         damaged, header_damaged = _read_all(store, file, progress)
     except StoreError as error:
-        if error.kind not in ("gone", "unreadable"):
+        if not error.damage:
             raise
-        text = "is missing" if error.kind == "gone" else error.problem
-        yield FileProblem(file.name, "missing", text)
+        yield FileProblem(file.name, "missing", error.damage)
         return
     for number in damaged:
         begin = file.data_offset + number * BLOCK_BYTES

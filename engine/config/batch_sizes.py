@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 
 from rayzero.engine.config.model import EngineConfig
 from rayzero.engine.data.sampling import count_micro_steps, samples_per_rank
@@ -63,7 +62,7 @@ def resolve_batch_sizes(
             fix="train_batch_size, or leave gradient_accumulation_steps out",
         )
     if micro is None:
-        micro = ceil(max(samples_per_rank(total, world_size, shares)) / (steps or 1))
+        micro = _ceil_div(max(samples_per_rank(total, world_size, shares)), steps or 1)
     return _make_sizes(total, micro, world_size, shares)
 
 

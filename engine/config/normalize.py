@@ -18,12 +18,12 @@ AUTO = "auto"
 TOTAL_STEPS_PATH = "scheduler.params.total_num_steps"
 
 
-def get_path(document: Mapping[str, Any], path: str, missing: Any = None) -> Any:
-    """The value at a dotted path, or `missing`."""
+def get_path(document: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path, or None."""
     node: Any = document
     for part in path.split("."):
         if not isinstance(node, Mapping) or part not in node:
-            return missing
+            return None
         node = node[part]
     return node
 
@@ -40,11 +40,11 @@ def _set_path(document: dict[str, Any], path: str, value: Any) -> bool:
     return True
 
 
-def _pop_path(document: dict[str, Any], path: str, missing: Any = None) -> Any:
-    """Removes and returns the value at `path`, or returns `missing`."""
+def _pop_path(document: dict[str, Any], path: str) -> Any:
+    """Removes and returns the value at `path`; None if there is none."""
     outer, _, last = path.rpartition(".")
     parent = get_path(document, outer) if outer else document
-    return parent.pop(last, missing) if isinstance(parent, dict) else missing
+    return parent.pop(last, None) if isinstance(parent, dict) else None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -180,10 +181,8 @@ def _load_hjson(text: str, name: str) -> Any:
             raise ConfigError(f"{name} is not JSON or Hjson: the key {twice[0]!r} is given twice")
         return dict(pairs)
 
-    try:
+    with suppress(ValueError, RecursionError):
         return json.loads(text, object_pairs_hook=reject_duplicates)
-    except (ValueError, RecursionError):
-        pass
     try:
         return hjson.loads(text, object_pairs_hook=reject_duplicates)
     except RecursionError:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.engine.tensor_tree import storage_id
 
 
 class MappedFile:
@@ -112,11 +113,11 @@ class MetaFile(MappedFile):
 
     def new_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(numel, dtype=dtype, device="meta")
-        self._tensors[tensor.untyped_storage()._cdata] = tensor
+        self._tensors[storage_id(tensor)] = tensor
         return tensor
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._tensors
+        return storage_id(tensor) in self._tensors
 
     def _copy(self, *_: object) -> None:
         return

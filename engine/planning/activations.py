@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.precision.policy import Precision
-from rayzero.engine.tensor_tree import iter_tensors
+from rayzero.engine.tensor_tree import iter_tensors, storage_id
 
 
 class LiveBytes(TorchDispatchMode):
@@ -41,7 +41,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._counted = {tensor.untyped_storage()._cdata for tensor in known}
+        self._counted = set(map(storage_id, known))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -52,8 +52,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _count_storage(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        storage, key = tensor.untyped_storage(), storage_id(tensor)
         if key in self._counted:
             return
         self._counted.add(key)

@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from rayzero.engine.errors import DataError
+from rayzero.engine.errors import CONTENT_ERRORS, DataError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.optim.schedule import Scheduler
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
@@ -80,10 +80,7 @@ def damaged_unless_valid(part: str) -> Iterator[None]:
     """Converts errors of decoding a part of a saved state: it is not what was encoded."""
     try:
         yield
-    except (
-        *(LookupError, TypeError, ValueError, AttributeError, ArithmeticError),
-        *(RuntimeError, MemoryError),  # also of torch, and RecursionError
-    ) as error:
+    except CONTENT_ERRORS as error:
         raise DataError(f"the {part} of the saved state is not valid: {error!r:.300}") from error
 
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.tensor_tree import iter_tensors
+from rayzero.engine.tensor_tree import iter_tensors, storage_id
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
@@ -112,7 +112,7 @@ class _Recorder(TorchDispatchMode):
         return state
 
     def has_recorded(self, tensor: Tensor) -> bool:
-        return _storage_key(tensor) in self._ops_by_storage
+        return storage_id(tensor) in self._ops_by_storage
 
     def replay(self, tensor: Tensor, device: torch.device) -> Tensor:
         """The value of `tensor` after all recorded operations, as a new tensor."""
@@ -123,7 +123,7 @@ class _Recorder(TorchDispatchMode):
 
     def _dependencies(self, tensor: Tensor) -> list[int]:
         """The operations that wrote the storage, and their inputs', in recorded order."""
-        pending, needed = [_storage_key(tensor)], set[int]()
+        pending, needed = [storage_id(tensor)], set[int]()
         seen = set(pending)
         while pending:
             for number in self._ops_by_storage.get(pending.pop(), ()):
@@ -149,7 +149,7 @@ def _replay_op(operation: _RecordedOp, real: dict[int, Tensor]) -> None:
     results = operation.func(*args, **kwargs)
     generator.set_state(before)
     for planned, result in zip(operation.outputs, iter_tensors(results), strict=True):
-        real.setdefault(_storage_key(planned), result)
+        real.setdefault(storage_id(planned), result)
 
 
 def _generator(kwargs: dict[str, Any]) -> torch.Generator:
@@ -161,17 +161,13 @@ def _is_unmaterialized(tensor: Tensor) -> bool:
     return tensor.device.type == "meta"
 
 
-def _storage_key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _storage_keys(tensors: Iterable[Tensor]) -> set[int]:
-    return set(map(_storage_key, tensors))
+    return set(map(storage_id, tensors))
 
 
 def _real_view(planned: Tensor, real: dict[int, Tensor]) -> Tensor:
     """The real counterpart of a meta tensor: the same view of the real storage."""
-    return real[_storage_key(planned)].as_strided(
+    return real[storage_id(planned)].as_strided(
         planned.size(), planned.stride(), planned.storage_offset()
     )
 

@@ -27,9 +27,6 @@ from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import EndedJob, EventPage, JobResult, final_state
 from rayzero.workers.bounded_queue import BoundedQueue
 
-MAX_BUFFERED_EVENTS = 10_000
-MAX_BUFFERED_BYTES = 8 * 2**20
-"""A client that is further behind than this misses events; the reply has their number."""
 MAX_PAGE_EVENTS = 500  # events in one reply
 MAX_PAGE_BYTES = 2**20  # of one reply, beyond its first event
 BATCH_DELAY_S = 0.02  # how long a reply is held back, to include events that follow at once
@@ -38,12 +35,13 @@ _LOG_FLUSH_INTERVAL_S = 0.2
 
 
 class EventBuffer:
-    """An observer that keeps the newest events for clients to poll. Used from one event loop."""
+    """An observer that keeps the newest events for clients to poll; the reply to a client that is
+    further behind has the number that it misses. Used from one event loop."""
 
     def __init__(self) -> None:
         self.run = secrets.token_hex(8)
         self.ended: EndedJob | None = None
-        self._events: BoundedQueue[JobEvent] = BoundedQueue(MAX_BUFFERED_EVENTS, MAX_BUFFERED_BYTES)
+        self._events: BoundedQueue[JobEvent] = BoundedQueue()
         self._latest_by_type: dict[type[JobEvent], JobEvent] = {}
         self._changed = ChangeNotifier()
 

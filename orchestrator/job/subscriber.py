@@ -13,7 +13,6 @@ from rayzero.orchestrator.errors import JobFailedError, internal_error
 from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.client import JobProcess, JobProcessLostError, JobUnavailableError
 from rayzero.orchestrator.job.ended_jobs import load_ended
-from rayzero.orchestrator.job.recorder import MAX_BUFFERED_BYTES, MAX_BUFFERED_EVENTS
 from rayzero.orchestrator.job_events import JobEvent, JobObserver, JobWarning, NullObserver
 from rayzero.orchestrator.results import EndedJob, EventPage, JobStatus
 from rayzero.workers.bounded_queue import BoundedQueue
@@ -50,7 +49,7 @@ class EventSubscriber:
         self._since = since
         self._observer = observer
         self._on_end = on_end
-        self._events: BoundedQueue[JobEvent] = BoundedQueue(MAX_BUFFERED_EVENTS, MAX_BUFFERED_BYTES)
+        self._events: BoundedQueue[JobEvent] = BoundedQueue()
         self._changed = Condition()
         self._closed = Event()
         self._thread = Thread(target=self._run, name="rayzero-follower", daemon=True)

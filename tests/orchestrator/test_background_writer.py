@@ -11,6 +11,7 @@ import pytest
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.orchestrator import background_writer
 from rayzero.orchestrator.background_writer import BackgroundWriter
+from rayzero.workers import bounded_queue
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_failing_queue_does_not_delay_others(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_items_beyond_bound_are_dropped_with_warning(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(background_writer, "MAX_QUEUED_ITEMS", 4)
+    monkeypatch.setattr(bounded_queue, "MAX_ITEMS", 4)
     release, written, warnings = threading.Event(), [], []
 
     def write(numbers: Sequence[int]) -> None:
@@ -101,7 +102,7 @@ def test_items_are_bounded_by_bytes_and_written_early():
     queue = writer.add_queue("the log", written.extend, 60.0)
     for number in range(100):
         queue.put(f"{number:0100000}")
-        assert sum(map(len, queue.items.since(0))) <= background_writer.MAX_QUEUED_BYTES
+        assert sum(map(len, queue.items.since(0))) <= bounded_queue.MAX_BYTES
     deadline_s = time.monotonic() + 10
     while not written and time.monotonic() < deadline_s:
         time.sleep(0.01)

@@ -7,7 +7,7 @@ from time import monotonic, process_time
 
 import pytest
 
-from rayzero.workers import output
+from rayzero.workers import bounded_queue, output
 from rayzero.workers.messages import Crashed, Joined, LogLine, StepReport
 from rayzero.workers.output import LineTee, Outbox, tee_output
 
@@ -45,7 +45,7 @@ def test_urgent_message_ends_linger():
 
 
 def test_only_oldest_lines_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(output, "MAX_LINES", 2)
+    monkeypatch.setattr(bounded_queue, "MAX_ITEMS", 2)
     outbox = Outbox(linger_s=0)
     outbox.post(StepReport(1, 0, 1))
     for text in "abcd":

@@ -18,10 +18,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
-from typing import Any
+from typing import Any, TypeVarTuple
 
 from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.workers.vault.peers import Peer, accept_peer
@@ -33,6 +32,8 @@ from rayzero.workers.vault.requests import (
     abstract_socket_name,
     check_request,
 )
+
+Ts = TypeVarTuple("Ts")
 
 _IO_THREADS = 4
 _STOP_TIMEOUT_S = 5.0
@@ -166,20 +167,18 @@ class VaultServer:
     def _serve(self) -> None:
         while not self._stopping:
             for key, _ in self._selector.select():
-                callback, peer = key.data
+                callback, peers = key.data
                 try:
-                    callback()
+                    callback(*peers)
                 except Exception:  # noqa: BLE001  # one connection must not end the others' service
                     traceback.print_exc()
-                    if peer is not None:
+                    for peer in peers:
                         self._report_loss(peer)
         for peer in list(self._peers):
             self._disconnect(peer)
         self._selector.close()
 
-    def _on_readable(
-        self, file: Any, callback: Callable[[], None], peer: Peer | None = None
-    ) -> None:
+    def _on_readable(self, file: Any, callback: Callable[[*Ts], None], *peer: *Ts) -> None:
         self._selector.register(file, selectors.EVENT_READ, (callback, peer))
 
     def _answer_ping(self) -> None:
@@ -196,10 +195,10 @@ class VaultServer:
                 self._disconnect(unregistered[0])
             with self._lock:
                 self._peers.append(peer)
-            self._on_readable(peer.socket, partial(self._receive, peer), peer)
+            self._on_readable(peer.socket, self._receive, peer)
             if peer.pidfd >= 0:
                 # The socket alone is not enough: a child forked by the worker keeps it open.
-                self._on_readable(peer.pidfd, partial(self._on_exit, peer), peer)
+                self._on_readable(peer.pidfd, self._on_exit, peer)
 
     def _receive(self, peer: Peer) -> None:
         """Handles requests that have arrived; a few, so that nobody can keep others waiting."""
@@ -233,7 +232,7 @@ class VaultServer:
             # Watches a thread of the worker, too. When a process dies its threads exit first,
             # within a millisecond; then its memory is freed, which takes tenths of a second, or
             # seconds with a GPU; only then are its sockets closed.
-            self._on_readable(peer.thread_fd, partial(self._on_exit, peer), peer)
+            self._on_readable(peer.thread_fd, self._on_exit, peer)
 
     def _on_exit(self, peer: Peer) -> None:
         self._receive(peer)  # a `deregister` sent before the exit may still be unread

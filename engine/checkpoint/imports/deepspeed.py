@@ -25,13 +25,13 @@ from rayzero.engine.checkpoint.imports.deepspeed_files import (
     read_zero_files,
 )
 from rayzero.engine.checkpoint.imports.tensors import (
-    CONTENT_ERRORS,
     FlatTensor,
     TensorSource,
     checked_dtype_name,
+    flatten,
 )
 from rayzero.engine.checkpoint.schema import PADDINGS, SHAPES, check_plain, validate
-from rayzero.engine.errors import DataError
+from rayzero.engine.errors import CONTENT_ERRORS, DataError
 from rayzero.engine.layout.state_index import TensorRange
 
 ParamShapes = dict[str, tuple[int, ...]]
@@ -136,7 +136,7 @@ def _partitioned_tensors(
                         allowed="optimizer state with one element for each weight",
                     )
                 yield FlatTensor(
-                    tensor.detach().contiguous(),
+                    flatten(tensor),
                     [replace(part, name=f"{kind}/{part.name}") for part in ranges],
                     {f"{kind}/{part.name}": shapes[part.name] for part in ranges},
                 )
@@ -154,7 +154,7 @@ def _frozen_params(files: ZeroFiles, trained: ParamShapes) -> Iterator[FlatTenso
     for name, shape in validate(SHAPES, first.get("frozen_param_shapes") or {}).items():
         full, numel = f"weights/{name}", prod(shape)
         for rank, model in enumerate(files.models):
-            fragment = model["frozen_param_fragments"][name].detach().reshape(-1).contiguous()
+            fragment = flatten(model["frozen_param_fragments"][name])
             flat_range = rank_range(full, numel, rank, len(files.models))
             (ranges,) = cut_ranges([flat_range], [fragment.numel()])
             yield FlatTensor(fragment, ranges, {full: shape})

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rayzero.engine.checkpoint.errors import store_errors
 from rayzero.engine.checkpoint.format import is_safe_name
+from rayzero.engine.checkpoint.imports.tensors import flatten
 from rayzero.engine.checkpoint.imports.weights_only import InertObject, load_weights_only
 from rayzero.engine.checkpoint.store_local import LocalStore
 from rayzero.engine.errors import ConfigError, DataError
@@ -212,9 +213,7 @@ def _read_partition(state: dict[str, Any], stage: int, folder: Path) -> RankPart
             f"{folder}: optimizer state of {len(states)} tensors for {len(flats)} of main weights",
             allowed=_SUPPORTED,
         )
-    return RankPartition(
-        [flat.detach().reshape(-1).contiguous() for flat in flats], states, options
-    )
+    return RankPartition([flatten(flat) for flat in flats], states, options)
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,10 @@ from torch import Tensor
 from rayzero.engine.checkpoint.format import is_safe_name
 from rayzero.engine.checkpoint.schema import INDEX, check_index, check_metadata, validate
 from rayzero.engine.checkpoint.store_local import LocalStore
-from rayzero.engine.errors import DataError, first_line
+from rayzero.engine.errors import CONTENT_ERRORS, DataError, EngineError, first_line
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
-from rayzero.engine.precision.dtypes import DTYPE_BY_NAME
+from rayzero.engine.precision.dtypes import dtype_name
 from rayzero.engine.validation import repr_value
-
-CONTENT_ERRORS = (
-    *(LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError),
-    *(AssertionError, MemoryError),
-)
-"""Errors of libraries, and of code here, for unexpected keys, types, lengths and numbers."""
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPE_BY_NAME.items()}
 
 
 @dataclass(frozen=True)
@@ -50,9 +43,8 @@ class FlatTensor:
     @classmethod
     def from_tensor(cls, name: str, tensor: Tensor) -> FlatTensor:
         """One whole logical tensor."""
-        shape = tuple(tensor.shape)
-        flat = tensor.detach().reshape(-1).contiguous()
-        return cls(flat, (TensorRange(name, 0, tensor.numel(), 0),), {name: shape})
+        ranges = (TensorRange(name, 0, tensor.numel(), 0),)
+        return cls(flatten(tensor), ranges, {name: tuple(tensor.shape)})
 
     def block_index(self) -> BlockIndex:
         dtype = checked_dtype_name(self.memory.dtype, self.ranges[0].name)
@@ -61,6 +53,11 @@ class FlatTensor:
             tuple(replace(part, offset=part.offset * self.memory.itemsize) for part in self.ranges),
             self.memory.nbytes,
         )
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """Its values, 1-D and contiguous; a copy only if they are not."""
+    return tensor.detach().reshape(-1).contiguous()
 
 
 class TensorSource:
@@ -112,12 +109,10 @@ def _rename_index(table: BlockIndex, names: Mapping[str, str | None]) -> BlockIn
 def checked_dtype_name(dtype: torch.dtype, tensor: str) -> str:
     """The dtype's name in state indexes. Raises DataError, which names the tensor, if the dtype is
     not supported."""
-    name = _DTYPE_NAMES.get(dtype)
-    if name is None:
-        raise DataError(
-            f"{tensor} is of {dtype}", allowed=", ".join(str(known) for known in _DTYPE_NAMES)
-        )
-    return name
+    try:
+        return dtype_name(dtype)
+    except EngineError as error:
+        raise DataError(f"{tensor} is of {dtype}", error.allowed) from None
 
 
 _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from rayzero.engine.checkpoint.errors import store_errors
-from rayzero.engine.checkpoint.imports.tensors import CONTENT_ERRORS
 from rayzero.engine.checkpoint.store_local import LocalReadStream
-from rayzero.engine.errors import ConfigError, DataError, first_line
+from rayzero.engine.errors import CONTENT_ERRORS, ConfigError, DataError, first_line
 
 _STAGE_ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
 # Errors of the zip reader and the weights-only unpickler for truncated or foreign files.

@@ -12,6 +12,7 @@ from rayzero.orchestrator.job.recorder import LATEST, EventBuffer
 from rayzero.orchestrator.job_events import JobWarning, StateEntered
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.results import EndedJob, JobStatus
+from rayzero.workers import bounded_queue
 from rayzero.workers.messages import LogLine
 
 
@@ -36,7 +37,7 @@ def test_event_pages_are_ordered_and_end(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_slow_client_receives_number_of_dropped_events(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(recorder_module, "MAX_BUFFERED_EVENTS", 4)
+    monkeypatch.setattr(bounded_queue, "MAX_ITEMS", 4)
 
     async def run() -> None:
         buffer = EventBuffer()
@@ -77,6 +78,6 @@ def test_events_and_pages_are_bounded_by_bytes():
             assert 0 < 10_000 * len(page.events) <= recorder_module.MAX_PAGE_BYTES
             assert page.next_index == since + page.dropped + len(page.events)
             since, kept = page.next_index, kept + len(page.events)
-        assert 10_000 * kept <= recorder_module.MAX_BUFFERED_BYTES
+        assert 10_000 * kept <= bounded_queue.MAX_BYTES
 
     asyncio.run(run())
