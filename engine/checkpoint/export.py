@@ -35,20 +35,14 @@ SHARD_BYTES = 5_000_000_000
 def export_checkpoint(
     folder: str, target: str, kind: str, progress: Callable[[int], None] = lambda _: None
 ) -> list[str]:
-    """Export a checkpoint.
+    """Export a checkpoint; returns the paths written. Raises ConfigError if an argument is wrong or
+    the target is not empty; DataError if the checkpoint is damaged or the target cannot be written.
 
     Args:
         folder: a checkpoint's folder (one step), or a path that `open_foreign` supports.
         target: a local folder, new or empty; it appears once everything is written.
         kind: `safetensors`, `torch` or `dcp`.
         progress: called with the bytes of each read.
-
-    Returns:
-        The paths written.
-
-    Raises:
-        ConfigError: an argument is wrong, or the target is not empty.
-        DataError: the checkpoint is damaged, or the target cannot be written.
     """
     with closing(open_foreign(folder) or CheckpointSource(folder)) as source:
         if isinstance(source, CheckpointSource):

@@ -19,14 +19,8 @@ from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, scalar_from_json
 
 
 class WholeTensors:
-    """Assembles logical tensors from the ranges of a source.
-
-    Attributes:
-        tensors: all logical tensors by name.
-
-    Raises:
-        MissingRangesError: the source is incomplete.
-    """
+    """Assembles logical tensors from the ranges of a source: `tensors`, by name. Raises
+    MissingRangesError if the source is incomplete."""
 
     def __init__(
         self, source: StateSource, progress: Callable[[int], None] = lambda _: None
@@ -67,14 +61,9 @@ class WholeTensors:
 
 
 class ExportedModel:
-    """The model and optimizer of a state as whole tensors under the model's names.
-
-    Attributes:
-        ties: alias of a tied parameter -> name it is stored under.
-
-    Raises:
-        MissingRangesError: the source is incomplete.
-    """
+    """The model and optimizer of a state as whole tensors under the model's names. `ties` has, by
+    each alias of a tied parameter, the name it is stored under. Raises MissingRangesError if the
+    source is incomplete."""
 
     def __init__(
         self, source: StateSource, progress: Callable[[int], None] = lambda _: None

@@ -115,12 +115,9 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes, where: str) -> Manifest:
-        """Parse and verify. Raises CheckpointDamagedError if the content is not what was written,
-        CheckpointVersionError if a newer version wrote it.
-
-        Args:
-            where: path or URL for error messages.
-        """
+        """Parse and verify; `where` is the path or URL for messages. Raises CheckpointDamagedError
+        if the content is not what was written, CheckpointVersionError if a newer version wrote
+        it."""
         # Imported here: vaults write manifests' files and start without pydantic.
         from rayzero.engine.checkpoint.schema import MANIFEST, validate
 
@@ -147,12 +144,9 @@ class Manifest:
 def make_manifest(
     job: str, step: int, generation: int, files: Sequence[RankFile], *, stage: int | None = None
 ) -> Manifest:
-    """The manifest of a step that all ranks of a generation have written. Raises EngineError if the
-    file of a rank is missing, MissingRangesError if parts of tensors are in no file.
-
-    Args:
-        files: one of each rank, in any order.
-    """
+    """The manifest of a step that all ranks of a generation have written; `files` are one of each
+    rank, in any order. Raises EngineError if the file of a rank is missing, MissingRangesError if
+    parts of tensors are in no file."""
     files = sorted(files, key=lambda file: file.rank)
     ranks = [file.rank for file in files]
     if not files or ranks != list(range(len(files))):

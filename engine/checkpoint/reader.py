@@ -130,12 +130,8 @@ def read_manifest(store: Store, folder: str = "") -> Manifest:
 
 
 class CheckpointSource:
-    """A checkpoint as a `StateSource`; each rank's file is a block. Not thread-safe. Raises as
-    `read_manifest`.
-
-    Args:
-        folder: a path or a URL, `.../step-<n>`.
-    """
+    """The checkpoint in a folder (a path or a URL, `.../step-<n>`) as a `StateSource`; each rank's
+    file is a block. Not thread-safe. Raises as `read_manifest`."""
 
     def __init__(self, folder: str) -> None:
         self._store = open_store(folder)
@@ -214,12 +210,9 @@ class FileProblem:
 def verify_checkpoint(
     folder: str, progress: Callable[[int], None] = lambda _: None
 ) -> list[FileProblem]:
-    """Read every byte of the checkpoint in `folder`, a path or a URL. Raises CheckpointVersionError
-    if the format is newer, StoreError if the store cannot be read.
-
-    Args:
-        progress: called with the number of bytes read since the last call.
-    """
+    """Read every byte of the checkpoint in `folder`, a path or a URL; `progress` is called with the
+    number of bytes read since the last call. Raises CheckpointVersionError if the format is newer,
+    StoreError if the store cannot be read."""
     store = open_store(folder)
     sizes = {entry.name: entry.nbytes for entry in store.list_folder()}
     if MANIFEST_NAME not in sizes:

@@ -26,15 +26,10 @@ class RemoteStore:
     """An object store or HDFS. Confirmed writes are read back and compared."""
 
     def __init__(self, url: str) -> None:
-        """
-        Args:
-            url: with options in its query, as pyarrow's `FileSystem.from_uri` accepts them:
-                `s3://bucket/path?endpoint_override=host:port&scheme=http`. Credentials are found as
-                by the service's own tools: environment variables, files, instance metadata.
-
-        Raises:
-            ConfigError: pyarrow does not accept the URL.
-        """
+        """The URL may have options in its query, as pyarrow's `FileSystem.from_uri` accepts them:
+        `s3://bucket/path?endpoint_override=host:port&scheme=http`. Credentials are found as by the
+        service's own tools: environment variables, files, instance metadata. Raises ConfigError if
+        pyarrow does not accept the URL."""
         self.url = url
         try:
             with store_errors(url):

@@ -23,11 +23,8 @@ log = logging.getLogger("rayzero.engine")
 def make_grad_reduction(
     config: EngineConfig, context: BuildContext, factor: float
 ) -> GradReduction:
-    """The gradient reduction that a config selects. Raises ConfigError as `check_compression`.
-
-    Args:
-        factor: reduced gradients are still to be multiplied by it, before loss scaling.
-    """
+    """The gradient reduction that a config selects; reduced gradients are still to be multiplied by
+    `factor`, before loss scaling. Raises ConfigError as `check_compression`."""
     check_compression(config)
     name, section = _gradient_codec_name(config), config.rayzero.compression
     collectives, device = context.collectives, context.device

@@ -93,11 +93,8 @@ def plan_blocks(
     model: nn.Module, params: Sequence[NamedParam], classes: Sequence[str], world_size: int
 ) -> list[UnitPlan]:
     """Assign every parameter to the unit of the innermost block that contains all of its uses.
-    Raises ConfigError if the model has no module of a class.
-
-    Args:
-        classes: class names of the modules that are blocks; empty: automatic.
-    """
+    `classes` are the class names of the modules that are blocks; empty: automatic. Raises
+    ConfigError if the model has no module of a class."""
     paths = {model: "root"}  # a block that is registered several times has its first name
     for path, block in _find_blocks(model, classes):
         paths.setdefault(block, path)

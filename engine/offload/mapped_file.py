@@ -22,12 +22,8 @@ from rayzero.engine.tensor_tree import storage_id
 
 
 class MappedFile:
-    """Owns one unnamed file in a folder. It lives as long as this object, or a tensor in it. Raises
-    ConfigError if no file can be created there.
-
-    Args:
-        folder: created if it is missing.
-    """
+    """Owns one unnamed file in a folder, which is created if it is missing. It lives as long as
+    this object, or a tensor in it. Raises ConfigError if no file can be created there."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

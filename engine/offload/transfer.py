@@ -56,10 +56,9 @@ class HostTransfer:
         Only `wait_d2h` guarantees that the data is in host memory, not the returned work's `wait`.
         After its `release`, kernels that are enqueued may overwrite `source`.
 
-        Args:
-            early: `arrives` is a single collective, whose `wait` may be called at once and on the
-                copy's stream, so that the GPU keeps computing. A compressed reduction runs kernels
-                of its own and must be waited for first.
+        `early`: `arrives` is a single collective, whose `wait` may be called at once and on the
+        copy's stream, so that the GPU keeps computing. A compressed reduction runs kernels of its
+        own and must be waited for first.
         """
         return arrives.then(lambda: copy_or_add_(target, source, add=add))
 

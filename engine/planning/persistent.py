@@ -54,14 +54,12 @@ class AbsentRanks:
 
 
 def persistent_bytes(model: nn.Module, config: EngineConfig, world_size: int) -> dict[str, int]:
-    """Bytes by class of the rank that holds most, as `bytes_by_class` names them.
+    """Bytes by class of the rank that holds most, as `bytes_by_class` names them, of a model on the
+    meta device, which is not changed. Raises ConfigError if the config does not fit the model or
+    the world.
 
     A device with separate memory is assumed. `grad_copies` and `host_grad_copies` exist only during
-    an update: gradients in the dtype of the main weights. Raises ConfigError if the config does not
-    fit the model or the world.
-
-    Args:
-        model: on the meta device. It is not changed.
+    an update: gradients in the dtype of the main weights.
     """
     trains = any(param.requires_grad for param in model.parameters())
     given = find_param_groups(model, None, None) if trains else freeze_all_params(model)

@@ -92,12 +92,9 @@ class MemoryPlanner:
     def estimate(
         self, config: EngineConfig, world_size: int, *, recomputed: bool = False
     ) -> MemoryEstimate:
-        """Estimates one setting. Raises ConfigError if the config does not fit the world, or the
-        model cannot be traced.
-
-        Args:
-            recomputed: activation checkpointing of every block (stage 3's unit of gathering).
-        """
+        """Estimates one setting; `recomputed`: with activation checkpointing of every block (stage
+        3's unit of gathering). Raises ConfigError if the config does not fit the world, or the
+        model cannot be traced."""
         sizes = persistent_bytes(self._meta_model, config, world_size)
         if self._make_batch is None:
             return MemoryEstimate(sizes)

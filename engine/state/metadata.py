@@ -52,12 +52,9 @@ def optimizer_metadata(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
 def restore_optimizer_metadata(
     optimizer: ShardedOptimizer, source: StateSource, *, keep_options: bool
 ) -> None:
-    """Restore the scalars of every shard, and the groups' options.
-
-    Args:
-        keep_options: keep the groups' options, such as lr, of this run's config. With a scheduler,
-            which changes them during training, they are restored.
-    """
+    """Restore the scalars of every shard, and the groups' options. `keep_options` keeps options
+    such as lr of this run's config; with a scheduler, which changes them during training, they are
+    restored."""
     ranks = range(len(source.block_indexes))
     documents = [source.metadata(rank).get("groups") or () for rank in ranks]
     for number, group in enumerate(optimizer.torch_optimizer.param_groups):

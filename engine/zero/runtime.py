@@ -59,12 +59,9 @@ class ZeroRuntime:
         self.collectives.progress_pending()
 
     def vote(self, loss: Tensor, factor: float, requests: StepRequests) -> StepVote:
-        """Waits for the reduced gradients, then agrees on norm, loss and requests. Collective.
-        Raises EngineError if a gradient is not finite, and the loss scale cannot be lowered.
-
-        Args:
-            factor: the reduced gradients are still to be multiplied by it.
-        """
+        """Waits for the reduced gradients, which are still to be multiplied by `factor`, then
+        agrees on norm, loss and requests. Collective. Raises EngineError if a gradient is not
+        finite, and the loss scale cannot be lowered."""
         self.reducer.wait()
         parts = [part for unit in self.units if (part := unit.shard_grads()) is not None]
         vote = vote_on_step(parts, loss, factor, self.collectives, requests)

@@ -17,18 +17,12 @@ from rayzero.engine.errors import ConfigError
 
 
 def open_foreign(path: str) -> TensorSource | None:
-    """Open a training state that another system wrote to the local disk, detected by its content.
+    """Open a training state that another system wrote to the local disk, detected by its content: a
+    DeepSpeed ZeRO checkpoint (its folder with `latest`, or the folder of one step), a safetensors
+    file, or a transformers folder. None for any other path.
 
-    Args:
-        path: a DeepSpeed ZeRO checkpoint (its folder with `latest`, or the folder of one step), a
-            safetensors file, or a transformers folder.
-
-    Returns:
-        The state, or None for any other path.
-
-    Raises:
-        ConfigError: the path does not exist, or the kind of checkpoint is not supported.
-        DataError: files or parts are missing or damaged.
+    Raises ConfigError if the path does not exist, or the kind of checkpoint is not supported;
+    DataError if files or parts are missing or damaged.
     """
     if "://" in path and not path.startswith("file://"):
         return None
