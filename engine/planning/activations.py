@@ -109,7 +109,8 @@ def trace_micro_step(
         batch: a micro-batch.
         recomputed: modules whose forward keeps its inputs only (activation checkpointing).
     """
-    _cast_model(model, precision)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.to(precision.model_dtype(tensor.dtype))
     for module in recomputed:
         run = partial(checkpoint, module.forward, use_reentrant=False)
         object.__setattr__(module, "forward", run)
@@ -134,11 +135,6 @@ def trace_micro_step(
         for handle in handles:
             handle.remove()
     return MicroStepTrace(live.peak_bytes, flops.get_total_flops())
-
-
-def _cast_model(model: nn.Module, precision: Precision) -> None:
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.to(precision.model_dtype(tensor.dtype))
 
 
 def _free_grad(param: Tensor) -> None:

@@ -161,10 +161,9 @@ class ClaimStore:
 
     def _observe(self, claim: Claim, age_s: float) -> OtherClaim:
         now_s = time.monotonic()
-        before, since_s, changed = self._observed.get(claim.id, (claim, now_s, False))
-        if replace(before, beat=0) != replace(claim, beat=0):
-            before, since_s, changed = claim, now_s, False  # acquired since then
-        elif before != claim:
-            before, since_s, changed = claim, now_s, True
-        self._observed[claim.id] = (before, since_s, changed)
-        return OtherClaim(claim, is_process_gone(claim.process), changed, now_s - since_s, age_s)
+        before, since_s, renewed = self._observed.get(claim.id, (claim, now_s, False))
+        if before != claim:  # renewed, or acquired since then
+            renewed = replace(before, beat=0) == replace(claim, beat=0)
+            since_s = now_s
+        self._observed[claim.id] = (claim, since_s, renewed)
+        return OtherClaim(claim, is_process_gone(claim.process), renewed, now_s - since_s, age_s)

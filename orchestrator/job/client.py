@@ -92,26 +92,19 @@ class JobProcess:
             JobProcessLostError: the process has ended.
             RayzeroError: what the method raises.
         """
+        process, remote = f"the process of job {self.name!r}", getattr(self.actor, method.__name__)
         try:
-            reply: T = ray.get(
-                getattr(self.actor, method.__name__).remote(*args), timeout=timeout_s
-            )
+            reply: T = ray.get(remote.remote(*args), timeout=timeout_s)
             return reply
         except (ActorUnavailableError, GetTimeoutError) as error:
-            raise JobUnavailableError(
-                f"the process of job {self.name!r} does not answer: {first_line(error)}"
-            ) from None
+            raise JobUnavailableError(f"{process} does not answer: {first_line(error)}") from None
         except RayActorError as error:
-            raise JobProcessLostError(
-                f"the process of job {self.name!r} is gone: {death_cause(error)}"
-            ) from None
+            raise JobProcessLostError(f"{process} is gone: {death_cause(error)}") from None
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
             if isinstance(cause, RayzeroError):
                 raise cause from None
-            raise JobFailedError(
-                f"the process of job {self.name!r} failed: {first_line(cause)}"
-            ) from None
+            raise JobFailedError(f"{process} failed: {first_line(cause)}") from None
 
     def request_stop(self) -> None:
         """Does not wait for a reply. Safe in a signal handler."""

@@ -86,7 +86,10 @@ class VaultServer:
         returns only once the server's thread has shown that it serves. Raises VaultGoneError if the
         thread has ended."""
         losses: list[ConnectionLost | None] = []
-        self._send_ping()
+        with self._lock:
+            if not self._stopping:
+                self._answered.clear()
+                os.eventfd_write(self._ping, 1)
         with suppress(Empty):
             losses.append(self._losses.get(timeout=timeout_s))
             while True:
@@ -126,12 +129,6 @@ class VaultServer:
             _close_fds(self._ping)
             while self._disconnected:
                 _close_fds(self._disconnected.popleft().pidfd)
-
-    def _send_ping(self) -> None:
-        with self._lock:
-            if not self._stopping:
-                self._answered.clear()
-                os.eventfd_write(self._ping, 1)
 
     def _run(self, peer: Peer, message: dict[str, Any]) -> None:
         """Executes a request and replies. On the thread pool, if the request is slow."""

@@ -106,7 +106,10 @@ def read_zero_files(folder: Path) -> ZeroFiles:
     models = {
         rank: load_weights_only(path) for rank, path in _files_by_rank(folder, _MODEL_FILE).items()
     }
-    stage = _saved_stage(first, folder)
+    # Its bf16 optimizer names no stage; it keeps its state as stage 1 does.
+    stage = int(first.get("zero_stage", 1))
+    if stage not in (1, 2, 3):
+        raise ConfigError(f"{folder} is of stage {stage}", allowed=_SUPPORTED)
     _check_ranks(folder, models, world_size if stage == 3 else 1, "*_model_states.pt")
     _check_data_parallel_only(models[0], folder)
     partitions = [_read_partition(states[rank], stage, folder) for rank in range(world_size)]
@@ -169,14 +172,6 @@ def _saved_world_size(state: dict[str, Any], folder: Path) -> int:
             allowed=_SUPPORTED,
         )
     return int(counts.pop())
-
-
-def _saved_stage(state: dict[str, Any], folder: Path) -> int:
-    """Its bf16 optimizer names no stage; it keeps its state as stage 1 does."""
-    stage = int(state.get("zero_stage", 1))
-    if stage not in (1, 2, 3):
-        raise ConfigError(f"{folder} is of stage {stage}", allowed=_SUPPORTED)
-    return stage
 
 
 def _check_data_parallel_only(model: dict[str, Any], folder: Path) -> None:
