@@ -16,7 +16,13 @@ import ray
 
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job.api import Job
-from rayzero.orchestrator.job_events import StateEntered, WorkersReady
+from rayzero.orchestrator.job_events import (
+    FaultDetected,
+    JobWarning,
+    Repaired,
+    StateEntered,
+    WorkersReady,
+)
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
@@ -140,3 +146,30 @@ def test_start_timeout_without_enough_resources(event_log: EventLog, tmp_path: P
     workers = Workers(min=CPUS + 1, start_timeout_s=1.5)
     with pytest.raises(JobFailedError, match=r"room for 4 of at least 5 workers .* after 1\.5 s"):
         make_job("train", tmp_path, workers=workers).run(observer=event_log)
+
+
+def test_long_call_is_waited_for_and_function_that_catches_the_stop_is_named(
+    event_log: EventLog, tmp_path: Path
+):
+    job = Job(
+        "job",
+        "tests.integration.jobs.hostile:train",
+        engine={"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}},
+        workers=Workers(min=1, max=2),
+        steps=2000,
+        recovery={"hang_timeout_s": 14.0},
+        checkpoint={"path": str(tmp_path)},
+    )
+    with pytest.raises(JobFailedError) as failure:
+        job.submit(observer=event_log).result()
+    warnings = [warning.text for warning in event_log.of(JobWarning)]
+    assert any("waiting since" in text and "to leave" in text for text in warnings)
+    first_repair = event_log.of(Repaired)[0]
+    assert (first_repair.cause, first_repair.steps_redone) == ("lost", 0)
+    faults = event_log.of(FaultDetected)
+    assert [fault.cause for fault in faults][:3] == ["lost", "lost", "caught_stop"]
+    # The survivor of the long call is the one that catches the stop later: it was not replaced.
+    first = event_log.of(WorkersReady)[0].workers
+    assert (faults[0].worker, faults[2].worker) == (first[1], first[0])
+    assert "a second time in the same way" in str(failure.value)
+    assert "hostile.py:" in str(failure.value)
