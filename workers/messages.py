@@ -276,11 +276,13 @@ class Pinned(RankMessage):
     Args:
         checkpoint: pinned for a checkpoint; otherwise for replication to other nodes.
         stopped_s: how long training was paused for the copy.
+        nbytes: the size of the copy.
     """
 
     step: int
     checkpoint: bool
     stopped_s: float
+    nbytes: int = 0
 
 
 WorkerMessage: TypeAlias = (

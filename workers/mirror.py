@@ -109,7 +109,9 @@ class Mirror:
             checkpoint = self._checkpoint_due(step)
             self.checkpointed_step = step if checkpoint else self.checkpointed_step
             generation, rank = self._assignment.generation, self._assignment.rank
-            self._post(Pinned(generation, rank, step, checkpoint, perf_counter() - started))
+            nbytes = max(len(buffer.data) for buffer in self._buffers)
+            stopped_s = perf_counter() - started
+            self._post(Pinned(generation, rank, step, checkpoint, stopped_s, nbytes))
 
     def _checkpoint_due(self, step: int) -> bool:
         """Whether `step` should become a checkpoint; a missed one is due at the next step."""

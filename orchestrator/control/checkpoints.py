@@ -29,6 +29,7 @@ class PinnedStep:
         slots: one per rank, by rank.
         checkpoint: whether it becomes a checkpoint.
         stopped_s: how long training was blocked for it, on the slowest rank.
+        rank_bytes: the size of the largest slot, as far as it is known.
     """
 
     generation: int
@@ -36,6 +37,7 @@ class PinnedStep:
     slots: tuple[SlotRef, ...]
     checkpoint: bool
     stopped_s: float
+    rank_bytes: int = 0
 
 
 class PinnedSteps:
@@ -71,6 +73,7 @@ class PinnedSteps:
             ),
             checkpoint=any(message.checkpoint for message, _ in ranks.values()),
             stopped_s=max(message.stopped_s for message, _ in ranks.values()),
+            rank_bytes=max(message.nbytes for message, _ in ranks.values()),
         )
 
     def complete(self, pin: PinnedStep, *, hold: bool) -> None:
@@ -103,10 +106,18 @@ class PinnedSteps:
             del self._incomplete[key]
 
 
+TRANSFER_GRACE_S = 600.0
+SLOWEST_TRANSFER_BYTES_PER_S = 10e6
+"""A store or a network that is slower has failed."""
+
+
+def transfer_limit_s(nbytes: int) -> float:
+    """How long a vault may take to write or copy that much."""
+    return TRANSFER_GRACE_S + nbytes / SLOWEST_TRANSFER_BYTES_PER_S
+
+
 WRITE_RETRY_BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Wait before each further attempt; after the last one the checkpoint is abandoned."""
-WRITE_TIMEOUT_S = 600.0
-"""How long a vault may take to write its files."""
 
 
 class CheckpointWriter:
@@ -127,6 +138,7 @@ class CheckpointWriter:
         self._context = context
         self._newest: CheckpointRef | None = None
         self._write_lock = asyncio.Lock()
+        self._rank_bytes = 0
 
     async def resolve_resume(self) -> bool:
         """Finds and announces the checkpoint that this run starts from. False if there is none.
@@ -175,6 +187,7 @@ class CheckpointWriter:
     ) -> None:
         """Writes a pinned step as a checkpoint, with retries while the store fails."""
         async with self._write_lock:
+            self._rank_bytes = max(self._rank_bytes, pin.rank_bytes)
             for attempts, retry_in_s in enumerate((*retry_backoff_s, None), start=1):
                 if self.covers(pin.step):
                     return
@@ -197,7 +210,7 @@ class CheckpointWriter:
     ) -> None:
         """Writes the state in these slots as a checkpoint, with retries while the store fails."""
         generation, slots = restore.slots[0].generation, restore.slots
-        pin = PinnedStep(generation, restore.step, slots, checkpoint=True, stopped_s=0.0)
+        pin = PinnedStep(generation, restore.step, slots, True, 0.0, self._rank_bytes)
         await self.write(pin, retry_backoff_s)
 
     async def write_final(self, restore: Restore, limit_s: float) -> None:
@@ -217,7 +230,7 @@ class CheckpointWriter:
             by_node[slot.node_id].append(slot)
         # Awaits all, so that no file of a failed attempt is still being written in the next one.
         parts = await asyncio.gather(
-            *(self._write_on_node(node, folder, slots) for node, slots in by_node.items()),
+            *(self._write_on_node(node, folder, slots, pin) for node, slots in by_node.items()),
             return_exceptions=True,
         )
         files: list[RankFile] = []
@@ -237,11 +250,12 @@ class CheckpointWriter:
             ctx.warn(f"old checkpoints cannot be removed: {error.seen}")
 
     async def _write_on_node(
-        self, node: str, folder: str, slots: Sequence[SlotRef]
+        self, node: str, folder: str, slots: Sequence[SlotRef], pin: PinnedStep
     ) -> list[RankFile]:
         ctx = self._context
         command = ctx.deps.vaults.call(node, Vault.write, folder, slots)
-        return await with_timeout(ctx.deps.clock, WRITE_TIMEOUT_S, command)
+        limit_s = transfer_limit_s(len(slots) * pin.rank_bytes)
+        return await with_timeout(ctx.deps.clock, limit_s, command)
 
     def _report_failure(
         self, step: int, error: Exception, attempts: int, retry_in_s: float | None

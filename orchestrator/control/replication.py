@@ -8,7 +8,12 @@ from contextlib import suppress
 from itertools import count
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.orchestrator.control.checkpoints import CheckpointWriter, PinnedStep, PinnedSteps
+from rayzero.orchestrator.control.checkpoints import (
+    CheckpointWriter,
+    PinnedStep,
+    PinnedSteps,
+    transfer_limit_s,
+)
 from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.errors import VaultLostError
 from rayzero.orchestrator.job_events import ReplicationChanged, StepReplicated
@@ -17,8 +22,6 @@ from rayzero.workers.messages import Pinned
 from rayzero.workers.vault.records import SlotRef
 from rayzero.workers.vault.vault import Vault
 
-COPY_TIMEOUT_S = 600.0
-"""How long a vault may take to copy another node's slots."""
 RETRY_BACKOFF_S = (1.0, 4.0, 16.0, 60.0)
 """Wait before each further attempt to replicate to another node; the last value repeats."""
 
@@ -78,7 +81,7 @@ class Replication:
         nbytes = 0
         for tries in count():
             results = await asyncio.gather(
-                *(self._replicate_to(node, slots) for node, slots in targets.items())
+                *(self._replicate_to(node, slots, pin) for node, slots in targets.items())
             )
             errors = [result for result in results if isinstance(result, str)]
             nbytes += sum(result for result in results if isinstance(result, int))
@@ -92,12 +95,13 @@ class Replication:
             await ctx.deps.clock.sleep(RETRY_BACKOFF_S[min(tries, len(RETRY_BACKOFF_S) - 1)])
         return False
 
-    async def _replicate_to(self, node: str, slots: list[SlotRef]) -> int | str:
+    async def _replicate_to(self, node: str, slots: list[SlotRef], pin: PinnedStep) -> int | str:
         """The bytes copied, or why it failed."""
         ctx = self._context
         try:
             copying = ctx.deps.vaults.call(node, Vault.replicate, slots)
-            return await ctx.vault_reply(copying, COPY_TIMEOUT_S)
+            limit_s = transfer_limit_s(len(slots) * pin.rank_bytes)
+            return await ctx.vault_reply(copying, limit_s)
         except VaultLostError as lost:
             return str(lost) or "a vault was lost"
         except RayzeroError as error:

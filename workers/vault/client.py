@@ -29,7 +29,8 @@ from rayzero.workers.vault.slots import SlotWriter, encode_table
 
 _CALL_TIMEOUT_S = 10.0
 _RESERVE_TIMEOUT_S = 300.0
-"""Memory is allocated and touched at about 1 GB/s."""
+_SLOWEST_RESERVE_BYTES_PER_S = 100e6
+"""Memory is usually allocated and touched at about 1 GB/s."""
 _FETCH_TIMEOUT_S = 60.0
 _MAX_FDS = 64
 
@@ -75,7 +76,7 @@ class VaultClient:
         """
         table_json = encode_table(table)
         [fd] = self._call(
-            _RESERVE_TIMEOUT_S,
+            _RESERVE_TIMEOUT_S + table.nbytes / _SLOWEST_RESERVE_BYTES_PER_S,
             WorkerRequests.reserve,
             generation,
             rank,
