@@ -147,6 +147,24 @@ async def test_incomplete_pins_of_lost_generation_are_released(folder: Path):
 
 
 @async_test
+async def test_limit_of_a_write_grows_with_its_size(folder: Path):
+    harness = Harness(folder, FakeCluster(2), workers={"min": 2}, checkpoint={"every_steps": 50})
+    await harness.steps(2)
+    harness.cluster.vaults.may_write.clear()
+    for rank in range(2):  # at 10 MB/s: 400 s
+        harness.cluster.send(rank, Pinned(1, rank, 2, True, 0.0, nbytes=2 * 10**9))
+    await harness.clock.advance(990)
+    assert harness.log.of(CheckpointFailed) == []
+    await harness.clock.advance(11)
+    (failed,) = harness.log.of(CheckpointFailed)
+    assert "did not finish in time" in failed.text
+    harness.cluster.vaults.may_write.set()
+    await harness.clock.advance(1)
+    assert harness.store.steps == [2]
+    await harness.finish()
+
+
+@async_test
 async def test_pinned_steps_are_replicated_to_next_node(folder: Path):
     cluster = FakeCluster(4, node_of=lambda index: "ab"[index // 2])
     harness = Harness(folder, cluster, workers={"min": 4})
