@@ -13,6 +13,7 @@ from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.machine import State
 
 
 class JobCompletion:
@@ -37,6 +38,13 @@ class JobCompletion:
     async def _complete(self) -> None:
         ctx, generation = self._context, self._context.generation
         await self._replication.wait_idle()
+        # A function that returns at once may be faster than the report that all ranks have joined.
+        forming = (State.STARTING, State.RECOVERING)
+        await ctx.changed.wait_until(
+            lambda: ctx.state not in forming or ctx.generation is not generation
+        )
+        if ctx.generation is not generation:
+            return
         step = self._due_step()
         if step is not None and not self._checkpoints.covers(step):
             await self._store(step)

@@ -10,6 +10,7 @@ from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.control.checkpoints import WRITE_RETRY_BACKOFF_S
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.machine import State
+from rayzero.workers.messages import Finished, Joined, StepReport
 from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster
 from tests.orchestrator.support import Harness, async_test, settle
 
@@ -81,6 +82,21 @@ async def test_job_without_steps_needs_no_checkpoint_of_its_last_step(folder: Pa
     await harness.steps(5)
     await harness.finish()
     assert harness.store.steps == [5]
+
+
+@async_test
+async def test_function_that_returns_at_once_succeeds(folder: Path):
+    """The messages of its whole life arrive together."""
+    cluster = FakeCluster(auto=False)
+    harness = Harness(folder, cluster)
+    await settle()
+    for rank in range(2):
+        report = StepReport(1, rank, 1, {}, {"step_s": 0.1})
+        cluster.send(rank, Joined(1, rank), report, Finished(1, rank, {}, {}, 1))
+    await settle()
+    result = await harness.result()
+    assert result.steps == 1
+    assert harness.states == [State.STARTING, State.RUNNING, State.SUCCEEDED]
 
 
 @async_test
