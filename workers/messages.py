@@ -194,7 +194,7 @@ class Heartbeat:
         silent_s: seconds since the thread last reported progress.
         collective: the number of the collective last entered in this generation.
         waiting: whether it waits for other ranks in that collective.
-        stops, stop_place: how often, and where last, the function was interrupted.
+        stops, stop_place, stopping_s: how often, where last, and since when it is interrupted.
     """
 
     rank: int
@@ -205,6 +205,7 @@ class Heartbeat:
     waiting: bool = False
     stops: int = 0
     stop_place: str = ""
+    stopping_s: float = 0.0
 
 
 @dataclass(frozen=True)

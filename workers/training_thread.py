@@ -50,9 +50,9 @@ class StopFlag(Event):
 
     def __init__(self) -> None:
         super().__init__()
-        self.raised = 0, ""
-        """How often it was raised, and where in the user's code last. Replaced as a whole, so that
-        command threads need no lock."""
+        self.raised = 0, "", 0.0
+        """How often it was raised, where in the user's code last, and when first (`monotonic`).
+        Replaced as a whole, so that command threads need no lock."""
 
     def check(self) -> None:
         """Raises Interrupted if a stop was requested."""
@@ -61,7 +61,8 @@ class StopFlag(Event):
 
     def leave(self) -> NoReturn:
         """Raises Interrupted, as every check does from now on."""
-        self.raised = self.raised[0] + 1, _user_place(sys._getframe(1))
+        count, _, first_s = self.raised
+        self.raised = count + 1, _user_place(sys._getframe(1)), first_s or monotonic()
         raise Interrupted
 
 
@@ -94,9 +95,11 @@ class ProgressRecord:
 
     def heartbeat(self, stop: StopFlag) -> Heartbeat:
         heartbeat, at_s = self._state
-        stops, place = stop.raised
-        silent_s = self._clock() - at_s
-        return replace(heartbeat, silent_s=silent_s, stops=stops, stop_place=place)
+        heartbeat = replace(heartbeat, silent_s=self._clock() - at_s)
+        stops, place, first_s = stop.raised
+        if not stops:
+            return heartbeat
+        return replace(heartbeat, stops=stops, stop_place=place, stopping_s=monotonic() - first_s)
 
 
 class GenerationChannel:

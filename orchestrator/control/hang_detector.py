@@ -14,6 +14,7 @@ from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.errors import VaultLostError
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies.hang import (
     Hang,
     HangLimits,
@@ -68,6 +69,12 @@ class HangDetector:
         members = sorted(generation.active)
         if generation.finished:
             self._check_early_return(generation)
+        if self._context.state is State.RESIZING:  # all of them may have caught the drain
+            interrupted = [rank for rank in self._progress(members) if rank.heartbeat.stops]
+            hang = find_overstaying(interrupted, self._limits, 0.0)
+            if hang is not None and hang.rank is not None:
+                await self._kill_culprit(generation, hang.rank, hang)
+                return
         if self._inbox.longest_silence_s(members) <= self._limits.running_s:
             return
         hang = find_hang(self._progress(members), self._limits)

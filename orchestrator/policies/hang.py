@@ -136,14 +136,15 @@ def find_overstaying(
         ending_s: for how long the generation has been ending.
     """
     for rank in ranks:
-        if max(rank.silent_s, ending_s) > limits.of(rank):
+        stays_s = max(ending_s, rank.heartbeat.stopping_s)
+        if max(rank.silent_s, stays_s) > limits.of(rank):
             stops, place = rank.heartbeat.stops, rank.heartbeat.stop_place
             caught = (
                 f"{rank} caught the exception that ends its generation, and continued: it was "
-                f"raised {stops} times in {ending_s:.1f} s, at last by {place}. Let BaseException "
+                f"raised {stops} times in {stays_s:.1f} s, at last by {place}. Let BaseException "
                 "pass, or raise it again"
             )
-            held = f"{rank} has not left its generation for {ending_s:.1f} s, in {rank.activity}"
+            held = f"{rank} has not left its generation for {stays_s:.1f} s, in {rank.activity}"
             return Hang(rank.rank, caught if stops else held, caught_stop=stops > 0)
     return None
 

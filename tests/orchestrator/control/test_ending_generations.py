@@ -115,6 +115,25 @@ async def test_rank_that_stays_after_a_drain_is_killed(folder: Path):
 
 
 @async_test
+async def test_drain_that_the_only_rank_catches_ends_by_the_hang_rule(folder: Path):
+    cluster = FakeCluster(1)
+    harness = Harness(folder, cluster, workers={"min": 1, "max": 2})
+    await harness.steps(1)
+    cluster.join()
+    await harness.clock.advance(1)
+    assert harness.states[-1] is State.RESIZING
+    caught = {"stops": 9, "stop_place": "train (job.py:12)", "silent_s": 0.1}
+    cluster.send_heartbeat(0, **caught, stopping_s=59.0)
+    await harness.clock.advance(2)
+    assert ("kill", 0) not in cluster.commands
+    cluster.send_heartbeat(0, **caught, stopping_s=61.0)
+    await harness.clock.advance(2)
+    assert ("kill", 0) in cluster.commands
+    assert sorted(harness.assignments) == [1]
+    await harness.finish()
+
+
+@async_test
 async def test_rank_that_returns_early_is_named(folder: Path):
     harness = Harness(folder, FakeCluster(2), workers={"min": 2})
     cluster = harness.cluster
