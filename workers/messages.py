@@ -192,8 +192,7 @@ class Heartbeat:
 
     Args:
         silent_s: seconds since the thread last reported progress.
-        collective: the number of the collective last entered in this generation.
-        waiting: whether it waits for other ranks in that collective.
+        collective, waiting: the one last entered in this generation, and whether it waits in it.
         stops, stop_place, stopping_s: how often, where last, and since when it is interrupted.
     """
 
