@@ -39,7 +39,7 @@ from rayzero.workers.output import Outbox, tee_output
 from rayzero.workers.rendezvous_store import open_store
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import Context, JobSession
-from rayzero.workers.training_thread import GenerationChannel, TrainingThread
+from rayzero.workers.training_thread import THREAD_EXIT_S, GenerationChannel, TrainingThread
 from rayzero.workers.vault.records import SlotInfo
 
 FENCE_INTERVAL_S = 0.1
@@ -121,7 +121,7 @@ class WorkerProcess(WorkerCalls):
         self._fault_schedule.set_faults((*self._spec.faults, *faults))
 
     def salvage(self, vault: str) -> SlotInfo:
-        if not self._training_thread.join(timeout_s=1):
+        if not self._training_thread.join(THREAD_EXIT_S):
             raise EngineError(
                 "the training function is still running, so its state cannot be salvaged"
             )

@@ -1,0 +1,170 @@
+"""Every constant time in the product, with the reason why no model, however slow, can break it.
+
+What depends on a model is derived from a setting (`recovery.hang_timeout_s`,
+`workers.start_timeout_s`, `checkpoint.grace_period_s`), from sizes, or from measured times.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from tests.house.source import packages
+
+REASONS = {
+    "how often something is looked at, or how long changes are collected: only a delay": """
+        workers.worker: FENCE_INTERVAL_S
+        workers.vault.server: _PING_INTERVAL_S
+        workers.rendezvous_store: UNCHECKED_WAIT_S _POLL_INTERVAL_S
+        workers.session: LEDGER_RETRY_S
+        orchestrator.top.follow: REFRESH_S LINE_INTERVAL_S
+        orchestrator.journal.writer: DEFAULT_STEP_INTERVAL_S
+        orchestrator.aio: WORKER_POLL_S
+        orchestrator.job.client: LOG_POLL_S
+        orchestrator.job.api: _RETRY_INTERVAL_S
+        orchestrator.job.actor: _SWITCH_INTERVAL_S _REPLY_FLUSH_S
+        orchestrator.job.prestop: _POLL_S
+        orchestrator.job.subscriber: LONG_POLL_S _RETRY_PAUSE_S
+        orchestrator.job.lease: CLAIM_POLL_S
+        orchestrator.job.recorder: BATCH_DELAY_S _LOG_FLUSH_INTERVAL_S
+        orchestrator.metrics.http_server: _MAX_THROTTLE_S
+        orchestrator.metrics.endpoint: _POLL_S _SLACK_S
+        orchestrator.console: STEP_INTERVAL_S
+        orchestrator.background_writer: RETRY_DELAYS_S _CLOSING_RETRY_S
+        orchestrator.control.vaults: VAULT_POLL_S REOPEN_BACKOFF_S
+        orchestrator.control.replication: RETRY_BACKOFF_S
+        orchestrator.control.inbox: DISPATCH_SLICE_S
+        orchestrator.control.hang_detector: CHECK_INTERVAL_S REPORT_AFTER_S
+        orchestrator.control.elastic: JOIN_BATCH_S REPLACE_DELAY_S DRAIN_POLL_INTERVAL_S
+        orchestrator.control.checkpoints: WRITE_RETRY_BACKOFF_S
+        orchestrator.policies.placement: MAX_BACKOFF_S
+        orchestrator.cli.jobs: STOP_POLL_S
+        orchestrator.cli.ckpt: PROGRESS_INTERVAL_S
+        orchestrator.cli.run: _SIGNAL_POLL_S
+        orchestrator.cluster.actor_pool: _MAX_START_BACKOFF_S
+        orchestrator.cluster.ray_api: _PING_INTERVAL_S
+        orchestrator.cluster.actor_calls: _MAX_BATCH_DELAY_S _DELAY_PER_WORKER_S
+        orchestrator.cluster.worker_starter: _ACQUIRE_INTERVAL_S _FILL_INTERVAL_S
+            _EXTRA_WORKER_WAIT_S
+    """,
+    "the end of a thread or process that has nothing left to do; it is left behind otherwise": """
+        engine.data.prefetch: _JOIN_TIMEOUT_S
+        engine.comm.gloo_p2p: EXIT_LIMIT_S
+        workers.training_thread: THREAD_EXIT_S
+        workers.vault.server: _STOP_TIMEOUT_S
+        orchestrator.job.handle: FOLLOWER_CLOSE_S LOG_READ_S
+        orchestrator.job.api: EXIT_TIMEOUT_S
+        orchestrator.job.actor: FETCH_LINGER_S UNWATCHED_LINGER_S LOG_READ_LINGER_S
+            _LOG_READER_IDLE_S _RECENT_POLL_S
+        orchestrator.job.lease: RELEASE_TIMEOUT_S
+        orchestrator.metrics.endpoint: MAX_END_WAIT_S _STOP_TIMEOUT_S
+        orchestrator.control.failures: KILL_TIMEOUT_S
+        orchestrator.control.vaults: CLOSE_UNUSED_AFTER_S
+        orchestrator.cluster.worker_group: _KILL_TIMEOUT_S
+        orchestrator.cluster.ray_api: _GONE_TIMEOUT_S
+    """,
+    "the reply of a process without a model: a head, a job's process, a vault, a browser": """
+        workers.chaos.node: _COMMAND_TIMEOUT_S
+        workers.vault.client: _CALL_TIMEOUT_S
+        workers.vault.peers: _STACK_TIMEOUT_S
+        workers.vault.vault: STORE_WAIT_S
+        workers.prestop: _RPC_TIMEOUT_S
+        orchestrator.top.follow: _HTTP_TIMEOUT_S LOST_CONTACT_S
+        orchestrator.job.client: CALL_TIMEOUT_S HEAD_TASK_TIMEOUT_S
+        orchestrator.job.actor: RECORD_TIMEOUT_S
+        orchestrator.job.prestop: _CALL_TIMEOUT_S
+        orchestrator.job.subscriber: ANSWER_MARGIN_S UNAVAILABLE_LIMIT_S _ACKNOWLEDGE_TIMEOUT_S
+        orchestrator.metrics.http_server: CONNECTION_LIFETIME_S
+        orchestrator.control.hang_detector: STACK_TIMEOUT_S INSPECT_TIMEOUT_S
+        orchestrator.control.chaos: VAULT_REPLY_TIMEOUT_S
+        orchestrator.cli.run: ACCEPT_TIMEOUT_S
+        orchestrator.cluster.connect: _CONNECT_TIMEOUT_S
+        orchestrator.cluster.ray_api: _AUTH_RPC_TIMEOUT_S
+        orchestrator.cluster.vault_group: _START_TIMEOUT_S
+    """,
+    "one piece of a fixed size: a chunk, a summary, a journal's end": """
+        engine.offload.nvme_store: IO_LIMIT_S
+        workers.vault.client: _FETCH_TIMEOUT_S
+        workers.vault.actor: _FETCH_TIMEOUT_S
+        orchestrator.job.run: SUMMARY_TIMEOUT_S
+        orchestrator.job.actor: JOURNAL_TIMEOUT_S
+    """,
+    "added to a setting or to a time that grows with the size of the state": """
+        workers.vault.client: _RESERVE_TIMEOUT_S
+        orchestrator.job.handle: STOP_TIMEOUT_S
+        orchestrator.cli.jobs: STOP_MARGIN_S
+        orchestrator.control.inbox: SILENCE_GRACE_S
+        orchestrator.control.checkpoints: TRANSFER_GRACE_S
+        orchestrator.control.context: LEAST_COMMAND_TIMEOUT_S
+    """,
+    "a stop on request without checkpoints: nothing is kept of what the function holds": """
+        orchestrator.control.reconfigure: UNWIND_TIMEOUT_S
+    """,
+    "tells causes apart, of what has failed already; no failure follows from it": """
+        orchestrator.policies.hang: EARLY_RETURN_GRACE_S _UNRESPONSIVE_S
+        orchestrator.policies.failure: DETECTION_S
+        orchestrator.policies.stragglers: MIN_DIFFERENCE_S
+        orchestrator.control.failures: COLLECTIVE_GRACE_S
+        orchestrator.job.claims: CLOCK_SLACK_S
+        orchestrator.top.board: SILENT_RANK_S
+    """,
+    "the doctor's probes, and the lifetime and resolution of what is shown": """
+        orchestrator.doctor.diagnose: _SLOW_WRITE_S
+        orchestrator.doctor.collect: _TORCH_TIMEOUT_S _CLUSTER_TIMEOUT_S _STORAGE_TIMEOUT_S
+            _KILL_TIMEOUT_S
+        orchestrator.job.ended_jobs: MAX_RECORD_AGE_S
+        orchestrator.metrics.goodput: _NS_PER_S
+        orchestrator.metrics.components: STEP_BUCKETS_S RECOVERY_BUCKETS_S CHECKPOINT_BUCKETS_S
+        orchestrator.metrics.endpoint: MAX_REGULAR_INTERVAL_S
+    """,
+}
+
+
+def listed() -> dict[str, str]:
+    """Reasons by the constant's full name."""
+    names, module = {}, ""
+    for reason, text in REASONS.items():
+        for word in text.split():
+            if word.endswith(":"):
+                module = f"rayzero.{word[:-1]}"
+            else:
+                assert f"{module}.{word}" not in names
+                names[f"{module}.{word}"] = reason
+    return names
+
+
+def constants() -> set[str]:
+    """Constants of modules whose name says that they are times."""
+    names = set()
+    for module in packages():
+        for node in module.tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+            for target in targets:
+                if isinstance(target, ast.Name) and re.fullmatch(
+                    r"_?[A-Z][A-Z0-9_]*(?<!_PER)_S", target.id
+                ):
+                    names.add(f"{module.name}.{target.id}")
+    return names
+
+
+def literal_timeouts() -> set[str]:
+    """Arguments of calls that are a limit and a number."""
+    return {
+        f"{module.name}:{keyword.value.lineno}"
+        for module in packages()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg in ("timeout", "timeout_s", "limit_s")
+        and isinstance(keyword.value, ast.Constant)
+        and isinstance(keyword.value.value, int | float)
+    }
+
+
+def test_every_constant_time_has_a_reason():
+    assert constants() == listed().keys()
+
+
+def test_no_limit_is_a_number_in_a_call():
+    assert literal_timeouts() == set()
