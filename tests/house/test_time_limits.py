@@ -113,7 +113,6 @@ REASONS = {
         orchestrator.doctor.collect: _TORCH_TIMEOUT_S _CLUSTER_TIMEOUT_S _STORAGE_TIMEOUT_S
             _KILL_TIMEOUT_S
         orchestrator.job.ended_jobs: MAX_RECORD_AGE_S
-        orchestrator.metrics.goodput: _NS_PER_S
         orchestrator.metrics.components: STEP_BUCKETS_S RECOVERY_BUCKETS_S CHECKPOINT_BUCKETS_S
         orchestrator.metrics.endpoint: MAX_REGULAR_INTERVAL_S
     """,
