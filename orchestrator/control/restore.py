@@ -101,8 +101,8 @@ class RestoreSelector:
         return newest if newest is not None and newest.step == source.step else None
 
     def _warn_lost_steps(self, source: Restore | None, redone: int) -> None:
-        if redone == 0 or self._context.generation.world_size == 0:
-            return  # the first generation of a run loses nothing
+        if redone == 0:
+            return
         if source is None:
             text = "the beginning: there is no complete checkpoint"
         elif source.checkpoint:

@@ -18,7 +18,13 @@ from hypothesis import strategies as st
 from rayzero.engine.redact import REDACTED, redact_document, redact_url, redacted_keys
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.job.lease import LeaseLostError
-from rayzero.orchestrator.job_events import Checkpointed, CheckpointFailed, FaultDetected, Repaired
+from rayzero.orchestrator.job_events import (
+    Checkpointed,
+    CheckpointFailed,
+    FaultDetected,
+    JobWarning,
+    Repaired,
+)
 from rayzero.orchestrator.job_file import (
     ADOPTABLE_KEYS,
     diff_documents,
@@ -439,6 +445,9 @@ async def test_counters_continue_in_adopted_run(folder: Path):
         goodput["wall_s"]
     )
     assert snapshot["steps_redone"] == 12
+    (warning,) = harness.log.of(JobWarning)
+    assert "going back to the beginning" in warning.text
+    assert "12 finished steps will be done again" in warning.text
     assert snapshot["began_s"] == pytest.approx(start_s)
     series = {
         (sample.name, *sorted(sample.labels.values())): sample.value
