@@ -7,6 +7,7 @@ import mmap
 import os
 import pickle
 import socket
+import struct
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from itertools import count
@@ -58,9 +59,12 @@ class VaultClient:
         liveness = Thread(target=self._closed.wait, name="rayzero-liveness", daemon=True)
         liveness.start()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(_CALL_TIMEOUT_S)
+        # Unlike a timeout of Python's, this one lets `connect` wait while the backlog is full.
+        limit = struct.pack("ll", int(_CALL_TIMEOUT_S), 0)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
             self._socket.connect(abstract_socket_name(address))
+            self._socket.settimeout(_CALL_TIMEOUT_S)
             own_thread = liveness.native_id or 0
             self._call(_CALL_TIMEOUT_S, WorkerRequests.register, worker, os.getpid(), own_thread)
         except (OSError, VaultGoneError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -247,6 +248,22 @@ def test_idle_strangers_do_not_use_up_descriptors(cluster: VaultCluster):
     client = cluster.client()
     assert len(vault._server._peers) < 100
     assert client.reserve(1, 0, 1, table()).step == -1
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_client_waits_while_the_backlog_is_full(cluster: VaultCluster):
+    vault, may_continue, strangers = cluster.vault(), threading.Event(), []
+    vault._server._on_readable(stop := os.eventfd(1), lambda: may_continue.wait(10.0))
+    time.sleep(0.05)
+    failure = 0
+    while failure == 0:  # until the backlog is full
+        strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        strangers[-1].settimeout(0.0)
+        failure = strangers[-1].connect_ex(abstract_socket_name(vault.address()))
+    assert failure == errno.EAGAIN
+    threading.Timer(0.3, lambda: (os.eventfd_read(stop), may_continue.set())).start()
+    assert cluster.client().reserve(1, 0, 1, table()).step == -1
     for stranger in strangers:
         stranger.close()
 
