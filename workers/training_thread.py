@@ -35,8 +35,6 @@ THREAD_EXIT_S = 10.0
 """The time for a thread to exit after it has posted its end message."""
 
 _PACKAGE_FOLDER = Path(__file__).resolve().parent
-_MAX_CRASH_TEXT = 20_000
-"""Characters of an exception's text, and of its traceback, that are reported."""
 
 
 class Interrupted(BaseException):
@@ -227,9 +225,7 @@ def _describe_crash(error: BaseException, generation: int, rank: int, step: int)
     cause: BaseException | None = error if kind in ("user", "collective") else None
     if kind == "entrypoint":
         cause = error.__cause__
-    frames = user_traceback(cause) if cause else ""
-    text, frames = text[:_MAX_CRASH_TEXT], frames[-_MAX_CRASH_TEXT:]
-    return Crashed(generation, rank, kind, step, text, frames)
+    return Crashed(generation, rank, kind, step, text, user_traceback(cause) if cause else "")
 
 
 def user_traceback(error: BaseException) -> str:
