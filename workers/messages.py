@@ -193,7 +193,6 @@ class Heartbeat:
     Args:
         silent_s: seconds since the thread last reported progress.
         collective, waiting: the one last entered in this generation, and whether it waits in it.
-        stops, stop_place, stopping_s: how often, where last, and since when it is interrupted.
     """
 
     rank: int
@@ -202,9 +201,14 @@ class Heartbeat:
     silent_s: float
     collective: int = 0
     waiting: bool = False
-    stops: int = 0
-    stop_place: str = ""
-    stopping_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StopCaught(RankMessage):
+    """The training function has caught the exception that ends this generation: it was raised a
+    second time, in the user's code at `place`. Sent once."""
+
+    place: str
 
 
 @dataclass(frozen=True)
@@ -285,15 +289,4 @@ class Pinned(RankMessage):
     nbytes: int = 0
 
 
-WorkerMessage: TypeAlias = (
-    Joined
-    | Restored
-    | StepReport
-    | Heartbeat
-    | LogLine
-    | Finished
-    | Stopped
-    | Crashed
-    | Pinned
-    | FaultFired
-)
+WorkerMessage: TypeAlias = RankMessage | Heartbeat | LogLine | FaultFired

@@ -57,7 +57,7 @@ class SocketTracker:
             new = inode not in self._sockets_before
             if new and (self._sockets_after is None or inode in self._sockets_after):
                 with suppress(OSError):
-                    _shutdown_tcp(descriptor)
+                    _shutdown_tcp(descriptor, inode)
 
 
 def _open_sockets() -> dict[str, int]:
@@ -71,10 +71,14 @@ def _open_sockets() -> dict[str, int]:
     return sockets
 
 
-def _shutdown_tcp(descriptor: int) -> None:
+def _shutdown_tcp(descriptor: int, inode: str) -> None:
     """Shuts down a connected TCP socket. Raises OSError for gloo's listener, which must stay open:
     gloo aborts the process if accept fails."""
-    with socket.socket(fileno=os.dup(descriptor)) as connection:
+    duplicate = os.dup(descriptor)
+    if os.readlink(_FD_FOLDER / str(duplicate)) != f"socket:[{inode}]":
+        os.close(duplicate)  # the socket was closed meanwhile, and its number reused
+        return
+    with socket.socket(fileno=duplicate) as connection:
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.getpeername()
             connection.shutdown(socket.SHUT_RDWR)

@@ -24,6 +24,7 @@ from rayzero.workers.messages import (
     Heartbeat,
     InProcessStateInfo,
     LogLine,
+    StopCaught,
     Stopped,
     WorkerMessage,
 )
@@ -46,21 +47,25 @@ class StopFlag(Event):
     """Set by a command thread; raised in the training thread at its next `check`, and at every one
     after that: a function that catches it does not continue."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_caught: Callable[[str], None]) -> None:
+        """
+        Args:
+            on_caught: called when it is raised a second time, with the place in the user's code.
+        """
         super().__init__()
-        self.raised = 0, "", 0.0
-        """How often it was raised, where in the user's code last, and when first (`monotonic`).
-        Replaced as a whole, so that command threads need no lock."""
+        self.times_raised = 0
+        self._on_caught = on_caught
 
     def check(self) -> None:
         """Raises Interrupted if a stop was requested."""
-        if self.is_set() or self.raised[0]:
+        if self.is_set() or self.times_raised:
             self.leave()
 
     def leave(self) -> NoReturn:
         """Raises Interrupted, as every check does from now on."""
-        count, _, first_s = self.raised
-        self.raised = count + 1, _user_place(sys._getframe(1)), first_s or monotonic()
+        self.times_raised += 1
+        if self.times_raised == 2:
+            self._on_caught(_user_place(sys._getframe(1)))
         raise Interrupted
 
 
@@ -91,13 +96,9 @@ class ProgressRecord:
         heartbeat = replace(self._state[0], collective=collective, waiting=waiting)
         self._state = heartbeat, self._clock()
 
-    def heartbeat(self, stop: StopFlag) -> Heartbeat:
+    def heartbeat(self) -> Heartbeat:
         heartbeat, at_s = self._state
-        heartbeat = replace(heartbeat, silent_s=self._clock() - at_s)
-        stops, place, first_s = stop.raised
-        if not stops:
-            return heartbeat
-        return replace(heartbeat, stops=stops, stop_place=place, stopping_s=monotonic() - first_s)
+        return replace(heartbeat, silent_s=self._clock() - at_s)
 
 
 class GenerationChannel:
@@ -115,13 +116,10 @@ class GenerationChannel:
         self.generation = generation
         self.rank = rank
         self.progress = ProgressRecord(rank)
-        self.interrupt = StopFlag()
+        self.interrupt = StopFlag(lambda place: post(StopCaught(generation, rank, place)))
         self.drain = Event()
         self.sockets = SocketTracker()
         self.fenced = False
-
-    def heartbeat(self) -> Heartbeat:
-        return self.progress.heartbeat(self.interrupt)
 
 
 class TrainingThread:
@@ -184,9 +182,9 @@ class TrainingThread:
         try:
             message = body()
         except BaseException as raised:  # noqa: BLE001  # the thread's last frame: report everything
-            if not stop.raised[0]:
+            if not stop.times_raised:
                 return self._describe_end(channel, raised)
-        if stop.raised[0]:  # however the function left after that: it may have caught it
+        if stop.times_raised:  # however the function left after that: it may have caught it
             memory = self._unwind(channel, drained=not stop.is_set())
             return Stopped(channel.generation, channel.rank, memory)
         return message

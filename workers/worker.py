@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class WorkerProcess(WorkerCalls):
         self._fault_schedule = FaultSchedule(FaultRecord(spec.output_dir), self._outbox.post)
         self._training_thread = TrainingThread(on_unwound=self._on_unwound)
         self._channel = GenerationChannel(self._outbox.post, generation=0, rank=index)
+        self._abort_lock = Lock()  # held to abort waits, and to replace the channel
         self._train_function: TrainFunction | None = None
         self._store: TCPStore | None = None
         self.node_address = "127.0.0.1"
@@ -84,11 +85,12 @@ class WorkerProcess(WorkerCalls):
     def assign(self, generation: GenerationSpec, member: RankAssignment) -> None:
         assignment = Assignment(**vars(member), **vars(generation))
         channel = GenerationChannel(self._outbox.post, assignment.generation, assignment.rank)
-        self._channel = channel
+        with self._abort_lock:  # an abort in flight must not meet the new generation's sockets
+            self._channel = channel
         self._training_thread.start(channel, lambda: self._run_generation(assignment, channel))
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
-        return [*self._outbox.poll(timeout_s), self._channel.heartbeat()]
+        return [*self._outbox.poll(timeout_s), self._channel.progress.heartbeat()]
 
     def stop(self, generation: int) -> None:
         if self._channel.generation == generation:
@@ -111,9 +113,11 @@ class WorkerProcess(WorkerCalls):
     def _abort_waits(self, channel: GenerationChannel) -> None:
         """Runs until the training thread has left: it may be about to start a wait for peers, now
         or after a long call."""
-        # Once the next generation has started, its group must not be aborted.
-        while self._channel is channel:
-            process_group.interrupt_collectives(channel.sockets)
+        while True:
+            with self._abort_lock:
+                if self._channel is not channel:
+                    return
+                process_group.interrupt_collectives(channel.sockets)
             if self._training_thread.join(FENCE_INTERVAL_S):
                 return
 

@@ -19,7 +19,9 @@ from rayzero.workers.messages import (
     InProcessStateInfo,
     Joined,
     RankAssignment,
+    RankMessage,
     Restored,
+    StopCaught,
     Stopped,
     WorkerInfo,
 )
@@ -55,7 +57,7 @@ class GenerationState(ObservedState):
         self.fenced = False
         """Whether it is being ended: its members leave, and a crash is no longer a fault."""
         self.ending_since_s: float | None = None
-        """When the first member left before its function had returned, or was told to leave."""
+        """When the first member was told to leave, left early, or caught what ends its function."""
         self.step = 0 if restore is None else restore.step
         """The step that its furthest rank works on, counted from 1."""
         self.pending_faults: list[Fault] = []
@@ -63,10 +65,11 @@ class GenerationState(ObservedState):
         self.return_value: dict[str, Any] = {}
         self.active: set[int] = set()
         self.joined: set[int] = set()
-        self.restored: set[int] = set()
-        self.trains_since_s: float | None = None
-        """When the last member had loaded its state."""
+        self.restored: dict[int, float] = {}
+        """When each member had loaded its state."""
         self.finished: set[int] = set()
+        self.stop_caught_at: dict[int, str] = {}
+        """Where members caught the exception that ends this generation, and continued."""
         self._in_process: dict[int, InProcessStateInfo] = {}
 
     @property
@@ -136,12 +139,16 @@ class GenerationState(ObservedState):
         """Records a member that loaded its state. True if it was the last one."""
         if not self._concerns(worker, message):
             return False
-        self.restored.add(worker)
+        self.restored[worker] = at_s
         self.advance_to(message.step + 1)
-        if self.all_restored:
-            self.trains_since_s = at_s
         self._changed()
         return self.all_restored
+
+    def on_stop_caught(self, worker: int, message: StopCaught, at_s: float) -> None:
+        """Records a member that continues although the generation ends."""
+        if self._concerns(worker, message):
+            self.stop_caught_at[worker] = message.place
+            self._end(at_s)
 
     def on_left(self, worker: int, message: Finished | Stopped | Crashed, at_s: float) -> bool:
         """Records a member that left; a crash becomes a fault. False if it was not active."""
@@ -180,9 +187,7 @@ class GenerationState(ObservedState):
         if self.ending_since_s is None:
             self.ending_since_s = at_s
 
-    def _concerns(
-        self, worker: int, message: Joined | Restored | Finished | Stopped | Crashed
-    ) -> bool:
+    def _concerns(self, worker: int, message: RankMessage) -> bool:
         """Whether it is a message of an active member, about this generation."""
         return message.generation == self.number and worker in self.active
 
@@ -196,7 +201,7 @@ class GenerationState(ObservedState):
         traceback: str = "",
     ) -> Fault:
         rank = self.assignments[worker].rank
-        trained_s = at_s - (at_s if self.trains_since_s is None else self.trains_since_s)
+        trained_s = at_s - max(self.restored.values()) if self.all_restored else 0.0
         fault = Fault(
             cause,
             self.workers[rank],

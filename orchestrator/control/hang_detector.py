@@ -14,7 +14,6 @@ from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.errors import VaultLostError
-from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies.hang import (
     Hang,
     HangLimits,
@@ -69,12 +68,6 @@ class HangDetector:
         members = sorted(generation.active)
         if generation.finished:
             self._check_early_return(generation)
-        if self._context.state is State.RESIZING:  # all of them may have caught the drain
-            interrupted = [rank for rank in self._progress(members) if rank.heartbeat.stops]
-            hang = find_overstaying(interrupted, self._limits, 0.0)
-            if hang is not None and hang.rank is not None:
-                await self._kill_culprit(generation, hang.rank, hang)
-                return
         if self._inbox.longest_silence_s(members) <= self._limits.running_s:
             return
         hang = find_hang(self._progress(members), self._limits)
@@ -121,6 +114,7 @@ class HangDetector:
             age_s=age_s,
             overdue_s=max(0.0, age_s - WORKER_POLL_S),
             is_new=worker not in self._inbox.reported,
+            stop_caught_at=generation.stop_caught_at.get(worker, ""),
         )
 
     async def _kill_culprit(self, generation: GenerationState, rank: int, hang: Hang) -> None:

@@ -24,6 +24,7 @@ from rayzero.workers.messages import (
     Pinned,
     Restored,
     StepReport,
+    StopCaught,
     Stopped,
     WorkerMessage,
 )
@@ -200,6 +201,7 @@ class MessageDispatcher:
             Joined: self._on_joined,
             Restored: self._on_restored,
             Finished: self._on_left,
+            StopCaught: self._on_stop_caught,
             Stopped: self._on_left,
             Crashed: self._on_left,
             Pinned: replication.on_pinned,
@@ -249,6 +251,9 @@ class MessageDispatcher:
         ctx = self._context
         if ctx.generation.on_restored(worker, message, ctx.now_s()):
             ctx.timer.enter_phase("recompute")
+
+    def _on_stop_caught(self, worker: int, message: StopCaught) -> None:
+        self._context.generation.on_stop_caught(worker, message, self._context.now_s())
 
     def _on_left(self, worker: int, message: Finished | Stopped | Crashed) -> None:
         ctx, generation = self._context, self._context.generation

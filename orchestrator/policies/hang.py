@@ -28,6 +28,7 @@ class RankProgress:
         heartbeat: its last one in this generation; `age_s` is its age.
         overdue_s: how late the reply to the current poll is; 0 if it is not late.
         is_new: whether its process has not finished a step yet, in any generation.
+        stop_caught_at: where it caught the exception that ends its generation; empty: nowhere.
     """
 
     node: str
@@ -36,6 +37,7 @@ class RankProgress:
     age_s: float = 0.0
     overdue_s: float = 0.0
     is_new: bool = False
+    stop_caught_at: str = ""
 
     @property
     def rank(self) -> int:
@@ -136,16 +138,15 @@ def find_overstaying(
         ending_s: for how long the generation has been ending.
     """
     for rank in ranks:
-        stays_s = max(ending_s, rank.heartbeat.stopping_s)
-        if max(rank.silent_s, stays_s) > limits.of(rank):
-            stops, place = rank.heartbeat.stops, rank.heartbeat.stop_place
+        if max(rank.silent_s, ending_s) > limits.of(rank):
+            stays = f"has not left its generation for {ending_s:.1f} s"
             caught = (
-                f"{rank} caught the exception that ends its generation, and continued: it was "
-                f"raised {stops} times in {stays_s:.1f} s, at last by {place}. Let BaseException "
-                "pass, or raise it again"
+                f"{rank} {stays}: its function caught the exception that ends it, and continued to "
+                f"{rank.stop_caught_at}. Let BaseException pass, or raise it again"
             )
-            held = f"{rank} has not left its generation for {stays_s:.1f} s, in {rank.activity}"
-            return Hang(rank.rank, caught if stops else held, caught_stop=stops > 0)
+            held = f"{rank} {stays}, in {rank.activity}"
+            place = rank.stop_caught_at
+            return Hang(rank.rank, caught if place else held, caught_stop=bool(place))
     return None
 
 

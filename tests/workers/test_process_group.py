@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from rayzero.workers import process_group
+from rayzero.workers.process_group import SocketTracker
 
 RANK = textwrap.dedent(
     """
@@ -74,6 +78,28 @@ def test_shutdown_ends_wait_for_stopped_peer():
         for process in ranks:
             process.kill()
             process.communicate()
+
+
+def test_reused_descriptor_is_not_shut_down(monkeypatch: pytest.MonkeyPatch):
+    """A tracked socket is closed, and its number reused, between the listing and the shutdown."""
+    listing = process_group._open_sockets
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        tracker = SocketTracker()
+        with tracker.recording():
+            tracked = socket.create_connection(listener.getsockname())
+        newer = []
+
+        def list_then_reuse() -> dict[str, int]:
+            sockets, number = listing(), tracked.fileno()
+            tracked.close()
+            newer.append(socket.create_connection(listener.getsockname()))
+            assert newer[0].fileno() == number
+            return sockets
+
+        monkeypatch.setattr(process_group, "_open_sockets", list_then_reuse)
+        tracker.shutdown()
+        with newer[0]:
+            newer[0].send(b"still connected")
 
 
 def start(rank: int) -> subprocess.Popen[str]:

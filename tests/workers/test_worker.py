@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -111,6 +112,31 @@ def test_user_except_does_not_swallow_interrupt(make_worker: MakeWorker):
     poll_until(worker.poll, StepReport)
     worker.stop(1)
     assert LogLine(0, "stdout", "caught") not in poll_until(worker.poll, Stopped)
+
+
+def test_next_generation_waits_for_an_abort_in_flight(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+):
+    """It would meet the new generation's process group."""
+    worker = make_worker("returns")
+    begin(worker)
+    poll_until(worker.poll, Finished)
+    aborting, release = Event(), Event()
+
+    def abort(sockets: SocketTracker) -> None:
+        aborting.set()
+        assert release.wait(20)
+
+    monkeypatch.setattr(process_group, "interrupt_collectives", abort)
+    worker.fence(1)
+    assert aborting.wait(20)
+    assigning = Thread(target=begin, args=(worker, 2))
+    assigning.start()
+    assigning.join(0.1)
+    assert assigning.is_alive()
+    release.set()
+    assigning.join(20)
+    assert Joined(2, 0) in poll_until(worker.poll, Finished)
 
 
 def test_crash_follows_all_printed_lines(make_worker: MakeWorker):

@@ -10,7 +10,7 @@ from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job_events import FaultDetected, JobWarning
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies.failure import FaultCause
-from rayzero.workers.messages import Finished
+from rayzero.workers.messages import Finished, StopCaught
 from tests.orchestrator.fake_cluster import FakeCluster
 from tests.orchestrator.support import Harness, async_test, settle
 
@@ -81,8 +81,11 @@ async def test_function_that_catches_the_stop_again_is_a_user_error(folder: Path
     await harness.steps(1)
     for survivor, killed in ((1, 0), (3, 2)):
         cluster.processes[survivor].stuck = True
-        cluster.send_heartbeat(survivor, stops=2, stop_place="train (job.py:12)")
+        assignment = harness.assignments[survivor]
+        generation, rank = assignment.generation, assignment.rank
+        cluster.send_heartbeat(survivor)
         cluster.kill(killed)
+        cluster.send(survivor, StopCaught(generation, rank, "train (job.py:12)"))
         await harness.clock.advance(62)
         if survivor == 1:
             assert ("kill", 1) in cluster.commands
@@ -105,7 +108,7 @@ async def test_rank_that_stays_after_a_drain_is_killed(folder: Path):
     await harness.clock.advance(1)
     assert harness.states[-1] is State.RESIZING
     left, stays = cluster.processes[0], cluster.processes[1]
-    cluster.send_heartbeat(1, waiting=True, stops=1, stop_place="train (job.py:12)")
+    cluster.send_heartbeat(1, waiting=True)
     cluster._unwind(left)
     stays.stuck = True
     await harness.clock.advance(62)
@@ -122,12 +125,15 @@ async def test_drain_that_the_only_rank_catches_ends_by_the_hang_rule(folder: Pa
     cluster.join()
     await harness.clock.advance(1)
     assert harness.states[-1] is State.RESIZING
-    caught = {"stops": 9, "stop_place": "train (job.py:12)", "silent_s": 0.1}
-    cluster.send_heartbeat(0, **caught, stopping_s=59.0)
-    await harness.clock.advance(2)
+    cluster.processes[0].stuck = True
+    older = StopCaught(0, 0, "late (job.py:1)")
+    cluster.send(0, older, StopCaught(harness.assignments[0].generation, 0, "train (job.py:12)"))
+    for _ in range(59):
+        cluster.send_heartbeat(0, silent_s=0.1)
+        await harness.clock.advance(1)
     assert ("kill", 0) not in cluster.commands
-    cluster.send_heartbeat(0, **caught, stopping_s=61.0)
-    await harness.clock.advance(2)
+    cluster.send_heartbeat(0, silent_s=0.1)
+    await harness.clock.advance(3)
     assert ("kill", 0) in cluster.commands
     assert sorted(harness.assignments) == [1]
     await harness.finish()

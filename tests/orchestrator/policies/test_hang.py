@@ -164,12 +164,12 @@ def test_rank_may_stay_in_an_ending_generation_as_long_as_it_may_hang():
 
 def test_rank_that_catches_the_stop_is_named_with_the_place():
     caught = rank(1, "forward", waiting=False, silent_s=0)
-    beat = replace(caught.heartbeat, stops=3, stop_place="train (job.py:12)")
-    hang = find_overstaying([replace(caught, heartbeat=beat)], LIMITS, ending_s=31)
+    caught = replace(caught, stop_caught_at="train (job.py:12)")
+    hang = find_overstaying([caught], LIMITS, ending_s=31)
     assert hang is not None
     assert hang.caught_stop
-    assert "rank 1 on node node-1 (pid 101) caught the exception" in hang.reason
-    assert "raised 3 times in 31.0 s, at last by train (job.py:12)" in hang.reason
+    assert "rank 1 on node node-1 (pid 101) has not left its generation for 31.0 s" in hang.reason
+    assert "and continued to train (job.py:12)" in hang.reason
 
 
 def test_rank_that_returned_before_a_collective_is_named():
