@@ -28,25 +28,37 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.clusters import connect_to_cluster
-from benchmarks.episode import (
-    NON_DISRUPTIVE,
-    WORLD_SIZE,
-    Outcome,
-    Plan,
-    Recovery,
-    kind_of,
-    plan,
-    run,
-)
+from benchmarks.disruptions import DISRUPTIONS
+from benchmarks.episode import Outcome, run
 from benchmarks.machine import describe_machine, format_machine
+from benchmarks.soak_control import FOLDER_VARIABLE
+from benchmarks.soak_plan import Plan, kind_of, plan
+from benchmarks.soak_submission import CPUS, NON_DISRUPTIVE, Recovery
 from rayzero.workers.chaos.spec import FAULT_KINDS
 
 EPISODE_FAULTS = 5
-SINGLE_NODE_KINDS = tuple(name for name, kind in FAULT_KINDS.items() if kind.target != "cluster")
-MULTI_NODE_KINDS = (*SINGLE_NODE_KINDS, "drop_node")
-"""Without `partition`: the nodes share one network. It has a separate test."""
-CPUS = {1: WORLD_SIZE + 1, 2: WORLD_SIZE - 1}
-"""CPUs per node, by number of nodes. With two nodes, one cannot hold all workers."""
+UNUSED_KINDS = ("partition",)
+"""The nodes share one network. It has a separate test."""
+DESCRIPTIONS = {
+    **{name: kind.description for name, kind in FAULT_KINDS.items() if name not in UNUSED_KINDS},
+    **{name: kind.description for name, kind in DISRUPTIONS.items()},
+}
+
+
+def kinds_for(nodes: int) -> list[str]:
+    """The kinds of faults that need no more than so many nodes."""
+    return [name for name in DESCRIPTIONS if _nodes_needed(name) <= nodes]
+
+
+def why_not(name: str) -> str:
+    """Why this machine cannot inflict faults of that kind; empty if it can."""
+    return DISRUPTIONS[name].why_not() if name in DISRUPTIONS else ""
+
+
+def _nodes_needed(name: str) -> int:
+    if name in DISRUPTIONS:
+        return DISRUPTIONS[name].min_nodes
+    return 2 if FAULT_KINDS[name].target == "cluster" else 1
 
 
 class Record:
@@ -109,13 +121,13 @@ def show(console: Console, outcomes: list[Outcome]) -> None:
         column.justify = "right"
     fired = Counter(kind_of(text) for outcome in outcomes for text in outcome.fired)
     recoveries = [recovery for outcome in outcomes for recovery in outcome.recoveries]
-    others = sorted({recovery.kind for recovery in recoveries} - set(FAULT_KINDS))
-    for kind in [*(name for name in FAULT_KINDS if fired[name]), *others]:
+    others = sorted({recovery.kind for recovery in recoveries} - set(DESCRIPTIONS))
+    for kind in [*(name for name in DESCRIPTIONS if fired[name]), *others]:
         seconds = [r.seconds for r in recoveries if r.kind == kind]
         table.add_row(
             kind,
             str(fired[kind]),
-            "-" if kind in NON_DISRUPTIVE else str(len(seconds)),
+            str(len(seconds)) if _needs_repair(kind) or seconds else "-",
             f"{median(seconds):.3f}" if seconds else "-",
             f"{max(seconds):.3f}" if seconds else "-",
             str(sum(r.steps_redone for r in recoveries if r.kind == kind)),
@@ -123,10 +135,15 @@ def show(console: Console, outcomes: list[Outcome]) -> None:
     console.print(table)
 
 
+def _needs_repair(kind: str) -> bool:
+    return DISRUPTIONS[kind].needs_repair if kind in DISRUPTIONS else kind not in NON_DISRUPTIVE
+
+
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.soak",
         description=__doc__,
+        epilog=_list_kinds(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--faults", type=int, default=100, help="total number of faults")
@@ -134,22 +151,36 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--nodes", type=int, default=1, choices=[*CPUS], help="nodes of the cluster"
     )
-    parser.add_argument("--kinds", help=f"default: all, {', '.join(MULTI_NODE_KINDS)} (two nodes)")
+    parser.add_argument(
+        "--kinds", help="kinds of faults, separated by commas; default: all that can be inflicted"
+    )
     parser.add_argument(
         "--state", type=Path, metavar="PATH", help="record file; default: runs/soak-<seed>.json"
     )
     parser.add_argument("--keep", action="store_true", help="keep the files of every episode")
     parser.add_argument("--resume", action="store_true", help="continue an existing record")
     options = parser.parse_args(arguments)
-    allowed = SINGLE_NODE_KINDS if options.nodes == 1 else MULTI_NODE_KINDS
-    options.kinds = options.kinds.split(",") if options.kinds else [*allowed]
-    unknown = [name for name in options.kinds if name not in allowed]
-    if unknown:
+    allowed = kinds_for(options.nodes)
+    refused = {name: reason for name in allowed if (reason := why_not(name))}
+    default = [name for name in allowed if name not in refused]
+    options.kinds = options.kinds.split(",") if options.kinds else default
+    if unknown := [name for name in options.kinds if name not in allowed]:
         parser.error(f"unknown kinds {unknown}; allowed: {', '.join(allowed)}")
+    if impossible := [f"{name}: {refused[name]}" for name in options.kinds if name in refused]:
+        parser.error(f"this machine cannot inflict {'; '.join(impossible)}")
+    options.refused = refused
     if options.faults < 1:
         parser.error("at least one fault is required")
     options.state = options.state or Path(f"runs/soak-{options.seed}.json")
     return options
+
+
+def _list_kinds() -> str:
+    lines = [
+        f"  {name:16} {text}{' (two nodes)' * (_nodes_needed(name) > 1)}"
+        for name, text in DESCRIPTIONS.items()
+    ]
+    return "\n".join(["kinds of faults:", *lines])
 
 
 def main(arguments: list[str]) -> int:
@@ -166,17 +197,23 @@ def main(arguments: list[str]) -> int:
         console.print(f"cannot resume: {reason}", style="red")
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the workers
+    for name, reason in options.refused.items():
+        console.print(f"without {name}: {reason}")
+    control = tempfile.mkdtemp(prefix="soak-control-")
+    os.environ[FOLDER_VARIABLE] = control  # inherited by the workers
     with connect_to_cluster(options.nodes, CPUS[options.nodes]) as replace_lost_nodes:
         for episode in remaining_episodes(options, len(record.outcomes)):
             folder = Path(tempfile.mkdtemp(prefix=f"soak-{episode.number}-"))
             replace_lost_nodes()
-            outcome = run(episode, folder, replace_lost_nodes)
+            outcome = run(episode, folder, options.nodes, replace_lost_nodes)
             record.add(outcome)
             console.print(format_outcome(outcome), style="red" if outcome.lost else None)
             if outcome.lost or options.keep:
+                shutil.copytree(control, folder / "control")
                 console.print(f"  faults: {', '.join(episode.faults)}; files: {folder}")
             else:
                 shutil.rmtree(folder)
+    shutil.rmtree(control)
     lost = sum(bool(outcome.lost) for outcome in record.outcomes)
     fired = sum(len(outcome.fired) for outcome in record.outcomes)
     console.print(format_machine(settings))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.soak_control import RankState, SoakControl, parse_disruption
 from rayzero.engine.data.sampling import SampleOrder
 from rayzero.workers.chaos.inject import FaultRecord
-from rayzero.workers.chaos.spec import parse_fault
+from rayzero.workers.chaos.spec import FaultFired, parse_fault
 from rayzero.workers.session import Context
 
 SAMPLES, LENGTH = 12, 50  # per step, per epoch: epochs end within a step
@@ -50,12 +52,16 @@ def engine_config(stage: int) -> dict[str, Any]:
 def train(ctx: Context) -> None:
     """Train for `ctx.steps` steps and save the weights to `weights.pt`.
 
-    Slows down while workers are missing: a pending fault may target a rank that has yet to join.
+    Slows down while workers are missing, and while a fault is due: it may target a rank that has
+    yet to join, or wait until the last one is repaired.
     """
+    control = SoakControl.from_environment()
     model = make_model(ctx.seed)
     engine, _, loader, _ = ctx.initialize(model=model, training_data=Points())
     for x, y in loader.steps(ctx.steps - engine.progress.step):
-        time.sleep(_pause_s(ctx, ctx.steps - engine.progress.step))
+        step = engine.progress.step
+        control.report(RankState(ctx.rank, os.getpid(), step, ctx.world_size))
+        time.sleep(_pause_s(ctx, step))
         engine.backward(nn.functional.mse_loss(engine(x), y))
         engine.step()
     weights = engine.state_dict()
@@ -63,18 +69,31 @@ def train(ctx: Context) -> None:
         torch.save(weights, ctx.output_dir / "weights.pt")
 
 
-def _pause_s(ctx: Context, remaining_steps: int) -> float:
-    if ctx.world_size == ctx.args["world_size"]:
-        return SHORT_PAUSE_S
-    if remaining_steps > TAIL or not unfired_faults(ctx.args["faults"], str(ctx.output_dir)):
-        return PAUSE_S
-    return LONG_PAUSE_S
+def _pause_s(ctx: Context, step: int) -> float:
+    unfired = unfired_faults(ctx.args["faults"], str(ctx.output_dir))
+    if ctx.steps - step <= TAIL and unfired:
+        return LONG_PAUSE_S
+    due = [parsed for text in unfired if (parsed := parse_disruption(text)) and parsed[1] <= step]
+    is_complete = ctx.world_size == ctx.args["world_size"]
+    return SHORT_PAUSE_S if is_complete and not due else PAUSE_S
 
 
-def unfired_faults(faults: list[str], output_dir: str) -> list[str]:
+def read_fired(output_dir: str, control: SoakControl | None = None) -> list[FaultFired]:
+    """The faults of both sorts that have taken effect."""
+    control = control or SoakControl.from_environment()
+    return [*FaultRecord(output_dir).read(), *control.record.read()]
+
+
+def unfired_faults(
+    faults: list[str], output_dir: str, control: SoakControl | None = None
+) -> list[str]:
     """Faults that fired fewer times than specified."""
-    fired = [event.fault for event in FaultRecord(output_dir).read()]
-    return [text for text in faults if fired.count(text) < parse_fault(text).total_firings]
+    fired = [event.fault for event in read_fired(output_dir, control)]
+    return [text for text in faults if fired.count(text) < _total_firings(text)]
+
+
+def _total_firings(text: str) -> int:
+    return 1 if parse_disruption(text) else parse_fault(text).total_firings
 
 
 def train_reference(steps: int, seed: int) -> dict[str, Tensor]:

@@ -9,20 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.episode import Outcome, Recovery, plan
+from benchmarks.episode import Outcome
 from benchmarks.soak import (
     EPISODE_FAULTS,
-    SINGLE_NODE_KINDS,
     Record,
     format_outcome,
+    kinds_for,
     parse_arguments,
     remaining_episodes,
 )
+from benchmarks.soak_control import SoakControl
 from benchmarks.soak_job import unfired_faults
+from benchmarks.soak_plan import plan
+from benchmarks.soak_submission import Recovery
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired, parse_fault
 
 ROOT = Path(__file__).resolve().parents[2]
+SINGLE_NODE_KINDS = kinds_for(nodes=1)
 
 
 def outcome(number: int, *lost: str) -> Outcome:
@@ -65,11 +69,11 @@ def test_resume_requires_matching_settings(tmp_path: Path) -> None:
 
 def test_fault_that_fired_too_few_times_is_reported(tmp_path: Path) -> None:
     twice = "slow(rank=0, step=2, seconds=0.1, steps=2)"
-    record = FaultRecord(tmp_path)
+    record, control = FaultRecord(tmp_path), SoakControl(tmp_path / "control")
     record.add(FaultFired(0, 2, twice))
-    assert unfired_faults([twice], str(tmp_path)) == [twice]
+    assert unfired_faults([twice], str(tmp_path), control) == [twice]
     record.add(FaultFired(0, 3, twice))
-    assert unfired_faults([twice], str(tmp_path)) == []
+    assert unfired_faults([twice], str(tmp_path), control) == []
 
 
 @pytest.mark.slow

@@ -1,0 +1,82 @@
+"""Faults that the soak test inflicts on a job from outside, beside those of the fault language."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.soak_control import parse_disruption
+from benchmarks.soak_target import JobEndedError, NotHeldError, Target
+
+
+def _no_reason() -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Disruption:
+    """One kind.
+
+    Args:
+        inflict: inflicts it once, and undoes what the job must not find later. It may return before
+            the job is repaired; it calls `Target.mark_fired` where the effect is earlier than its
+            return. Raises NotHeldError if the job does not bear it.
+        min_nodes: worker nodes that it needs.
+        per_episode: at most so many in an episode; 0: any number.
+        at_start: may be inflicted before the first step, too.
+        needs_repair: whether workers are lost by it.
+        why_not: why this machine cannot; empty if it can.
+    """
+
+    name: str
+    description: str
+    inflict: Callable[[Target, random.Random], None]
+    min_nodes: int = 1
+    per_episode: int = 0
+    at_start: bool = False
+    needs_repair: bool = True
+    why_not: Callable[[], str] = _no_reason
+
+
+_KINDS: tuple[Disruption, ...] = ()
+DISRUPTIONS: Mapping[str, Disruption] = {kind.name: kind for kind in _KINDS}
+
+
+class DisruptionRunner:
+    """Inflicts disruptions at their steps, one at a time, in a thread of its own until `stop`."""
+
+    def __init__(self, target: Target, texts: Sequence[str], seed: int) -> None:
+        self.problems: list[str] = []
+        self._target = target
+        self._texts = texts
+        self._rng = random.Random(seed)
+        self._thread = threading.Thread(target=self._run, name="disruptions", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """To be called when the job has ended: every wait of an inflicting function ends then."""
+        self._target.ended.set()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self.problems.append(
+                f"{self._target.text} did not return {timeout_s:g} s after the job"
+            )
+
+    def _run(self) -> None:
+        for text in self._texts:
+            name, step = parse_disruption(text) or ("", 0)
+            self._target.text = text
+            try:
+                self._target.wait_for_step(step, timeout_s=float("inf"))
+                DISRUPTIONS[name].inflict(self._target, self._rng)
+                self._target.mark_fired()
+            except JobEndedError:
+                return  # what has not been recorded is reported as not fired
+            except NotHeldError as error:
+                self.problems.append(str(error))
+            except Exception as error:  # noqa: BLE001  # a thread's exception must not be lost
+                self.problems.append(f"{text} failed: {error!r}")

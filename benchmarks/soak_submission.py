@@ -1,0 +1,213 @@
+"""A submission of a soak test's job: the first one, and one that takes the job over from it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks import soak_job
+from benchmarks.clusters import connect_to_cluster
+from benchmarks.disruptions import DISRUPTIONS
+from benchmarks.soak_control import SoakControl, parse_disruption
+from benchmarks.soak_plan import WORLD_SIZE, Plan, kind_of
+from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.job.api import Job
+from rayzero.orchestrator.job_events import JobEvent, Repaired, Resized
+from rayzero.orchestrator.progress import StepRecord
+from rayzero.orchestrator.spec import Workers
+from rayzero.workers.chaos.spec import FAULT_KINDS, FaultFired
+
+JOB_NAME = "soak"
+TIMEOUT_S = 400.0
+"""For a whole episode."""
+STOP_TIMEOUT_S = 60.0
+POLL_INTERVAL_S = 1.0
+CHECKPOINT_INTERVAL = 5
+HANG_TIMEOUT_S = 4.0
+LEASE_S = 3.0
+CPUS = {1: WORLD_SIZE + 1, 2: WORLD_SIZE - 1}
+"""CPUs per node, by number of nodes. With two nodes, one cannot hold all workers."""
+NON_DISRUPTIVE = ("slow", "tear_file", "full_disk", "slow_store")
+"""Faults of the language that require no repair."""
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """A repair, or the refill of a vault: its cause and cost."""
+
+    kind: str
+    seconds: float
+    steps_redone: int
+
+
+def make_job(episode: Plan, folder: Path) -> Job:
+    """The job of an episode. Two calls return the same job."""
+    return Job(
+        name=JOB_NAME,
+        entrypoint="benchmarks.soak_job:train",
+        engine=soak_job.engine_config(episode.stage),
+        workers=Workers(min=1, max=WORLD_SIZE),
+        args={"world_size": WORLD_SIZE, "faults": list(episode.faults)},
+        steps=episode.steps,
+        seed=episode.seed,
+        checkpoint={
+            "path": str(folder),
+            "every_steps": CHECKPOINT_INTERVAL,
+            "lease_s": LEASE_S,
+        },
+        recovery={"hang_timeout_s": HANG_TIMEOUT_S, "max_faults": 1000, "fault_window_s": 1.0},
+        faults=[text for text in episode.faults if parse_disruption(text) is None],
+        ledger=True,
+    )
+
+
+def run_job(
+    episode: Plan,
+    folder: Path,
+    log: EventLogger,
+    replace_lost_nodes: Callable[[], None],
+    deadline_s: float,
+    is_taken_over: Callable[[], bool] = lambda: False,
+) -> str:
+    """Submit the job and wait for its end, or until another submission has taken it over. Returns
+    the error; empty if it succeeded.
+
+    Args:
+        deadline_s: by the monotonic clock.
+    """
+    handle = make_job(episode, folder).submit(observer=log)
+    try:
+        while time.monotonic() < deadline_s and not handle.wait(POLL_INTERVAL_S):
+            if is_taken_over():
+                return ""
+            replace_lost_nodes()
+        if not handle.wait(0.0):
+            return f"the job did not end within {TIMEOUT_S:g} s"
+        handle.result()
+    except RayzeroError as error:
+        return f"the job failed: {error}"
+    finally:
+        if not is_taken_over():
+            handle.end()
+    return ""
+
+
+class EventLogger:
+    """An observer that attributes each recovery to its fault and logs all events to a file."""
+
+    def __init__(self, output_dir: Path, control: SoakControl) -> None:
+        self.recoveries: list[Recovery] = []
+        self._output_dir = output_dir
+        self._control = control
+        self._attributed: list[FaultFired] = []
+        self._start_s = time.monotonic()
+        self._steps = 0
+
+    def on_event(self, event: JobEvent) -> None:
+        if isinstance(event, StepRecord):
+            self._steps = event.step
+            return
+        with (self._control.folder / "events.txt").open("a") as file:
+            elapsed_s = time.monotonic() - self._start_s
+            file.write(f"{elapsed_s:7.2f} s, {self._steps:3} steps: {event}\n")
+        if isinstance(event, Repaired):
+            kind = self._cause(event.cause)
+            self.recoveries.append(Recovery(kind, _seconds(event), event.steps_redone))
+        elif isinstance(event, Resized) and "vault" in event.reason:
+            self.recoveries.append(Recovery("kill_vault", _seconds(event), 0))
+
+    def _cause(self, reported: str) -> str:
+        """Kind of the first fault since the last repair; the reported cause if there is none."""
+        fired = soak_job.read_fired(str(self._output_dir), self._control)
+        new = [kind_of(event.fault) for event in fired if event not in self._attributed]
+        self._attributed += fired
+        return next((kind for kind in new if _disrupts(kind)), f"({reported})")
+
+
+def _seconds(recovery: Repaired | Resized) -> float:
+    """Duration, excluding the current step, which a resize allows to finish."""
+    return recovery.total_s - recovery.seconds.get("drain", 0.0)
+
+
+def _disrupts(kind: str) -> bool:
+    if kind in DISRUPTIONS:
+        return DISRUPTIONS[kind].needs_repair
+    return kind not in NON_DISRUPTIVE and FAULT_KINDS[kind].target != "vault"
+
+
+class Successor:
+    """A second submission of the job, which takes it over from a controller that is paused.
+
+    Its process has a cluster of its own, and sees another boot id: for the lease of the job's
+    folder it is another machine, which cannot know whether the first controller lives.
+    """
+
+    def __init__(self, episode: Plan, folder: Path, nodes: int) -> None:
+        self._episode = episode
+        self._folder = folder
+        self._nodes = nodes
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> int:
+        """Returns its process. Called by the runner's thread, at most once."""
+        arguments = {"episode": asdict(self._episode), "nodes": self._nodes}
+        request = self._folder / "successor.json"
+        request.write_text(json.dumps(arguments))
+        boot_id = self._folder / "boot_id"
+        boot_id.write_text(f"{uuid.uuid4()}\n")
+        script = f'mount --bind "{boot_id}" {_BOOT_ID} && exec "$@"'
+        command = ["unshare", "--mount", "--propagation", "slave", "sh", "-c", script, "sh"]
+        command += [sys.executable, "-m", "benchmarks.soak_submission", str(request)]
+        with (self._folder / "successor.log").open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output)
+        self._process = process
+        return process.pid
+
+    def is_started(self) -> bool:
+        return self._process is not None
+
+    def wait(self, deadline_s: float) -> tuple[str, list[Recovery]]:
+        """Its error, empty if it succeeded, and its recoveries."""
+        assert self._process is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, deadline_s - time.monotonic()) + STOP_TIMEOUT_S)
+        result = self._folder / "successor-result.json"
+        if not result.exists():
+            return f"the second submission did not end: {self._folder}/successor.log", []
+        values = json.loads(result.read_text())
+        return values["error"], [Recovery(**entry) for entry in values["recoveries"]]
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+
+
+def main(arguments: list[str]) -> int:
+    """Runs a second submission, as `Successor.start` describes it."""
+    path = Path(arguments[0])
+    request = json.loads(path.read_text())
+    values, nodes = request["episode"], request["nodes"]
+    episode = Plan(**(values | {"faults": tuple(values["faults"])}))
+    log = EventLogger(path.parent / JOB_NAME, SoakControl.from_environment())
+    deadline_s = time.monotonic() + TIMEOUT_S
+    with connect_to_cluster(nodes, CPUS[nodes]) as replace_lost_nodes:
+        error = run_job(episode, path.parent, log, replace_lost_nodes, deadline_s)
+    result = {"error": error, "recoveries": [asdict(entry) for entry in log.recoveries]}
+    (path.parent / "successor-result.json").write_text(json.dumps(result))
+    return int(bool(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
