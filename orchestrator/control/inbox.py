@@ -129,7 +129,9 @@ class WorkerInbox:
             for worker, messages in reports.messages:
                 if worker in heard_at_s:
                     heard_at_s[worker] = now_s
-                messages = self._bound_lines(worker, messages)
+                # The last one is a heartbeat. Usually there are no lines: the test must be cheap.
+                if len(messages) > 2 or (messages and type(messages[0]) is LogLine):
+                    messages = self._bound_lines(worker, messages)
                 if worker in pending:
                     pending[worker].extend(messages)
                 elif messages:

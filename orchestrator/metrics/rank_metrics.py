@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from rayzero.workers.messages import Heartbeat, StepReport
 
@@ -36,9 +37,15 @@ class RankMetrics:
     def add_traffic(self, totals: defaultdict[str, float]) -> None:
         """Adds what this rank's engine has moved since it was built."""
         if self.report is not None:
-            for name, amount in self.report.gauges.items():
-                if name.startswith(TRAFFIC_PREFIX):
-                    totals[name] += max(0.0, amount)
+            gauges = self.report.gauges
+            for name in _traffic_names(tuple(gauges)):
+                totals[name] += max(0.0, gauges[name])
+
+
+@lru_cache(maxsize=64)
+def _traffic_names(gauges: tuple[str, ...]) -> tuple[str, ...]:
+    """Nearly all ranks report the same gauges, and each repair asks all of them."""
+    return tuple(name for name in gauges if name.startswith(TRAFFIC_PREFIX))
 
 
 @dataclass

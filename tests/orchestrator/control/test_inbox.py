@@ -85,7 +85,7 @@ def test_undelivered_log_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.M
         harness.inbox.start(range(5))
         line = LogLine(7, "stdout", "x" * 100)
         for _ in range(2):
-            batch: list[WorkerMessage] = [HEARTBEAT, line]
+            batch: list[WorkerMessage] = [line, HEARTBEAT]
             harness.reports.put_nowait(WorkerReports([(n, list(batch)) for n in range(5)]))
             await settle()
         assert len(harness.delivered) == 20, "nothing but lines is dropped"
