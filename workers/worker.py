@@ -44,6 +44,8 @@ from rayzero.workers.vault.records import SlotInfo
 
 FENCE_INTERVAL_S = 0.1
 """How often a fenced generation's waits for peers are aborted until its thread has left."""
+MAX_RESULT_BYTES = 2**20
+"""Of the function's result as JSON: the summary, the log and the process that follows copy it."""
 
 
 class WorkerProcess(WorkerCalls):
@@ -199,15 +201,17 @@ class WorkerProcess(WorkerCalls):
         return torch.device("cuda", 0)  # Ray makes only the worker's own device visible
 
     def _json_result(self, result: Any) -> dict[str, Any] | None:
-        """The function's result as JSON; None, with a log line, if it cannot be encoded."""
+        """The function's result as JSON; None, with a log line, if it is large or not encodable."""
         if result is None:
             return None
         try:
             if not isinstance(result, Mapping):
                 raise TypeError(f"it is a {type(result).__name__}, not a dict")
-            return dict(json.loads(json.dumps(dict(result), default=_to_json_scalar)))
-        except (TypeError, ValueError) as error:
-            text = f"the training function's result cannot be written to the summary: {error}"
+            return dict(json.loads(_to_short_json(dict(result))))
+        except Exception as error:  # noqa: BLE001  # the values' own code runs; training is done
+            text = (
+                f"the training function's result cannot be written to the summary: {error!s:.999}"
+            )
             self._post_log("stderr", text)
             return None
 
@@ -234,6 +238,19 @@ def warm_up_torch() -> None:
     optimizer = torch.optim.AdamW([weight], fused=True)
     weight.square().sum().backward()
     optimizer.step()
+
+
+def _to_short_json(result: dict[Any, Any]) -> str:
+    parts, nbytes = [], 0
+    for part in json.JSONEncoder(default=_to_json_scalar).iterencode(result):
+        parts.append(part)
+        nbytes += len(part)  # ASCII
+        if nbytes > MAX_RESULT_BYTES:
+            raise ValueError(
+                f"as JSON it has over {nbytes} bytes; allowed: {MAX_RESULT_BYTES}; write what is "
+                "large to a file in `ctx.output_dir`, and return its name"
+            )
+    return "".join(parts)
 
 
 def _to_json_scalar(value: Any) -> Any:

@@ -42,6 +42,21 @@ def returns_non_json(ctx: Any) -> dict[str, Any]:
     return {"model": object()}
 
 
+def returns_a_vector(ctx: Any) -> dict[str, Any]:
+    return {"weights": torch.ones(2)}  # its `item()` raises RuntimeError
+
+
+def returns_deep(ctx: Any) -> dict[str, Any]:
+    value: Any = 1
+    for _ in range(100_000):
+        value = [value]
+    return {"value": value}
+
+
+def returns_much(ctx: Any) -> dict[str, Any]:
+    return {"losses": [0.125] * 200_000}
+
+
 class Holder:
     @staticmethod
     def train(ctx: Any) -> None:

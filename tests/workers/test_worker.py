@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -158,14 +159,26 @@ def test_invalid_entry_point_is_a_crash(make_worker: MakeWorker):
     assert (crash.kind, crash.step, crash.traceback) == ("entrypoint", 0, "")
 
 
-@pytest.mark.parametrize("function", ["returns_a_list", "returns_non_json"])
-def test_non_json_result_is_omitted_and_reported(make_worker: MakeWorker, function: str):
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("returns_a_list", "it is a list, not a dict"),
+        ("returns_non_json", "object is not a number"),
+        ("returns_a_vector", "2 elements"),
+        ("returns_deep", "recursion"),
+        ("returns_much", r"over 10485\d\d bytes; allowed: 1048576; .*ctx.output_dir"),
+    ],
+)
+def test_non_json_result_is_omitted_and_reported(
+    make_worker: MakeWorker, function: str, problem: str
+):
     worker = make_worker(function)
     begin(worker)
     messages = poll_until(worker.poll, Finished)
     (line,) = [m for m in messages if isinstance(m, LogLine)]
     (finished,) = [m for m in messages if isinstance(m, Finished)]
     assert line.stream == "stderr"
+    assert re.search(problem, line.text)
     assert finished.result is None
 
 
