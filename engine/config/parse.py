@@ -187,6 +187,8 @@ def _load_hjson(text: str, name: str) -> Any:
         return hjson.loads(text, object_pairs_hook=reject_duplicates)
     except RecursionError:
         raise ConfigError(f"{name} is not JSON or Hjson: it is nested too deeply") from None
+    except OverflowError:
+        raise ConfigError(f"{name} has a number above a float's range, such as 1e999") from None
     except (ValueError, IndexError, TypeError, AttributeError) as error:
         raise ConfigError(f"{name} is not JSON or Hjson: {error}") from None
 

@@ -148,6 +148,8 @@ def mutate_tree(document: Any, rng: random.Random, names: tuple[str, ...] = ()) 
     root = {"": deepcopy(document)}
     for _ in range(rng.randint(1, 3)):
         entries = list(_entries(root))[1:] or list(_entries(root))
+        if not entries:  # the document itself was removed
+            break
         parent, key = rng.choice(entries)
         _CHANGES[rng.randrange(len(_CHANGES))](parent, key, rng, entries, names)
     return root.get("", document)

@@ -58,6 +58,7 @@ def test_file_takes_precedence_over_base64(tmp_path: Path, monkeypatch: pytest.M
         (b'{"a":' * 60 + b"1" + b"}" * 60, "nested too deeply"),
         (b'"text"', "a mapping of keys to values was expected"),
         (b" ", r"c\.json' is empty"),
+        (b"{\n  gradient_clipping: 1e999\n}", r"c\.json' has a number above a float's range"),
         (b'{"train_batch_size": ' + b"9" * 6000 + b"}", "train_batch_size|not JSON"),
     ],
 )
