@@ -28,7 +28,7 @@ class CheckpointStore:
         warn: emits a warning; thread-safe.
         adopting: whether the run continues one that lost its controller: checkpoints in the job's
             folder belong to it, and take precedence over `checkpoint.resume`.
-        check_lease: called before each commit; raises if another process owns the folder.
+        check_lease: called before each change; raises if another process owns the folder.
     """
 
     def __init__(
@@ -68,14 +68,19 @@ class CheckpointStore:
 
     async def prune(self) -> None:
         """Removes checkpoints by `checkpoint.keep` and `keep_every`."""
+        await asyncio.to_thread(self._prune)
+
+    def _prune(self) -> None:
         keep, keep_every = self._settings.keep, self._settings.keep_every
-        await asyncio.to_thread(prune_checkpoints, self._plan.job_folder, keep, keep_every)
+        self._check_lease()
+        prune_checkpoints(self._plan.job_folder, keep, keep_every)
 
     def _write_manifest(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
         name, stage = self._plan.spec.name, self._plan.stage
         manifest = make_manifest(name, step, generation, files, stage=stage)
         self._check_lease()
-        commit_checkpoint(self.folder(step), manifest)
+        # Again if there is one: it may be that of a process which took over since then.
+        commit_checkpoint(self.folder(step), manifest, self._check_lease)
 
     def _find_resume_point(self) -> CheckpointRef | None:
         resume, own_folder = self._settings.resume, self._plan.job_folder

@@ -180,8 +180,9 @@ def _checkpoint_files(info: CheckpointInfo) -> list[StoreEntry]:
 
 
 def _leftover_files(info: CheckpointInfo, newest: CheckpointInfo) -> list[StoreEntry]:
-    """Files that no manifest lists and that are older than the newest manifest."""
-    if info.step > newest.step or info.status not in ("whole", "unfinished"):
+    """Files that no manifest lists and that are older than the newest manifest. Those next to it
+    are left: a process that lost the job's lease may still be about to commit them."""
+    if info.step >= newest.step or info.status not in ("whole", "unfinished"):
         return []
     newest_s = next(entry.modified_s for entry in newest.entries if entry.name == MANIFEST_NAME)
     listed = {MANIFEST_NAME} | {

@@ -27,6 +27,7 @@ PARTIAL_SUFFIX = ".partial"
 """Suffix of a local file that is not durable yet."""
 
 RANK_FILE_PATTERN = r"rank-[0-9]{5,10}-[0-9a-f]{8}\.safetensors"
+_MANIFEST_PATTERN = re.escape(MANIFEST_NAME) + r"(\.[0-9a-f]{8})?"
 
 _STEP_PATTERN = re.compile("step-(0|[1-9][0-9]{0,17})")
 _LENGTH_BYTES = 8  # the header's length, a little-endian number in front of it
@@ -50,10 +51,15 @@ def new_file_name(rank: int) -> str:
     return f"rank-{rank:05d}-{token_hex(4)}.safetensors"
 
 
+def partial_name(name: str, token: str = "") -> str:
+    """The name of a local file until it is durable; a token tells several writers apart."""
+    return f".{name}{'.' * bool(token)}{token}{PARTIAL_SUFFIX}"
+
+
 def is_checkpoint_file(name: str) -> bool:
     """Whether a file name in a step's folder is one of rayzero's, complete or partial."""
     name = name.removesuffix(PARTIAL_SUFFIX).removeprefix(".")
-    return name == MANIFEST_NAME or re.fullmatch(RANK_FILE_PATTERN, name) is not None
+    return re.fullmatch(rf"{_MANIFEST_PATTERN}|{RANK_FILE_PATTERN}", name) is not None
 
 
 def block_count(nbytes: int) -> int:

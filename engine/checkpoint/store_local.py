@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import Protocol
 
 from rayzero.engine.checkpoint.errors import StoreError, store_errors
-from rayzero.engine.checkpoint.format import PARTIAL_SUFFIX
+from rayzero.engine.checkpoint.format import partial_name
 
 SMALL_FILE_BYTES = 64 * 2**20
 """The default limit of files that are read as a whole."""
@@ -62,9 +63,15 @@ class Store(Protocol):
         is durable; after an exception, also of the iterator, or a crash it does not exist. A chunk
         has been written when the next one is requested."""
 
-    def replace(self, name: str, content: bytes) -> None:
+    def replace(
+        self, name: str, content: bytes, check: Callable[[], object] = lambda: None
+    ) -> None:
         """Atomically replace a small file: afterwards either version exists, whatever happens. The
-        new one is durable; remote stores read it back and compare."""
+        new one is durable; remote stores read it back and compare.
+
+        `check` is called at the last moment before a file is replaced, and may raise. A local
+        store without a file to replace does not call it: it never replaces one that appears then.
+        """
 
     def open(self, name: str) -> ReadStream:
         """Raises StoreError, of kind `gone` if the file does not exist, `unreadable` if it is not a
@@ -99,7 +106,32 @@ class LocalStore:
 
     def create(self, name: str, chunks: Iterable[memoryview]) -> None:
         path = self._folder / name
-        partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+        self._create(path, path.with_name(partial_name(path.name)), chunks, os.rename)
+
+    def replace(
+        self, name: str, content: bytes, check: Callable[[], object] = lambda: None
+    ) -> None:
+        def publish(partial: Path, path: Path) -> None:
+            try:
+                os.link(partial, path, follow_symlinks=False)
+            except OSError:  # there is a file, or the file system has no hard links
+                check()
+                os.rename(partial, path)
+            with suppress(OSError):
+                os.unlink(partial)
+
+        path = self._folder / name
+        # Unique: another process may be writing the same file.
+        partial = path.with_name(partial_name(path.name, token_hex(4)))
+        self._create(path, partial, [memoryview(content)], publish)
+
+    def _create(
+        self,
+        path: Path,
+        partial: Path,
+        chunks: Iterable[memoryview],
+        publish: Callable[[Path, Path], None],
+    ) -> None:
         with store_errors(str(path)):
             _make_folder(path.parent)
             fd = os.open(partial, _CREATE_FLAGS, 0o666)
@@ -109,15 +141,12 @@ class LocalStore:
                     os.fsync(fd)
                 finally:
                     os.close(fd)
-                os.rename(partial, path)
+                publish(partial, path)
             except BaseException:
                 with suppress(OSError):
                     os.unlink(partial)
                 raise
             _sync_folder(path.parent)
-
-    def replace(self, name: str, content: bytes) -> None:
-        self.create(name, [memoryview(content)])
 
     def open(self, name: str) -> LocalReadStream:
         path = self._folder / name

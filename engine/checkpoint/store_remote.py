@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -76,17 +76,21 @@ class RemoteStore:
                     self._fs.delete_file(path)
                 raise
 
-    def replace(self, name: str, content: bytes) -> None:
+    def replace(
+        self, name: str, content: bytes, check: Callable[[], object] = lambda: None
+    ) -> None:
         """One PUT, which is atomic. HDFS shows files while they are written, so there the file is
         written under another name and moved; for a moment neither version may exist."""
         moved = self._fs.type_name == "hdfs"
         written = f"{name}{PARTIAL_SUFFIX}" if moved else name
+        check()
         with self._errors(name):
             with self._fs.open_output_stream(self._path(written), compression=None) as stream:
                 stream.write(content)
             if self.read(written, len(content) + _EDGE_BYTES) != content:
                 raise StoreError("other", self._display_url(name), _READ_BACK_MISMATCH)
             if moved:
+                check()
                 with suppress(FileNotFoundError):
                     self._fs.delete_file(self._path(name))
                 self._fs.move(self._path(written), self._path(name))

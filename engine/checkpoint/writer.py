@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -60,9 +60,12 @@ def write_rank_file(
     return RankFile(name, rank, len(header) + len(data), checksum, blocks, table, metadata)
 
 
-def commit_checkpoint(folder: str, manifest: Manifest) -> None:
+def commit_checkpoint(
+    folder: str, manifest: Manifest, check: Callable[[], object] = lambda: None
+) -> None:
     """Make the checkpoint in `folder` exist durably, replacing an existing one. Raises StoreError,
-    of kind `gone` if a file is not visible from this node."""
+    of kind `gone` if a file is not visible from this node; and as `check`, which `Store.replace`
+    calls."""
     store = open_store(folder)
     sizes = {entry.name: entry.nbytes for entry in store.list_folder()}
     if missing := manifest.wrong_sizes(sizes):
@@ -72,7 +75,7 @@ def commit_checkpoint(folder: str, manifest: Manifest) -> None:
             f"{len(missing)} of {len(manifest.files)} files, such as {min(missing)}, were written "
             "by other nodes and are not visible from this one: all nodes must share this folder",
         )
-    store.replace(MANIFEST_NAME, manifest.to_bytes())
+    store.replace(MANIFEST_NAME, manifest.to_bytes(), check)
 
 
 class _Checksums:

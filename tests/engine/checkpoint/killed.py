@@ -15,7 +15,7 @@ from typing import Any
 from rayzero.engine.checkpoint import store_local
 from tests.engine.checkpoint.saving import save
 
-CALLS = ("open", "write", "fsync", "close", "rename", "mkdir", "unlink")
+CALLS = ("open", "write", "fsync", "close", "link", "rename", "mkdir", "unlink")
 
 
 class KillingOs:
@@ -39,10 +39,11 @@ class KillingOs:
             if fatal and name == "write":  # torn write: only a part reaches the disk
                 fd, data = args
                 return real(fd, data[: len(data) // 2]), self._kill()
-            result = real(*args, **kwargs)
-            if fatal:
-                self._kill()
-            return result
+            try:
+                return real(*args, **kwargs)
+            finally:
+                if fatal:
+                    self._kill()
 
         return call
 

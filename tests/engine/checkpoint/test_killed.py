@@ -92,8 +92,9 @@ def test_save_killed_at_any_system_call(folder, monkeypatch, where, again):
         assert newest_complete(str(job)).step == 3
         shutil.rmtree(job)
     assert sorted(committed) == committed, "a committed checkpoint stays committed"
-    last_rename = len(calls) - 1 - calls[::-1].index("rename")
-    assert committed.index(True) == last_rename + (where == "before")
+    committing = max(at for at, name in enumerate(calls) if name in ("link", "rename"))
+    assert calls[committing] == ("rename" if again else "link")
+    assert committed.index(True) == committing + (where == "before")
 
 
 def test_leftovers_are_pruned(tmp_path, monkeypatch):
@@ -113,7 +114,8 @@ def test_files_are_synced_before_rename_and_before_the_manifest(tmp_path, monkey
     """A power loss, unlike a kill, loses data that is not synced."""
     log: list[tuple[str, str]] = []
     names: dict[int, str] = {}
-    real = {name: getattr(os, name) for name in ("open", "fsync", "rename", "write", "mkdir")}
+    called = ("open", "fsync", "link", "rename", "write", "mkdir")
+    real = {name: getattr(os, name) for name in called}
 
     def open_(path, *args):
         fd = real["open"](path, *args)
@@ -128,6 +130,10 @@ def test_files_are_synced_before_rename_and_before_the_manifest(tmp_path, monkey
         log.append(("rename", Path(new).name))
         real["rename"](old, new)
 
+    def link(old, new, **kwargs):
+        log.append(("link", Path(new).name))
+        real["link"](old, new, **kwargs)
+
     def write(fd, data):
         if not log or log[-1] != ("write", names[fd]):
             log.append(("write", names[fd]))
@@ -140,14 +146,18 @@ def test_files_are_synced_before_rename_and_before_the_manifest(tmp_path, monkey
     for name, fake in (
         ("open", open_),
         ("fsync", fsync),
+        ("link", link),
         ("rename", rename),
         ("write", write),
         ("mkdir", mkdir),
     ):
         monkeypatch.setattr(store_local.os, name, fake)
+    monkeypatch.setattr(store_local, "token_hex", lambda size: "ab" * size)
     manifest = save(tmp_path / "job", 1)
     expected = [("mkdir", "job"), ("fsync", tmp_path.name), ("mkdir", "step-1"), ("fsync", "job")]
-    for name in (*(file.name for file in manifest.files), "manifest.json"):
+    for name in (file.name for file in manifest.files):
         partial = f".{name}.partial"
         expected += [("write", partial), ("fsync", partial), ("rename", name), ("fsync", "step-1")]
+    name, partial = "manifest.json", ".manifest.json.abababab.partial"
+    expected += [("write", partial), ("fsync", partial), ("link", name), ("fsync", "step-1")]
     assert log == expected

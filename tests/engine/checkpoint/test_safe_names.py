@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.engine.checkpoint import manifest
+from rayzero.engine.checkpoint import manifest, store_local
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError, StoreError
 from rayzero.engine.checkpoint.format import is_safe_name
 from rayzero.engine.checkpoint.imports.deepspeed_files import find_step_folder
@@ -62,12 +62,13 @@ def test_latest_file_cannot_escape_the_folder(latest: str, tmp_path: Path):
         find_step_folder(job)
 
 
-def test_replace_does_not_follow_symbolic_links(tmp_path: Path):
+def test_replace_does_not_follow_symbolic_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     victim = tmp_path / "victim"
     victim.write_text("original")
     folder = tmp_path / "job"
     folder.mkdir()
-    (folder / ".latest.partial").symlink_to(victim)
+    monkeypatch.setattr(store_local, "token_hex", lambda size: "ab" * size)
+    (folder / ".latest.abababab.partial").symlink_to(victim)
     with pytest.raises(StoreError):
         LocalStore(folder).replace("latest", b"new")
     assert victim.read_text() == "original"
