@@ -7,6 +7,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.scripted_faults import (
+    kill_in_long_step,
+    kill_starting,
+    make_folder_read_only,
+    swallow,
+    why_not_read_only,
+)
 from benchmarks.soak_control import parse_disruption
 from benchmarks.soak_target import JobEndedError, NotHeldError, Target
 
@@ -26,6 +33,7 @@ class Disruption:
         min_nodes: worker nodes that it needs.
         per_episode: at most so many in an episode; 0: any number.
         at_start: may be inflicted before the first step, too.
+        at_end: may be inflicted before the last step, too.
         needs_repair: whether workers are lost by it.
         why_not: why this machine cannot; empty if it can.
     """
@@ -36,11 +44,39 @@ class Disruption:
     min_nodes: int = 1
     per_episode: int = 0
     at_start: bool = False
+    at_end: bool = False
     needs_repair: bool = True
     why_not: Callable[[], str] = _no_reason
 
 
-_KINDS: tuple[Disruption, ...] = ()
+_KINDS = (
+    Disruption(
+        "long_step",
+        "SIGKILL to a worker while all ranks are inside one long call",
+        kill_in_long_step,
+    ),
+    Disruption(
+        "kill_starting",
+        "SIGKILL to a worker whose process starts or joins",
+        kill_starting,
+        at_start=True,
+    ),
+    Disruption(
+        "swallow",
+        "a training function catches the exception by which it must leave",
+        swallow,
+        per_episode=1,  # a second time in the same way is the user's error
+    ),
+    Disruption(
+        "read_only_folder",
+        "the job's folder is read-only for a while",
+        make_folder_read_only,
+        at_start=True,
+        at_end=True,
+        needs_repair=False,
+        why_not=why_not_read_only,
+    ),
+)
 DISRUPTIONS: Mapping[str, Disruption] = {kind.name: kind for kind in _KINDS}
 
 

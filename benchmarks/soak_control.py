@@ -97,6 +97,10 @@ class SoakControl:
     def report(self, state: RankState) -> None:
         self._write(f"rank-{state.rank}-{state.pid}", json.dumps(asdict(state)))
 
+    def has_reported(self) -> bool:
+        """Whether this process has been a rank."""
+        return any(self.folder.glob(f"rank-*-{os.getpid()}"))
+
     def ranks(self) -> list[RankState]:
         """The newest state of the ranks whose processes live, by rank."""
         states = []

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,10 @@ SHORT_PAUSE_S, PAUSE_S, LONG_PAUSE_S = 0.02, 0.2, 2.0
 TAIL = 20
 """Final steps, which wait longer for pending faults."""
 LEARNING_RATE = 1e-2
+LONG_CALL_S = 3.0
+"""Below the job's hang rule, and over a hundred usual steps."""
+SWALLOW_PAUSE_S = 0.1
+SAVE_TIMEOUT_S = 3.0
 
 
 class Points:
@@ -56,26 +63,70 @@ def train(ctx: Context) -> None:
     yet to join, or wait until the last one is repaired.
     """
     control = SoakControl.from_environment()
+    if not control.has_reported():
+        control.die_if_requested("joining")
     model = make_model(ctx.seed)
     engine, _, loader, _ = ctx.initialize(model=model, training_data=Points())
+    swallows = False
     for x, y in loader.steps(ctx.steps - engine.progress.step):
         step = engine.progress.step
         control.report(RankState(ctx.rank, os.getpid(), step, ctx.world_size))
         time.sleep(_pause_s(ctx, step))
-        engine.backward(nn.functional.mse_loss(engine(x), y))
-        engine.step()
+        _maybe_stay_long(control, step)
+        swallows = swallows or control.take(f"swallow-{os.getpid()}")
+        try:
+            engine.backward(nn.functional.mse_loss(engine(x), y))
+            engine.step()
+        except BaseException:
+            if not swallows:
+                raise
+            _swallow(lambda: engine(x))  # noqa: B023  # it does not return
     weights = engine.state_dict()
     if ctx.is_main:
-        torch.save(weights, ctx.output_dir / "weights.pt")
+        _save(weights, ctx.output_dir / "weights.pt")
+
+
+def _maybe_stay_long(control: SoakControl, step: int) -> None:
+    """One long call, of all ranks in the same step."""
+    if control.requested("long_step") == str(step):
+        control.mark(f"long_step-{step}")
+        time.sleep(LONG_CALL_S)
+
+
+def _swallow(call: Callable[[], object]) -> None:
+    """Does not leave, whatever a call of the engine raises."""
+    while True:
+        with suppress(BaseException):
+            call()
+        time.sleep(SWALLOW_PAUSE_S)
+
+
+def _save(weights: dict[str, Tensor], path: Path) -> None:
+    """Waits for a folder that cannot be written for a moment."""
+    deadline_s = time.monotonic() + SAVE_TIMEOUT_S
+    while True:
+        try:
+            torch.save(weights, path)
+            return
+        except (OSError, RuntimeError):
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(SHORT_PAUSE_S)
 
 
 def _pause_s(ctx: Context, step: int) -> float:
     unfired = unfired_faults(ctx.args["faults"], str(ctx.output_dir))
-    if ctx.steps - step <= TAIL and unfired:
+    due = [text for text in unfired if _step_of(text) <= step]
+    if due and ctx.steps - step <= TAIL:
         return LONG_PAUSE_S
-    due = [parsed for text in unfired if (parsed := parse_disruption(text)) and parsed[1] <= step]
     is_complete = ctx.world_size == ctx.args["world_size"]
-    return SHORT_PAUSE_S if is_complete and not due else PAUSE_S
+    is_awaited = any(parse_disruption(text) is not None for text in due)
+    return SHORT_PAUSE_S if is_complete and not is_awaited else PAUSE_S
+
+
+def _step_of(text: str) -> int:
+    parsed = parse_disruption(text)
+    return parsed[1] if parsed else parse_fault(text).step
 
 
 def read_fired(output_dir: str, control: SoakControl | None = None) -> list[FaultFired]:

@@ -13,8 +13,9 @@ from rayzero.workers.chaos.spec import parse_fault, random_faults
 
 STEPS_PER_FAULT = 20
 WORLD_SIZE = 3
-AT_START = 0.5
-"""How often the first fault of an episode precedes its first step, if it can."""
+AT_EDGE = 0.5
+"""How often the first fault of an episode precedes its first step, and the last one its last step,
+if they can."""
 
 
 @dataclass(frozen=True)
@@ -31,25 +32,30 @@ class Plan:
 def plan(seed: int, number: int, count: int, kinds: Sequence[str], nodes: int) -> Plan:
     """Plan the episode with the given number for the given soak seed."""
     rng = random.Random(f"{seed}-{number}")
-    episode_seed = rng.randrange(2**31)
-    steps = STEPS_PER_FAULT * count
-    faults: list[str] = []
-    for part in range(count):
+    episode_seed, stage = rng.randrange(2**31), rng.randrange(4)
+    steps = STEPS_PER_FAULT * count + soak_job.TAIL
+    names: list[str] = []
+    for _ in range(count):
+        names.append(rng.choice([name for name in kinds if not _is_used_up(name, names)] or kinds))
+    faults = []
+    for part, name in enumerate(names):
         step = rng.randint(max(2, STEPS_PER_FAULT * part), STEPS_PER_FAULT * (part + 1) - 1)
-        drawn = [parsed[0] for text in faults if (parsed := parse_disruption(text))]
-        allowed = [name for name in kinds if not _is_used_up(name, drawn)]
-        faults.append(_draw_fault(rng, rng.choice(allowed or kinds), step, nodes, not part))
-    return Plan(number, episode_seed, rng.randrange(4), steps + soak_job.TAIL, tuple(faults))
+        if (disruption := DISRUPTIONS.get(name)) is None:
+            faults.append(_draw_fault(rng, name, step, nodes))
+            continue
+        if disruption.at_start and part == 0 and rng.random() < AT_EDGE:
+            step = 0
+        elif disruption.at_end and part == count - 1 and rng.random() < AT_EDGE:
+            step = steps - 1
+        faults.append(format_disruption(name, step))
+    return Plan(number, episode_seed, stage, steps, tuple(faults))
 
 
 def _is_used_up(name: str, drawn: list[str]) -> bool:
     return name in DISRUPTIONS and 0 < DISRUPTIONS[name].per_episode <= drawn.count(name)
 
 
-def _draw_fault(rng: random.Random, name: str, step: int, nodes: int, is_first: bool) -> str:
-    if (disruption := DISRUPTIONS.get(name)) is not None:
-        at_start = disruption.at_start and is_first and rng.random() < AT_START
-        return format_disruption(name, 0 if at_start else step)
+def _draw_fault(rng: random.Random, name: str, step: int, nodes: int) -> str:
     (fault,) = random_faults(rng.randrange(2**31), 1, WORLD_SIZE, 2, [name])
     return str(replace(fault, step=step, node=fault.node % nodes))
 

@@ -52,7 +52,7 @@ def make_job(episode: Plan, folder: Path) -> Job:
     """The job of an episode. Two calls return the same job."""
     return Job(
         name=JOB_NAME,
-        entrypoint="benchmarks.soak_job:train",
+        entrypoint="benchmarks.soak_entry:train",
         engine=soak_job.engine_config(episode.stage),
         workers=Workers(min=1, max=WORLD_SIZE),
         args={"world_size": WORLD_SIZE, "faults": list(episode.faults)},

@@ -1,0 +1,127 @@
+"""Disruptions through the soak test's training function, and of the job's folder."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.soak_control import parse_disruption
+from benchmarks.soak_target import NotHeldError, Target
+from rayzero.workers.chaos.inject import FAULT_RECORD_FILE, FaultRecord
+
+START_TIMEOUT_S = 60.0
+SWALLOW_TIMEOUT_S = 30.0
+"""Many times the hang rule of the job."""
+STEPS_AHEAD = 4
+"""From a request to the step in which all ranks find it."""
+READ_ONLY_S = (0.3, 1.5)
+"""A ledger waits for its storage for half of the job's hang rule, which is 4 s."""
+
+
+def kill_in_long_step(target: Target, rng: random.Random) -> None:
+    """SIGKILL to one rank while all are inside one call; the survivors must live."""
+    target.wait_until_repaired()
+    pids = {state.pid for state in target.ranks()}
+    injected = _injected(target)
+    step = target.step() + STEPS_AHEAD
+    target.control.request("long_step", str(step))
+    mark = f"long_step-{step}"
+    try:
+        target.wait(lambda: target.control.taken_by(mark) >= pids, 30.0, f"a long step {step}")
+    finally:
+        target.control.take("long_step")
+    victim = rng.choice(sorted(pids))
+    target.mark_fired()
+    target.kill(victim)
+    target.wait_until_repaired()
+    dead = [pid for pid in pids - {victim} if not target.is_alive(pid)]
+    if dead and _injected(target) == injected:
+        raise NotHeldError(f"{target.text}: processes {dead} survived {victim}, but were ended")
+
+
+def kill_starting(target: Target, rng: random.Random) -> None:
+    """SIGKILL to a worker that imports the training function, or that joins its first generation:
+    one of the first ones, or the replacement of another one."""
+    point = rng.choice(["importing", "joining"])
+    before = target.control.taken_by(point)
+    _, step = parse_disruption(target.text) or ("", 0)
+    if step > 0:
+        target.wait_until_repaired()
+        target.control.request(point)
+        target.kill(rng.choice(target.ranks()).pid)
+    else:
+        target.control.request(point)
+    target.wait(
+        lambda: target.control.taken_by(point) > before, START_TIMEOUT_S, f"a death while {point}"
+    )
+    target.mark_fired()
+    target.wait_until_repaired()
+
+
+def swallow(target: Target, rng: random.Random) -> None:
+    """A rank's training function catches every exception, also that by which it must leave after
+    the death of another rank; the hang rule must end it."""
+    target.wait_until_repaired()
+    victim, swallower = rng.sample(target.ranks(), 2)
+    request = f"swallow-{swallower.pid}"
+    target.control.request(request)
+    target.wait(lambda: target.control.taken_by(request), START_TIMEOUT_S, "a rank that swallows")
+    target.mark_fired()
+    target.kill(victim.pid)
+    target.wait(
+        lambda: not target.is_alive(swallower.pid),
+        SWALLOW_TIMEOUT_S,
+        f"the end of process {swallower.pid}, which does not leave,",
+    )
+    target.wait_until_repaired()
+
+
+def make_folder_read_only(target: Target, rng: random.Random) -> None:
+    """The job's folder is read-only for a while, except for the record of injected faults."""
+    controllers = target.controllers()
+    target.wait(lambda: target.controllers(), START_TIMEOUT_S, "a job")
+    namespace = (controllers or target.controllers())[-1]
+    record = target.job_dir / FAULT_RECORD_FILE
+    record.touch()
+    _mount(namespace, "mount", "--bind", str(record), str(record))
+    try:
+        _mount(namespace, "mount", "--rbind", str(target.job_dir), str(target.job_dir))
+        try:
+            _mount(namespace, "mount", "-o", "remount,ro,bind", str(target.job_dir))
+            target.mark_fired()
+            time.sleep(rng.uniform(*READ_ONLY_S))
+        finally:
+            _mount(namespace, "umount", "-l", str(target.job_dir))
+    finally:
+        _mount(namespace, "umount", "-l", str(record))
+
+
+def why_not_read_only() -> str:
+    """Why this machine cannot mount a folder read-only; empty if it can."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _mount(os.getpid(), "mount", "--bind", folder, folder)
+            try:
+                _mount(os.getpid(), "mount", "-o", "remount,ro,bind", folder)
+            finally:
+                _mount(os.getpid(), "umount", folder)
+        except (OSError, subprocess.CalledProcessError) as error:
+            output = getattr(error, "stderr", None) or str(error)
+            return f"a folder cannot be mounted read-only: {output.strip()}"
+    return ""
+
+
+def _mount(namespace_pid: int, *command: str) -> None:
+    """Runs a command in the mount namespace of a process."""
+    own, other = (Path(f"/proc/{pid}/ns/mnt").readlink() for pid in ("self", namespace_pid))
+    prefix = [] if own == other else ["nsenter", "-t", str(namespace_pid), "-m"]
+    subprocess.run([*prefix, *command], check=True, capture_output=True, text=True, timeout=20)
+
+
+def _injected(target: Target) -> int:
+    """Faults that the product's own injector has fired."""
+    return len(FaultRecord(target.job_dir).read())
