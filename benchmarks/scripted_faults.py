@@ -24,8 +24,7 @@ READ_ONLY_S = (0.3, 1.5)
 
 def kill_in_long_step(target: Target, rng: random.Random) -> None:
     """SIGKILL to one rank while all are inside one call; the survivors must live."""
-    target.wait_until_repaired()
-    pids = {state.pid for state in target.ranks()}
+    pids = {state.pid for state in target.wait_for_generation()}
     injected = _injected(target)
     step = target.step() + STEPS_AHEAD
     target.control.request("long_step", str(step))
@@ -37,7 +36,7 @@ def kill_in_long_step(target: Target, rng: random.Random) -> None:
     victim = rng.choice(sorted(pids))
     target.mark_fired()
     target.kill(victim)
-    target.wait_until_repaired()
+    target.wait_for_step(step + 1)
     dead = [pid for pid in pids - {victim} if not target.is_alive(pid)]
     if dead and _injected(target) == injected:
         raise NotHeldError(f"{target.text}: processes {dead} survived {victim}, but were ended")
@@ -50,23 +49,21 @@ def kill_starting(target: Target, rng: random.Random) -> None:
     before = target.control.taken_by(point)
     _, step = parse_disruption(target.text) or ("", 0)
     if step > 0:
-        target.wait_until_repaired()
+        victim = rng.choice(target.wait_for_generation())
         target.control.request(point)
-        target.kill(rng.choice(target.ranks()).pid)
+        target.kill(victim.pid)
     else:
         target.control.request(point)
     target.wait(
         lambda: target.control.taken_by(point) > before, START_TIMEOUT_S, f"a death while {point}"
     )
     target.mark_fired()
-    target.wait_until_repaired()
 
 
 def swallow(target: Target, rng: random.Random) -> None:
     """A rank's training function catches every exception, also that by which it must leave after
     the death of another rank; the hang rule must end it."""
-    target.wait_until_repaired()
-    victim, swallower = rng.sample(target.ranks(), 2)
+    victim, swallower = rng.sample(target.wait_for_generation(), 2)
     request = f"swallow-{swallower.pid}"
     target.control.request(request)
     target.wait(lambda: target.control.taken_by(request), START_TIMEOUT_S, "a rank that swallows")
@@ -77,7 +74,6 @@ def swallow(target: Target, rng: random.Random) -> None:
         SWALLOW_TIMEOUT_S,
         f"the end of process {swallower.pid}, which does not leave,",
     )
-    target.wait_until_repaired()
 
 
 def make_folder_read_only(target: Target, rng: random.Random) -> None:

@@ -95,16 +95,16 @@ class SoakControl:
         self._write(f"taken-{name}-{os.getpid()}", "")
 
     def report(self, state: RankState) -> None:
-        self._write(f"rank-{state.rank}-{state.pid}", json.dumps(asdict(state)))
+        self._write(f"rank-{state.pid}", json.dumps(asdict(state)))
 
     def has_reported(self) -> bool:
         """Whether this process has been a rank."""
-        return any(self.folder.glob(f"rank-*-{os.getpid()}"))
+        return (self.folder / f"rank-{os.getpid()}").exists()
 
     def ranks(self) -> list[RankState]:
         """The newest state of the ranks whose processes live, by rank."""
         states = []
-        for path in self.folder.glob("rank-*-*"):
+        for path in self.folder.glob("rank-*"):
             with suppress(FileNotFoundError):
                 states.append(RankState(**json.loads(path.read_text())))
         alive = [state for state in states if process_start_time(state.pid) is not None]

@@ -19,8 +19,8 @@ from rayzero.workers.chaos.spec import FaultFired, parse_fault
 from rayzero.workers.session import Context
 
 SAMPLES, LENGTH = 12, 50  # per step, per epoch: epochs end within a step
-SHORT_PAUSE_S, PAUSE_S, LONG_PAUSE_S = 0.02, 0.2, 2.0
-TAIL = 20
+SHORT_PAUSE_S, PAUSE_S, LONG_PAUSE_S = 0.02, 0.2, 1.0
+TAIL = 30
 """Final steps, which wait longer for pending faults."""
 LEARNING_RATE = 1e-2
 LONG_CALL_S = 3.0

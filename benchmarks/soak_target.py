@@ -118,6 +118,21 @@ class Target:
         step = self.step() + 2
         self.wait(lambda: self._is_complete(step), timeout_s, f"training of all ranks at {step}")
 
+    def wait_for_generation(self, least: int = 2) -> list[RankState]:
+        """Until a generation of at least so many ranks trains; returns its ranks."""
+        self.wait(
+            lambda: len(self._generation()) >= least, REPAIR_TIMEOUT_S, f"{least} training ranks"
+        )
+        return self._generation() or self.wait_for_generation(least)
+
+    def _generation(self) -> list[RankState]:
+        """The ranks of the newest generation, if it is complete."""
+        for size in range(self.workers_expected, 0, -1):
+            by_rank = {state.rank: state for state in self.ranks() if state.world_size == size}
+            if len(by_rank) == size:
+                return list(by_rank.values())
+        return []
+
     def _is_complete(self, step: int) -> bool:
-        full = [s for s in self.ranks() if s.world_size == self.workers_expected and s.step >= step]
-        return len({state.rank for state in full}) == self.workers_expected
+        states = self._generation()
+        return len(states) == self.workers_expected and min(s.step for s in states) >= step
