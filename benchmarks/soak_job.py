@@ -23,7 +23,7 @@ SHORT_PAUSE_S, PAUSE_S, LONG_PAUSE_S = 0.02, 0.2, 1.0
 TAIL = 30
 """Final steps, which wait longer for pending faults."""
 LEARNING_RATE = 1e-2
-LONG_CALL_S = 3.0
+LONG_CALL_S = 2.5
 """Below the job's hang rule, and over a hundred usual steps."""
 SWALLOW_PAUSE_S = 0.1
 SAVE_TIMEOUT_S = 3.0
