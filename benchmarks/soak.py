@@ -3,9 +3,10 @@
     python -m benchmarks.soak --faults 100 --seed 1
     python -m benchmarks.soak --faults 100 --seed 1 --resume
 
-Jobs with three workers run one after another, each with a few faults. Each job must succeed, every
-fault must fire, the final weights must equal those of plain torch (float64, 1e-9 relative), and the
-ledger must show every sample exactly once. Otherwise the exit code is 1.
+Jobs with three workers run one after another, each with a few faults: of the fault language, and
+others that are inflicted from outside. Each job must succeed, every fault must fire, the final
+weights must equal those of plain torch (float64, 1e-9 relative), and the ledger must show every
+sample exactly once. Otherwise the exit code is 1.
 """
 
 from __future__ import annotations
