@@ -30,7 +30,7 @@ _Shape = Annotated[tuple[Count, ...], Field(max_length=_MAX_DIMS)]
 _Checksum = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 
 
-class _Scalar(BaseModel):
+class _Scalar(BaseModel, strict=True):
     dtype: _Dtype
     value: bool | int | float
 
@@ -63,7 +63,7 @@ class Metadata(BaseModel):
     ties: dict[_Name, _Name] | None = None
     model_dtypes: dict[_Name, _Dtype] | None = None
     rng: dict[_Name, Any] | None = None
-    frozen: bool = True
+    frozen: Annotated[bool, Field(strict=True)] = True
 
 
 class RankFileDocument(BaseModel):

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from xxhash import xxh3_64_hexdigest
 
 import rayzero
+from rayzero.engine.checkpoint.errors import CheckpointDamagedError
 from rayzero.engine.checkpoint.export import export_checkpoint
 from rayzero.engine.checkpoint.imports.weights_only import InertObject, load_weights_only
 from rayzero.engine.checkpoint.reader import verify_checkpoint
@@ -103,6 +104,17 @@ def test_mutated_manifests(engine: Any, saved: Path, tmp_path: Path):
         read_everywhere(engine, job, tmp_path / "out")
 
     assert read_mutations(make, read, seed=11, sample=60).rejected_share > 0.1
+
+
+def test_text_in_place_of_a_number_is_damage(engine: Any, saved: Path, tmp_path: Path):
+    job = Path(shutil.copytree(saved, tmp_path / "job"))
+    manifest = job / "step-1" / "manifest.json"
+    document = json.loads(manifest.read_bytes())["checkpoint"]
+    scalars = document["files"][0]["small"]["groups"][0]["scalars"]
+    scalars["step"]["value"] = str(int(scalars["step"]["value"]))
+    manifest.write_bytes(with_checksum(document))
+    with pytest.raises(CheckpointDamagedError, match=r"groups.0.scalars.step"):
+        engine.load_checkpoint(str(job), tag="step-1")
 
 
 def mutated_header(content: bytes, rng: random.Random) -> bytes:
