@@ -17,7 +17,6 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from rayzero.engine.errors import ConfigError, EngineError
-from rayzero.engine.optim.eager import defer_dynamo_import
 from rayzero.engine.session import use_session
 from rayzero.workers import process_group
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
@@ -39,6 +38,7 @@ from rayzero.workers.output import Outbox, tee_output
 from rayzero.workers.rendezvous_store import open_store
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import Context, JobSession
+from rayzero.workers.torch_startup import defer_dynamo_import, warm_up_torch
 from rayzero.workers.training_thread import THREAD_EXIT_S, GenerationChannel, TrainingThread
 from rayzero.workers.vault.records import SlotInfo
 
@@ -230,14 +230,6 @@ class WorkerProcess(WorkerCalls):
 
     def _post_log(self, stream: str, text: str) -> None:
         self._outbox.post(LogLine(self._channel.rank, stream, text))
-
-
-def warm_up_torch() -> None:
-    """Runs one step of a tiny model: the first backward starts autograd's threads."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([weight], fused=True)
-    weight.square().sum().backward()
-    optimizer.step()
 
 
 def _to_short_json(result: dict[Any, Any]) -> str:

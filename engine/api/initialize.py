@@ -15,7 +15,6 @@ from rayzero.engine.config import parse_config
 from rayzero.engine.data.loader import MapDataset, StepLoader
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.build import OptimizerLike
-from rayzero.engine.optim.eager import defer_dynamo_import
 from rayzero.engine.optim.schedule import Scheduler
 from rayzero.engine.settings import ConfigLike
 
@@ -66,7 +65,6 @@ def initialize(
             fix="leave it out, or call torch.distributed.init_process_group before",
         )
     _set_rendezvous_env(args, distributed_port)
-    defer_dynamo_import()
     engine = DeepSpeedEngine.build(
         model,
         optimizer,

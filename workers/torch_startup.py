@@ -1,8 +1,4 @@
-"""torch.optim without torch._dynamo, whose import takes a second and 100 MB in each process.
-
-torch's optimizers import it on their first use, to keep torch.compile from tracing into them.
-Nothing is traced before something else has imported it.
-"""
+"""Prepares torch in a worker's process, so that a replacement is ready soon."""
 
 from __future__ import annotations
 
@@ -17,9 +13,22 @@ from torch.optim import Optimizer
 _NEVER_TRACED = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 
 
+def warm_up_torch() -> None:
+    """Runs one step of a tiny model: the first backward starts autograd's threads."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    weight.square().sum().backward()
+    optimizer.step()
+
+
 def defer_dynamo_import() -> None:
-    """Lets torch's optimizers run without torch._dynamo until something else imports it. May be
-    called twice; does nothing with a torch whose optimizers are built differently."""
+    """Lets torch's optimizers run without torch._dynamo until something else imports it, which
+    takes a second and 100 MB.
+
+    They import it on their first use, to keep torch.compile from tracing into them; but nothing is
+    traced before somebody has imported it, which torch.compile does. May be called twice; does
+    nothing with a torch whose optimizers are built differently.
+    """
     for name in _NEVER_TRACED:
         method = getattr(Optimizer, name)
         if method.__code__.co_name == "inner":  # torch._disable_dynamo
