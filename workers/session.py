@@ -148,14 +148,17 @@ class JobSession:
         """Waits while the ledger cannot be written, for half as long as a rank may make no
         progress: an outage of its storage is shorter than that, and steps without lines are no
         ledger."""
-        until_s = monotonic() + self._hang_timeout_s / 2
+        limit_s, is_reported = self._hang_timeout_s / 2, False
+        until_s = monotonic() + limit_s
         while True:
             try:
                 return write()
             except DataError as error:
                 if isinstance(error.__cause__, FileExistsError) or monotonic() > until_s:
                     raise
-                log.warning("%s\n  training waits for it", error.seen)
+                if not is_reported:
+                    log.warning("%s\n  training waits for it, up to %g s", error.seen, limit_s)
+                is_reported = True
                 self._channel.interrupt.wait(LEDGER_RETRY_S)
                 self.check()
 

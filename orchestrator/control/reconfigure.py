@@ -28,8 +28,9 @@ from rayzero.orchestrator.policies.recovery import newest_complete_in_vaults
 from rayzero.workers.messages import GenerationSpec, WorkerCalls
 from rayzero.workers.vault.records import Restore
 
-UNWIND_TIMEOUT_S = 4.0
-"""How long the training functions may take to unwind when the job is stopped."""
+UNWIND_DELAY_S = 4.0
+"""How long a stop waits for the training functions to leave before it writes the last checkpoint,
+from the vaults: a step that ends meanwhile is included."""
 LARGE_JOB_WORKERS = 500
 """Number of workers from which the computation of their ranks and the rest of the rendezvous take
 two turns of the event loop, so that the report of a loss does not wait for all of it."""
@@ -240,18 +241,31 @@ class Reconfiguration:
         ctx, generation = self._context, self._context.generation
         checkpointing = ctx.plan.worker_spec.mirror.checkpoint_every_steps is not None
         until_s = ctx.now_s() + ctx.plan.spec.checkpoint.grace_period_s
-        limit_s = UNWIND_TIMEOUT_S
-        if checkpointing:
-            if generation.all_restored and not generation.fenced:
+        if not generation.fenced:
+            if not checkpointing:
+                await self._leave_softly()
+            elif generation.all_restored:
                 await self._finish_step()
-            limit_s = min(limit_s, until_s - ctx.now_s())
-        self._interrupt_members(softly=not checkpointing and not generation.fenced)
-        await ctx.wait_for(limit_s, lambda: not generation.active)
+        self._interrupt_members()
         if checkpointing:
+            delay_s = min(UNWIND_DELAY_S, (until_s - ctx.now_s()) / 2)
+            await ctx.wait_for(delay_s, lambda: not generation.active)
             newest = newest_complete_in_vaults(await self._vaults.inventory())
             if newest is not None and not self._checkpoints.covers(newest.step):
                 await self._checkpoints.write_final(newest, until_s - ctx.now_s())
+        await ctx.wait_for(until_s - ctx.now_s(), lambda: not generation.active)
         ctx.post_event(machine.StopTimedOut() if generation.active else machine.TrainingStopped())
+
+    async def _leave_softly(self) -> None:
+        """Waits for half of the time until a member has left at the end of its step. Its peers
+        would wait for it in vain then."""
+        ctx, generation = self._context, self._context.generation
+        members = len(generation.active)
+        self._interrupt_members(softly=True)
+        await ctx.wait_for(
+            ctx.plan.spec.checkpoint.grace_period_s / 2,
+            lambda: len(generation.active) < members or not members,
+        )
 
     async def _finish_step(self) -> None:
         """Waits for half of the time for the current step; no more once a rank is lost, because its

@@ -107,7 +107,7 @@ class Job:
         except BaseException:
             cluster.close()
             raise
-        grace_period_s = _grace_period_s(self.spec)
+        grace_period_s = self.spec.checkpoint.grace_period_s
         return JobHandle(process, cluster, observer or NullObserver(), 0, grace_period_s)
 
     @classmethod
@@ -129,7 +129,7 @@ class Job:
         job = find_any(name, address)
         if isinstance(job, EndedJob):
             return JobHandle.of_ended(job)
-        observer, grace_period_s = observer or NullObserver(), _grace_period_s(job.spec)
+        observer, grace_period_s = observer or NullObserver(), job.spec.checkpoint.grace_period_s
         return JobHandle(job.process, job.cluster, observer, LATEST, grace_period_s)
 
     def run(self, address: str | None = None, observer: JobObserver | None = None) -> JobResult:
@@ -197,10 +197,6 @@ def _attach_to_running(process: JobProcess, running: JobSpec, spec: JobSpec) -> 
         )
     if diffs:
         process.call(JobActor.scale, spec.workers.min, spec.workers.most)
-
-
-def _grace_period_s(spec: JobSpec) -> float:
-    return spec.checkpoint.grace_period_s if spec.checkpoint.every_steps is not None else 0.0
 
 
 def _entrypoint_name(entrypoint: EntryPoint) -> str:

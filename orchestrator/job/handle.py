@@ -17,7 +17,7 @@ from rayzero.orchestrator.job_events import JobEvent, JobObserver, NullObserver
 from rayzero.orchestrator.job_file import parse_worker_limits
 from rayzero.orchestrator.results import EndedJob, JobResult, JobStatus
 
-STOP_TIMEOUT_S = 15.0  # limit for a clean stop, without the last checkpoint
+STOP_TIMEOUT_S = 15.0  # limit for a clean stop, besides `checkpoint.grace_period_s`
 FOLLOWER_CLOSE_S = 1.0  # limit for the subscriber's end, beyond its current poll
 LOG_READ_S = 10.0  # how long the connection is kept for readers of the log after the job's end
 
@@ -39,7 +39,7 @@ class JobHandle:
         """
         Args:
             since: as for `EventBuffer.fetch_since`.
-            grace_period_s: how much longer a stop may take for a last checkpoint.
+            grace_period_s: how much longer a stop may take.
             ended: the end of the job, if it has ended before.
         """
         self.name = process.name

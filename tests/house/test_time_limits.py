@@ -97,8 +97,8 @@ REASONS = {
         orchestrator.control.checkpoints: TRANSFER_GRACE_S
         orchestrator.control.context: LEAST_COMMAND_TIMEOUT_S
     """,
-    "a stop on request without checkpoints: nothing is kept of what the function holds": """
-        orchestrator.control.reconfigure: UNWIND_TIMEOUT_S
+    "a choice of what is stored: older by one step, of what the vaults hold": """
+        orchestrator.control.reconfigure: UNWIND_DELAY_S
     """,
     "tells causes apart, of what has failed already; no failure follows from it": """
         orchestrator.policies.hang: EARLY_RETURN_GRACE_S _UNRESPONSIVE_S

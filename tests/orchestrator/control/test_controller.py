@@ -8,11 +8,11 @@ import pytest
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator import machine
-from rayzero.orchestrator.control.reconfigure import UNWIND_TIMEOUT_S
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError, WorkerStartError
 from rayzero.orchestrator.job_events import FaultDetected, Resumed, WorkersReady
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import StepRecord
+from rayzero.orchestrator.spec import CheckpointSpec
 from rayzero.workers.messages import (
     Crashed,
     Finished,
@@ -24,6 +24,8 @@ from rayzero.workers.messages import (
 )
 from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster
 from tests.orchestrator.support import Harness, async_test, settle
+
+GRACE_S = CheckpointSpec().grace_period_s
 
 
 def finished(rank: int, **result: object) -> Finished:
@@ -99,7 +101,7 @@ async def test_job_runs_once_every_rank_has_joined(folder: Path):
     await settle()
     assert harness.states == [State.STARTING, State.RUNNING]
     harness.controller.post_event(machine.StopRequested())
-    await harness.clock.advance(UNWIND_TIMEOUT_S)
+    await harness.clock.advance(GRACE_S)
 
 
 @async_test
@@ -184,10 +186,11 @@ async def test_stop_unwinds_every_worker(folder: Path):
     await settle()
     stopped = [worker for command, worker in harness.cluster.commands if command == "stop"]
     assert stopped == [0, 1]
+    harness.cluster.processes[1].stuck = True
     harness.cluster.send(0, Stopped(1, 0))
     await settle()
     assert not harness.run.done()
-    harness.cluster.send(1, Stopped(1, 1))
+    harness.cluster.release_stuck(1)
     await settle()
     with pytest.raises(JobStoppedError, match="after step 0"):
         await harness.result()
@@ -200,7 +203,41 @@ async def test_stop_does_not_wait_forever_for_unresponsive_worker(folder: Path):
     await settle()
     harness.cluster.processes[1].unresponsive = True
     harness.controller.post_event(machine.StopRequested())
-    await harness.clock.advance(UNWIND_TIMEOUT_S - 0.1)
+    await harness.clock.advance(GRACE_S)
+    with pytest.raises(JobStoppedError):
+        await harness.result()
+
+
+@async_test
+async def test_stop_waits_for_long_calls(folder: Path):
+    """Without checkpoints, too: what the function does at its end belongs to the job."""
+    cluster = FakeCluster()
+    harness = Harness(folder, cluster)
+    await harness.steps(1)
+    for rank in (0, 1):
+        cluster.processes[rank].stuck = True
+    harness.controller.post_event(machine.StopRequested())
+    await harness.clock.advance(GRACE_S / 2 - 1)
+    assert "fence" not in [command for command, _ in cluster.commands]
+    cluster.release_stuck(0)
+    await settle()  # rank 1 may wait for rank 0 in a collective
+    assert ("fence", 1) in cluster.commands
+    await harness.clock.advance(GRACE_S / 2)
+    assert not harness.run.done()
+    cluster.release_stuck(1)
+    await settle()
+    with pytest.raises(JobStoppedError):
+        await harness.result()
+
+
+@async_test
+async def test_stop_ends_after_the_grace_period(folder: Path):
+    cluster = FakeCluster()
+    harness = Harness(folder, cluster)
+    await harness.steps(1)
+    cluster.processes[1].stuck = True
+    harness.controller.post_event(machine.StopRequested())
+    await harness.clock.advance(GRACE_S - 0.1)
     assert not harness.run.done()
     await harness.clock.advance(0.1)
     with pytest.raises(JobStoppedError):
@@ -240,7 +277,7 @@ async def test_messages_of_other_generations_are_ignored(folder: Path):
     await settle()
     assert not harness.run.done()
     harness.controller.post_event(machine.StopRequested())
-    await harness.clock.advance(UNWIND_TIMEOUT_S)
+    await harness.clock.advance(GRACE_S)
 
 
 @async_test
