@@ -43,12 +43,19 @@ class HangDetector:
         self._context = context
         self._inbox = inbox
         self._failures = failures
-        spec = context.plan.spec
-        self._limits = HangLimits(spec.recovery.hang_timeout_s, spec.workers.start_timeout_s)
         self._warned_generation = 0
         """The generation of which a hang without a culprit was reported."""
         self._next_report_s = REPORT_AFTER_S
         """When, after the generation began to end, the ranks that stay are reported again."""
+
+    @property
+    def _limits(self) -> HangLimits:
+        spec = self._context.plan.spec
+        return HangLimits(
+            spec.recovery.hang_timeout_s,
+            spec.workers.start_timeout_s,
+            self._inbox.longest_first_step_s,
+        )
 
     async def run(self) -> None:
         while True:
@@ -91,7 +98,7 @@ class HangDetector:
             others = f", and {len(staying) - 1} more" if len(staying) > 1 else ""
             self._context.warn(
                 f"waiting since {ending_s:.0f} s for {first} to leave: {first.activity}{others} "
-                f"(for {self._limits.of(first):g} s, recovery.hang_timeout_s, then it is killed)"
+                f"(it is killed after {self._limits.describe(first)})"
             )
 
     def _check_early_return(self, generation: GenerationState) -> None:

@@ -60,6 +60,8 @@ class WorkerInbox:
         self._heartbeats: dict[int, Heartbeat] = {}
         self.reported: set[int] = set()
         """Workers that have finished a step, in any generation."""
+        self.longest_first_step_s = 0.0
+        """Of a new process, from its loaded state to the report."""
         self._undelivered: dict[int, list[WorkerMessage]] = {}
         self._undelivered_characters = 0
         self._delivery_queue: deque[int] = deque()
@@ -91,10 +93,17 @@ class WorkerInbox:
             if kind is Heartbeat:
                 self._heartbeats[worker] = cast(Heartbeat, message)
             elif kind is StepReport:
-                self.reported.add(worker)
+                if worker not in self.reported:
+                    self._on_first_step(worker)
             elif kind is LogLine:
                 self._undelivered_characters -= len(cast(LogLine, message).text)
             self._dispatch(worker, message)
+
+    def _on_first_step(self, worker: int) -> None:
+        self.reported.add(worker)
+        now_s = self._context.now_s()
+        step_s = now_s - self._context.generation.restored.get(worker, now_s)
+        self.longest_first_step_s = max(self.longest_first_step_s, step_s)
 
     def last_heartbeat(self, worker: int) -> tuple[Heartbeat | None, float]:
         """Its last heartbeat in this generation, and how long ago it was last heard from."""

@@ -17,6 +17,9 @@ EARLY_RETURN_GRACE_S = 3.0
 """How long a rank waits for one that has returned before that counts as an early return: reports
 of the two arrive in any order. No limit for a slow model: nobody will enter the collective."""
 
+FIRST_STEP_FACTOR = 4
+"""How many times as long as the longest so far the first step of a new process may be silent: its
+node's caches may be cold, or the node slower."""
 _UNRESPONSIVE_S = 1.0  # a busy machine does not explain a reply that is this late
 
 
@@ -88,13 +91,30 @@ class HangLimits:
     Args:
         running_s: `recovery.hang_timeout_s`.
         starting_s: in a new process, which imports, compiles and loads: `workers.start_timeout_s`.
+        first_step_s: the longest first step of a new process so far; 0: none was measured.
     """
 
     running_s: float
     starting_s: float
+    first_step_s: float = 0.0
 
     def of(self, rank: RankProgress) -> float:
-        return max(self.running_s, self.starting_s) if rank.is_starting else self.running_s
+        return self._choose(rank)[0]
+
+    def describe(self, rank: RankProgress) -> str:
+        """The limit of a rank, and where it comes from."""
+        limit_s, origin = self._choose(rank)
+        return f"{limit_s:.3g} s, {origin}"
+
+    def _choose(self, rank: RankProgress) -> tuple[float, str]:
+        running = self.running_s, "recovery.hang_timeout_s"
+        if not rank.is_starting:
+            return running
+        limits = [max(running, (self.starting_s, "workers.start_timeout_s"))]
+        if self.first_step_s and rank.heartbeat.phase not in _STARTUP_PHASES:
+            origin = f"{FIRST_STEP_FACTOR} times the longest first step of a process"
+            limits.append(max(running, (FIRST_STEP_FACTOR * self.first_step_s, origin)))
+        return min(limits)
 
 
 def find_hang(ranks: Sequence[RankProgress], limits: HangLimits) -> Hang | None:

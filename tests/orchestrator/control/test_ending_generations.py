@@ -75,6 +75,29 @@ async def test_survivor_that_stays_does_not_take_the_others_with_it(folder: Path
 
 
 @async_test
+async def test_replacement_may_take_four_measured_first_steps(folder: Path):
+    """Not `workers.start_timeout_s`: the job has shown how long its processes compile."""
+    harness = Harness(folder, FakeCluster(2), workers={"min": 2, "max": 2})
+    cluster = harness.cluster
+    await harness.clock.advance(20)
+    await harness.steps(1)
+    cluster.kill(0)
+    await harness.clock.advance(1)
+    cluster.join()
+    await harness.clock.advance(1)
+    assert sorted(harness.assignments) == [1, 2]
+    cluster.processes[2].stuck = True
+    cluster.send_heartbeat(2)
+    cluster.kill(1)
+    await harness.clock.advance(61)
+    waiting = [w.text for w in harness.log.of(JobWarning) if "to leave" in w.text]
+    assert "it is killed after 80 s, 4 times the longest first step of a process" in waiting[0]
+    assert ("kill", 2) not in cluster.commands
+    await harness.clock.advance(22)
+    assert ("kill", 2) in cluster.commands
+
+
+@async_test
 async def test_function_that_catches_the_stop_again_is_a_user_error(folder: Path):
     harness = Harness(folder, FakeCluster(2), workers={"min": 1, "max": 2})
     cluster = harness.cluster

@@ -145,6 +145,20 @@ def test_first_step_of_new_process_has_grace_period() -> None:
     assert hung_rank(rank(0), compiling) == 1
 
 
+def test_first_step_is_limited_by_those_measured() -> None:
+    measured = replace(LIMITS, first_step_s=10)
+    compiling = replace(rank(1, "forward", 0, 39, waiting=False), is_new=True)
+    assert measured.describe(compiling) == "40 s, 4 times the longest first step of a process"
+    assert find_hang([rank(0), compiling], measured) is None
+    late = replace(compiling, heartbeat=replace(compiling.heartbeat, silent_s=41))
+    assert find_hang([rank(0), late], LIMITS) is None
+    assert find_hang([rank(0), late], measured) is not None
+    assert measured.describe(rank(1, "load")) == "300 s, workers.start_timeout_s"
+    assert measured.describe(rank(1)) == "30 s, recovery.hang_timeout_s"
+    assert replace(LIMITS, first_step_s=1).of(compiling) == LIMITS.running_s
+    assert replace(LIMITS, first_step_s=100).of(compiling) == LIMITS.starting_s
+
+
 def test_grace_is_never_shorter_than_timeout() -> None:
     loading = rank(0, "load", waiting=False, silent_s=400)
     assert find_hang([loading], HangLimits(500, 300)) is None
