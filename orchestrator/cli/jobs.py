@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 commands = new_group()
 
-STOP_MARGIN_S = 15.0
-"""How long a stop may take beyond `checkpoint.grace_period_s`."""
 STOP_POLL_S = 0.1
 
 
@@ -104,6 +102,7 @@ def stop(name: JobName, address: ClusterAddress = None, path: JobsPath = "runs")
     from rayzero.orchestrator.errors import JobFailedError
     from rayzero.orchestrator.job.actor import JobActor
     from rayzero.orchestrator.job.client import JobProcess
+    from rayzero.orchestrator.job.handle import stop_limit_s
     from rayzero.orchestrator.job.lookup import check_job_name, find_running
 
     try:
@@ -111,7 +110,7 @@ def stop(name: JobName, address: ClusterAddress = None, path: JobsPath = "runs")
     except ConfigError as not_found:
         _abandon_lost_run(name, path, not_found)
         return
-    limit_s = STOP_MARGIN_S + job.spec.checkpoint.grace_period_s
+    limit_s = stop_limit_s(job.spec)
     deadline_s = time.monotonic() + limit_s
     with closing(job.cluster):
         try:

@@ -40,8 +40,10 @@ from rayzero.orchestrator.spec import JobSpec
 FETCH_LINGER_S = 15.0
 """How long the process waits for its end to be fetched, if a client polled recently."""
 UNWATCHED_LINGER_S = 2.0  # the same if none did
-JOURNAL_TIMEOUT_S = 10.0  # limit for writing the end into the journal
 LOG_READ_LINGER_S = 5.0  # how long the process waits for the readers of its log
+DISK_MARGIN_S = (
+    10.0  # added to `hang_timeout_s`: the summary and the journal's end are written then
+)
 RECORD_TIMEOUT_S = 5.0  # limit for recording the end in the cluster
 _LOG_READER_IDLE_S = 1.5  # a reader that has not asked for this long has stopped
 _RECENT_POLL_S = 10.0
@@ -190,14 +192,14 @@ class JobActor:
         if self._stop_requested:
             run.controller.post_event(machine.StopRequested())
         result = await run.controller.run()
-        await save_summary(result)
+        await save_summary(result, self._clock, self._disk_limit_s, self._warn)
         return result
 
     async def _record_end(self, outcome: JobResult | RayzeroError) -> EndedJob:
         """Makes the end durable before clients see it, within limits."""
         if self._run is not None:
             self._run.recorder.end(outcome)
-        await asyncio.to_thread(self._writer.close, JOURNAL_TIMEOUT_S)
+        await asyncio.to_thread(self._writer.close, self._disk_limit_s)
         error = first_line(outcome) if isinstance(outcome, RayzeroError) else ""
         status = replace(await self.status(), state=final_state(outcome), error=error)
         ended = EndedJob(status, outcome)
@@ -217,6 +219,11 @@ class JobActor:
             text = f"the cluster cannot record the end of the job: {error}"
             self._events.on_event(JobWarning(text))
         return ended
+
+    @property
+    def _disk_limit_s(self) -> float:
+        """An outage of the disk that lasts longer would have ended the training as a hang."""
+        return self._plan.worker_spec.hang_timeout_s + DISK_MARGIN_S
 
     async def _wait_log_readers(self) -> None:
         """Waits until no client reads the log any more, with a limit."""

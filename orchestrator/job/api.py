@@ -17,7 +17,7 @@ from rayzero.orchestrator.console import open_console
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.client import JobProcess, JobProcessLostError, JobUnavailableError
-from rayzero.orchestrator.job.handle import JobHandle
+from rayzero.orchestrator.job.handle import JobHandle, stop_limit_s
 from rayzero.orchestrator.job.lookup import find_any
 from rayzero.orchestrator.job.recorder import LATEST
 from rayzero.orchestrator.job_events import JobObserver, NullObserver
@@ -107,8 +107,8 @@ class Job:
         except BaseException:
             cluster.close()
             raise
-        grace_period_s = self.spec.checkpoint.grace_period_s
-        return JobHandle(process, cluster, observer or NullObserver(), 0, grace_period_s)
+        limit_s = stop_limit_s(self.spec)
+        return JobHandle(process, cluster, observer or NullObserver(), 0, limit_s)
 
     @classmethod
     def attach(
@@ -129,8 +129,8 @@ class Job:
         job = find_any(name, address)
         if isinstance(job, EndedJob):
             return JobHandle.of_ended(job)
-        observer, grace_period_s = observer or NullObserver(), job.spec.checkpoint.grace_period_s
-        return JobHandle(job.process, job.cluster, observer, LATEST, grace_period_s)
+        observer, limit_s = observer or NullObserver(), stop_limit_s(job.spec)
+        return JobHandle(job.process, job.cluster, observer, LATEST, limit_s)
 
     def run(self, address: str | None = None, observer: JobObserver | None = None) -> JobResult:
         """Runs the job and waits for its end. An exception in this process, such as Ctrl-C, stops

@@ -16,10 +16,17 @@ from rayzero.orchestrator.job.subscriber import LONG_POLL_S, EventSubscriber
 from rayzero.orchestrator.job_events import JobEvent, JobObserver, NullObserver
 from rayzero.orchestrator.job_file import parse_worker_limits
 from rayzero.orchestrator.results import EndedJob, JobResult, JobStatus
+from rayzero.orchestrator.spec import JobSpec
 
-STOP_TIMEOUT_S = 15.0  # limit for a clean stop, besides `checkpoint.grace_period_s`
+STOP_MARGIN_S = 15.0
 FOLLOWER_CLOSE_S = 1.0  # limit for the subscriber's end, beyond its current poll
 LOG_READ_S = 10.0  # how long the connection is kept for readers of the log after the job's end
+
+
+def stop_limit_s(spec: JobSpec) -> float:
+    """How long a clean stop may take: the functions and a last checkpoint, then the journal's end
+    on a slow disk."""
+    return spec.checkpoint.grace_period_s + spec.recovery.hang_timeout_s + STOP_MARGIN_S
 
 
 class JobHandle:
@@ -33,17 +40,17 @@ class JobHandle:
         cluster: ClusterConnection,
         observer: JobObserver,
         since: int = 0,
-        grace_period_s: float = 0.0,
+        stop_limit_s: float = STOP_MARGIN_S,
         ended: EndedJob | None = None,
     ) -> None:
         """
         Args:
             since: as for `EventBuffer.fetch_since`.
-            grace_period_s: how much longer a stop may take.
+            stop_limit_s: how long a clean stop may take.
             ended: the end of the job, if it has ended before.
         """
         self.name = process.name
-        self._grace_period_s = grace_period_s
+        self._stop_limit_s = stop_limit_s
         self._process = process
         self._log_readers = 0
         self._log_readers_changed = Condition()
@@ -152,7 +159,7 @@ class JobHandle:
     def end(self) -> None:
         """Stops the job and waits for its end, up to the limit of a clean stop."""
         self.stop()
-        self.wait(STOP_TIMEOUT_S + self._grace_period_s)
+        self.wait(self._stop_limit_s)
 
     def close(self) -> None:
         """Detaches from the job, which continues. Happens by itself at the job's end and at

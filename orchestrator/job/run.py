@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from rayzero.engine.errors import RayzeroError
-from rayzero.orchestrator.aio import Clock
+from rayzero.orchestrator.aio import Clock, with_timeout
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.cluster.actor_pool import remove_stale_reservations
@@ -25,7 +24,7 @@ from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.results import JobResult, write_summary
 
-SUMMARY_TIMEOUT_S = 10.0  # limit for writing `summary.json`
+SUMMARY_RETRY_S = 1.0  # pause between two attempts to write `summary.json`
 
 
 @dataclass(frozen=True)
@@ -93,15 +92,29 @@ async def open_run(
     return JobRun(recorder, telemetry, Controller(plan, dependencies, history))
 
 
-async def save_summary(result: JobResult) -> None:
-    """Writes `summary.json`. Raises JobFailedError if the disk does not take it, or does not
-    answer."""
+async def save_summary(
+    result: JobResult, clock: Clock, limit_s: float, warn: Callable[[str], None]
+) -> None:
+    """Writes `summary.json`, with retries: an outage of its disk is shorter than the limit. Raises
+    JobFailedError if the disk does not take it, or does not answer."""
+    reasons: list[str] = []
+
+    async def write() -> None:
+        while True:
+            try:
+                return await asyncio.to_thread(write_summary, result)
+            except OSError as error:
+                if not reasons:
+                    warn(f"{result.summary_path} cannot be written, retrying: {error}")
+                reasons.append(str(error))
+            await clock.sleep(SUMMARY_RETRY_S)
+
     try:
-        async with asyncio.timeout(SUMMARY_TIMEOUT_S):
-            await asyncio.to_thread(write_summary, result)
-    except (OSError, RayzeroError) as error:  # TimeoutError is an OSError
-        reason = str(error) or f"no answer from the disk for {SUMMARY_TIMEOUT_S:g} s"
+        await with_timeout(clock, limit_s, write())
+    except TimeoutError:
+        reason = reasons[-1] if reasons else "no answer from the disk"
         raise JobFailedError(
-            f"training has succeeded, but {result.summary_path} cannot be written: {reason}",
-            fix="checkpoint.path, or the disk it is on",
+            f"training has succeeded, but {result.summary_path} cannot be written for "
+            f"{limit_s:g} s: {reason}",
+            fix="checkpoint.path, or the disk it is on; recovery.hang_timeout_s is this limit",
         ) from None

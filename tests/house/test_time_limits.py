@@ -27,6 +27,7 @@ REASONS = {
         orchestrator.job.subscriber: LONG_POLL_S _RETRY_PAUSE_S
         orchestrator.job.lease: CLAIM_POLL_S
         orchestrator.job.recorder: BATCH_DELAY_S _LOG_FLUSH_INTERVAL_S
+        orchestrator.job.run: SUMMARY_RETRY_S
         orchestrator.metrics.http_server: _MAX_THROTTLE_S
         orchestrator.metrics.endpoint: _POLL_S _SLACK_S
         orchestrator.console: STEP_INTERVAL_S
@@ -82,17 +83,15 @@ REASONS = {
         orchestrator.cluster.ray_api: _AUTH_RPC_TIMEOUT_S
         orchestrator.cluster.vault_group: _START_TIMEOUT_S
     """,
-    "one piece of a fixed size: a chunk, a summary, a journal's end": """
+    "one chunk of a fixed size; whoever fetches it again, or from elsewhere, loses nothing": """
         engine.offload.nvme_store: IO_LIMIT_S
         workers.vault.client: _FETCH_TIMEOUT_S
         workers.vault.actor: _FETCH_TIMEOUT_S
-        orchestrator.job.run: SUMMARY_TIMEOUT_S
-        orchestrator.job.actor: JOURNAL_TIMEOUT_S
     """,
     "added to a setting or to a time that grows with the size of the state": """
         workers.vault.client: _RESERVE_TIMEOUT_S
-        orchestrator.job.handle: STOP_TIMEOUT_S
-        orchestrator.cli.jobs: STOP_MARGIN_S
+        orchestrator.job.handle: STOP_MARGIN_S
+        orchestrator.job.actor: DISK_MARGIN_S
         orchestrator.control.inbox: SILENCE_GRACE_S
         orchestrator.control.checkpoints: TRANSFER_GRACE_S
         orchestrator.control.context: LEAST_COMMAND_TIMEOUT_S
