@@ -32,6 +32,8 @@ POLL_INTERVAL_S = 1.0
 CHECKPOINT_INTERVAL = 5
 HANG_TIMEOUT_S = 4.0
 LEASE_S = 3.0
+START_TIMEOUT_S = 60.0
+"""Also for a new process's first step, in which a fault may hang it."""
 CPUS = {1: WORLD_SIZE + 1, 2: WORLD_SIZE - 1}
 """CPUs per node, by number of nodes. With two nodes, one cannot hold all workers."""
 NON_DISRUPTIVE = ("slow", "tear_file", "full_disk", "slow_store")
@@ -54,7 +56,7 @@ def make_job(episode: Plan, folder: Path) -> Job:
         name=JOB_NAME,
         entrypoint="benchmarks.soak_entry:train",
         engine=soak_job.engine_config(episode.stage),
-        workers=Workers(min=1, max=WORLD_SIZE),
+        workers=Workers(min=1, max=WORLD_SIZE, start_timeout_s=START_TIMEOUT_S),
         args={"world_size": WORLD_SIZE, "faults": list(episode.faults)},
         steps=episode.steps,
         seed=episode.seed,
