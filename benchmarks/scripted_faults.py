@@ -78,9 +78,8 @@ def swallow(target: Target, rng: random.Random) -> None:
 
 def make_folder_read_only(target: Target, rng: random.Random) -> None:
     """The job's folder is read-only for a while, except for the record of injected faults."""
-    controllers = target.controllers()
-    target.wait(lambda: target.controllers(), START_TIMEOUT_S, "a job")
-    namespace = (controllers or target.controllers())[-1]
+    target.wait(target.workers, START_TIMEOUT_S, "a worker")  # until then, a job may refuse it
+    namespace = target.controllers()[-1]
     record = target.job_dir / FAULT_RECORD_FILE
     record.touch()
     _mount(namespace, "mount", "--bind", str(record), str(record))
