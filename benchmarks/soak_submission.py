@@ -97,7 +97,9 @@ def run_job(
     except RayzeroError as error:
         return f"the job failed: {error}"
     finally:
-        if not is_taken_over():
+        if is_taken_over():
+            handle.close()  # its controller ends by itself
+        else:
             handle.end()
     return ""
 
