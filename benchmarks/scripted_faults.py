@@ -20,6 +20,19 @@ STEPS_AHEAD = 4
 """From a request to the step in which all ranks find it."""
 READ_ONLY_S = (0.3, 1.5)
 """A ledger waits for its storage for half of the job's hang rule, which is 4 s."""
+# Staged: a mount that has writers already cannot become read-only.
+_MAKE_READ_ONLY = """
+mount --bind "$1" "$2"
+mount -o remount,ro,bind "$2"
+mount --bind "$1/$3" "$2/$3"
+mount --rbind "$2" "$1"
+"""
+_UNDO_READ_ONLY = """
+set +e
+umount -l "$1"
+umount -l "$2"
+! mountpoint -q "$1"
+"""
 
 
 def kill_in_long_step(target: Target, rng: random.Random) -> None:
@@ -80,41 +93,41 @@ def make_folder_read_only(target: Target, rng: random.Random) -> None:
     """The job's folder is read-only for a while, except for the record of injected faults."""
     target.wait(target.workers, START_TIMEOUT_S, "a worker")  # until then, a job may refuse it
     namespace = target.controllers()[-1]
-    record = target.job_dir / FAULT_RECORD_FILE
-    record.touch()
-    _mount(namespace, "mount", "--bind", str(record), str(record))
+    (target.job_dir / FAULT_RECORD_FILE).touch()
+    staged = target.control.folder / "read-only"
+    staged.mkdir(exist_ok=True)
+    folders = (str(target.job_dir), str(staged), FAULT_RECORD_FILE)
     try:
-        _mount(namespace, "mount", "--rbind", str(target.job_dir), str(target.job_dir))
-        try:
-            _mount(namespace, "mount", "-o", "remount,ro,bind", str(target.job_dir))
-            target.mark_fired()
-            time.sleep(rng.uniform(*READ_ONLY_S))
-        finally:
-            _mount(namespace, "umount", "-l", str(target.job_dir))
+        _run_in(namespace, _MAKE_READ_ONLY, *folders)
+        target.mark_fired()
+        time.sleep(rng.uniform(*READ_ONLY_S))
     finally:
-        _mount(namespace, "umount", "-l", str(record))
+        _run_in(namespace, _UNDO_READ_ONLY, *folders)
 
 
 def why_not_read_only() -> str:
     """Why this machine cannot mount a folder read-only; empty if it can."""
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "a" / "b").mkdir(parents=True)
+        folders = (f"{folder}/a", f"{folder}/b", "b")
+        Path(folder, "b").mkdir()
         try:
-            _mount(os.getpid(), "mount", "--bind", folder, folder)
             try:
-                _mount(os.getpid(), "mount", "-o", "remount,ro,bind", folder)
+                _run_in(os.getpid(), _MAKE_READ_ONLY, *folders)
             finally:
-                _mount(os.getpid(), "umount", folder)
-        except (OSError, subprocess.CalledProcessError) as error:
+                _run_in(os.getpid(), _UNDO_READ_ONLY, *folders)
+        except (OSError, subprocess.SubprocessError) as error:
             output = getattr(error, "stderr", None) or str(error)
             return f"a folder cannot be mounted read-only: {output.strip()}"
     return ""
 
 
-def _mount(namespace_pid: int, *command: str) -> None:
-    """Runs a command in the mount namespace of a process."""
+def _run_in(namespace_pid: int, script: str, *arguments: str) -> None:
+    """Runs a shell script in the mount namespace of a process."""
     own, other = (Path(f"/proc/{pid}/ns/mnt").readlink() for pid in ("self", namespace_pid))
     prefix = [] if own == other else ["nsenter", "-t", str(namespace_pid), "-m"]
-    subprocess.run([*prefix, *command], check=True, capture_output=True, text=True, timeout=20)
+    command = [*prefix, "sh", "-ec", script, "sh", *arguments]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
 
 
 def _injected(target: Target) -> int:
