@@ -16,6 +16,7 @@ from rayzero.workers.chaos.inject import FAULT_RECORD_FILE, FaultRecord
 START_TIMEOUT_S = 60.0
 SWALLOW_TIMEOUT_S = 30.0
 """Many times the hang rule of the job."""
+ATTEMPTS = 5
 STEPS_AHEAD = 4
 """From a request to the step in which all ranks find it."""
 READ_ONLY_S = (0.3, 1.5)
@@ -37,15 +38,8 @@ umount -l "$2"
 
 def kill_in_long_step(target: Target, rng: random.Random) -> None:
     """SIGKILL to one rank while all are inside one call; the survivors must live."""
-    pids = {state.pid for state in target.wait_for_generation()}
+    step, pids = _enter_long_step(target)
     injected = _injected(target)
-    step = target.step() + STEPS_AHEAD
-    target.control.request("long_step", str(step))
-    mark = f"long_step-{step}"
-    try:
-        target.wait(lambda: target.control.taken_by(mark) >= pids, 30.0, f"a long step {step}")
-    finally:
-        target.control.take("long_step")
     victim = rng.choice(sorted(pids))
     target.mark_fired()
     target.kill(victim)
@@ -53,6 +47,26 @@ def kill_in_long_step(target: Target, rng: random.Random) -> None:
     dead = [pid for pid in pids - {victim} if not target.is_alive(pid)]
     if dead and _injected(target) == injected:
         raise NotHeldError(f"{target.text}: processes {dead} survived {victim}, but were ended")
+
+
+def _enter_long_step(target: Target) -> tuple[int, set[int]]:
+    """Lets all ranks enter a long call in the same step. Returns it, and their processes."""
+    for _ in range(ATTEMPTS):  # another fault may end the generation meanwhile
+        pids = {state.pid for state in target.wait_for_generation()}
+        step = target.step() + STEPS_AHEAD
+        mark = f"long_step-{step}"
+        target.control.request("long_step", str(step))
+        try:
+            target.wait(
+                lambda: pids <= target.control.taken_by(mark) or target.step() > step,  # noqa: B023
+                START_TIMEOUT_S,
+                f"a long step {step}",
+            )
+        finally:
+            target.control.take("long_step")
+        if pids <= target.control.taken_by(mark) and all(map(target.is_alive, pids)):
+            return step, pids
+    raise NotHeldError(f"{target.text}: no generation stayed for {STEPS_AHEAD} steps")
 
 
 def kill_starting(target: Target, rng: random.Random) -> None:
