@@ -8,7 +8,7 @@ from itertools import count
 
 from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
-from rayzero.orchestrator.policies.recovery import StoredSlot
+from rayzero.orchestrator.policies.recovery import StoredSlot, newest_complete_in_vaults
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.vault.records import VaultGoneError
 from rayzero.workers.vault.vault import Vault
@@ -90,14 +90,25 @@ class VaultManager:
 
     def on_step_finished(self) -> None:
         """The newest generation progresses: after a while, closes vaults on nodes without
-        workers, so that the autoscaler can remove these nodes."""
+        workers, so that the autoscaler can remove these nodes. Called once a step."""
         ctx, now_s = self._context, self._context.now_s()
         unused = ctx.vault_addresses.keys() - set(ctx.registry.nodes)
         self._unused_since_s = {node: self._unused_since_s.get(node, now_s) for node in unused}
         for node, since_s in self._unused_since_s.items():
             if now_s - since_s >= CLOSE_UNUSED_AFTER_S:
-                ctx.vault_addresses = _without(ctx.vault_addresses, node)
-                ctx.tasks.spawn(ctx.deps.vaults.close(node))
+                self._unused_since_s[node] = now_s
+                ctx.tasks.spawn(self._close_unused(node))
+
+    async def _close_unused(self, node: str) -> None:
+        """Closes a vault, unless the newest step that all vaults hold needs its slots: of long
+        steps, the next mirror may be far away."""
+        ctx, held = self._context, await self.inventory()
+        newest = newest_complete_in_vaults(held)
+        others = newest_complete_in_vaults([stored for stored in held if stored.node_id != node])
+        is_needed = newest is not None and (others is None or others.step < newest.step)
+        if not is_needed and node not in ctx.registry.nodes and node in ctx.vault_addresses:
+            ctx.vault_addresses = _without(ctx.vault_addresses, node)
+            await ctx.deps.vaults.close(node)
 
     async def _poll_loop(self, node: str) -> None:
         ctx = self._context

@@ -32,7 +32,7 @@ REASONS = {
         orchestrator.metrics.endpoint: _POLL_S _SLACK_S
         orchestrator.console: STEP_INTERVAL_S
         orchestrator.background_writer: RETRY_DELAYS_S _CLOSING_RETRY_S
-        orchestrator.control.vaults: VAULT_POLL_S REOPEN_BACKOFF_S
+        orchestrator.control.vaults: VAULT_POLL_S REOPEN_BACKOFF_S CLOSE_UNUSED_AFTER_S
         orchestrator.control.replication: RETRY_BACKOFF_S
         orchestrator.control.inbox: DISPATCH_SLICE_S
         orchestrator.control.hang_detector: CHECK_INTERVAL_S REPORT_AFTER_S
@@ -60,7 +60,6 @@ REASONS = {
         orchestrator.job.lease: RELEASE_TIMEOUT_S
         orchestrator.metrics.endpoint: MAX_END_WAIT_S _STOP_TIMEOUT_S
         orchestrator.control.failures: KILL_TIMEOUT_S
-        orchestrator.control.vaults: CLOSE_UNUSED_AFTER_S
         orchestrator.cluster.worker_group: _KILL_TIMEOUT_S
         orchestrator.cluster.ray_api: _GONE_TIMEOUT_S
     """,

@@ -257,6 +257,28 @@ async def test_new_worker_that_fails_to_start_is_reported(folder: Path):
 
 
 @async_test
+async def test_unused_vault_is_kept_until_a_newer_step_is_complete_without_it(folder: Path):
+    """A step may take a minute, and a mirror be due after several."""
+    cluster = FakeCluster(3, node_of=lambda index: "aab"[index], mirrors=False)
+    harness = Harness(folder, cluster, workers={"min": 2, "max": 3})
+    await harness.steps(3)
+    cluster.draining = frozenset({"b"})
+    await harness.clock.advance(DRAIN_POLL_INTERVAL_S)
+    await harness.steps(2)
+    assert sorted(harness.assignments) == [0, 1]
+    for _ in range(2):
+        await harness.clock.advance(CLOSE_UNUSED_AFTER_S)
+        await harness.steps(1)
+        assert cluster.vaults.closed == []  # it holds a part of the newest complete step
+    cluster.mirrors = True
+    await harness.steps(2)
+    await harness.clock.advance(CLOSE_UNUSED_AFTER_S)
+    await harness.steps(1)
+    assert cluster.vaults.closed == ["b"]
+    await harness.finish()
+
+
+@async_test
 async def test_unused_vault_is_closed_after_timeout(folder: Path):
     cluster = FakeCluster(3, node_of=lambda index: "aab"[index])
     harness = Harness(folder, cluster, workers={"min": 2, "max": 3})
