@@ -82,13 +82,12 @@ REASONS = {
         orchestrator.cluster.ray_api: _AUTH_RPC_TIMEOUT_S
         orchestrator.cluster.vault_group: _START_TIMEOUT_S
     """,
-    "one chunk of a fixed size; whoever fetches it again, or from elsewhere, loses nothing": """
+    "one chunk of a fixed size": """
         engine.offload.nvme_store: IO_LIMIT_S
-        workers.vault.client: _FETCH_TIMEOUT_S
-        workers.vault.actor: _FETCH_TIMEOUT_S
     """,
     "added to a setting or to a time that grows with the size of the state": """
-        workers.vault.client: _RESERVE_TIMEOUT_S
+        workers.vault.client: _RESERVE_TIMEOUT_S _FETCH_TIMEOUT_S
+        workers.vault.actor: _FETCH_TIMEOUT_S
         orchestrator.job.handle: STOP_MARGIN_S
         orchestrator.job.actor: DISK_MARGIN_S
         orchestrator.control.inbox: SILENCE_GRACE_S

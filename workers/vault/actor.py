@@ -22,6 +22,7 @@ from rayzero.engine.errors import RayzeroError
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, inject_store_faults
 from rayzero.workers.chaos.node import inject_node_fault, why_impossible
 from rayzero.workers.chaos.spec import FaultFired, FaultSpec
+from rayzero.workers.vault.images import verify_s
 from rayzero.workers.vault.records import SlotRef, VaultEvent, VaultGoneError
 from rayzero.workers.vault.vault import Vault
 
@@ -79,11 +80,12 @@ class VaultActor(Vault):
         if peer is None:
             raise VaultGoneError(f"no vault is known on node {ref.node_id}")
         reply = peer.read.remote(ref.generation, ref.rank, ref.step, offset, length)
+        limit_s = _FETCH_TIMEOUT_S + verify_s(length)
         try:
-            data: NDArray[np.uint8] = ray.get(reply, timeout=_FETCH_TIMEOUT_S)
+            data: NDArray[np.uint8] = ray.get(reply, timeout=limit_s)
             return data.data
         except GetTimeoutError:
-            problem = f"did not answer within {_FETCH_TIMEOUT_S:g} s"
+            problem = f"did not answer within {limit_s:.0f} s"
         except RayTaskError as error:
             if isinstance(error.cause, RayzeroError):
                 raise error.cause from None

@@ -17,7 +17,13 @@ from typing import TypeVarTuple
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.engine.layout.state_index import BlockIndex
-from rayzero.workers.vault.images import MappedSlotReader, RemoteSlotReader, SlotReader, VaultSource
+from rayzero.workers.vault.images import (
+    MappedSlotReader,
+    RemoteSlotReader,
+    SlotReader,
+    VaultSource,
+    verify_s,
+)
 from rayzero.workers.vault.peers import Peer
 from rayzero.workers.vault.records import Restore, SlotRef, VaultGoneError
 from rayzero.workers.vault.requests import (
@@ -131,7 +137,8 @@ class VaultClient:
             os.close(fds[0])
 
     def _fetch_remote(self, ref: SlotRef, offset: int, length: int) -> memoryview:
-        [fd] = self._call(_FETCH_TIMEOUT_S, WorkerRequests.fetch_version, *ref, offset, length)
+        limit_s = _FETCH_TIMEOUT_S + verify_s(length)
+        [fd] = self._call(limit_s, WorkerRequests.fetch_version, *ref, offset, length)
         try:
             nbytes = os.fstat(fd).st_size
             return memoryview(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ) if nbytes else b"")

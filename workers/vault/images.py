@@ -19,9 +19,17 @@ from rayzero.workers.vault.slots import HEADER_BYTES, PAGE_BYTES, SlotHeader, re
 
 FETCH_CHUNK_BYTES = 16 * 2**20
 """The largest read from another node."""
+_SLOWEST_VERIFY_BYTES_PER_S = 100e6
+"""It is usually done at several GB/s, but for all readers of an image at the same time."""
 
 FetchRemote: TypeAlias = Callable[[SlotRef, int, int], memoryview]
-"""(version, offset, length) -> bytes of an image on another node; fewer at the image's end."""
+"""(version, offset, length) -> bytes of an image on another node; at most a chunk, and fewer at the
+image's end. `verify_s` of the length is part of the time limit."""
+
+
+def verify_s(length: int) -> float:
+    """How long the verification of so many bytes may take, before a read at offset 0 answers."""
+    return length / _SLOWEST_VERIFY_BYTES_PER_S
 
 
 def describe_slot(ref: SlotRef) -> str:
@@ -132,8 +140,8 @@ class RemoteSlotReader(SlotReader):
 
     def __init__(self, ref: SlotRef, fetch: FetchRemote) -> None:
         self._fetch = fetch
-        self._start, self._window = 0, fetch(ref, 0, FETCH_CHUNK_BYTES)
-        super().__init__(ref, SlotHeader.decode(bytes(self._window[:HEADER_BYTES])))
+        super().__init__(ref, SlotHeader.decode(bytes(fetch(ref, 0, HEADER_BYTES))))
+        self._start, self._window = 0, fetch(ref, 0, self.header.nbytes)
 
     def read(self, offset: int, into: memoryview) -> None:
         done = 0
@@ -149,7 +157,7 @@ class RemoteSlotReader(SlotReader):
             done += len(part)
 
     def verify(self) -> None:
-        """No operation: the vault that holds the version verified it when the header was read."""
+        """No operation: the vault that holds the version verified it before the first chunk."""
 
     def close(self) -> None:
         self._window = memoryview(b"")

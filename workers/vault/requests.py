@@ -11,12 +11,13 @@ import os
 from typing import Any, TypeAlias
 
 from rayzero.engine.errors import DataError
-from rayzero.workers.vault.images import FETCH_CHUNK_BYTES, FetchRemote
+from rayzero.workers.vault.images import FetchRemote
 from rayzero.workers.vault.peers import Peer
 from rayzero.workers.vault.records import SlotRef
 from rayzero.workers.vault.registry import SlotRegistry
 from rayzero.workers.vault.slots import SlotHeader
 
+_MAX_IMAGE_BYTES = 2**50
 MAX_PACKET_BYTES = 64 * 1024
 """The longest message; tables and states go through shared memory."""
 
@@ -76,7 +77,7 @@ class WorkerRequests:
         """A file with bytes of a version's image from another node's vault: fewer than `length` at
         the image's end."""
         ref = SlotRef(generation, rank, step, node_id)
-        data = self._fetch(ref, offset, min(length, FETCH_CHUNK_BYTES))
+        data = self._fetch(ref, offset, min(length, _MAX_IMAGE_BYTES))
         fd = os.memfd_create("rayzero-fetched", os.MFD_CLOEXEC)
         try:
             with open(fd, "wb", closefd=False) as file:

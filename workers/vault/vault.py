@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.checkpoint.writer import write_rank_file
+from rayzero.workers.vault import images
 from rayzero.workers.vault.buffers import BufferPool, available_bytes
 from rayzero.workers.vault.images import FetchRemote, MappedSlotReader, RemoteSlotReader
 from rayzero.workers.vault.peers import inspect_process
@@ -22,7 +23,7 @@ from rayzero.workers.vault.records import SlotInfo, SlotRef, VaultEvent, VaultGo
 from rayzero.workers.vault.registry import SlotRegistry
 from rayzero.workers.vault.requests import WorkerRequests
 from rayzero.workers.vault.server import VaultServer, make_address
-from rayzero.workers.vault.slots import PAGE_BYTES
+from rayzero.workers.vault.slots import HEADER_BYTES, PAGE_BYTES
 
 MAX_REPLICATE_CALLS = 3
 """Calls of `replicate` at once, of which all but one wait; fewer than the vault's threads."""
@@ -99,18 +100,19 @@ class Vault:
     def read(
         self, generation: int, rank: int, step: int, offset: int, length: int
     ) -> NDArray[np.uint8]:
-        """Bytes of a version's image, for another node's vault; fewer at the image's end.
+        """Bytes of a version's image, for another node's vault: at most a chunk.
 
-        The data is verified on a read at offset 0. A reader starts with the header, so no damaged
-        data leaves this node. Raises SlotGoneError if this vault does not hold the version;
-        SlotDamagedError if the data does not match its checksum.
+        The data is verified on a read at offset 0 of more than the header. A reader starts with
+        that, so no damaged data leaves this node. Raises SlotGoneError if this vault does not hold
+        the version; SlotDamagedError if the data does not match its checksum.
         """
         ref = SlotRef(generation, rank, step, self._node_id)
         with self._registry.open_pinned(ref) as fd:
             with closing(MappedSlotReader(ref, fd)) as image:
-                if offset == 0:
+                if offset == 0 and length > HEADER_BYTES:
                     image.verify()
-            data = np.empty(max(0, min(length, image.header.nbytes - offset)), np.uint8)
+            nbytes = min(length, images.FETCH_CHUNK_BYTES, image.header.nbytes - offset)
+            data = np.empty(max(0, nbytes), np.uint8)
             os.preadv(fd, [data.data], offset)
             return data
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -158,6 +159,28 @@ def test_node_without_vault_is_named(cluster: VaultCluster):
 def test_restore_without_slots_is_error(cluster: VaultCluster):
     with pytest.raises(DataError, match="no vault slot"):
         cluster.client().open_source(Restore(4))
+
+
+def test_limit_of_the_first_chunk_grows_with_the_image(
+    cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
+):
+    """The other vault verifies all of it before it answers: hundreds of GB may take a minute."""
+    monkeypatch.setattr(images, "_SLOWEST_VERIFY_BYTES_PER_S", 1000)
+    buffer = cluster.client("b").reserve(1, 0, 1, table(nbytes=1_000_000))
+    write(buffer, 0, 4)
+    client, limits_s = cluster.client(), list[float]()
+    call = client._call
+
+    def record(limit_s: float, method: Any, *arguments: Any) -> Any:
+        if method.__name__ == "fetch_version":
+            limits_s.append(limit_s)
+        return call(limit_s, method, *arguments)
+
+    monkeypatch.setattr(client, "_call", record)
+    client.open_source(Restore(4, tuple(refs((1, 0, 4), node="b")))).close()
+    header_s, first_chunk_s, *_ = limits_s
+    assert header_s < 100
+    assert first_chunk_s > 1000
 
 
 def test_another_nodes_chunks_are_fetched_once(
