@@ -41,9 +41,7 @@ FETCH_LINGER_S = 15.0
 """How long the process waits for its end to be fetched, if a client polled recently."""
 UNWATCHED_LINGER_S = 2.0  # the same if none did
 LOG_READ_LINGER_S = 5.0  # how long the process waits for the readers of its log
-DISK_MARGIN_S = (
-    10.0  # added to `hang_timeout_s`: the summary and the journal's end are written then
-)
+DISK_MARGIN_S = 10.0  # for the summary, and the journal's end, beyond an outage of the disk
 RECORD_TIMEOUT_S = 5.0  # limit for recording the end in the cluster
 _LOG_READER_IDLE_S = 1.5  # a reader that has not asked for this long has stopped
 _RECENT_POLL_S = 10.0
@@ -222,8 +220,8 @@ class JobActor:
 
     @property
     def _disk_limit_s(self) -> float:
-        """An outage of the disk that lasts longer would have ended the training as a hang."""
-        return self._plan.worker_spec.hang_timeout_s + DISK_MARGIN_S
+        """As for the ledger, an outage of the disk is shorter than half of a hang."""
+        return self._plan.worker_spec.hang_timeout_s / 2 + DISK_MARGIN_S
 
     async def _wait_log_readers(self) -> None:
         """Waits until no client reads the log any more, with a limit."""

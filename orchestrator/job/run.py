@@ -116,5 +116,6 @@ async def save_summary(
         raise JobFailedError(
             f"training has succeeded, but {result.summary_path} cannot be written for "
             f"{limit_s:g} s: {reason}",
-            fix="checkpoint.path, or the disk it is on; recovery.hang_timeout_s is this limit",
+            fix="checkpoint.path, the disk it is on, or a longer recovery.hang_timeout_s, of which "
+            "half is waited for",
         ) from None
