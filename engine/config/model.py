@@ -26,7 +26,7 @@ from rayzero.engine.config.optimizers import (
     REFUSED_OPTIMIZERS,
     OptimizerParams,
 )
-from rayzero.engine.config.schedules import SCHEDULE_PARAMS, SCHEDULES
+from rayzero.engine.config.schedules import LR_CURVES, SCHEDULES
 from rayzero.engine.config.sections import (
     ActivationCheckpointingConfig,
     AioConfig,
@@ -188,7 +188,7 @@ class EngineConfig(UnsupportedKeys):
 
 def find_param_errors(config: EngineConfig) -> Iterator[str]:
     """A line for every mistake in `params` that can be detected without torch."""
-    for name, models in (("optimizer", OPTIMIZER_PARAMS), ("scheduler", SCHEDULE_PARAMS)):
+    for name, models in (("optimizer", OPTIMIZER_PARAMS), ("scheduler", LR_CURVES)):
         section: OptimizerConfig | SchedulerConfig | None = getattr(config, name)
         if section is not None and section.type in models:
             yield from validate_model(models[section.type], section.params, f"{name}.params.")[1]

@@ -1,4 +1,11 @@
-"""Params of each learning-rate schedule; `engine/optim` builds schedules from them."""
+"""Learning-rate schedules under DeepSpeed's names: params, and learning rates as pure functions.
+
+Iterations count as in DeepSpeed: the first step of a run is iteration -1, the second is 0. A
+warm-up therefore begins with two steps at its lowest rate.
+
+Sources: warm-up and decay, Goyal et al. 2017 and Vaswani et al. 2017; half a cosine, Loshchilov and
+Hutter 2017; one cycle and the range test, Smith 2018.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +39,11 @@ PerGroup: TypeAlias = Annotated[float | tuple[float, ...], BeforeValidator(_vali
 """One number, or one for each parameter group."""
 
 
-class ScheduleParams(StrictModel):
-    """Params of every DeepSpeed schedule."""
+BetaPair: TypeAlias = tuple[float, float]
+
+
+class LRCurve(StrictModel):
+    """A schedule's params and the learning rates that follow from them."""
 
     last_batch_iteration: Annotated[Integer, Field(ge=-1)] = -1
 
@@ -41,36 +51,95 @@ class ScheduleParams(StrictModel):
         """{param given as a list, one value per parameter group: length}."""
         return {key: len(value) for key, value in self if isinstance(value, tuple)}
 
+    def lr(self, iteration: int, group: int, configured: float) -> float:
+        """A parameter group's learning rate.
 
-class _WarmupParams(ScheduleParams):
+        Args:
+            iteration: -1 in the first step.
+            group: the group's number.
+            configured: the lr that the optimizer was created with.
+        """
+        raise NotImplementedError
+
+    def betas(self, iteration: int, group: int) -> BetaPair | None:
+        """A parameter group's Adam betas; None: unchanged."""
+        return None
+
+
+def value_for_group(value: float | tuple[float, ...], group: int) -> float:
+    """A parameter group's value, of one for all groups or one for each."""
+    return value[group] if isinstance(value, tuple) else value
+
+
+def warmup_fraction(kind: str, num_steps: int, iteration: int) -> float:
+    """Progress of the warm-up, 0 to 1; a warm-up has at least two steps."""
+    length, iteration = max(2, num_steps), max(iteration, 0)
+    if iteration >= length:
+        return 1.0
+    return iteration / length if kind == "linear" else math.log(iteration + 1) / math.log(length)
+
+
+class _Warmup(LRCurve):
     warmup_num_steps: NonNegativeInt = 1000  # at least 2 are used
     warmup_type: Literal["log", "linear"] = "log"
 
 
-class WarmupParams(_WarmupParams):
-    """WarmupLR. The default of `warmup_max_lr` is each group's configured lr."""
+class WarmupLR(_Warmup):
+    """Warm-up to the maximum, by default each group's configured lr, then constant."""
 
     warmup_min_lr: PerGroup = 0.0
     warmup_max_lr: PerGroup | None = None
 
+    def lr(self, iteration: int, group: int, configured: float) -> float:
+        low, top = value_for_group(self.warmup_min_lr, group), configured
+        if self.warmup_max_lr is not None:
+            top = value_for_group(self.warmup_max_lr, group)
+        return low + (top - low) * self._fraction(iteration)
 
-class WarmupDecayParams(WarmupParams):
-    """WarmupDecayLR; unlike WarmupLR it has a default maximum, as in DeepSpeed."""
+    def _fraction(self, iteration: int) -> float:
+        return warmup_fraction(self.warmup_type, self.warmup_num_steps, iteration)
+
+
+class WarmupDecayLR(WarmupLR):
+    """Warm-up to the maximum, then linear decay to the minimum. Unlike WarmupLR it has a default
+    maximum, as in DeepSpeed."""
 
     warmup_max_lr: PerGroup | None = 0.001
     total_num_steps: PositiveInt
 
+    def _fraction(self, iteration: int) -> float:
+        length = max(2, self.warmup_num_steps)
+        if iteration < length:
+            return super()._fraction(iteration)
+        remaining = self.total_num_steps - iteration
+        return max(0.0, remaining / max(1, self.total_num_steps - length))
 
-class WarmupCosineParams(_WarmupParams):
-    """WarmupCosineLR. Ratios are relative to each group's configured lr."""
+
+class WarmupCosineLR(_Warmup):
+    """Warm-up to each group's configured lr, to which ratios are relative, then cosine decay."""
 
     total_num_steps: PositiveInt
     warmup_min_ratio: NonNegativeFloat = 0.0
     cos_min_ratio: NonNegativeFloat = 0.0001
 
+    def lr(self, iteration: int, group: int, configured: float) -> float:
+        return configured * self._lr_ratio(iteration)
 
-class OneCycleParams(ScheduleParams):
-    """OneCycle. Sizes are in steps, `mom` is Adam's first beta."""
+    def _lr_ratio(self, iteration: int) -> float:
+        if iteration < 0:
+            return 0.0
+        length = max(2, self.warmup_num_steps)
+        if iteration < length:
+            fraction = warmup_fraction(self.warmup_type, length, iteration)
+            return self.warmup_min_ratio + fraction * (1 - self.warmup_min_ratio)
+        decay = max(1, self.total_num_steps - length)
+        wave = (1 + math.cos(math.pi * min(1.0, (iteration - length + 1) / decay))) / 2
+        return self.cos_min_ratio + (1 - self.cos_min_ratio) * wave
+
+
+class OneCycle(LRCurve):
+    """One cycle between two rates, with the first beta (`mom`) moving inversely; then decay. Sizes
+    are in steps."""
 
     cycle_min_lr: PerGroup
     cycle_max_lr: PerGroup
@@ -85,22 +154,70 @@ class OneCycleParams(ScheduleParams):
     cycle_max_mom: PerGroup = 0.9
     decay_mom_rate: FiniteFloat = 0.0
 
+    def lr(self, iteration: int, group: int, configured: float) -> float:
+        low = value_for_group(self.cycle_min_lr, group)
+        high = value_for_group(self.cycle_max_lr, group)
+        if iteration < self._cycle_size:
+            return low + (high - low) * self._cycle_fraction(iteration + 1)
+        return low / (1 + self.decay_lr_rate * self._decay_intervals(iteration))
 
-class LRRangeTestParams(ScheduleParams):
-    """LRRangeTest."""
+    def betas(self, iteration: int, group: int) -> BetaPair | None:
+        """The second beta is DeepSpeed's constant; the first step uses the lowest first beta."""
+        if not self.cycle_momentum:
+            return None
+        low = value_for_group(self.cycle_min_mom, group)
+        high = value_for_group(self.cycle_max_mom, group)
+        if iteration < 0:
+            return low, 0.99
+        if iteration < self._cycle_size:
+            return high - (high - low) * self._cycle_fraction(iteration + 1), 0.99
+        return high * (1 + self.decay_mom_rate * self._decay_intervals(iteration)), 0.99
+
+    @property
+    def _second_step_size(self) -> float:
+        given = self.cycle_second_step_size
+        return self.cycle_first_step_size if given is None else given
+
+    @property
+    def _cycle_size(self) -> float:
+        return self.cycle_first_step_size + self._second_step_size
+
+    def _cycle_fraction(self, step: int) -> float:
+        """Height in the cycle: 0 to 1 over its first part, back to 0 over the second."""
+        height, length = step % self._cycle_size, self.cycle_first_step_size
+        stairs = self.cycle_first_stair_count
+        if height > length:
+            height, length = self._cycle_size - height, self._second_step_size
+            if self.cycle_second_stair_count is not None:
+                stairs = self.cycle_second_stair_count
+        return math.floor(height * stairs / length) / stairs if stairs else height / length
+
+    def _decay_intervals(self, iteration: int) -> float:
+        """Decay intervals since the end of the cycle."""
+        if math.isclose(self.decay_step_size, 0):
+            return 0.0
+        return (iteration - self._cycle_size + 1) / self.decay_step_size
+
+
+class LRRangeTest(LRCurve):
+    """Unbounded linear or stepwise increase from the lowest rate, to find rates that train."""
 
     lr_range_test_min_lr: PerGroup = 1e-3
     lr_range_test_step_size: PositiveInt = 2000
     lr_range_test_step_rate: FiniteFloat = 1.0
     lr_range_test_staircase: bool = False
 
+    def lr(self, iteration: int, group: int, configured: float) -> float:
+        intervals = (iteration + 1) / self.lr_range_test_step_size
+        if self.lr_range_test_staircase:
+            intervals = math.floor(intervals)
+        low = value_for_group(self.lr_range_test_min_lr, group)
+        return low * (1 + self.lr_range_test_step_rate * intervals)
 
-SCHEDULE_PARAMS: dict[str, type[ScheduleParams]] = {
-    "WarmupLR": WarmupParams,
-    "WarmupDecayLR": WarmupDecayParams,
-    "WarmupCosineLR": WarmupCosineParams,
-    "OneCycle": OneCycleParams,
-    "LRRangeTest": LRRangeTestParams,
+
+LR_CURVES: dict[str, type[LRCurve]] = {
+    curve.__name__: curve
+    for curve in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 TORCH_SCHEDULES = (
     *("ConstantLR", "LinearLR", "PolynomialLR", "ExponentialLR", "StepLR", "MultiStepLR"),
@@ -108,5 +225,5 @@ TORCH_SCHEDULES = (
 )
 """Schedules of torch.optim.lr_scheduler with JSON-compatible arguments; torch checks them."""
 
-SCHEDULES = (*SCHEDULE_PARAMS, *TORCH_SCHEDULES)
+SCHEDULES = (*LR_CURVES, *TORCH_SCHEDULES)
 """Names for `scheduler.type`, in any case."""

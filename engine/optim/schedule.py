@@ -10,8 +10,8 @@ import torch
 
 from rayzero.engine.config import SchedulerConfig
 from rayzero.engine.config.model import coerce_numbers, parse_params
+from rayzero.engine.config.schedules import LR_CURVES, BetaPair, LRCurve
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.optim.lr_curves import LR_CURVES, BetaPair, LRCurve
 
 
 class Scheduler(Protocol):

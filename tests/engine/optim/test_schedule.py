@@ -16,8 +16,8 @@ from torch import nn
 
 import rayzero
 from rayzero.engine.config import SchedulerConfig, parse_config
+from rayzero.engine.config.schedules import LR_CURVES, LRCurve
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.optim.lr_curves import LR_CURVES, LRCurve
 from rayzero.engine.optim.schedule import StepSchedule, check_schedule, make_schedule
 from tests.engine.optim.make_deepspeed_schedules import FILE, LRS
 
