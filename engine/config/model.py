@@ -206,7 +206,10 @@ def _field_keys(
         field, path = model.model_fields[name], prefix + name
         if isinstance(key := field.json_schema_extra, Key):
             group = key.group or group
-            yield group, replace(key, path=path)
+            old_names = key.old_names
+            if name.startswith("stage3_"):  # DeepSpeed accepts these without the prefix, too
+                old_names += (prefix + name.removeprefix("stage3_"),)
+            yield group, replace(key, path=path, old_names=old_names)
         if path == "optimizer.params":
             yield from _field_keys(OptimizerParams, f"{path}.", group)
         elif (section := nested_section(field.annotation)) is not None:

@@ -15,12 +15,17 @@ from rayzero.engine.config.keys import is_enabled, is_set, no_op, refused
 _DATA_PARALLEL = "all ranks are data-parallel: ZeRO is the only axis of parallelism"
 _REMOVED = "removed from DeepSpeed 0.19 too"
 _METRICS = "engine.metrics has these numbers, for any logger"
-_BACKGROUND = "checkpoints are always written in the background"
 
 _refused_section = partial(refused, None, is_active=is_enabled)
 _monitor = partial(
     _refused_section, reason=_METRICS, alternative="log engine.metrics from the script"
 )
+_checkpoint_writer = partial(
+    refused,
+    reason="checkpoints are always written in the background",
+    alternative="checkpoint in the job file",
+)
+_data_order = partial(_refused_section, alternative="a dataset in the order you want")
 
 
 def _is_enabled_by_default(value: Any) -> bool:
@@ -47,6 +52,15 @@ def _compiles(value: Any) -> bool:
     return any(is_set(value.get(name)) for name in ("enabled", "deepcompile", "autoep_non_moe"))
 
 
+_model_compression = partial(
+    refused,
+    None,
+    reason=_REMOVED,
+    alternative="torchao on the model",
+    is_active=_is_enabled_anywhere,
+)
+
+
 class UnsupportedKeys(ConfigSection):
     """The keys without a section or subject among those that have an effect."""
 
@@ -64,19 +78,14 @@ class UnsupportedKeys(ConfigSection):
     wandb: Any = _monitor("losses are sent to Weights & Biases")
     csv_monitor: Any = _monitor("losses are written to CSV files")
     comet: Any = _monitor("losses are sent to Comet")
-    nebula: Any = refused(
+    nebula: Any = _checkpoint_writer(
         None,
         "checkpoints are written by Azure's Nebula; removed from DeepSpeed 0.19 too",
-        _BACKGROUND,
-        alternative="checkpoint in the job file",
         is_active=_is_enabled_by_default,
         group="checkpoints",
     )
-    datastates_ckpt: Any = refused(
-        False,
-        "checkpoints are written in the background by DataStates",
-        _BACKGROUND,
-        alternative="checkpoint in the job file",
+    datastates_ckpt: Any = _checkpoint_writer(
+        False, "checkpoints are written in the background by DataStates"
     )
     tensor_parallel: Any = refused(
         None,
@@ -112,12 +121,8 @@ class UnsupportedKeys(ConfigSection):
         alternative="a torch DataLoader of your own",
         group="data",
     )
-    data_efficiency: Any = _refused_section(
-        "samples are selected, tokens dropped", alternative="a dataset in the order you want"
-    )
-    curriculum_learning: Any = _refused_section(
-        "easy samples first", _REMOVED, alternative="a dataset in the order you want"
-    )
+    data_efficiency: Any = _data_order("samples are selected, tokens dropped")
+    curriculum_learning: Any = _data_order("easy samples first", _REMOVED)
     compile: Any = refused(
         None,
         "DeepCompile: ZeRO inside the compiled graph",
@@ -135,20 +140,10 @@ class UnsupportedKeys(ConfigSection):
         alternative="a quantizing library on the exported weights",
         is_active=_is_enabled_by_default,
     )
-    compression_training: Any = refused(
-        None,
-        "the model is pruned and quantized during training",
-        _REMOVED,
-        alternative="torchao on the model",
-        is_active=_is_enabled_anywhere,
+    compression_training: Any = _model_compression(
+        "the model is pruned and quantized during training"
     )
-    quantize_training: Any = refused(
-        None,
-        "weights are quantized step by step",
-        _REMOVED,
-        alternative="torchao on the model",
-        is_active=_is_enabled_anywhere,
-    )
+    quantize_training: Any = _model_compression("weights are quantized step by step")
     eigenvalue: Any = _refused_section("curvature for quantize_training", _REMOVED)
     progressive_layer_drop: Any = _refused_section(
         "layers are skipped at random", _REMOVED, alternative="stochastic depth in the model"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
@@ -24,18 +25,15 @@ _REMOVED = "removed from DeepSpeed 0.19 too"
 _SAME_RESULT = "the backend chooses the collective; the result is the same"
 
 
+_leaf_modules = partial(refused, (), alternative="rayzero.unshard_modules")
+
+
 class LeafModuleConfig(ConfigSection):
     """Modules that are gathered as a whole at stage 3."""
 
-    classes: tuple[str, ...] = refused(
-        (), "classes of modules gathered as a whole", alternative="rayzero.unshard_modules"
-    )
-    names: tuple[str, ...] = refused(
-        (), "names of modules gathered as a whole", alternative="rayzero.unshard_modules"
-    )
-    name_suffixes: tuple[str, ...] = refused(
-        (), "suffixes of such names", alternative="rayzero.unshard_modules"
-    )
+    classes: tuple[str, ...] = _leaf_modules("classes of modules gathered as a whole")
+    names: tuple[str, ...] = _leaf_modules("names of modules gathered as a whole")
+    name_suffixes: tuple[str, ...] = _leaf_modules("suffixes of such names")
 
 
 OffloadDevice = Annotated[
@@ -150,31 +148,20 @@ class ZeroConfig(ConfigSection):
         "elements gathered ahead of their use",
         "the next unit is gathered while one computes, whatever its size",
         group="stage 3",
-        old_names=("zero_optimization.prefetch_bucket_size",),
     )
     stage3_param_persistence_threshold: NonNegativeSize | None = no_op(
         None,
         "smaller parameters are not sharded",
         "all parameters of a unit are gathered in one collective, so small ones cost nothing",
-        old_names=("zero_optimization.param_persistence_threshold",),
     )
     stage3_model_persistence_threshold: NonNegativeSize = no_op(
-        NO_LIMIT,
-        "elements that may stay unsharded that way",
-        "all parameters are sharded",
-        old_names=("zero_optimization.model_persistence_threshold",),
+        NO_LIMIT, "elements that may stay unsharded that way", "all parameters are sharded"
     )
     stage3_max_live_parameters: NonNegativeSize | None = no_op(
-        None,
-        "elements that may be gathered at once",
-        _FIXED_MEMORY,
-        old_names=("zero_optimization.max_live_parameters",),
+        None, "elements that may be gathered at once", _FIXED_MEMORY
     )
     stage3_max_reuse_distance: NonNegativeSize | None = no_op(
-        None,
-        "parameters that are reused within this many elements are kept",
-        _FIXED_MEMORY,
-        old_names=("zero_optimization.max_reuse_distance",),
+        None, "parameters that are reused within this many elements are kept", _FIXED_MEMORY
     )
     stage3_gather_16bit_weights_on_model_save: bool = no_op(
         False,
@@ -183,26 +170,20 @@ class ZeroConfig(ConfigSection):
         old_names=(
             "zero_optimization.stage3_gather_fp16_weights_on_model_save",
             "zero_optimization.gather_fp16_weights_on_model_save",
-            "zero_optimization.gather_16bit_weights_on_model_save",
         ),
     )
     stage3_module_granularity_threshold: NonNegativeSize = no_op(
         0,
         "small modules are gathered with their parents",
         "units are whole blocks: rayzero.unshard_modules selects them",
-        old_names=("zero_optimization.module_granularity_threshold",),
     )
     stage3_use_all_reduce_for_fetch_params: bool = no_op(
-        False,
-        "weights are gathered by an all-reduce",
-        _SAME_RESULT,
-        old_names=("zero_optimization.use_all_reduce_for_fetch_params",),
+        False, "weights are gathered by an all-reduce", _SAME_RESULT
     )
     stage3_allgather_sequential: bool = no_op(
         False,
         "weights are gathered one by one, without an intermediate bucket",
         "there is no intermediate copy: a unit is gathered in place",
-        old_names=("zero_optimization.allgather_sequential",),
     )
     memory_efficient_linear: bool = no_op(
         True,
