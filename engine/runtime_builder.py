@@ -12,7 +12,7 @@ from rayzero.engine.zero.build import (
     BuildContext,
     make_blocks,
     make_grad_buffers,
-    make_units,
+    make_unit,
     place_ungrouped,
 )
 from rayzero.engine.zero.gather_buffers import GatherBuffers
@@ -39,7 +39,10 @@ def make_runtime(
     params = name_params(model, groups.group_of)
     plans = _plan_units(model, params, config, stage, collectives.world_size)
     grad_buffers = make_grad_buffers(plans, context, NUM_GRAD_BUFFERS)
-    units = make_units(plans, context, grad_buffers, reduction)
+    units = [
+        make_unit(plan, context, grad_buffers, reduction, store)
+        for plan, store in zip(plans, context.offload.state_stores(plans), strict=True)
+    ]
     in_units = {param for plan in plans for param in plan.params}
     ungrouped = place_ungrouped(model, in_units, context)
     context.materializer.clear()
@@ -67,11 +70,7 @@ def make_runtime(
 
 
 def _plan_units(
-    model: nn.Module,
-    params: list[NamedParam],
-    config: EngineConfig,
-    stage: Stage,
-    world_size: int,
+    model: nn.Module, params: list[NamedParam], config: EngineConfig, stage: Stage, world_size: int
 ) -> list[UnitPlan]:
     """Units in launch order: about the order in which backward completes them."""
     if stage.model_weights is Placement.SHARDED:

@@ -31,11 +31,7 @@ T = TypeVar("T")
 
 def _getter(read: Callable[[DeepSpeedEngine], T]) -> Callable[[DeepSpeedEngine], T]:
     """A method without arguments, as DeepSpeed spells most of its getters."""
-
-    def get(self: DeepSpeedEngine) -> T:
-        return read(self)
-
-    return get
+    return read
 
 
 def _config(engine: Engine) -> EngineConfig:

@@ -112,11 +112,9 @@ class StoredParam:
 
     def _slices_within(self, held: slice, memory: Tensor) -> Iterator[ParamSlice]:
         """The part in `memory`, which is the range `held` of the unit's flat layout."""
-        extent = self.unit.layout.param_range(self.index)
-        start, stop = max(extent.start, held.start), min(extent.stop, held.stop)
-        if start < stop:
-            part = memory[start - held.start : stop - held.start]
-            yield ParamSlice(start - extent.start, stop - extent.start, part)
+        for part in self.unit.layout.overlaps(held):
+            if part.index == self.index:
+                yield ParamSlice(part.start, part.stop, memory[part.memory])
 
 
 def find_owner(param: nn.Parameter) -> tuple[Engine, StoredParam | None] | None:

@@ -154,9 +154,7 @@ class CheckpointSource:
         return self.manifest.files[rank % self.manifest.world_size].metadata
 
     def read(self, block: int, offset: int, into: memoryview) -> None:
-        """Fill `into` (bytes, writable) from byte `offset` of a rank's data. Raises
-        CheckpointDamagedError, which names file and block, if bytes are damaged or missing;
-        StoreError if the store cannot be read."""
+        """As `BlockReader.read`, of a rank's data."""
         if block not in self._readers:
             self._readers[block] = self._open_file(self.manifest.files[block])
         self._readers[block].read(offset, into)

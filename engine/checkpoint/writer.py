@@ -10,12 +10,7 @@ from typing import Any
 from xxhash import xxh3_64
 
 from rayzero.engine.checkpoint.errors import StoreError
-from rayzero.engine.checkpoint.format import (
-    BLOCK_BYTES,
-    MANIFEST_NAME,
-    file_header,
-    new_file_name,
-)
+from rayzero.engine.checkpoint.format import BLOCK_BYTES, MANIFEST_NAME, file_header, new_file_name
 from rayzero.engine.checkpoint.manifest import Manifest, RankFile
 from rayzero.engine.checkpoint.store import open_store
 from rayzero.engine.errors import EngineError

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
-from rayzero.engine.config.keys import REFUSED, Key, is_set
+from rayzero.engine.config.keys import REFUSED, is_set
 from rayzero.engine.config.model import KEYS, EngineConfig
 from rayzero.engine.config.normalize import get_path
 from rayzero.engine.validation import repr_value
@@ -21,16 +21,12 @@ def find_refused(document: Mapping[str, Any]) -> Iterator[str]:
     for key in KEYS.values():
         if key.status is REFUSED and is_in_force(document, key.path):
             value = get_path(document, key.path)
-            if _requests_something(key, value):
+            requested = is_set(value) and value != get_path(DEFAULTS, key.path)
+            if key.is_active is not None:
+                requested = key.is_active(value)
+            if requested:
                 use = f"; use {key.alternative}" if key.alternative else ""
-                seen = repr_value(value)
-                yield f"{key.path}: refused: {key.reason}{use} (seen: {seen})"
-
-
-def _requests_something(key: Key, value: Any) -> bool:
-    if key.is_active is not None:
-        return key.is_active(value)
-    return is_set(value) and value != get_path(DEFAULTS, key.path)
+                yield f"{key.path}: refused: {key.reason}{use} (seen: {repr_value(value)})"
 
 
 def is_in_force(document: Mapping[str, Any], path: str) -> bool:

@@ -63,26 +63,24 @@ def is_set_or_active(info: KeyInfo) -> bool:
 
 
 def log_explanation(parsed: ParsedConfig) -> None:
-    """Logs derived values and keys without effect; once per process."""
+    """Logs derived values, and no-op keys that differ from their defaults; once per process."""
     dump = parsed.config.model_dump(mode="json")
     for path, how in parsed.provenance.items():
         _log_once(f"config: {path} is {repr_value(get_path(dump, path))} ({how})")
-    if idle := [info.key for info in key_infos(parsed) if _is_ineffective(info)]:
+    idle = [
+        info.key
+        for info in key_infos(parsed)
+        if info.status is NO_OP
+        and info.source == "file"
+        and info.value != get_path(DEFAULTS, info.key)
+    ]
+    if idle:
         _log_once(f"config: no effect here: {', '.join(idle)} (`rayzero config explain` says why)")
 
 
 @lru_cache(maxsize=256)
 def _log_once(line: str) -> None:
     log.info("%s", line)
-
-
-def _is_ineffective(info: KeyInfo) -> bool:
-    """Whether a no-op key was given a value other than its default."""
-    return (
-        info.status is NO_OP
-        and info.source == "file"
-        and info.value != get_path(DEFAULTS, info.key)
-    )
 
 
 def json_schema() -> dict[str, Any]:

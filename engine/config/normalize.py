@@ -138,7 +138,8 @@ def _rename(
     if value is None:
         return
     present = get_path(document, name.new)
-    if isinstance(value, dict) and isinstance(present, dict) and _agree(value, present):
+    sections = isinstance(value, dict) and isinstance(present, dict)
+    if sections and all(value[key] == present[key] for key in value.keys() & present.keys()):
         value = {**value, **present}
     elif present is not None and present != value:
         mistakes.append(
@@ -152,10 +153,6 @@ def _rename(
     for path in [path for path in provenance if path.startswith(f"{name.old}.")]:
         del provenance[path]  # the path was renamed
     provenance |= dict.fromkeys(_leaf_paths(name.new, value), f"old name {name.old}")
-
-
-def _agree(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    return all(first[key] == second[key] for key in first.keys() & second.keys())
 
 
 def _leaf_paths(path: str, value: Any) -> Iterator[str]:

@@ -12,12 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from rayzero.engine.config.fields import (
-    FiniteFloat,
-    NonNegativeFloat,
-    PositiveInt,
-    StrictModel,
-)
+from rayzero.engine.config.fields import FiniteFloat, NonNegativeFloat, PositiveInt, StrictModel
 from rayzero.engine.config.keys import refused
 
 Beta: TypeAlias = Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)]
@@ -139,7 +134,8 @@ class LionParams(OptimizerParams):
 
 
 class LambParams(OptimizerParams):
-    """`max_coeff` and `min_coeff` bound the trust ratio of each parameter."""
+    """`max_coeff` and `min_coeff` bound the trust ratio of each parameter. `eps` is added to the
+    root of the second moment, or inside it; the decayed weight to the step, before its norm."""
 
     implementation = "rayzero.engine.optim.optimizers.Lamb"
 
@@ -180,8 +176,7 @@ class MuonParams(OptimizerParams):
     adam_w_mode: bool = True
     torch_adam: bool = False  # no effect: Adam is torch's fused kernel
     per_head_muon: Annotated[
-        None,
-        _refuse_if_set("matrices are orthogonalized as a whole, not per attention head"),
+        None, _refuse_if_set("matrices are orthogonalized as a whole, not per attention head")
     ] = None
 
     def arguments(self) -> dict[str, Any]:

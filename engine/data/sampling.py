@@ -137,11 +137,7 @@ def count_micro_steps(
 
 
 def assign_step(
-    global_batch: int,
-    world_size: int,
-    rank: int,
-    micro_batch: int,
-    shares: Sequence[float] = (),
+    global_batch: int, world_size: int, rank: int, micro_batch: int, shares: Sequence[float] = ()
 ) -> tuple[MicroBatch, ...]:
     """The micro-batches of `rank` in a step, in order: `count_micro_steps(...)` of them. Raises as
     `samples_per_rank`, or if `rank` is outside [0, world_size)."""

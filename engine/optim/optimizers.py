@@ -10,21 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayzero.engine.config.optimizers import LambParams
 from rayzero.engine.optim.whole_params import WholeParamOps
 
 CHUNK_NUMEL = 1 << 16  # elements of a CPU tensor updated at once, to stay in a core's cache
 # A step count at which torch's corrections 1 - beta^step are exactly 1. Adding 1 to it gives the
 # same float32, so the count never changes.
 NO_CORRECTION_STEP = 1e15
-LAMB_DEFAULTS: dict[str, Any] = {
-    "betas": (0.9, 0.999),  # of the first and the second moment
-    "eps": 1e-8,  # added to the root of the second moment, or inside it with eps_inside_sqrt
-    "weight_decay": 0.0,  # factor of the weight in the direction, before the norm is computed
-    "bias_correction": True,
-    "eps_inside_sqrt": False,
-    "min_coeff": 0.01,  # bounds of the trust ratio
-    "max_coeff": 10.0,
-}
 
 
 class _ElementwiseOptimizer(torch.optim.Optimizer):
@@ -100,14 +92,15 @@ class Lamb(torch.optim.Optimizer):
 
     The ratio is |weight| / |step| of the whole parameter, so ranks all-reduce squared norms, two
     numbers a parameter. As in DeepSpeed the ratio is clamped, and the bias corrections scale the
-    whole step including weight decay. Gradients are overwritten. `options` are those of
-    `LAMB_DEFAULTS`.
+    whole step including weight decay. Gradients are overwritten. `options`, and their defaults, are
+    those of `LambParams`.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, **options: Any) -> None:
-        if unknown := options.keys() - LAMB_DEFAULTS.keys():
+        defaults = LambParams().arguments() | {"lr": lr}
+        if unknown := options.keys() - defaults.keys():
             raise TypeError(f"Lamb has no argument {min(unknown)!r}")
-        super().__init__(params, {"lr": lr} | LAMB_DEFAULTS | options)
+        super().__init__(params, defaults | options)
         self._whole_params = WholeParamOps.of_optimizer(self)
 
     def bind_whole_params(self, whole_params: WholeParamOps) -> None:

@@ -118,8 +118,13 @@ class ShardedOptimizer:
         for shard in shards:
             # No copy, unless gradients are summed in another dtype.
             shard.weight.grad = shard.grad.to(shard.weight.dtype)
-        if factor != 1.0:
-            self._scale_grads(shards, factor)
+        if factor != 1.0 and self._uses_grad_scale:
+            device = shards[0].weight.device
+            scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
+            self.torch_optimizer.grad_scale = scale  # type: ignore[attr-defined]
+        elif factor != 1.0:
+            grads = [shard.weight.grad for shard in shards if shard.weight.grad is not None]
+            torch._foreach_mul_(grads, factor)
         self.torch_optimizer.step()
         for shard in shards:
             shard.weight.grad = None
@@ -134,15 +139,6 @@ class ShardedOptimizer:
     def lr(self) -> float:
         """The first group's learning rate."""
         return float(self.torch_optimizer.param_groups[0]["lr"])
-
-    def _scale_grads(self, shards: Sequence[OptimizerShard], factor: float) -> None:
-        if self._uses_grad_scale:
-            device = shards[0].weight.device
-            scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
-            self.torch_optimizer.grad_scale = scale  # type: ignore[attr-defined]
-        else:
-            grads = [shard.weight.grad for shard in shards if shard.weight.grad is not None]
-            torch._foreach_mul_(grads, factor)
 
 
 def group_shards(

@@ -79,7 +79,10 @@ class ShardedWholeParamOps(WholeParamOps):
             super().transform(groups, updated, parts, function, dtype)
             return
         to_owner, from_holder = self._plan_for(groups, updated)
-        wire_dtype = dtype or self._widest_dtype()
+        main_dtypes = [
+            unit.main_weights.dtype for unit in self._units if unit.main_weights is not None
+        ]
+        wire_dtype = dtype or max(main_dtypes, key=lambda main: main.itemsize)
         sent = [self._empty_buffer(segments, wire_dtype) for segments in to_owner]
         received = [self._empty_buffer(segments, wire_dtype) for segments in from_holder]
         views = _segment_views(to_owner, sent)
@@ -128,11 +131,6 @@ class ShardedWholeParamOps(WholeParamOps):
             ParamSegment(params[part.index], part.start, part.stop, part.memory)
             for part in unit.layout.overlaps(extent)
         ]
-
-    def _widest_dtype(self) -> torch.dtype:
-        """The widest dtype of main weights."""
-        dtypes = [unit.main_weights.dtype for unit in self._units if unit.main_weights is not None]
-        return max(dtypes, key=lambda dtype: dtype.itemsize)
 
 
 def choose_owners(params: Sequence[WholeParam], world_size: int) -> dict[int, int]:

@@ -96,10 +96,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 def trace_micro_step(
-    model: nn.Module,
-    precision: Precision,
-    batch: Any,
-    recomputed: Sequence[nn.Module] = (),
+    model: nn.Module, precision: Precision, batch: Any, recomputed: Sequence[nn.Module] = ()
 ) -> MicroStepTrace:
     """Runs forward and backward once. Call within the `fake_tensors` that created the model. Raises
     ConfigError if the model returns no loss, or reads values, which fake tensors do not have.

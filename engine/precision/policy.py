@@ -116,9 +116,10 @@ def choose_precision(config: EngineConfig, device: torch.device) -> Precision:
     fp16, autocast = config.fp16, config.torch_autocast
     name = config.data_types.grad_accum_dtype
     grad_dtype = None if name is None else _CONFIG_DTYPES[name]
-    scaler: LossScaler = NO_SCALER
     if fp16.enabled:
-        scaler = FixedScaler(fp16.loss_scale) if fp16.loss_scale else DynamicScaler(fp16)
+        scaler: LossScaler = (
+            FixedScaler(fp16.loss_scale) if fp16.loss_scale else DynamicScaler(fp16)
+        )
         return MixedPrecision(
             scaler=scaler,
             grad_dtype_override=grad_dtype,
@@ -128,10 +129,8 @@ def choose_precision(config: EngineConfig, device: torch.device) -> Precision:
     if config.bf16.enabled:
         return MixedPrecision(grad_dtype_override=grad_dtype, dtype=torch.bfloat16)
     if autocast.enabled:
-        if autocast.dtype == "fp16":
-            scaler = DynamicScaler(_AUTOCAST_RULES)
         return AutocastPrecision(
-            scaler=scaler,
+            scaler=DynamicScaler(_AUTOCAST_RULES) if autocast.dtype == "fp16" else NO_SCALER,
             grad_dtype_override=grad_dtype,
             device_type=device.type,
             dtype=_CONFIG_DTYPES[autocast.dtype],

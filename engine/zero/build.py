@@ -18,12 +18,7 @@ from rayzero.engine.offload.transfer import HostTransfer
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.zero.deferred_init import Materializer, ScratchBuffer
 from rayzero.engine.zero.gather_buffers import Block
-from rayzero.engine.zero.gradients import (
-    GradBufferPool,
-    GradStore,
-    PartialGrads,
-    ShardedGrads,
-)
+from rayzero.engine.zero.gradients import GradBufferPool, GradStore, PartialGrads, ShardedGrads
 from rayzero.engine.zero.parameters import (
     ReplicatedWeights,
     ShardedWeights,
@@ -69,20 +64,6 @@ def make_grad_buffers(
     numel = max(plan.layout.numel for plan in trainable)
     zeros, device = context.collectives.zeros, context.device
     return GradBufferPool(lambda: zeros(numel, widest, device), count)
-
-
-def make_units(
-    plans: Sequence[UnitPlan],
-    context: BuildContext,
-    buffers: GradBufferPool | None,
-    reduction: GradReduction,
-) -> list[Unit]:
-    """All units, one after another."""
-    stores = context.offload.state_stores(plans)
-    return [
-        make_unit(plan, context, buffers, reduction, store)
-        for plan, store in zip(plans, stores, strict=True)
-    ]
 
 
 def make_unit(
