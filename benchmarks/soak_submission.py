@@ -32,7 +32,7 @@ POLL_INTERVAL_S = 1.0
 CHECKPOINT_INTERVAL = 5
 HANG_TIMEOUT_S = 4.0
 LEASE_S = 3.0
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 """Also for a new process's first step, in which a fault may hang it."""
 CPUS = {1: WORLD_SIZE + 1, 2: WORLD_SIZE - 1}
 """CPUs per node, by number of nodes. With two nodes, one cannot hold all workers."""
