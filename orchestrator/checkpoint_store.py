@@ -68,12 +68,9 @@ class CheckpointStore:
 
     async def prune(self) -> None:
         """Removes checkpoints by `checkpoint.keep` and `keep_every`."""
-        await asyncio.to_thread(self._prune)
-
-    def _prune(self) -> None:
         keep, keep_every = self._settings.keep, self._settings.keep_every
-        self._check_lease()
-        prune_checkpoints(self._plan.job_folder, keep, keep_every)
+        await asyncio.to_thread(self._check_lease)
+        await asyncio.to_thread(prune_checkpoints, self._plan.job_folder, keep, keep_every)
 
     def _write_manifest(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
         name, stage = self._plan.spec.name, self._plan.stage

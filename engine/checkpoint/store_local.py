@@ -126,11 +126,7 @@ class LocalStore:
         self._create(path, partial, [memoryview(content)], publish)
 
     def _create(
-        self,
-        path: Path,
-        partial: Path,
-        chunks: Iterable[memoryview],
-        publish: Callable[[Path, Path], None],
+        self, path: Path, partial: Path, chunks: Iterable[memoryview], publish: Callable[..., None]
     ) -> None:
         with store_errors(str(path)):
             _make_folder(path.parent)

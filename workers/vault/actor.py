@@ -22,7 +22,7 @@ from rayzero.engine.errors import RayzeroError
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, inject_store_faults
 from rayzero.workers.chaos.node import inject_node_fault, why_impossible
 from rayzero.workers.chaos.spec import FaultFired, FaultSpec
-from rayzero.workers.vault.images import verify_s
+from rayzero.workers.vault.images import VERIFY_S_PER_BYTE
 from rayzero.workers.vault.records import SlotRef, VaultEvent, VaultGoneError
 from rayzero.workers.vault.vault import Vault
 
@@ -80,7 +80,7 @@ class VaultActor(Vault):
         if peer is None:
             raise VaultGoneError(f"no vault is known on node {ref.node_id}")
         reply = peer.read.remote(ref.generation, ref.rank, ref.step, offset, length)
-        limit_s = _FETCH_TIMEOUT_S + verify_s(length)
+        limit_s = _FETCH_TIMEOUT_S + length * VERIFY_S_PER_BYTE
         try:
             data: NDArray[np.uint8] = ray.get(reply, timeout=limit_s)
             return data.data

@@ -17,13 +17,8 @@ from typing import TypeVarTuple
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.engine.layout.state_index import BlockIndex
-from rayzero.workers.vault.images import (
-    MappedSlotReader,
-    RemoteSlotReader,
-    SlotReader,
-    VaultSource,
-    verify_s,
-)
+from rayzero.workers.vault import images
+from rayzero.workers.vault.images import MappedSlotReader, RemoteSlotReader, SlotReader, VaultSource
 from rayzero.workers.vault.peers import Peer
 from rayzero.workers.vault.records import Restore, SlotRef, VaultGoneError
 from rayzero.workers.vault.requests import (
@@ -137,7 +132,7 @@ class VaultClient:
             os.close(fds[0])
 
     def _fetch_remote(self, ref: SlotRef, offset: int, length: int) -> memoryview:
-        limit_s = _FETCH_TIMEOUT_S + verify_s(length)
+        limit_s = _FETCH_TIMEOUT_S + length * images.VERIFY_S_PER_BYTE
         [fd] = self._call(limit_s, WorkerRequests.fetch_version, *ref, offset, length)
         try:
             nbytes = os.fstat(fd).st_size

@@ -19,17 +19,12 @@ from rayzero.workers.vault.slots import HEADER_BYTES, PAGE_BYTES, SlotHeader, re
 
 FETCH_CHUNK_BYTES = 16 * 2**20
 """The largest read from another node."""
-_SLOWEST_VERIFY_BYTES_PER_S = 100e6
-"""It is usually done at several GB/s, but for all readers of an image at the same time."""
+VERIFY_S_PER_BYTE = 1e-8
+"""Part of a read's limit. Usually it is done at several GB/s, but for all readers at once."""
 
 FetchRemote: TypeAlias = Callable[[SlotRef, int, int], memoryview]
 """(version, offset, length) -> bytes of an image on another node; at most a chunk, and fewer at the
-image's end. `verify_s` of the length is part of the time limit."""
-
-
-def verify_s(length: int) -> float:
-    """How long the verification of so many bytes may take, before a read at offset 0 answers."""
-    return length / _SLOWEST_VERIFY_BYTES_PER_S
+image's end. A length beyond the header at offset 0 is that of all that is verified first."""
 
 
 def describe_slot(ref: SlotRef) -> str:
