@@ -8,9 +8,11 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from rayzero.workers import process_group
 from rayzero.workers.process_group import SocketTracker
@@ -29,7 +31,7 @@ RANK = textwrap.dedent(
     else:
         store = dist.TCPStore("127.0.0.1", int(sys.stdin.readline()), is_master=False)
     sockets = SocketTracker()
-    with sockets.recording():
+    with sockets.recording(2):
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
         )
@@ -85,7 +87,7 @@ def test_reused_descriptor_is_not_shut_down(monkeypatch: pytest.MonkeyPatch):
     listing = process_group._open_sockets
     with socket.create_server(("127.0.0.1", 0)) as listener:
         tracker = SocketTracker()
-        with tracker.recording():
+        with tracker.recording(2):
             tracked = socket.create_connection(listener.getsockname())
         newer = []
 
@@ -100,6 +102,16 @@ def test_reused_descriptor_is_not_shut_down(monkeypatch: pytest.MonkeyPatch):
         tracker.shutdown()
         with newer[0]:
             newer[0].send(b"still connected")
+
+
+def test_store_of_a_dead_process_fails_the_join_at_once():
+    """torch's client would try again until the timeout."""
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    started_s = time.monotonic()
+    with pytest.raises(dist.DistNetworkError, match=f"127.0.0.1:{port}.*refused"):
+        process_group._connect_to_store("127.0.0.1", port, 60.0)
+    assert time.monotonic() - started_s < 30
 
 
 def start(rank: int) -> subprocess.Popen[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from pickle import dumps, loads
 from time import monotonic, sleep
@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from rayzero.engine.errors import ConfigError
 from rayzero.workers import rendezvous_store
 from rayzero.workers.messages import GenerationSpec
-from rayzero.workers.process_group import is_collective_failure
+from rayzero.workers.process_group import SocketTracker, is_collective_failure
 from rayzero.workers.rendezvous_store import AuthenticatedStore, ForgedKeyError, open_store
 
 LIMIT = timedelta(seconds=60)
@@ -160,6 +160,35 @@ def test_forged_keys_fail_the_generation(
     assert error is not None
     assert change in str(error)
     assert is_collective_failure(error)
+
+
+class LeavingMember(AuthenticatedStore):
+    """Publishes its address, and fails at the first key of another member."""
+
+    def _wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        raise ForgedKeyError(f"{keys} changed by a stranger")
+
+
+def test_member_whose_peer_has_left_is_interrupted(server: TCPStore):
+    """gloo waits for the connection that the peer announced, up to the group's timeout. Which of
+    the two connects depends on their ports."""
+    threads = ThreadPoolExecutor(1)
+    for attempt in range(30):
+        secret = SECRET + bytes([attempt])  # other keys
+        with pytest.raises(dist.DistError):
+            join(LeavingMember(connect(server), secret), 1)
+        sockets = SocketTracker()
+        with sockets.recording(2):
+            joining = threads.submit(join, member(server, secret), 0)
+            if wait([joining], 0.5).done:
+                continue
+            started_s = monotonic()
+            sockets.shutdown()
+            error = joining.exception(LIMIT.total_seconds())
+            assert monotonic() - started_s < LIMIT.total_seconds() / 2
+            assert error is not None and is_collective_failure(error)
+            return
+    pytest.fail("no attempt had to wait")
 
 
 def test_secret_is_shared_by_assignments_and_in_no_text():
