@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks import hostile
 from benchmarks.scripted_faults import (
     kill_in_long_step,
     kill_starting,
@@ -75,6 +76,35 @@ _KINDS = (
         at_end=True,
         needs_repair=False,
         why_not=why_not_read_only,
+    ),
+    Disruption(
+        "attack_store",
+        "a stranger lists, changes and deletes keys of the rendezvous store, and floods it",
+        hostile.attack_store,
+    ),
+    Disruption(
+        "corrupt_replica",
+        "flipped bytes in the vaults' newest copies, which are then needed",
+        hostile.corrupt_replica,
+    ),
+    Disruption(
+        "corrupt_header",
+        "a damaged manifest or header of the newest checkpoint, which is then needed",
+        hostile.corrupt_header,
+    ),
+    Disruption(
+        "pause_controller",
+        "SIGSTOP to the controller until another one has taken the job over",
+        hostile.pause_controller,
+        per_episode=1,
+        needs_repair=False,
+        why_not=hostile.why_no_second_submission,
+    ),
+    Disruption(
+        "lose_nodes",
+        "SIGKILL to all Ray processes of one node, then of the other",
+        hostile.lose_nodes,
+        min_nodes=2,
     ),
 )
 DISRUPTIONS: Mapping[str, Disruption] = {kind.name: kind for kind in _KINDS}

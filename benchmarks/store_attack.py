@@ -56,7 +56,9 @@ class AttackReport:
         )
 
 
-def attack_stores(find_pids: Callable[[], Iterable[int]], seconds: float, seed: int) -> AttackReport:
+def attack_stores(
+    find_pids: Callable[[], Iterable[int]], seconds: float, seed: int
+) -> AttackReport:
     """Attacks each store that a process of `find_pids` serves within the next `seconds`."""
     rng, report = random.Random(seed), AttackReport()
     attacks: dict[Address, _StoreAttack | None] = {}  # None: a server of another kind

@@ -34,10 +34,10 @@ def test_stranger_finds_a_store_and_forges_its_keys(monkeypatch: pytest.MonkeyPa
     report = attack_stores(lambda: [os.getpid()], 0.3, seed=1)
     assert report.stores == {("127.0.0.1", server.port)}
     assert report.fired
-    assert report.changed and report.deleted
+    assert report.changed
+    assert report.deleted
     with pytest.raises(ForgedKeyError):
-        for number in range(5):
-            store.get(f"key {number}")
+        all(store.get(f"key {number}") for number in range(5))
 
 
 def test_other_servers_are_no_stores():
@@ -45,7 +45,7 @@ def test_other_servers_are_no_stores():
         address = listener.getsockname()
         assert owns(os.getpid(), listening_sockets()[address])
         assert not is_store(address), "it accepts and stays silent"
-    assert attack_stores(lambda: [], 0.01, seed=1).fired is False
+    assert attack_stores(list, 0.01, seed=1).fired is False
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -61,9 +61,7 @@ def test_flipped_bytes_of_a_slot_are_found(seed: int):
     hostile._flip(path, found, random.Random(seed))
     image = MappedSlotReader(SlotRef(1, 0, 5, "a"), buffer.fd)
     with pytest.raises(SlotDamagedError, match=hostile.DETECTED):
-        image.verify()
-        image.table()
-        image.metadata()
+        image.verify(), image.table(), image.metadata()
     image.close()
     pool.release([buffer])
     pool.trim()
@@ -74,8 +72,10 @@ def test_damaged_checkpoint_is_unusable(tmp_path: Path, what: str):
     for step in (1, 2):
         save(tmp_path, step)
     newest = newest_complete(str(tmp_path))
-    assert newest is not None and newest.step == 2
+    assert newest is not None
+    assert newest.step == 2
     hostile._damage_checkpoint(newest, what, random.Random(1))
     assert any(problem.makes_unusable for problem in verify_checkpoint(newest.folder))
     remaining = newest_complete(str(tmp_path))
-    assert remaining is not None and remaining.step == (1 if what == "manifest" else 2)
+    assert remaining is not None
+    assert remaining.step == (1 if what == "manifest" else 2)

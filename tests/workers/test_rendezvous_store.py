@@ -186,7 +186,8 @@ def test_member_whose_peer_has_left_is_interrupted(server: TCPStore):
             sockets.shutdown()
             error = joining.exception(LIMIT.total_seconds())
             assert monotonic() - started_s < LIMIT.total_seconds() / 2
-            assert error is not None and is_collective_failure(error)
+            assert error is not None
+            assert is_collective_failure(error)
             return
     pytest.fail("no attempt had to wait")
 
