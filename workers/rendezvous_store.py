@@ -86,10 +86,13 @@ class AuthenticatedStore(Store):
     def get(self, key: str) -> bytes:
         if key not in self._present:
             self._wait([key], self._store.timeout)
-        content = self._store.get(self._name(key))
+        # Unlike torch's `get`, this does not wait for a key that a stranger has deleted meanwhile.
+        content = self._store.compare_set(self._name(key), "absent", "absent")
         tag, sealed = content[:_TAG_BYTES], content[_TAG_BYTES:]
         if not hmac.compare_digest(tag, self._digest("value", key, sealed)):
-            raise ForgedKeyError(f"the rendezvous store's {key!r} was changed by a stranger")
+            raise ForgedKeyError(
+                f"the rendezvous store's {key!r} was changed or deleted by a stranger"
+            )
         return self._mask(key, sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

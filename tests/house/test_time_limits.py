@@ -98,6 +98,7 @@ REASONS = {
         orchestrator.control.reconfigure: UNWIND_DELAY_S
     """,
     "tells causes apart, of what has failed already; no failure follows from it": """
+        workers.process_group: _SELF_CONNECT_S
         orchestrator.policies.hang: EARLY_RETURN_GRACE_S _UNRESPONSIVE_S
         orchestrator.policies.failure: DETECTION_S
         orchestrator.policies.stragglers: MIN_DIFFERENCE_S
