@@ -174,7 +174,18 @@ def test_short_soak_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     kinds = ["--kinds", "kill,tear_file,long_step"]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.soak", "--faults", "3", *kinds, "--state", str(path)],
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.soak",
+            "--faults",
+            "3",
+            "--seed",
+            "3",
+            *kinds,
+            "--state",
+            str(path),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
