@@ -93,11 +93,7 @@ class BackgroundTasks:
 
 
 async def with_timeout(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
-    """The result of `work`.
-
-    Raises:
-        TimeoutError: it took longer and was cancelled.
-    """
+    """The result of `work`. Raises TimeoutError if it took longer and was cancelled."""
     async with clock.timeout(limit_s):  # without a task: there are thousands of calls a second
         return await work
 
@@ -129,11 +125,8 @@ class PendingReplies:
         await self._wait_until(lambda: not workers <= self.pending)
 
     async def wait_all(self) -> None:
-        """Waits until all workers are done.
-
-        Raises:
-            RayzeroError: a worker failed to execute the command.
-        """
+        """Waits until all workers are done. Raises RayzeroError if one failed to execute the
+        command."""
         await self._wait_until(lambda: not self.pending)
 
     async def _wait_until(self, predicate: Callable[[], bool]) -> None:

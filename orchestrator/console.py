@@ -15,21 +15,8 @@ import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator import job_events
 from rayzero.orchestrator.event_text import event_lines, format_step, print_error, summary_lines
-from rayzero.orchestrator.job_events import (
-    Checkpointed,
-    CheckpointFailed,
-    FaultDetected,
-    JobEvent,
-    JobWarning,
-    MetricsServed,
-    Repaired,
-    Resized,
-    Resumed,
-    RunAdopted,
-    StateEntered,
-    WorkersReady,
-)
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import JobResult
 from rayzero.workers.chaos.spec import FaultFired
@@ -54,14 +41,14 @@ class PlainConsole:
         self._steps = steps
         self._write(f"job {name}")
 
-    def on_event(self, event: JobEvent) -> None:
+    def on_event(self, event: job_events.JobEvent) -> None:
         if isinstance(event, StepRecord):
             self._unprinted_step = event
             if monotonic() >= self._next_print_s:
                 self._next_print_s = monotonic() + STEP_INTERVAL_S
                 self._print_step()
             return
-        if isinstance(event, StateEntered):
+        if isinstance(event, job_events.StateEntered):
             self._print_step()
         for line in event_lines(event):
             self._write(line)
@@ -107,10 +94,10 @@ class LiveConsole(PlainConsole):
         self._bar.update(self._task, total=steps, description=f"{name}: pending")
         self._bar.start()
 
-    def on_event(self, event: JobEvent) -> None:
+    def on_event(self, event: job_events.JobEvent) -> None:
         if isinstance(event, StepRecord):
             self._bar.update(self._task, completed=event.step, text=format_step(event))
-        elif isinstance(event, StateEntered):
+        elif isinstance(event, job_events.StateEntered):
             self._bar.update(self._task, description=f"{self._name}: {event.state}")
         else:
             super().on_event(event)
@@ -136,12 +123,12 @@ class JsonConsole:
     def start(self, name: str, steps: int | None) -> None:
         self._emit("job", {"name": name, "steps": steps})
 
-    def on_event(self, event: JobEvent) -> None:
+    def on_event(self, event: job_events.JobEvent) -> None:
         fields = asdict(event)
         match event:
             case StepRecord():
                 fields["tokens_per_s"] = event.tokens_per_s
-            case Repaired() | Resized():
+            case job_events.Repaired() | job_events.Resized():
                 fields["total_s"] = event.total_s
         self._emit(_EVENT_NAMES[type(event)], fields)
 
@@ -188,19 +175,19 @@ def _line_writer(out: TextIO) -> WriteLine:
     return partial(print, file=out, flush=True)
 
 
-_EVENT_NAMES: dict[type[JobEvent], str] = {
+_EVENT_NAMES: dict[type[job_events.JobEvent], str] = {
     StepRecord: "step",
-    StateEntered: "state",
-    WorkersReady: "workers",
+    job_events.StateEntered: "state",
+    job_events.WorkersReady: "workers",
     LogLine: "log",
-    JobWarning: "warning",
-    Resumed: "resumed",
-    MetricsServed: "serving",
-    RunAdopted: "adopted",
-    FaultDetected: "fault",
+    job_events.JobWarning: "warning",
+    job_events.Resumed: "resumed",
+    job_events.MetricsServed: "serving",
+    job_events.RunAdopted: "adopted",
+    job_events.FaultDetected: "fault",
     FaultFired: "injected",
-    Repaired: "repaired",
-    Resized: "resized",
-    Checkpointed: "checkpoint",
-    CheckpointFailed: "checkpoint_failed",
+    job_events.Repaired: "repaired",
+    job_events.Resized: "resized",
+    job_events.Checkpointed: "checkpoint",
+    job_events.CheckpointFailed: "checkpoint_failed",
 }

@@ -199,11 +199,8 @@ TABLE: Final[dict[tuple[State, EventType], Transition]] = {
 
 
 def apply_event(state: State, event: Event) -> Transition:
-    """The next state, and the instructions in order.
-
-    Raises:
-        IllegalEventError: the event cannot happen in this state.
-    """
+    """The next state, and the instructions in order. Raises IllegalEventError if the event cannot
+    happen in this state."""
     transition = TABLE.get((state, type(event)))
     if transition is None:
         raise IllegalEventError(f"{type(event).__name__} in state {state}: {event!r}")

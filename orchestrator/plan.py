@@ -64,16 +64,13 @@ class JobPlan:
 def make_plan(
     spec: JobSpec, entrypoint: str | bytes, import_paths: tuple[str, ...] = ()
 ) -> JobPlan:
-    """Plans a run from the current working directory.
+    """Plans a run from the current working directory. Raises ConfigError if the output folder
+    cannot be created or will be removed by Ray, or a fault is invalid.
 
     Args:
         spec: the checked spec, with its engine config inline.
         entrypoint: the spec's entrypoint, or a callable pickled by value.
         import_paths: where the workers import from, after the working directory.
-
-    Raises:
-        ConfigError: the output folder cannot be created or will be removed by Ray, or a fault is
-            invalid.
     """
     cwd = os.getcwd()
     path = spec.checkpoint.path

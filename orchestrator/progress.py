@@ -161,11 +161,8 @@ class JobProgress:
         return self._first_step.tokens_per_s if self._first_step else None
 
     def start_generation(self, generation: int, world_size: int, step: int = 0) -> list[StepRecord]:
-        """A new generation begins at a finished step; incomplete later steps are dropped.
-
-        Returns:
-            The records of finished steps that a lost rank did not report, from its peers' reports.
-        """
+        """A new generation begins at a finished step; incomplete later steps are dropped. Returns
+        the records of finished steps that a lost rank did not report, from its peers' reports."""
         late = [
             self._complete_step(number, self._open_steps.pop(number))
             for number in sorted(self._open_steps)

@@ -90,11 +90,7 @@ class EndedJob:
     outcome: JobResult | RayzeroError
 
     def result(self) -> JobResult:
-        """
-        Raises:
-            JobFailedError, ConfigError: the job failed.
-            JobStoppedError: it was stopped.
-        """
+        """Raises JobFailedError or ConfigError if it failed, JobStoppedError if it was stopped."""
         if isinstance(self.outcome, RayzeroError):
             raise self.outcome
         return self.outcome

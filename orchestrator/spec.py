@@ -122,8 +122,7 @@ class CheckpointSpec(_Section):
         "folder, if any; `never` fails if the folder has checkpoints; or the path of a checkpoint",
     )
     grace_period_s: _Seconds = Field(
-        default=30,
-        description="seconds that a stop may take, including a last checkpoint",
+        default=30, description="seconds that a stop may take, including a last checkpoint"
     )
     lease_s: _Seconds = Field(
         default=20,
@@ -171,8 +170,7 @@ class RecoverySpec(_Section):
         description="steps between in-memory copies; default: chosen from their measured cost",
     )
     hang_timeout_s: _Seconds = Field(
-        default=120,
-        description="seconds without progress after which a rank is considered hung",
+        default=120, description="seconds without progress after which a rank is considered hung"
     )
     max_faults: int = Field(
         default=20, ge=0, description="maximum number of hardware faults in the fault window"

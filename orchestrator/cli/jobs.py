@@ -159,11 +159,7 @@ def scale(
 
 def find_job(name: str, address: str | None, path: str | None) -> RunningJob | EndedJob | JobStatus:
     """The running job; otherwise its last status: with a `path` from its journal there, without one
-    from the cluster's record, or from its journal in the default folder.
-
-    Raises:
-        As `find_any`.
-    """
+    from the cluster's record, or from its journal in the default folder. Raises as `find_any`."""
     from rayzero.orchestrator.job import lookup
 
     try:

@@ -35,11 +35,7 @@ def batch_delay_s(workers: int) -> float:
 
 class FutureBatcher:
     """Passes replies from Ray's threads to one event loop: no task and no timer for a call, one
-    wake-up for a batch. After `close` replies are dropped.
-
-    Args:
-        on_batch: called after every batch.
-    """
+    wake-up for a batch, after which it calls `on_batch`. After `close` replies are dropped."""
 
     def __init__(self, on_batch: Callable[[], None]) -> None:
         self.batch_delay_s = 0.0
@@ -93,12 +89,10 @@ class FutureBatcher:
 
 class ActorPoller:
     """Keeps one long poll open at each subscribed worker, until `close`. Used from one event loop.
+    `poll` starts a poll of a worker, which waits up to the given seconds for messages.
 
     A worker whose poll or command finds it lost is reported once, after all its messages, and
     unsubscribed.
-
-    Args:
-        poll: starts a poll of a worker that waits up to the given seconds for messages.
     """
 
     def __init__(self, poll: Callable[[int, float], Any]) -> None:
@@ -121,11 +115,8 @@ class ActorPoller:
         self._changed.notify()
 
     async def receive(self) -> WorkerReports:
-        """Messages and losses since the last call; waits until there are some.
-
-        Raises:
-            Exception: a poll failed in a worker that is alive, which is a bug.
-        """
+        """Messages and losses since the last call; waits until there are some. Raises the error of
+        a poll that failed in a worker that is alive, which is a bug."""
         await self._changed.wait_until(lambda: bool(self._messages or self._lost or self._error))
         if self._error is not None:
             raise self._error

@@ -152,11 +152,7 @@ class ActorPool:
         return started
 
     async def wait_started(self, worker: WorkerHandle) -> None:
-        """Waits until a worker's process has started, and sets its `info`.
-
-        Raises:
-            RayError: it did not start.
-        """
+        """Sets a worker's `info` when its process has started. Raises RayError if it does not."""
         worker.info = await worker.actor.describe.remote()
         worker.reservation.start_failures = 0
 

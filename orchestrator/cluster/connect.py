@@ -79,13 +79,8 @@ class ClusterConnection:
 
 def connect(address: str | None) -> ClusterConnection:
     """Connects to the cluster at `address` or RAY_ADDRESS; without either starts a local cluster.
-
-    In a process that is connected to Ray already it returns that connection.
-
-    Raises:
-        ConfigError: there is no cluster at that address.
-        JobFailedError: a local cluster could not be started.
-    """
+    In a process that is connected to Ray already it returns that connection. Raises ConfigError if
+    there is no cluster at that address; JobFailedError if a local one could not be started."""
     if ray.is_initialized():
         return ClusterConnection(owned=False, can_grow=True)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -104,11 +99,8 @@ def connect(address: str | None) -> ClusterConnection:
 
 
 def head_address(address: str | None) -> str:
-    """`address`, or else RAY_ADDRESS, or else an empty string.
-
-    Raises:
-        ConfigError: it is an address of Ray Client.
-    """
+    """`address`, or else RAY_ADDRESS, or else an empty string. Raises ConfigError for an address of
+    Ray Client."""
     address = address or os.environ.get("RAY_ADDRESS") or ""
     if address.startswith("ray://"):
         raise ConfigError(
@@ -122,11 +114,8 @@ def head_address(address: str | None) -> str:
 
 def find_clusters(address: str | None) -> list[str]:
     """The address of the cluster at `address` or RAY_ADDRESS; without either, of every cluster
-    whose head node runs on this machine. In a process that is connected to Ray: `auto`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    whose head node runs on this machine. In a process that is connected to Ray: `auto`. Raises
+    ConfigError if there is none."""
     if ray.is_initialized():
         return ["auto"]
     named = head_address(address)
@@ -143,15 +132,12 @@ def find_clusters(address: str | None) -> list[str]:
 
 
 def connect_each(address: str | None) -> Iterator[ClusterConnection]:
-    """Connects to each of `find_clusters` in turn.
+    """Connects to each of `find_clusters` in turn. Raises ConfigError if there is no cluster, or
+    the named one cannot be connected to; AuthRefusedError if all of them rejected the token.
 
     A connection is closed when the next one is requested; the last one is the caller's to close if
     it stops early. Clusters that were not named and cannot be connected to are skipped, unless
     there is only one.
-
-    Raises:
-        ConfigError: there is no cluster, or the named one cannot be connected to.
-        AuthRefusedError: all of them rejected the token.
     """
     addresses = find_clusters(address)
     errors = []
@@ -173,11 +159,7 @@ def connect_each(address: str | None) -> Iterator[ClusterConnection]:
 def check_reachable(address: str) -> None:
     """Checks that a head node listens at host:port and accepts the token. `ray.init` would retry
     for minutes without a way to interrupt it. Other addresses, such as `auto`, are not checked.
-
-    Raises:
-        ConfigError: nothing listens there.
-        AuthRefusedError: the token is rejected.
-    """
+    Raises ConfigError if nothing listens there; AuthRefusedError if the token is rejected."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
         return

@@ -29,10 +29,7 @@ class RemoteJobClient:
     """
 
     def __init__(self, address: str) -> None:
-        """
-        Raises:
-            ConfigError: no dashboard responds there, or it rejects the token.
-        """
+        """Raises ConfigError if no dashboard responds there, or it rejects the token."""
         self._address = address
         # Ray's client logs the end of each connection.
         logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)
@@ -42,14 +39,9 @@ class RemoteJobClient:
             raise self._rejected_error(error, ConfigError) from None
 
     def submit(self, arguments: Sequence[str], folder: Path | None) -> str:
-        """Starts `rayzero ARGUMENTS` in the cluster; the id of the Ray job.
-
-        Args:
-            folder: uploaded as the command's working directory.
-
-        Raises:
-            ConfigError: the cluster rejects it, or an argument contains a secret.
-        """
+        """Starts `rayzero ARGUMENTS` in the cluster, with `folder` uploaded as its working
+        directory; the id of the Ray job. Raises ConfigError if the cluster rejects it, or an
+        argument contains a secret."""
         _refuse_secrets(arguments)
         command = shlex.join(["python3", "-m", "rayzero", *arguments])
         env = {} if folder is None else {"working_dir": str(folder)}

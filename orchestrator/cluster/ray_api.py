@@ -59,12 +59,9 @@ class AuthRefusedError(ConfigError):
 
 def check_auth(address: str) -> None:
     """Checks the auth token with one RPC to the head at host:port. `ray.init` would retry a
-    rejected token for 20 s and then report that the cluster does not respond. All other errors are
-    ignored here and left to `ray.init`.
-
-    Raises:
-        AuthRefusedError: the token is rejected or missing.
-    """
+    rejected token for 20 s and then report that the cluster does not respond. Raises
+    AuthRefusedError if the token is rejected or missing; all other errors are left to
+    `ray.init`."""
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return
     import grpc  # slow to import
@@ -150,11 +147,8 @@ def death_cause(error: RayError) -> str:
 
 
 async def wait_gone(methods: Iterable[Any]) -> None:
-    """Waits, at most 3 s, until none of some killed actors responds.
-
-    Args:
-        methods: a method without side effects of each actor.
-    """
+    """Waits, at most 3 s, until none of some killed actors responds. `methods`: one without side
+    effects of each actor."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_GONE_TIMEOUT_S):
             await asyncio.gather(*map(_wait_unreachable, methods))

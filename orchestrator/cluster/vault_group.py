@@ -52,11 +52,8 @@ class VaultGroup:
         )
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
-        """Starts a vault on each of these nodes that has none; the addresses by node.
-
-        Raises:
-            JobFailedError: one did not start.
-        """
+        """Starts a vault on each of these nodes that has none; the addresses by node. Raises
+        JobFailedError if one did not start."""
         nodes = list(dict.fromkeys(node_ids))
         starts = asyncio.gather(*(self._start_and_wait(node) for node in nodes))
         try:
@@ -70,12 +67,8 @@ class VaultGroup:
         return dict(zip(nodes, addresses, strict=True))
 
     async def call(self, node_id: str, method: Callable[[Any, *Ts], T], *args: *Ts) -> T:
-        """Calls `method`, one of `Vault`, in a node's vault.
-
-        Raises:
-            VaultLostError: the vault's process or its node is gone.
-            Exception: what the method raises.
-        """
+        """Calls `method`, one of `Vault`, in a node's vault, and raises what it raises;
+        VaultLostError if the vault's process or its node is gone."""
         if node_id not in self._vaults:
             raise VaultLostError(f"node {node_id} has no vault")
         actor = self._vaults[node_id]

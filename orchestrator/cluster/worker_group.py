@@ -15,13 +15,8 @@ from rayzero.orchestrator.cluster.actor_pool import ActorPool
 from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_starter import OnStartFailure, WorkerStarter
-from rayzero.orchestrator.errors import (
-    VaultLostError,
-    WorkerLostError,
-)
-from rayzero.orchestrator.policies.placement import (
-    ResourceRequest,
-)
+from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
+from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.workers.actor import WorkerActor
 from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerInfo, WorkerSpec
 from rayzero.workers.vault.vault import Vault
@@ -70,11 +65,8 @@ class WorkerGroup:
 
     async def next_worker(self) -> WorkerInfo:
         """The next worker that has started after the first ones: in a reservation that was granted
-        later, or as a replacement. Waits without limit; can be cancelled.
-
-        Raises:
-            WorkerStartError: a worker did not start; it is started again automatically.
-        """
+        later, or as a replacement. Waits without limit; can be cancelled. Raises WorkerStartError
+        if a worker did not start; it is started again automatically."""
         return await self._starter.next_worker()
 
     def replace(self, worker: int, delay_s: float, avoid_nodes: Sequence[str]) -> None:
@@ -104,12 +96,8 @@ class WorkerGroup:
         ray.kill(victim.actor)
 
     async def call(self, worker: int, method: Callable[[Any, *Ts], T], *args: *Ts) -> T:
-        """Calls `method`, one of `WorkerCalls` (`workers/messages.py`), in a worker's process.
-
-        Raises:
-            WorkerLostError: the process is gone.
-            Exception: what the method raises.
-        """
+        """Calls `method`, one of `WorkerCalls` (`workers/messages.py`), in a worker's process, and
+        raises what it raises; WorkerLostError if the process is gone."""
         try:
             reply: T = await self._call_actor(worker, method.__name__, *args)
             return reply

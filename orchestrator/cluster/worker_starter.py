@@ -32,11 +32,7 @@ _EXTRA_WORKER_WAIT_S = 1.0  # how long to wait for one more worker once the mini
 class WorkerStarter:
     """One background task starts a worker in every granted reservation without one, as long as the
     job lives. A reservation outlives its worker's process; when its node is lost it waits for
-    another one.
-
-    Args:
-        can_grow: whether nodes may join the cluster; if not, no more is requested than can fit.
-    """
+    another one. Unless the cluster `can_grow`, no more is requested than can fit."""
 
     def __init__(self, pool: ActorPool, clock: Clock, can_grow: bool) -> None:
         self._pool = pool
@@ -52,15 +48,13 @@ class WorkerStarter:
     ) -> tuple[WorkerInfo, ...]:
         """Requests `need.max_workers` reservations and starts a worker in each that is granted.
         Returns when each of these has started or failed to, and at least `need.min_workers` have
-        started. The others stay requested, so that Ray's autoscaler sees them.
+        started. The others stay requested, so that Ray's autoscaler sees them. Raises
+        JobFailedError if fewer than `need.min_workers` were granted or started in time, or one
+        failed in a way that would repeat itself.
 
         Args:
             on_failure: called for every worker that is started again because its process ended; it
                 may raise. Default: the first failure is an error.
-
-        Raises:
-            JobFailedError: fewer than `need.min_workers` were granted or started in time, or one
-                failed in a way that would repeat itself.
         """
         self._resources = need
         await self._acquire()
@@ -117,9 +111,7 @@ class WorkerStarter:
         await self._pool.remove_all()
 
     async def _collect_started(
-        self,
-        first: Sequence[WorkerHandle],
-        on_failure: OnStartFailure | None,
+        self, first: Sequence[WorkerHandle], on_failure: OnStartFailure | None
     ) -> list[WorkerHandle]:
         while True:
             starting = [worker for worker in first if worker in self._pool and worker.info is None]

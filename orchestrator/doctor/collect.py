@@ -72,12 +72,8 @@ class SystemFacts:
 
 
 def collect_facts(place: str, address: str) -> SystemFacts:
-    """Runs all probes in parallel.
-
-    Args:
-        place: folder or URL for checkpoints.
-        address: Ray cluster; empty for none.
-    """
+    """Runs all probes in parallel. `place`: folder or URL for checkpoints; `address`: of a Ray
+    cluster, empty for none."""
     with TemporaryDirectory(prefix="rayzero-doctor-") as folder, ThreadPoolExecutor(4) as threads:
         torch, _ = (
             threads.submit(

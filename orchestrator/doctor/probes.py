@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -20,16 +21,12 @@ _TEST_BYTES = 4 * 2**20
 
 
 def check_cluster(address: str) -> dict[str, Any]:
-    """Number of nodes, total and free resources.
-
-    Raises:
-        ConfigError: there is no cluster at that address, or it rejects the connection.
-    """
+    """Number of nodes, total and free resources. Raises ConfigError if there is no cluster at that
+    address, or it rejects the connection."""
     from rayzero.orchestrator.cluster.connect import connect
     from rayzero.orchestrator.cluster.ray_api import draining_node_ids, node_snapshot
 
-    cluster = connect(address)
-    try:
+    with closing(connect(address)):
         nodes = node_snapshot()
         capacities = nodes.all_capacities
         return {
@@ -40,21 +37,13 @@ def check_cluster(address: str) -> dict[str, Any]:
             "free_gpus": nodes.total_free.gpus,
             "leaving": len(draining_node_ids()),
         }
-    finally:
-        cluster.close()
 
 
 def check_storage(place: str) -> dict[str, Any]:
-    """Writes, reads and removes a file through the store that checkpoints use.
-
-    If the folder does not exist yet, its nearest existing parent is probed.
-
-    Returns:
-        Seconds of a durable write, its bytes, and for a folder the free bytes.
-
-    Raises:
-        RayzeroError: the folder or URL cannot be used.
-    """
+    """Writes, reads and removes a file through the store that checkpoints use; if the folder does
+    not exist yet, in its nearest existing parent. Returns the seconds of a durable write, its
+    bytes, and for a folder the free bytes. Raises RayzeroError if the folder or URL cannot be
+    used."""
     from rayzero.engine.checkpoint.store import is_remote, open_store
 
     remote = is_remote(place)

@@ -85,13 +85,9 @@ class JobProcess:
         *args: *Ts,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> T:
-        """Calls a method of `JobActor` in the process.
-
-        Raises:
-            JobUnavailableError: no reply within `timeout_s`, or the process is being restarted.
-            JobProcessLostError: the process has ended.
-            RayzeroError: what the method raises.
-        """
+        """Calls a method of `JobActor` in the process, and raises what it raises;
+        JobUnavailableError if there is no reply within `timeout_s`, or the process is being
+        restarted; JobProcessLostError if it has ended."""
         process, remote = f"the process of job {self.name!r}", getattr(self.actor, method.__name__)
         try:
             reply: T = ray.get(remote.remote(*args), timeout=timeout_s)
@@ -120,12 +116,9 @@ def list_running() -> list[JobProcess]:
 
 
 def tail_log(process: JobProcess, follow: bool) -> Iterator[bytes]:
-    """A running job's log from the beginning, in parts; an empty part where there is no more yet.
-    Raises JobFailedError if neither the process nor, after its end, the head node answers.
-
-    Args:
-        follow: until the job's end, instead of the current end of the log.
-    """
+    """A running job's log in parts, from its beginning to its current end, or with `follow` to the
+    job's end; an empty part where there is no more yet. Raises JobFailedError if neither the
+    process nor, after its end, the head node answers."""
     path, position = process.call(JobActor.status).log, LogPosition()
     try:
         while True:

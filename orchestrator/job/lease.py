@@ -38,14 +38,9 @@ class LeaseLostError(JobFailedError):
 
 
 def acquire(own: Claim, claims: ClaimStore, wait: Callable[[Claim], None]) -> Claim:
-    """Acquires the folder, unless another process holds it.
-
-    Args:
-        wait: called while another claim has to be waited for, before the claims are listed again.
-
-    Returns:
-        The claim that holds the folder: the own one, or another process's.
-    """
+    """Acquires the folder, unless another process holds it; the claim that holds it, the own one or
+    another process's. `wait` is called while another claim has to be waited for, before the claims
+    are listed again."""
     while True:
         claims.write(own)
         others, _ = claims.list_others(own.id)

@@ -72,16 +72,14 @@ class ScrapeSchedule:
 
 
 class Endpoint:
-    """Serves in a thread of its own, and one for each connection, until `close`.
+    """Serves in a thread of its own, and one for each connection, until `close`. Raises ConfigError
+    if it cannot listen on any of the ports.
 
     Args:
         host: an address of this machine; `0.0.0.0` or `::` for all of them.
         ports: tried in turn; 0 is any free one. `port` is the one in use.
         registry: what /metrics exports.
         pages: handlers by path.
-
-    Raises:
-        ConfigError: it cannot listen on any of the ports.
     """
 
     def __init__(

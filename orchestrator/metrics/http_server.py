@@ -70,12 +70,8 @@ class ConnectionLimiter:
 
 
 class CpuBudget:
-    """A leaky bucket of CPU seconds. Thread-safe.
-
-    Args:
-        share: of one core, in the long run.
-        burst_s: may be used at once.
-    """
+    """A leaky bucket of CPU seconds: a `share` of one core in the long run, of which `burst_s` may
+    be used at once. Thread-safe."""
 
     def __init__(self, share: float = 0.25, burst_s: float = 2.0) -> None:
         self._share = share

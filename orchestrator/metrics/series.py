@@ -31,12 +31,8 @@ _BASE_UNITS = ("seconds", "bytes", "ratio")
 
 @dataclass(frozen=True)
 class Series(Generic[Source]):
-    """One metric.
-
-    Args:
-        read: returns the current values; samples that are None are left out.
-        labels: beside `job`.
-    """
+    """One metric. `read` returns the current values, of which None are left out; `labels` are those
+    beside `job`."""
 
     name: str
     kind: SeriesKind

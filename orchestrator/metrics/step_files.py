@@ -177,11 +177,8 @@ def _tensorboard_scalars(record: StepRecord) -> dict[str, float]:
 
 
 def open_step_files(plan: JobPlan, now_s: float, writer: BackgroundWriter) -> list[WriteQueue]:
-    """A queue for each of the files that the job file enables.
-
-    Raises:
-        ConfigError: a file cannot be written.
-    """
+    """A queue for each of the files that the job file enables. Raises ConfigError if one cannot be
+    written."""
     config, folder = plan.spec.metrics, plan.output_dir
     writes: dict[str, Callable[[Sequence[StepRecord]], None]] = {}
     try:

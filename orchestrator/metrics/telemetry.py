@@ -41,16 +41,12 @@ _PORT_LIMIT = 65536
 
 
 class Telemetry:
-    """Counts a job's events, and serves the metrics.
-
-    Opens files and a socket: constructed outside the event loop.
+    """Counts a job's events, and serves the metrics. Opens files and a socket: constructed outside
+    the event loop. Raises ConfigError if the port is taken, or a file cannot be written.
 
     Args:
         writer: writes the step files.
         past: of an adopted run, whose counters continue.
-
-    Raises:
-        ConfigError: the port is taken, or a file cannot be written.
     """
 
     def __init__(

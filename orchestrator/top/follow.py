@@ -46,11 +46,9 @@ def follow_job(
     clock: Callable[[], float] = monotonic,
     wait: Callable[[float], None] = sleep,
 ) -> None:
-    """Shows the job's current snapshot; unless `once`, until the job ends, or until Ctrl-C.
-
-    Raises:
-        SnapshotUnavailableError: no first response, or, without a live board, none for a minute.
-    """
+    """Shows the job's current snapshot; unless `once`, until the job ends, or until Ctrl-C. Raises
+    SnapshotUnavailableError without a first response, or, if there is no live board, after a minute
+    without one."""
     out = out or sys.stdout
     is_live = out.isatty() and not as_json
     now, updated_s = source(), clock()
@@ -86,10 +84,7 @@ def open_display(as_json: bool, once: bool, out: TextIO | None = None) -> Iterat
 
 def parse_snapshot(line: str, where: str) -> Snapshot | None:
     """The snapshot in a line of output; None for other lines, such as errors and Ray's log lines.
-
-    Raises:
-        ConfigError: a snapshot of an unsupported format.
-    """
+    Raises ConfigError for a snapshot of an unsupported format."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -107,11 +102,8 @@ def is_url(target: str) -> bool:
 
 
 def endpoint_source(url: str) -> SnapshotSource:
-    """Snapshots from the endpoint of a job, given the URL of its page or of a path below it.
-
-    Raises:
-        ConfigError: it is not an HTTP URL.
-    """
+    """Snapshots from the endpoint of a job, given the URL of its page or of a path below it. Raises
+    ConfigError if it is not an HTTP URL."""
     try:
         parts = urlsplit(url)
         is_valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -143,11 +135,7 @@ def endpoint_source(url: str) -> SnapshotSource:
 
 
 def check_snapshot(value: Any, where: str) -> Snapshot:
-    """Returns the snapshot.
-
-    Raises:
-        ConfigError: the value is not a snapshot, or has another format.
-    """
+    """The value itself. Raises ConfigError if it is not a snapshot, or has another format."""
     if not isinstance(value, dict) or "format" not in value:
         raise _not_a_snapshot(where)
     if value["format"] != SUPPORTED_FORMAT:
