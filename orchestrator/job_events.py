@@ -20,12 +20,8 @@ from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerInfo
 
 @dataclass(frozen=True)
 class StateEntered:
-    """The job's state machine changed its state.
-
-    Args:
-        step: finished steps.
-        trigger: the class name of the machine's event that caused the transition.
-    """
+    """The job's state machine changed its state, after `step` finished steps. `trigger` is the
+    class name of the machine's event that caused it."""
 
     state: State
     generation: int
@@ -63,12 +59,8 @@ class Resumed:
 
 @dataclass(frozen=True)
 class RunAdopted:
-    """The job continues a run whose controller was lost.
-
-    Args:
-        step: finished steps of that run; those after the newest checkpoint are recomputed.
-        offline_s: since the last entry of that run's journal.
-    """
+    """The job continues a run whose controller was lost, after `step` finished steps; those after
+    the newest checkpoint are recomputed. `offline_s` counts from the last entry of its journal."""
 
     step: int
     generation: int
@@ -131,12 +123,8 @@ class Resized:
 
 @dataclass(frozen=True)
 class Checkpointed:
-    """A checkpoint was committed.
-
-    Args:
-        seconds: from the pinned step to the manifest, in the background of training.
-        stopped_s: how long training paused for it, on the slowest rank.
-    """
+    """A checkpoint was committed. `seconds`: from the pinned step to the manifest, in the
+    background of training; `stopped_s`: how long training paused for it, on the slowest rank."""
 
     step: int
     folder: str

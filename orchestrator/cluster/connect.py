@@ -56,12 +56,8 @@ def _exit_on_sigterm(number: int, frame: FrameType | None) -> None:
 
 @dataclass(frozen=True)
 class ClusterConnection:
-    """A connection to Ray.
-
-    Args:
-        owned: whether `connect` opened it; if so `close` closes it.
-        can_grow: whether nodes may join the cluster; False for a local one.
-    """
+    """A connection to Ray. It is `owned` if `connect` opened it; then `close` closes it. The
+    cluster `can_grow` if nodes may join it, which they may not if it is a local one."""
 
     owned: bool
     can_grow: bool

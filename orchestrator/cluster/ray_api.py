@@ -88,12 +88,8 @@ def check_auth(address: str) -> None:
 
 @dataclass(frozen=True)
 class NodeTable:
-    """The alive nodes at one moment.
-
-    Args:
-        capacity: resources of each node, by its id.
-        free: unreserved resources of each node; Ray's view lags by some tenths of a second.
-    """
+    """The alive nodes at one moment: resources by node id, and those of them that are unreserved
+    (`free`), of which Ray's view lags by some tenths of a second."""
 
     capacity: dict[str, Capacity]
     free: dict[str, Capacity]

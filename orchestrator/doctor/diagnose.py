@@ -29,12 +29,8 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report.
-
-    Args:
-        seen: the observation, with numbers.
-        fix: what to change, if there is a problem.
-    """
+    """A line of the report. `seen` is the observation, with numbers; `fix` says what to change, if
+    there is a problem."""
 
     name: str
     level: Severity

@@ -52,12 +52,8 @@ _RecoveryHistogram = partial(Histogram, RECOVERY_BUCKETS_S)
 
 @dataclass
 class FaultMetrics:
-    """Faults and recoveries.
-
-    Args:
-        budget: of hardware faults.
-        adopted_at_step: the last step of an adopted run, until the first step after its adoption.
-    """
+    """Faults and recoveries; `budget` is that of hardware faults. `adopted_at_step` is the last
+    step of an adopted run, until the first step after its adoption."""
 
     budget: FaultBudget
     faults_by_cause: Counter[str] = field(default_factory=Counter)

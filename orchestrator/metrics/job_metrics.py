@@ -128,12 +128,8 @@ class Timestamps:
 
 
 class JobMetrics:
-    """Counts a job's events.
-
-    Args:
-        stage: the ZeRO stage; None without an engine config.
-        now: the current time.
-    """
+    """Counts a job's events. `stage` is the ZeRO stage, None without an engine config; `now`
+    returns the current time."""
 
     def __init__(self, spec: JobSpec, stage: int | None, now: Callable[[], Timestamps]) -> None:
         self.spec = spec

@@ -15,12 +15,8 @@ TRAFFIC_PREFIX = "collectives/"
 
 @dataclass
 class RankMetrics:
-    """One rank.
-
-    Args:
-        report: of its last step in this generation; None before the first.
-        exposed_comm_s, data_wait_s: total wait for other ranks and for data under this rank number.
-    """
+    """One rank. `report` is that of its last step in this generation; `exposed_comm_s` and
+    `data_wait_s` are the total waits for other ranks and for data under this rank number."""
 
     report: StepReport | None = None
     beat: Heartbeat | None = None
@@ -50,13 +46,11 @@ def _traffic_names(gauges: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass
 class RankMetricsTable:
-    """The ranks of the newest generation.
+    """The ranks of the newest generation. `departed_traffic` is that of engines that no longer
+    exist.
 
     A report costs about a microsecond: engines count their traffic cumulatively, so it suffices to
     add an engine's last count when it is replaced, and when the sums are read.
-
-    Args:
-        departed_traffic: of engines that no longer exist.
     """
 
     by_rank: defaultdict[int, RankMetrics] = field(default_factory=lambda: defaultdict(RankMetrics))
