@@ -54,12 +54,10 @@ class PlainConsole:
             self._write(line)
 
     def finish_ok(self, result: JobResult) -> None:
-        """The job succeeded."""
         for line in summary_lines(result):
             self._write(line)
 
     def finish_error(self, error: RayzeroError) -> None:
-        """The job failed or was stopped."""
         self._print_step()
         print_error(error)
 

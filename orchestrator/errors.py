@@ -48,12 +48,9 @@ class WorkerLostError(Exception):
 
 
 class WorkerStartError(WorkerLostError):
-    """A worker's process did not start.
-
-    Args:
-        worker: its index; its node's id and name are known, its process is not.
-        repeats: whether it would fail again: its actor's constructor or environment failed.
-    """
+    """A worker's process did not start. Of `worker` its index and its node's id and name are known,
+    its process is not; it `repeats` if it would fail again, in its actor's constructor or
+    environment."""
 
     def __init__(self, cause: str, worker: WorkerInfo, repeats: bool, retry_in_s: float) -> None:
         super().__init__(f"a worker did not start, trying again in {retry_in_s:g} s: {cause}")

@@ -80,9 +80,9 @@ def top(
     Exit code 0: the job has ended, in whatever state. 1: the job did not respond. 2: no such job or
     address. 130: interrupted by Ctrl-C.
     """
-    from rayzero.orchestrator.top.follow import endpoint_source, follow_job, is_url
+    from rayzero.orchestrator.top.follow import endpoint_source, follow_job
 
-    if is_url(job):
+    if "://" in job:
         follow_job(endpoint_source(job), as_json, once)
         return 0
     if address is not None and address.startswith(DASHBOARD_SCHEMES):

@@ -100,7 +100,6 @@ class NodeTable:
 
     @property
     def total_free(self) -> Capacity:
-        """Free resources of the whole cluster."""
         free = self.free.values()
         return Capacity(sum(node.cpus for node in free), sum(node.gpus for node in free))
 

@@ -46,8 +46,10 @@ def check_storage(place: str) -> dict[str, Any]:
     used."""
     from rayzero.engine.checkpoint.store import is_remote, open_store
 
-    remote = is_remote(place)
-    top = place if remote else str(_existing_ancestor(Path(place.removeprefix("file://"))))
+    top, remote = place, is_remote(place)
+    if not remote:
+        folder = Path(place.removeprefix("file://")).absolute()
+        top = str(next(path for path in (folder, *folder.parents) if path.exists()))
     store = open_store(top)
     name, content = f".rayzero-doctor-{uuid4().hex}", os.urandom(_TEST_BYTES)
     started = time.monotonic()
@@ -63,11 +65,6 @@ def check_storage(place: str) -> dict[str, Any]:
         stat = os.statvfs(top)
         facts["free_bytes"] = stat.f_bavail * stat.f_frsize
     return facts
-
-
-def _existing_ancestor(path: Path) -> Path:
-    """The folder itself, or the nearest one above it that exists."""
-    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from ray import cloudpickle
 
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.validation import validate_document
+from rayzero.orchestrator import job_file
 from rayzero.orchestrator.cluster.connect import connect
 from rayzero.orchestrator.console import open_console
 from rayzero.orchestrator.errors import JobFailedError
@@ -21,13 +22,6 @@ from rayzero.orchestrator.job.handle import JobHandle, stop_limit_s
 from rayzero.orchestrator.job.lookup import find_any
 from rayzero.orchestrator.job.recorder import LATEST
 from rayzero.orchestrator.job_events import JobObserver, NullObserver
-from rayzero.orchestrator.job_file import (
-    LIVE_KEYS,
-    diff_documents,
-    not_covered_by,
-    resolve_engine_config,
-    to_document,
-)
 from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.results import EndedJob, JobResult
 from rayzero.orchestrator.spec import JobSpec, Workers
@@ -77,7 +71,8 @@ class Job:
             **settings,
         }
         document = {key: value for key, value in settings.items() if value is not None}
-        self.spec = resolve_engine_config(validate_document(JobSpec, document, "job"), Path())
+        spec = validate_document(JobSpec, document, "job")
+        self.spec = job_file.resolve_engine_config(spec, Path())
 
     @classmethod
     def from_spec(cls, spec: JobSpec) -> Job:
@@ -187,8 +182,9 @@ def start_or_attach(plan: JobPlan, can_grow: bool) -> JobProcess:
 
 
 def _attach_to_running(process: JobProcess, running: JobSpec, spec: JobSpec) -> None:
-    diffs = diff_documents(to_document(running), to_document(spec))
-    if other := not_covered_by(diffs, LIVE_KEYS):
+    old, new = job_file.to_document(running), job_file.to_document(spec)
+    diffs = job_file.diff_documents(old, new)
+    if other := job_file.not_covered_by(diffs, job_file.LIVE_KEYS):
         lines = "\n".join(f"    {line}" for line in other)
         raise ConfigError(
             f"a different job called {spec.name!r} is running:\n{lines}",

@@ -104,7 +104,8 @@ class EventSubscriber:
                 self._deliver(event)
             if page.ended is not None:
                 self.ended = page.ended
-                self._acknowledge_end()
+                with suppress(RayzeroError):  # another client did, and the process has ended
+                    self._process.call(JobActor.acknowledge_end, timeout_s=_ACKNOWLEDGE_TIMEOUT_S)
                 return
 
     def _fetch_page(self, run: str, since: int) -> EventPage:
@@ -130,10 +131,6 @@ class EventSubscriber:
                 return EventPage(run, (), since, ended=ended)
             if self._closed.wait(_RETRY_PAUSE_S):
                 return EventPage(run, (), since)
-
-    def _acknowledge_end(self) -> None:
-        with suppress(RayzeroError):  # another client has done so, and the process has ended
-            self._process.call(JobActor.acknowledge_end, timeout_s=_ACKNOWLEDGE_TIMEOUT_S)
 
     def _deliver(self, event: JobEvent) -> None:
         with self._changed:

@@ -114,7 +114,6 @@ class TimeAccounting:
         self._best_step = best_step or None
 
     def on_state(self, state: State, now_s: float) -> None:
-        """The job entered a state."""
         if self._state.is_final:
             return
         self._advance(now_s)

@@ -71,7 +71,6 @@ class Telemetry:
             raise
 
     def close(self) -> None:
-        """Closes the endpoint."""
         if self._endpoint is not None:
             self._endpoint.close()
 

@@ -97,10 +97,6 @@ class SnapshotUnavailableError(EngineError):
     """The job's endpoint does not respond."""
 
 
-def is_url(target: str) -> bool:
-    return "://" in target
-
-
 def endpoint_source(url: str) -> SnapshotSource:
     """Snapshots from the endpoint of a job, given the URL of its page or of a path below it. Raises
     ConfigError if it is not an HTTP URL."""

@@ -97,5 +97,4 @@ class Accelerator:
 
 @cache
 def get_accelerator() -> Accelerator:
-    """The process's accelerator."""
     return Accelerator("cuda" if torch.cuda.is_available() else "cpu")

@@ -32,7 +32,6 @@ def get_local_rank() -> int:
 
 
 def get_world_group() -> Any:
-    """The group of all ranks."""
     return dist.group.WORLD
 
 
