@@ -209,7 +209,6 @@ def make_sharded_optimizer(
     config: EngineConfig,
     device: torch.device,
 ) -> ShardedOptimizer:
-    """The optimizer of this rank's shards."""
     shards, collectives = optimizer_shards(runtime.units), runtime.collectives
     optimizer = make_optimizer(
         given,

@@ -42,7 +42,6 @@ class PhaseTimer:
             self._on_phase(phase)
 
     def leave(self) -> None:
-        """Ends the phase."""
         self._switch_to(OTHER_PHASE)
 
     def end_step(self, data_wait_s: float) -> dict[str, float]:

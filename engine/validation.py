@@ -19,7 +19,6 @@ DOCUMENT_CONTEXT = {"document": True}
 _MAX_LISTED_KEYS = 60
 _MAX_LISTED_MISTAKES = 50
 
-
 _SHOWN_LEVELS = 3
 _SHORT_REPR = Repr()
 _SHORT_REPR.maxlevel, _SHORT_REPR.maxdict, _SHORT_REPR.maxlist = _SHOWN_LEVELS, 8, 8

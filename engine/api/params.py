@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -108,13 +107,8 @@ class GatheredParameters:
         return self
 
     @torch.no_grad()
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        self._stack.__exit__(kind, *error)
         modified = self._modifier_rank is not None and kind is None
         for gathered in self._gathered:
             if modified:

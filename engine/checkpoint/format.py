@@ -35,7 +35,6 @@ _PAGE_BYTES = 4096
 
 
 def step_folder_name(step: int) -> str:
-    """Name of a step's folder in the job's folder."""
     return f"step-{step}"
 
 
@@ -63,7 +62,6 @@ def is_checkpoint_file(name: str) -> bool:
 
 
 def block_count(nbytes: int) -> int:
-    """Number of blocks of `nbytes` bytes of data."""
     return -(-nbytes // BLOCK_BYTES)
 
 

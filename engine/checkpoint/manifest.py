@@ -51,11 +51,9 @@ class RankFile:
 
     @property
     def data_offset(self) -> int:
-        """Offset of the data in the file."""
         return self.nbytes - self.block_index.nbytes
 
     def block_matches(self, number: int, data: memoryview) -> bool:
-        """Whether the data of a block has its checksum."""
         digits = slice(number * _CHECKSUM_DIGITS, (number + 1) * _CHECKSUM_DIGITS)
         return xxh3_64_hexdigest(data) == self.blocks[digits]
 
@@ -85,7 +83,6 @@ class Manifest:
 
     @property
     def tensors(self) -> dict[str, LogicalTensor]:
-        """All logical tensors by name."""
         return {
             name: tensor for file in self.files for name, tensor in file.block_index.tensors.items()
         }

@@ -141,16 +141,13 @@ class CheckpointSource:
 
     @property
     def step(self) -> int:
-        """Finished steps of the state."""
         return self.manifest.step
 
     @property
     def block_indexes(self) -> Sequence[BlockIndex]:
-        """The index of each rank's file."""
         return [file.block_index for file in self.manifest.files]
 
     def metadata(self, rank: int) -> dict[str, Any]:
-        """The JSON part of a rank; of another rank if there was no such rank."""
         return self.manifest.files[rank % self.manifest.world_size].metadata
 
     def read(self, block: int, offset: int, into: memoryview) -> None:
@@ -166,7 +163,6 @@ class CheckpointSource:
             raise CheckpointDamagedError(f"{join_url(self._store.url, name)} {text}")
 
     def close(self) -> None:
-        """Close the files. Safe to repeat."""
         self._stack.close()
 
     def _open_file(self, entry: RankFile) -> BlockReader:

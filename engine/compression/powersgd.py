@@ -166,7 +166,6 @@ class PowerSGDReduce:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the factor buffers."""
         return self._first_buffer.nbytes + self._second_buffer.nbytes
 
 

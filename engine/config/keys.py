@@ -96,5 +96,4 @@ def is_set(value: Any) -> bool:
 
 
 def is_enabled(value: Any) -> bool:
-    """Whether a section's `enabled` is set."""
     return is_set(value.get("enabled")) if isinstance(value, dict) else is_set(value)

@@ -216,14 +216,9 @@ def _field_keys(
             yield from _field_keys(section, f"{path}.", group)
 
 
-def _group_keys() -> dict[str, list[Key]]:
-    groups: dict[str, list[Key]] = {}
-    for group, key in _field_keys(EngineConfig):
-        groups.setdefault(group, []).append(key)
-    return groups
-
-
-KEY_GROUPS = _group_keys()
+KEY_GROUPS: dict[str, list[Key]] = {}
 """Every key that DeepSpeed 0.19 knows, and rayzero's, by subject."""
+for _group, _key in _field_keys(EngineConfig):
+    KEY_GROUPS.setdefault(_group, []).append(_key)
 
 KEYS: dict[str, Key] = {key.path: key for keys in KEY_GROUPS.values() for key in keys}

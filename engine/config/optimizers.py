@@ -18,7 +18,6 @@ from rayzero.engine.config.keys import refused
 Beta: TypeAlias = Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)]
 Betas: TypeAlias = tuple[Beta, Beta]
 
-
 NO_EFFECT = "accepted for compatibility and not passed to the implementation"
 
 

@@ -31,7 +31,6 @@ _MAX_DEPTH = 32
 _MAX_INTEGER_BITS = 1023  # the range of a float
 _STANDARD_INPUT = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 
-
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | EngineConfig
 
 

@@ -38,7 +38,6 @@ def _validate_per_group(value: Any) -> Any:
 PerGroup: TypeAlias = Annotated[float | tuple[float, ...], BeforeValidator(_validate_per_group)]
 """One number, or one for each parameter group."""
 
-
 BetaPair: TypeAlias = tuple[float, float]
 
 

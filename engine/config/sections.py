@@ -3,6 +3,7 @@ rayzero."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -22,7 +23,7 @@ from rayzero.engine.config.keys import Auto, implemented, no_op, refused
 
 _TAG_VALIDATIONS = {name.lower(): name for name in ("Ignore", "Warn", "Fail")}
 _AUTO_ENABLED = "the default of transformers' TrainingArguments; set true to train in"
-_PAGE_CACHE = "the kernel's page cache and read-ahead do it"
+_left_to_kernel = partial(no_op, reason="the kernel's page cache and read-ahead do it")
 
 
 class Fp16Config(ConfigSection):
@@ -208,16 +209,14 @@ class CheckpointConfig(ConfigSection):
 class AioConfig(ConfigSection):
     """DeepSpeed's NVMe I/O."""
 
-    block_size: NonNegativeSize = no_op(
-        1_048_576, "bytes of one read or write of NVMe", _PAGE_CACHE, group="NVMe"
+    block_size: NonNegativeSize = _left_to_kernel(
+        1_048_576, "bytes of one read or write of NVMe", group="NVMe"
     )
-    queue_depth: Integer = no_op(8, "concurrent requests", _PAGE_CACHE)
-    intra_op_parallelism: Integer = no_op(1, "threads of one request", _PAGE_CACHE)
-    thread_count: Integer = no_op(1, "threads of one request, in older versions", _PAGE_CACHE)
-    single_submit: bool = no_op(False, "requests are submitted one by one", _PAGE_CACHE)
-    overlap_events: bool = no_op(
-        True, "requests are submitted while others are pending", _PAGE_CACHE
-    )
+    queue_depth: Integer = _left_to_kernel(8, "concurrent requests")
+    intra_op_parallelism: Integer = _left_to_kernel(1, "threads of one request")
+    thread_count: Integer = _left_to_kernel(1, "threads of one request, in older versions")
+    single_submit: bool = _left_to_kernel(False, "requests are submitted one by one")
+    overlap_events: bool = _left_to_kernel(True, "requests are submitted while others are pending")
     use_gds: Any = refused(
         False, "the GPU reads NVMe directly", "offloaded state is updated on the CPU"
     )

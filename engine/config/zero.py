@@ -24,7 +24,6 @@ _FIXED_MEMORY = "units share a fixed number of buffers: rayzero.gather_buffers b
 _REMOVED = "removed from DeepSpeed 0.19 too"
 _SAME_RESULT = "the backend chooses the collective; the result is the same"
 
-
 _leaf_modules = partial(refused, (), alternative="rayzero.unshard_modules")
 
 
@@ -39,7 +38,7 @@ class LeafModuleConfig(ConfigSection):
 OffloadDevice = Annotated[
     Literal["none", "cpu", "nvme"], BeforeValidator(lambda value: value or "none")
 ]
-_NO_NVME_WEIGHTS = "weights are offloaded to CPU memory, not to files"
+_no_nvme_weights = partial(no_op, reason="weights are offloaded to CPU memory, not to files")
 _PINNED = "always so where there is a GPU"
 
 
@@ -85,15 +84,16 @@ class OffloadParamConfig(ConfigSection):
         old_names=("zero_optimization.cpu_offload_param", "zero_optimization.cpu_offload_params"),
         old_true="cpu",
     )
-    nvme_path: str | None = no_op(None, "the folder for device nvme", _NO_NVME_WEIGHTS)
-    buffer_count: NonNegativeInt = no_op(
-        5, "buffers in CPU memory for device nvme", _NO_NVME_WEIGHTS
-    )
-    buffer_size: NonNegativeSize = no_op(100_000_000, "elements of such a buffer", _NO_NVME_WEIGHTS)
-    max_in_cpu: NonNegativeSize = no_op(
-        1_000_000_000, "elements kept in CPU memory with device nvme", _NO_NVME_WEIGHTS
+    nvme_path: str | None = _no_nvme_weights(None, "the folder for device nvme")
+    buffer_count: NonNegativeInt = _no_nvme_weights(5, "buffers in CPU memory for device nvme")
+    buffer_size: NonNegativeSize = _no_nvme_weights(100_000_000, "elements of such a buffer")
+    max_in_cpu: NonNegativeSize = _no_nvme_weights(
+        1_000_000_000, "elements kept in CPU memory with device nvme"
     )
     pin_memory: bool = no_op(True, "CPU memory is page-locked, so that copies overlap", _PINNED)
+
+
+_mics = partial(refused, reason=_REMOVED, alternative="zero_optimization.zero_hpz_partition_size")
 
 
 class ZeroConfig(ConfigSection):
@@ -239,19 +239,10 @@ class ZeroConfig(ConfigSection):
     )
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     offload_param: OffloadParamConfig = OffloadParamConfig()
-    mics_shard_size: Any = refused(
-        -1,
-        "shards are spread over groups of ranks",
-        _REMOVED,
-        alternative="zero_optimization.zero_hpz_partition_size",
-        group="the rest of zero_optimization",
+    mics_shard_size: Any = _mics(
+        -1, "shards are spread over groups of ranks", group="the rest of zero_optimization"
     )
-    mics_hierarchical_params_gather: Any = refused(
-        False,
-        "weights are gathered in two levels",
-        _REMOVED,
-        alternative="zero_optimization.zero_hpz_partition_size",
-    )
+    mics_hierarchical_params_gather: Any = _mics(False, "weights are gathered in two levels")
     zeropp_loco_param: Any = refused(
         None,
         "error feedback for quantized gradients",

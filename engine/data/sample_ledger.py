@@ -42,7 +42,6 @@ class SampleLedger:
             raise self._write_error(error) from error
 
     def add_samples(self, samples: Sequence[int]) -> None:
-        """Add dataset indices to the current step."""
         self._samples.extend(samples)
 
     def write_step(self, step: int) -> None:

@@ -70,7 +70,6 @@ class BlockIndex:
     constant_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form, the inverse of `from_json`."""
         return {
             "tensors": {name: [it.dtype, list(it.shape)] for name, it in self.tensors.items()},
             "ranges": [[held.name, held.start, held.stop, held.offset] for held in self.ranges],

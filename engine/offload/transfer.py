@@ -44,7 +44,6 @@ class HostTransfer:
         self.staging_bytes = 0
 
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros in host memory."""
         return torch.zeros(numel, dtype=dtype)
 
     def d2h(

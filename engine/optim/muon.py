@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayzero.engine.config.optimizers import MuonParams
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.whole_params import WholeParam, WholeParamOps
 
@@ -81,16 +82,11 @@ def _transpose_if_tall(x: Tensor, matrix: Tensor) -> Tensor:
     return x.mT if matrix.size(-2) > matrix.size(-1) else x
 
 
-MUON_DEFAULTS = {
-    "lr": 0.02,
-    "momentum": 0.95,
-    "weight_decay": 0.0,
-    "nesterov": True,
-    "ns_method": "gram",
-    "ns_steps": 5,
-    "adjust_lr_fn": "original",
-}
-ADAM_DEFAULTS = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+_DEFAULTS = MuonParams()
+MUON_DEFAULTS = {"lr": 0.02} | _DEFAULTS.model_dump(
+    include={"momentum", "weight_decay", "nesterov", "ns_method", "ns_steps", "adjust_lr_fn"}
+)
+ADAM_DEFAULTS = {"lr": 3e-4} | _DEFAULTS.model_dump(include={"betas", "eps", "weight_decay"})
 
 
 class Muon(torch.optim.Optimizer):

@@ -81,7 +81,6 @@ class WholeParamOps:
         return cls(params, segments)
 
     def params_in_groups(self, groups: Sequence[int]) -> list[WholeParam]:
-        """The parameters of some parameter groups."""
         return [param for param in self.params if param.group in groups]
 
     def all_reduce_sum(self, values: Tensor) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,16 +64,11 @@ def persistent_bytes(model: nn.Module, config: EngineConfig, world_size: int) ->
     groups = regroup_for_optimizer(config.optimizer, model, given)
     # A group is contiguous in a unit. If one of two has more state, the first or last rank does.
     ranks = {0, world_size - 1} if len(groups.options) > 1 else {0}
-    with _restoring_params(model), torch.device("meta"):
-        counts = [_count_rank(model, groups, config, world_size, rank) for rank in sorted(ranks)]
-    return max(counts, key=Counter.total)
-
-
-@contextmanager
-def _restoring_params(model: nn.Module) -> Iterator[None]:
     values = [(param, param.detach()) for param in model.parameters()]
     try:
-        yield
+        with torch.device("meta"):
+            counts = [_count_rank(model, groups, config, world_size, it) for it in sorted(ranks)]
+        return max(counts, key=Counter.total)
     finally:
         for param, value in values:
             set_param_data(param, value)

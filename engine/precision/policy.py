@@ -43,7 +43,6 @@ class Precision:
     grad_dtype_override: torch.dtype | None = None
 
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
-        """The dtype of a model weight."""
         return original
 
     def grad_dtype(self, original: torch.dtype) -> torch.dtype:
@@ -62,7 +61,6 @@ class Precision:
         return value
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """The context in which the model's forward runs."""
         return nullcontext()
 
 

@@ -94,7 +94,6 @@ def state_ranges(
 def optimizer_range(
     shard: OptimizerShard, key: str, value: Tensor, within: slice | None = None
 ) -> StateRange:
-    """One tensor of a shard's optimizer state."""
     kind = f"optimizer.{key}"
     return range_of_unit(shard.unit.layout, kind, value, shard.layout_range, within)
 
@@ -146,7 +145,6 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def pack_block(parts: Sequence[StateRange]) -> StateBlock:
-    """The block that holds these ranges."""
     parts = sorted(parts, key=lambda part: not part.constant)
     ranges: list[TensorRange] = []
     offsets: list[int] = []
@@ -184,7 +182,6 @@ def _frozen_ranges(
 
 
 def whole_tensor_range(name: str, tensor: Tensor) -> StateRange:
-    """A whole tensor as a range."""
     flat = tensor.detach().reshape(-1)
     ranges = (TensorRange(name, 0, flat.numel(), 0),) if flat.numel() else ()
     return StateRange(flat, ranges, {name: tuple(tensor.shape)})

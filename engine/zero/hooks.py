@@ -20,7 +20,6 @@ from rayzero.engine.zero.unshard import UnshardScheduler
 
 def hook_gradients(units: list[Unit], reducer: Reducer) -> list[RemovableHandle]:
     """Passes every gradient to the reducer as soon as autograd has accumulated it."""
-
     return [
         param.register_post_accumulate_grad_hook(partial(reducer.on_gradient, number, index))
         for number, unit in enumerate(units)

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.offload.plan import Offload
+from rayzero.engine.precision.loss_scale import LossScaler
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.session import StepRequests
 from rayzero.engine.zero.parameters import ReplicatedWeights
@@ -71,21 +72,21 @@ class ZeroRuntime:
         return vote
 
     def update_loss_scale(self, *, overflow: bool) -> None:
-        """Updates the loss scale after a step, and rescales residuals."""
-        before = self.precision.scaler.value
-        self.precision.scaler.update(overflow=overflow)
-        self._rescale_residuals(before)
+        with self._rescaling_residuals() as scaler:
+            scaler.update(overflow=overflow)
 
     def load_loss_scale(self, state: Mapping[str, Any] | None) -> None:
-        """Restores the loss scale, and rescales residuals."""
-        before = self.precision.scaler.value
-        self.precision.scaler.load_state_dict(state)
-        self._rescale_residuals(before)
+        with self._rescaling_residuals() as scaler:
+            scaler.load_state_dict(state)
 
-    def _rescale_residuals(self, before: float) -> None:
-        now = self.precision.scaler.value
-        if now != before:
-            self.grad_reduction.rescale(now / before)
+    @contextmanager
+    def _rescaling_residuals(self) -> Iterator[LossScaler]:
+        """Around a change of the loss scale: residuals are in units of scaled gradients."""
+        scaler = self.precision.scaler
+        before = scaler.value
+        yield scaler
+        if scaler.value != before:
+            self.grad_reduction.rescale(scaler.value / before)
 
     @torch.no_grad()
     def sync_model_weights(self) -> None:

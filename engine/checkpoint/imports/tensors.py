@@ -42,7 +42,6 @@ class FlatTensor:
 
     @classmethod
     def from_tensor(cls, name: str, tensor: Tensor) -> FlatTensor:
-        """One whole logical tensor."""
         ranges = (TensorRange(name, 0, tensor.numel(), 0),)
         return cls(flatten(tensor), ranges, {name: tuple(tensor.shape)})
 
