@@ -82,9 +82,8 @@ def _persistent_tensors(
             for kind, tensor in unit.grads.persistent_tensors.items():
                 yield "main_grads", kind, tensor
     for shard in optimizer.shards:
-        for value in optimizer.torch_optimizer.state.get(shard.weight, {}).values():
-            if isinstance(value, Tensor) and value.ndim > 0:
-                yield "optimizer_state", shard.unit.state_store.memory_kind, value
+        for value in optimizer.state_tensors(shard).values():
+            yield "optimizer_state", shard.unit.state_store.memory_kind, value
 
 
 # Dense peak of the tensor cores for bf16 and fp16, in flops a second, from the vendors' data

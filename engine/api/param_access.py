@@ -77,8 +77,8 @@ class StoredParam:
         parts: list[ParamSlice] = []
         for shard in optimizer.shards:
             if shard.unit is self.unit:
-                value = optimizer.torch_optimizer.state.get(shard.weight, {}).get(key)
-                if isinstance(value, Tensor) and value.ndim:
+                value = optimizer.state_tensors(shard).get(key)
+                if value is not None:
                     parts += self._slices_within(shard.layout_range, value)
         return parts
 

@@ -88,20 +88,15 @@ def make_optimizer(
         return NoOptimizer()
     check_elementwise(optimizer)
     if isinstance(optimizer, NeedsWholeParams):
-        _check_not_chunked(optimizer, shards)
+        if any(shard.unit.state_store.chunk_numel is not None for shard in shards):
+            raise ConfigError(
+                f"the state of {type(optimizer).__name__} cannot be offloaded to NVMe: the "
+                "optimizer needs whole parameters, and files are read in chunks",
+                allowed="optimizers that update each element independently, such as AdamW",
+                fix='offload_optimizer: {"device": "cpu"}',
+            )
         optimizer.bind_whole_params(make_whole_params())
     return ShardedOptimizer(optimizer, shards)
-
-
-def _check_not_chunked(optimizer: object, shards: Sequence[OptimizerShard]) -> None:
-    """Raises ConfigError: state that is read from files in chunks is never whole in memory."""
-    if any(shard.unit.state_store.chunk_numel is not None for shard in shards):
-        raise ConfigError(
-            f"the state of {type(optimizer).__name__} cannot be offloaded to NVMe: the optimizer "
-            "needs whole parameters, and files are read in chunks",
-            allowed="optimizers that update each element independently, such as AdamW",
-            fix='offload_optimizer: {"device": "cpu"}',
-        )
 
 
 def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:

@@ -131,6 +131,11 @@ class ShardedOptimizer:
         if self._uses_grad_scale:
             self.torch_optimizer.grad_scale = None  # type: ignore[attr-defined]
 
+    def state_tensors(self, shard: OptimizerShard) -> dict[str, Tensor]:
+        """A shard's optimizer state by key, without scalars; empty before its first step."""
+        state = self.torch_optimizer.state.get(shard.weight, {})
+        return {key: it for key, it in state.items() if isinstance(it, Tensor) and it.ndim}
+
     def reset_state(self) -> None:
         """Reset the optimizer state to that before the first step."""
         _reset_state(self.torch_optimizer)

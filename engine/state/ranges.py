@@ -121,10 +121,8 @@ def read_ranges(parts: Sequence[StateRange], source: StateSource) -> None:
 def elementwise_state(optimizer: ShardedOptimizer, shard: OptimizerShard) -> dict[str, Tensor]:
     """A shard's optimizer state with one element for each weight. Raises EngineError if the
     optimizer keeps a tensor of another shape."""
-    state = {}
-    for key, value in optimizer.torch_optimizer.state.get(shard.weight, {}).items():
-        if not isinstance(value, Tensor) or value.ndim == 0:
-            continue
+    state = optimizer.state_tensors(shard)
+    for key, value in state.items():
         if value.shape != shard.weight.shape:
             raise EngineError(
                 f"{type(optimizer.torch_optimizer).__name__} keeps {key!r} of shape "
@@ -132,7 +130,6 @@ def elementwise_state(optimizer: ShardedOptimizer, shard: OptimizerShard) -> dic
                 allowed="state with one element for each weight, and scalars",
                 fix="initialize(optimizer=...)",
             )
-        state[key] = value
     return state
 
 

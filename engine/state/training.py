@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rayzero.engine.data.sampling import TrainingProgress
 from rayzero.engine.errors import EngineError
@@ -154,11 +154,9 @@ class TrainingState:
 
     def _memory_signature(self) -> tuple[object, ...]:
         """Equal as long as the ranges are in the same memory."""
-        state = self._optimizer.torch_optimizer.state
         addresses = tuple(
             value.data_ptr()
             for shard in self._optimizer.shards
-            for value in state.get(shard.weight, {}).values()
-            if isinstance(value, Tensor) and value.ndim
+            for value in self._optimizer.state_tensors(shard).values()
         )
         return addresses, tuple(buffer.data_ptr() for _, buffer in persistent_buffers(self._model))

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.comm.backend import ReduceOp
 from rayzero.engine.comm.collectives import Collectives
-from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.offload.plan import Offload
 from rayzero.engine.offload.stores import StateStore
-from rayzero.engine.offload.transfer import HostTransfer
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.zero.deferred_init import Materializer, ScratchBuffer
 from rayzero.engine.zero.gather_buffers import Block
@@ -83,13 +80,24 @@ def make_unit(
     sharded_update = stage.optimizer_state is Placement.SHARDED
     owned = shard if sharded_update else slice(0, layout.numel)
     weights = _make_weights(plan, original, context)
-    main, grads = None, None
+    main: Tensor | None = None
+    grads: GradStore | None = None
     if plan.trainable:
         main = store.main_weights(original[owned], weights.owned_range(owned))
         dtype = context.precision.grad_dtype(plan.params[0].dtype)
         replicated = owned != shard or layout.world_size == 1
         op = reduction.reduce_op(UnitGradSpec(layout, dtype, shard, replicated))
-        grads = _make_grad_store(layout, context, owned, dtype, buffers, op, store.grad_transfer)
+        transfer = store.grad_transfer
+        if buffers is None:
+            flat = context.collectives.zeros(layout.numel, dtype, context.device)
+            grads = PartialGrads(layout, flat, owned, stage.gradient_collective, op, transfer)
+        else:
+            numel = owned.stop - owned.start
+            if transfer is None:
+                part = torch.zeros(numel, dtype=dtype, device=context.device)
+            else:
+                part = transfer.host_zeros(numel, dtype)
+            grads = ShardedGrads(layout, part, owned, buffers, op, transfer)
     return Unit(layout, plan.params, weights, main, grads, owned, shard, plan.module, store)
 
 
@@ -123,27 +131,6 @@ def _flatten_unit(plan: UnitPlan, context: BuildContext) -> Tensor:
         view.copy_(context.materializer.initial_value(param))
     context.collectives.broadcast(flat)
     return flat
-
-
-def _make_grad_store(
-    layout: UnitLayout,
-    context: BuildContext,
-    owned: slice,
-    dtype: torch.dtype,
-    buffers: GradBufferPool | None,
-    op: ReduceOp,
-    transfer: HostTransfer | None,
-) -> GradStore:
-    if buffers is None:
-        flat = context.collectives.zeros(layout.numel, dtype, context.device)
-        collective = context.stage.gradient_collective
-        return PartialGrads(layout, flat, owned, collective, op, transfer)
-    numel = owned.stop - owned.start
-    if transfer is None:
-        shard = torch.zeros(numel, dtype=dtype, device=context.device)
-    else:
-        shard = transfer.host_zeros(numel, dtype)
-    return ShardedGrads(layout, shard, owned, buffers, op, transfer)
 
 
 def place_ungrouped(
