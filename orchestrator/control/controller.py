@@ -220,12 +220,12 @@ class Controller:
             self.post_event(machine.FaultFatal(internal_error(error)))
 
     def _write_summary(self) -> None:
-        """The training function's return value is merged in and takes precedence."""
+        """The training function's return value is merged in, and takes precedence over all but
+        `steps`, by which clients see how far the job came."""
         ctx = self._context
         progress = ctx.progress
         self._summary = {
             "job": ctx.plan.spec.name,
-            "steps": progress.steps,
             "world_size": ctx.generation.world_size,
             "stage": ctx.plan.stage,
             "loss": {"first": progress.first_loss, "last": progress.last_loss},
@@ -241,6 +241,7 @@ class Controller:
                 "failed": self._checkpoints.failed,
             },
             **ctx.generation.return_value,
+            "steps": progress.steps,
         }
 
     def _result(self) -> JobResult:

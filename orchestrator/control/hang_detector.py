@@ -14,6 +14,7 @@ from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.errors import VaultLostError
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies.hang import (
     Hang,
     HangLimits,
@@ -96,9 +97,13 @@ class HangDetector:
             self._next_report_s *= 2
             first = staying[0]
             others = f", and {len(staying) - 1} more" if len(staying) > 1 else ""
+            limit = f"it is killed after {self._limits.describe(first)}"
+            if self._context.state is State.STOPPING:
+                grace_s = self._context.plan.spec.checkpoint.grace_period_s
+                limit = f"the stop takes at most {grace_s:g} s, checkpoint.grace_period_s"
             self._context.warn(
                 f"waiting since {ending_s:.0f} s for {first} to leave: {first.activity}{others} "
-                f"(it is killed after {self._limits.describe(first)})"
+                f"({limit})"
             )
 
     def _check_early_return(self, generation: GenerationState) -> None:

@@ -9,7 +9,7 @@ import pytest
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError, WorkerStartError
-from rayzero.orchestrator.job_events import FaultDetected, Resumed, WorkersReady
+from rayzero.orchestrator.job_events import FaultDetected, JobWarning, Resumed, WorkersReady
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import CheckpointSpec
@@ -44,7 +44,7 @@ async def test_job_runs_to_summary(folder: Path):
         )
     await settle()
     for rank in (0, 1):
-        harness.cluster.send(rank, finished(rank, score=rank))
+        harness.cluster.send(rank, finished(rank, score=rank, steps="many", loss=0.5))
     await settle()
     result = await harness.result()
     assert harness.states[-1] is State.SUCCEEDED
@@ -53,7 +53,7 @@ async def test_job_runs_to_summary(folder: Path):
         "steps": 1,
         "world_size": 2,
         "stage": None,
-        "loss": {"first": 2.5, "last": 2.5},
+        "loss": 0.5,
         "tokens_per_s": 200.0,
         "seconds": 0.0,
         "peak_bytes": {"process": 1001, "slots": 64},
@@ -239,6 +239,8 @@ async def test_stop_ends_after_the_grace_period(folder: Path):
     harness.controller.post_event(machine.StopRequested())
     await harness.clock.advance(GRACE_S - 0.1)
     assert not harness.run.done()
+    waiting = [warning.text for warning in harness.log.of(JobWarning)]
+    assert "(the stop takes at most 30 s, checkpoint.grace_period_s)" in waiting[0]
     await harness.clock.advance(0.1)
     with pytest.raises(JobStoppedError):
         await harness.result()
