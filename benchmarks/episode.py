@@ -70,8 +70,8 @@ def run(episode: Plan, folder: Path, nodes: int, replace_lost_nodes: Callable[[]
     lost += runner.problems
     unfired = soak_job.unfired_faults(list(episode.faults), str(output_dir))
     lost += [f"{fault} did not fire" for fault in unfired]
-    if not lost:
-        lost = [*_check_weights(episode, output_dir), *_check_samples(episode, output_dir)]
+    if not error:
+        lost += [*_check_weights(episode, output_dir), *_check_samples(episode, output_dir)]
     fired = [event.fault for event in soak_job.read_fired(str(output_dir))]
     return Outcome(episode, time.monotonic() - start_s, fired, log.recoveries, lost)
 

@@ -37,7 +37,7 @@ SETTLE_S = 0.3
 """For a commit that was under way when the vaults were killed. New workers take seconds."""
 LEAST_CHECKPOINTS = 2
 """The newest is damaged, an older one remains."""
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 """For a second cluster, and a controller's end."""
 DETECTED = "does not match its checksum"
 """Of a damaged slot's error."""

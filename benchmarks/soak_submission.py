@@ -25,8 +25,8 @@ from rayzero.orchestrator.spec import Workers
 from rayzero.workers.chaos.spec import FAULT_KINDS, FaultFired
 
 JOB_NAME = "soak"
-TIMEOUT_S = 400.0
-"""For a whole episode."""
+TIMEOUT_S = 600.0
+"""For a whole episode, of which a busy machine needs 300 s."""
 STOP_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 1.0
 CHECKPOINT_INTERVAL = 5

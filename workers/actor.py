@@ -28,8 +28,6 @@ class WorkerActor:
 
     def __init__(self, spec: WorkerSpec, index: int) -> None:
         gc.disable()  # until `describe`: imports with collections take a quarter more CPU time
-        # torch reads it at its first allocation. Page faults were half of the time to load a state.
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         process: type[WorkerProcess] = import_module("rayzero.workers.worker").WorkerProcess
         self._process = process(spec, index)
         self._index = index
