@@ -30,7 +30,7 @@ LIMITS = {
 }
 SMALL_FILE_LINES = 60
 MIN_MEDIAN_FILE_LINES = 140
-MAX_LINES = 38_300
+MAX_LINES = 38_000
 
 # Module names that are not descriptive.
 _RETIRED = """
