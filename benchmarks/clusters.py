@@ -10,6 +10,8 @@ from typing import Any
 
 import ray
 
+from rayzero.orchestrator.cluster.ray_api import stop_error_printer
+
 OBJECT_STORE_BYTES = 80 * 2**20
 FAST_HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "1000",
@@ -36,6 +38,7 @@ def connect_to_cluster(nodes: int, cpus: int) -> Iterator[Callable[[], None]]:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if nodes == 1:
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+        stop_error_printer()
         try:
             yield lambda: None
         finally:
@@ -56,6 +59,7 @@ def connect_to_cluster(nodes: int, cpus: int) -> Iterator[Callable[[], None]]:
 
     try:
         ray.init(address=cluster.address, **quiet)
+        stop_error_printer()
         replace_lost_nodes()
         yield replace_lost_nodes
     finally:
