@@ -16,8 +16,12 @@ from rayzero.orchestrator.machine import State
 
 @dataclass(frozen=True)
 class JobResult:
-    """The outcome of a successful job. `metrics` are the contents of `summary.json`, at
-    `summary_path`."""
+    """The outcome of a successful job.
+
+    Args:
+        metrics: the contents of `summary.json`.
+        summary_path: the path of that file.
+    """
 
     name: str
     metrics: dict[str, Any] = field(repr=False)

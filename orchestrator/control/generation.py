@@ -147,7 +147,7 @@ class GenerationState(ObservedState):
     def on_stop_caught(self, worker: int, message: StopCaught, at_s: float) -> None:
         """Records a member that continues although the generation ends."""
         if self._concerns(worker, message):
-            self.stop_caught_at[worker] = message.place
+            self.stop_caught_at = {**self.stop_caught_at, worker: message.place}
             self._end(at_s)
 
     def on_left(self, worker: int, message: Finished | Stopped | Crashed, at_s: float) -> bool:

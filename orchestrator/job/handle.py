@@ -73,9 +73,15 @@ class JobHandle:
         return "kills it" if self._cluster.is_local else "leaves that to the cluster"
 
     def logs(self, follow: bool = False, rank: int | None = None) -> Iterator[str]:
-        """The output of the workers from the beginning to now, as lines `[rank 0] text`; with
-        `follow` to the job's end, with `rank` only that rank's lines. Raises JobFailedError if the
-        job does not answer, or its log cannot be read from this machine."""
+        """The output of the workers from the beginning, as lines `[rank 0] text`.
+
+        Args:
+            follow: until the job's end, instead of the current end of the log.
+            rank: only this rank's lines.
+
+        Raises:
+            JobFailedError: the job does not answer, or its log cannot be read from this machine.
+        """
         with self._log_readers_changed:
             self._log_readers += 1
         try:
@@ -121,17 +127,33 @@ class JobHandle:
             self._process.request_stop()
 
     def scale(self, workers: int | tuple[int, int] | str) -> str:
-        """Changes the limits for the number of workers, at the next step boundary, to a number, or
-        to the least and the most: 4, (2, 4), "2:4". Returns a description of the new limits. Raises
-        ConfigError if the engine config does not work with these numbers; JobFailedError if the job
-        has ended, or does not answer."""
+        """Changes the limits for the number of workers, at the next step boundary.
+
+        Args:
+            workers: a number, or the least and the most: 4, (2, 4), "2:4".
+
+        Returns:
+            A description of the new limits.
+
+        Raises:
+            ConfigError: the engine config does not work with these numbers.
+            JobFailedError: the job has ended, or does not answer.
+        """
         return self._running_process().call(JobActor.scale, *parse_worker_limits(workers))
 
     def inject(self, *faults: str) -> str:
-        """Injects faults into the running job, such as `kill(rank=1)`: in the fault language, where
-        the step defaults to the current one. Returns the scheduled faults, one per line. Raises
-        ConfigError if a fault cannot be parsed, or cannot be injected into this job; JobFailedError
-        if the job has ended, or does not answer."""
+        """Injects faults into the running job, such as `kill(rank=1)`.
+
+        Args:
+            faults: in the fault language; the step defaults to the current one.
+
+        Returns:
+            The scheduled faults, one per line.
+
+        Raises:
+            ConfigError: a fault cannot be parsed, or cannot be injected into this job.
+            JobFailedError: the job has ended, or does not answer.
+        """
         return self._running_process().call(JobActor.inject, faults)
 
     def end(self) -> None:
