@@ -1,0 +1,224 @@
+"""The device of this process: streams, events, host reads, pinned memory, random state, health.
+
+The only module that calls `torch.cuda` and `torch.accelerator`. All others use the `Device` of
+`get_device`, so they run unchanged on another one: tests replace it with `replace_device`.
+
+Order on an asynchronous device. Kernels and non-blocking copies return when they are enqueued, and
+run in the order of their stream. Another stream sees their results after `wait_stream` or
+`wait_event`; the host after `read`, an event's or a stream's `synchronize`, or `synchronize`. These
+release the GIL. If a collective that they wait for is aborted they return early, and the result is
+undefined: the host must look for an interrupt before it uses it.
+
+Lifetimes. A pinned tensor of torch's allocator may be dropped once its copy is enqueued: its memory
+is not reused before the copy is done. Registered memory stays mapped until `unregister_host`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from threading import Thread
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rayzero.engine.cpu_device import Device, Event, MetaDevice, Stream
+from rayzero.engine.errors import EngineError, RayzeroError
+
+__all__ = [
+    "CudaDevice",
+    "Device",
+    "DeviceError",
+    "Event",
+    "Stream",
+    "device_count",
+    "get_device",
+    "is_device_failure",
+    "local_device",
+    "replace_device",
+]
+
+T = TypeVar("T")
+
+_POISONED = (
+    *("uncorrectable", "nvlink", "illegal memory access", "launch timed out", "assert triggered"),
+    *("hardware stack error", "illegal instruction", "misaligned address", "address space"),
+    *("invalid program counter", "unspecified launch failure", "unknown error"),
+    *("busy or unavailable", "execution_failed"),
+)
+"""In CUDA's texts of errors after which every later call of the process fails."""
+
+
+class DeviceError(RayzeroError):
+    """A device does not answer, or computes wrongly: this process cannot use it any more."""
+
+
+class CudaDevice(Device):
+    """A GPU of CUDA or ROCm."""
+
+    asynchronous = True
+    separate_memory = True
+    backend = "nccl"
+    bucket_numel = MetaDevice.bucket_numel
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
+
+    def make_current(self) -> None:
+        torch.accelerator.set_device_index(self.torch_device)
+
+    def new_stream(self) -> Any:
+        return torch.Stream(self.torch_device)
+
+    def current_stream(self) -> Any:
+        return torch.accelerator.current_stream(self.torch_device)
+
+    @contextmanager
+    def use_stream(self, stream: Any) -> Iterator[None]:
+        before = self.current_stream()
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def record_event(self, stream: Any = None) -> Any:
+        event = torch.Event(self.torch_device)
+        event.record(self.current_stream() if stream is None else stream)
+        return event
+
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        self._limit(timeout_s, lambda: torch.accelerator.synchronize(self.torch_device))
+
+    def read(self, tensor: Tensor) -> list[float]:
+        flat = tensor.detach().reshape(-1)
+        host = self.host_empty(flat.numel(), flat.dtype).copy_(flat, non_blocking=True)
+        self.record_event().synchronize()
+        return super().read(host)
+
+    def send(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return self.to_device(torch.tensor(values, dtype=dtype, pin_memory=True))
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, pin_memory=True)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory()
+
+    def register_host(self, memory: Tensor) -> None:
+        portable = 1  # pinned for all contexts
+        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, portable))
+        if code:
+            raise EngineError(
+                f"CUDA error {code}: {memory.nbytes} bytes of host memory could not be pinned",
+                fix="the limit of locked memory: `ulimit -l`, or the container's",
+            )
+
+    def unregister_host(self, memory: Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def memory_info(self) -> tuple[int, int] | None:
+        return torch.cuda.mem_get_info(self.torch_device)
+
+    def peak_bytes(self) -> int | None:
+        return torch.accelerator.max_memory_allocated(self.torch_device) or None
+
+    def empty_cache(self) -> None:
+        torch.accelerator.empty_cache()
+
+    def rng_state(self) -> Tensor | None:
+        return torch.cuda.get_rng_state(self.torch_device)
+
+    def set_rng_state(self, state: Tensor) -> None:
+        torch.cuda.set_rng_state(state, self.torch_device)
+
+    def seed(self, seed: int) -> None:
+        torch.cuda.default_generators[self.torch_device.index].manual_seed(seed)
+
+    def warm_up(self) -> None:
+        square = torch.ones(16, 16, device=self.torch_device)
+        self.read(square @ square)
+
+    def check_health(self, timeout_s: float) -> None:
+        def add() -> list[float]:
+            with self.use_stream(self.new_stream()):  # others may wait for an aborted collective
+                return self.read(torch.ones(1, device=self.torch_device) + 1)
+
+        if (result := self._limit(timeout_s, add)) != [2.0]:
+            raise DeviceError(f"{self.torch_device} is broken: it computes 1 + 1 = {result}")
+
+    def _limit(self, timeout_s: float | None, work: Callable[[], T]) -> T:
+        """Runs `work` in a thread: nothing can end a call of the driver, so after `timeout_s` the
+        thread is left behind, and the process has to end."""
+        if timeout_s is None:
+            return work()
+        results: list[T | Exception] = []
+
+        def run() -> None:
+            try:
+                self.make_current()
+                results.append(work())
+            except Exception as error:  # noqa: BLE001  raised by the caller
+                results.append(error)
+
+        thread = Thread(target=run, name="rayzero-device", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        result = results[0] if results else TimeoutError(f"no answer within {timeout_s:g} s")
+        if isinstance(result, Exception):
+            raise DeviceError(f"{self.torch_device} is broken: {result}") from result
+        return result
+
+
+_KINDS: dict[str, type[Device]] = {"cuda": CudaDevice, "meta": MetaDevice}
+_replaced: dict[str, Device] = {}  # by torch's device type; by tests only
+
+
+def get_device(torch_device: torch.device) -> Device:
+    """The device of a tensor or an engine; one object for each of torch's."""
+    return _replaced.get(torch_device.type) or _make_device(torch_device)
+
+
+@cache
+def _make_device(torch_device: torch.device) -> Device:
+    return _KINDS.get(torch_device.type, Device)(torch_device)
+
+
+@contextmanager
+def replace_device(device: Device) -> Iterator[None]:
+    """Tests: `device` stands for all of its torch device's type, in all threads of the process."""
+    kind = device.torch_device.type
+    before = _replaced.get(kind)
+    _replaced[kind] = device
+    try:
+        yield
+    finally:
+        del _replaced[kind]
+        if before is not None:
+            _replaced[kind] = before
+
+
+def device_count() -> int:
+    """GPUs that this process can use; 0 without one."""
+    return torch.cuda.device_count()
+
+
+def local_device() -> torch.device:
+    """The GPU that this rank is to use, the CPU if there is none: LOCAL_RANK's of the visible ones,
+    which may be fewer than a node's ranks; the current one without LOCAL_RANK."""
+    if not (count := device_count()):
+        return torch.device("cpu")
+    number = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
+    return torch.device("cuda", number % count)
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """Whether a device's context is unusable after `error`. It is not after running out of memory
+    or wrong arguments of a launch."""
+    text = str(error).lower()
+    of_device = isinstance(error, torch.AcceleratorError) or "cuda error" in text
+    return of_device and any(part in text for part in _POISONED)
