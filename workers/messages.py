@@ -10,7 +10,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 from rayzero.workers.chaos.spec import FaultFired, FaultSpec
 from rayzero.workers.vault.records import Restore, SlotInfo
 
-CrashKind: TypeAlias = Literal["config", "entrypoint", "data", "state", "collective", "user"]
+CrashKind: TypeAlias = Literal[
+    "config", "entrypoint", "data", "state", "device", "collective", "user"
+]
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,8 @@ class Crashed(RankMessage):
     """The training function raised an exception, or could not be called.
 
     Args:
-        kind: the error's cause; "collective" means that a peer failed.
+        kind: the error's cause; "collective" means that a peer failed, "device" that this process
+            cannot use its device any more, and ends.
         step: the current step, counted from 1; 0 before the function was called.
         error: the exception as text, without a traceback.
         traceback: the user's frames; empty if the error message is sufficient.

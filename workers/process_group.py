@@ -6,6 +6,11 @@ never reads a late key of an earlier one.
 A gloo wait for a peer that is stopped or unreachable ends only at the group's timeout, and aborting
 the group does not end it. Shutting down the group's sockets does, at once and on both sides. While
 a group forms, a rank may wait for a connection that its peer never opens; then we open it.
+
+The group of an asynchronous device (NCCL) is aborted instead, which ends its kernels on the device.
+Its sockets are shut down only while it forms, where nothing else ends a wait: later the abort
+itself uses them. The training thread and a command thread may abort at once: `group_lock` is held
+meanwhile, and each aborts only a group that it finds. A group is created after such an abort.
 """
 
 from __future__ import annotations
@@ -18,18 +23,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from threading import RLock
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore, _unregister_all_process_groups
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _abort_process_group, _world
 
+from rayzero.engine.device import get_device
 from rayzero.workers.messages import Assignment
 from rayzero.workers.rendezvous_store import AuthenticatedStore
 
 _SOCKET_LINK = re.compile(r"socket:\[(\d+)\]")
 _FD_FOLDER = Path("/proc/self/fd")
 _SELF_CONNECT_S = 1.0  # of this process to its own listener: the kernel answers
+group_lock = RLock()
+"""Held to abort the default process group, and to take over a generation's channel: an abort in
+flight must not meet the next generation's group and sockets."""
 _group_store: list[AuthenticatedStore] = []
 """Of the default group, which keeps the C++ part alive, but not the Python object."""
 
@@ -45,6 +57,11 @@ class SocketTracker:
         self._sockets_before: frozenset[str] | None = None
         self._sockets_after: frozenset[str] | None = None  # None inside `recording`
         self._world_size = 0
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a group is being created."""
+        return self._sockets_before is not None and self._sockets_after is None
 
     @contextmanager
     def recording(self, world_size: int) -> Iterator[None]:
@@ -131,10 +148,8 @@ def join_process_group(
         MASTER_ADDR=host,
         MASTER_PORT=str(port),
     )
-    timeout = timedelta(seconds=timeout_s)
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(device)  # per thread: this is the training thread
+    own = get_device(device)
+    own.make_current()  # per thread: this is the training thread
     # Groups are named by a per-process counter, which an aborted join has already incremented: its
     # peers that had not got as far would wait for a group of another name.
     _world.group_count = 0
@@ -142,31 +157,54 @@ def join_process_group(
         store = _connect_to_store(host, port, timeout_s)
         _group_store[:] = [AuthenticatedStore(store, assignment.secret)]
         dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
+            own.backend,
             store=PrefixStore(f"generation-{assignment.generation}", _group_store[0]),
             rank=assignment.rank,
             world_size=assignment.world_size,
-            timeout=timeout,
-            device_id=device if on_gpu else None,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
         )
 
 
-def abort_default_group(sockets: SocketTracker) -> None:
+def abort_default_group(device: torch.device, sockets: SocketTracker) -> None:
     """Destroys the default group, if there is one, without waiting for peers.
 
     Their collectives fail at once, because their connections to this rank close. No thread of this
-    process may be in a collective.
+    process may be in a collective of gloo.
     """
-    sockets.shutdown()
-    if dist.is_initialized():
-        _abort_process_group()
+    with group_lock:
+        if sockets.is_recording or not get_device(device).asynchronous:
+            sockets.shutdown()
+        _abort_if_any()
 
 
-def interrupt_collectives(sockets: SocketTracker) -> None:
+def interrupt_collectives(device: torch.device, sockets: SocketTracker) -> None:
     """Aborts a wait for peers in the training thread, from another thread."""
-    sockets.shutdown()
-    if dist.is_initialized() and dist.get_backend() == "nccl":
+    with group_lock:
+        asynchronous = get_device(device).asynchronous
+        if sockets.is_recording or not asynchronous:
+            sockets.shutdown()
+        if asynchronous and not sockets.is_recording:
+            _abort_if_any()
+
+
+def _abort_if_any() -> None:
+    """Aborts the default group. torch keeps it in its tables if that fails: a new one could not be
+    created."""
+    if not dist.is_initialized():
+        return
+    try:
         _abort_process_group()
+    finally:
+        if dist.is_initialized():
+            c10d._update_default_pg(None)
+            tables: tuple[dict[Any, Any], ...] = (
+                *(_world.pg_map, _world.pg_names, _world.pg_group_ranks),
+                *(_world.pg_backend_config, _world.pg_to_tag, _world.tags_to_pg),
+            )
+            for table in tables:
+                table.clear()
+            _unregister_all_process_groups()
 
 
 def is_collective_failure(error: BaseException) -> bool:

@@ -8,8 +8,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
+from rayzero.engine.device import get_device
 from rayzero.engine.errors import DataError, EngineError, RayzeroError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.workers.messages import Assignment, InProcessStateInfo
@@ -30,11 +29,13 @@ class RetainedState:
 
     Args:
         worker: this worker's index; identifies it to the vault.
+        device_timeout_s: how long the device may take for what is queued on it.
     """
 
-    def __init__(self, worker: int) -> None:
+    def __init__(self, worker: int, device_timeout_s: float) -> None:
         self.vault: VaultClient | None = None
         self._worker = worker
+        self._device_timeout_s = device_timeout_s
         self._engine: Engine | None = None
         self._assignment: Assignment | None = None
         self._old_engine_pending = False
@@ -50,11 +51,13 @@ class RetainedState:
         """
         if self._engine is not None:
             self._engine.close()  # the training function may reuse the model
-            two_fit = self._engine.device.type == "cpu" and fits_twice(assignment.local_world_size)
+            device = get_device(self._engine.device)
+            two_fit = not device.separate_memory and fits_twice(assignment.local_world_size)
             third_engine = self._old_engine_pending  # no step was finished since the last time
             self._engine, self._old_engine_pending = None, True
             if third_engine or not two_fit:
                 self.collect_garbage()
+                device.empty_cache()  # communicators allocate beside torch's cache
         self._assignment = assignment
         self._connect(assignment.vault)
 
@@ -73,12 +76,11 @@ class RetainedState:
         """The state in this process's memory; None if there is none, or it is mid-update.
 
         Returns when the device has finished what is queued on it: until then, the memory of the
-        state may still be written.
+        state may still be written. Raises DeviceError if that takes too long.
         """
         if self._engine is None or not self._engine.state.consistent:
             return None
-        if self._engine.device.type == "cuda":
-            torch.cuda.synchronize(self._engine.device)
+        get_device(self._engine.device).synchronize(self._device_timeout_s)
         return InProcessStateInfo(self._engine.progress.step, self._engine.state.complete_on_rank)
 
     @contextmanager

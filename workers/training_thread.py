@@ -1,26 +1,22 @@
 """The training thread: runs the training function of one generation at a time.
 
-Also what it shares with the command threads: stop flags, the progress record, and the message that
-describes a crash.
+Also what it shares with the command threads: stop flags and the progress record.
 """
 
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from threading import Event, Lock, Thread
 from time import monotonic
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn
 
-from rayzero.engine.errors import CollectiveError, ConfigError, DataError, EngineError
-from rayzero.workers.entrypoint import EntryPointError
+from rayzero.engine.errors import EngineError
+from rayzero.workers.crash import describe_crash, summarize
 from rayzero.workers.messages import (
     Crashed,
-    CrashKind,
     Heartbeat,
     InProcessStateInfo,
     LogLine,
@@ -28,14 +24,10 @@ from rayzero.workers.messages import (
     Stopped,
     WorkerMessage,
 )
-from rayzero.workers.process_group import SocketTracker, is_collective_failure
-from rayzero.workers.retained_state import StateError
-from rayzero.workers.vault.records import VaultMemoryError
+from rayzero.workers.process_group import SocketTracker
 
 THREAD_EXIT_S = 10.0
 """The time for a thread to exit after it has posted its end message."""
-
-_PACKAGE_FOLDER = Path(__file__).resolve().parent
 
 
 class Interrupted(BaseException):
@@ -54,7 +46,14 @@ class StopFlag(Event):
         """
         super().__init__()
         self.times_raised = 0
+        self.group_error = ""
+        """Why the process group failed, if it was set for that."""
         self._on_caught = on_caught
+
+    def fail(self, error: str) -> None:
+        """Sets it because the process group failed: the generation ends with that error."""
+        self.group_error = error
+        self.set()
 
     def check(self) -> None:
         """Raises Interrupted if a stop was requested."""
@@ -178,82 +177,45 @@ class TrainingThread:
     def _run_body(
         self, channel: GenerationChannel, body: Callable[[], WorkerMessage]
     ) -> WorkerMessage:
-        stop = channel.interrupt
+        raised: BaseException | None = None
         try:
             message = body()
-        except BaseException as raised:  # noqa: BLE001  # the thread's last frame: report everything
-            if not stop.times_raised:
-                return self._describe_end(channel, raised)
-        if stop.times_raised:  # however the function left after that: it may have caught it
-            memory = self._unwind(channel, drained=not stop.is_set())
-            return Stopped(channel.generation, channel.rank, memory)
-        return message
+            if not channel.interrupt.times_raised:
+                return message
+        except BaseException as error:  # noqa: BLE001  # the thread's last frame: report everything
+            raised = error
+        return self._describe_end(channel, raised)
 
-    def _describe_end(self, channel: GenerationChannel, error: BaseException) -> WorkerMessage:
-        """The message for an exception of the function, or of a collective."""
-        generation, rank = channel.generation, channel.rank
-        memory = self._unwind(channel, drained=False)
-        crash = describe_crash(error, generation, rank, channel.progress.step)
-        if crash.kind == "collective" and channel.interrupt.is_set():  # aborted on request
+    def _describe_end(
+        self, channel: GenerationChannel, raised: BaseException | None
+    ) -> WorkerMessage:
+        """The message for a function that did not return, or only because it caught the stop."""
+        generation, rank, step = channel.generation, channel.rank, channel.progress.step
+        stop = channel.interrupt
+        drained = bool(stop.times_raised) and not stop.is_set()
+        memory, unwind_error = self._unwind(channel, drained=drained)
+        errors = [error for error in (raised, unwind_error) if error is not None]
+        crashes = [describe_crash(error, generation, rank, step) for error in errors]
+        if broken := [crash for crash in crashes if crash.kind == "device"]:
+            return broken[0]
+        if stop.group_error:
+            return Crashed(generation, rank, "collective", step, stop.group_error, "", memory)
+        # While a stop is wanted every exception counts as one: a collective that is aborted, and
+        # what follows from its result, raises many types.
+        if raised is None or stop.times_raised or stop.is_set():
             return Stopped(generation, rank, memory)
-        return replace(crash, memory=memory)
+        return replace(crashes[0], memory=memory)
 
-    def _unwind(self, channel: GenerationChannel, *, drained: bool) -> InProcessStateInfo | None:
-        """The state left in memory; none if releasing the generation failed."""
+    def _unwind(
+        self, channel: GenerationChannel, *, drained: bool
+    ) -> tuple[InProcessStateInfo | None, BaseException | None]:
+        """The state left in memory; none, and the error, if releasing the generation failed."""
         try:
-            return self._on_unwound(drained)
-        except Exception as error:  # noqa: BLE001  # the end message must be posted
-            text = f"the generation could not be released, its state is lost: {_summary(error)}"
+            return self._on_unwound(drained), None
+        except BaseException as error:  # noqa: BLE001  # the end message must be posted
+            text = f"the generation could not be released, its state is lost: {summarize(error)}"
             channel.post(LogLine(channel.rank, "stderr", text))
-            return None
-
-
-def describe_crash(error: BaseException, generation: int, rank: int, step: int) -> Crashed:
-    """The message for an exception; its traceback starts at the user's first frame."""
-    try:
-        return _describe_crash(error, generation, rank, step)
-    except Exception as failure:  # noqa: BLE001  # a user's exception can fail in any way
-        text = f"{type(error).__name__}, which cannot be described: {type(failure).__name__}"
-        return Crashed(generation, rank, "user", step, text, "")
-
-
-def _describe_crash(error: BaseException, generation: int, rank: int, step: int) -> Crashed:
-    kind = _crash_kind(error)
-    text = str(error) if kind in ("config", "entrypoint", "data", "state") else _summary(error)
-    cause: BaseException | None = error if kind in ("user", "collective") else None
-    if kind == "entrypoint":
-        cause = error.__cause__
-    return Crashed(generation, rank, kind, step, text, user_traceback(cause) if cause else "")
-
-
-def user_traceback(error: BaseException) -> str:
-    """The formatted traceback of `error`, starting at the user's first frame."""
-    frames = _skip_framework_frames(error.__traceback__)
-    return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-
-
-def _crash_kind(error: BaseException) -> CrashKind:
-    if isinstance(error, EntryPointError):
-        return "entrypoint"
-    if isinstance(error, StateError):
-        return "state"
-    if isinstance(error, ConfigError | VaultMemoryError):
-        return "config"
-    if isinstance(error, DataError):
-        return "data"
-    # A failed collective counts as one, even if user code wrapped its exception.
-    chain: BaseException | None = error
-    while chain is not None:
-        if isinstance(chain, CollectiveError) or is_collective_failure(chain):
-            return "collective"
-        chain = chain.__cause__ or chain.__context__
-    return "user"
-
-
-def _summary(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"the training function called sys.exit({error.code!r})"
-    return "".join(traceback.format_exception_only(error)).strip()
+            return None, error
 
 
 def _user_place(frame: FrameType | None) -> str:
@@ -264,16 +226,3 @@ def _user_place(frame: FrameType | None) -> str:
             return f"{code.co_name} ({code.co_filename}:{frame.f_lineno})"
         frame = frame.f_back
     return "the framework"
-
-
-def _skip_framework_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Skips the leading frames of this package and of the import system."""
-    first = frames
-    while first is not None:
-        file = first.tb_frame.f_code.co_filename
-        ours = not file.startswith("<") and _PACKAGE_FOLDER in Path(file).resolve().parents
-        importing = file.startswith("<frozen importlib") or file.endswith("importlib/__init__.py")
-        if not (ours or importing):
-            return first
-        first = first.tb_next
-    return frames  # no user frame: show all

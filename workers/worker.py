@@ -9,21 +9,24 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from threading import Lock, Thread
+from contextlib import AbstractContextManager, suppress
+from threading import Thread, Timer
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from rayzero.engine.device import get_device
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.session import use_session
 from rayzero.workers import process_group
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
 from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.entrypoint import TrainFunction, load_train_function
+from rayzero.workers.group_errors import polled_group_errors
 from rayzero.workers.messages import (
     Assignment,
+    Crashed,
     Finished,
     GenerationSpec,
     InProcessStateInfo,
@@ -34,6 +37,7 @@ from rayzero.workers.messages import (
     WorkerMessage,
     WorkerSpec,
 )
+from rayzero.workers.nccl_settings import apply_nccl_settings, check_nccl_settings
 from rayzero.workers.output import Outbox, tee_output
 from rayzero.workers.rendezvous_store import open_store
 from rayzero.workers.retained_state import RetainedState
@@ -44,6 +48,11 @@ from rayzero.workers.vault.records import SlotInfo
 
 FENCE_INTERVAL_S = 0.1
 """How often a fenced generation's waits for peers are aborted until its thread has left."""
+DEVICE_EXIT_S = 10.0
+"""How long a process without a usable device waits for the controller, which has its report by then
+and kills it, before it ends itself."""
+DEVICE_EXIT_CODE = 70
+"""EX_SOFTWARE: of a process that ended itself."""
 MAX_RESULT_BYTES = 2**20
 """Of the function's result as JSON: the summary, the log and the process that follows copy it."""
 
@@ -58,12 +67,15 @@ class WorkerProcess(WorkerCalls):
 
     def __init__(self, spec: WorkerSpec, index: int) -> None:
         self._spec = spec
+        apply_nccl_settings(os.environ)
         self._outbox = Outbox()
-        self._retained = RetainedState(index)
+        self._device = torch.device("cpu")  # until the first generation
+        # Half of the time after which a rank that is silent counts as hung, and is killed.
+        self._device_timeout_s = spec.hang_timeout_s / 2
+        self._retained = RetainedState(index, self._device_timeout_s)
         self._fault_schedule = FaultSchedule(FaultRecord(spec.output_dir), self._outbox.post)
         self._training_thread = TrainingThread(on_unwound=self._on_unwound)
-        self._channel = GenerationChannel(self._outbox.post, generation=0, rank=index)
-        self._abort_lock = Lock()  # held to abort waits, and to replace the channel
+        self._channel = GenerationChannel(self._post, generation=0, rank=index)
         self._train_function: TrainFunction | None = None
         self._store: TCPStore | None = None
         self.node_address = "127.0.0.1"
@@ -86,8 +98,8 @@ class WorkerProcess(WorkerCalls):
 
     def assign(self, generation: GenerationSpec, member: RankAssignment) -> None:
         assignment = Assignment(**vars(member), **vars(generation))
-        channel = GenerationChannel(self._outbox.post, assignment.generation, assignment.rank)
-        with self._abort_lock:  # an abort in flight must not meet the new generation's sockets
+        channel = GenerationChannel(self._post, assignment.generation, assignment.rank)
+        with process_group.group_lock:
             self._channel = channel
         self._training_thread.start(channel, lambda: self._run_generation(assignment, channel))
 
@@ -104,10 +116,16 @@ class WorkerProcess(WorkerCalls):
 
     def fence(self, generation: int) -> None:
         channel = self._channel
-        if channel.generation != generation or channel.fenced:
+        if channel.generation == generation:
+            channel.interrupt.set()
+            self._begin_abort(channel)
+
+    def _begin_abort(self, channel: GenerationChannel) -> None:
+        """Aborts its waits for peers. The thread ends with the training thread's function; one that
+        stays is killed with the process by the hang detector."""
+        if channel.fenced:
             return
         channel.fenced = True
-        channel.interrupt.set()
         fencing = Thread(target=self._abort_waits, args=[channel], name="rayzero-fence")
         fencing.daemon = True  # a function in native code may never return
         fencing.start()
@@ -116,10 +134,10 @@ class WorkerProcess(WorkerCalls):
         """Runs until the training thread has left: it may be about to start a wait for peers, now
         or after a long call."""
         while True:
-            with self._abort_lock:
+            with process_group.group_lock:
                 if self._channel is not channel:
                     return
-                process_group.interrupt_collectives(channel.sockets)
+                process_group.interrupt_collectives(self._device, channel.sockets)
             if self._training_thread.join(FENCE_INTERVAL_S):
                 return
 
@@ -131,7 +149,10 @@ class WorkerProcess(WorkerCalls):
             raise EngineError(
                 "the training function is still running, so its state cannot be salvaged"
             )
-        return self._retained.salvage(vault)
+        try:
+            return self._retained.salvage(vault)
+        except RuntimeError as error:  # torch's: the device may have failed since
+            raise EngineError(f"the state in memory cannot be copied: {error}") from error
 
     def dump_stack(self) -> str:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -144,17 +165,19 @@ class WorkerProcess(WorkerCalls):
         function = self._train_function = self._train_function or load_train_function(
             self._spec.entrypoint
         )
-        device = self._select_device()
+        device = self._device = self._select_device()
         self.inject(assignment.faults)
         injector = WorkerFaultInjector(self._fault_schedule, assignment.rank)
         step = 1 + (assignment.restore.step if assignment.restore else 0)
         channel.progress.enter_phase("join")
         injector.on_phase("join", step)
+        # After a return or a drain the last generation's group still exists. It, what is queued on
+        # the device and the last engine end in this order, before a new group needs their memory.
+        process_group.abort_default_group(device, channel.sockets)
+        get_device(device).synchronize(self._device_timeout_s)
         # Before joining: the vault must detect a death during rendezvous, too.
         self._retained.begin_generation(assignment)
         channel.interrupt.check()
-        # After a return or a drain the last generation's group still exists.
-        process_group.abort_default_group(channel.sockets)
         process_group.join_process_group(
             assignment, device, self._collective_timeout_s, channel.sockets
         )
@@ -163,7 +186,7 @@ class WorkerProcess(WorkerCalls):
         context = Context(self._spec, assignment, device, session)
         channel.progress.begin_step(step)
         try:
-            with use_session(session):
+            with use_session(session), self._polled_errors(channel):
                 result = self._json_result(function(context))
         finally:
             session.close()
@@ -185,12 +208,29 @@ class WorkerProcess(WorkerCalls):
 
     def _on_unwound(self, drained: bool) -> InProcessStateInfo | None:
         if not drained:  # after a drain the next generation aborts it, once all ranks have left
-            process_group.abort_default_group(self._channel.sockets)
+            process_group.abort_default_group(self._device, self._channel.sockets)
+        get_device(self._device).check_health(self._device_timeout_s)
         return self._retained.in_process_state()
+
+    def _polled_errors(self, channel: GenerationChannel) -> AbstractContextManager[None]:
+        def end_generation(error: str) -> None:
+            channel.interrupt.fail(error)
+            self._begin_abort(channel)
+
+        return polled_group_errors(self._device, end_generation)
+
+    def _post(self, message: WorkerMessage) -> None:
+        self._outbox.post(message)
+        if isinstance(message, Crashed) and message.kind == "device":
+            # The process is useless, and holds the device's memory.
+            ending = Timer(DEVICE_EXIT_S, os._exit, [DEVICE_EXIT_CODE])
+            ending.daemon = True
+            ending.start()
 
     def _select_device(self) -> torch.device:
         if self._spec.gpus <= 0:
             return torch.device("cpu")
+        check_nccl_settings(os.environ)
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"workers.gpus: {self._spec.gpus:g}, but torch {torch.__version__} finds no CUDA"

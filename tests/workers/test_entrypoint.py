@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from rayzero.engine.errors import ConfigError
+from rayzero.workers.crash import describe_crash
 from rayzero.workers.entrypoint import EntryPointError, load_train_function, resolve_entrypoint
-from rayzero.workers.training_thread import describe_crash
 from tests.workers import functions
 
 

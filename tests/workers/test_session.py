@@ -25,7 +25,7 @@ def session(**changes: Any) -> tuple[JobSession, GenerationChannel, list[WorkerM
     channel = GenerationChannel(posted.append, 1, 0)
     injector = WorkerFaultInjector(FaultSchedule(FaultRecord("/nowhere"), posted.append), 0)
     return (
-        JobSession(setup(**changes), ASSIGN, channel, RetainedState(0), injector),
+        JobSession(setup(**changes), ASSIGN, channel, RetainedState(0, 10.0), injector),
         channel,
         posted,
     )

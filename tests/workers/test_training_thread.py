@@ -7,10 +7,12 @@ from contextlib import suppress
 from threading import Event, Thread
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from rayzero.engine.errors import CollectiveError, ConfigError, DataError, EngineError
 from rayzero.workers import training_thread as module
+from rayzero.workers.crash import describe_crash
 from rayzero.workers.messages import (
     Crashed,
     Finished,
@@ -25,7 +27,6 @@ from rayzero.workers.training_thread import (
     Interrupted,
     ProgressRecord,
     TrainingThread,
-    describe_crash,
 )
 
 DONE = Finished(1, 0, None, {}, 0)
@@ -160,7 +161,7 @@ def test_exception_that_cannot_be_printed_is_reported(harness: ThreadHarness, er
 
 def test_function_ends_although_its_generation_cannot_be_released():
     def fail(_: bool) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        raise RuntimeError("the pool of buffers is closed")
 
     posted: list[WorkerMessage] = []
     channel, thread = GenerationChannel(posted.append, 1, 0), TrainingThread(fail)
@@ -169,8 +170,75 @@ def test_function_ends_although_its_generation_cannot_be_released():
     assert thread.join(5)
     line, end = posted
     assert isinstance(line, LogLine)
-    assert "illegal memory access" in line.text
+    assert "buffers is closed" in line.text
     assert end == Stopped(1, 0)
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+@pytest.mark.parametrize("while_running", [True, False])
+def test_broken_device_is_reported_as_such(interrupted: bool, while_running: bool):
+    """Whoever meets it: the function, also while it is stopped, or the health check after it."""
+
+    def fail(_: bool = False) -> None:
+        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+    posted: list[WorkerMessage] = []
+    channel = GenerationChannel(posted.append, 1, 0)
+    thread = TrainingThread((lambda _: None) if while_running else fail)
+
+    def body() -> WorkerMessage:
+        if interrupted:
+            channel.interrupt.set()
+        if while_running:
+            fail()
+        raise ValueError("a copy of the device's memory is not what it should be")
+
+    thread.start(channel, body)
+    assert thread.join(5)
+    end = posted[-1]
+    assert isinstance(end, Crashed)
+    assert (end.kind, end.memory) == ("device", None)
+    assert "uncorrectable ECC" in end.error
+
+
+def test_message_follows_whatever_releasing_raises(harness: ThreadHarness):
+    def fail(_: bool) -> None:
+        raise Interrupted
+
+    harness.thread = TrainingThread(fail)
+    harness.channel.interrupt.set()
+    harness.start(lambda: harness.channel.interrupt.check() or DONE)
+    assert harness.thread.join(5)
+    assert harness.posted[-1] == Stopped(1, 0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("Default process group has not been initialized"),
+        RuntimeError("Tried to access a communicator that was aborted"),
+        KeyError("the batch of an aborted broadcast"),
+    ],
+)
+def test_whatever_an_aborted_group_raises_is_stop(harness: ThreadHarness, error: Exception):
+    def body() -> WorkerMessage:
+        harness.channel.interrupt.set()  # as a fence does before it aborts
+        raise error
+
+    harness.start(body)
+    assert harness.thread.join(5)
+    assert harness.posted == [Stopped(1, 0)]
+    assert harness.released == 1
+
+
+def test_error_that_the_group_reports_is_a_failed_collective(harness: ThreadHarness):
+    """Not a stop: nobody asked for one."""
+    harness.channel.interrupt.fail("the process group reports COMM_ERROR")
+    harness.start(lambda: harness.channel.interrupt.check() or DONE)
+    assert harness.thread.join(5)
+    (end,) = harness.posted
+    assert isinstance(end, Crashed)
+    assert (end.kind, end.error) == ("collective", "the process group reports COMM_ERROR")
 
 
 def test_collective_that_fails_while_stopping_is_stop(harness: ThreadHarness):
@@ -271,6 +339,10 @@ def caught(error: BaseException) -> BaseException:
         (RuntimeError(GLOO), "collective", True),
         (dist.DistNetworkError("timed out"), "collective", True),
         (RuntimeError("shapes differ"), "user", True),
+        (torch.AcceleratorError("CUDA error: an illegal memory access"), "device", True),
+        (RuntimeError("CUDA error: device-side assert triggered"), "device", True),
+        (torch.AcceleratorError("CUDA error: invalid configuration argument"), "user", True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "user", True),
         (KeyError("x"), "user", True),
         (SystemExit(3), "user", True),
     ],

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rayzero.engine.device import Device, replace_device
 from rayzero.workers import process_group, retained_state
 from rayzero.workers.messages import (
     Crashed,
@@ -58,7 +59,7 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeWorker]:
     for worker in workers:
         for generation in (1, 2):
             worker.fence(generation)
-    process_group.abort_default_group(SocketTracker())
+    process_group.abort_default_group(torch.device("cpu"), SocketTracker())
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(threads)
@@ -124,7 +125,7 @@ def test_next_generation_waits_for_an_abort_in_flight(
     poll_until(worker.poll, Finished)
     aborting, release = Event(), Event()
 
-    def abort(sockets: SocketTracker) -> None:
+    def abort(device: torch.device, sockets: SocketTracker) -> None:
         aborting.set()
         assert release.wait(20)
 
@@ -236,16 +237,22 @@ def test_last_engine_is_freed_before_next_is_built(
 ):
     """On a GPU, or if memory is short, two engines may not fit."""
     monkeypatch.setattr(retained_state, "fits_twice", lambda processes: two_fit)
-    retained = RetainedState(0)
+    retained = RetainedState(0, 10.0)
     engine = retain_engine(retained, device)
-    retained.begin_generation(ASSIGN)
+    freed: list[bool] = []
+    gpu = Device(torch.device("cuda"))
+    gpu.separate_memory = True
+    gpu.empty_cache = lambda: freed.append(engine() is None)
+    with replace_device(gpu):
+        retained.begin_generation(ASSIGN)
     assert engine() is None
+    assert freed == ([True] if device == "cuda" else []), "torch's cache of it, before the join"
 
 
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_last_engine_is_freed_after_step_if_two_fit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(retained_state, "fits_twice", lambda processes: True)
-    retained = RetainedState(0)
+    retained = RetainedState(0, 10.0)
     first = retain_engine(retained, "cpu")
     retained.begin_generation(ASSIGN)
     assert first() is not None  # freed later

@@ -1,0 +1,252 @@
+"""A worker on an asynchronous device: broken devices, groups that two threads abort, late errors.
+
+The device is a CPU that claims to be asynchronous, so its group is aborted as NCCL's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from rayzero.engine.device import Device, DeviceError, replace_device
+from rayzero.workers import group_errors, process_group, worker
+from rayzero.workers.messages import Crashed, StepReport, Stopped
+from rayzero.workers.process_group import SocketTracker
+from tests.workers.support import poll_until
+from tests.workers.test_worker import MakeWorker, begin, make_worker
+
+__all__ = ["make_worker"]  # a fixture
+
+CPU = torch.device("cpu")
+
+
+class AsynchronousDevice(Device):
+    """Records what is asked of it."""
+
+    asynchronous = True
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.calls: list[str] = []
+        self.error: Exception | None = None
+
+    def check_health(self, timeout_s: float) -> None:
+        assert timeout_s > 0
+        self.calls.append("check_health")
+        if self.error is not None:
+            raise self.error
+
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        assert timeout_s is not None, "it may never return"
+        self.calls.append("synchronize")
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty_cache")
+
+
+@pytest.fixture
+def device() -> Iterator[AsynchronousDevice]:
+    device = AsynchronousDevice()
+    with replace_device(device):
+        yield device
+
+
+@pytest.fixture
+def aborts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The groups that were aborted."""
+    seen: list[Any] = []
+    abort = process_group._abort_process_group
+
+    def record() -> None:
+        seen.append(dist.group.WORLD)
+        abort()
+
+    monkeypatch.setattr(process_group, "_abort_process_group", record)
+    return seen
+
+
+def make_group() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+
+@pytest.mark.usefixtures("device")
+def test_two_threads_abort_a_group_once(monkeypatch: pytest.MonkeyPatch, aborts: list[Any]):
+    """The second one comes while the first is in the abort, and makes the next group after it."""
+    make_group()
+    first, abort = dist.group.WORLD, process_group._abort_process_group
+    aborting, may_end = Event(), Event()
+    errors: list[BaseException] = []
+
+    def slow_abort() -> None:
+        aborting.set()
+        assert may_end.wait(20)
+        abort()
+
+    monkeypatch.setattr(process_group, "_abort_process_group", slow_abort)
+
+    def run(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    def unwind_and_join() -> None:
+        process_group.abort_default_group(CPU, SocketTracker())
+        make_group()
+
+    fence = Thread(
+        target=run, args=[lambda: process_group.interrupt_collectives(CPU, SocketTracker())]
+    )
+    fence.start()
+    assert aborting.wait(20)
+    training = Thread(target=run, args=[unwind_and_join])
+    training.start()
+    training.join(0.05)
+    assert training.is_alive(), "it waits for the abort in flight"
+    may_end.set()
+    for thread in (fence, training):
+        thread.join(20)
+    assert errors == []
+    assert aborts == [first]
+    assert dist.group.WORLD not in (None, first), "the next group was left alone"
+    process_group.abort_default_group(CPU, SocketTracker())
+
+
+@pytest.mark.usefixtures("device")
+def test_next_group_can_be_made_after_an_abort_that_failed(monkeypatch: pytest.MonkeyPatch):
+    make_group()
+
+    def fail() -> None:
+        raise RuntimeError("NCCL error: unhandled cuda error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process_group, "_abort_process_group", fail)
+        with pytest.raises(RuntimeError, match="NCCL"):
+            process_group.abort_default_group(CPU, SocketTracker())
+    assert not dist.is_initialized()
+    make_group()
+    process_group.abort_default_group(CPU, SocketTracker())
+
+
+@pytest.mark.usefixtures("device")
+def test_sockets_are_shut_only_while_the_group_forms(
+    monkeypatch: pytest.MonkeyPatch, aborts: list[Any]
+):
+    sockets, shut = SocketTracker(), []
+    monkeypatch.setattr(sockets, "shutdown", lambda: shut.append(len(aborts)))
+    with sockets.recording(2):
+        make_group()
+        process_group.interrupt_collectives(CPU, sockets)
+        assert (len(shut), aborts) == (1, [])
+    process_group.interrupt_collectives(CPU, sockets)
+    process_group.abort_default_group(CPU, sockets)
+    assert (len(shut), len(aborts)) == (1, 1)
+
+
+def test_sockets_of_gloo_are_shut_at_any_time(monkeypatch: pytest.MonkeyPatch, aborts: list[Any]):
+    sockets, shut = SocketTracker(), []
+    monkeypatch.setattr(sockets, "shutdown", lambda: shut.append(1))
+    with sockets.recording(2):
+        make_group()
+    process_group.interrupt_collectives(CPU, sockets)
+    assert (len(shut), aborts) == (1, [])
+    process_group.abort_default_group(CPU, sockets)
+    assert (len(shut), len(aborts)) == (2, 1)
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+def test_device_is_checked_before_a_stop_is_told(
+    make_worker: MakeWorker,
+    device: AsynchronousDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    healthy: bool,
+):
+    ends: list[tuple[float, Any, list[int]]] = []
+    monkeypatch.setattr(worker, "Timer", lambda *args: ends.append(args) or Thread())
+    if not healthy:
+        device.error = DeviceError("cuda:0 is broken: no answer within 10 s")
+    process = make_worker("endless")
+    begin(process)
+    poll_until(process.poll, StepReport)
+    process.fence(1)
+    messages = poll_until(process.poll, Stopped if healthy else Crashed)
+    assert "check_health" in device.calls
+    (end,) = [message for message in messages if isinstance(message, Stopped | Crashed)]
+    if healthy:
+        assert end == Stopped(1, 0)
+        assert ends == []
+        return
+    assert isinstance(end, Crashed)
+    assert (end.kind, end.error) == (
+        "device",
+        "rayzero.engine.device.DeviceError: cuda:0 is broken: no answer within 10 s",
+    )
+    ((after_s, leave, code),) = ends
+    assert leave is worker.os._exit
+    assert 0 < after_s < 60
+    assert code == [worker.DEVICE_EXIT_CODE]
+
+
+class ErrorType(Enum):
+    SUCCESS = 0
+    COMM_ERROR = 2
+
+
+def test_late_error_of_the_group_ends_the_generation(
+    make_worker: MakeWorker,
+    device: AsynchronousDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    aborts: list[Any],
+):
+    """As a failed collective: the rank that waits is not the one to blame."""
+    state = ErrorType.SUCCESS
+    monkeypatch.setattr(group_errors, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(group_errors, "_error_reader", lambda _: lambda: state)
+    process = make_worker("endless")
+    begin(process)
+    poll_until(process.poll, StepReport)
+    state = ErrorType.COMM_ERROR
+    messages = poll_until(process.poll, Crashed)
+    (crash,) = [message for message in messages if isinstance(message, Crashed)]
+    assert crash.kind == "collective"
+    assert "reports COMM_ERROR" in crash.error
+    assert len(aborts) == 1
+    assert "check_health" in device.calls
+
+
+def test_backend_without_errors_is_not_polled():
+    make_group()
+    assert group_errors._error_reader(CPU) is None
+    process_group.abort_default_group(CPU, SocketTracker())
+
+
+def test_device_is_idle_and_the_last_group_gone_before_the_next_one(
+    make_worker: MakeWorker, device: AsynchronousDevice, monkeypatch: pytest.MonkeyPatch
+):
+    process = make_worker("returns")
+    for name in ("abort_default_group", "join_process_group"):
+        call = getattr(process_group, name)
+
+        def record(*args: Any, name: str = name, call: Callable[..., None] = call) -> None:
+            device.calls.append(name)
+            call(*args)
+
+        monkeypatch.setattr(process_group, name, record)
+    monkeypatch.setattr(
+        process._retained, "begin_generation", lambda _: device.calls.append("begin_generation")
+    )
+    begin(process)
+    poll_until(process.poll, StepReport)
+    assert device.calls[:4] == [
+        "abort_default_group",
+        "synchronize",
+        "begin_generation",
+        "join_process_group",
+    ]

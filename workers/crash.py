@@ -1,0 +1,81 @@
+"""Describes the exception that ended a training function: its kind, its text, the user's frames."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from rayzero.engine.device import DeviceError, is_device_failure
+from rayzero.engine.errors import CollectiveError, ConfigError, DataError
+from rayzero.workers.entrypoint import EntryPointError
+from rayzero.workers.messages import Crashed, CrashKind
+from rayzero.workers.process_group import is_collective_failure
+from rayzero.workers.retained_state import StateError
+from rayzero.workers.vault.records import VaultMemoryError
+
+_PACKAGE_FOLDER = Path(__file__).resolve().parent
+
+
+def describe_crash(error: BaseException, generation: int, rank: int, step: int) -> Crashed:
+    """The message for an exception; its traceback starts at the user's first frame."""
+    try:
+        return _describe_crash(error, generation, rank, step)
+    except Exception as failure:  # noqa: BLE001  # a user's exception can fail in any way
+        text = f"{type(error).__name__}, which cannot be described: {type(failure).__name__}"
+        return Crashed(generation, rank, "user", step, text, "")
+
+
+def _describe_crash(error: BaseException, generation: int, rank: int, step: int) -> Crashed:
+    kind = _crash_kind(error)
+    text = str(error) if kind in ("config", "entrypoint", "data", "state") else summarize(error)
+    cause: BaseException | None = error if kind in ("user", "device", "collective") else None
+    if kind == "entrypoint":
+        cause = error.__cause__
+    return Crashed(generation, rank, kind, step, text, user_traceback(cause) if cause else "")
+
+
+def user_traceback(error: BaseException) -> str:
+    """The formatted traceback of `error`, starting at the user's first frame."""
+    frames = _skip_framework_frames(error.__traceback__)
+    return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+
+
+def _crash_kind(error: BaseException) -> CrashKind:
+    if isinstance(error, EntryPointError):
+        return "entrypoint"
+    if isinstance(error, StateError):
+        return "state"
+    if isinstance(error, ConfigError | VaultMemoryError):
+        return "config"
+    if isinstance(error, DataError):
+        return "data"
+    # Failed devices and collectives count as such, even if user code wrapped the exception.
+    chain = [error]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) and before not in chain:
+        chain.append(before)
+    if any(isinstance(link, DeviceError) or is_device_failure(link) for link in chain):
+        return "device"
+    if any(isinstance(link, CollectiveError) or is_collective_failure(link) for link in chain):
+        return "collective"
+    return "user"
+
+
+def summarize(error: BaseException) -> str:
+    """The exception's type and text."""
+    if isinstance(error, SystemExit):
+        return f"the training function called sys.exit({error.code!r})"
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _skip_framework_frames(frames: TracebackType | None) -> TracebackType | None:
+    """Skips the leading frames of this package and of the import system."""
+    first = frames
+    while first is not None:
+        file = first.tb_frame.f_code.co_filename
+        ours = not file.startswith("<") and _PACKAGE_FOLDER in Path(file).resolve().parents
+        importing = file.startswith("<frozen importlib") or file.endswith("importlib/__init__.py")
+        if not (ours or importing):
+            return first
+        first = first.tb_next
+    return frames  # no user frame: show all

@@ -1,0 +1,58 @@
+"""Polls a process group's asynchronous error, which NCCL finds in the background.
+
+The training thread waits for the device, not for the group: without this, a broken network would
+look like a rank that hangs in its own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+POLL_INTERVAL_S = 1.0
+"""How often the error is read: a lock and a copy."""
+
+
+@contextmanager
+def polled_group_errors(device: torch.device, on_error: Callable[[str], None]) -> Iterator[None]:
+    """While it is entered, a thread polls the default group, if its backend reports errors; builds
+    of torch without NCCL do not.
+
+    The thread ends with its first error, or within `POLL_INTERVAL_S` of the exit.
+
+    Args:
+        on_error: called on that thread, at most once.
+    """
+    read = _error_reader(device)
+    if read is None:
+        yield
+        return
+    left = Event()
+
+    def poll() -> None:
+        while not left.wait(POLL_INTERVAL_S):
+            try:
+                name = read().name
+            except RuntimeError:  # the group was aborted meanwhile
+                return
+            if name != "SUCCESS" and not left.is_set():
+                on_error(f"the process group reports {name}: a peer, or the network, failed")
+                return
+
+    thread = Thread(target=poll, name="rayzero-group-errors", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+
+
+def _error_reader(device: torch.device) -> Callable[[], Any] | None:
+    """The backend's method. Looked up: torch's base class does not have it in all builds."""
+    group = dist.group.WORLD
+    return None if group is None else getattr(group._get_backend(device), "get_error", None)
