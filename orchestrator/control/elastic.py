@@ -134,7 +134,11 @@ class ElasticScaler:
             await self._failures.wait_killed()  # a reservation is reused only when it is empty
             lost, ctx.registry.awaiting_replacement = ctx.registry.awaiting_replacement, ()
             for worker in lost:
-                self._replace(worker)
+                ctx.tasks.spawn(self._replace_when_free(worker))
+
+    async def _replace_when_free(self, worker: WorkerInfo) -> None:
+        await self._failures.wait_device_free(worker.index)
+        self._replace(worker)
 
     @property
     def _may_replace(self) -> bool:

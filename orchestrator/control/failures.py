@@ -11,18 +11,22 @@ from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.generation import GenerationState
-from rayzero.orchestrator.errors import WorkerStartError
+from rayzero.orchestrator.errors import VaultLostError, WorkerStartError
 from rayzero.orchestrator.job_events import FaultDetected, FaultRecorded
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies import failure
 from rayzero.orchestrator.policies.failure import LOSS_CAUSES, Fault, FaultCause
 from rayzero.orchestrator.policies.hang import Hang
 from rayzero.orchestrator.policies.recovery import Excluded
+from rayzero.workers.messages import Crashed
+from rayzero.workers.vault.vault import Vault
 
 COLLECTIVE_GRACE_S = 3.0
 """How long the decision about a failed collective waits for its cause, such as a dead worker."""
 KILL_TIMEOUT_S = 2.0
 """How long a recovery waits for killed processes to exit."""
+EXIT_POLL_S = 0.1
+"""How often a vault is asked whether a killed process has exited."""
 
 
 class FailureHandler:
@@ -35,6 +39,7 @@ class FailureHandler:
         """States from which no generation resumes again."""
         self._context = context
         self._hung: dict[int, Hang] = {}
+        self._device_failures: dict[int, Crashed] = {}
         self._recorded_dead: set[int] = set()
         """Lost workers in the history: one may be lost to two generations while they change."""
         self._fatal_reported = False
@@ -50,12 +55,34 @@ class FailureHandler:
         self._hung[worker] = hang
         self.on_worker_lost(worker, hang.reason)
 
+    def on_device_failed(self, worker: int, crash: Crashed) -> None:
+        """A worker cannot use its device any more: its process, useless now, is lost."""
+        self._device_failures[worker] = crash
+        self.on_worker_lost(worker, crash.error)
+
     async def wait_killed(self) -> None:
         """Waits up to `KILL_TIMEOUT_S` until all killed processes have exited."""
         if self._pending_kills:
             exits = asyncio.wait(set(self._pending_kills))
             with suppress(TimeoutError):
                 await with_timeout(self._context.deps.clock, KILL_TIMEOUT_S, exits)
+
+    async def wait_device_free(self, worker: int) -> None:
+        """Waits until the process of a lost worker has exited, if it may have used a GPU: that
+        memory is freed before the end, which takes seconds for tens of GB, and a replacement needs
+        it. At most `workers.start_timeout_s`: nothing ends a process that hangs in the kernel."""
+        ctx, info = self._context, self._context.registry.info(worker)
+        if not ctx.plan.spec.workers.gpus:
+            return
+        until_s = ctx.now_s() + ctx.plan.spec.workers.start_timeout_s
+        with suppress(VaultLostError):  # then its node is lost, too, or cannot be asked
+            while await ctx.vault_reply(ctx.deps.vaults.call(info.node_id, Vault.runs, info.pid)):
+                if ctx.now_s() > until_s:
+                    ctx.warn(
+                        f"the process {info.pid} on node {info.node} was killed, and still runs"
+                    )
+                    return
+                await ctx.deps.clock.sleep(EXIT_POLL_S)
 
     def on_worker_lost(self, worker: int, detail: str) -> None:
         """A worker's process ended, or does not respond and counts as lost.
@@ -70,7 +97,9 @@ class FailureHandler:
         ctx.registry.mark_lost(worker)
         self._kill(worker)  # a process that stopped responding must not come back
         cause = self._loss_cause(worker)
-        fault = ctx.generation.on_lost(worker, cause, detail, ctx.now_s())
+        crash = self._device_failures.get(worker)
+        frames = "" if crash is None else crash.traceback
+        fault = ctx.generation.on_lost(worker, cause, detail, ctx.now_s(), frames)
         if fault is not None:
             self._announce(fault)
             self.evaluate()
@@ -167,6 +196,8 @@ class FailureHandler:
         node_id = ctx.registry.info(worker).node_id
         if worker in self._hung:
             return FaultCause.CAUGHT_STOP if self._hung[worker].caught_stop else FaultCause.HANG
+        if worker in self._device_failures:
+            return FaultCause.DEVICE
         if node_id in ctx.registry.draining_nodes:
             return FaultCause.PREEMPTED
         return FaultCause.PROCESS_LOST if node_id in ctx.vault_addresses else FaultCause.NODE_LOST

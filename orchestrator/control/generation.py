@@ -170,14 +170,16 @@ class GenerationState(ObservedState):
             self._add_fault(worker, cause, message.step, message.error, at_s, message.traceback)
         return True
 
-    def on_lost(self, worker: int, cause: FaultCause, detail: str, at_s: float) -> Fault | None:
+    def on_lost(
+        self, worker: int, cause: FaultCause, detail: str, at_s: float, traceback: str = ""
+    ) -> Fault | None:
         """Records a lost process. Returns the fault if it was a member that had not finished."""
         self.active.discard(worker)
         self._changed()
         self._in_process.pop(worker, None)
         if worker not in self.assignments or worker in self.finished:
             return None
-        return self._add_fault(worker, cause, self.step, detail, at_s)
+        return self._add_fault(worker, cause, self.step, detail, at_s, traceback)
 
     def on_early_return(self, worker: int, reason: str, at_s: float) -> None:
         """A member's function has returned although other members wait for it."""

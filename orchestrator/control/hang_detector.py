@@ -19,6 +19,7 @@ from rayzero.orchestrator.policies.hang import (
     Hang,
     HangLimits,
     RankProgress,
+    abort_limit_s,
     find_early_return,
     find_hang,
     find_overstaying,
@@ -51,11 +52,17 @@ class HangDetector:
 
     @property
     def _limits(self) -> HangLimits:
-        spec = self._context.plan.spec
+        spec, generation = self._context.plan.spec, self._context.generation
+        abort_s = 0.0
+        if spec.workers.gpus:
+            beats = (self._inbox.last_heartbeat(worker)[0] for worker in generation.assignments)
+            first_step = 1 + (generation.restore.step if generation.restore else 0)
+            abort_s = abort_limit_s(filter(None, beats), first_step)
         return HangLimits(
             spec.recovery.hang_timeout_s,
             spec.workers.start_timeout_s,
             self._inbox.longest_first_step_s,
+            abort_s,
         )
 
     async def run(self) -> None:

@@ -214,7 +214,7 @@ class MessageDispatcher:
             Finished: self._on_left,
             StopCaught: self._on_stop_caught,
             Stopped: self._on_left,
-            Crashed: self._on_left,
+            Crashed: self._on_crashed,
             Pinned: replication.on_pinned,
             LogLine: self._forward,
             FaultFired: self._forward,
@@ -265,6 +265,12 @@ class MessageDispatcher:
 
     def _on_stop_caught(self, worker: int, message: StopCaught) -> None:
         self._context.generation.on_stop_caught(worker, message, self._context.now_s())
+
+    def _on_crashed(self, worker: int, message: Crashed) -> None:
+        if message.kind == "device":  # of any generation: the process ends
+            self._failures.on_device_failed(worker, message)
+        else:
+            self._on_left(worker, message)
 
     def _on_left(self, worker: int, message: Finished | Stopped | Crashed) -> None:
         ctx, generation = self._context, self._context.generation

@@ -21,6 +21,7 @@ class FaultCause(StrEnum):
     NODE_LOST = "node"
     PROCESS_LOST = "lost"
     HANG = "hang"
+    DEVICE = "device"
     PREEMPTED = "preempted"
     CONFIG = "config"
     ENTRYPOINT = "entrypoint"
@@ -33,7 +34,13 @@ class FaultCause(StrEnum):
 
 
 HARDWARE_CAUSES = frozenset(
-    {FaultCause.NODE_LOST, FaultCause.PROCESS_LOST, FaultCause.HANG, FaultCause.COLLECTIVE}
+    {
+        FaultCause.NODE_LOST,
+        FaultCause.PROCESS_LOST,
+        FaultCause.HANG,
+        FaultCause.DEVICE,
+        FaultCause.COLLECTIVE,
+    }
 )
 """Causes outside the training function; they use the budget `recovery.max_faults`."""
 LOSS_CAUSES = HARDWARE_CAUSES - {FaultCause.COLLECTIVE}
@@ -43,8 +50,8 @@ USER_CODE_CAUSES = frozenset(
 )
 """Causes in the training function; they have a budget of their own, of the same size."""
 SAME_LOSSES = 3
-"""A process that is lost so many times in a row on the same rank in the same step, each time after
-about the same time, is ended by what it computes there, not by its machine."""
+"""A process or its device that is lost so many times in a row on the same rank in the same step,
+each time after about the same time, is ended by what it computes there, not by its machine."""
 
 
 DETECTION_S = 0.5
@@ -151,6 +158,7 @@ def describe_fault(fault: Fault) -> str:
         FaultCause.PROCESS_LOST: "was lost",
         FaultCause.PREEMPTED: "was lost with its node, which was being drained,",
         FaultCause.HANG: "hung",
+        FaultCause.DEVICE: "cannot use its device any more, and was ended,",
         FaultCause.COLLECTIVE: "had a collective fail, though no worker died,",
         FaultCause.STATE: "could not load the state",
         FaultCause.CAUGHT_STOP: "did not stop",
@@ -219,7 +227,8 @@ def start_error(failures: Sequence[Fault], budget: FaultBudget) -> JobFailedErro
 
 def _is_same_loss(root: Fault, earlier: Sequence[Fault]) -> bool:
     """Whether the last losses were all like this one; of one generation, one counts."""
-    if root.cause is not FaultCause.PROCESS_LOST or not root.step or root.rank is None:
+    lost = root.cause in (FaultCause.PROCESS_LOST, FaultCause.DEVICE)
+    if not lost or not root.step or root.rank is None:
         return False
     members = {fault.generation: fault for fault in earlier if fault.rank is not None}
     last = [*list(members.values())[1 - SAME_LOSSES :], root]
@@ -230,12 +239,16 @@ def _is_same_loss(root: Fault, earlier: Sequence[Fault]) -> bool:
 
 
 def _same_loss_error(root: Fault) -> JobFailedError:
+    what, survivor = f"process of rank {root.rank} ended", "a process that survives its steps"
+    causes = "os._exit, a crash in native code, and the kernel's out-of-memory killer"
+    if root.cause is FaultCause.DEVICE:
+        what, survivor = f"device of rank {root.rank} failed", "kernels that do not break it"
+        causes = "an index out of range, and kernels of one's own (CUDA_LAUNCH_BLOCKING=1 names it)"
     return JobFailedError(
-        f"the process of rank {root.rank} ended in step {root.step} {SAME_LOSSES} times in a row, "
+        f"the {what} in step {root.step} {SAME_LOSSES} times in a row, "
         f"at last on node {root.worker.node} (pid {root.worker.pid}): "
         f"{root.detail or 'its process ended'}",
-        allowed="a process that survives its steps; usual causes are os._exit, a crash in native "
-        "code, and the kernel's out-of-memory killer",
+        allowed=f"{survivor}; usual causes are {causes}",
         fix="the training function; the worker's log has its last lines",
         traceback=root.traceback,
     )

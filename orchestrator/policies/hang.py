@@ -20,6 +20,9 @@ of the two arrive in any order. No limit for a slow model: nobody will enter the
 FIRST_STEP_FACTOR = 4
 """How many times as long as the longest so far the first step of a new process may be silent: its
 node's caches may be cold, or the node slower."""
+ABORT_S, ABORT_PER_COLLECTIVE_S = 0.5, 0.01
+"""How long NCCL may take to abort a group, and for each collective that is queued on the device;
+those of one step at most, because every step ends with a vote that the host reads."""
 _UNRESPONSIVE_S = 1.0  # a busy machine does not explain a reply that is this late
 
 
@@ -92,19 +95,22 @@ class HangLimits:
         running_s: `recovery.hang_timeout_s`.
         starting_s: in a new process, which imports, compiles and loads: `workers.start_timeout_s`.
         first_step_s: the longest first step of a new process so far; 0: none was measured.
+        abort_s: how much more time an abort may take.
     """
 
     running_s: float
     starting_s: float
     first_step_s: float = 0.0
+    abort_s: float = 0.0
 
     def of(self, rank: RankProgress) -> float:
         return self._choose(rank)[0]
 
     def describe(self, rank: RankProgress) -> str:
-        """The limit of a rank, and where it comes from."""
+        """The limit of a rank that is to leave, and where it comes from."""
         limit_s, origin = self._choose(rank)
-        return f"{limit_s:.3g} s, {origin}"
+        abort = f" and {self.abort_s:.3g} s for the abort" if self.abort_s else ""
+        return f"{limit_s + self.abort_s:.3g} s, {origin}{abort}"
 
     def _choose(self, rank: RankProgress) -> tuple[float, str]:
         running = self.running_s, "recovery.hang_timeout_s"
@@ -115,6 +121,16 @@ class HangLimits:
             origin = f"{FIRST_STEP_FACTOR} times the longest first step of a process"
             limits.append(max(running, (FIRST_STEP_FACTOR * self.first_step_s, origin)))
         return min(limits)
+
+
+def abort_limit_s(heartbeats: Iterable[Heartbeat], first_step: int) -> float:
+    """How long aborting a group of NCCL may take, from the collectives of a step so far.
+
+    Args:
+        first_step: the generation's first, counted from 1.
+    """
+    per_step = [beat.collective / (1 + max(0, beat.step - first_step)) for beat in heartbeats]
+    return ABORT_S + ABORT_PER_COLLECTIVE_S * max(per_step, default=0.0)
 
 
 def find_hang(ranks: Sequence[RankProgress], limits: HangLimits) -> Hang | None:
@@ -158,7 +174,7 @@ def find_overstaying(
         ending_s: for how long the generation has been ending.
     """
     for rank in ranks:
-        if max(rank.silent_s, ending_s) > limits.of(rank):
+        if max(rank.silent_s, ending_s) > limits.of(rank) + limits.abort_s:
             stays = f"has not left its generation for {ending_s:.1f} s"
             caught = (
                 f"{rank} {stays}: its function caught the exception that ends it, and continued to "

@@ -17,6 +17,8 @@ REASONS = {
         workers.vault.server: _PING_INTERVAL_S
         workers.rendezvous_store: UNCHECKED_WAIT_S _POLL_INTERVAL_S
         workers.session: LEDGER_RETRY_S
+        workers.group_errors: POLL_INTERVAL_S
+        orchestrator.control.failures: EXIT_POLL_S
         orchestrator.top.follow: REFRESH_S LINE_INTERVAL_S
         orchestrator.journal.writer: DEFAULT_STEP_INTERVAL_S
         orchestrator.aio: WORKER_POLL_S
@@ -52,6 +54,7 @@ REASONS = {
         engine.data.prefetch: _JOIN_TIMEOUT_S
         engine.comm.gloo_p2p: EXIT_LIMIT_S
         workers.training_thread: THREAD_EXIT_S
+        workers.worker: DEVICE_EXIT_S
         workers.vault.server: _STOP_TIMEOUT_S
         orchestrator.job.handle: FOLLOWER_CLOSE_S LOG_READ_S
         orchestrator.job.api: EXIT_TIMEOUT_S

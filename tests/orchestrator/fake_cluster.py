@@ -596,6 +596,8 @@ class FakeVaultGroup:
         self.injected: tuple[str, ...] = ()
         self.not_injectable: dict[str, str] = {}
         self.node_faults: list[tuple[str, str]] = []
+        self.still_running: set[int] = set()
+        """Killed processes that have not exited."""
         self.writes = 0
         self.releases = 0
         self.may_open = True
@@ -686,6 +688,10 @@ class FakeVaultGroup:
             vault.files.append((folder, ref))
             files.append(RankFile(f"rank-{ref.rank}", ref.rank, 64, "", "", BlockIndex(), {}))
         return files
+
+    async def runs(self, node_id: str, pid: int) -> bool:
+        self._vault(node_id)
+        return pid in self.still_running
 
     async def inspect(self, node_id: str, pid: int) -> str:
         return f"process {pid} is stopped"

@@ -6,6 +6,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from pathlib import Path
 from threading import BoundedSemaphore, Event, Lock
 from typing import TypeAlias
 
@@ -80,6 +81,14 @@ class Vault:
     def kill(self, pid: int) -> bool:
         """Sends SIGKILL to a worker's process. False if no worker with that pid was connected."""
         return self._server.kill(pid)
+
+    def runs(self, pid: int) -> bool:
+        """Whether a process on this node has not exited yet. One that nobody has waited for has."""
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return False
+        return state not in "ZX"
 
     def inspect(self, pid: int) -> str:
         """State and Python stacks of a process on this node."""

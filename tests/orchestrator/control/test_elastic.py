@@ -54,6 +54,31 @@ async def test_spare_replaces_lost_worker(folder: Path):
 
 
 @async_test
+async def test_replacement_on_a_gpu_waits_for_the_lost_process(folder: Path):
+    """Its GPU memory is freed before it exits, which may take long."""
+    workers = {"min": 2, "max": 4, "gpus": 1, "start_timeout_s": 50}
+    harness = Harness(folder, FakeCluster(4), workers=workers)
+    cluster = harness.cluster
+    await harness.steps(3)
+    cluster.vaults.still_running = {cluster.processes[worker].info.pid for worker in (1, 2)}
+    cluster.kill(1)
+    cluster.kill(2)
+    await settle()
+    assert harness.states[-1] is State.RUNNING, "survivors have GPUs of their own"
+    await harness.steps(2)
+    await harness.clock.advance(40)
+    assert cluster.replaced == []
+    cluster.vaults.still_running.remove(cluster.processes[1].info.pid)
+    await harness.clock.advance(1)
+    assert [worker for worker, _, _ in cluster.replaced] == [1]
+    await harness.clock.advance(15)
+    assert [worker for worker, _, _ in cluster.replaced] == [1, 2], "nothing ends that one"
+    warnings = [warning.text for warning in harness.log.of(JobWarning)]
+    assert any("was killed, and still runs" in text for text in warnings)
+    await harness.finish()
+
+
+@async_test
 async def test_lost_spare_is_replaced_without_repair(folder: Path):
     harness = Harness(
         folder, FakeCluster(3), workers={"min": 2, "spares": 1}, recovery={"max_faults": 0}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
@@ -86,11 +87,14 @@ class ControllerStateMachine(RuleBasedStateMachine):
         self.run_turns(turns)
 
     @precondition(lambda self: bool(self.cluster.members))
-    @rule(data=st.data(), turns=TURNS)
-    def fail_collective(self, data: st.DataObject, turns: int) -> None:
+    @rule(data=st.data(), kind=st.sampled_from(["collective", "device"]), turns=TURNS)
+    def fail_collective(
+        self, data: st.DataObject, kind: Literal["collective", "device"], turns: int
+    ) -> None:
+        """Or the device, after which the worker's process is lost, too."""
         member = data.draw(st.sampled_from(self.cluster.members))
         if member.ready:
-            self.cluster.crash(member.info.index, "collective", "Connection closed")
+            self.cluster.crash(member.info.index, kind, "Connection closed")
         self.run_turns(turns)
 
     @precondition(lambda self: bool(self.cluster.vaults.by_node))

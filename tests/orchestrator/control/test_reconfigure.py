@@ -277,6 +277,45 @@ async def test_failed_collective_without_cause_is_repaired_after_grace_period(fo
 
 
 @async_test
+async def test_worker_with_a_broken_device_is_ended_and_replaced(folder: Path):
+    """Also in its first step, twice in the same way: it is not the function's error."""
+    harness = start_three(folder)
+    for worker in (1, 0):
+        await settle()
+        harness.cluster.crash(worker, "device", "CUDA error: uncorrectable ECC error", step=1)
+        await settle()
+        assert harness.states[-1] is State.RUNNING or worker == 0
+        assert ("kill", worker) in harness.cluster.commands
+        fault = harness.log.of(FaultDetected)[-1]
+        assert (fault.cause, fault.step) == ("device", 1)
+        assert "cannot use its device" in fault.text
+        await harness.clock.advance(REPLACE_DELAY_S)
+        harness.cluster.join()
+        await harness.clock.advance(1)
+    assert [worker for worker, _, _ in harness.cluster.replaced] == [1, 0]
+    result = await harness.finish()
+    assert result.metrics["faults"] == {"device": 2}
+
+
+@async_test
+async def test_device_that_is_found_broken_after_a_fence_is_lost(folder: Path):
+    """The fault that ended the generation was another one's."""
+    harness = start_three(folder)
+    await harness.steps(3)
+    harness.cluster.processes[2].stuck = True
+    harness.cluster.kill(1)
+    await settle()
+    assert harness.states[-1] is State.RECOVERING
+    harness.cluster.crash(2, "device", "cuda:0 is broken: no answer within 60 s")
+    await settle()
+    assert ("kill", 2) in harness.cluster.commands
+    harness.cluster.join()
+    await settle()
+    assert harness.states[-1] is State.RUNNING
+    assert (await harness.finish()).metrics["faults"] == {"device": 1, "lost": 1}
+
+
+@async_test
 async def test_worker_unresponsive_to_assignment_is_lost(folder: Path):
     cluster = FakeCluster(3)
     cluster.processes[1].unresponsive = True

@@ -151,6 +151,27 @@ def test_hardware_fault_budget(earlier: tuple[Fault, ...], repaired: bool):
     assert isinstance(decision, Fault if repaired else RayzeroError)
 
 
+def test_broken_device_is_hardware_and_explains_what_follows_it():
+    """One rank's error in a kernel fails the others' collectives, and perhaps its own function."""
+    device = replace(LOST, cause=FaultCause.DEVICE, detail="CUDA error: uncorrectable ECC error")
+    for others in ((USER, COLLECTIVE), (COLLECTIVE, USER)):
+        assert decided(*others, device, steps=0) == device
+    assert decided(device, replace(LOST, worker=worker(0))) != device
+    decision = decided(replace(device, generation=9), earlier=hardware(2))
+    assert "2 hardware faults" in str(error(decision))
+    assert "cannot use its device any more" in describe_fault(device)
+    faults = [replace(device, generation=number) for number in (1, 2, 3)]
+    assert quarantined_nodes(faults, ["a", "b"], 50.0, 110.0) == {"b"}
+
+
+def test_device_that_breaks_three_times_in_one_step_is_broken_by_the_function():
+    *earlier, third = (replace(loss, cause=FaultCause.DEVICE) for loss in same_losses(3))
+    budget = FaultBudget(max_faults=20, window_s=50.0)
+    failure = error(decided(third, earlier=tuple(earlier), budget=budget))
+    assert "the device of rank 1 failed in step 8 3 times in a row" in str(failure)
+    assert "CUDA_LAUNCH_BLOCKING" in str(failure)
+
+
 def test_preemption_does_not_count_as_fault():
     preempted = replace(LOST, cause=FaultCause.PREEMPTED)
     assert decided(preempted, earlier=hardware(9), budget=FaultBudget(0, 50)) == preempted

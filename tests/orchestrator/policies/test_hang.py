@@ -12,6 +12,7 @@ from rayzero.orchestrator.policies.hang import (
     Hang,
     HangLimits,
     RankProgress,
+    abort_limit_s,
     find_early_return,
     find_hang,
     find_overstaying,
@@ -227,3 +228,15 @@ def test_hung_rank_exceeded_timeout_or_is_unresponsive(
     hung = ranks[hang.rank]
     limit_s = LIMITS.starting_s if hung.is_starting else TIMEOUT_S
     assert hung.silent_s > limit_s or (hung.overdue_s > TIMEOUT_S / 4 and not hung.is_starting)
+
+
+def test_abort_on_a_gpu_has_time_for_what_is_queued():
+    """At a hang timeout of seconds, the abort of 580 collectives would be taken for a hang."""
+    beat = Heartbeat(0, step=11, phase="backward", silent_s=0.0, collective=5800)
+    abort_s = abort_limit_s([beat, replace(beat, collective=5799)], first_step=2)
+    assert abort_s == pytest.approx(0.5 + 580 * 0.01)
+    assert abort_limit_s([replace(beat, step=0, collective=3)], first_step=1) == 0.53
+    limits, busy = HangLimits(5.0, 300.0, abort_s=abort_s), rank(1, silent_s=0)
+    assert find_overstaying([busy], limits, ending_s=11) is None
+    assert find_overstaying([busy], limits, ending_s=12) is not None
+    assert "and 6.3 s for the abort" in limits.describe(busy)

@@ -159,6 +159,15 @@ def test_usage_counts_every_buffer(cluster: VaultCluster):
     assert 2**20 < vault.usage()["spare"] < 2**20 + 2**19
 
 
+def test_killed_process_runs_until_it_has_exited(cluster: VaultCluster):
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert cluster.vault().runs(process.pid)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not cluster.vault().runs(process.pid), "a zombie holds no memory"
+    assert not cluster.vault().runs(process.pid)
+
+
 def test_stopped_process_is_inspected(cluster: VaultCluster):
     with WorkerProcess("connect", cluster.vault().address()) as worker:
         assert re.match(rf"process {worker.pid}: [SR] ", cluster.vault().inspect(worker.pid))
