@@ -13,7 +13,7 @@ from benchmarks.soak_control import parse_disruption
 from benchmarks.soak_target import NotHeldError, Target
 from rayzero.workers.chaos.inject import FAULT_RECORD_FILE, FaultRecord
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0
 SWALLOW_TIMEOUT_S = 60.0
 """Many times the hang rule of the job."""
 ATTEMPTS = 5
