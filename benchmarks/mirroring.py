@@ -167,7 +167,7 @@ def main(arguments: list[str]) -> int:
     stages = [int(stage) for stage in options.stages.split(",")]
     plan = Plan(stages, options.blocks, options.steps, options.ranks, options.threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(plan.threads))
-    vault = Vault("mirroring", "node", _no_peer)
+    vault = Vault("mirroring", "node", no_peer)
     try:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(rank_main, args=(plan, vault.address(), folder), nprocs=plan.ranks)
@@ -187,7 +187,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _no_peer(*arguments: Any) -> Any:
+def no_peer(*arguments: Any) -> Any:
+    """A vault's `fetch` where there is one node."""
     raise RuntimeError("there are no other nodes")
 
 

@@ -45,6 +45,7 @@ class Plan:
         kills: number of faults.
         hang_timeout_s: a rank without progress for this long counts as hung.
         folder: for the job's output.
+        gpus: of each worker.
     """
 
     workers: int
@@ -54,6 +55,7 @@ class Plan:
     seed: int
     hang_timeout_s: float
     folder: Path
+    gpus: int = 0
 
 
 class EventQueue:
@@ -80,7 +82,7 @@ def make_job(plan: Plan) -> Job:
         entrypoint="examples.gpt.train:train",
         engine=config,
         # 0.5 CPUs: three single-threaded workers fit on two cores
-        workers=Workers(min=plan.workers - 1, max=plan.workers, cpus=0.5),
+        workers=Workers(min=max(1, plan.workers - 1), max=plan.workers, cpus=0.5, gpus=plan.gpus),
         args=MODEL,
         steps=ENDLESS_STEPS,
         checkpoint={"path": str(plan.folder)},

@@ -27,7 +27,7 @@ from tests.engine.gpu.training import (
     make_engine,
     max_error,
     run_steps,
-    single_rank_nccl,
+    single_rank_group,
     supports_two_ranks,
     train,
     train_reference,
@@ -35,11 +35,13 @@ from tests.engine.gpu.training import (
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
+gpu_or_cpu = pytest.mark.gpu_or_cpu
 SLEEP_CYCLES = 2_000_000  # about a millisecond: longer than any kernel or copy in these tests
 CPU = {"offload_optimizer": {"device": "cpu"}}
 PARAM = {"offload_param": {"device": "cpu"}}
 
 
+@gpu_or_cpu
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -47,7 +49,7 @@ PARAM = {"offload_param": {"device": "cpu"}}
 def test_equals_plain_torch(
     nccl: bool, stage: int, precision: str, micro_steps: int, tmp_path: Path
 ) -> None:
-    with single_rank_nccl(tmp_path / "store") if nccl else nullcontext():
+    with single_rank_group(tmp_path / "store") if nccl else nullcontext():
         actual = train(config(stage, precision, micro_steps), precision)
     expected = train_reference(precision, micro_steps)
     assert max_error(actual, expected, precision) <= TOLERANCE[precision]
@@ -61,6 +63,7 @@ def offload_cases(stage: int, folder: Path) -> dict[str, dict[str, Any]]:
     return cases | ({"param": PARAM, "both": CPU | PARAM} if stage == 3 else {})
 
 
+@gpu_or_cpu
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -70,7 +73,7 @@ def test_offload_equals_plain_torch(
 ) -> None:
     expected = train_reference(precision, micro_steps)
     for name, offload in offload_cases(stage, tmp_path).items():
-        with single_rank_nccl(tmp_path / f"store {name}") if nccl else nullcontext():
+        with single_rank_group(tmp_path / f"store {name}") if nccl else nullcontext():
             actual = train(config(stage, precision, micro_steps, **offload), precision)
         assert max_error(actual, expected, precision) <= TOLERANCE[precision], name
 
@@ -130,7 +133,7 @@ def test_streams_are_synchronized(stage: int, tmp_path: Path) -> None:
     """Results are bit-identical with and without overlap, with and without delays."""
     cases: list[dict[str, Any]] = [{"overlap_comm": True}, CPU, CPU | {"overlap_comm": False}]
     cases += [PARAM, CPU | PARAM] if stage == 3 else []
-    with single_rank_nccl(tmp_path / "store"):
+    with single_rank_group(tmp_path / "store"):
         expected_losses, expected = train_delayed(stage, delayed=False, overlap_comm=False)
         for delayed, case in product((True, False), cases):
             losses, state = train_delayed(stage, delayed=delayed, **case)
@@ -139,12 +142,13 @@ def test_streams_are_synchronized(stage: int, tmp_path: Path) -> None:
             assert all(equal), (delayed, case)
 
 
+@gpu_or_cpu
 @pytest.mark.parametrize("stage", [0, 3])
 def test_overflow_only_halves_loss_scale(stage: int, tmp_path: Path) -> None:
     scaler = DynamicScaler(Fp16Config(initial_scale_power=8, loss_scale_window=2, hysteresis=1))
     document = config(stage, "fp16")
     document["fp16"]["loss_scale_window"] = 2
-    with single_rank_nccl(tmp_path / "store"):
+    with single_rank_group(tmp_path / "store"):
         engine = make_engine(document)
         for batch, overflow in zip(zoo.batches(6, SAMPLES), "..x..x", strict=True):
             before = engine.state_dict()
@@ -165,7 +169,7 @@ def test_overflow_only_halves_loss_scale(stage: int, tmp_path: Path) -> None:
 def test_memory_is_constant_after_third_step(
     stage: int, offload: dict[str, Any], tmp_path: Path
 ) -> None:
-    with single_rank_nccl(tmp_path / "store"):
+    with single_rank_group(tmp_path / "store"):
         engine = make_engine(config(stage, "bf16", 2, **offload), "bf16")
         run_steps(engine, range(3))
         torch.cuda.synchronize()
@@ -178,9 +182,10 @@ def test_memory_is_constant_after_third_step(
         engine.close()
 
 
+@gpu_or_cpu
 @pytest.mark.parametrize("offload", [{}, CPU | PARAM], ids=["device", "all on the cpu"])
 def test_resume_from_checkpoint_is_bit_identical(offload: dict[str, Any], tmp_path: Path) -> None:
-    with single_rank_nccl(tmp_path / "store"):
+    with single_rank_group(tmp_path / "store"):
         engine = make_engine(config(3, "bf16", **offload))
         run_steps(engine, range(2))
         engine.save_checkpoint(tmp_path / "saved")

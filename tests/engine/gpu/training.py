@@ -1,7 +1,8 @@
 """Training on a GPU, and the plain PyTorch reference on the same device.
 
-With world size 1 the engine normally shards nothing and skips collectives. `single_rank_nccl`
-disables both shortcuts, so one GPU runs the collectives, streams and gather slots of several.
+With world size 1 the engine normally shards nothing and skips collectives. `single_rank_group`
+disables both shortcuts, so one GPU runs the collectives, streams and gather slots of several. In a
+dry run without a GPU collectives are copies.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from torch import Tensor
 
 import rayzero
 from rayzero.engine import builder
+from rayzero.engine.comm.backend import Backend
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.nccl import NcclBackend
+from rayzero.engine.comm.process_group import SingleRankBackend
 from rayzero.engine.zero.placement import Stage
 from tests.engine import zoo
 
@@ -30,17 +33,21 @@ TrainResult = tuple[list[float], dict[str, Tensor]]
 
 
 @contextmanager
-def single_rank_nccl(store: Path) -> Iterator[None]:
-    """Use NCCL collectives and sharded stages with one rank.
+def single_rank_group(store: Path) -> Iterator[None]:
+    """Use NCCL collectives (without a GPU: copies) and sharded stages with one rank.
 
     Args:
         store: path of the FileStore to create.
     """
     file = dist.FileStore(str(store), 1)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=file, rank=0, world_size=1)
+    cuda = DEVICE.type == "cuda"
+    name = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(name, store=file, rank=0, world_size=1)
     connect, for_world_size = builder.connect_collectives, Stage.for_world_size
-    backend = NcclBackend(dist.group.WORLD)
-    builder.connect_collectives = lambda: (Collectives(backend), torch.device("cuda", 0))
+    group = dist.group.WORLD
+    backend: Backend = NcclBackend(group) if cuda else SingleRankBackend()
+    device = torch.device("cuda", 0) if cuda else DEVICE
+    builder.connect_collectives = lambda: (Collectives(backend), device)
     Stage.for_world_size = lambda self, world_size, *, moves=False: self  # type: ignore[method-assign]
     try:
         yield

@@ -1,4 +1,6 @@
-"""Step time and memory on one GPU: rayzero at every stage against DDP, FSDP2 and DeepSpeed.
+"""Stage: step time and memory of rayzero at every stage against DDP, FSDP2 and DeepSpeed.
+
+    python -m benchmarks.gpu.compare --help       # alone, with all settings
 
 Each system runs in separate processes, so that its peak memory is measured alone. Several ranks on
 one GPU (`--ranks`) require NCCL 2.30. Without a GPU only `--small` runs, on CPU ranks over gloo, as
@@ -13,57 +15,42 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
-from statistics import median
-from typing import Any, TypeVar
+from time import monotonic
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.gpu_rank import Plan, RankResult, rank_main
+from benchmarks.gpu.ranks import Plan, RankResult, rank_main
+from benchmarks.gpu.report import Report, Settings
+from benchmarks.gpu.rows import (
+    BASE,
+    LOSS_RTOL,
+    Row,
+    count_flops,
+    find_diverging,
+    make_row,
+    unsupported_reason,
+    with_ratios,
+)
 from benchmarks.systems import ALL, missing_requirement
 from examples.gpt.model import GPT, GPTConfig
-from rayzero.engine.accounting import StepWork, peak_flops
+from rayzero.engine.accounting import peak_flops
 
-BASE = "ddp"
 MODEL = GPTConfig(vocab=50304, context=1024, layers=24, width=1024, heads=16)
 SMALL = Plan(GPTConfig(vocab=64, context=16, layers=2, width=32, heads=2), 2, 1, 2, 1, cuda=False)
-LOSS_RTOL = 2e-2  # of the final loss; covers rounding to 16 bits
 DEFAULT = [name for name in ALL if name != "ddp-plain"]
-Number = TypeVar("Number", int, float)
-MULTI_RANK_NCCL = 2, 30  # first NCCL version that allows several ranks per GPU
+# Of the stage, what matters most first: there may be no time for the last ones.
+FIRST = ["ddp", "fsdp2", "rayzero-3", "rayzero-2", "rayzero-0", "rayzero-1"]
+FIRST += ["deepspeed-3", "deepspeed-2", "deepspeed-0", "deepspeed-1"]
+STAGE_STEPS, STAGE_WARMUP = 10, 5
 
 
-@dataclass(frozen=True)
-class Row:
-    """One system's line in the table: the maximum over its ranks.
-
-    Attributes:
-        mfu: model flops utilization, computed by `rayzero.engine.accounting`; None on a CPU.
-        error: why there is no result; empty on success.
-    """
-
-    system: str
-    median_s: float | None = None
-    min_s: float | None = None
-    ratio: float | None = None
-    tokens_per_s: float | None = None
-    mfu: float | None = None
-    communication_s: float | None = None
-    copies_s: float | None = None
-    peak_bytes: int | None = None
-    reserved_bytes: int | None = None
-    loss: float | None = None
-    error: str = ""
-
-
-def run(name: str, plan: Plan) -> list[RankResult]:
+def run_ranks(name: str, plan: Plan) -> list[RankResult]:
     """Measure one system. Returns the results of its ranks."""
     with tempfile.TemporaryDirectory() as folder:
         exit_error = ""
@@ -77,81 +64,48 @@ def run(name: str, plan: Plan) -> list[RankResult]:
     return results if reported or not exit_error else [RankResult([], error=exit_error)]
 
 
-def make_row(
-    name: str, results: list[RankResult], plan: Plan, flops: int, peak: float | None
-) -> Row:
-    """Aggregate the ranks' results into a row without its ratio.
-
-    Args:
-        flops: of one step on one rank.
-        peak: FLOP/s of the GPUs that all ranks share; None if unknown.
-    """
-    if errors := [result.error for result in results if result.error]:
-        return Row(name, error=errors[0])
-    seconds = [max(times) for times in zip(*(result.seconds for result in results), strict=True)]
-    median_s = median(seconds)
-    return Row(
-        name,
-        median_s=median_s,
-        min_s=min(seconds),
-        tokens_per_s=plan.ranks * plan.batch * plan.model.context / median_s,
-        mfu=None if peak is None else plan.ranks * flops / median_s / peak,
-        communication_s=_max_or_none([r.communication_s for r in results]),
-        copies_s=_max_or_none([r.copies_s for r in results]),
-        peak_bytes=_max_or_none([r.peak_bytes for r in results]),
-        reserved_bytes=_max_or_none([r.reserved_bytes for r in results]),
-        loss=sum(result.loss for result in results) / len(results),
-    )
+def find_peak(plan: Plan) -> float | None:
+    """FLOP/s of the GPUs that all ranks share; None if unknown."""
+    if not plan.cuda:
+        return None
+    peak = peak_flops(torch.device("cuda"), torch.bfloat16 if plan.mixed else torch.float32)
+    return None if peak is None else min(plan.ranks, torch.cuda.device_count()) * peak
 
 
-def _max_or_none(values: Iterable[Number | None]) -> Number | None:
-    return max((value for value in values if value is not None), default=None)
+def measure(name: str, plan: Plan, flops: int, peak: float | None) -> Row:
+    """The row of one system, without its ratio."""
+    if reason := missing_requirement(name):
+        return Row(name, error=f"skipped: {reason}")
+    return make_row(name, run_ranks(name, plan), plan, flops, peak)
 
 
-def with_ratios(rows: list[Row]) -> list[Row]:
-    """Add the ratio of each row's median to that of DDP, if both exist."""
-    base = next((row.median_s for row in rows if row.system == BASE), None)
-    return [
-        row if base is None or row.median_s is None else replace(row, ratio=row.median_s / base)
-        for row in rows
-    ]
-
-
-def find_diverging(rows: list[Row]) -> list[str]:
-    """Systems whose final loss differs from DDP's, so that their times are not comparable."""
-    base = next((row.loss for row in rows if row.system == BASE), None)
-    if base is None:
-        return []
-    # not `>`: a NaN loss must count as diverging
-    return [
-        row.system
-        for row in rows
-        if row.loss is not None and not abs(row.loss - base) <= LOSS_RTOL * abs(base)
-    ]
-
-
-def count_flops(plan: Plan) -> int:
-    """FLOPs of one rank's forward and backward pass."""
-    with torch.device("meta"):
-        model = GPT(plan.model)
-        tokens = torch.zeros((plan.batch, plan.model.context), dtype=torch.int64)
-    work = StepWork(micro_steps=1, peak=1.0)
-    with work.track_forward(tokens):
-        loss = model(tokens, tokens)
-    with work.track_backward(1.0):
-        loss.backward()
-    return work.micro_step_flops
-
-
-def unsupported_reason(ranks: int, gpus: int, nccl: tuple[int, ...]) -> str:
-    """Why this many ranks cannot run on this many GPUs; empty if they can."""
-    if ranks <= gpus or nccl >= MULTI_RANK_NCCL:
-        return ""
-    installed, required = (".".join(map(str, version)) for version in (nccl, MULTI_RANK_NCCL))
-    return (
-        f"{ranks} ranks on {gpus} GPU are not possible: NCCL {installed} allows one rank per GPU, "
-        f"{required} and newer several (LD_PRELOAD its libnccl.so.2)"
-    )
+def run(report: Report, settings: Settings) -> None:
+    """The stage: as many systems as there is time for."""
+    full = Plan(MODEL, 8, 1, STAGE_STEPS, STAGE_WARMUP, cuda=True)
+    plan = SMALL if settings.small else full
+    report.value("plan", describe_run(plan))
+    flops, peak = count_flops(plan), find_peak(plan)
+    rows: list[Row] = []
+    longest_s = 0.0
+    for name in settings.systems or FIRST:
+        if name not in ALL:
+            report.skip(name, f"unknown; allowed: {', '.join(ALL)}")
+            continue
+        if report.left_s < 1.2 * longest_s:
+            report.skip(name, "no time was left")
+            continue
+        started_s = monotonic()
+        row = measure(name, plan, flops, peak)
+        longest_s = max(longest_s, monotonic() - started_s)
+        if row.error.startswith("skipped: "):
+            report.skip(name, row.error.removeprefix("skipped: "))
+            continue
+        rows.append(row)
+        report.check(f"{name} runs", not row.error, row.error or "yes", "yes")
+        known = {key: value for key, value in asdict(with_ratios(rows)[-1]).items() if value}
+        report.value(name, {key: value for key, value in known.items() if key != "system"})
+    diverging = find_diverging(rows)
+    report.check("final losses", not diverging, diverging, f"within {LOSS_RTOL:g} of {BASE}'s")
 
 
 def describe_run(plan: Plan) -> dict[str, Any]:
@@ -170,6 +124,9 @@ def describe_run(plan: Plan) -> dict[str, Any]:
 
 
 def show(facts: dict[str, Any], plan: Plan, rows: list[Row]) -> None:
+    from rich.console import Console  # not needed by the stage
+    from rich.table import Table
+
     console = Console(width=150)
     precision = "bf16 with fp32 main weights" if plan.mixed else "fp32"
     console.print(
@@ -210,7 +167,7 @@ def _gib(nbytes: int | None) -> str:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.compare", description=__doc__)
     parser.add_argument("--systems", help=f"comma-separated list of: {', '.join(ALL)}")
     parser.add_argument("--ranks", type=int, default=1, help="processes, which share the GPUs")
     parser.add_argument("--layers", type=int, default=MODEL.layers)
@@ -240,7 +197,6 @@ def make_plan(options: argparse.Namespace) -> Plan:
 def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
     plan = make_plan(options)
-    peak = None
     if plan.cuda:
         if not (torch.cuda.is_available() and dist.is_nccl_available()):
             print("no GPU or no NCCL is available; --small runs without", file=sys.stderr)
@@ -253,19 +209,8 @@ def main(arguments: list[str]) -> int:
             return 2
         if plan.ranks > torch.cuda.device_count():  # inherited by the ranks
             os.environ.update(NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_NVLS_ENABLE="0")
-        gpus = min(plan.ranks, torch.cuda.device_count())
-        gpu_peak = peak_flops(torch.device("cuda"), torch.bfloat16 if plan.mixed else torch.float32)
-        peak = None if gpu_peak is None else gpus * gpu_peak
-    flops = count_flops(plan)
-    rows = []
-    for name in options.systems:
-        reason = missing_requirement(name)
-        rows.append(
-            Row(name, error=f"skipped: {reason}")
-            if reason
-            else make_row(name, run(name, plan), plan, flops, peak)
-        )
-    rows = with_ratios(rows)
+    flops, peak = count_flops(plan), find_peak(plan)
+    rows = with_ratios([measure(name, plan, flops, peak) for name in options.systems])
     facts = describe_run(plan)
     show(facts, plan, rows)
     if options.json:

@@ -1,4 +1,4 @@
-"""A rank of `gpu`: builds one system in a separate process and times its steps."""
+"""A rank of `compare`: builds one system in a separate process and times its steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.kernels import profile_exposed
+from benchmarks.gpu.timeline import profile_exposed
 from benchmarks.systems import ALL, Step
 from examples.gpt.model import GPT, GPTConfig
 

@@ -42,10 +42,10 @@ def exposed_from_timeline(kernels: Iterable[tuple[str, Span]], steps: int) -> Ex
     kinds: dict[str, list[Span]] = {"communication": [], "copy": [], "computation": []}
     for name, span in kernels:
         kinds[_kind(name)].append(span)
-    computation = _union(kinds["computation"])
+    computation = union(kinds["computation"])
     return Exposed(
-        _outside(_union(kinds["communication"]), computation) / steps,
-        _outside(_union(kinds["copy"]), computation) / steps,
+        _outside(union(kinds["communication"]), computation) / steps,
+        _outside(union(kinds["copy"]), computation) / steps,
     )
 
 
@@ -56,7 +56,7 @@ def _kind(name: str) -> str:
     return "copy" if "HtoD" in name or "DtoH" in name else "computation"
 
 
-def _union(spans: Iterable[Span]) -> list[Span]:
+def union(spans: Iterable[Span]) -> list[Span]:
     """Union of the spans as sorted disjoint spans."""
     merged: list[Span] = []
     for start, end in sorted(spans):

@@ -1,0 +1,84 @@
+"""Stage: torch.compile by block at stage 3 and of the whole model at stages 2 and 0: whether it is
+equal to eager, with how many graph breaks, how much faster.
+
+On a CPU the graphs are traced and run uncompiled (`aot_eager`): inductor would need a compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+
+import torch
+from torch._dynamo.utils import counters
+
+from benchmarks.gpu.one_rank import Trainee, make_config, make_trainee, single_rank_group, store
+from benchmarks.gpu.report import Report, Settings
+from examples.gpt.model import GPT
+
+STEPS, TIMED_STEPS, SMALL_TIMED_STEPS = 5, 10, 2
+RTOL = 2e-2  # of bf16: fused kernels round elsewhere
+SHORTEST_S = 20.0
+"""A case is begun only if this much time is left."""
+
+
+def run(report: Report, settings: Settings) -> None:
+    backend = "inductor" if settings.on_gpu else "aot_eager"
+    report.value("backend", backend)
+
+    def by_block(model: GPT) -> None:
+        for block in model.blocks:
+            block.compile(backend=backend)
+
+    def whole(model: GPT) -> None:
+        model.compile(backend=backend)
+
+    cases: list[tuple[str, int, Callable[[GPT], None]]] = [
+        ("stage 3, by block", 3, by_block),
+        ("stage 2, whole model", 2, whole),
+        ("stage 0, whole model", 0, whole),
+    ]
+    eager: dict[int, tuple[list[float], float]] = {}
+    for name, stage, prepare in cases:
+        if settings.on_gpu and report.left_s < SHORTEST_S:
+            report.skip(name, "no time was left")
+            continue
+        eager[stage] = _measure(
+            report, settings, f"stage {stage}, eager", stage, lambda model: None
+        )
+        losses, step_s = _measure(report, settings, name, stage, prepare)
+        expected, eager_s = eager[stage]
+        close = all(abs(a - b) <= RTOL * abs(b) for a, b in zip(losses, expected, strict=True))
+        report.check(f"{name}: losses", close, losses, f"{expected}, within {RTOL:g}")
+        breaks = sum(counters["graph_break"].values())
+        report.value(f"{name}: graph breaks", breaks)
+        report.value(f"{name}: reasons", [text[:200] for text in counters["graph_break"]])
+        report.value(f"{name}: step, ratio to eager", step_s / eager_s)
+        if stage == 3:
+            report.value(f"{name}: graphs", counters["stats"].get("unique_graphs", 0))
+        report.check(f"{name}: no graph breaks", breaks == 0, breaks, "0")
+
+
+def _measure(
+    report: Report, settings: Settings, name: str, stage: int, prepare: Callable[[GPT], None]
+) -> tuple[list[float], float]:
+    """Losses of the first steps, and seconds of a later one."""
+    torch._dynamo.reset()
+    counters.clear()
+    with single_rank_group(store(settings, name)):
+        trainee = make_trainee(settings, make_config(stage), prepare)
+        started_s = monotonic()
+        losses = trainee.steps(STEPS)
+        report.value(f"{name}: first {STEPS} steps_s", monotonic() - started_s)
+        step_s = _step_s(trainee, SMALL_TIMED_STEPS if settings.small else TIMED_STEPS)
+        report.value(f"{name}: step_ms", 1e3 * step_s)
+        trainee.engine.close()
+    return losses, step_s
+
+
+def _step_s(trainee: Trainee, steps: int) -> float:
+    started_s = monotonic()
+    for _ in range(steps):
+        loss = trainee.step()
+    loss.item()
+    return (monotonic() - started_s) / steps

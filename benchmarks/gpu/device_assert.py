@@ -1,0 +1,98 @@
+"""Stage: a device-side assert in a worker's process: what torch raises, whether the process lives,
+and what rayzero makes of it.
+
+The process is another one: its CUDA context is lost. Without a GPU the error is raised by hand, so
+that only its class is examined.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from time import monotonic, sleep
+
+import torch
+
+from benchmarks.gpu.report import Report, Settings, StageSkippedError
+from benchmarks.gpu.worker_groups import make_member, sum_of_ranks
+from rayzero.workers.training_thread import describe_crash
+
+LIVES_S = 3.0
+"""How long the process is watched after the error: what NCCL's watchdog would do to it."""
+TEXT = "CUDA error: device-side assert triggered"
+KIND = "device"
+
+
+def run(report: Report, settings: Settings) -> None:
+    call = json.dumps(asdict(settings))
+    limit_s = max(report.left_s - 5.0, 5.0)
+    command = [sys.executable, "-m", "benchmarks.gpu.device_assert", call]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        report.check(
+            "the process ends", False, f"killed after {limit_s:.0f} s", "it ends by itself"
+        )
+    facts: dict[str, str] = {}
+    for line in output.splitlines():
+        if line.startswith("{"):
+            facts |= json.loads(line)
+    for name, fact in facts.items():
+        report.value(name, fact)
+    report.value("exit status", process.returncode)
+    if not settings.on_gpu:
+        report.skip("the assert itself", "no GPU: the error was raised by hand")
+    report.check("class told to the controller", facts.get("kind") == KIND, facts.get("kind"), KIND)
+    seen = facts.get("lived", "it died")
+    report.check("the process can still tell it", seen == "yes", seen, "yes")
+
+
+def fail(settings: Settings) -> None:
+    """Poisons this process's context, and prints what is seen, a line of JSON each."""
+    member, served = make_member(settings, 1)
+    member.join()
+    sum_of_ranks(member.device)
+    error = _provoke(settings)
+    _tell(raised=type(error).__name__, text=str(error).splitlines()[0])
+    crash = describe_crash(error, 1, 0, 1)
+    _tell(kind=crash.kind, told=crash.text.splitlines()[0])
+    if settings.on_gpu:
+        try:
+            torch.ones(1, device="cuda").item()
+            _tell(after="the next kernel runs")
+        except Exception as again:  # noqa: BLE001  what it raises is the finding
+            _tell(after=f"{type(again).__name__}: {str(again).splitlines()[0]}")
+    started_s = monotonic()
+    try:
+        member.abort()
+        _tell(abort=f"{monotonic() - started_s:.2f} s")
+    except Exception as failure:  # noqa: BLE001  likewise
+        _tell(abort=f"{type(failure).__name__}: {str(failure).splitlines()[0]}")
+    sleep(LIVES_S if settings.on_gpu else 0.0)
+    _tell(lived="yes")
+    del served
+
+
+def _provoke(settings: Settings) -> Exception:
+    try:
+        if settings.on_gpu:
+            index = torch.tensor([5], device="cuda")
+            torch.zeros(1, device="cuda")[index].sum().item()
+        else:
+            raise torch.AcceleratorError(TEXT)
+    except Exception as error:  # noqa: BLE001  what it raises is the finding
+        return error
+    raise StageSkippedError("an index out of bounds raised nothing")
+
+
+def _tell(**facts: str) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    fail(replace(Settings(**json.loads(sys.argv[1]))))

@@ -1,0 +1,147 @@
+"""Stage: process groups made and aborted many times in one process; an abort of a host read."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from time import monotonic, sleep
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.report import Report, Settings
+from benchmarks.gpu.worker_groups import Member, count_resources, make_member, sum_of_ranks
+
+CYCLES, SMALL_CYCLES = 20, 6
+SETTLED = 3  # of the cycles: contexts and caches exist
+# What a cycle may keep.
+KEPT = {"threads": 0, "descriptors": 0, "gpu_bytes": 8 << 20}
+SLOWEST_COLLECTION_S = 5.0
+"""Of the garbage of an aborted group; with torch's own settings its watchdog holds it for 60 s."""
+SLEEP_S = 8.0
+GPU_HZ = 1.8e9  # torch.cuda._sleep counts cycles; the clock only has to be about right
+ABORTED_AT_S = 1.0
+TICK_S = 0.01
+
+
+def run(report: Report, settings: Settings) -> None:
+    cycles = SMALL_CYCLES if settings.small else CYCLES
+    _make_and_abort(report, settings, cycles)
+    if settings.on_gpu:
+        _abort_host_read(report, settings, generation=cycles + 1)
+    else:
+        report.skip("abort behind a host read", "on a CPU the host waits for no device")
+
+
+def _make_and_abort(report: Report, settings: Settings, cycles: int) -> None:
+    seconds: dict[str, list[float]] = {"join": [], "sum": [], "abort": [], "collect": []}
+    counts = []
+    for cycle in range(1, cycles + 1):
+        member, served = make_member(settings, cycle)
+        sums: list[float] = []
+        _timed(seconds["join"], member.join)
+        _timed(seconds["sum"], partial(_append_sum, sums, member.device))
+        if sums != [1.0]:
+            report.check(f"sum of cycle {cycle}", False, sums, "[1.0]")
+        _timed(seconds["abort"], member.abort)
+        del member, served
+        _timed(seconds["collect"], gc.collect)
+        counts.append(count_resources(settings))
+        report.value("cycles", cycle)
+    for name, values in seconds.items():
+        report.value(
+            f"{name}_s", {"first": values[0], "median": median(values), "max": max(values)}
+        )
+    report.value("after each cycle", {name: [c[name] for c in counts] for name in counts[0]})
+    for name, before in counts[SETTLED - 1].items():
+        grown = counts[-1][name] - before
+        allowed = KEPT[name] * (cycles - SETTLED) + 2
+        report.check(
+            f"{name} kept by {cycles - SETTLED} cycles", grown <= allowed, grown, f"<= {allowed}"
+        )
+    slowest = max(seconds["collect"])
+    passed = slowest < SLOWEST_COLLECTION_S
+    report.check(
+        "garbage of an old group", passed, f"{slowest:.2f} s", f"< {SLOWEST_COLLECTION_S} s"
+    )
+
+
+def _append_sum(sums: list[float], device: torch.device) -> None:
+    sums.append(sum_of_ranks(device))
+
+
+def _timed(seconds: list[float], action: Callable[[], object]) -> None:
+    started_s = monotonic()
+    action()
+    seconds.append(monotonic() - started_s)
+
+
+def _abort_host_read(report: Report, settings: Settings, generation: int) -> None:
+    """The host reads a sum that waits behind a kernel; another thread aborts the group; then both
+    threads have aborted it, as in a repair."""
+    member, served = make_member(settings, generation)
+    member.join()
+    sum_of_ranks(member.device)
+    watch = _Watch()
+    started_s = monotonic()
+    thread = threading.Thread(target=_interrupt_later, args=(member, watch), daemon=True)
+    thread.start()
+    try:
+        total = torch.ones(8, device=member.device)
+        torch.cuda._sleep(int(SLEEP_S * GPU_HZ))
+        dist.all_reduce(total)
+        watch.seen["read"] = str(total.tolist())
+    except Exception as error:  # noqa: BLE001  what it raises is the finding
+        watch.seen["read"] = f"{type(error).__name__}: {error}"[:300]
+    watch.seconds["read"] = monotonic() - started_s
+    thread.join(SLEEP_S)
+    try:
+        member.abort()
+        watch.seen["second abort"] = "no error"
+    except Exception as error:  # noqa: BLE001  it must raise nothing
+        watch.seen["second abort"] = f"{type(error).__name__}: {error}"[:300]
+    watch.seconds["both"] = monotonic() - started_s
+    for name, text in watch.seen.items():
+        report.value(f"abort behind a read: {name}", text)
+    report.value("abort behind a read_s", watch.seconds)
+    for name in ("interrupt", "second abort"):
+        text = watch.seen.get(name, "it has not returned")
+        report.check(f"abort behind a read: {name}", text == "no error", text, "no error")
+    expected = ABORTED_AT_S / TICK_S / 4
+    report.check(
+        "other threads run while the host reads",
+        watch.ticks > expected,
+        watch.ticks,
+        f"> {expected}",
+    )
+    again, also_served = make_member(settings, generation + 1)
+    again.join()
+    report.check("a group after that", sum_of_ranks(again.device) == 1.0, "joined", "joined")
+    again.abort()
+    del served, also_served
+
+
+class _Watch:
+    """What the two threads see. Written by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, str] = {}
+        self.seconds: dict[str, float] = {}
+        self.ticks = 0
+
+
+def _interrupt_later(member: Member, watch: _Watch) -> None:
+    until_s = monotonic() + ABORTED_AT_S
+    while monotonic() < until_s:
+        sleep(TICK_S)
+        watch.ticks += 1
+    started_s = monotonic()
+    try:
+        member.interrupt()
+        watch.seen["interrupt"] = "no error"
+    except Exception as error:  # noqa: BLE001  it must raise nothing
+        watch.seen["interrupt"] = f"{type(error).__name__}: {error}"[:300]
+    watch.seconds["interrupt"] = monotonic() - started_s
