@@ -60,7 +60,7 @@ def fail(settings: Settings) -> None:
     error = _provoke(settings)
     _tell(raised=type(error).__name__, text=str(error).splitlines()[0])
     crash = describe_crash(error, 1, 0, 1)
-    _tell(kind=crash.kind, told=crash.text.splitlines()[0])
+    _tell(kind=crash.kind, told=crash.error.splitlines()[0])
     if settings.on_gpu:
         try:
             torch.ones(1, device="cuda").item()

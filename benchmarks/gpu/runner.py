@@ -113,7 +113,8 @@ class Run:
                 "report": str(report),
                 "settings": asdict(replace(settings, folder=folder)),
             }
-            process = self.launch(call, {**self.environment, **stage.environment}, log)
+            extra = stage.environment if settings.on_gpu else {}
+            process = self.launch(call, {**self.environment, **extra}, log)
             ended, interrupted = None, False
             try:
                 ended = self._wait(process, report, settings.limit_s)

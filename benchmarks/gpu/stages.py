@@ -13,7 +13,7 @@ class Stage:
         module: its `run(report, settings)` is the stage.
         minutes: its share of ten.
         correctness: whether a failed check means that results are wrong, not only slow.
-        environment: set before its process imports torch.
+        environment: on a GPU, set before its process imports torch.
     """
 
     name: str
