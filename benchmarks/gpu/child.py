@@ -23,7 +23,8 @@ def run_call(call: dict[str, Any]) -> int:
     settings = Settings(**call["settings"])
     report = Report(Path(call["report"]), settings.limit_s)
     try:
-        import_module(call["module"]).run(report, settings)
+        module, _, function = call["module"].partition(":")
+        getattr(import_module(module), function or "run")(report, settings)
     except StageSkippedError as skip:
         report.finish(stage_skipped=str(skip))
     except BaseException as error:  # noqa: BLE001  also a SystemExit of pytest belongs in the report

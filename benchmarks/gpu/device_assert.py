@@ -17,10 +17,12 @@ import torch
 
 from benchmarks.gpu.report import Report, Settings, StageSkippedError
 from benchmarks.gpu.worker_groups import make_member, sum_of_ranks
-from rayzero.workers.training_thread import describe_crash
+from rayzero.engine.device import get_device
+from rayzero.workers.crash import describe_crash
 
 LIVES_S = 3.0
 """How long the process is watched after the error: what NCCL's watchdog would do to it."""
+HEALTH_S = 10.0
 TEXT = "CUDA error: device-side assert triggered"
 KIND = "device"
 
@@ -45,7 +47,11 @@ def run(report: Report, settings: Settings) -> None:
     for name, fact in facts.items():
         report.value(name, fact)
     report.value("exit status", process.returncode)
-    if not settings.on_gpu:
+    if settings.on_gpu:
+        health = facts.get("health", "none")
+        found = health.startswith("DeviceError")
+        report.check("the health check finds it", found, health, "DeviceError")
+    else:
         report.skip("the assert itself", "no GPU: the error was raised by hand")
     report.check("class told to the controller", facts.get("kind") == KIND, facts.get("kind"), KIND)
     seen = facts.get("lived", "it died")
@@ -61,12 +67,11 @@ def fail(settings: Settings) -> None:
     _tell(raised=type(error).__name__, text=str(error).splitlines()[0])
     crash = describe_crash(error, 1, 0, 1)
     _tell(kind=crash.kind, told=crash.error.splitlines()[0])
-    if settings.on_gpu:
-        try:
-            torch.ones(1, device="cuda").item()
-            _tell(after="the next kernel runs")
-        except Exception as again:  # noqa: BLE001  what it raises is the finding
-            _tell(after=f"{type(again).__name__}: {str(again).splitlines()[0]}")
+    try:
+        get_device(member.device).check_health(HEALTH_S)
+        _tell(health="no error")
+    except Exception as again:  # noqa: BLE001  what it raises is the finding
+        _tell(health=f"{type(again).__name__}: {str(again).splitlines()[0]}")
     started_s = monotonic()
     try:
         member.abort()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu.report import Report, Settings
 from benchmarks.gpu.worker_groups import Member, count_resources, make_member, sum_of_ranks
+from rayzero.engine.device import get_device
 
 CYCLES, SMALL_CYCLES = 20, 6
 SETTLED = 3  # of the cycles: contexts and caches exist
@@ -117,6 +118,9 @@ def _abort_host_read(report: Report, settings: Settings, generation: int) -> Non
         watch.ticks,
         f"> {expected}",
     )
+    health: list[float] = []
+    _timed(health, lambda: get_device(member.device).check_health(SLEEP_S))
+    report.value("health check after that_s", health[0])
     again, also_served = make_member(settings, generation + 1)
     again.join()
     report.check("a group after that", sum_of_ranks(again.device) == 1.0, "joined", "joined")

@@ -3,7 +3,7 @@ nothing, and what the host does."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch
@@ -52,10 +52,10 @@ def _report_device(report: Report, stage: int, profiler: Any) -> None:
         for event in profiler.events() or ()
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
     ]
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     calls: Counter[str] = Counter()
     for name, (start, end) in kernels:
-        seconds[name] += end - start  # type: ignore[assignment]
+        seconds[name] += end - start
         calls[name] += 1
     busy = union(span for _, span in kernels)
     if not busy:
@@ -67,6 +67,6 @@ def _report_device(report: Report, stage: int, profiler: Any) -> None:
     report.value(f"stage {stage}: idle, share", 1 - busy_s / span_s)
     report.value(f"stage {stage}: exposed communication_ms", 1e3 * exposed.communication_s)
     report.value(f"stage {stage}: exposed copies_ms", 1e3 * exposed.copies_s)
-    for name, total_s in seconds.most_common(ROWS):
+    for name, total_s in sorted(seconds.items(), key=lambda it: -it[1])[:ROWS]:
         row = {"total": 1e3 * total_s / STEPS, "calls": calls[name] / STEPS}
         report.value(f"stage {stage}, GPU: {name[:NAME_CHARACTERS]}_ms", row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ def run(report: Report, settings: Settings) -> None:
             _run_case(report, settings, f"stage {stage}{name}", make_config(stage, **offload))
 
 
-def _run_case(report: Report, settings: Settings, name: str, config: dict) -> None:
+def _run_case(report: Report, settings: Settings, name: str, config: dict[str, Any]) -> None:
     with single_rank_group(store(settings, name)):
         before = _allocated(settings)
         trainee = make_trainee(settings, config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch.cuda._sanitizer import cuda_sanitizer
 
 from benchmarks.gpu.one_rank import (
     CPU_OFFLOAD,
@@ -28,9 +28,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def run(report: Report, settings: Settings) -> None:
-    sanitizer = torch.cuda._sanitizer.cuda_sanitizer
-    report.value("sanitizer enabled", bool(sanitizer.enabled))
-    if not settings.on_gpu:
+    report.value("sanitizer enabled", cuda_sanitizer.enabled)
+    if settings.on_gpu:
+        enabled = cuda_sanitizer.enabled
+        report.check("sanitizer", enabled, enabled, "enabled by TORCH_CUDA_SANITIZER")
+    else:
         report.skip("findings", "without a GPU there are no streams: the steps only run")
     for name, case in CASES.items():
         with single_rank_group(store(settings, name)):

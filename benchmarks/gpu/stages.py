@@ -10,7 +10,7 @@ class Stage:
     """A part of the run, in a process of its own.
 
     Attributes:
-        module: its `run(report, settings)` is the stage.
+        module: its `run(report, settings)` is the stage; or `module:function`.
         minutes: its share of ten.
         correctness: whether a failed check means that results are wrong, not only slow.
         environment: on a GPU, set before its process imports torch.

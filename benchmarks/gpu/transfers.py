@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.report import Report, Settings
+from rayzero.engine.device import get_device
+from rayzero.engine.errors import EngineError
 
 NBYTES, SMALL_NBYTES = 8 << 30, 8 << 20
 REPEATS = 3
@@ -28,7 +30,7 @@ KINDS = ("4K pages", "transparent huge pages", "reserved huge pages")
 def run(report: Report, settings: Settings) -> None:
     nbytes = SMALL_NBYTES if settings.small else min(NBYTES, _available_bytes() // 4)
     report.value("nbytes", nbytes)
-    device = torch.zeros(nbytes, dtype=torch.uint8, device=settings.device)
+    device = torch.zeros(nbytes, dtype=torch.uint8, device=settings.device)  # with its index
     if not settings.on_gpu:
         report.skip("registered memory, copies beside products", "no GPU: plain copies only")
     for kind in KINDS:
@@ -39,7 +41,7 @@ def run(report: Report, settings: Settings) -> None:
             report.skip(kind, f"{error}")
     if settings.on_gpu:
         with _timed_value(report, "cudaHostAlloc_s", settings):
-            pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            pinned = get_device(device.device).host_empty(nbytes, torch.uint8)
         _rates(report, settings, "allocated pinned", pinned, device)
 
 
@@ -49,18 +51,19 @@ def _measure(report: Report, settings: Settings, kind: str, host: Tensor, device
     _rates(report, settings, f"{kind}, pageable", host, device)
     if not settings.on_gpu:
         return
-    runtime = torch.cuda.cudart()
-    with _timed_value(report, f"{kind}: cudaHostRegister_s", settings):
-        error = int(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0))
-    report.check(f"{kind}: registered", error == 0, f"cudaError {error}", "0")
-    if error:
+    own = get_device(device.device)
+    try:
+        with _timed_value(report, f"{kind}: registering_s", settings):
+            own.register_host(host)
+    except EngineError as error:
+        report.check(f"{kind}: registered", False, error, "no error")
         return
     _rates(report, settings, f"{kind}, registered", host, device)
     if kind == KINDS[0]:
         _beside_products(report, settings, host, device)
     torch.cuda.synchronize()
-    with _timed_value(report, f"{kind}: cudaHostUnregister_s", settings):
-        runtime.cudaHostUnregister(host.data_ptr())
+    with _timed_value(report, f"{kind}: unregistering_s", settings):
+        own.unregister_host(host)
 
 
 def _rates(report: Report, settings: Settings, name: str, host: Tensor, device: Tensor) -> None:
@@ -88,7 +91,7 @@ def _copy_s(settings: Settings, copy: Callable[[], object]) -> float:
 def _beside_products(report: Report, settings: Settings, host: Tensor, device: Tensor) -> None:
     """What a copy on a stream of its own costs matrix products, and they it."""
     size = SMALL_MATRIX if settings.small else MATRIX
-    left = torch.randn(size, size, dtype=torch.bfloat16, device="cuda")
+    left = torch.randn(size, size, dtype=torch.bfloat16, device=settings.device)
     out = torch.empty_like(left)
     side = torch.cuda.Stream()
     _products(left, out)
@@ -119,7 +122,7 @@ def _products(left: Tensor, out: Tensor) -> float:
         torch.mm(left, left, out=out)
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3
 
 
 @contextmanager

@@ -18,12 +18,15 @@ import torch
 
 from benchmarks.gpu.report import Report, Settings, StageSkippedError
 from benchmarks.gpu.rows import unsupported_reason
-from benchmarks.gpu.worker_groups import make_member, sum_of_ranks
+from benchmarks.gpu.worker_groups import Member, make_member, sum_of_ranks
+from rayzero.engine.device import get_device
+from rayzero.workers.group_errors import polled_group_errors
 
 SUMS = 50
-KILLED_AT_S, NOTICED_S = 0.5, 0.5
+KILLED_AT_S, NOTICED_S = 0.5, 2.0  # the group's error is polled every second
 LIVES_S = 5.0
 """How long the survivor trains on: a watchdog that it has forgotten would end it."""
+HEALTH_S = 20.0
 EXPECTED = 3.0  # 1 + 2
 
 
@@ -44,12 +47,16 @@ def run(report: Report, settings: Settings) -> None:
         sums = [sum_of_ranks(member.device) for _ in range(SUMS)]
         report.check("sums of two ranks", set(sums) == {EXPECTED}, set(sums), str({EXPECTED}))
         killer = threading.Thread(target=_kill_and_fence, args=(peer, member, report), daemon=True)
-        killer.start()
-        _read_sums_until_aborted(report, member.device)
-        killer.join()
+        with polled_group_errors(member.device, lambda text: report.value("polled error", text)):
+            killer.start()
+            _read_sums_until_aborted(report, member.device)
+            killer.join()
         started_s = monotonic()
         member.abort()
         report.value("second abort_s", monotonic() - started_s)
+        started_s = monotonic()
+        get_device(member.device).check_health(HEALTH_S)
+        report.value("health check_s", monotonic() - started_s)
     finally:
         peer.kill()
         peer.wait()
@@ -88,13 +95,13 @@ def _read_sums_until_aborted(report: Report, device: torch.device) -> None:
     report.value("until the survivor was free_s", monotonic() - started_s)
 
 
-def _kill_and_fence(peer: subprocess.Popen[bytes], member: object, report: Report) -> None:
+def _kill_and_fence(peer: subprocess.Popen[bytes], member: Member, report: Report) -> None:
     sleep(KILLED_AT_S)
     peer.send_signal(signal.SIGKILL)
     sleep(NOTICED_S)
     started_s = monotonic()
     try:
-        member.interrupt()  # type: ignore[attr-defined]
+        member.interrupt()
         report.value("abort_s", monotonic() - started_s)
     except Exception as error:  # noqa: BLE001  it must raise nothing
         report.check("abort", False, f"{type(error).__name__}: {error}"[:200], "no error")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu.report import Report, Settings
 from rayzero.engine.torch_probe import describe_torch
+from rayzero.workers.nccl_settings import contradictions
 
 PACKAGES = ("numpy", "pydantic", "hjson", "safetensors", "xxhash", "ray", "deepspeed", "triton")
 QUERY = (
@@ -46,6 +47,8 @@ def run(report: Report, settings: Settings) -> None:
     report.value("memory", _memory())
     report.value("locked memory, limit", _limit(resource.RLIMIT_MEMLOCK))
     report.value("open files, limit", _limit(resource.RLIMIT_NOFILE))
+    opposed = [text for _, text in contradictions(os.environ)]
+    report.check("NCCL's settings", not opposed, opposed or "ours", "none that repair contradicts")
     if dist.is_available():
         backend = torch._C._distributed_c10d.Backend
         report.value("of Backend", [it for it in BACKEND_METHODS if hasattr(backend, it)])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu.report import Settings
 from rayzero.workers.messages import Assignment
+from rayzero.workers.nccl_settings import apply_nccl_settings
 from rayzero.workers.process_group import (
     SocketTracker,
     abort_default_group,
@@ -32,15 +33,16 @@ class Member:
     sockets: SocketTracker
 
     def join(self) -> None:
+        apply_nccl_settings(os.environ)
         join_process_group(self.assignment, self.device, JOIN_S, self.sockets)
 
     def interrupt(self) -> None:
         """As the thread that serves the controller does."""
-        interrupt_collectives(self.sockets)
+        interrupt_collectives(self.device, self.sockets)
 
     def abort(self) -> None:
         """As the training thread does when it has left the training function."""
-        abort_default_group(self.sockets)
+        abort_default_group(self.device, self.sockets)
 
 
 def make_member(
@@ -63,8 +65,8 @@ def make_member(
         store_port=served.port if served is not None else port,
         secret=b"0" * 32,
     )
-    number = rank % torch.cuda.device_count() if settings.on_gpu else None
-    device = torch.device(settings.device) if number is None else torch.device("cuda", number)
+    number = rank % torch.cuda.device_count() if settings.on_gpu else 0
+    device = torch.device(settings.device, number)
     return Member(assignment, device, SocketTracker()), served
 
 

@@ -1,4 +1,4 @@
-"""The GPU benchmark: timeline analysis, aggregation, and a run without a GPU."""
+"""The comparison on a GPU: timeline analysis, aggregation, and a run without a GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu
-from benchmarks.gpu import (
-    SMALL,
+from benchmarks.gpu import compare
+from benchmarks.gpu.compare import SMALL
+from benchmarks.gpu.ranks import RankResult
+from benchmarks.gpu.rows import (
     Row,
     count_flops,
     find_diverging,
@@ -19,8 +20,7 @@ from benchmarks.gpu import (
     unsupported_reason,
     with_ratios,
 )
-from benchmarks.gpu_rank import RankResult
-from benchmarks.kernels import exposed_from_timeline
+from benchmarks.gpu.timeline import exposed_from_timeline
 from tests.support.processes import start_forked
 
 
@@ -80,11 +80,11 @@ def test_flops_are_counted_on_meta_device() -> None:
 def test_benchmark_runs_and_reports_unsupported_systems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu.mp, "spawn", start_forked)
+    monkeypatch.setattr(compare.mp, "spawn", start_forked)
     path = tmp_path / "gpu.json"
     systems = "ddp,rayzero-3,fsdp2-all-cpu"
     options = ["--small", "--ranks", "2", "--systems", systems, "--json", str(path)]
-    assert gpu.main(options) == 0, capsys.readouterr().out
+    assert compare.main(options) == 0, capsys.readouterr().out
     document = json.loads(path.read_text())
     ddp, rayzero, unsupported = document["rows"]
     assert document["backend"] == "gloo"
