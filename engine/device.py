@@ -5,7 +5,7 @@ The only module that calls `torch.cuda` and `torch.accelerator`. All others use 
 
 Order on an asynchronous device. Kernels and non-blocking copies return when they are enqueued, and
 run in the order of their stream. Another stream sees their results after `wait_stream` or
-`wait_event`; the host after `read`, an event's or a stream's `synchronize`, or `synchronize`. These
+`wait_event`; the host after `to_host` or `read`, an event's or a stream's `synchronize`, or `synchronize`. These
 release the GIL. If a collective that they wait for is aborted they return early, and the result is
 undefined: the host must look for an interrupt before it uses it.
 
@@ -94,11 +94,11 @@ class CudaDevice(Device):
     def synchronize(self, timeout_s: float | None = None) -> None:
         self._limit(timeout_s, lambda: torch.accelerator.synchronize(self.torch_device))
 
-    def read(self, tensor: Tensor) -> list[float]:
-        flat = tensor.detach().reshape(-1)
-        host = self.host_empty(flat.numel(), flat.dtype).copy_(flat, non_blocking=True)
+    def to_host(self, tensor: Tensor) -> Tensor:
+        host = self.host_empty(tensor.numel(), tensor.dtype).view(tensor.shape)
+        host.copy_(tensor.detach(), non_blocking=True)
         self.record_event().synchronize()
-        return super().read(host)
+        return host
 
     def send(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return self.to_device(torch.tensor(values, dtype=dtype, pin_memory=True))

@@ -58,9 +58,9 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     if stored is None:
         return None
     parts = stored.optimizer_state(optim_state_key)
-    exists = torch.tensor(float(bool(parts)), dtype=torch.float64, device=stored.engine.device)
-    stored.engine._step.runtime.collectives.all_reduce_scalars(exists)
-    return stored.gather_state(parts) if exists else None
+    none = torch.zeros(0, dtype=torch.float64, device=stored.engine.device)
+    (holders,) = stored.engine._step.runtime.collectives.sum_scalars(none, [float(bool(parts))])
+    return stored.gather_state(parts) if holders else None
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.comm.backend import Backend, Work
+from rayzero.engine.device import get_device
 from rayzero.engine.errors import CollectiveError, EngineError
 
 P = ParamSpec("P")
@@ -105,12 +106,33 @@ class Collectives:
         return self._launch("exchange", moved, self._backend.all_to_all_v, received, sent)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Copies the source's tensor to every rank, and waits for it."""
-        self._launch("broadcast", tensor.nbytes, self._backend.broadcast, tensor, source).wait()
+        """Copies the source's contiguous tensor to every rank, and waits for it."""
+        self.start_broadcast(tensor, source).wait()
 
-    def all_reduce_scalars(self, scalars: Tensor, name: str = "vote") -> None:
-        """Sums a few numbers over the ranks, in place, and waits for them; counted by `name`."""
-        self._launch(name, scalars.nbytes, self._backend.all_reduce, scalars).wait()
+    def start_broadcast(self, tensor: Tensor, source: int) -> CollectiveWork:
+        # As bytes: backends lack some dtypes, NCCL int16 and complex numbers.
+        data = tensor.detach().view(-1).view(torch.uint8)
+        return self._launch("broadcast", data.nbytes, self._backend.broadcast, data, source)
+
+    def sum_scalars(
+        self, scalars: Tensor, numbers: Sequence[float] = (), name: str = "vote"
+    ) -> list[float]:
+        """Sums a few numbers over the ranks, and returns the sums: those of the float64 `scalars`
+        on the device, then those of `numbers`. The host waits; counted by `name`.
+
+        Raises CollectiveError if not every rank was counted: a group that is aborted lets its
+        kernels end early, with undefined results.
+        """
+        sent = get_device(scalars.device).send([*numbers, 1.0], torch.float64)
+        ballot = torch.cat((scalars.view(-1), sent))
+        work = self._launch(name, ballot.nbytes, self._backend.all_reduce, ballot)
+        *sums, ranks = work.to_host(ballot).tolist()
+        if ranks != self.world_size:
+            raise CollectiveError(
+                f"{name} was aborted on rank {self.rank} (collective {self.counters.sequence}): it "
+                f"has summed over {ranks:g} of {self.world_size} ranks"
+            )
+        return sums
 
     def _launch(
         self,
@@ -154,6 +176,17 @@ class CollectiveWork:
     def then(self, finish: Callable[[], None]) -> CollectiveWork:
         self._callbacks.append(finish)
         return self
+
+    def to_host(self, result: Tensor) -> Tensor:
+        """Waits, and returns the result in host memory. On a GPU only this copy makes the host
+        wait, so it is timed and observed: the observer can raise before the undefined result of an
+        aborted collective is used."""
+
+        def wait_and_copy() -> Tensor:
+            self._work.wait()
+            return get_device(result.device).to_host(result)
+
+        return self._run_timed(wait_and_copy)
 
     def wait(self) -> None:
         self._run_timed(self._work.wait)
@@ -204,11 +237,10 @@ def _all_gather_bytes(
         return [message]
     lengths = torch.zeros(collectives.world_size, dtype=torch.float64, device=device)
     lengths[collectives.rank] = len(message)
-    collectives.all_reduce_scalars(lengths)
     messages = []
-    for rank, length in enumerate(lengths.tolist()):
+    for rank, length in enumerate(collectives.sum_scalars(lengths)):
         own = message if rank == collectives.rank else bytes(int(length))
         buffer = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
-        collectives.broadcast(buffer, rank)
-        messages.append(buffer.cpu().numpy().tobytes())
+        result = collectives.start_broadcast(buffer, rank).to_host(buffer)
+        messages.append(result.numpy().tobytes())
     return messages

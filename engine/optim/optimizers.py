@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.config.optimizers import LambParams
+from rayzero.engine.device import get_device
 from rayzero.engine.optim.whole_params import WholeParamOps
 
 CHUNK_NUMEL = 1 << 16  # elements of a CPU tensor updated at once, to stay in a core's cache
@@ -161,15 +162,14 @@ class Lamb(torch.optim.Optimizer):
         device = updates[0].weight.device if updates else torch.device("cpu")
         squares = torch.zeros(2, len(self._whole_params.params), dtype=torch.float64, device=device)
         if updates:
-            numbers = torch.tensor([update.param_number for update in updates], device=device)
+            numbers = get_device(device).send([it.param_number for it in updates], torch.int64)
             weights = [update.weight for update in updates]
             directions = [update.direction for update in updates]
             norms = torch.stack(torch._foreach_norm(weights + directions)).view(2, -1)
             squares.index_add_(1, numbers, norms.double().square())
-        self._whole_params.all_reduce_sum(squares)
-        weight, direction = squares.sqrt()
-        ratios: list[float] = torch.where(direction > 0, weight / direction, 0.0).tolist()
-        return ratios
+        sums = self._whole_params.sum_over_ranks(squares)
+        pairs = zip(sums[: len(sums) // 2], sums[len(sums) // 2 :], strict=True)
+        return [sqrt(weight) / sqrt(step) if step > 0 else 0.0 for weight, step in pairs]
 
 
 class AdamWithoutBiasCorrection(torch.optim.Adam):

@@ -120,7 +120,7 @@ class ShardedOptimizer:
             shard.weight.grad = shard.grad.to(shard.weight.dtype)
         if factor != 1.0 and self._uses_grad_scale:
             device = shards[0].weight.device
-            scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
+            scale = torch.full((), 1.0 / factor, dtype=torch.float32, device=device)  # no copy
             self.torch_optimizer.grad_scale = scale  # type: ignore[attr-defined]
         elif factor != 1.0:
             grads = [shard.weight.grad for shard in shards if shard.weight.grad is not None]

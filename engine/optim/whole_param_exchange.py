@@ -61,11 +61,11 @@ class ShardedWholeParamOps(WholeParamOps):
         self._unit_of: dict[Tensor, Unit] = {shard.weight: shard.unit for shard in shards}
         self._plans: dict[object, Plan] = {}
 
-    def all_reduce_sum(self, values: Tensor) -> None:
-        if self._sharded:
-            on_device = values.to(self._device)  # weights may be offloaded
-            self._collectives.all_reduce_scalars(on_device, "sums")
-            values.copy_(on_device)
+    def sum_over_ranks(self, values: Tensor) -> list[float]:
+        if not self._sharded:
+            return super().sum_over_ranks(values)
+        values = values.to(self._device, non_blocking=True)  # weights may be offloaded
+        return self._collectives.sum_scalars(values, name="sums")
 
     def transform(
         self,

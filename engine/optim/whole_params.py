@@ -14,6 +14,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from rayzero.engine.device import get_device
+
 
 @dataclass(frozen=True)
 class WholeParam:
@@ -83,8 +85,10 @@ class WholeParamOps:
     def params_in_groups(self, groups: Sequence[int]) -> list[WholeParam]:
         return [param for param in self.params if param.group in groups]
 
-    def all_reduce_sum(self, values: Tensor) -> None:
-        """Sum over the ranks in place; does nothing where every rank holds whole parameters."""
+    def sum_over_ranks(self, values: Tensor) -> list[float]:
+        """The elements of float64 `values`, summed if ranks hold parts of parameters. The host
+        waits."""
+        return get_device(values.device).read(values)
 
     def transform(
         self,

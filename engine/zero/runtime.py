@@ -64,7 +64,7 @@ class ZeroRuntime:
         agrees on norm, loss and requests. Collective. Raises EngineError if a gradient is not
         finite, and the loss scale cannot be lowered."""
         self.reducer.wait()
-        parts = [part for unit in self.units if (part := unit.shard_grads()) is not None]
+        parts = (part for unit in self.units if (part := unit.shard_grads()) is not None)
         vote = vote_on_step(parts, loss, factor, self.collectives, requests)
         scaler = self.precision.scaler
         if scaler.cannot_decrease and not vote.finite:

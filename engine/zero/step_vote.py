@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.device import Device, get_device
 from rayzero.engine.errors import EngineError
 from rayzero.engine.session import NO_REQUESTS, StepRequests
 from rayzero.engine.zero.unit import Unit
@@ -52,22 +53,31 @@ def vote_on_step(
     """Agrees on a step.
 
     Args:
-        parts: this rank's parts of the summed gradients; over all ranks, each element once.
+        parts: this rank's parts of the summed gradients; over all ranks, each element once. An
+            offloaded one waits for its copy to the host.
         loss: this rank's weighted loss, a scalar; the ranks' add up to the mean.
         factor: the gradients are still to be multiplied by it.
         requests: this rank's.
     """
-    norm = _l2_norm(list(parts)).to(loss.device)  # gradients may be in host memory
-    values = torch.stack((norm.double().square(), loss.detach().double()))
-    ballot = torch.cat((values, values.new_tensor(requests.to_scalars())))
-    collectives.all_reduce_scalars(ballot)
-    square, mean, *sums = ballot.tolist()
+    # Timed and observed: the copies wait for the reductions.
+    summed = collectives.run_timed("a copy", collectives.counters.sequence, lambda: list(parts))
+    scalars = torch.stack((_squared_norm(summed, get_device(loss.device)), loss.detach().double()))
+    square, mean, *sums = collectives.sum_scalars(scalars, requests.to_scalars())
     agreed = StepRequests.from_sums(sums, collectives.world_size)
     return StepVote(grad_norm=factor * square**0.5, loss=mean, agreed=agreed)
 
 
+def _squared_norm(parts: list[Tensor], device: Device) -> Tensor:
+    """The squared L2 norm of all parts, a float64 on the device. Of those in host memory, one
+    number is copied there."""
+    total = device.to_device(_l2_norm([it for it in parts if device.owns(it)])).double().square()
+    if offloaded := [it for it in parts if not device.owns(it)]:
+        total += device.to_device(_l2_norm(offloaded)).double().square()
+    return total
+
+
 def _l2_norm(parts: list[Tensor]) -> Tensor:
-    """The L2 norm of all parts; of 16-bit ones in float32, because in fp16 it would overflow."""
+    """The L2 norm of parts in one memory; of 16-bit ones in float32, because in fp16 it would overflow."""
     narrow = [part for part in parts if part.dtype.itemsize < 4]
     if not narrow:
         return get_total_norm(parts)
@@ -111,6 +121,5 @@ def _first_nonfinite_param(
         named += [(unit.name, spec.name) for spec in reversed(unit.layout.params)]
     if not counts:
         return None
-    totals = torch.cat(counts)
-    collectives.all_reduce_scalars(totals)
-    return next((name for name, total in zip(named, totals.tolist(), strict=True) if total), None)
+    totals = collectives.sum_scalars(torch.cat(counts))
+    return next((name for name, total in zip(named, totals, strict=True) if total), None)

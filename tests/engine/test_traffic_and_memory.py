@@ -68,7 +68,7 @@ def step_traffic(rank: int, world: int, stage: int, micro_steps: int) -> Traffic
     }
 
 
-VOTE = {"calls": 1, "bytes": 40}  # norm, loss, three step requests
+VOTE = {"calls": 1, "bytes": 48}  # norm, loss, three step requests, a count of ranks
 PARAM_BYTES = PARAMS * 4
 
 

@@ -104,9 +104,8 @@ def run_collectives(rank: int, world: int, share: bool) -> dict[str, dict[str, i
         collectives.broadcast(full, source)
         assert torch.equal(full, values(source, world, dtype))
 
-    scalars = torch.tensor([rank, 1.0], dtype=torch.float64)
-    collectives.all_reduce_scalars(scalars)
-    assert scalars.tolist() == [world * (world - 1) / 2, world]
+    scalars = torch.tensor([rank], dtype=torch.float64)
+    assert collectives.sum_scalars(scalars, [2.0]) == [world * (world - 1) / 2, 2 * world]
     assert collectives.counters.exposed_s > 0
     assert collectives.counters.sequence == len(DTYPES) * (7 + world) + 1
     return {name: vars(traffic) for name, traffic in collectives.counters.by_name.items()}
@@ -124,7 +123,7 @@ def test_results_and_traffic_counters(world: int, share: bool) -> None:
             "all_gather": {"calls": 2 * once, "bytes": 2 * full},
             "gather": {"calls": world * once, "bytes": world * full},
             "broadcast": {"calls": once, "bytes": full},
-            "vote": {"calls": 1, "bytes": 16},
+            "vote": {"calls": 1, "bytes": 24},
         }
 
 
@@ -156,7 +155,7 @@ def many_in_flight(rank: int, world: int, share: bool) -> int:
             pending[number][0].wait()  # a second wait has no effect
         for (_, result), value in zip(pending, expected, strict=True):
             assert torch.equal(result, value)
-        collectives.all_reduce_scalars(torch.zeros(1))  # afterwards gathered parts may be freed
+        collectives.sum_scalars(torch.zeros(1))  # afterwards gathered parts may be freed
     return collectives.staging_bytes
 
 
@@ -193,6 +192,25 @@ def test_sums_do_not_depend_on_timing() -> None:
         assert all(torch.equal(result, results[0]) for result in results)
 
 
+def broadcast_all_dtypes(rank: int, world: int) -> list[bool]:
+    """Dtypes that a backend may lack: gloo and NCCL have no int16 and no complex numbers."""
+    collectives = connect_gloo(share=False)
+    equal = []
+    for dtype in (torch.int16, torch.complex64, torch.bool, torch.float8_e4m3fn, torch.bfloat16):
+        for shape in ((), (3, 5)):
+            expected = torch.full(shape, 1, dtype=dtype)
+            tensor = expected.clone() if rank == 1 else torch.zeros(shape, dtype=dtype)
+            collectives.broadcast(tensor, source=1)
+            equal.append(
+                torch.equal(tensor.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8))
+            )
+    return equal
+
+
+def test_broadcast_has_every_dtype() -> None:
+    assert run_ranks(2, broadcast_all_dtypes) == [[True] * 10] * 2
+
+
 class BrokenBackend(SingleRankBackend):
     """Two ranks, of which the peer has exited."""
 
@@ -227,7 +245,7 @@ def test_single_rank_collectives() -> None:
     collectives.all_reduce(full).wait()
     collectives.all_gather(full, full).wait()
     collectives.broadcast(full)
-    collectives.all_reduce_scalars(full)
+    assert collectives.sum_scalars(full.double()) == [0, 1, 2, 3]
     assert full.tolist() == [0, 1, 2, 3]
     out = torch.ones(4)
     collectives.reduce_scatter(full, out, accumulate=True).wait()
@@ -341,7 +359,7 @@ def lose_peer(rank: int, world: int, share: bool) -> None:
         lambda: collectives.all_gather(full, rank_chunk(full, rank, world)).wait(),
         lambda: collectives.reduce_scatter(full, out).wait(),
         lambda: collectives.all_reduce(full).wait(),
-        lambda: collectives.all_reduce_scalars(torch.zeros(1)),
+        lambda: collectives.sum_scalars(torch.zeros(1)),
         lambda: collectives.broadcast(full, source=1),
     ):
         with pytest.raises(CollectiveError) as caught:
