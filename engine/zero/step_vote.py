@@ -77,7 +77,7 @@ def _squared_norm(parts: list[Tensor], device: Device) -> Tensor:
 
 
 def _l2_norm(parts: list[Tensor]) -> Tensor:
-    """The L2 norm of parts in one memory; of 16-bit ones in float32, because in fp16 it would overflow."""
+    """The L2 norm of parts in one memory; of 16-bit ones in float32, lest fp16 overflows."""
     narrow = [part for part in parts if part.dtype.itemsize < 4]
     if not narrow:
         return get_total_norm(parts)
