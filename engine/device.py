@@ -5,9 +5,9 @@ The only module that calls `torch.cuda` and `torch.accelerator`. All others use 
 
 Order on an asynchronous device. Kernels and non-blocking copies return when they are enqueued, and
 run in the order of their stream. Another stream sees their results after `wait_stream` or
-`wait_event`; the host after `to_host` or `read`, an event's or a stream's `synchronize`, or `synchronize`. These
-release the GIL. If a collective that they wait for is aborted they return early, and the result is
-undefined: the host must look for an interrupt before it uses it.
+`wait_event`; the host after `to_host` or `read`, an event's or a stream's `synchronize`, or
+`synchronize`. These release the GIL. If a collective that they wait for is aborted they return
+early, and the result is undefined: the host must look for an interrupt before it uses it.
 
 Lifetimes. A pinned tensor of torch's allocator may be dropped once its copy is enqueued: its memory
 is not reused before the copy is done. Registered memory stays mapped until `unregister_host`.
