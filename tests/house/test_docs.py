@@ -192,6 +192,22 @@ def test_outdated_table_is_detected(path: Path) -> None:
         assert update_tables(changed, TABLES[path]) == page
 
 
+# They name GPUs only as resources that Ray schedules, or say that there is none.
+WITHOUT_GPU_STATEMENTS = {"docs/jobs.md", "docs/quickstart.md", "docs/limits.md"}
+
+
+def test_pages_that_speak_of_gpus_link_to_the_evidence() -> None:
+    """Whether it was measured on one: `docs/limits.md` says so for every statement."""
+    pages = {
+        str(page.relative_to(ROOT)): page.read_text()
+        for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+    }
+    speaking = {name for name, text in pages.items() if re.search(r"\b(GPUs?|NCCL)\b", text)}
+    silent = {name for name in speaking if "limits.md#gpus" not in pages[name]}
+    assert silent == WITHOUT_GPU_STATEMENTS
+    assert "\n## GPUs\n" in pages["docs/limits.md"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_linked_files_exist(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
