@@ -56,6 +56,14 @@ class JobPlan:
         return redact_url(state_url(self.job_folder))
 
     @property
+    def updates_on_cpu(self) -> bool:
+        """Whether workers with GPUs run the optimizer on their CPUs."""
+        engine = self.spec.engine
+        if not isinstance(engine, dict) or not self.spec.workers.gpus:
+            return False
+        return parse_config(engine).zero_optimization.offload_optimizer.device != "none"
+
+    @property
     def output_is_temporary(self) -> bool:
         """Whether Ray removes the local files some time after the job."""
         return _RAY_WORKING_DIR.search(str(self.output_dir)) is not None

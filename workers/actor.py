@@ -48,6 +48,7 @@ class WorkerActor:
             node=socket.gethostname(),
             ip=ip,
             pid=os.getpid(),
+            cores=len(os.sched_getaffinity(0)),
         )
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -66,13 +66,15 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a worker runs. `index` is its position in the worker group and never changes."""
+    """Where a worker runs. `index` is its position in the worker group and never changes; `cores`
+    are those of its node that it may use, 0 if unknown."""
 
     index: int
     node_id: str
     node: str
     ip: str
     pid: int
+    cores: int = 0
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore, _unregister_all_process_groups
+from torch._C._distributed_c10d import (
+    HashStore,
+    PrefixStore,
+    TCPStore,
+    _unregister_all_process_groups,
+)
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _abort_process_group, _world
 
+from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.device import get_device
 from rayzero.workers.messages import Assignment
 from rayzero.workers.rendezvous_store import AuthenticatedStore
@@ -164,6 +170,26 @@ def join_process_group(
             timeout=timedelta(seconds=timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
+
+
+def warm_up_communicator(device: torch.device) -> None:
+    """Makes a group of this rank alone, uses and aborts it: NCCL's first communicator loads its
+    kernels. Before the first generation; `workers.start_timeout_s` limits it."""
+    own = get_device(device)
+    with group_lock:
+        own.make_current()
+        try:
+            dist.init_process_group(
+                own.backend,
+                store=HashStore(),
+                rank=0,
+                world_size=1,
+                device_id=device if device.type == "cuda" else None,
+            )
+            NcclBackend(dist.group.WORLD).all_reduce(torch.zeros(1, device=device)).wait()
+            own.synchronize()
+        finally:
+            _abort_if_any()
 
 
 def abort_default_group(device: torch.device, sockets: SocketTracker) -> None:

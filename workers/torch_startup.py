@@ -10,12 +10,20 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from rayzero.engine.device import get_device
+from rayzero.workers.process_group import warm_up_communicator
+
 _NEVER_TRACED = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 
 
-def warm_up_torch() -> None:
-    """Runs one step of a tiny model: the first backward starts autograd's threads."""
-    weight = torch.nn.Parameter(torch.ones(2))
+def warm_up_torch(device: torch.device) -> None:
+    """Runs one step of a tiny model: the first backward starts autograd's threads. On a GPU it also
+    makes what takes a replacement seconds in its first step: the context, the libraries' handles,
+    and NCCL's first communicator. Raises what the device raises: it is of no use then."""
+    get_device(device).warm_up()
+    if get_device(device).asynchronous:
+        warm_up_communicator(device)
+    weight = torch.nn.Parameter(torch.ones(2, device=device))
     optimizer = torch.optim.AdamW([weight], fused=True)
     weight.square().sum().backward()
     optimizer.step()

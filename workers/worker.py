@@ -37,7 +37,7 @@ from rayzero.workers.messages import (
     WorkerMessage,
     WorkerSpec,
 )
-from rayzero.workers.nccl_settings import apply_nccl_settings, check_nccl_settings
+from rayzero.workers.nccl_settings import apply_nccl_settings, check_nccl_settings, contradictions
 from rayzero.workers.output import Outbox, tee_output
 from rayzero.workers.rendezvous_store import open_store
 from rayzero.workers.retained_state import RetainedState
@@ -90,11 +90,16 @@ class WorkerProcess(WorkerCalls):
         return int(self._store.port)
 
     def warm_up(self) -> None:
-        """Runs slow first-time initialization, so that no peer waits for it in a generation. An
-        error in the user's module is reported when the first generation needs it."""
+        """Runs slow first-time initialization, so that no peer waits for it in a generation. A
+        mistake in the job file or the user's module is reported when the first generation needs
+        it; a device that fails here fails the start, which is tried again later."""
         with suppress(ConfigError):
             self._train_function = load_train_function(self._spec.entrypoint)
-        warm_up_torch()
+        with suppress(ConfigError):
+            warm_up_torch(self._select_device())
+        for setting, seen in contradictions(os.environ) if self._spec.gpus else ():
+            text = f"{seen} is set, not {setting.value}: {setting.otherwise}"
+            self._post_log("stderr", text)
 
     def assign(self, generation: GenerationSpec, member: RankAssignment) -> None:
         assignment = Assignment(**vars(member), **vars(generation))

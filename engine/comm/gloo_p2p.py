@@ -1,4 +1,4 @@
-"""Point-to-point messages that outlive an engine, and gloo's shutdown at exit.
+"""Point-to-point messages that outlive an engine, and the process group's shutdown at exit.
 
 A receive that is freed before its message has arrived blocks the connection permanently: gloo stops
 reading there (torch 2.13), and everything sent later on it waits. So the process group, not the
@@ -19,12 +19,16 @@ import atexit
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Thread
 from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _abort_process_group
+
+from rayzero.engine.device import DeviceError, get_device, local_device
 
 _TAG_COUNT = 1 << 31  # gloo's are of 31 bits
 _LEFT_GROUP = "this process has left the process group"
@@ -125,7 +129,11 @@ def destroy_at_exit() -> None:
 
 
 def _destroy_default_group() -> None:
-    if dist.is_initialized() and "nccl" not in dist.get_backend_config():
+    if dist.is_initialized() and "nccl" in dist.get_backend_config():
+        with suppress(DeviceError):  # peers may still read what was sent
+            get_device(local_device()).synchronize(EXIT_LIMIT_S / 2)
+        _abort_process_group()  # its end would wait for them
+    elif dist.is_initialized():
         dist.destroy_process_group()
     _drop_default_arguments()
 

@@ -29,7 +29,9 @@ from rayzero.orchestrator.journal.run_history import RunHistory, faults_on_clock
 from rayzero.orchestrator.machine import Instruction, State
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.membership import WorkerLimits
+from rayzero.orchestrator.policies.placement import spare_cores
 from rayzero.orchestrator.results import JobResult, JobStatus
+from rayzero.workers.messages import WorkerInfo
 
 
 class Controller:
@@ -194,10 +196,20 @@ class Controller:
         await self._vaults.ensure_open(worker.node_id for worker in workers)
         ctx.registry.add(workers)
         ctx.emit(WorkersReady(workers))
+        self._check_cores(workers)
         self._inbox.start(worker.index for worker in workers)
         self._scaler.start()
         ctx.tasks.spawn(self._hang_detector.run())
         self.post_event(machine.WorkersPlaced())
+
+    def _check_cores(self, workers: Sequence[WorkerInfo]) -> None:
+        cpus = self._context.plan.spec.workers.cpus
+        node, share = spare_cores(workers, cpus)
+        if share and self._context.plan.updates_on_cpu:
+            self._context.warn(
+                f"offload_optimizer: each worker updates its weights with {cpus:g} CPU threads "
+                f"(workers.cpus), and node {node} has {share} cores for each of its workers"
+            )
 
     async def _release(self) -> None:
         """Tasks first: they use the workers, and workers use the vaults."""

@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
 
 from rayzero.engine.redact import redact_url
+from rayzero.workers.nccl_settings import NcclSetting, contradictions
 
 _PROBES = "rayzero.orchestrator.doctor.probes"
 _TORCH_TIMEOUT_S = 90.0  # importing torch on a busy machine, and 30 s for a collective
@@ -49,6 +50,8 @@ class MachineFacts:
         memfd_error: why memfd_create fails; empty if it works.
         open_files: soft and hard limit.
         stray_token: whether a token in the home folder enables authentication without a setting.
+        nccl_settings: those of workers that the environment contradicts, each with `NAME=value`.
+        cores: CPU cores that this process may use.
     """
 
     python: str
@@ -57,6 +60,8 @@ class MachineFacts:
     memfd_error: str
     open_files: tuple[int, int]
     stray_token: bool
+    nccl_settings: tuple[tuple[NcclSetting, str], ...] = ()
+    cores: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,8 @@ def inspect_machine(environment: Mapping[str, str]) -> MachineFacts:
         memfd_error=memfd_error,
         open_files=(soft, hard if hard != resource.RLIM_INFINITY else sys.maxsize),
         stray_token=not auth_settings and token.exists(),
+        nccl_settings=tuple(contradictions(environment)),
+        cores=len(os.sched_getaffinity(0)),
     )
 
 

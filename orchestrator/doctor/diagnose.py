@@ -55,6 +55,7 @@ def diagnose(facts: SystemFacts) -> list[Finding]:
     return [
         _check_version("python", facts.machine.python, MIN_PYTHON, "Python"),
         *_check_torch(facts.torch),
+        *_check_gpus(facts.machine, len(facts.torch.facts.get("devices", ()))),
         *_check_ray(facts.machine, facts.address),
         *_check_cluster(facts.cluster, facts.address),
         *_check_machine(facts.machine),
@@ -107,6 +108,20 @@ def _check_devices(probe: ProbeResult) -> Iterator[Finding]:
         yield _warn("devices", seen, fix)
     else:
         yield _ok("devices", "no GPU, and torch is built without CUDA: gloo on CPUs")
+
+
+def _check_gpus(machine: MachineFacts, gpus: int) -> Iterator[Finding]:
+    """What matters to jobs with GPUs: with NCCL's settings also where this machine has none."""
+    for setting, seen in machine.nccl_settings:
+        fix = f"unset it, or set {setting.name}={setting.value} as workers do by default"
+        if setting.required:
+            seen = f"{seen}, with which no job with GPUs starts"
+            yield _fail("nccl settings", f"{seen}: {setting.otherwise}", fix)
+        else:
+            yield _warn("nccl settings", f"{seen}: {setting.otherwise}", fix)
+    if gpus:
+        share = max(1, machine.cores // gpus)
+        yield _ok("cpu cores", f"{share} for each GPU: workers.cpus with offload_optimizer")
 
 
 def _check_backend(name: str, probe: ProbeResult, fix: str) -> Finding:

@@ -6,6 +6,7 @@ that keeps failing starts with a growing delay; then the node is avoided.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -100,6 +101,14 @@ def preferred_nodes(
     order = sorted(fits, key=lambda node: (node not in in_use, -fits[node], node))
     preferred = [node for node in order for _ in range(fits[node])][:count]
     return [*preferred, *[None] * (count - len(preferred))]
+
+
+def spare_cores(workers: Iterable[WorkerInfo], cpus: float) -> tuple[str, int]:
+    """The node with the fewest cores for each of its workers, and that number; none, and 0, if it
+    is not more than each has."""
+    nodes = Counter((worker.node, worker.cores) for worker in workers)
+    share, node = min((cores // count, node) for (node, cores), count in nodes.items())
+    return (node, share) if share > cpus else ("", 0)
 
 
 MAX_BACKOFF_S = 60.0

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from rayzero.engine.comm import gloo_p2p
 from rayzero.engine.device import Device, DeviceError, replace_device
 from rayzero.workers import group_errors, process_group, worker
 from rayzero.workers.messages import Crashed, StepReport, Stopped
@@ -250,3 +251,52 @@ def test_device_is_idle_and_the_last_group_gone_before_the_next_one(
         "begin_generation",
         "join_process_group",
     ]
+
+
+def test_warm_up_makes_and_aborts_a_communicator(
+    make_worker: MakeWorker,
+    device: AsynchronousDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    aborts: list[Any],
+):
+    """A spare's first step would take seconds longer: the context, libraries, the communicator."""
+    sums: list[int] = []
+    reduce = dist.all_reduce
+    monkeypatch.setattr(device, "warm_up", lambda: device.calls.append("warm_up"))
+    monkeypatch.setattr(device, "synchronize", lambda: device.calls.append("synchronize"))
+
+    def record(*args: Any, **options: Any) -> Any:
+        sums.append(dist.get_world_size())
+        return reduce(*args, **options)
+
+    monkeypatch.setattr(dist, "all_reduce", record)
+    make_worker("returns").warm_up()
+    assert device.calls == ["warm_up", "synchronize"]
+    assert sums == [1]
+    assert len(aborts) == 1
+    assert not dist.is_initialized()
+
+
+def test_device_that_fails_while_it_is_warmed_up_fails_the_start(
+    make_worker: MakeWorker, device: AsynchronousDevice, monkeypatch: pytest.MonkeyPatch
+):
+    """It is started again later: the memory of a process that is ending may be missing."""
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(device, "warm_up", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        make_worker("returns").warm_up()
+    assert not dist.is_initialized()
+
+
+def test_group_of_nccl_is_aborted_at_exit(monkeypatch: pytest.MonkeyPatch):
+    """Its destruction waits for its peers; left alone, it warns and may hang."""
+    calls: list[str] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
+    monkeypatch.setattr(gloo_p2p, "_abort_process_group", lambda: calls.append("abort"))
+    gloo_p2p._destroy_default_group()
+    assert calls == ["abort"]

@@ -13,7 +13,7 @@ from rayzero.workers.torch_startup import defer_dynamo_import, warm_up_torch
 
 defer_dynamo_import()
 defer_dynamo_import()
-warm_up_torch()
+warm_up_torch(torch.device("cpu"))
 
 def train(kind, **options):
     torch.manual_seed(0)

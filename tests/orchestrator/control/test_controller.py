@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -318,3 +319,25 @@ async def test_rejected_resume_starts_no_worker(folder: Path):
     await settle()
     with pytest.raises(ConfigError, match="there are checkpoints"):
         await harness.result()
+
+
+@async_test
+async def test_offloaded_update_on_few_threads_is_reported(folder: Path):
+    """Ten times slower, on a node whose other cores idle."""
+    for cpus, gpus, reported in ((1, 1, True), (13, 1, False), (1, 0, False)):
+        cluster = FakeCluster(2)
+        cluster.initial_workers = [
+            replace(worker, node="a", cores=26) for worker in cluster.initial_workers
+        ]
+        engine = {
+            "train_batch_size": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        }
+        workers = {"min": 2, "cpus": cpus, "gpus": gpus}
+        harness = Harness(folder, cluster, workers=workers, engine=engine)
+        await settle()
+        texts = [warning.text for warning in harness.log.of(JobWarning)]
+        expected = "1 CPU threads (workers.cpus), and node a has 13 cores for each of its workers"
+        assert [expected in text for text in texts] == [True] * reported
+        await harness.finish()

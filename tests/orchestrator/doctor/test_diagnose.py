@@ -14,6 +14,7 @@ from rayzero.orchestrator.cli.doctor import report_lines
 from rayzero.orchestrator.doctor import collect
 from rayzero.orchestrator.doctor.collect import MachineFacts, ProbeResult, SystemFacts
 from rayzero.orchestrator.doctor.diagnose import Severity, diagnose, worst_severity
+from rayzero.workers.nccl_settings import contradictions
 
 MACHINE = MachineFacts(
     python="3.11.7",
@@ -22,6 +23,7 @@ MACHINE = MachineFacts(
     memfd_error="",
     open_files=(65536, 65536),
     stray_token=False,
+    cores=26,
 )
 TORCH = {
     "torch": "2.13.0+cu130",
@@ -120,6 +122,18 @@ PROBLEMS: dict[str, tuple[SystemFacts, str, Severity, str]] = {
         "open files",
         Severity.WARN,
         "ulimit",
+    ),
+    "watchdog that ends survivors": (
+        machine(nccl_settings=tuple(contradictions({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}))),
+        "nccl settings",
+        Severity.WARN,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING=3: torch's watchdog ends a surviving process",
+    ),
+    "waits that block": (
+        machine(nccl_settings=tuple(contradictions({"NCCL_BLOCKING_WAIT": "yes"}))),
+        "nccl settings",
+        Severity.FAIL,
+        "NCCL_BLOCKING_WAIT=yes, with which no job with GPUs starts",
     ),
     "unwritable folder": (
         storage("Permission denied"),
