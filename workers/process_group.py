@@ -186,7 +186,7 @@ def warm_up_communicator(device: torch.device) -> None:
                 world_size=1,
                 device_id=device if device.type == "cuda" else None,
             )
-            NcclBackend(dist.group.WORLD).all_reduce(torch.zeros(1, device=device)).wait()
+            NcclBackend(c10d._get_default_group()).all_reduce(torch.zeros(1, device=device)).wait()
             own.synchronize()
         finally:
             _abort_if_any()
