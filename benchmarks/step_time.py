@@ -25,8 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks.memory import PeakMemory
@@ -197,6 +195,9 @@ def describe_run(plan: Plan) -> dict[str, Any]:
 
 
 def show(facts: dict[str, Any], rows: list[Row]) -> None:
+    from rich.console import Console  # not needed by the benchmarks that import this module
+    from rich.table import Table
+
     console = Console()
     console.print(
         f"{facts['date']}: {facts['cores']} cores, {facts['machine']}, torch {facts['torch']}, "

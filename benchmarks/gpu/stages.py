@@ -44,7 +44,7 @@ STAGES = (
         correctness=True,
         TORCH_CUDA_SANITIZER="1",
     ),
-    _stage("resting", 0.4, "memory is that of step 3, and as planned", correctness=True),
+    _stage("resting", 0.5, "memory is that of step 3, and as planned", correctness=True),
     _stage(
         "groups", 1.0, "process groups made and aborted; abort of a host read", correctness=True
     ),
@@ -55,7 +55,7 @@ STAGES = (
     _stage("transfers", 0.75, "copies between host and GPU: pageable, registered"),
     _stage("compiled", 1.0, "torch.compile by block and whole", correctness=True),
     _stage("compare", 1.75, "steps and memory against DDP, FSDP2 and DeepSpeed"),
-    _stage("profiles", 0.4, "where a step of stages 2 and 3 goes"),
+    _stage("profiles", 0.3, "where a step of stages 2 and 3 goes"),
     _stage("mirrors", 0.5, "mirroring every step, in percent of a step"),
     _stage("ray-job", 0.7, "a job whose worker is killed"),
 )
