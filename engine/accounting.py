@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from rayzero.engine.device import get_device
 from rayzero.engine.offload.transfer import MemoryKind
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
 from rayzero.engine.tensor_tree import iter_tensors, storage_id
@@ -106,9 +107,7 @@ _PEAK_FLOPS = {
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """A device's peak in flops per second; None if unknown, as for CPUs."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    name = get_device(device).name
     peak = next((peak for model, peak in _PEAK_FLOPS.items() if model in name), None)
     if peak is None or dtype.itemsize == 2:
         return peak

@@ -23,6 +23,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rayzero.engine.cpu_device import Device, Event, MetaDevice, Stream
@@ -38,6 +39,7 @@ __all__ = [
     "get_device",
     "is_device_failure",
     "local_device",
+    "nccl_version",
     "replace_device",
 ]
 
@@ -125,7 +127,9 @@ class CudaDevice(Device):
         return torch.cuda.mem_get_info(self.torch_device)
 
     def peak_bytes(self) -> int | None:
-        return torch.accelerator.max_memory_allocated(self.torch_device) or None
+        if not torch.cuda.is_initialized():
+            return None
+        return torch.accelerator.max_memory_allocated(self.torch_device)
 
     def empty_cache(self) -> None:
         torch.accelerator.empty_cache()
@@ -212,8 +216,15 @@ def local_device() -> torch.device:
     which may be fewer than a node's ranks; the current one without LOCAL_RANK."""
     if not (count := device_count()):
         return torch.device("cpu")
-    number = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
-    return torch.device("cuda", number % count)
+    local_rank = os.environ.get("LOCAL_RANK") or torch.accelerator.current_device_index()
+    return torch.device("cuda", int(local_rank) % count)
+
+
+def nccl_version() -> str | None:
+    """Of torch's build; None without GPUs, or NCCL."""
+    if not (device_count() and dist.is_available() and dist.is_nccl_available()):
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def is_device_failure(error: BaseException) -> bool:

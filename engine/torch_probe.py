@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rayzero.engine.comm.process_group import connect_collectives
+from rayzero.engine.comm.process_group import connect_collectives, create_group
+from rayzero.engine.device import device_count, get_device, nccl_version
 from rayzero.engine.errors import first_line
 
 _INIT_TIMEOUT = timedelta(seconds=30)
@@ -26,15 +27,12 @@ _INIT_TIMEOUT = timedelta(seconds=30)
 
 def describe_torch() -> dict[str, Any]:
     """Versions and devices, without a process group."""
-    cuda = torch.cuda.is_available()
-    nccl = dist.is_available() and dist.is_nccl_available()
+    devices = [torch.device("cuda", index) for index in range(device_count())]
     return {
         "torch": torch.__version__,
         "built_for_cuda": torch.version.cuda,
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        if cuda
-        else [],
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda and nccl else None,
+        "devices": [get_device(device).name for device in devices],
+        "nccl": nccl_version(),
         "gloo": dist.is_available() and dist.is_gloo_available(),
     }
 
@@ -44,7 +42,7 @@ def try_backends(rank: int, folder: Path) -> Iterator[dict[str, Any]]:
 
     NCCL is tried if each of the two processes has its own GPU.
     """
-    for backend in ("gloo", "nccl") if torch.cuda.device_count() > 1 else ("gloo",):
+    for backend in ("gloo", "nccl") if device_count() > 1 else ("gloo",):
         try:
             yield {f"{backend}_s": _try_backend(backend, rank, folder / backend)}
         except (RuntimeError, ValueError, OSError) as error:
@@ -55,13 +53,14 @@ def _try_backend(backend: str, rank: int, rendezvous: Path) -> float:
     started = time.monotonic()
     os.environ["LOCAL_RANK"] = str(rank)
     url = f"file://{rendezvous}"
-    dist.init_process_group(backend, url, _INIT_TIMEOUT, world_size=2, rank=rank)
+    create_group(backend, init_method=url, timeout=_INIT_TIMEOUT, world_size=2, rank=rank)
     try:
         collectives, device = connect_collectives()
         total = torch.full((1024,), float(rank + 1), device=device)
         collectives.all_reduce(total).wait()
-        if total.min().item() != 3.0:
-            raise ValueError(f"1 + 2 is {total.min().item():g} by {backend}")
+        (lowest,) = get_device(device).read(total.min())
+        if lowest != 3.0:
+            raise ValueError(f"1 + 2 is {lowest:g} by {backend}")
     finally:
         dist.destroy_process_group()
     return time.monotonic() - started

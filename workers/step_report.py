@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from time import monotonic, time
 from typing import Any
 
-import torch
-
+from rayzero.engine.device import get_device, local_device
 from rayzero.engine.errors import EngineError
 from rayzero.workers.messages import StepReport
 from rayzero.workers.mirror import Mirror
@@ -127,6 +126,6 @@ def worker_metrics(metrics: Mapping[str, float], mirror: Mirror) -> dict[str, fl
         "checkpoint_s": mirror_s if for_checkpoint else 0.0,
         "resident_bytes": float(resident_bytes()),
     }
-    if torch.cuda.is_initialized():
-        gauges["device_peak_bytes"] = float(torch.cuda.max_memory_allocated())
+    if (peak := get_device(local_device()).peak_bytes()) is not None:
+        gauges["device_peak_bytes"] = float(peak)
     return gauges

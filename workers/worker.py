@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from rayzero.engine.device import get_device
+from rayzero.engine.device import device_count, get_device
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.session import use_session
 from rayzero.workers import process_group
@@ -236,7 +236,7 @@ class WorkerProcess(WorkerCalls):
         if self._spec.gpus <= 0:
             return torch.device("cpu")
         check_nccl_settings(os.environ)
-        if not torch.cuda.is_available():
+        if not device_count():
             raise ConfigError(
                 f"workers.gpus: {self._spec.gpus:g}, but torch {torch.__version__} finds no CUDA"
                 " device on the worker's node",

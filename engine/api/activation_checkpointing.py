@@ -16,6 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from rayzero.engine.config import parse_config
+from rayzero.engine.device import device_count
 from rayzero.engine.errors import ConfigError
 
 
@@ -67,7 +68,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Random numbers are the same in the recomputation.
     """
-    on_gpu = torch.cuda.is_available()
+    on_gpu = device_count() > 0
     keep = torch.autograd.graph.save_on_cpu(pin_memory=on_gpu) if _Options.in_cpu else nullcontext()
     with keep:
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)

@@ -20,6 +20,7 @@ from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.gloo_p2p import destroy_at_exit
 from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.comm.shared_memory import make_gloo_backend
+from rayzero.engine.device import get_device, local_device
 from rayzero.engine.errors import ConfigError
 
 log = logging.getLogger("rayzero.engine")
@@ -76,31 +77,35 @@ def connect_collectives() -> tuple[Collectives, torch.device]:
     is neither nccl nor gloo.
     """
     if not dist.is_initialized() and os.environ.keys() >= _RENDEZVOUS_VARIABLES:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        create_group(get_device(local_device()).backend)
         destroy_at_exit()
     if not dist.is_initialized():
-        return Collectives(SingleRankBackend()), _select_device(prefer_cuda=True)
+        return Collectives(SingleRankBackend()), _make_current(local_device())
     group = dist.group.WORLD
     name = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl" if none was requested
-    cuda = "nccl" in name
-    if not cuda and "gloo" not in name:
+    nccl = "nccl" in name
+    if not nccl and "gloo" not in name:
         raise ConfigError(f"the process group's backend is {name!r}", allowed="nccl, gloo")
-    device = _select_device(prefer_cuda=cuda)
+    # A worker, or the script, may have chosen another device than LOCAL_RANK's for the group.
+    bound = getattr(group, "bound_device_id", None)
+    device = _make_current((bound or local_device()) if nccl else torch.device("cpu"))
     if group is None or dist.get_world_size() == 1:
         return Collectives(SingleRankBackend()), device
     share = os.environ.get("RAYZERO_SHARED_MEMORY", "1") != "0"
-    backend: Backend = NcclBackend(group) if cuda else make_gloo_backend(group, share_memory=share)
+    backend: Backend = NcclBackend(group) if nccl else make_gloo_backend(group, share_memory=share)
     return Collectives(backend), device
 
 
-def _select_device(*, prefer_cuda: bool) -> torch.device:
-    """This rank's GPU by LOCAL_RANK, else the current one."""
-    if not (prefer_cuda and torch.cuda.is_available()):
-        return torch.device("cpu")
-    number = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
-    device = torch.device("cuda", number % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+def _make_current(device: torch.device) -> torch.device:
+    get_device(device).make_current()
     return device
+
+
+def create_group(backend: str, **options: Any) -> None:
+    """Creates the default process group. One of NCCL is bound to this rank's device, made current
+    before: its communicator is then there at once, and subgroups can be split from it."""
+    device = _make_current(local_device()) if backend == "nccl" else None
+    dist.init_process_group(backend, device_id=device, **options)
 
 
 def init_distributed(
@@ -138,19 +143,18 @@ def init_distributed(
             "dist_init_required=False was given, and there is no process group",
             fix="leave it out, or call torch.distributed.init_process_group before",
         )
-    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    backend = dist_backend or get_device(local_device()).backend
     if backend not in ("nccl", "gloo"):
         raise ConfigError(f"the backend {backend!r}", allowed="nccl, gloo", fix="dist_backend")
     if init_method is not None:
-        dist.init_process_group(
-            backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size
-        )
+        place = {"init_method": init_method, "rank": rank, "world_size": world_size}
+        create_group(backend, timeout=timeout, **place)
     elif os.environ.keys() >= _RENDEZVOUS_VARIABLES:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
-        dist.init_process_group(backend, timeout=timeout)
+        create_group(backend, timeout=timeout)
     else:
         alone = torch._C._distributed_c10d.HashStore()
-        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
+        create_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
     destroy_at_exit()
     if verbose and dist.get_rank() == 0:
         log.info("process group: %s, %d ranks", backend, dist.get_world_size())

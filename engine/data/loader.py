@@ -10,10 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from rayzero.engine.data.prefetch import Prefetch, batch_to_device, pin_batch
+from rayzero.engine.data.prefetch import Prefetch, batch_to_device
 from rayzero.engine.data.sampling import MicroBatch, SampleOrder, TrainingProgress
+from rayzero.engine.device import get_device
 from rayzero.engine.errors import DataError, EngineError
 from rayzero.engine.session import HostSession
+from rayzero.engine.tensor_tree import map_tensors
 
 
 class MapDataset(Protocol):
@@ -156,16 +158,16 @@ class StepLoader:
 
     def _read_ahead(self, cursor: int, done: int, steps: int) -> Iterator[_StepPart]:
         """Runs in the thread: batches in host memory, skipping `done` of the first step."""
-        if self.device.type == "cuda":  # or pinning uses device 0
-            torch.cuda.set_device(self.device)
+        device = get_device(self.device)
+        device.make_current()  # or pinning uses device 0
         for step in range(steps):
             start = cursor + step * self.progress.global_batch
             for turn in range(done if step == 0 else 0, self.micro_steps):
                 part = self._step_plan[turn]
                 indices = self._order.indices(start + part.start, part.read_count).tolist()
                 batch = self._collate_samples(indices)
-                if self.device.type == "cuda":
-                    batch = pin_batch(batch)
+                if device.asynchronous:
+                    batch = map_tensors(batch, device.pin)
                 yield _StepPart((start, turn), part.weight, indices[: part.count], batch)
 
     def _collate_samples(self, indices: list[int]) -> Any:

@@ -1,4 +1,4 @@
-"""Reads an iterator ahead in a background thread; pins batches and copies them to a device."""
+"""Reads an iterator ahead in a background thread; copies batches to a device."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from rayzero.engine.device import get_device
 from rayzero.engine.errors import EngineError
 from rayzero.engine.tensor_tree import map_tensors
 
@@ -108,17 +109,11 @@ def _read_ahead(
         permits.get()
 
 
-def pin_batch(batch: Any) -> Any:
-    """`batch` with its tensors in pinned host memory, for non-blocking copies."""
-    return map_tensors(batch, torch.Tensor.pin_memory)
-
-
 def batch_to_device(batch: Any, device: torch.device) -> Any:
     """`batch` with its tensors on `device`; non-blocking, and `batch` itself for the CPU.
 
     The copies are enqueued on the current stream, before all later work on it; torch's allocator
     does not reuse a pinned source until its copy is complete.
     """
-    if device.type == "cpu":
-        return batch
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    own = get_device(device)
+    return map_tensors(batch, own.to_device) if own.separate_memory else batch

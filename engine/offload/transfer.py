@@ -19,6 +19,9 @@ from rayzero.engine.comm.backend import (
     rank_chunk,
 )
 from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.device import Device, Event, get_device
+
+CAST_NUMEL = 1 << 24  # elements that are cast at once on their way to the device
 
 
 class MemoryKind(Enum):
@@ -31,7 +34,7 @@ class MemoryKind(Enum):
 
 class HostTransfer:
     """Moves flat tensors between one device and host memory. In this class the device is a CPU and
-    every copy is synchronous; `CudaTransfer` is for GPUs.
+    every copy is synchronous; `StreamTransfer` is for GPUs.
 
     Attributes:
         separate_memory: host memory is not the device's memory. On a CPU it is, except in tests and
@@ -86,16 +89,18 @@ class _D2HCopy:
     """A copy to the host. Nothing on the device reads it, so `wait` is that of the reduction.
 
     Attributes:
+        device: of `source`.
         staging: added to `target` when the copy is complete; None if it goes there directly.
         done: recorded behind the copy; None before it has started.
         reduced: what the host must wait for before the copy starts.
     """
 
+    device: Device
     source: Tensor
     target: Tensor
     add: bool
     staging: Tensor | None = None
-    done: torch.cuda.Event | None = None
+    done: Event | None = None
     reduced: Work = field(default_factory=CompletedWork)
 
     def wait(self) -> None:
@@ -104,35 +109,40 @@ class _D2HCopy:
     def release(self) -> None:
         self.reduced.release()
         if self.done is not None:
-            torch.cuda.current_stream(self.source.device).wait_event(self.done)
+            self.device.current_stream().wait_event(self.done)
 
 
-class CudaTransfer(HostTransfer):
-    """A GPU, with pinned host memory. One stream per direction, so that the two do not queue behind
-    each other.
+class StreamTransfer(HostTransfer):
+    """A device with streams, such as a GPU, with pinned host memory. One stream per direction, so
+    that the two do not queue behind each other.
 
     Order. A copy starts after what was enqueued on the compute stream before it (`wait_stream`). A
     device-to-host copy also waits, on its own stream, for its collective, so computation continues.
     Readers on the host wait for the copy's event (`wait_d2h`, `wait_h2d`); before later kernels
     use a buffer, the compute stream waits for it (`release`, `sync_compute`). All tensors live as
     long as the engine, so `record_stream` is not needed.
+
+    A host-to-device copy to another dtype is cast on the CPU, in parts, into two pinned buffers
+    in turn: on the device it would need the bytes of the wider dtype, on the way and in memory. A
+    buffer is written again after the event behind its copy.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         super().__init__(separate_memory=True)
         self._device = device
-        self._d2h_stream = torch.cuda.Stream(device)
-        self._h2d_stream = torch.cuda.Stream(device)
+        self._d2h_stream = device.new_stream()
+        self._h2d_stream = device.new_stream()
         self._pending_d2h: deque[_D2HCopy] = deque()  # oldest first
         self._free_staging: list[Tensor] = []  # pinned, not in use
+        self._casts: deque[tuple[Tensor, Event]] = deque()  # buffers and their copies, oldest first
 
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, pin_memory=True)
+        return self._device.host_empty(numel, dtype).zero_()
 
     def d2h(
         self, arrives: ChainableWork, source: Tensor, target: Tensor, *, add: bool, early: bool
     ) -> Work:
-        copy = _D2HCopy(source, target, add)
+        copy = _D2HCopy(self._device, source, target, add)
         if early:
             self._start_d2h(copy, arrives)
         else:
@@ -144,31 +154,48 @@ class CudaTransfer(HostTransfer):
             self._wait_oldest_d2h()
 
     def h2d(self, source: Tensor, target: Tensor) -> None:
-        self._h2d_stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._h2d_stream):
-            target.copy_(source, non_blocking=True)
+        with self.side_stream():
+            if source.dtype is target.dtype:
+                target.copy_(source, non_blocking=True)
+                return
+            parts = zip(source.split(CAST_NUMEL), target.split(CAST_NUMEL), strict=True)
+            for wide, part in parts:
+                buffer = self._cast_buffer(min(source.numel(), CAST_NUMEL), target.dtype)
+                part.copy_(buffer[: wide.numel()].copy_(wide), non_blocking=True)
+                self._casts.append((buffer, self._device.record_event()))
 
     def wait_h2d(self) -> None:
         self._h2d_stream.synchronize()
 
     def sync_compute(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._h2d_stream)
+        self._device.current_stream().wait_stream(self._h2d_stream)
 
     def side_stream(self) -> AbstractContextManager[None]:
-        self._h2d_stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._h2d_stream)
+        self._h2d_stream.wait_stream(self._device.current_stream())
+        return self._device.use_stream(self._h2d_stream)
+
+    def _cast_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """One of two buffers, after its previous copy."""
+        if len(self._casts) == 2:
+            buffer, copied = self._casts.popleft()
+            copied.synchronize()
+            if buffer.dtype is dtype and buffer.numel() >= numel:
+                return buffer
+            self.staging_bytes -= buffer.nbytes
+        buffer = self._device.host_empty(numel, dtype)
+        self.staging_bytes += buffer.nbytes
+        return buffer
 
     def _start_d2h(self, copy: _D2HCopy, arrives: Work) -> None:
         destination = copy.target
         if copy.add:
             copy.staging = self._acquire_staging(copy.source)
             destination = copy.staging[: copy.source.numel()]
-        self._d2h_stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._d2h_stream):
+        self._d2h_stream.wait_stream(self._device.current_stream())
+        with self._device.use_stream(self._d2h_stream):
             arrives.wait()
             destination.copy_(copy.source, non_blocking=True)
-            copy.done = torch.cuda.Event()
-            copy.done.record(self._d2h_stream)
+            copy.done = self._device.record_event()
         self._pending_d2h.append(copy)
 
     def _wait_oldest_d2h(self) -> None:
@@ -186,16 +213,17 @@ class CudaTransfer(HostTransfer):
         for index, staging in enumerate(self._free_staging):
             if staging.dtype is source.dtype and staging.numel() >= source.numel():
                 return self._free_staging.pop(index)
-        staging = torch.empty(source.numel(), dtype=source.dtype, pin_memory=True)
+        staging = self._device.host_empty(source.numel(), source.dtype)
         self.staging_bytes += staging.nbytes
         return staging
 
 
 def make_transfer(device: torch.device) -> HostTransfer:
-    """The transfer between host memory and a device; the meta device counts as separate memory."""
-    if device.type == "cuda":
-        return CudaTransfer(device)
-    return HostTransfer(separate_memory=device.type == "meta")
+    """The transfer between host memory and a device."""
+    own = get_device(device)
+    if own.asynchronous:
+        return StreamTransfer(own)
+    return HostTransfer(separate_memory=own.separate_memory)
 
 
 class HostShardGather:

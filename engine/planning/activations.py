@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from rayzero.engine.device import local_device
 from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.tensor_tree import iter_tensors, storage_id
@@ -90,7 +90,7 @@ def fake_tensors() -> Iterator[None]:
 
     They are on a GPU if there is one, because some kernels, such as attention's, differ.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = local_device()
     with FakeTensorMode(allow_non_fake_inputs=True), device:
         yield
 

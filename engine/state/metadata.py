@@ -16,6 +16,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from rayzero.engine.device import get_device
 from rayzero.engine.errors import CONTENT_ERRORS, DataError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.optim.schedule import Scheduler
@@ -123,7 +124,7 @@ def name_metadata(
 
 def _scalar_to_json(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return {"dtype": dtype_name(value.dtype), "value": value.item()}
+        return {"dtype": dtype_name(value.dtype), "value": get_device(value.device).read(value)[0]}
     return value
 
 
@@ -151,8 +152,8 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
         "python": [version, _encode(np.array(words, dtype=np.uint64)), gauss],
         "numpy": [str(kind), _encode(np.asarray(keys)), *rest],
     }
-    if device.type == "cuda":
-        states["cuda"] = _encode(torch.cuda.get_rng_state(device).numpy())
+    if (own := get_device(device).rng_state()) is not None:
+        states["cuda"] = _encode(own.numpy())
     return states
 
 
@@ -163,8 +164,8 @@ def restore_rng(states: dict[str, Any], device: torch.device) -> None:
     random.setstate((version, tuple(_decode(words, np.uint64).tolist()), gauss))
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, _decode(keys, np.uint32), *rest))
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(torch.from_numpy(_decode(states["cuda"], np.uint8)), device)
+    if "cuda" in states:
+        get_device(device).set_rng_state(torch.from_numpy(_decode(states["cuda"], np.uint8)))
 
 
 def fork_rng(states: dict[str, Any], rank: int, device: torch.device) -> None:
@@ -173,8 +174,7 @@ def fork_rng(states: dict[str, Any], rank: int, device: torch.device) -> None:
     torch.manual_seed(seed % 2**63)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed % 2**63)
+    get_device(device).seed(seed % 2**63)
 
 
 def _encode(array: np.ndarray[Any, Any]) -> str:

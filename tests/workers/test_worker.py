@@ -196,7 +196,7 @@ def test_working_directory_is_entered_or_reported_missing(make_worker: MakeWorke
 
 
 def test_missing_gpu_is_config_error(make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     worker = make_worker("returns", gpus=1)
     begin(worker)
     (crash,) = [m for m in poll_until(worker.poll, Crashed) if isinstance(m, Crashed)]

@@ -15,12 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rayzero.engine import device as device_module
 from rayzero.engine.comm import process_group as connecting
 from rayzero.engine.comm.backend import rank_chunk
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.gloo import GlooBackend, StagingPool
-from rayzero.engine.comm.process_group import SingleRankBackend, connect_collectives
+from rayzero.engine.comm.process_group import (
+    SingleRankBackend,
+    connect_collectives,
+    init_distributed,
+)
 from rayzero.engine.comm.shared_memory import SharedMemoryBackend, make_gloo_backend
+from rayzero.engine.device import CudaDevice
 from rayzero.engine.errors import CollectiveError, ConfigError
 from tests.support.ranks import RankError, run_ranks
 
@@ -312,11 +318,53 @@ class TestConnect:
 
     def test_torchrun_environment_creates_the_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
         created: list[str] = []
-        monkeypatch.setattr(connecting.dist, "init_process_group", created.append)
+        monkeypatch.setattr(
+            connecting.dist, "init_process_group", lambda backend, **_: created.append(backend)
+        )
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
             monkeypatch.setenv(name, value)
         connect_collectives()
         assert created == ["nccl" if torch.cuda.is_available() else "gloo"]
+
+    def test_nccl_group_is_bound_to_the_local_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """LOCAL_RANK's of the visible devices, which is current before the group is made."""
+        calls: list[Any] = []
+        monkeypatch.setattr(device_module, "device_count", lambda: 2)
+        monkeypatch.setattr(
+            CudaDevice, "make_current", lambda self: calls.append(self.torch_device)
+        )
+        monkeypatch.setattr(
+            connecting.dist,
+            "init_process_group",
+            lambda *args, **named: calls.append((args, named)),
+        )
+        monkeypatch.setattr(connecting, "destroy_at_exit", lambda: None)
+        environment = {
+            "RANK": "3",
+            "WORLD_SIZE": "4",
+            "MASTER_ADDR": "localhost",
+            "LOCAL_RANK": "3",
+        }
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        expected = torch.device("cuda", 1)
+        connect_collectives()
+        assert calls[:2] == [expected, (("nccl",), {"device_id": expected})]
+        calls.clear()
+        init_distributed(verbose=False)
+        assert calls[0] == expected
+        assert calls[1][1]["device_id"] == expected
+
+    def test_device_of_the_group_takes_precedence(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A worker has bound the group to its device; LOCAL_RANK counts the node's ranks."""
+        monkeypatch.setenv("LOCAL_RANK", "3")
+        monkeypatch.setattr(device_module, "device_count", lambda: 8)
+        monkeypatch.setattr(CudaDevice, "make_current", lambda self: None)
+        monkeypatch.setattr(connecting.dist, "get_backend_config", lambda group: "cuda:nccl")
+        with group("gloo"):
+            assert connect_collectives()[1] == torch.device("cuda", 3)
+            dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+            assert connect_collectives()[1] == torch.device("cuda", 0)
 
     @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", None])
     def test_group_of_one_rank_uses_single_rank(self, backend: str | None) -> None:

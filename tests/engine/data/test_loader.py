@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from rayzero.engine.data.loader import StepLoader
-from rayzero.engine.data.prefetch import batch_to_device, pin_batch
+from rayzero.engine.data.prefetch import batch_to_device
 from rayzero.engine.data.sampling import SampleOrder, TrainingProgress, assign_step
+from rayzero.engine.device import get_device
 from rayzero.engine.errors import DataError, EngineError
 
 
@@ -441,7 +442,7 @@ def test_batches_are_moved_to_gpu_through_pinned_memory() -> None:
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     data = torch.arange(64 * 1024).view(64, 1024)
     step_loader = make_single_loader(data, 8, device=device)
-    assert pin_batch(data).is_pinned()
+    assert get_device(device).pin(data).is_pinned()
     batches = torch.cat(list(step_loader))
     assert batches.device == device
     assert torch.equal(batches.cpu(), data[SampleOrder(64, 0).indices(0, 64)])

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.comm.backend import CompletedWork
-from rayzero.engine.offload.transfer import CudaTransfer
+from rayzero.engine.device import get_device
+from rayzero.engine.offload.transfer import StreamTransfer
 from tests.engine.gpu.training import DEVICE
 
 pytestmark = pytest.mark.gpu
@@ -20,8 +21,8 @@ SLEEP_CYCLES = 20_000_000  # about ten milliseconds
 
 
 @pytest.fixture
-def transfer() -> CudaTransfer:
-    return CudaTransfer(torch.device("cuda", torch.cuda.current_device()))
+def transfer() -> StreamTransfer:
+    return StreamTransfer(get_device(torch.device("cuda", torch.cuda.current_device())))
 
 
 def delayed_fill(value: float) -> Tensor:
@@ -32,7 +33,7 @@ def delayed_fill(value: float) -> Tensor:
     return tensor.fill_(value)
 
 
-def test_d2h_waits_for_compute_stream(transfer: CudaTransfer) -> None:
+def test_d2h_waits_for_compute_stream(transfer: StreamTransfer) -> None:
     target = transfer.host_zeros(NUMEL, torch.float32)
     assert target.is_pinned()
     source = delayed_fill(3.0)
@@ -41,7 +42,7 @@ def test_d2h_waits_for_compute_stream(transfer: CudaTransfer) -> None:
     assert torch.equal(target, torch.full((NUMEL,), 3.0))
 
 
-def test_d2h_source_is_reusable_after_release(transfer: CudaTransfer) -> None:
+def test_d2h_source_is_reusable_after_release(transfer: StreamTransfer) -> None:
     target = transfer.host_zeros(1 << 24, torch.float32)  # 64 MiB: takes milliseconds to copy
     source = torch.full((1 << 24,), 1.0, device=DEVICE)
     pending = transfer.d2h(CompletedWork(), source, target, add=False, early=True)
@@ -52,7 +53,7 @@ def test_d2h_source_is_reusable_after_release(transfer: CudaTransfer) -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_d2h_accumulates_in_order(transfer: CudaTransfer, early: bool) -> None:
+def test_d2h_accumulates_in_order(transfer: StreamTransfer, early: bool) -> None:
     """More copies than staging buffers."""
     target = transfer.host_zeros(NUMEL, torch.float32).fill_(100.0)
     for number in range(1, 6):
@@ -64,10 +65,10 @@ def test_d2h_accumulates_in_order(transfer: CudaTransfer, early: bool) -> None:
     assert transfer.staging_bytes <= 2 * 4 * NUMEL
 
 
-def test_h2d_is_visible_after_sync_compute(transfer: CudaTransfer) -> None:
+def test_h2d_is_visible_after_sync_compute(transfer: StreamTransfer) -> None:
     source = transfer.host_zeros(NUMEL, torch.float32).fill_(5.0)
     target = torch.zeros(NUMEL, dtype=torch.bfloat16, device=DEVICE)
-    with torch.cuda.stream(transfer._h2d_stream):
+    with transfer._device.use_stream(transfer._h2d_stream):
         torch.cuda._sleep(SLEEP_CYCLES)
     transfer.h2d(source, target)
     transfer.sync_compute()
@@ -77,7 +78,7 @@ def test_h2d_is_visible_after_sync_compute(transfer: CudaTransfer) -> None:
     assert bool((result == 5.0).all())
 
 
-def test_h2d_waits_for_readers_of_target(transfer: CudaTransfer) -> None:
+def test_h2d_waits_for_readers_of_target(transfer: StreamTransfer) -> None:
     source = transfer.host_zeros(NUMEL, torch.float32).fill_(7.0)
     target = torch.full((NUMEL,), 1.0, device=DEVICE)
     torch.cuda.synchronize()
@@ -89,7 +90,7 @@ def test_h2d_waits_for_readers_of_target(transfer: CudaTransfer) -> None:
     assert bool((target == 7.0).all())
 
 
-def test_side_stream_waits_for_compute_stream(transfer: CudaTransfer) -> None:
+def test_side_stream_waits_for_compute_stream(transfer: StreamTransfer) -> None:
     host = transfer.host_zeros(NUMEL, torch.float32).fill_(9.0)
     slot = torch.full((NUMEL,), 1.0, device=DEVICE)
     torch.cuda.synchronize()

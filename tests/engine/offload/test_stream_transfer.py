@@ -1,0 +1,153 @@
+"""The transfer over a device with streams, on a device that only logs what would be ordered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rayzero.engine.comm.backend import CompletedWork
+from rayzero.engine.config import parse_config
+from rayzero.engine.device import Device, Event, Stream, replace_device
+from rayzero.engine.offload import transfer as transfer_module
+from rayzero.engine.offload.stores import HostStore, UpdateChunk
+from rayzero.engine.offload.transfer import HostTransfer, StreamTransfer, make_transfer
+from rayzero.engine.precision.policy import choose_precision
+
+CPU = torch.device("cpu")
+
+
+class LoggedStream(Stream):
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        assert isinstance(other, LoggedStream)
+        self._log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        assert isinstance(event, LoggedEvent)
+        self._log.append(f"{self.name} waits for event {event.number}")
+
+    def synchronize(self) -> None:
+        self._log.append(f"host waits for {self.name}")
+
+
+class LoggedEvent(Event):
+    def __init__(self, number: int, log: list[str]) -> None:
+        self.number, self._log = number, log
+
+    def synchronize(self) -> None:
+        self._log.append(f"host waits for event {self.number}")
+
+
+class LoggedDevice(Device):
+    asynchronous = True
+    separate_memory = True
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.log: list[str] = []
+        self._streams = 0
+        self._events = 0
+        self._current = LoggedStream("compute", self.log)
+
+    def new_stream(self) -> Stream:
+        self._streams += 1
+        return LoggedStream({1: "d2h", 2: "h2d"}[self._streams], self.log)
+
+    def current_stream(self) -> Stream:
+        return self._current
+
+    @contextmanager
+    def use_stream(self, stream: Any) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def record_event(self, stream: Stream | None = None) -> Event:
+        self._events += 1
+        self.log.append(f"event {self._events} on {self._current.name}")
+        return LoggedEvent(self._events, self.log)
+
+
+class LoggedCopies(TorchDispatchMode):
+    """Logs copies: those that do not block are the device's."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self._log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            late = len(args) > 2 and args[2]
+            cast = " with a cast" if args[0].dtype is not args[1].dtype else ""
+            self._log.append(("device" if late else "host") + " copies" + cast)
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def device() -> LoggedDevice:
+    return LoggedDevice()
+
+
+def test_transfer_follows_the_device(device: LoggedDevice) -> None:
+    assert type(make_transfer(CPU)) is HostTransfer
+    assert make_transfer(torch.device("meta")).separate_memory
+    with replace_device(device):
+        assert isinstance(make_transfer(CPU), StreamTransfer)
+
+
+def test_cast_is_done_on_the_cpu_and_its_buffers_wait_for_their_copies(
+    device: LoggedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_module, "CAST_NUMEL", 4)
+    transfer = StreamTransfer(device)
+    source, target = torch.randn(15), torch.zeros(15, dtype=torch.bfloat16)
+    with LoggedCopies(device.log):
+        transfer.h2d(source, target)
+    assert torch.equal(target, source.bfloat16())
+    part = ["host copies with a cast", "device copies"]
+    assert device.log == [
+        "h2d waits for compute",
+        *(*part, "event 1 on h2d", *part, "event 2 on h2d"),
+        *("host waits for event 1", *part, "event 3 on h2d"),
+        *("host waits for event 2", *part, "event 4 on h2d"),
+    ]
+    assert transfer.staging_bytes == 2 * 4 * 2
+    device.log.clear()
+    with LoggedCopies(device.log):
+        transfer.h2d(source, torch.zeros(15))
+    assert device.log == ["h2d waits for compute", "device copies"]
+
+
+def test_copy_to_the_host_is_ordered_by_events(device: LoggedDevice) -> None:
+    transfer = StreamTransfer(device)
+    target = transfer.host_zeros(4, torch.float32)
+    pending = transfer.d2h(CompletedWork(), torch.ones(4), target, add=False, early=True)
+    pending.release()
+    transfer.wait_d2h()
+    assert device.log == [
+        "d2h waits for compute",
+        "event 1 on d2h",
+        "compute waits for event 1",
+        "host waits for event 1",
+    ]
+
+
+def test_update_waits_for_earlier_sends_of_its_weights(device: LoggedDevice) -> None:
+    precision = choose_precision(parse_config({"train_batch_size": 1}), CPU)
+    store = HostStore(precision, StreamTransfer(device), separate_memory=True)
+    main, target = torch.ones(4), torch.zeros(4)
+    chunks = [UpdateChunk(main, (main,), (target,))]
+    list(store.update_chunks(chunks, {}))
+    assert device.log == ["host waits for h2d", "h2d waits for compute"]
+    device.log.clear()
+    next(iter(store.update_chunks(chunks, {})))
+    assert device.log == ["host waits for h2d"]
