@@ -1,0 +1,102 @@
+"""Runs the engine on a virtual accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from rayzero.engine import builder
+from rayzero.engine.comm import nccl as nccl_module
+from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.comm.nccl import NcclBackend
+from rayzero.engine.device import replace_device
+from rayzero.engine.offload import nvme_store
+from rayzero.engine.offload.mapped_file import MappedFile
+from tests.support.virtual_device.device import VirtualDevice
+from tests.support.virtual_device.machine import Machine, current_machine, use_machine
+from tests.support.virtual_device.nccl import Alone, Ranks, VirtualNccl
+from tests.support.virtual_device.operators import Operators
+from tests.support.virtual_device.placement import DEVICE, Placement, group_tensors
+from tests.support.virtual_device.timelines import Clock, Timeline, merge
+
+
+@contextmanager
+def virtual_cluster(ranks: Alone | Ranks) -> Iterator[None]:
+    """Connects engines that are built in this process to virtual NCCL, on virtual devices."""
+    nccl = VirtualNccl(ranks)
+
+    def connect() -> tuple[Collectives, torch.device]:
+        return Collectives(NcclBackend(nccl.world)), DEVICE  # type: ignore[arg-type]
+
+    with ExitStack() as stack:
+        stack.enter_context(replace_device(VirtualDevice()))
+        for target, name, new in (
+            (nccl_module, "dist", nccl),
+            (nccl_module, "_all_gather", nccl.all_gather_single),
+            (nccl_module, "_reduce_scatter", nccl.reduce_scatter_single),
+            (torch._C, "_group_tensors_by_device_and_dtype", group_tensors),
+            (builder, "connect_collectives", connect),
+            (nvme_store, "ThreadPoolExecutor", _VirtualPool),
+            (MappedFile, "read", _booked(MappedFile.read, writes=True)),
+            (MappedFile, "write", _booked(MappedFile.write, writes=False)),
+        ):
+            stack.enter_context(mock.patch.object(target, name, new))
+        yield
+
+
+@contextmanager
+def virtual_rank() -> Iterator[Machine]:
+    """The calling thread is a rank with a virtual accelerator of its own."""
+    machine = Machine()
+    with use_machine(machine), Placement(machine), Operators(machine):
+        yield machine
+
+
+def _booked(call: Callable[..., None], *, writes: bool) -> Callable[..., None]:
+    """Input and output of a file, which torch's operators do not see."""
+
+    def run(self: MappedFile, stored: Tensor, memory: Tensor) -> None:
+        machine = current_machine()
+        machine.home_of(memory)
+        reads, written = ([], [memory]) if writes else ([memory], [])
+        machine.run("file", reads, written, machine.host)
+        with torch._C.DisableTorchFunction():
+            call(self, stored, memory)
+
+    return run
+
+
+class _VirtualPool(ThreadPoolExecutor):
+    """Runs a task when it is submitted, on a timeline of its own: that of a thread which starts
+    after `submit` and has ended for certain when `result` was asked for."""
+
+    _tasks = 0
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        machine = current_machine()
+        _VirtualPool._tasks += 1
+        thread = Timeline(f"{self._thread_name_prefix} {self._tasks}", on_host=True)
+        merge(thread.clock, machine.host.clock)
+        future = _VirtualFuture(thread.clock)
+        with machine.host_thread(thread):
+            try:
+                future.set_result(call(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001  raised by `result`
+                future.set_exception(error)
+        return future
+
+
+class _VirtualFuture(Future[Any]):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def result(self, timeout: float | None = None) -> Any:
+        merge(current_machine().host.clock, self._clock)
+        return super().result(timeout)
