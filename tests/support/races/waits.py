@@ -82,11 +82,12 @@ def find_waits(function: ast.AST) -> Iterator[ast.expr]:
         if isinstance(node, ast.Call):
             called.add(node.func)
             returned = len(node.args) > 1 and _name(node.func) == "release"  # bookkeeping of a pool
-            if _NAMES.fullmatch(_name(node.func)) and not returned:
-                yield node
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            if node not in called and _NAMES.fullmatch(node.attr):
-                yield node
+            found = not returned and _NAMES.fullmatch(_name(node.func))
+        else:
+            passed_on = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+            found = passed_on and node not in called and _NAMES.fullmatch(_name(node))
+        if found:
+            yield node
 
 
 def _functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
