@@ -28,6 +28,7 @@ from rayzero.orchestrator.machine import EVENTS, TABLE, State
 from rayzero.orchestrator.metrics.catalog import CATALOG_GROUPS as SERIES
 from rayzero.orchestrator.spec import CheckpointSpec, MetricsSpec, RecoverySpec, Workers
 from rayzero.workers.chaos.spec import FAULT_KINDS, fault_usage
+from rayzero.workers.nccl_settings import NCCL_SETTINGS
 from tests.house.source import ROOT
 
 FOLDERS = ("*.md", "docs/*.md", "examples/**/*.md", "helm/**/*.md", "manifests/*.md")
@@ -83,6 +84,15 @@ def fault_table() -> str:
     lines = [_row("fault", "what happens", "where"), "|---|---|---|"]
     for name, kind in FAULT_KINDS.items():
         lines.append(_row(f"`{fault_usage(name)}`", kind.description, kind.target))
+    return "\n".join(lines)
+
+
+def nccl_table() -> str:
+    """The environment variables that a worker sets."""
+    lines = [_row("variable", "value", "what follows from another value"), "|---|---|---|"]
+    for setting in NCCL_SETTINGS:
+        value = f"`{setting.value}`{', required' * setting.required}"
+        lines.append(_row(f"`{setting.name}`", value, setting.otherwise))
     return "\n".join(lines)
 
 
@@ -147,6 +157,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "workers": partial(settings_table, Workers, "workers"),
         "recovery": partial(settings_table, RecoverySpec, "recovery"),
         "faults": fault_table,
+        "nccl": nccl_table,
     },
     ROOT / "docs/config.md": {
         "shorts": shorthand_table,
