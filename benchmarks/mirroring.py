@@ -109,6 +109,7 @@ def rank_main(rank: int, plan: Plan, address: str, folder: str) -> None:
         seconds[stage] = _run_blocks(plan, session, _make_step(session, stage), rank)
         seconds[stage]["copy"] = session.copy_s[plan.steps :]
         client.announce_complete(number + 2)
+        client.release_spares([])
     if rank == 0:
         Path(folder, "measured.json").write_text(json.dumps(seconds))
     dist.barrier()

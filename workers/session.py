@@ -63,7 +63,10 @@ class JobSession:
         self._channel = channel
         self._retained = retained
         self._injector = injector
-        self._mirror = Mirror(spec.mirror, assignment, spec.steps, retained.vault, channel.post)
+        self._mirror = Mirror(
+            *(spec.mirror, assignment, spec.steps),
+            *(retained.vault, channel.post, channel.interrupt),
+        )
         self._skipped_steps = 0.0
         self._hang_timeout_s = spec.hang_timeout_s
         self._ledger = None
@@ -113,7 +116,7 @@ class JobSession:
 
     def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
         """Mirrors the step before reporting it: a reported step is never lost. An interrupt takes
-        effect after both."""
+        effect after both; before, if an abort may have changed the state."""
         step = int(metrics["step"])
         self._enter_phase("mirror")
         skipped = metrics.get("skipped_steps", self._skipped_steps)
@@ -123,14 +126,21 @@ class JobSession:
         if self.engine is not None:
             self._mirror.step_done(step, agreed, self.engine.state)
             self.reporter.add(self._mirror.gauges())
-        self.post(self.reporter.build(step))
+        self._mirror.post(self.reporter.build(step))
         self._retained.collect_garbage()
         self.check()
         if agreed.drain:
+            self.settle()
             self._channel.interrupt.leave()
 
+    def settle(self) -> None:
+        """Returns when the last step is mirrored and reported, where that runs beside training."""
+        self._mirror.settle()
+
     def close(self) -> None:
-        """Removes the hooks, once the training function has returned or raised."""
+        """Removes the hooks, once the training function has returned or raised, and ends the
+        mirror of its last step."""
+        self._mirror.close()
         for hook in self._hooks:
             hook.remove()
 

@@ -193,6 +193,7 @@ class WorkerProcess(WorkerCalls):
         try:
             with use_session(session), self._polled_errors(channel):
                 result = self._json_result(function(context))
+                session.settle()
         finally:
             session.close()
             for tee in self._tees:

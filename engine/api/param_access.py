@@ -55,6 +55,7 @@ class StoredParam:
         """The part that this rank updates; empty if frozen."""
         if self.unit.main_weights is None:
             return []
+        self.engine.state.before_write()  # the caller may change them
         return list(self._slices_within(self.unit.owned, self.unit.main_weights))
 
     def gradients(self) -> list[ParamSlice]:
@@ -73,6 +74,7 @@ class StoredParam:
 
     def optimizer_state(self, key: str) -> list[ParamSlice]:
         """This rank's part of a tensor of optimizer state; empty before the first step."""
+        self.engine.state.before_write()
         optimizer = self.engine._step.optimizer
         parts: list[ParamSlice] = []
         for shard in optimizer.shards:

@@ -33,12 +33,14 @@ class StateRange:
         ranges: the ranges of logical tensors in it; offsets count its elements.
         shapes: the full shape of each logical tensor in it.
         constant: whether training never changes it.
+        volatile: whether forward or backward change it, not only updates.
     """
 
     memory: Tensor
     ranges: tuple[TensorRange, ...]
     shapes: dict[str, tuple[int, ...]]
     constant: bool = False
+    volatile: bool = False
 
     @property
     def is_optimizer_state(self) -> bool:
@@ -56,11 +58,19 @@ class StateBlock:
 
     def copy_to(self, memory: memoryview, *, constants: bool) -> None:
         """Copy the ranges to `index.nbytes` bytes, constant ones only if `constants`."""
+        for part, target, _ in self.targets(memory, constants=constants):
+            target.copy_(part.memory)
+
+    def targets(
+        self, memory: memoryview, *, constants: bool
+    ) -> Iterator[tuple[StateRange, Tensor, int]]:
+        """The ranges that `copy_to` copies, the views of `memory` that they are copied to, and the
+        offset behind them."""
         for part, offset in zip(self.ranges, self.offsets, strict=True):
             if constants or not part.constant:
                 dtype, count = part.memory.dtype, part.memory.numel()
                 target = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
-                target.copy_(part.memory)
+                yield part, target, offset + target.nbytes
 
 
 def state_ranges(
@@ -86,8 +96,8 @@ def state_ranges(
         for key, value in elementwise_state(optimizer, shard).items():
             parts.append(optimizer_range(shard, key, value, within))
     if rank == 0:
-        buffers = persistent_buffers(model)
-        parts += [whole_tensor_range(f"buffers/{name}", value) for name, value in buffers]
+        for name, value in persistent_buffers(model):
+            parts.append(replace(whole_tensor_range(f"buffers/{name}", value), volatile=True))
     return [part for part in parts if part.ranges]
 
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from rayzero.engine.data.sampling import TrainingProgress
+from rayzero.engine.device import Device, get_device
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.optim.schedule import Scheduler
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
+from rayzero.engine.optim.whole_params import NeedsWholeParams
 from rayzero.engine.state import metadata
 from rayzero.engine.state.error_feedback import residual_ranges
 from rayzero.engine.state.load import LOAD_ALL, LoadOptions, load_tensors
@@ -27,9 +30,23 @@ from rayzero.engine.zero.placement import Placement
 from rayzero.engine.zero.runtime import ZeroRuntime
 
 
+class RunningCopy(Protocol):
+    """A copy of the state that runs beside training."""
+
+    def before_write(self, device: Device) -> None:
+        """What is enqueued on the device's current stream from now on runs after the copy."""
+
+
 class TrainingState:
     """One rank's view of the state. For the training thread only, until that has ended.
-    `complete_on_rank`: whether this rank's memory holds the complete state, as at stage 0."""
+
+    Attributes:
+        complete_on_rank: whether this rank's memory holds the complete state, as at stage 0.
+        update_is_collective: updates exchange data between ranks, so an abort may change the state
+            without an error: it is inconsistent until `confirm`.
+        copied_by: the newest copy that may still be running. Between updates forward and backward
+            change only the ranges that are `volatile`.
+    """
 
     def __init__(
         self,
@@ -45,7 +62,11 @@ class TrainingState:
         self.complete_on_rank = runtime.stage.optimizer_state is Placement.REPLICATED and (
             not runtime.grad_reduction.residuals or runtime.collectives.world_size == 1
         )
-        self._device = device
+        self.device = get_device(device)
+        self.update_is_collective = runtime.collectives.world_size > 1 and isinstance(
+            optimizer.torch_optimizer, NeedsWholeParams
+        )
+        self.copied_by: RunningCopy | None = None
         self._model = model
         self._runtime = runtime
         self._optimizer = optimizer
@@ -66,9 +87,21 @@ class TrainingState:
         Deliberately no `finally`: after an exception it stays marked, so that a half-updated step
         is never mirrored or saved.
         """
+        self.before_write()
         self._is_updating = True
         yield
+        self._is_updating = self.update_is_collective
+
+    def confirm(self) -> None:
+        """The host has seen the end of the update, and no abort before it. By any thread."""
         self._is_updating = False
+
+    def before_write(self) -> None:
+        """Call this before the state is changed: what the device runs from now on, it runs after
+        the copy that may still be running."""
+        if self.copied_by is not None:
+            self.copied_by.before_write(self.device)
+            self.copied_by = None
 
     def pack(self, *, whole: bool = False) -> StateBlock:
         """This rank's share as a block, or the complete state (`whole`). The share's block is the
@@ -85,7 +118,8 @@ class TrainingState:
 
     def _pack_ranges(self, *, owned: bool) -> StateBlock:
         parts = state_ranges(self._model, self._runtime, self._optimizer, owned=owned)
-        return pack_block(parts + residual_ranges(self._runtime))
+        residuals = residual_ranges(self._runtime)
+        return pack_block(parts + [replace(part, volatile=True) for part in residuals])
 
     def metadata(self) -> bytes:
         """The JSON part of this rank, as UTF-8."""
@@ -101,7 +135,7 @@ class TrainingState:
             "loss_scale": self._runtime.precision.scaler.state_dict(),
             "groups": metadata.optimizer_metadata(self._optimizer),
             "scheduler": metadata.scheduler_metadata(self._scheduler),
-            "rng": metadata.capture_rng(self._device),
+            "rng": metadata.capture_rng(self.device.torch_device),
         }
         if self._runtime.grad_reduction.residuals:
             document["residual_factor"] = self._runtime.grad_reduction.residual_factor
@@ -126,6 +160,7 @@ class TrainingState:
         """Read what this rank needs. Not collective; call `sync_model_weights` on every rank next.
         Raises CheckpointMismatchError if the state is of another model; DataError if the state is
         damaged or incomplete."""
+        self.before_write()
         rank = self._runtime.collectives.rank
         document = source.metadata(rank)
         load_tensors(self._model, self._runtime, self._optimizer, source, options)
@@ -144,9 +179,9 @@ class TrainingState:
         if rng := document.get("rng"):
             with metadata.damaged_unless_valid("random-number state"):
                 if document.get("rank") == rank:
-                    metadata.restore_rng(rng, self._device)
+                    metadata.restore_rng(rng, self.device.torch_device)
                 else:
-                    metadata.fork_rng(rng, rank, self._device)
+                    metadata.fork_rng(rng, rank, self.device.torch_device)
 
     def sync_model_weights(self) -> None:
         """Update model weights from the loaded main weights. Collective."""

@@ -15,6 +15,8 @@ REASONS = {
     "how often something is looked at, or how long changes are collected: only a delay": """
         workers.worker: FENCE_INTERVAL_S
         workers.vault.server: _PING_INTERVAL_S
+        workers.vault.mappings: _POLL_S
+        workers.beside_copy: _POLL_S
         workers.rendezvous_store: UNCHECKED_WAIT_S _POLL_INTERVAL_S
         workers.session: LEDGER_RETRY_S
         workers.group_errors: POLL_INTERVAL_S
@@ -84,6 +86,9 @@ REASONS = {
         orchestrator.cluster.connect: _CONNECT_TIMEOUT_S
         orchestrator.cluster.ray_api: _AUTH_RPC_TIMEOUT_S
         orchestrator.cluster.vault_group: _START_TIMEOUT_S
+    """,
+    "copies that the device's queue has already, after whatever they wait for was aborted": """
+        workers.vault.client: _DEVICE_TIMEOUT_S
     """,
     "one chunk of a fixed size": """
         engine.offload.nvme_store: IO_LIMIT_S

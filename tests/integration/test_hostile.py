@@ -18,6 +18,7 @@ from rayzero.workers import rendezvous_store
 from rayzero.workers.rendezvous_store import AuthenticatedStore, ForgedKeyError, open_store
 from rayzero.workers.vault.buffers import BufferPool
 from rayzero.workers.vault.images import MappedSlotReader
+from rayzero.workers.vault.mappings import SlotMapping
 from rayzero.workers.vault.records import SlotDamagedError, SlotRef
 from rayzero.workers.vault.slots import SlotHeader, SlotWriter, encode_table, write_header
 from tests.engine.checkpoint.saving import save
@@ -55,7 +56,7 @@ def test_flipped_bytes_of_a_slot_are_found(seed: int):
     header = SlotHeader(1, 0, 1, len(text), table().nbytes)
     buffer = pool.acquire(header.nbytes)
     write_header(buffer.fd, header)
-    write(SlotWriter(buffer.fd, text), 0, 5)
+    write(SlotWriter(SlotMapping(buffer.fd), text), 0, 5)
     ((path, found),) = hostile._newest_complete_slots([os.getpid()])[0]
     assert found.step == 5
     hostile._flip(path, found, random.Random(seed))

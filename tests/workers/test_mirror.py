@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayzero.engine.device import Device
 from rayzero.engine.layout.state_index import BlockIndex
 from rayzero.engine.session import NO_REQUESTS, StepRequests
 from rayzero.workers.messages import MirrorPolicy, Pinned
-from rayzero.workers.mirror import MIRROR_COST_FRACTION, Mirror, _CostModel
-from rayzero.workers.vault.records import Restore, VaultGoneError, VaultMemoryError
+from rayzero.workers.mirror import Mirror
+from rayzero.workers.mirror_cost import MIRROR_COST_FRACTION, BesideCost, CopyCost
+from rayzero.workers.training_thread import Interrupted, StopFlag
+from rayzero.workers.vault.records import Restore, SlotRef, VaultGoneError, VaultMemoryError
 from tests.workers.support import ASSIGN
 
 EVERY = MirrorPolicy(replicas=1, every_steps=1)
@@ -38,6 +43,7 @@ class Buffer:
 class FakeVault:
     buffers: list[Buffer] = field(default_factory=list)
     complete_generations: list[int] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
     error: Exception | None = None
     table: BlockIndex | None = None
 
@@ -47,10 +53,21 @@ class FakeVault:
         if table is not self.table:
             self.table, self.buffers = table, []
         self.buffers.append(Buffer())
+        self.calls.append("reserve")
         return self.buffers[-1]
 
+    def prepare(self, table: BlockIndex) -> None:
+        self.calls.append("prepare")
+
+    def announce_loaded(self, generation: int, step: int) -> None:
+        self.calls.append(f"loaded {step}")
+
     def announce_complete(self, generation: int) -> None:
+        self.calls.append("complete")
         self.complete_generations.append(generation)
+
+    def release_spares(self, used: list[Buffer]) -> None:
+        self.calls.append(f"spares but {len(used)}")
 
     @property
     def steps(self) -> list[int]:
@@ -61,6 +78,10 @@ class FakeVault:
 class State:
     table: BlockIndex = field(default_factory=BlockIndex)
     constants: list[bool] = field(default_factory=list)
+    device: Device = field(default_factory=lambda: Device(torch.device("cpu")))
+    update_is_collective: bool = False
+    on_copy: Callable[[], None] = lambda: None
+    confirmed: int = 0
 
     def pack(self) -> State:
         return self
@@ -71,6 +92,10 @@ class State:
 
     def copy_to(self, memory: memoryview, *, constants: bool) -> None:
         self.constants.append(constants)
+        self.on_copy()
+
+    def confirm(self) -> None:
+        self.confirmed += 1
 
     def metadata(self) -> bytes:
         return b"{}"
@@ -80,8 +105,13 @@ def make_mirror(
     plan: MirrorPolicy, vault: FakeVault | None, last_step: int | None = None, **assign: Any
 ):
     posted: list[Pinned] = []
-    mirror = Mirror(plan, replace(ASSIGN, **assign), last_step, vault, posted.append)  # type: ignore
+    stop = StopFlag(lambda place: None)
+    mirror = Mirror(plan, replace(ASSIGN, **assign), last_step, vault, posted.append, stop)  # type: ignore
     return mirror, posted
+
+
+def cost(mirror: Mirror) -> CopyCost:
+    return mirror._copier.cost
 
 
 def run(mirror: Mirror, steps: range, state: State, agree: Any = None) -> None:
@@ -166,8 +196,9 @@ def test_steps_are_pinned_for_remote_replicas_while_buffers_are_free():
 def test_every_mirror_has_a_checksum_however_long_it_takes():
     vault, state = FakeVault(), State()
     mirror, _ = make_mirror(EVERY, vault)
-    mirror._cost_model._mirror_s = 1e9  # no budget is left
-    run(mirror, range(1, 9), state)
+    run(mirror, range(1, 2), state)
+    cost(mirror)._mirror_s = 1e9  # no budget is left
+    run(mirror, range(2, 9), state)
     assert vault.steps == [7, 8]
     assert all(buffer.checksum is not None for buffer in vault.buffers)
 
@@ -211,7 +242,7 @@ def test_new_table_gets_new_buffers():
 
 @given(mirror_s=st.floats(1e-4, 10), step_s=st.floats(1e-3, 10))
 def test_chosen_interval_keeps_cost_near_its_limit(mirror_s: float, step_s: float):
-    costs = _CostModel()
+    costs = CopyCost()
     costs._step_s = step_s
     costs.mirror_finished(mirror_s)
     assert mirror_s / costs.interval_steps <= 1.25 * MIRROR_COST_FRACTION * step_s * (1 + 1e-9)
@@ -224,17 +255,84 @@ def test_chosen_interval_keeps_cost_near_its_limit(mirror_s: float, step_s: floa
 def test_first_write_into_new_buffer_does_not_count():
     mirror, _ = make_mirror(EVERY, FakeVault())
     run(mirror, range(1, 3), State())  # two new buffers
-    assert mirror._cost_model._mirror_s == 0
+    assert cost(mirror)._mirror_s == 0
     run(mirror, range(3, 4), State())
-    assert mirror._cost_model._mirror_s == 0, "a new table gets a new buffer"
+    assert cost(mirror)._mirror_s == 0, "a new table gets a new buffer"
     state = State()
     run(mirror, range(4, 8), state)
-    assert mirror._cost_model._mirror_s > 0
+    assert cost(mirror)._mirror_s > 0
 
 
 def test_pause_between_steps_has_little_effect_on_step_time():
-    costs = _CostModel()
+    costs = CopyCost()
     costs._step_s = 0.1
     costs._last_step_at_s -= 60.0  # such as an evaluation
-    costs.step_finished()
+    costs.step_finished(mirrored=False)
     assert costs._step_s < 0.13
+
+
+def test_slots_are_reserved_where_memory_is_free_already():
+    """The vault learns what each of the first votes shows before the next buffer is reserved."""
+    vault, state = FakeVault(), State()
+    slots = (SlotRef(1, 0, 7, "a"),)
+    mirror, _ = make_mirror(EVERY, vault, generation=2, restore=Restore(7, slots))
+    run(mirror, range(8, 13), state)
+    assert vault.calls == ["loaded 7", "reserve", "complete", "reserve", "spares but 2"]
+
+
+def test_second_slot_of_fresh_start_is_allocated_beside_the_first_step():
+    vault = FakeVault()
+    mirror, _ = make_mirror(EVERY, vault)
+    run(mirror, range(1, 4), State())
+    assert vault.calls == ["reserve", "prepare", "complete", "reserve", "spares but 2"]
+
+
+@pytest.mark.parametrize("collective", [False, True])
+def test_aborted_collective_update_is_neither_committed_nor_reported(collective: bool):
+    """An abort during the copy: only an update that holds exchanges may have been changed by it."""
+    vault, state = FakeVault(), State(update_is_collective=collective)
+    mirror, posted = make_mirror(EVERY, vault)
+    run(mirror, range(1, 2), state)
+    state.on_copy = mirror._copier.interrupt.set
+    if not collective:
+        run(mirror, range(2, 3), state)
+        assert vault.steps == [1, 2]
+        return
+    with pytest.raises(Interrupted):
+        run(mirror, range(2, 3), state)
+    assert vault.steps == [-1, 1]
+    assert state.confirmed == 1
+    assert posted == []
+
+
+@pytest.mark.parametrize("collective", [False, True])
+def test_step_without_mirror_is_looked_at_too(collective: bool):
+    mirror, _ = make_mirror(MirrorPolicy(), None)
+    mirror._copier.interrupt.set()
+    state = State(update_is_collective=collective)
+    if collective:
+        with pytest.raises(Interrupted):
+            run(mirror, range(1, 2), state)
+    else:
+        run(mirror, range(1, 2), state)
+    assert state.confirmed == (not collective)
+
+
+def steps_of_cost(costs: BesideCost, *took_s: tuple[float, bool | None]) -> None:
+    for seconds, mirrored in took_s:
+        costs._last_step_at_s -= seconds
+        costs.step_finished(mirrored)
+
+
+def test_interval_of_mirrors_beside_training_follows_the_slowdown():
+    costs = BesideCost()
+    steps_of_cost(costs, (60.0, False), (60.0, None))  # start and first slots: not measured
+    assert costs.interval_steps == 2.0
+    steps_of_cost(costs, *[(1.0, True)] * 3)
+    assert costs.interval_steps == 2.0, "nothing to compare with yet"
+    steps_of_cost(costs, (1.0, False), (1.0, True))
+    assert costs.interval_steps == 1.0, "however long the copies take"
+    steps_of_cost(costs, *[(1.5, True), (1.0, False)] * 30)
+    assert costs.interval_steps == 10.0  # 0.5 s of 10 s
+    steps_of_cost(costs, *[(1.0, True)] * 200)
+    assert costs.interval_steps == 2.0, "the step without a mirror is out of date"

@@ -8,17 +8,19 @@ import os
 import pickle
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
 from threading import Event, Lock, Thread
 from time import monotonic
 from typing import TypeVarTuple
+from weakref import WeakValueDictionary
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.engine.layout.state_index import BlockIndex
 from rayzero.workers.vault import images
 from rayzero.workers.vault.images import MappedSlotReader, RemoteSlotReader, SlotReader, VaultSource
+from rayzero.workers.vault.mappings import SlotMapping
 from rayzero.workers.vault.peers import Peer
 from rayzero.workers.vault.records import Restore, SlotRef, VaultGoneError
 from rayzero.workers.vault.requests import (
@@ -34,6 +36,8 @@ _RESERVE_TIMEOUT_S = 300.0
 _SLOWEST_RESERVE_BYTES_PER_S = 100e6
 """Memory is usually allocated and touched at about 1 GB/s."""
 _FETCH_TIMEOUT_S = 60.0
+_DEVICE_TIMEOUT_S = 10.0
+"""For the copies of an interrupted mirror, which are queued on the device already."""
 _MAX_FDS = 64
 
 Ts = TypeVarTuple("Ts")
@@ -55,6 +59,8 @@ class VaultClient:
         self.address = address
         self._request_ids = count(1)
         self._call_lock = Lock()  # one call at a time: the next reply is the call's own
+        self._mappings: WeakValueDictionary[tuple[int, int], SlotMapping] = WeakValueDictionary()
+        self._registered: list[SlotMapping] = []
         self._closed = Event()
         # Exits with the process, or once the session is closed.
         liveness = Thread(target=self._closed.wait, name="rayzero-liveness", daemon=True)
@@ -74,11 +80,14 @@ class VaultClient:
             raise VaultGoneError(f"no vault answers at {address}: {error}") from None
 
     def reserve(self, generation: int, rank: int, world_size: int, table: BlockIndex) -> SlotWriter:
-        """Allocates an empty buffer for a state with that table. Takes about 1 s per GB.
+        """Allocates an empty buffer for a state with that table. A new one takes about 1 s per GB.
 
         Buffers reserved earlier by this worker that hold no complete version are released. Raises
-        VaultMemoryError if the node has too little memory.
+        VaultMemoryError if the node has too little memory; EngineError if a device still writes to
+        a buffer.
         """
+        for mapping in self._registered:  # released buffers may become another worker's
+            mapping.wait_idle(_DEVICE_TIMEOUT_S)
         table_json = encode_table(table)
         [fd] = self._call(
             _RESERVE_TIMEOUT_S + table.nbytes / _SLOWEST_RESERVE_BYTES_PER_S,
@@ -90,13 +99,38 @@ class VaultClient:
             table.nbytes,
         )
         try:
-            return SlotWriter(fd, table_json)
+            return SlotWriter(self._map(fd), table_json)
         finally:
             os.close(fd)
+
+    def prepare(self, table: BlockIndex) -> None:
+        """Allocates the buffer that the next but one `reserve` needs. Does not wait for it."""
+        self._send(None, WorkerRequests.prepare, len(encode_table(table)), table.nbytes)
+
+    def register(
+        self, mapping: SlotMapping, register: Callable[[mmap.mmap], Callable[[], None]]
+    ) -> None:
+        """Registers a mapping with a device, and keeps it until `release_spares` or `close`."""
+        if not mapping.registered:
+            mapping.register(register)
+            self._registered.append(mapping)
+
+    def announce_loaded(self, generation: int, step: int) -> None:
+        """All ranks of this generation have loaded that step. Does not wait for a reply."""
+        self._send(None, WorkerRequests.generation_loaded, generation, step)
 
     def announce_complete(self, generation: int) -> None:
         """All ranks have a complete version of this generation. Does not wait for a reply."""
         self._send(None, WorkerRequests.generation_complete, generation)
+
+    def release_spares(self, used: Sequence[SlotWriter]) -> None:
+        """All ranks have reserved what they need: releases all buffers but those in `used`."""
+        kept = {id(writer.mapping) for writer in used}
+        unused = [it for it in self._registered if id(it) not in kept]
+        self._registered = [it for it in self._registered if id(it) in kept]
+        for mapping in unused:
+            mapping.close(_DEVICE_TIMEOUT_S)
+        self._send(None, WorkerRequests.trim)
 
     def open_source(self, restore: Restore) -> VaultSource:
         """Opens the slots of `restore`; those on other nodes are read through this vault. Raises
@@ -114,6 +148,8 @@ class VaultClient:
         """Closes the session, and ends a call in flight on another thread. Idempotent."""
         if self._closed.is_set():
             return
+        while self._registered:
+            self._registered.pop().close(_DEVICE_TIMEOUT_S)
         with suppress(VaultGoneError):
             self._send(None, WorkerRequests.deregister)
         self._closed.set()
@@ -121,6 +157,15 @@ class VaultClient:
             self._socket.shutdown(socket.SHUT_RDWR)
         with self._call_lock:
             self._socket.close()
+
+    def _map(self, fd: int) -> SlotMapping:
+        """The buffer's mapping; the one that exists, if the buffer has not grown since."""
+        status = os.fstat(fd)
+        key = status.st_dev, status.st_ino
+        mapping = self._mappings.get(key)
+        if mapping is None or len(mapping.memory) < status.st_size:
+            mapping = self._mappings[key] = SlotMapping(fd)
+        return mapping
 
     def _open_slot(self, ref: SlotRef) -> SlotReader:
         fds = self._call(_CALL_TIMEOUT_S, WorkerRequests.open_version, *ref)

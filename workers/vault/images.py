@@ -15,7 +15,13 @@ from xxhash import xxh3_64_intdigest
 from rayzero.engine.errors import DataError
 from rayzero.engine.layout.state_index import BlockIndex
 from rayzero.workers.vault.records import SlotDamagedError, SlotGoneError, SlotRef
-from rayzero.workers.vault.slots import HEADER_BYTES, PAGE_BYTES, SlotHeader, read_header
+from rayzero.workers.vault.slots import (
+    HEADER_BYTES,
+    PAGE_BYTES,
+    SlotHeader,
+    checksum_of,
+    read_header,
+)
 
 FETCH_CHUNK_BYTES = 16 * 2**20
 """The largest read from another node."""
@@ -83,15 +89,15 @@ class SlotReader(ABC):
     def _read_json(self, offset: int, length: int, checksum: int, part: str) -> dict[str, Any]:
         text = bytearray(length)
         self.read(offset, memoryview(text))
-        self._compare(text, checksum, part)
+        if xxh3_64_intdigest(text) != checksum:
+            raise self._damaged(part)
         document: dict[str, Any] = json.loads(text)
         return document
 
-    def _compare(self, data: bytearray | memoryview, checksum: int, part: str) -> None:
-        if xxh3_64_intdigest(data) != checksum:
-            raise SlotDamagedError(
-                f"{describe_slot(self.ref)} is damaged: {part} does not match its checksum"
-            )
+    def _damaged(self, part: str) -> SlotDamagedError:
+        return SlotDamagedError(
+            f"{describe_slot(self.ref)} is damaged: {part} does not match its checksum"
+        )
 
 
 class MappedSlotReader(SlotReader):
@@ -117,8 +123,9 @@ class MappedSlotReader(SlotReader):
         copy_bytes(into, self._bytes[offset : offset + len(into)])
 
     def verify(self) -> None:
-        if self.header.data_checksum is not None:
-            self._compare(self.data, self.header.data_checksum, "its data")
+        expected = self.header.data_checksum
+        if expected is not None and checksum_of(self.data) != expected:
+            raise self._damaged("its data")
 
     def close(self) -> None:
         self._bytes.release()

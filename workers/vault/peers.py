@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import BoundedSemaphore
+from threading import BoundedSemaphore, Lock
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 MAX_SLOW_REQUESTS = 16
@@ -31,6 +31,7 @@ class Peer:
         thread_fd: refers to a thread that exits when the process dies or deregisters; -1:
             unavailable.
         slow_requests: limits what the connection may have in flight.
+        allocating: held while a buffer is allocated for it.
     """
 
     socket: socket.socket
@@ -43,6 +44,7 @@ class Peer:
     slow_requests: BoundedSemaphore = field(
         default_factory=lambda: BoundedSemaphore(MAX_SLOW_REQUESTS), repr=False
     )
+    allocating: Lock = field(default_factory=Lock, repr=False)
 
     def register(self, worker: int, pid: int, thread: int) -> None:
         self.worker, self.pid = worker, pid

@@ -1,8 +1,14 @@
 """The registry of a vault's buffers: their writers, and the lifetimes of versions.
 
 A version is dropped when its generation is over and it is not pinned. The buffer of a dropped
-version becomes spare: the next reservation reuses it, grown if necessary, so that a recovery
-touches few new pages. The spares are freed when a generation ends, which bounds the memory.
+version becomes spare: the next reservation reuses it, grown if necessary, and preferably that of
+the same worker, which may have it mapped and registered with its device. In this order a new
+generation touches no new pages: all ranks have loaded a step, so older ones become spare, and the
+first buffer is reserved; all have mirrored a step, so the one that was loaded becomes spare, and
+the second is reserved; all have done that, and the remaining spares are freed.
+
+The unfinished buffer of a dead worker is freed, not reused: its device may still be writing it,
+until the kernel has ended the process. Pages in use by a device stay allocated that long.
 """
 
 from __future__ import annotations
@@ -35,6 +41,7 @@ class _Entry:
     owner: object | None
     readers: int = 0
     dropped: bool = False
+    reusable: bool = True
 
     @property
     def pinned(self) -> bool:
@@ -68,12 +75,16 @@ class SlotRegistry:
         buffers without a complete version become spare. Allocation is slow. Raises VaultMemoryError
         if there is not enough memory."""
         self.discard_unfinished(owner)  # the owner waits for this call: it is not writing
-        buffer = self._pool.acquire(header.nbytes)
+        buffer = self._pool.acquire(header.nbytes, owner)
         write_pin(buffer.fd, False)
         write_header(buffer.fd, header)
         with self._lock:
             self._entries.append(_Entry(buffer, header.generation, header.rank, owner))
             return os.dup(buffer.fd)
+
+    def prepare(self, owner: object, nbytes: int) -> None:
+        """Allocates a spare buffer that the owner is about to reserve. Slow."""
+        self._pool.prepare(nbytes, owner)
 
     def open_version(self, ref: SlotRef) -> int:
         """A new descriptor of the version's buffer; the caller closes it. Raises SlotGoneError if
@@ -95,8 +106,8 @@ class SlotRegistry:
         finally:
             with self._lock:
                 entry.readers -= 1
-                if entry.dropped and not entry.readers:
-                    self._pool.release([entry.buffer])
+                if entry.dropped:
+                    self._release([entry])
 
     @contextmanager
     def receive_replica(self, header: SlotHeader) -> Iterator[int]:
@@ -152,17 +163,36 @@ class SlotRegistry:
                 held["replicas" if entry.owner is None else "slots"] += entry.buffer.capacity_bytes
         return held | {"spare": self._pool.nbytes}
 
-    def discard_unfinished(self, owner: object) -> None:
-        """Makes the owner's buffers without a complete version spare: it no longer writes them."""
+    def discard_unfinished(self, owner: object, *, dead: bool = False) -> None:
+        """Makes the owner's buffers without a complete version spare: it no longer writes them; or
+        frees them, if it is `dead`."""
         with self._lock:
-            self._drop_entries(e for e in self._entries if e.owner == owner and e.version is None)
+            unfinished = [e for e in self._entries if e.owner == owner and e.version is None]
+            for entry in unfinished:
+                entry.reusable = not dead
+            self._drop_entries(unfinished)
+
+    def generation_loaded(self, generation: int, step: int) -> None:
+        """All ranks of this generation have loaded `step`: nobody goes back behind it."""
+        with self._lock:
+            self._drop_entries(
+                entry
+                for entry, version in self._complete_versions()
+                if entry.generation < generation
+                and entry.owner is not None
+                and version.step < step
+                and not entry.pinned
+            )
 
     def generation_complete(self, generation: int) -> None:
         """All ranks have a complete version of this generation: older generations are over."""
         with self._lock:
             if generation > self._current_generation:
                 self._evict_before(generation)
-                self._pool.trim()
+
+    def trim(self) -> None:
+        """Frees the spare buffers: all ranks have reserved those that they need."""
+        self._pool.trim()
 
     def unpin(self, generation: int, step: int) -> None:
         """Unpins the versions of `step` and earlier, of `generation` and earlier.
@@ -202,8 +232,13 @@ class SlotRegistry:
         for entry in dropped:
             entry.dropped = True
         self._entries = [entry for entry in self._entries if not entry.dropped]
-        # A buffer that is being read is released by its last reader.
-        self._pool.release([entry.buffer for entry in dropped if not entry.readers])
+        self._release(dropped)
+
+    def _release(self, dropped: list[_Entry]) -> None:
+        """Buffers that are being read are released by their last reader."""
+        unread = [entry for entry in dropped if not entry.readers]
+        self._pool.release([entry.buffer for entry in unread if entry.reusable])
+        self._pool.free([entry.buffer for entry in unread if not entry.reusable])
 
     def _evict_before(self, generation: int) -> None:
         """Drops unpinned versions of older generations, and unpinned outdated replicas."""

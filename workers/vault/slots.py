@@ -13,8 +13,8 @@ between leaves a buffer without a complete version; the rank's other buffers are
 from __future__ import annotations
 
 import json
-import mmap
 import os
+from collections.abc import Sequence
 from struct import Struct
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from xxhash import xxh3_64_intdigest
 
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.state_index import BlockIndex
+from rayzero.workers.vault.mappings import SlotMapping
 from rayzero.workers.vault.records import SlotDamagedError, SlotGoneError, SlotRef, SlotRoomError
 
 PAGE_BYTES = 4096
@@ -32,8 +33,11 @@ PIN_OFFSET = PAGE_BYTES // 2
 METADATA_CAPACITY = 256 * 1024
 """Space for the JSON metadata in bytes."""
 
+CHUNK_BYTES = 64 * 2**20
+"""The data's checksum is that of the checksums of its chunks, so that threads can share it."""
+
 _MAGIC = b"RZ slot\0"
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 _HEADER_STRUCT = Struct("<8sIqIIQQqQQQ?Q")
 _CHECKSUM_STRUCT = Struct("<Q")
 HEADER_BYTES = _HEADER_STRUCT.size + _CHECKSUM_STRUCT.size
@@ -44,8 +48,8 @@ class SlotHeader(NamedTuple):
 
     Attributes:
         step: finished steps of the state; -1 if there is no complete version.
-        table_checksum, metadata_checksum, data_checksum: xxh3-64; the data's is None if it was not
-            computed.
+        table_checksum, metadata_checksum: xxh3-64.
+        data_checksum: `checksum_of` the data; None if it was not computed.
     """
 
     generation: int
@@ -128,23 +132,33 @@ def encode_table(table: BlockIndex) -> bytes:
     return json.dumps(table.to_json(), separators=(",", ":")).encode()
 
 
-class SlotWriter:
-    """One of a rank's buffers. Used by one thread.
+def checksum_of(data: memoryview) -> int:
+    """The checksum of a slot's data."""
+    starts = range(0, max(1, len(data)), CHUNK_BYTES)
+    return combine_checksums([xxh3_64_intdigest(data[it : it + CHUNK_BYTES]) for it in starts])
 
-    The buffer is mapped for as long as this object or a view of `data` lives; its contents stay in
-    the vault after that.
+
+def combine_checksums(chunks: Sequence[int]) -> int:
+    """The checksum of data from the xxh3-64 of each of its chunks of `CHUNK_BYTES`."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return xxh3_64_intdigest(b"".join(it.to_bytes(8, "little") for it in chunks))
+
+
+class SlotWriter:
+    """One of a rank's buffers. Used by one thread at a time.
 
     Args:
-        fd: a buffer reserved by the vault; the caller may close it afterwards.
+        mapping: a buffer reserved by the vault; its contents stay there.
         table_json: the table of the state to be written.
     """
 
-    def __init__(self, fd: int, table_json: bytes) -> None:
-        header = read_header(fd)
+    def __init__(self, mapping: SlotMapping, table_json: bytes) -> None:
+        self.mapping = mapping
+        self._map = mapping.memory
+        header = SlotHeader.decode(self._map[:HEADER_BYTES])
         if header is None:
             raise SlotGoneError("the vault returned a buffer without a valid header")
-        # Populated now, so that no training step pays for page faults.
-        self._map = mmap.mmap(fd, header.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._map[PAGE_BYTES : PAGE_BYTES + len(table_json)] = table_json
         self._header = header._replace(table_checksum=xxh3_64_intdigest(table_json))
         self._begun = False
@@ -179,7 +193,7 @@ class SlotWriter:
         Args:
             metadata: the state's JSON metadata.
             pin: keep the version until the vault unpins it.
-            checksum: xxh3-64 of `data`; None if it was not computed.
+            checksum: `checksum_of` `data`; None if it was not computed.
         """
         if not self._begun:
             raise EngineError("SlotWriter.commit without a SlotWriter.begin before it")

@@ -6,6 +6,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from threading import BoundedSemaphore, Event, Lock
 from typing import TypeAlias
@@ -67,7 +68,7 @@ class Vault:
         self._server = VaultServer(
             self._address,
             WorkerRequests(node_id, self._registry, fetch),
-            self._registry.discard_unfinished,
+            partial(self._registry.discard_unfinished, dead=True),
         )
 
     def address(self) -> str:

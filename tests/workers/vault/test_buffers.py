@@ -6,7 +6,10 @@ import errno
 import os
 import pickle
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
+from time import monotonic
 
 import psutil
 import pytest
@@ -158,5 +161,42 @@ def test_mapped_buffer_cannot_be_truncated():
     buffer = pool.acquire(8192)
     with pytest.raises(PermissionError):
         os.ftruncate(buffer.fd, 0)
+    pool.release([buffer])
+    pool.trim()
+
+
+def test_buffers_are_allocated_at_once_and_not_from_the_same_memory(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Ranks of one node do not wait for each other's pages to be zeroed."""
+    both, allocate = Barrier(2), os.posix_fallocate
+
+    def allocate_beside(fd: int, offset: int, length: int) -> None:
+        both.wait(10)  # fails unless another allocation is running
+        allocate(fd, offset, length)
+
+    pool = BufferPool(lambda: 10 * MIB)
+    with ThreadPoolExecutor(2) as threads:
+        monkeypatch.setattr(os, "posix_fallocate", allocate_beside)
+        started = [threads.submit(pool.acquire, 4 * MIB)]
+        deadline = monotonic() + 10
+        while both.n_waiting == 0 and monotonic() < deadline:
+            pass
+        with pytest.raises(VaultMemoryError, match="the 6 MiB that are available"):
+            pool.acquire(7 * MIB)  # 4 of the 10 are promised
+        started.append(threads.submit(pool.acquire, 5 * MIB))
+        buffers = [future.result(10) for future in started]
+    assert [buffer.allocated_bytes for buffer in buffers] == [4 * MIB, 5 * MIB]
+    pool.release(buffers)
+    pool.trim()
+
+
+def test_prepared_buffer_is_for_the_one_that_asked():
+    pool = BufferPool(lambda: 100 * MIB)
+    pool.prepare(2 * MIB, "a")
+    pool.prepare(2 * MIB, "b")
+    buffer = pool.acquire(2 * MIB, "a")
+    assert (buffer.last_owner, pool.nbytes) == ("a", 2 * MIB)
+    pool.prepare(200 * MIB, "c")  # too much: reported when it is needed
     pool.release([buffer])
     pool.trim()

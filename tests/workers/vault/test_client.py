@@ -1,16 +1,17 @@
 from __future__ import annotations
 
+import mmap
 import pickle
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 
-from rayzero.engine.errors import DataError
+from rayzero.engine.errors import DataError, EngineError
 from rayzero.workers.vault import client as client_module
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import Restore, VaultGoneError, VaultMemoryError
@@ -54,6 +55,54 @@ def test_announce_complete_drops_older_generations(cluster: VaultCluster):
     client.announce_complete(2)
     client.reserve(2, 0, 1, table())  # its reply follows the announcement
     assert steps_of(vault) == [(0, 5)]
+
+
+def test_mapping_stays_registered_across_generations(cluster: VaultCluster):
+    """Until its buffer is not needed any more, and not while a device writes to it."""
+    client, log = cluster.client(), []
+
+    def register(memory: mmap.mmap) -> Callable[[], None]:
+        log.append("register")
+        return lambda: log.append("unregister")
+
+    old = []
+    for step in (4, 5):
+        old.append(client.reserve(1, 0, 1, table()))
+        client.register(old[-1].mapping, register)
+        write(old[-1], 0, step)
+    mappings = [writer.mapping for writer in old]
+    del old
+    client.announce_loaded(2, 5)
+    first = client.reserve(2, 0, 1, table())
+    client.register(first.mapping, register)
+    assert first.mapping is mappings[0]
+    assert log == ["register", "register"]
+    write(first, 0, 6)
+    client.announce_complete(2)
+    second = client.reserve(2, 0, 1, table(nbytes=100_000))  # another state: the buffer has grown
+    client.register(second.mapping, register)
+    assert second.mapping is not mappings[1]
+    mappings[1].is_busy = iter([True, False]).__next__
+    client.release_spares([first, second])
+    assert log == ["register", "register", "register", "unregister"]
+    assert not mappings[1].registered
+    client.close()
+    assert log.count("unregister") == 3
+
+
+def test_buffer_that_a_device_still_writes_is_not_given_back(
+    cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(client_module, "_DEVICE_TIMEOUT_S", 0.01)
+    client = cluster.client()
+    writer = client.reserve(1, 0, 1, table())
+    client.register(writer.mapping, lambda memory: lambda: None)
+    writer.begin()
+    writer.mapping.is_busy = lambda: True
+    with pytest.raises(EngineError, match=r"has not ended after 0\.01 s"):
+        client.reserve(2, 0, 1, table())
+    client.close()
+    assert "stays registered" in caplog.text
 
 
 def test_lost_vault_is_an_error_and_memory_stays_mapped(cluster: VaultCluster):

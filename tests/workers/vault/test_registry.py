@@ -9,6 +9,7 @@ import pytest
 
 from rayzero.workers.vault.buffers import BufferPool
 from rayzero.workers.vault.images import MappedSlotReader
+from rayzero.workers.vault.mappings import SlotMapping
 from rayzero.workers.vault.records import SlotGoneError, SlotInfo
 from rayzero.workers.vault.registry import SlotRegistry
 from rayzero.workers.vault.slots import SlotHeader, SlotWriter, encode_table, read_header
@@ -27,7 +28,7 @@ class Node:
     def reserve(self, generation: int, rank: int, owner: int = 7, nbytes: int = 64) -> SlotWriter:
         text = encode_table(table(rank, nbytes))
         fd = self.registry.reserve(owner, SlotHeader(generation, rank, 2, len(text), nbytes))
-        buffer = SlotWriter(fd, text)
+        buffer = SlotWriter(SlotMapping(fd), text)
         os.close(fd)
         return buffer
 
@@ -89,10 +90,65 @@ def test_complete_generation_drops_older_ones_except_pinned_versions(node: Node)
     assert len(node.keys()) == 5
     node.registry.generation_complete(2)
     assert node.keys() == [(1, 0, 4), (2, 0, 6)]
+    assert node.registry.usage()["spare"] > 0  # for the second buffers of all ranks
+    node.registry.trim()
     assert node.registry.usage()["spare"] == 0
     node.registry.unpin(1, 4)
     assert node.keys() == [(2, 0, 6)]
     assert node.registry.usage()["spare"] > 0  # for the next one who needs a buffer
+
+
+def test_next_generation_reuses_the_buffers_of_each_worker(node: Node):
+    """Without new pages, and where the worker has them mapped."""
+
+    def inode(writer: SlotWriter) -> int:
+        [entry] = [
+            entry
+            for entry in node.registry._entries
+            if read_header(entry.buffer.fd) == writer._header
+        ]
+        return os.fstat(entry.buffer.fd).st_ino
+
+    old = {}
+    for rank in (0, 1):
+        for step in (4, 5):
+            buffer = node.reserve(1, rank, owner=rank)
+            write(buffer, rank, step)
+            old[rank, step] = inode(buffer)
+    new = {}
+    node.registry.generation_loaded(2, 5)
+    assert node.keys() == [(1, 0, 5), (1, 1, 5)], "the step that it started from stays"
+    for rank, step in ((1, 6), (0, 6)):
+        buffer = node.reserve(2, rank, owner=rank)
+        write(buffer, rank, step)
+        new[rank, 4] = inode(buffer)
+    node.registry.generation_complete(2)
+    for rank in (1, 0):
+        buffer = node.reserve(2, rank, owner=rank)
+        write(buffer, rank, 7)
+        new[rank, 5] = inode(buffer)
+    assert new == old
+    assert node.registry.usage()["spare"] == 0
+
+
+def test_loaded_generation_keeps_pinned_versions_and_replicas(node: Node):
+    node.mirror(1, 0, 3, pin=True)
+    node.mirror(1, 0, 4, 5)
+    node.replica(1, 1, 3)
+    node.registry.generation_loaded(2, 5)
+    assert node.keys() == [(1, 0, 3), (1, 0, 5), (1, 1, 3)]
+
+
+def test_unfinished_buffer_of_dead_worker_is_not_reused(node: Node):
+    """Its device may still be writing it."""
+    node.mirror(1, 0, 4)
+    buffer = node.reserve(1, 0)
+    buffer.begin()
+    node.registry.discard_unfinished(7, dead=True)
+    assert node.registry.usage()["spare"] == 0
+    assert node.keys() == [(1, 0, 4)]
+    buffer.data[:3] = b"dma"
+    assert bytes(node.reserve(2, 0).data[:3]) == b"\0\0\0"
 
 
 def test_unpinning_frees_up_to_step_and_keeps_versions(node: Node):

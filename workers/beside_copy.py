@@ -1,0 +1,240 @@
+"""Copies a step's state into a slot beside the next forward and backward, on asynchronous devices.
+
+The order for step k, where T is the training thread, C its stream, M the copies' own stream, and H
+the thread `rayzero-mirror`:
+
+1. T has passed vote k and enqueued update k on C. It invalidates the slot's version, lets M wait
+   for C, enqueues the copies on M with an event behind each group, and goes on.
+2. C waits for the copies of what forward and backward change: buffers, residuals. They are first.
+3. H copies what is in host memory, and waits for the events; a group's checksum is computed beside
+   the copies of the next ones.
+4. When an event is reached H looks at the interrupt. It is set before collectives are aborted, so
+   if it is not set, no abort has released what the copies waited for, and they are genuine.
+5. H commits the version, then posts the messages of the step: `Pinned`, the report.
+6. T waits for H in `settle`, before it enters vote k + 1. C waits for M's last event before update
+   k + 1, or another write of the state (`TrainingState.before_write`).
+
+So, as with `StateCopier`, a step's mirror is complete before the step is reported, and before the
+next vote. What ends otherwise is never committed nor posted: an interrupt ends H's wait within a
+millisecond; an error in H is raised in T by `settle`; `close`, at the end of the generation, lets
+a finished step be committed, but not for longer than a few times the longest commit so far. The
+slot then holds no version, and its memory is not reused before the copies are done
+(`SlotMapping.is_busy`). A vault that died is noticed by the next `reserve`: until then its slots
+are only memory. The last step is settled after the training function has returned.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Event as Flag
+from threading import Lock, Thread
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_64_intdigest
+
+from rayzero.engine.device import Device, Event
+from rayzero.engine.state.ranges import StateRange
+from rayzero.engine.state.training import TrainingState
+from rayzero.workers.messages import WorkerMessage
+from rayzero.workers.mirror_cost import BesideCost, CopyCost
+from rayzero.workers.state_copy import SlotWrite, StateCopier
+from rayzero.workers.training_thread import StopFlag
+from rayzero.workers.vault.client import VaultClient
+from rayzero.workers.vault.slots import CHUNK_BYTES, SlotWriter, combine_checksums
+
+log = logging.getLogger("rayzero.workers")
+
+_POLL_S = 0.001
+_CHECKSUM_THREADS = 4
+_SLOWEST_BYTES_PER_S = 0.5e9
+"""Of a commit, until one was measured."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The slot's data up to the offset `stop` is complete when `event` is reached, and `on_host`
+    is copied, which is in host memory."""
+
+    stop: int
+    event: Event
+    on_host: list[tuple[StateRange, Tensor]]
+
+
+@dataclass
+class _Job:
+    """One step, from its launch until it is settled. `messages` are held back until it turns out to
+    be `genuine`."""
+
+    write: SlotWrite | None
+    state: TrainingState
+    groups: list[_Group]
+    lock: Lock = field(default_factory=Lock)  # guards the two below
+    messages: list[WorkerMessage] = field(default_factory=list)
+    genuine: bool = False
+    error: BaseException | None = None
+    done: Flag = field(default_factory=Flag)
+
+    def before_write(self, device: Device) -> None:
+        """The device waits for its copies; the host only for those that H makes from host memory,
+        which an interrupt ends."""
+        if any(group.on_host for group in self.groups):
+            self.done.wait()
+        device.current_stream().wait_event(self.groups[-1].event)
+
+
+class BesideCopier(StateCopier):
+    """Copies on a stream of an asynchronous device, and commits in a thread of its own.
+
+    Used by the training thread, which starts the thread and ends it with `close`.
+    """
+
+    def __init__(
+        self, device: Device, interrupt: StopFlag, send: Callable[[WorkerMessage], None]
+    ) -> None:
+        super().__init__(interrupt, send)
+        self.cost: CopyCost = BesideCost()
+        self._device = device
+        self._stream = device.new_stream()
+        self._job: _Job | None = None  # not settled yet
+        self._closing = Flag()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread = Thread(target=self._serve, name="rayzero-mirror", daemon=True)
+        self._thread.start()
+        self._checksums = ThreadPoolExecutor(_CHECKSUM_THREADS, "rayzero-checksum")
+        self._longest_s = 0.0
+
+    def register(self, vault: VaultClient, slot: SlotWriter) -> None:
+        def register(memory: mmap.mmap) -> Callable[[], None]:
+            pinned = torch.frombuffer(memory, dtype=torch.uint8)
+            self._device.register_host(pinned)
+            return lambda: self._device.unregister_host(pinned)
+
+        vault.register(slot.mapping, register)
+
+    def write(self, write: SlotWrite, state: TrainingState) -> None:
+        write.slot.begin()
+        targets = [*write.block.targets(write.slot.data, constants=write.is_new)]
+        groups: list[_Group] = []
+        on_host: list[tuple[StateRange, Tensor]] = []
+        grouped = 0  # bytes of the slot that are in groups
+        compute = self._device.current_stream()
+        self._stream.wait_stream(compute)
+        with self._device.use_stream(self._stream):
+            for part, target, _ in targets:
+                if part.volatile:
+                    target.copy_(part.memory, non_blocking=True)
+            compute.wait_event(self._device.record_event())
+            for part, target, stop in targets:
+                if part.memory.device != self._device.torch_device:
+                    on_host.append((part, target))
+                elif not part.volatile:
+                    target.copy_(part.memory, non_blocking=True)
+                if stop - grouped >= CHUNK_BYTES:
+                    groups.append(_Group(stop, self._device.record_event(), on_host))
+                    grouped, on_host = stop, []
+            groups.append(_Group(len(write.slot.data), self._device.record_event(), on_host))
+        last = groups[-1].event
+        write.slot.mapping.is_busy = lambda: not last.query()
+        self._longest_s = self._longest_s or write.block.index.nbytes / _SLOWEST_BYTES_PER_S
+        self._start(_Job(write, state, groups))
+
+    def confirm(self, state: TrainingState) -> None:
+        self._start(_Job(None, state, [_Group(0, self._device.record_event(), [])]))
+
+    def post(self, message: WorkerMessage) -> None:
+        if (job := self._job) is None:
+            self.send(message)
+            return
+        with job.lock:
+            if job.genuine:
+                self.send(message)
+            else:
+                job.messages.append(message)
+
+    def settle(self) -> None:
+        if (job := self._job) is None:
+            return
+        while not job.done.wait(_POLL_S):
+            self.interrupt.check()
+        if job.error is not None:
+            raise job.error
+        if not job.genuine:
+            self.interrupt.check()
+        self._job = None
+
+    def close(self) -> None:
+        limit_s = 1.0 + 4 * self._longest_s
+        job = self._job
+        if job is not None and not job.done.wait(limit_s):
+            log.warning("a mirror was given up: its copies have not ended after %.1f s", limit_s)
+        elif job is not None and job.error is not None:
+            log.warning("the mirror of the last step failed: %s", job.error)
+        self._closing.set()
+        self._jobs.put(None)
+        self._thread.join(limit_s)
+        self._checksums.shutdown(wait=False)
+
+    def _start(self, job: _Job) -> None:
+        self.settle()
+        self._job = job
+        job.state.copied_by = job
+        self._jobs.put(job)
+
+    # The methods below run in the thread `rayzero-mirror`.
+
+    def _serve(self) -> None:
+        self._device.make_current()
+        while (job := self._jobs.get()) is not None:
+            started = perf_counter()
+            try:
+                self._complete(job)
+            except BaseException as error:  # noqa: BLE001  raised by `settle`
+                job.error = error
+            self._longest_s = max(self._longest_s, perf_counter() - started)
+            job.done.set()
+
+    def _complete(self, job: _Job) -> None:
+        """Commits and posts, unless the job is interrupted before its copies are done."""
+        data = job.write.slot.data if job.write is not None else memoryview(b"")
+        checksums: list[Future[int]] = []
+        for group in job.groups:
+            with torch.no_grad():
+                for part, target in group.on_host:
+                    target.copy_(part.memory)
+            if not self._is_reached(group.event):
+                return
+            whole = group is job.groups[-1]
+            while (start := len(checksums) * CHUNK_BYTES) < group.stop:
+                if not whole and start + CHUNK_BYTES > group.stop:
+                    break
+                chunk = data[start : start + CHUNK_BYTES]
+                checksums.append(self._checksums.submit(xxh3_64_intdigest, chunk))
+        job.state.confirm()
+        if (write := job.write) is not None:
+            checksum = combine_checksums([future.result() for future in checksums])
+            write.slot.commit(write.step, write.metadata, write.pin, checksum)
+        with job.lock:
+            job.genuine = True
+            for message in job.messages:
+                self.send(message)
+
+    def _is_reached(self, event: Event) -> bool:
+        """Waits for a copy. False if it may have been released by an abort, or was given up."""
+        while not event.query():
+            if self.interrupt.wait(_POLL_S) or self._closing.is_set():
+                return False
+        return not self.interrupt.is_set()
+
+
+def copier_for(device: Device, copier: StateCopier) -> StateCopier:
+    """The way of a device; `copier` if it is that."""
+    if device.asynchronous and not isinstance(copier, BesideCopier):
+        return BesideCopier(device, copier.interrupt, copier.send)
+    return copier

@@ -1,0 +1,89 @@
+"""The vault's buffers in a worker's memory: mapping them, and registering them with its device.
+
+Lifetime. A mapping lives as long as someone refers to it: its writer, or, once it is registered
+with a device, its client, across generations, because registering takes seconds for 10 GB. It is
+unregistered when it is not needed any more, and before it is unmapped; never while a copy of the
+device may still write it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic, sleep
+
+import numpy as np
+
+from rayzero.engine.errors import EngineError, RayzeroError
+
+log = logging.getLogger("rayzero.workers")
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_POLL_S = 0.001
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class SlotMapping:
+    """One buffer, mapped in whole.
+
+    Attributes:
+        memory: its bytes.
+        is_busy: whether a device may still be writing `memory`. Raises a device's error.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Maps the buffer and its pages, so that no training step pays for page faults; the caller
+        may close `fd`."""
+        self.memory = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED)
+        self.is_busy: Callable[[], bool] = lambda: False
+        self._unregister: Callable[[], None] | None = None
+        _populate(self.memory)
+
+    @property
+    def registered(self) -> bool:
+        return self._unregister is not None
+
+    def register(self, register: Callable[[mmap.mmap], Callable[[], None]]) -> None:
+        """Calls `register` with the memory, unless it is registered; what that returns is called
+        by `close`."""
+        if self._unregister is None:
+            self._unregister = register(self.memory)
+
+    def wait_idle(self, timeout_s: float) -> None:
+        """Returns when no device writes the memory: an interrupted mirror leaves its copies behind.
+        Raises EngineError at the timeout."""
+        deadline = monotonic() + timeout_s
+        while self.is_busy():
+            if monotonic() > deadline:
+                raise EngineError(
+                    f"a copy into {len(self.memory) / 2**30:.2f} GiB of host memory has not ended "
+                    f"after {timeout_s:g} s",
+                    allowed="a device that runs what is queued on it",
+                )
+            sleep(_POLL_S)
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the registration; if a copy does not end, only the end of the process does that."""
+        unregister, self._unregister = self._unregister, None
+        try:
+            self.wait_idle(timeout_s)
+            if unregister is not None:
+                unregister()
+        except (RayzeroError, RuntimeError) as error:  # torch's errors of a device, too
+            log.warning("a slot's memory stays registered: %s", error)
+
+
+def _populate(memory: mmap.mmap) -> None:
+    """Maps all pages, without the GIL: `MAP_POPULATE`, and Python's madvise, hold it for seconds.
+    Where the kernel has huge pages for shared memory (`shmem_enabled`), they are mapped as such."""
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    pages = np.frombuffer(memory, np.uint8)
+    if pages.size and _madvise(pages.ctypes.data, pages.size, _MADV_POPULATE_WRITE):
+        pages[:: mmap.PAGESIZE].max()  # an older kernel
