@@ -57,24 +57,21 @@ _SLOWEST_BYTES_PER_S = 0.5e9
 """Of a commit, until one was measured."""
 
 
-@dataclass(frozen=True)
-class _Group:
-    """The slot's data up to the offset `stop` is complete when `event` is reached, and `on_host`
-    is copied, which is in host memory."""
-
-    stop: int
-    event: Event
-    on_host: list[tuple[StateRange, Tensor]]
-
-
 @dataclass
 class _Job:
-    """One step, from its launch until it is settled. `messages` are held back until it turns out to
-    be `genuine`."""
+    """One step, from its launch until it is settled.
+
+    Attributes:
+        groups: the slot's data up to an offset is complete when the event is reached, and `on_host`
+            is copied, which is in host memory.
+        messages: held back until the step turns out to be `genuine`.
+    """
 
     write: SlotWrite | None
     state: TrainingState
-    groups: list[_Group]
+    groups: list[tuple[int, Event]]
+    on_host: list[tuple[StateRange, Tensor]] = field(default_factory=list)
+    host_copied: Flag = field(default_factory=Flag)
     lock: Lock = field(default_factory=Lock)  # guards the two below
     messages: list[WorkerMessage] = field(default_factory=list)
     genuine: bool = False
@@ -83,10 +80,10 @@ class _Job:
 
     def before_write(self, device: Device) -> None:
         """The device waits for its copies; the host only for those that H makes from host memory,
-        which an interrupt ends."""
-        if any(group.on_host for group in self.groups):
-            self.done.wait()
-        device.current_stream().wait_event(self.groups[-1].event)
+        first of all."""
+        if self.on_host:
+            self.host_copied.wait()
+        device.current_stream().wait_event(self.groups[-1][1])
 
 
 class BesideCopier(StateCopier):
@@ -121,7 +118,7 @@ class BesideCopier(StateCopier):
     def write(self, write: SlotWrite, state: TrainingState) -> None:
         write.slot.begin()
         targets = [*write.block.targets(write.slot.data, constants=write.is_new)]
-        groups: list[_Group] = []
+        groups: list[tuple[int, Event]] = []
         on_host: list[tuple[StateRange, Tensor]] = []
         grouped = 0  # bytes of the slot that are in groups
         compute = self._device.current_stream()
@@ -137,16 +134,16 @@ class BesideCopier(StateCopier):
                 elif not part.volatile:
                     target.copy_(part.memory, non_blocking=True)
                 if stop - grouped >= CHUNK_BYTES:
-                    groups.append(_Group(stop, self._device.record_event(), on_host))
-                    grouped, on_host = stop, []
-            groups.append(_Group(len(write.slot.data), self._device.record_event(), on_host))
-        last = groups[-1].event
+                    groups.append((stop, self._device.record_event()))
+                    grouped = stop
+            last = self._device.record_event()
+        groups.append((len(write.slot.data), last))
         write.slot.mapping.is_busy = lambda: not last.query()
         self._longest_s = self._longest_s or write.block.index.nbytes / _SLOWEST_BYTES_PER_S
-        self._start(_Job(write, state, groups))
+        self._start(_Job(write, state, groups, on_host))
 
     def confirm(self, state: TrainingState) -> None:
-        self._start(_Job(None, state, [_Group(0, self._device.record_event(), [])]))
+        self._start(_Job(None, state, [(0, self._device.record_event())]))
 
     def post(self, message: WorkerMessage) -> None:
         if (job := self._job) is None:
@@ -197,6 +194,7 @@ class BesideCopier(StateCopier):
                 self._complete(job)
             except BaseException as error:  # noqa: BLE001  raised by `settle`
                 job.error = error
+            job.host_copied.set()
             self._longest_s = max(self._longest_s, perf_counter() - started)
             job.done.set()
 
@@ -204,15 +202,15 @@ class BesideCopier(StateCopier):
         """Commits and posts, unless the job is interrupted before its copies are done."""
         data = job.write.slot.data if job.write is not None else memoryview(b"")
         checksums: list[Future[int]] = []
-        for group in job.groups:
-            with torch.no_grad():
-                for part, target in group.on_host:
-                    target.copy_(part.memory)
-            if not self._is_reached(group.event):
+        with torch.no_grad():
+            for part, target in job.on_host:
+                target.copy_(part.memory)
+        job.host_copied.set()
+        for stop, event in job.groups:
+            if not self._is_reached(event):
                 return
-            whole = group is job.groups[-1]
-            while (start := len(checksums) * CHUNK_BYTES) < group.stop:
-                if not whole and start + CHUNK_BYTES > group.stop:
+            while (start := len(checksums) * CHUNK_BYTES) < stop:
+                if start + CHUNK_BYTES > stop < len(data):
                     break
                 chunk = data[start : start + CHUNK_BYTES]
                 checksums.append(self._checksums.submit(xxh3_64_intdigest, chunk))

@@ -4,8 +4,8 @@ Order: a step's mirror is complete before the step is reported and before the ne
 takes its requests from here (`step_requests`). A rank that has passed the vote of step k therefore
 knows that all ranks have finished the mirror of step k - 1, if one was due; and it overwrites a
 version only after such a vote. Hence all ranks always have one step in common. `beside_copy`
-says how that holds where copies run beside training. The first vote of a generation also shows that all
-ranks have loaded the step that it starts from: the slot of an older one is then overwritten first.
+says how that holds where copies run beside training. A first vote shows that all ranks have loaded
+the step that their generation starts from: the slot of an older one is then overwritten first.
 """
 
 from __future__ import annotations
