@@ -20,6 +20,19 @@ FAST_HEALTH_CHECKS = {
     "RAY_health_check_failure_threshold": "3",
 }
 """Detect a lost node in seconds; Ray's defaults take a minute."""
+START_ATTEMPTS = 4
+
+
+def _start_local_cluster(**options: Any) -> None:
+    """Ray gives its own processes 30 s to start, which they may miss on a busy machine."""
+    for attempt in range(START_ATTEMPTS):
+        try:
+            ray.init(address="local", include_dashboard=False, **options)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or attempt == START_ATTEMPTS - 1:
+                raise
 
 
 @contextmanager
@@ -37,7 +50,7 @@ def connect_to_cluster(nodes: int, cpus: int) -> Iterator[Callable[[], None]]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if nodes == 1:
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+        _start_local_cluster(num_cpus=cpus, **quiet)
         stop_error_printer()
         try:
             yield lambda: None

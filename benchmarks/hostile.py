@@ -124,6 +124,9 @@ def pause_controller(target: Target, rng: random.Random) -> None:
         target.take_over()
         target.wait(lambda: target.controllers() and target.step(), TIMEOUT_S, "a successor's step")
         lines = len(_journal(target))
+    except BaseException:  # nobody fences it: it would train on, beside the next episode
+        target.kill(controller)
+        raise
     finally:
         target.kill(controller, signal.SIGCONT)
     target.wait(
