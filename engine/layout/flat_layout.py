@@ -54,14 +54,14 @@ class UnitLayout:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each parameter starts in the flat buffer."""
-        sizes = (_round_up(spec.numel) for spec in self.params)
+        sizes = (round_up(spec.numel) for spec in self.params)
         return tuple(accumulate(sizes, initial=0))[:-1]
 
     @cached_property
     def shard_numel(self) -> int:
         """The length of one rank's shard; the same on every rank, padding included."""
-        used = sum(_round_up(spec.numel) for spec in self.params)
-        return _round_up(-(-used // self.world_size))
+        used = sum(round_up(spec.numel) for spec in self.params)
+        return round_up(-(-used // self.world_size))
 
     @property
     def numel(self) -> int:
@@ -116,7 +116,8 @@ class UnitLayout:
                 yield group, slice(start - within.start, stop - within.start)
 
 
-def _round_up(numel: int) -> int:
+def round_up(numel: int) -> int:
+    """To a multiple of `ALIGN_NUMEL`."""
     return -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL
 
 

@@ -49,18 +49,18 @@ class BuildContext:
 
 
 def make_grad_buffers(
-    plans: Sequence[UnitPlan], context: BuildContext, count: int
+    plans: Sequence[UnitPlan], context: BuildContext, count: int, part_numel: int
 ) -> GradBufferPool | None:
-    """Buffers that gradients are reduced from into shards; None where gradients are not sharded."""
+    """Buffers that gradients are reduced from into shards, at most `part_numel` elements at a time;
+    None where gradients are not sharded."""
     trainable = [plan for plan in plans if plan.trainable]
     if context.stage.main_grads is not Placement.SHARDED or not trainable:
         return None
     # One dtype for all: the widest of the grad dtypes, into which the others convert exactly.
     dtypes = [context.precision.grad_dtype(plan.params[0].dtype) for plan in trainable]
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-    numel = max(plan.layout.numel for plan in trainable)
     zeros, device = context.collectives.zeros, context.device
-    return GradBufferPool(lambda: zeros(numel, widest, device), count)
+    return GradBufferPool(lambda numel: zeros(numel, widest, device), count, part_numel)
 
 
 def make_unit(

@@ -1,7 +1,13 @@
 """Gradient stores: one unit's main gradients, on the device or in host memory.
 
-A gradient is copied (the first of a step) or added into the unit's flat buffer and freed, which
-costs one pass over memory; accumulating into a zeroed `.grad` would cost three.
+A unit's gradients stay where autograd made them until all of them have arrived. Then one call
+copies (the first of a step) or adds them: into the unit's flat buffer, or, part by part, into a
+buffer from which they are reduced into shards.
+
+Lifetime. Gradients are dropped once the copy that reads them has been launched. On a GPU it may
+still run: autograd allocated them on the stream on which it and the copy are enqueued, and the
+caching allocator hands memory to later work of that stream only. So nothing has to be recorded or
+waited for.
 
 With offload, gradients are reduced on the device, and this rank's part of the result is copied to
 the host during the rest of backward. When accumulating, the host adds sharded results.
@@ -11,15 +17,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import ChainableWork, ReduceOp, Work, copy_or_add_
+from rayzero.engine.comm.backend import ChainableWork, ReduceOp, Work, rank_chunk
 from rayzero.engine.layout.flat_layout import UnitLayout
+from rayzero.engine.layout.parts import Segment, cut_columns, segments
 from rayzero.engine.offload.transfer import HostTransfer, MemoryKind
 from rayzero.engine.zero.parameters import param_views
 from rayzero.engine.zero.placement import Collective
+
+Grads = list[Tensor | None]  # by parameter; None for zeros
 
 
 class GradStore(ABC):
@@ -28,7 +39,12 @@ class GradStore(ABC):
     Args:
         main: the main gradients of the range that this rank's optimizer updates.
         transfer: copies them to `main` in host memory; None if `main` is on the device.
+
+    Attributes:
+        part_count: how many reductions a unit takes.
     """
+
+    part_count = 1
 
     def __init__(self, main: Tensor, reduce_op: ReduceOp, transfer: HostTransfer | None) -> None:
         self._main = main
@@ -36,28 +52,21 @@ class GradStore(ABC):
         self._transfer = transfer
 
     @property
-    def needs_buffer(self) -> bool:
-        """Whether the next `accumulate` needs a buffer from the pool first."""
-        return False
+    def dtype(self) -> torch.dtype:
+        return self._main.dtype
 
     @abstractmethod
-    def _views(self) -> list[Tensor]:
-        """Where each parameter's gradient is accumulated."""
-
-    def accumulate(self, index: int, grad: Tensor, *, add: bool) -> None:
-        """Adds a gradient of parameter `index` to its main gradient, or replaces it."""
-        copy_or_add_(self._views()[index], grad, add=add)
-
-    def accumulate_zero(self, index: int) -> None:
-        """Parameter `index` was not used in the loss on this rank: its gradient is zero."""
-        self._views()[index].zero_()
+    def collect(self, grads: Grads, *, add: bool) -> None:
+        """Takes the gradients of all parameters, which replace what is held, or are added to it.
+        They belong to the store from now on."""
 
     @abstractmethod
-    def reduce(self, *, first: bool) -> Work:
-        """Starts to reduce over the ranks. All parameters have been accumulated."""
+    def reduce(self, part: int, *, first: bool) -> Work:
+        """Starts to reduce one part of what was collected over the ranks; parts in order, each
+        once."""
 
     def on_reduced(self, work: Work) -> None:
-        """Called once, when `work` has been waited for."""
+        """Called once for each `reduce`, in order, when its `work` has been waited for."""
         return
 
     def owned(self) -> Tensor:
@@ -72,12 +81,14 @@ class GradStore(ABC):
         kind = MemoryKind.DEVICE if self._transfer is None else MemoryKind.HOST
         return {kind: self._main}
 
-    def _copy_to_host(self, reduced: ChainableWork, source: Tensor, *, add: bool) -> Work:
-        """Copies or adds what was reduced to `main`, unless it is there."""
+    def _copy_to_host(
+        self, reduced: ChainableWork, source: Tensor, target: Tensor, *, add: bool
+    ) -> Work:
+        """Copies or adds what was reduced to a part of `main`, unless it is there."""
         if self._transfer is None:
             return reduced
         early = self._reduce_op.single_collective
-        return self._transfer.d2h(reduced, source, self._main, add=add, early=early)
+        return self._transfer.d2h(reduced, source, target, add=add, early=early)
 
 
 class PartialGrads(GradStore):
@@ -101,15 +112,22 @@ class PartialGrads(GradStore):
         self._collective = collective
         self._param_views = param_views(layout, flat)
 
-    def _views(self) -> list[Tensor]:
-        return self._param_views
+    def collect(self, grads: Grads, *, add: bool) -> None:
+        if not add:
+            _copy_at_once(self._param_views, grads)
+            return
+        pairs = zip(self._param_views, grads, strict=True)
+        given = [(view, grad) for view, grad in pairs if grad is not None]
+        if given:
+            views, terms = zip(*given, strict=True)
+            torch._foreach_add_(views, terms)
 
-    def reduce(self, *, first: bool) -> Work:
+    def reduce(self, part: int, *, first: bool) -> Work:
         if self._collective is Collective.ALL_REDUCE:
             work = self._reduce_op.all_reduce(self._flat)
         else:
             work = self._reduce_op.reduce_scatter(self._flat, self._owned)
-        return self._copy_to_host(work, self._owned, add=False)
+        return self._copy_to_host(work, self._owned, self._main, add=False)
 
     @property
     def persistent_tensors(self) -> dict[MemoryKind, Tensor]:
@@ -117,21 +135,26 @@ class PartialGrads(GradStore):
 
 
 class GradBufferPool:
-    """A few buffers from which units' gradients are reduced into shards.
+    """A few buffers from which parts of units are reduced into shards.
 
-    A unit holds a buffer from its first gradient of a micro-step until its reduction has been
-    waited for. When all are in use, the reducer waits for the oldest reduction in flight; another
-    buffer is allocated only if none is in flight, when gradients arrive out of order.
+    A part holds a buffer from its launch until its reduction has been waited for. When all are in
+    use, the reducer waits for the oldest reduction in flight.
 
     Args:
-        make: allocates a buffer: zeros, as long as the longest unit.
-        count: buffers to allocate before waiting instead.
+        make: allocates a buffer of zeros of a number of elements.
+        count: buffers to allocate.
+        part_numel: the most elements of a part, without padding.
+
+    Attributes:
+        numel: of a buffer: the longest part that was asked for before the first `acquire`.
     """
 
-    def __init__(self, make: Callable[[], Tensor], count: int) -> None:
+    def __init__(self, make: Callable[[int], Tensor], count: int, part_numel: int) -> None:
+        self.part_numel = part_numel
+        self.numel = 0
+        self.buffers: list[Tensor] = []
         self._make_buffer = make
         self._max_buffers = count
-        self.buffers: list[Tensor] = []
         self._free: deque[tuple[Tensor, Work]] = deque()  # first in, first out
 
     @property
@@ -141,7 +164,7 @@ class GradBufferPool:
     def acquire(self) -> Tensor:
         """A buffer that no rank reads any more."""
         if not self._free:
-            self.buffers.append(self._make_buffer())
+            self.buffers.append(self._make_buffer(self.numel))
             return self.buffers[-1]
         buffer, work = self._free.popleft()
         work.release()
@@ -152,9 +175,25 @@ class GradBufferPool:
         self._free.append((buffer, work))
 
 
+@dataclass(frozen=True)
+class _PartViews:
+    """One part: all of it in one buffer, where its segments and its padding are there, this rank's
+    columns there and in the main gradients."""
+
+    full: Tensor
+    targets: list[Tensor]
+    padding: list[Tensor]
+    own: Tensor
+    out: Tensor
+
+
 class ShardedGrads(GradStore):
-    """This rank's shard of the sum; full gradients exist only in a pool buffer, within a
-    micro-step."""
+    """This rank's shard of the sum; full gradients exist only within a micro-step: as autograd made
+    them, and one part at a time in a pool buffer.
+
+    A compressed reduction is an operation over a whole unit (its residuals are in the unit's
+    layout), so it gets the unit as one part.
+    """
 
     def __init__(
         self,
@@ -166,39 +205,76 @@ class ShardedGrads(GradStore):
         transfer: HostTransfer | None = None,
     ) -> None:
         super().__init__(shard, reduce_op, transfer)
-        self._owned = owned
+        self._rank = owned.start // layout.shard_numel
         self._layout = layout
         self._buffer_pool = buffers
-        self._buffer: Tensor | None = None  # being filled
-        self._reducing: deque[Tensor] = deque()  # being reduced, oldest first
-        self._param_views: dict[int, list[Tensor]] = {}  # by the buffer's address, never reused
-        self._padding_views: dict[int, list[Tensor]] = {}
+        cut = reduce_op.single_collective
+        self._parts = cut_columns(layout, buffers.part_numel if cut else layout.logical_numel)
+        self.part_count = len(self._parts)
+        self._segments = [list(self._part_segments(columns)) for columns in self._parts]
+        buffers.numel = max(buffers.numel, layout.world_size * self._parts[0].stop)
+        self._grads: Grads = []
+        self._reducing: deque[Tensor] = deque()  # buffers being reduced, oldest first
+        self._views: dict[tuple[int, int], _PartViews] = {}  # by the buffer's id and the part
 
-    @property
-    def needs_buffer(self) -> bool:
-        return self._buffer is None
+    def collect(self, grads: Grads, *, add: bool) -> None:
+        self._grads = grads
 
-    def _views(self) -> list[Tensor]:
-        if self._buffer is None:
-            self._buffer = self._buffer_pool.acquire()
-            key = self._buffer.data_ptr()
-            if key not in self._param_views:
-                self._param_views[key] = param_views(self._layout, self._buffer)
-                self._padding_views[key] = [self._buffer[gap] for gap in self._layout.padding]
-            for gap in self._padding_views[key]:  # another unit used the buffer before
-                gap.zero_()
-        return self._param_views[self._buffer.data_ptr()]
-
-    def reduce(self, *, first: bool) -> Work:
-        buffer, self._buffer = self._buffer, None
-        if buffer is None:
-            raise RuntimeError("a unit was reduced without a buffer")
+    def reduce(self, part: int, *, first: bool) -> Work:
+        buffer = self._buffer_pool.acquire()
         self._reducing.append(buffer)
-        full, op = buffer[: self._layout.numel], self._reduce_op
+        views = self._views.get((id(buffer), part))
+        if views is None:  # the pool never frees a buffer
+            views = self._views[id(buffer), part] = self._make_views(buffer, part)
+        _copy_at_once(views.targets, self._grads if self.part_count == 1 else self._sources(part))
+        if views.padding:  # another part was in the buffer before
+            torch._foreach_zero_(views.padding)
+        if part == self.part_count - 1:
+            self._grads = []
+        op, out = self._reduce_op, views.out
         if self._transfer is None:
-            return op.reduce_scatter(full, self._main, accumulate=not first)
-        own = full[self._owned]
-        return self._copy_to_host(op.reduce_scatter(full, own), own, add=not first)
+            return op.reduce_scatter(views.full, out, accumulate=not first)
+        reduced = op.reduce_scatter(views.full, views.own)
+        return self._copy_to_host(reduced, views.own, out, add=not first)
 
     def on_reduced(self, work: Work) -> None:
         self._buffer_pool.release(self._reducing.popleft(), work)
+
+    def _part_segments(self, columns: slice) -> Iterator[tuple[int, Segment]]:
+        """(parameter, segment) of a part."""
+        for index in range(len(self._layout.params)):
+            for segment in segments(self._layout, self._layout.param_range(index), columns):
+                yield index, segment
+
+    def _make_views(self, buffer: Tensor, part: int) -> _PartViews:
+        columns = self._parts[part]
+        full = buffer[: self._layout.world_size * (columns.stop - columns.start)]
+        gaps = [it for gap in self._layout.padding for it in segments(self._layout, gap, columns)]
+        if self.part_count == 1:
+            targets = param_views(self._layout, full)
+        else:
+            targets = [segment.in_part(full) for _, segment in self._segments[part]]
+        padding = [gap.in_part(full) for gap in gaps]
+        own = rank_chunk(full, self._rank, self._layout.world_size)
+        return _PartViews(full, targets, padding, own, self._main[columns])
+
+    def _sources(self, part: int) -> list[Tensor | None]:
+        """The gradients' elements in each of a part's segments."""
+        flat = [None if grad is None else grad.reshape(-1) for grad in self._grads]
+        sources: list[Tensor | None] = []
+        for index, segment in self._segments[part]:
+            grad = flat[index]
+            sources.append(None if grad is None else segment.in_source(grad))
+        return sources
+
+
+def _copy_at_once(targets: list[Tensor], sources: Grads) -> None:
+    """Copies every source to its target; zeros where there is none. One call, whatever their
+    number, and on a GPU a few kernels."""
+    given = [source for source in sources if source is not None]
+    if len(given) < len(sources):
+        pairs = list(zip(targets, sources, strict=True))
+        torch._foreach_zero_([target for target, source in pairs if source is None])
+        targets = [target for target, source in pairs if source is not None]
+    if given:
+        torch._foreach_copy_(targets, given)

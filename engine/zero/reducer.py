@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,13 +20,30 @@ from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.zero.gradients import GradBufferPool, GradStore
 
 
-@dataclass
 class _UnitProgress:
-    """One unit in the current micro-step; `missing`: parameters whose gradient has not arrived."""
+    """One unit in the current micro-step: the gradients that have arrived, by parameter, and how
+    many have not. `collected`: the store has got them."""
 
-    grads: GradStore
-    param_count: int
-    missing: set[int] = field(default_factory=set)
+    def __init__(self, grads: GradStore, param_count: int) -> None:
+        self.grads = grads
+        self.param_count = param_count
+        self.begin()
+
+    def begin(self) -> None:
+        self.held: list[Tensor | None] = [None] * self.param_count
+        self.missing = self.param_count
+        self.collected = False
+
+    def collect(self, *, add: bool) -> None:
+        """Hands over what has arrived; what has not counts as zero."""
+        self.grads.collect(self.held, add=add or self.collected)
+        self.begin()
+        self.missing, self.collected = 0, True
+
+    def merge(self, index: int, grad: Tensor) -> None:
+        """Adds a further gradient of a parameter, in the precision of main gradients."""
+        held = self.held[index]
+        self.held[index] = grad if held is None else held.to(self.grads.dtype).add_(grad)
 
 
 class Reducer:
@@ -37,8 +54,8 @@ class Reducer:
 
     Args:
         units: gradient stores and their parameter counts, in launch order.
-        buffers: where gradients are accumulated if they are sharded, and so are reduced every
-            micro-step; None if every rank holds full gradients, which are reduced once per step.
+        buffers: from which gradients are reduced if they are sharded, every micro-step; None if
+            every rank holds full gradients, which are reduced once per step.
         overlap: continue backward while a reduction is in flight.
     """
 
@@ -63,64 +80,72 @@ class Reducer:
         self._reducing = last or self.buffer_pool is not None
         self._next_unit = 0
         for unit in self._units:
-            unit.missing = set(range(unit.param_count))
+            unit.begin()
 
     def on_gradient(self, number: int, index: int, param: Tensor) -> None:
         """Parameter `index` of a unit has a gradient of this micro-step in `.grad`. Raises
         EngineError if the unit has been reduced already."""
-        grad, param.grad = param.grad, None
+        grad = param.grad
         if grad is None:
             return
-        if self._reducing and number < self._next_unit:
-            raise EngineError(
-                "a second gradient of one parameter arrived after its unit was reduced",
-                allowed="one gradient for each parameter and backward",
-                fix="use torch.utils.checkpoint with use_reentrant=False around shared modules",
-            )
+        param.grad = None
         unit = self._units[number]
-        self._wait_for_buffer(unit.grads)
-        unit.grads.accumulate(index, grad, add=not (index in unit.missing and self._overwrite))
-        unit.missing.discard(index)
+        if unit.collected or unit.held[index] is not None:
+            self._check_not_reduced(number)
+            unit.merge(index, grad)
+            return
+        unit.held[index] = grad
+        unit.missing -= 1
         if not unit.missing:
-            self._launch_ready()
+            self._on_complete(unit)
 
     def finish_backward(self) -> None:
         """Called after a backward: treats missing gradients as zero, and reduces the remaining
         units."""
         for unit in self._units:
-            if self._overwrite:
-                for index in sorted(unit.missing):
-                    self._wait_for_buffer(unit.grads)
-                    unit.grads.accumulate_zero(index)
-            unit.missing.clear()
-            self._launch_ready()
+            unit.missing = 0
+            if not self._reducing and any(grad is not None for grad in unit.held):
+                unit.collect(add=not self._first_micro_step)
+            elif not self._reducing and self._first_micro_step and not unit.collected:
+                unit.collect(add=False)
+        self._launch_ready()
 
     def wait(self) -> None:
         """Returns when every started reduction has reached the main gradients."""
         while self._in_flight:
             self._wait_oldest()
 
-    @property
-    def _overwrite(self) -> bool:
-        """Whether a micro-step's first gradients replace the buffers' content."""
-        return self._first_micro_step or self.buffer_pool is not None
+    def _on_complete(self, unit: _UnitProgress) -> None:
+        if self._reducing:
+            self._launch_ready()
+        else:
+            unit.collect(add=not self._first_micro_step)
 
     def _launch_ready(self) -> None:
         if not self._reducing:
             return
         while self._next_unit < len(self._units) and not self._units[self._next_unit].missing:
             unit = self._units[self._next_unit]
-            pending = unit.grads.reduce(first=self._first_micro_step)
-            self._in_flight.append((pending, unit.grads))
+            unit.collect(add=not self._first_micro_step)
+            for part in range(unit.grads.part_count):
+                self._wait_for_buffer()
+                work = unit.grads.reduce(part, first=self._first_micro_step)
+                self._in_flight.append((work, unit.grads))
+                if not self._overlap:
+                    self.wait()
             self._next_unit += 1
-            if not self._overlap:
-                self.wait()
 
-    def _wait_for_buffer(self, grads: GradStore) -> None:
-        """Frees a buffer, if one is needed, by waiting for the oldest reductions in flight."""
-        if self.buffer_pool is None or not grads.needs_buffer:
-            return
-        while self.buffer_pool.exhausted and self._in_flight:
+    def _check_not_reduced(self, number: int) -> None:
+        if self._reducing and number < self._next_unit:
+            raise EngineError(
+                "a second gradient of one parameter arrived after its unit was reduced",
+                allowed="one gradient for each parameter and backward",
+                fix="use torch.utils.checkpoint with use_reentrant=False around shared modules",
+            )
+
+    def _wait_for_buffer(self) -> None:
+        """Frees a buffer, if all are in use, by waiting for the oldest reductions in flight."""
+        while self.buffer_pool is not None and self.buffer_pool.exhausted and self._in_flight:
             self._wait_oldest()
 
     def _wait_oldest(self) -> None:

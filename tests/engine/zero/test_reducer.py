@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from rayzero.engine.comm.backend import CompletedWork
 from rayzero.engine.errors import EngineError
-from rayzero.engine.layout.flat_layout import ParamSpec, make_layout
+from rayzero.engine.layout.flat_layout import ParamSpec, UnitLayout, make_layout
 from rayzero.engine.zero.gradients import GradBufferPool, PartialGrads, ShardedGrads
 from rayzero.engine.zero.placement import Collective
 from rayzero.engine.zero.reducer import Reducer
@@ -42,34 +43,26 @@ class FakeWork:
 class FakeStore:
     """Fake gradients of one unit; acquires buffers as the real store does."""
 
-    def __init__(self, name: str, log: CallLog, pool: GradBufferPool | None) -> None:
+    dtype = torch.float64
+
+    def __init__(self, name: str, log: CallLog, pool: GradBufferPool | None, parts: int) -> None:
         self.name, self._log, self._pool = name, log, pool
-        self._buffer: Tensor | None = None
+        self.part_count = parts
+        self.collected: list[Tensor | None] = []
         self._reducing: list[Tensor] = []
 
-    @property
-    def needs_buffer(self) -> bool:
-        return self._pool is not None and self._buffer is None
+    def collect(self, grads: list[Tensor | None], *, add: bool) -> None:
+        self.collected = grads
+        which = "".join("-" if grad is None else str(int(grad)) for grad in grads)
+        self._log.events.append(f"{'add' if add else 'put'} {self.name}.{which}")
 
-    def _acquire(self) -> None:
-        if self._pool is not None and self._buffer is None:
-            self._buffer = self._pool.acquire()
-
-    def accumulate(self, index: int, grad: Tensor, *, add: bool) -> None:
-        self._acquire()
-        self._log.events.append(f"{'add' if add else 'put'} {self.name}.{index}")
-
-    def accumulate_zero(self, index: int) -> None:
-        self._acquire()
-        self._log.events.append(f"zero {self.name}.{index}")
-
-    def reduce(self, *, first: bool) -> FakeWork:
-        self._acquire()
-        if self._buffer is not None:
-            self._reducing.append(self._buffer)
-            self._buffer = None
-        self._log.events.append(f"launch {self.name}{'' if first else '+'}")
-        return FakeWork(self.name, self._log)
+    def reduce(self, part: int, *, first: bool) -> FakeWork:
+        if self._pool is not None:
+            assert not self._pool.exhausted
+            self._reducing.append(self._pool.acquire())
+        name = self.name + (f"/{part}" if self.part_count > 1 else "")
+        self._log.events.append(f"launch {name}{'' if first else '+'}")
+        return FakeWork(name, self._log)
 
     def on_reduced(self, work: FakeWork) -> None:
         if self._pool is not None:
@@ -78,12 +71,16 @@ class FakeStore:
 
 
 def make(
-    counts: Sequence[int], *, max_buffers: int | None = None, overlap: bool = True
+    counts: Sequence[int],
+    *,
+    max_buffers: int | None = None,
+    overlap: bool = True,
+    parts: int = 1,
 ) -> tuple[Reducer, CallLog, GradBufferPool | None]:
     """A reducer over units named a, b, c... with the given numbers of parameters."""
     log = CallLog()
-    pool = None if max_buffers is None else GradBufferPool(lambda: torch.zeros(1), max_buffers)
-    units: list[Any] = [(FakeStore("abcdef"[i], log, pool), n) for i, n in enumerate(counts)]
+    pool = None if max_buffers is None else GradBufferPool(torch.zeros, max_buffers, 1)
+    units: list[Any] = [(FakeStore("abcdef"[i], log, pool, parts), n) for i, n in enumerate(counts)]
     return Reducer(units, pool, overlap=overlap), log, pool
 
 
@@ -107,7 +104,7 @@ def test_launch_order_is_plan_order(order: list[str], max_buffers: int | None) -
     assert log.of("launch") == ["launch a", "launch b", "launch c"] * 2
     assert log.of("wait") == ["wait a", "wait b", "wait c"] * 2
     if pool is not None:
-        assert len(pool._free) == len(pool.buffers) <= max(3, max_buffers or 0)
+        assert len(pool._free) == len(pool.buffers) <= (max_buffers or 0)
 
 
 def test_unit_is_launched_when_it_and_its_predecessors_are_complete() -> None:
@@ -124,8 +121,8 @@ def test_without_overlap_every_reduction_is_waited_for() -> None:
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0", "b0")
     assert log.of("launch", "wait", "done", "put") == [
-        *("put a.0", "launch a", "wait a", "done a"),
-        *("put b.0", "launch b", "wait b", "done b"),
+        *("put a.1", "launch a", "wait a", "done a"),
+        *("put b.1", "launch b", "wait b", "done b"),
     ]
 
 
@@ -146,24 +143,39 @@ def test_buffer_is_reused_after_release() -> None:
     reducer, log, _ = make([1, 1, 1, 1], max_buffers=2)
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0", "b0", "c0", "d0")
-    assert log.of("wait", "release", "put") == [
-        *("put a.0", "put b.0"),
-        *("wait a", "release a", "put c.0", "wait b", "release b", "put d.0"),
+    assert log.of("wait", "release", "launch") == [
+        *("launch a", "launch b"),
+        *("wait a", "release a", "launch c", "wait b", "release b", "launch d"),
     ]
 
 
-def test_gradients_out_of_order_allocate_more_buffers() -> None:
+def test_gradients_out_of_order_are_held_and_take_no_buffer() -> None:
     reducer, log, pool = make([1, 1, 1, 1], max_buffers=2)
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "d0", "c0", "b0")  # none of them may be launched before a
     assert pool is not None
-    assert len(pool.buffers) == 3
-    assert log.of("launch", "wait") == []
+    assert log.events == pool.buffers == []
     arrive(reducer, "a0")
     reducer.finish_backward()
     reducer.wait()
     assert log.of("launch") == ["launch a", "launch b", "launch c", "launch d"]
-    assert len(pool._free) == len(pool.buffers) == 4
+    assert len(pool._free) == len(pool.buffers) == 2
+
+
+@pytest.mark.parametrize("max_buffers", [1, 2])
+def test_parts_of_a_unit_are_launched_in_order_and_share_the_buffers(max_buffers: int) -> None:
+    reducer, log, pool = make([1, 1], max_buffers=max_buffers, parts=3)
+    reducer.begin_backward(first=True, last=True)
+    arrive(reducer, "a0")
+    assert log.of("launch") == ["launch a/0", "launch a/1", "launch a/2"]
+    assert log.of("wait") == [f"wait a/{part}" for part in range(3 - max_buffers)]
+    arrive(reducer, "b0")
+    reducer.wait()
+    parts = [f"{unit}/{part}" for unit in "ab" for part in range(3)]
+    assert log.of("wait") == [f"wait {part}" for part in parts]
+    assert len(log.of("done")) == 6
+    assert pool is not None
+    assert len(pool._free) == len(pool.buffers) == max_buffers
 
 
 def test_full_gradients_are_reduced_once_a_step() -> None:
@@ -175,7 +187,7 @@ def test_full_gradients_are_reduced_once_a_step() -> None:
     reducer.begin_backward(first=False, last=True)
     arrive(reducer, "a0", "b0")
     reducer.finish_backward()
-    assert log.events == ["put a.0", "put b.0", "add a.0", "launch a+", "add b.0", "launch b+"]
+    assert log.events == ["put a.1", "put b.1", "add a.1", "launch a+", "add b.1", "launch b+"]
 
 
 def test_sharded_gradients_are_reduced_every_micro_step() -> None:
@@ -184,17 +196,32 @@ def test_sharded_gradients_are_reduced_every_micro_step() -> None:
         reducer.begin_backward(first=micro_step == 0, last=micro_step == 2)
         arrive(reducer, "a0")
         reducer.finish_backward()
-    # A buffer holds one micro-step: it is overwritten, never added to another unit's content.
-    assert log.of("put", "add", "launch") == [
-        *("put a.0", "launch a", "put a.0", "launch a+", "put a.0", "launch a+"),
-    ]
+    assert log.of("launch") == ["launch a", "launch a+", "launch a+"]
 
 
-def test_gradients_of_a_reused_parameter_are_added() -> None:
+def test_gradients_of_a_reused_parameter_are_added_in_the_main_dtype() -> None:
     reducer, log, _ = make([2])
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0", "a0", "a1")
-    assert log.events == ["put a.0", "add a.0", "put a.1", "launch a"]
+    assert log.events == ["put a.21", "launch a"]
+    first, second = reducer._units[0].grads.collected  # type: ignore[attr-defined]
+    assert (first.dtype, second.dtype) == (torch.float64, torch.float32)
+
+
+def test_gradient_of_a_complete_unit_before_its_launch_is_added() -> None:
+    reducer, log, _ = make([1, 1], max_buffers=2)
+    reducer.begin_backward(first=True, last=True)
+    arrive(reducer, "b0", "b0", "a0")
+    assert log.of("put") == ["put a.1", "put b.2"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_gradient_of_a_collected_unit_is_added_where_nothing_is_reduced(first: bool) -> None:
+    reducer, log, _ = make([2])
+    reducer.begin_backward(first=first, last=False)
+    arrive(reducer, "a0", "a1", "a1", "a1")
+    reducer.finish_backward()
+    assert log.events == [f"{'put' if first else 'add'} a.11", "add a.-2"]
 
 
 def test_missing_gradients_are_zero() -> None:
@@ -202,7 +229,15 @@ def test_missing_gradients_are_zero() -> None:
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a1")
     reducer.finish_backward()
-    assert log.events == ["put a.1", "zero a.0", "launch a", "zero b.0", "launch b"]
+    assert log.events == ["put a.-1", "launch a", "put b.-", "launch b"]
+
+
+def test_missing_gradients_of_a_first_micro_step_are_zero_too() -> None:
+    reducer, log, _ = make([2, 1])
+    reducer.begin_backward(first=True, last=False)
+    arrive(reducer, "a1")
+    reducer.finish_backward()
+    assert log.events == ["put a.-1", "put b.-"]
 
 
 def test_missing_gradient_keeps_earlier_micro_steps() -> None:
@@ -212,7 +247,7 @@ def test_missing_gradient_keeps_earlier_micro_steps() -> None:
     reducer.finish_backward()
     reducer.begin_backward(first=False, last=True)
     reducer.finish_backward()
-    assert log.events == ["put a.0", "launch a+"]
+    assert log.events == ["put a.1", "add a.-", "launch a+"]
 
 
 def test_hook_without_gradient_has_no_effect() -> None:
@@ -238,7 +273,7 @@ def test_failed_backward_resets_the_reducer() -> None:
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a1", "a0")
     reducer.finish_backward()
-    assert log.events == ["put a.0", "put a.1", "put a.0", "launch a"]
+    assert log.events == ["put a.11", "launch a"]
 
 
 LAYOUT = make_layout("unit", [ParamSpec("a", (3,)), ParamSpec("b", (2, 2))], 2)
@@ -246,6 +281,8 @@ LAYOUT = make_layout("unit", [ParamSpec("a", (3,)), ParamSpec("b", (2, 2))], 2)
 
 class RecordingCollectives:
     """Collectives that record their arguments."""
+
+    single_collective = True
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[Tensor], bool]] = []
@@ -262,36 +299,75 @@ def test_full_gradients_are_reduced_in_place(collective: Collective) -> None:
     flat = torch.zeros(LAYOUT.numel)
     collectives: Any = RecordingCollectives()
     store = PartialGrads(LAYOUT, flat, LAYOUT.shard(1), collective, collectives)
-    store.accumulate(0, torch.ones(3), add=False)
-    store.accumulate(0, torch.ones(3), add=True)
-    store.accumulate(1, torch.ones(2, 2), add=False)
-    store.accumulate_zero(1)
+    store.collect([torch.ones(3), torch.ones(2, 2)], add=False)
+    store.collect([torch.ones(3), None], add=True)
     assert flat[:3].tolist() == [2, 2, 2]
-    assert flat.sum() == 6
-    store.reduce(first=True)
+    assert flat.sum() == 10
+    store.collect([torch.ones(3), None], add=False)
+    assert flat.sum() == 3
+    store.reduce(0, first=True)
     ((name, tensors, _),) = collectives.calls
     assert name == collective.value
     assert tensors[0] is flat
     assert store.owned().data_ptr() == flat[LAYOUT.shard(1)].data_ptr()
 
 
-def test_sharded_gradients_use_a_buffer_with_clean_padding() -> None:
-    pool = GradBufferPool(lambda: torch.zeros(2 * LAYOUT.numel), 1)
-    work = FakeWork("earlier", CallLog())
-    pool.release(pool.acquire().fill_(7), work)  # content of a longer unit
-    shard = torch.zeros(LAYOUT.shard_numel)
+def make_sharded(
+    layout: UnitLayout, rank: int, part_numel: int
+) -> tuple[ShardedGrads, RecordingCollectives, GradBufferPool]:
+    """A store with a pool of one buffer, in which another unit has left something."""
+    pool = GradBufferPool(torch.zeros, 1, part_numel)
     collectives: Any = RecordingCollectives()
-    store = ShardedGrads(LAYOUT, shard, LAYOUT.shard(0), pool, collectives)
-    assert store.needs_buffer
-    store.accumulate(0, torch.ones(3), add=False)
-    assert not store.needs_buffer
-    store.accumulate_zero(1)
-    store.reduce(first=False)
+    shard = torch.zeros(layout.shard_numel)
+    store = ShardedGrads(layout, shard, layout.shard(rank), pool, collectives)
+    pool.release(pool.acquire().fill_(7), CompletedWork())
+    return store, collectives, pool
+
+
+def test_sharded_gradients_use_a_buffer_with_clean_padding() -> None:
+    store, collectives, pool = make_sharded(LAYOUT, 0, 10**6)
+    store.collect([torch.ones(3), None], add=False)
+    store.reduce(0, first=False)
     ((name, (full, out), accumulate),) = collectives.calls
     assert (name, accumulate) == ("reduce_scatter", True)
     assert full.sum() == 3
     assert full.numel() == LAYOUT.numel
-    assert out is shard is store.owned()
+    assert out.data_ptr() == store.owned().data_ptr()
     assert pool.exhausted
-    store.on_reduced(work)
+    store.on_reduced(CompletedWork())
     assert not pool.exhausted
+
+
+SHAPES = st.lists(st.sampled_from([(1,), (31,), (33, 7), (64,), (300,)]), min_size=1, max_size=6)
+
+
+@settings(max_examples=50)
+@given(SHAPES, st.integers(1, 5), st.integers(30, 600), st.sets(st.integers(0, 5)))
+def test_parts_are_the_columns_of_all_shards(
+    shapes: list[tuple[int, ...]], world: int, part_numel: int, absent: set[int]
+) -> None:
+    layout = make_layout(
+        "unit", [ParamSpec(str(i), shape) for i, shape in enumerate(shapes)], world
+    )
+    store, collectives, pool = make_sharded(layout, world - 1, part_numel)
+    grads: list[Tensor | None] = [
+        None if i in absent else torch.randn(shape) for i, shape in enumerate(shapes)
+    ]
+    whole = torch.zeros(layout.numel)  # the unit's flat gradients
+    for index, grad in enumerate(grads):
+        if grad is not None:
+            whole[layout.param_range(index)] = grad.flatten()
+    store.collect(grads, add=False)
+    column, rows = 0, whole.view(world, -1)
+    for part in range(store.part_count):
+        store.reduce(part, first=True)
+        full, out = collectives.calls[part][1]
+        width = out.numel()
+        assert torch.equal(full.view(world, width), rows[:, column : column + width])
+        assert out.data_ptr() == store.owned()[column:].data_ptr()
+        assert full.numel() <= part_numel + 2 * 32 * world + layout.numel - layout.logical_numel
+        store.on_reduced(CompletedWork())
+        column += width
+    assert column == layout.shard_numel
+    assert pool.numel == max(call[1][0].numel() for call in collectives.calls)
+    assert store._grads == []  # freed
