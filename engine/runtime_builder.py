@@ -6,15 +6,8 @@ from torch import nn
 
 from rayzero.engine.compression.select import make_grad_reduction, make_weight_gather
 from rayzero.engine.config import EngineConfig
-from rayzero.engine.layout.units import (
-    NamedParam,
-    ReductionSizes,
-    UnitPlan,
-    name_params,
-    plan_blocks,
-    plan_buckets,
-    reduction_sizes,
-)
+from rayzero.engine.device import get_device
+from rayzero.engine.layout.units import NamedParam, UnitPlan, name_params, plan_blocks, plan_buckets
 from rayzero.engine.optim.param_groups import ParamGroups
 from rayzero.engine.zero.build import (
     BuildContext,
@@ -45,9 +38,9 @@ def make_runtime(
     collectives, stage = context.collectives, context.stage
     reduction = make_grad_reduction(config, context, factor)
     params = name_params(model, groups.group_of)
-    sizes = reduction_sizes(context.device)
-    plans = _plan_units(model, params, config, stage, collectives.world_size, sizes)
-    part_numel = config.zero_optimization.reduce_bucket_size or sizes.largest
+    limits = get_device(context.device).bucket_numel
+    plans = _plan_units(model, params, config, stage, collectives.world_size, limits)
+    part_numel = config.zero_optimization.reduce_bucket_size or limits[1]
     grad_buffers = make_grad_buffers(plans, context, NUM_GRAD_BUFFERS, part_numel)
     units = [
         make_unit(plan, context, grad_buffers, reduction, store)
@@ -85,7 +78,7 @@ def _plan_units(
     config: EngineConfig,
     stage: Stage,
     world_size: int,
-    sizes: ReductionSizes,
+    limits: tuple[int, int],
 ) -> list[UnitPlan]:
     """Units in launch order: about the order in which backward completes them."""
     if stage.model_weights is Placement.SHARDED:
@@ -93,4 +86,4 @@ def _plan_units(
     zero = config.zero_optimization
     gathered = stage.weight_collective is Collective.ALL_GATHER
     max_numel = zero.allgather_bucket_size if gathered else None
-    return plan_buckets(params, zero.reduce_bucket_size, world_size, max_numel, sizes)
+    return plan_buckets(params, zero.reduce_bucket_size, world_size, max_numel, limits)

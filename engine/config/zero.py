@@ -105,8 +105,10 @@ class ZeroConfig(ConfigSection):
     overlap_comm: bool = implemented(True, "gradients are reduced while backward runs")
     reduce_bucket_size: PositiveSize | None = implemented(
         None,
-        "elements reduced together at stages 0 to 2; by default an eighth of the model, at least "
-        "250 thousand and at most 4 million",
+        "elements reduced together. At stages 0 to 2 it is the size of a bucket, by default an "
+        "eighth of the model: 250 thousand to 4 million on CPUs, 25 to 64 million on GPUs. What is "
+        "longer, a large parameter or a block of stage 3, is reduced in parts of that size at "
+        "stages 2 and 3, by default of at most 4 or 64 million",
     )
     allgather_bucket_size: NonNegativeSize | None = implemented(
         None,

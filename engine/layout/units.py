@@ -13,27 +13,9 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from rayzero.engine.cpu_device import Device
 from rayzero.engine.errors import ConfigError, did_you_mean
 from rayzero.engine.layout.flat_layout import ParamSpec, UnitLayout, make_layout
-
-
-@dataclass(frozen=True)
-class ReductionSizes:
-    """Elements reduced together by default. A bucket is an eighth of the model: small enough for
-    reductions to start early in backward, and within these limits, which amortise their latency.
-    `largest` is also the limit of a part of a longer unit."""
-
-    smallest: int
-    largest: int
-
-
-CPU_SIZES = ReductionSizes(250_000, 4_000_000)  # larger ones leave the caches
-ACCELERATOR_SIZES = ReductionSizes(25_000_000, 64_000_000)  # fewer kernels to launch and to abort
-
-
-def reduction_sizes(device: torch.device) -> ReductionSizes:
-    """The sizes for a kind of device; the meta device stands for an accelerator."""
-    return CPU_SIZES if device.type == "cpu" else ACCELERATOR_SIZES
 
 
 @dataclass(frozen=True)
@@ -80,18 +62,19 @@ def plan_buckets(
     bucket_numel: int | None,
     world_size: int,
     max_numel: int | None = None,
-    sizes: ReductionSizes = CPU_SIZES,
+    limits: tuple[int, int] = Device.bucket_numel,
 ) -> list[UnitPlan]:
     """Trainable parameters in buckets of at most `bucket_numel` elements, or one parameter.
 
     In reverse registration order, which is about the order in which gradients become ready.
-    `sizes` are those of a bucket where `bucket_numel` is None. `max_numel` is a further limit of a
-    bucket; None or 0 for none.
+    By default a bucket is an eighth of the model: small enough for reductions to start early in
+    backward, and within the device's `limits`, which amortise their latency. `max_numel` is a
+    further limit of a bucket; None or 0 for none.
     """
     trainable = [member for member in params if member.group is not None]
     if bucket_numel is None:
         eighth = _total_numel(trainable) // 8
-        bucket_numel = min(max(eighth, sizes.smallest), sizes.largest)
+        bucket_numel = min(max(eighth, limits[0]), limits[1])
     bucket_numel = min(bucket_numel, max_numel or bucket_numel)
     plans: list[UnitPlan] = []
     open_buckets: dict[tuple[torch.dtype, bool], list[NamedParam]] = {}
