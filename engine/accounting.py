@@ -9,8 +9,9 @@ Bytes that a rank holds between two steps, per parameter on W ranks with AdamW:
 | 2 | 4 + 12/W | 2 + 16/W |
 | 3 | 16/W | 18/W |
 
-plus, bounded by a few units: slots (gathered weights, gradients before their reduction) and staging
-(parts received from other ranks). Offloaded bytes, in host memory or files, are counted separately.
+plus, bounded by a few units: slots (gathered weights), grad_slots (gradients before their
+reduction: three parts at most) and staging (parts received from other ranks). Offloaded bytes, in
+host memory or files, are counted separately.
 
 MFU is that of Chowdhery et al., "PaLM", 2022, appendix B, except that it counts the operations that
 ran, by `torch.utils.flop_counter`, instead of a formula of the model's size. Activation
@@ -40,8 +41,8 @@ def bytes_by_class(runtime: ZeroRuntime, optimizer: ShardedOptimizer) -> dict[st
 
     Classes: model_weights, main_weights (0 where they are the model weights), main_grads,
     optimizer_state, error_feedback (0 without it), second_shards (0 without
-    zero_hpz_partition_size), slots, staging. Bytes in host memory or files have the same names with
-    the prefix `host_` or `disk_`.
+    zero_hpz_partition_size), slots, grad_slots, staging. Bytes in host memory or files have the
+    same names with the prefix `host_` or `disk_`.
     """
     scheduler, reduction = runtime.unshard_scheduler, runtime.grad_reduction
     gather = scheduler.weight_gather if scheduler is not None else None
@@ -57,7 +58,8 @@ def bytes_by_class(runtime: ZeroRuntime, optimizer: ShardedOptimizer) -> dict[st
         )
         + sum(tensor.nbytes for _, tensor in reduction.replicated_state()),
         second_shards=gather.secondary_bytes if gather is not None else 0,
-        slots=sum(buffer.nbytes for buffer in grad_buffers) + gathered,
+        slots=gathered,
+        grad_slots=sum(buffer.nbytes for buffer in grad_buffers),
         staging=runtime.collectives.staging_bytes
         + reduction.buffer_bytes
         + (gather.buffer_bytes if gather is not None else 0),

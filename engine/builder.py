@@ -128,10 +128,11 @@ def make_build_context(
     zero = config.zero_optimization
     precision = choose_precision(config, device)
     offload = plan_offload(zero, precision, device, collectives)
+    stage = STAGES[zero.stage].for_world_size(collectives.world_size, moves=offload.separate_memory)
+    if not config.rayzero.reduce_each_micro_step:
+        stage = stage.without_micro_step_reductions()
     return BuildContext(
-        stage=STAGES[zero.stage].for_world_size(
-            collectives.world_size, moves=offload.separate_memory
-        ),
+        stage=stage,
         precision=precision,
         collectives=collectives,
         device=device,

@@ -171,6 +171,11 @@ class Engine:
         finally:
             self._step.tracker.no_sync = False
 
+    def wait_weights(self) -> None:
+        """Returns when the model's weights may be read outside of its forward; needed only with
+        `rayzero.overlap_weight_gather`. Other methods call it."""
+        self._runtime.wait_weights()
+
     def state_dict(self) -> dict[str, Tensor]:
         """The full model in CPU memory on rank 0, an empty dict on the others. Collective."""
         self._step.meter.enter_phase("gather")

@@ -18,6 +18,7 @@ from rayzero.engine.zero.build import (
 )
 from rayzero.engine.zero.gather_buffers import GatherBuffers
 from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
+from rayzero.engine.zero.lazy_weights import LazyWeights
 from rayzero.engine.zero.placement import Collective, Placement, Stage
 from rayzero.engine.zero.reducer import Reducer
 from rayzero.engine.zero.runtime import ZeroRuntime
@@ -58,6 +59,10 @@ def make_runtime(
         buffers = GatherBuffers(blocks, config.rayzero.gather_buffers)
         scheduler = UnshardScheduler(blocks, buffers, make_weight_gather(config, context))
         hooks += hook_blocks(model, blocks, scheduler)
+    lazy_weights = None
+    if config.rayzero.overlap_weight_gather and stage.weight_collective is Collective.ALL_GATHER:
+        lazy_weights = LazyWeights(model, units)
+        hooks += lazy_weights.hooks
     return ZeroRuntime(
         stage=stage,
         precision=context.precision,
@@ -68,6 +73,7 @@ def make_runtime(
         grad_reduction=reduction,
         reducer=reducer,
         unshard_scheduler=scheduler,
+        lazy_weights=lazy_weights,
         hooks=hooks,
     )
 

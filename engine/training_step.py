@@ -186,7 +186,7 @@ class TrainingStep:
             vote, lr = self._update()
         if vote.finite:  # the state is complete without it: weights can be gathered again
             self.meter.enter_phase("publish")
-            self.runtime.sync_model_weights()
+            self.runtime.sync_model_weights(lazy=True)
         self.meter.end_step(vote, lr)
 
     def discard_gradients(self) -> None:

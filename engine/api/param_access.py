@@ -121,10 +121,11 @@ class StoredParam:
 
 def find_owner(param: nn.Parameter) -> tuple[Engine, StoredParam | None] | None:
     """The newest engine that has this parameter, and where it stores it; None for a frozen one that
-    every rank holds in full. None if no engine has it."""
+    every rank holds in full. None if no engine has it. The parameter may be read afterwards."""
     for engine in live_engines():
         units = engine._param_units
         if id(param) in units:
+            engine.wait_weights()
             entry = units[id(param)]
             return engine, None if entry is None else StoredParam(engine, *entry)
     return None

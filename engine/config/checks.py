@@ -62,6 +62,16 @@ def find_conflicts(config: EngineConfig) -> Iterator[str]:
             )
         if not fp16.min_loss_scale:
             yield "fp16.min_loss_scale: more than 0: halving a scale never reaches 0"
+    if not config.rayzero.reduce_each_micro_step:
+        micro_steps = config.gradient_accumulation_steps
+        if zero.stage < 2 or micro_steps == 1:
+            seen = "micro-step" if zero.stage >= 2 else f"reduction a step at stage {zero.stage}"
+            yield f"rayzero.reduce_each_micro_step: true, or leave it out: there is one {seen}"
+    if config.rayzero.overlap_weight_gather and zero.stage not in (1, 2):
+        yield (
+            f"rayzero.overlap_weight_gather: false at stage {zero.stage}: updated weights are "
+            "gathered at stages 1 and 2 only; stage 3 gathers each block before it is used"
+        )
     offload = "zero_optimization.offload"
     if zero.offload_param.device == "cpu" and zero.stage != 3:
         yield (

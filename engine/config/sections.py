@@ -256,6 +256,19 @@ class RayzeroConfig(ConfigSection):
         "buffers for gathered weights at stage 3: live units at once",
         old_names=("rayzero.slots",),
     )
+    reduce_each_micro_step: bool = implemented(
+        True,
+        "gradients are reduced into shards in every micro-step at stages 2 and 3; false: every "
+        "rank accumulates all of them, as at stage 1, and they are reduced once a step, which "
+        "costs the memory of the main gradients of the whole model (see `rayzero plan`)",
+    )
+    overlap_weight_gather: bool = implemented(
+        False,
+        "updated weights of stages 1 and 2 are gathered while the next forward runs; between "
+        "`step()` and the end of that forward no weight may be read from outside the model, other "
+        "than through the engine or after `engine.wait_weights()`, and none used in a forward "
+        "before that of the module that holds it",
+    )
     peak_flops: PositiveFloat | None = implemented(
         None, "peak flop/s of one device, for mfu; known for the usual GPUs"
     )

@@ -56,8 +56,9 @@ def persistent_bytes(model: nn.Module, config: EngineConfig, world_size: int) ->
     meta device, which is not changed. Raises ConfigError if the config does not fit the model or
     the world.
 
-    A device with separate memory is assumed. `grad_copies` and `host_grad_copies` exist only during
-    an update: gradients in the dtype of the main weights.
+    A device with separate memory is assumed. Two classes do not persist: `unit_grads` are those of
+    the longest unit in backward, held until the last has arrived; `grad_copies` and
+    `host_grad_copies` exist only during an update: gradients in the dtype of the main weights.
     """
     trains = any(param.requires_grad for param in model.parameters())
     given = find_param_groups(model, None, None) if trains else freeze_all_params(model)
@@ -85,6 +86,9 @@ def _count_rank(
         micro_steps = resolve_batch_sizes(config, world_size).micro_steps
         for _ in range(_STEPS):
             copies = _take_step(runtime, optimizer, min(micro_steps, NUM_GRAD_BUFFERS))
+        copies["unit_grads"] = max(
+            (sum(p.nbytes for p in unit.params) for unit in runtime.units if unit.grads), default=0
+        )
         return Counter(bytes_by_class(runtime, optimizer)) + copies
     finally:
         runtime.close()

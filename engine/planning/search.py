@@ -29,7 +29,7 @@ class MemoryEstimate:
     """Bytes of one rank by class.
 
     Attributes:
-        bytes: as in `engine.accounting`, besides `grad_copies` and `activations`.
+        bytes: as in `engine.accounting`, besides `unit_grads`, `grad_copies` and `activations`.
         flops: of a micro-step on one rank; 0 without a batch.
     """
 
@@ -57,10 +57,11 @@ class MemoryEstimate:
 
     @property
     def device_total_bytes(self) -> int:
-        """Peak bytes: activations and the optimizer's gradient copies are never live together."""
+        """Peak bytes: what backward needs and the optimizer's gradient copies are never live
+        together."""
         sizes = self.device_bytes
-        transient = [sizes.get(name, 0) for name in ("activations", "grad_copies")]
-        return sum(sizes.values()) - min(transient)
+        backward = sizes.get("activations", 0) + sizes.get("unit_grads", 0)
+        return sum(sizes.values()) - min(backward, sizes.get("grad_copies", 0))
 
     @property
     def host_total_bytes(self) -> int:

@@ -96,6 +96,7 @@ def full_state_dict(model: nn.Module, runtime: ZeroRuntime) -> dict[str, Tensor]
     Names, tied entries and dtypes are those of `model.state_dict()`. At most one unit at a time is
     gathered on the model's device.
     """
+    runtime.wait_weights()
     is_target = runtime.collectives.rank == 0
     gathered: dict[int, Tensor] = {}  # by the parameter's identity
     for unit in runtime.units:

@@ -6,7 +6,7 @@ Models", SC 2020. No other module branches on the stage's number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -43,6 +43,11 @@ class Stage:
         """This row on `world_size` ranks; on one rank nothing is sharded, unless shards are stored
         in other memory than the device's (`moves`)."""
         return self if world_size > 1 or moves else Stage(self.number, R, P, R)
+
+    def without_micro_step_reductions(self) -> Stage:
+        """This row with gradients that every rank accumulates in full, reduced once a step."""
+        partial = self.main_grads is Placement.SHARDED
+        return replace(self, main_grads=Placement.PARTIAL) if partial else self
 
     @property
     def gradient_collective(self) -> Collective:

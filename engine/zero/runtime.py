@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from rayzero.engine.comm.backend import Work
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.offload.plan import Offload
 from rayzero.engine.precision.loss_scale import LossScaler
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.session import StepRequests
+from rayzero.engine.zero.lazy_weights import LazyWeights
 from rayzero.engine.zero.parameters import ReplicatedWeights
 from rayzero.engine.zero.placement import Collective, Stage
 from rayzero.engine.zero.reducer import GradReduction, Reducer
@@ -32,6 +34,7 @@ class ZeroRuntime:
         units: in launch order.
         ungrouped_params: frozen parameters, where weights are replicated.
         unshard_scheduler: None if model weights are replicated.
+        lazy_weights: None unless updated weights are gathered while forward runs.
     """
 
     stage: Stage
@@ -43,6 +46,7 @@ class ZeroRuntime:
     grad_reduction: GradReduction
     reducer: Reducer
     unshard_scheduler: UnshardScheduler | None
+    lazy_weights: LazyWeights | None
     hooks: list[RemovableHandle]
 
     @contextmanager
@@ -63,6 +67,7 @@ class ZeroRuntime:
         """Waits for the reduced gradients, which are still to be multiplied by `factor`, then
         agrees on norm, loss and requests. Collective. Raises EngineError if a gradient is not
         finite, and the loss scale cannot be lowered."""
+        self.wait_weights()
         self.reducer.wait()
         parts = (part for unit in self.units if (part := unit.shard_grads()) is not None)
         vote = vote_on_step(parts, loss, factor, self.collectives, requests)
@@ -89,20 +94,34 @@ class ZeroRuntime:
             self.grad_reduction.rescale(scaler.value / before)
 
     @torch.no_grad()
-    def sync_model_weights(self) -> None:
-        """After the local update: copies all ranks' main weights to all ranks' model weights."""
+    def sync_model_weights(self, *, lazy: bool = False) -> None:
+        """After the local update: copies all ranks' main weights to all ranks' model weights.
+
+        `lazy`: `lazy_weights`, if there, waits for them where they are used. Before returning to
+        the script this rank still does its share of all gathers, so that no peer waits for it.
+        """
+        self.wait_weights()
         gather = self.stage.weight_collective is Collective.ALL_GATHER
-        pending = []
-        for unit in self.units:
+        pending: dict[str, Work] = {}
+        for unit in reversed(self.units):  # about the order in which forward uses them
             if unit.main_weights is not None:
                 owned = unit.weights.owned_range(unit.owned)
                 unit.state_store.copy_to_model(unit.main_weights, owned)
                 if gather and isinstance(unit.weights, ReplicatedWeights):
-                    pending.append(unit.weights.gather_updates(self.collectives))
-        for work in pending:
-            work.wait()
+                    pending[unit.name] = unit.weights.gather_updates(self.collectives)
+        if lazy and self.lazy_weights is not None:
+            self.lazy_weights.start(pending)
+            self.collectives.progress_pending()
+        else:
+            for work in pending.values():
+                work.wait()
         if self.unshard_scheduler is not None:
             self.unshard_scheduler.invalidate()
+
+    def wait_weights(self) -> None:
+        """Returns when the model's weights may be read and written."""
+        if self.lazy_weights is not None:
+            self.lazy_weights.wait()
 
     def close(self) -> None:
         """Removes the model's hooks, stops threads and closes files."""

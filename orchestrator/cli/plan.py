@@ -25,7 +25,9 @@ MEMORY_CLASSES = (
     "main_grads",
     "optimizer_state",
     "slots",
+    "grad_slots",
     "activations",
+    "unit_grads",
     *("error_feedback", "second_shards", "staging", "grad_copies"),
 )
 """Columns of the table, without those that no setting needs."""

@@ -33,8 +33,9 @@ PARAMS = sum(param.numel() for param in LinearStack().parameters())
 LARGEST_UNIT = 64 * 128
 
 
-def config(stage: int, bf16: bool = False, micro_steps: int = 1) -> dict[str, Any]:
+def config(stage: int, bf16: bool = False, micro_steps: int = 1, **section: Any) -> dict[str, Any]:
     return {
+        "rayzero": section,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": micro_steps,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -50,10 +51,12 @@ def train_step(engine: rayzero.Engine, micro_steps: int = 1) -> None:
         engine.step()
 
 
-def step_traffic(rank: int, world: int, stage: int, micro_steps: int) -> Traffic:
+def step_traffic(
+    rank: int, world: int, stage: int, micro_steps: int, section: dict[str, Any] | None = None
+) -> Traffic:
     """Traffic of the second step, by collective."""
-    model = LinearStack()
-    engine, *_ = rayzero.initialize(model=model, config=config(stage, False, micro_steps))
+    document = config(stage, False, micro_steps, **(section or {}))
+    engine, *_ = rayzero.initialize(model=LinearStack(), config=document)
     train_step(engine, micro_steps)
     before = engine.metrics.collectives
     train_step(engine, micro_steps)
@@ -105,6 +108,31 @@ def test_only_stage_2_reduces_every_micro_step() -> None:
     assert run_ranks(2, step_traffic, 2, 3)[0]["reduce_scatter"]["bytes"] == 3 * PARAM_BYTES
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_reductions_of_micro_steps_can_wait_for_the_last(stage: int) -> None:
+    section = {"reduce_each_micro_step": False}
+    traffic = run_ranks(2, step_traffic, stage, 3, section)[0]
+    assert traffic["reduce_scatter"]["bytes"] == PARAM_BYTES
+
+
+def test_long_units_are_reduced_in_parts() -> None:
+    for traffic in run_ranks(2, parts_traffic):
+        assert traffic["reduce_scatter"] == {"calls": 6 + 2, "bytes": PARAM_BYTES}
+
+
+def parts_traffic(rank: int, world: int) -> Traffic:
+    """Of a second step at stage 3, where a block is one part and the head is two."""
+    document = config(3)
+    document["zero_optimization"]["reduce_bucket_size"] = LARGEST_UNIT // 2
+    engine, *_ = rayzero.initialize(model=LinearStack(), config=document)
+    train_step(engine)
+    before = engine.metrics.collectives["reduce_scatter"]
+    train_step(engine)
+    after = engine.metrics.collectives["reduce_scatter"]
+    assert engine.metrics.bytes["grad_slots"] <= 3 * 4 * LARGEST_UNIT // 2
+    return {"reduce_scatter": {key: after[key] - before[key] for key in after}}
+
+
 def resident_bytes(rank: int, world: int, stage: int, bf16: bool) -> tuple[dict[str, int], int]:
     """Bytes after two steps: by the engine's metrics, and of live tensors on this rank."""
     gc.collect()
@@ -140,7 +168,7 @@ def test_resident_bytes_match_the_formulas(world: int, stage: int, bf16: bool) -
     for reported, live in run_ranks(world, resident_bytes, stage, bf16):
         for name, size in bytes_per_param.items():
             assert reported[name] == PARAMS * size, name
-        buffers = reported["slots"] + reported["staging"]
+        buffers = reported["slots"] + reported["grad_slots"] + reported["staging"]
         assert buffers <= (0 if world == 1 else 10 * LARGEST_UNIT * 4)
         # Not reported: scalars, namely step counts and the placeholders of detached weights.
         assert sum(reported.values()) <= live <= sum(reported.values()) + 4096
