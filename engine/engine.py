@@ -172,8 +172,7 @@ class Engine:
             self._step.tracker.no_sync = False
 
     def wait_weights(self) -> None:
-        """Returns when the model's weights may be read outside of its forward; needed only with
-        `rayzero.overlap_weight_gather`. Other methods call it."""
+        """Returns when weights may be read outside forward: see `overlap_weight_gather`."""
         self._runtime.wait_weights()
 
     def state_dict(self) -> dict[str, Tensor]:
