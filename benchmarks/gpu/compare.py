@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.gpu.ranks import Plan, RankResult, rank_main
+from benchmarks.gpu.ranks import SHARDED, Plan, RankResult, rank_main
 from benchmarks.gpu.report import Report, Settings
 from benchmarks.gpu.rows import (
     BASE,
@@ -44,9 +44,13 @@ from rayzero.engine.accounting import peak_flops
 MODEL = GPTConfig(vocab=50304, context=1024, layers=24, width=1024, heads=16)
 SMALL = Plan(GPTConfig(vocab=64, context=16, layers=2, width=32, heads=2), 2, 1, 2, 1, cuda=False)
 DEFAULT = [name for name in ALL if name != "ddp-plain"]
+KNOWN = [*ALL, *(f"rayzero-{stage}{SHARDED}" for stage in (1, 2, 3))]
 # Of the stage, what matters most first: there may be no time for the last ones.
-FIRST = ["ddp", "fsdp2", "rayzero-3", "rayzero-2", "rayzero-0", "rayzero-1"]
-FIRST += ["deepspeed-3", "deepspeed-2", "deepspeed-0", "deepspeed-1"]
+FIRST = ["ddp", "fsdp2", "rayzero-3-sharded", "rayzero-2-sharded", "rayzero-0"]
+FIRST += ["rayzero-1-sharded", "deepspeed-3", "deepspeed-2", "deepspeed-0", "deepspeed-1"]
+# The goal on GPUs: faster and smaller, at the same stage.
+PAIRS = [("rayzero-3-sharded", "fsdp2"), ("rayzero-0", "deepspeed-0")]
+PAIRS += [(f"rayzero-{stage}-sharded", f"deepspeed-{stage}") for stage in (1, 2, 3)]
 STAGE_STEPS, STAGE_WARMUP = 10, 5
 
 
@@ -88,8 +92,8 @@ def run(report: Report, settings: Settings) -> None:
     rows: list[Row] = []
     longest_s = 0.0
     for name in settings.systems or FIRST:
-        if name not in ALL:
-            report.skip(name, f"unknown; allowed: {', '.join(ALL)}")
+        if name not in KNOWN:
+            report.skip(name, f"unknown; allowed: {', '.join(KNOWN)}")
             continue
         if report.left_s < 1.2 * longest_s:
             report.skip(name, "no time was left")
@@ -104,8 +108,19 @@ def run(report: Report, settings: Settings) -> None:
         report.check(f"{name} runs", not row.error, row.error or "yes", "yes")
         known = {key: value for key, value in asdict(with_ratios(rows)[-1]).items() if value}
         report.value(name, {key: value for key, value in known.items() if key != "system"})
+    if settings.on_gpu:
+        _compare_pairs(report, {row.system: row for row in rows if not row.error})
     diverging = find_diverging(rows)
     report.check("final losses", not diverging, diverging, f"within {LOSS_RTOL:g} of {BASE}'s")
+
+
+def _compare_pairs(report: Report, rows: dict[str, Row]) -> None:
+    """Checks the goal on GPUs for all pairs that were measured."""
+    for ours, theirs in PAIRS:
+        if ours in rows and theirs in rows:
+            for what in ("median_s", "peak_bytes"):
+                own, other = getattr(rows[ours], what), getattr(rows[theirs], what)
+                report.check(f"{ours}: {what}", own <= other, own, f"<= {other} of {theirs}")
 
 
 def describe_run(plan: Plan) -> dict[str, Any]:
@@ -168,7 +183,7 @@ def _gib(nbytes: int | None) -> str:
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.compare", description=__doc__)
-    parser.add_argument("--systems", help=f"comma-separated list of: {', '.join(ALL)}")
+    parser.add_argument("--systems", help=f"comma-separated list of: {', '.join(KNOWN)}")
     parser.add_argument("--ranks", type=int, default=1, help="processes, which share the GPUs")
     parser.add_argument("--layers", type=int, default=MODEL.layers)
     parser.add_argument("--width", type=int, default=MODEL.width)
@@ -180,9 +195,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result to this file")
     options = parser.parse_args(arguments)
     options.systems = options.systems.split(",") if options.systems else DEFAULT
-    unknown = [name for name in options.systems if name not in ALL]
+    unknown = [name for name in options.systems if name not in KNOWN]
     if unknown:
-        parser.error(f"unknown systems {unknown}; allowed: {', '.join(ALL)}")
+        parser.error(f"unknown systems {unknown}; allowed: {', '.join(KNOWN)}")
     return options
 
 

@@ -24,6 +24,8 @@ from examples.gpt.model import GPT, GPTConfig
 
 BATCHES = 4  # repeated, so that the loss decreases and wrong updates are detected
 PROFILED_STEPS = 3
+SHARDED = "-sharded"
+"""After the name of one of our systems: one rank, which would shard nothing, runs as several do."""
 TIMEOUT = timedelta(minutes=2)
 
 
@@ -96,7 +98,7 @@ def _measure(rank: int, name: str, plan: Plan) -> RankResult:
     torch.manual_seed(0)
     with device or torch.device("cpu"):
         model = GPT(plan.model)
-    step = ALL[name](model, mixed=plan.mixed)
+    step = _build(name, model, plan)
     del model
     batches = [_batch(rank, number, plan, device) for number in range(BATCHES)]
     run_step = _StepRunner(step, batches)
@@ -113,6 +115,19 @@ def _measure(rank: int, name: str, plan: Plan) -> RankResult:
     reserved = torch.cuda.memory_reserved()
     exposed = profile_exposed(run_step, PROFILED_STEPS)
     return RankResult(seconds, loss, peak, reserved, exposed.communication_s, exposed.copies_s)
+
+
+def _build(name: str, model: GPT, plan: Plan) -> Step:
+    """A system of `ALL`, or such a one with the suffix `SHARDED`."""
+    build = ALL[name.removesuffix(SHARDED)]
+    if not name.endswith(SHARDED):
+        return build(model, mixed=plan.mixed)
+    from tests.engine.gpu.training import sharded_alone
+
+    if plan.ranks > 1:
+        raise ValueError(f"{name} is for one rank: several shard anyway")
+    with sharded_alone():
+        return build(model, mixed=plan.mixed)
 
 
 class _StepRunner:

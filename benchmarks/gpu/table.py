@@ -32,11 +32,28 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     for result in results:
         if result["values"] or result["skipped"]:
             yield f"{result['name']}: {result['title']}"
-            width = max((len(name) for name in result["values"]), default=0)
-            for name, value in result["values"].items():
-                yield f"   {name:<{width}}  {_format(value)}"
+            yield from _values(result["values"])
             for part in result["skipped"]:
                 yield f"   {part['name']}: not run: {part['reason']}"
+
+
+def _values(values: dict[str, Any]) -> Iterator[str]:
+    """A line each; records of the same kind, such as the systems of the comparison, as columns."""
+    rows = {name: value for name, value in values.items() if _is_row(value)}
+    width = max((len(name) for name in values), default=0)
+    for name, value in values.items():
+        if name not in rows:
+            yield f"   {name:<{width}}  {_format(value)}"
+    if rows:
+        columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+        yield "   " + " " * width + "".join(f"{column:>17}" for column in columns)
+        for name, row in rows.items():
+            cells = (_format(row[it]) if it in row else "-" for it in columns)
+            yield f"   {name:<{width}}" + "".join(f"{cell:>17}" for cell in cells)
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, dict) and "median_s" in value
 
 
 def _failures(result: dict[str, Any]) -> Iterator[str]:

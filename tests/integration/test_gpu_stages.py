@@ -135,6 +135,19 @@ def test_stages_fill_ten_minutes_and_have_modules() -> None:
         assert Path(*it.module.split(".")).with_suffix(".py").is_file(), it.module
 
 
+def test_systems_are_columns_of_a_table() -> None:
+    rows = {"ddp": {"median_s": 0.5, "loss": 4.0}, "rayzero-3": {"median_s": 0.25, "mfu": 0.4}}
+    result = {"name": "compare", "title": "it", "status": "passed", "seconds": 1.0, "skipped": []}
+    result |= {"error": "", "stage_skipped": "", "checks": [], "values": {"tokens": 8192} | rows}
+    lines = format_run({"stages": [result | {"correctness": False}]}).splitlines()
+    assert [line.split() for line in lines[-4:]] == [
+        ["tokens", "8,192"],
+        ["median_s", "loss", "mfu"],
+        ["ddp", "0.5", "4", "-"],
+        ["rayzero-3", "0.25", "-", "0.4"],
+    ]
+
+
 def test_missing_package_is_named_with_the_way_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,12 +40,21 @@ def single_rank_group(store: Path) -> Iterator[None]:
         store: path of the FileStore to create.
     """
     file = dist.FileStore(str(store), 1)
-    cuda = DEVICE.type == "cuda"
-    name = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    name = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
     dist.init_process_group(name, store=file, rank=0, world_size=1)
+    try:
+        with sharded_alone():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def sharded_alone() -> Iterator[None]:
+    """The same in the default process group, of one rank; for the engines that are built inside."""
     connect, for_world_size = builder.connect_collectives, Stage.for_world_size
-    group = dist.group.WORLD
-    backend: Backend = NcclBackend(group) if cuda else SingleRankBackend()
+    cuda = DEVICE.type == "cuda"
+    backend: Backend = NcclBackend(dist.group.WORLD) if cuda else SingleRankBackend()
     device = torch.device("cuda", 0) if cuda else DEVICE
     builder.connect_collectives = lambda: (Collectives(backend), device)
     Stage.for_world_size = lambda self, world_size, *, moves=False: self  # type: ignore[method-assign]
@@ -53,7 +62,6 @@ def single_rank_group(store: Path) -> Iterator[None]:
         yield
     finally:
         builder.connect_collectives, Stage.for_world_size = connect, for_world_size  # type: ignore[method-assign]
-        dist.destroy_process_group()
 
 
 def config(stage: int, precision: str = "fp32", micro_steps: int = 1, **zero: Any) -> dict:
