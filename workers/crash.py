@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -51,14 +52,26 @@ def _crash_kind(error: BaseException) -> CrashKind:
     if isinstance(error, DataError):
         return "data"
     # Failed devices and collectives count as such, even if user code wrapped the exception.
+    if has_device_failed(error):
+        return "device"
+    if any(isinstance(e, CollectiveError) or is_collective_failure(e) for e in _chain(error)):
+        return "collective"
+    return "user"
+
+
+def has_device_failed(error: BaseException) -> bool:
+    """Whether an exception, or what caused it, says that the device cannot be used any more."""
+    with suppress(Exception):  # a user's exception can fail in any way
+        return any(isinstance(e, DeviceError) or is_device_failure(e) for e in _chain(error))
+    return False
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The exception, its cause or context, theirs..."""
     chain = [error]
     while (before := chain[-1].__cause__ or chain[-1].__context__) and before not in chain:
         chain.append(before)
-    if any(isinstance(link, DeviceError) or is_device_failure(link) for link in chain):
-        return "device"
-    if any(isinstance(link, CollectiveError) or is_collective_failure(link) for link in chain):
-        return "collective"
-    return "user"
+    return chain
 
 
 def summarize(error: BaseException) -> str:

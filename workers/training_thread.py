@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 from rayzero.engine.errors import EngineError
-from rayzero.workers.crash import describe_crash, summarize
+from rayzero.workers.crash import describe_crash, has_device_failed, summarize
 from rayzero.workers.messages import (
     Crashed,
     Heartbeat,
@@ -194,17 +194,16 @@ class TrainingThread:
         stop = channel.interrupt
         drained = bool(stop.times_raised) and not stop.is_set()
         memory, unwind_error = self._unwind(channel, drained=drained)
-        errors = [error for error in (raised, unwind_error) if error is not None]
-        crashes = [describe_crash(error, generation, rank, step) for error in errors]
-        if broken := [crash for crash in crashes if crash.kind == "device"]:
-            return broken[0]
+        for error in (raised, unwind_error):
+            if error is not None and has_device_failed(error):
+                return describe_crash(error, generation, rank, step)
         if stop.group_error:
             return Crashed(generation, rank, "collective", step, stop.group_error, "", memory)
         # While a stop is wanted every exception counts as one: a collective that is aborted, and
         # what follows from its result, raises many types.
         if raised is None or stop.times_raised or stop.is_set():
             return Stopped(generation, rank, memory)
-        return replace(crashes[0], memory=memory)
+        return replace(describe_crash(raised, generation, rank, step), memory=memory)
 
     def _unwind(
         self, channel: GenerationChannel, *, drained: bool
