@@ -24,6 +24,7 @@ from rayzero.workers.messages import (
 )
 from rayzero.workers.vault.records import Restore, SlotRef
 from rayzero.workers.vault.vault import Vault
+from tests.support.nccl_like.settings import NcclLike, from_environment
 from tests.support.processes import PROCESSES
 
 NODE = "node"
@@ -31,9 +32,14 @@ ENDED = (Stopped, Crashed, Finished)
 
 
 class LocalWorkers:
-    """Workers by index. The test makes the controller's calls; `close` kills all workers."""
+    """Workers by index. The test makes the controller's calls; `close` kills all workers.
 
-    def __init__(self, setup: WorkerSpec, count: int) -> None:
+    Args:
+        nccl_like: gives them the NCCL-like backend instead of gloo; by default the environment's.
+    """
+
+    def __init__(self, setup: WorkerSpec, count: int, nccl_like: NcclLike | None = None) -> None:
+        self.nccl_like = nccl_like or from_environment()
         self.vault = Vault("job", NODE, no_other_nodes)
         self.setup = setup
         self.workers: dict[int, _Worker] = {}
@@ -44,7 +50,7 @@ class LocalWorkers:
     def start_worker(self) -> int:
         """Start a worker and return its index."""
         index = len(self.seen)
-        self.workers[index] = _Worker(self.setup, index)
+        self.workers[index] = _Worker(self.setup, index, self.nccl_like)
         self.seen[index] = []
         self.workers[index].call("warm_up")
         return index
@@ -125,9 +131,10 @@ class LocalWorkers:
 class _Worker:
     """A process with a WorkerProcess, which executes calls one by one."""
 
-    def __init__(self, setup: WorkerSpec, index: int) -> None:
+    def __init__(self, setup: WorkerSpec, index: int, nccl_like: NcclLike | None) -> None:
         parent, child = PROCESSES.Pipe()
-        self._process = PROCESSES.Process(target=_serve, args=(child, setup, index), daemon=True)
+        args = child, setup, index, nccl_like
+        self._process = PROCESSES.Process(target=_serve, args=args, daemon=True)
         self._process.start()
         child.close()
         self._connection: Connection = parent
@@ -153,7 +160,13 @@ def no_other_nodes(*args: Any) -> Any:
     raise AssertionError(args)
 
 
-def _serve(connection: Connection, setup: WorkerSpec, index: int) -> None:
+def _serve(
+    connection: Connection, setup: WorkerSpec, index: int, nccl_like: NcclLike | None
+) -> None:
+    if nccl_like is not None:
+        from tests.support.nccl_like.install import install
+
+        install(nccl_like)
     from rayzero.workers.worker import WorkerProcess
 
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()

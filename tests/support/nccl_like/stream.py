@@ -1,0 +1,282 @@
+"""A virtual device: CPU tensors, whose kernels run later, in a thread, in the order of their launch.
+
+While a collective stands, kernels that follow it are queued and the host runs ahead, as on a GPU. The
+host waits only where it reads: `synchronize`, `read`, `.item()`, copies to host memory. All of torch's
+streams are this one queue: a schedule that a GPU might choose, too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from rayzero.engine.device import Device, DeviceError
+
+Kernel = Callable[[], None]
+KERNEL_ERROR = "CUDA error: uncorrectable ECC error encountered (Xid 94, injected)"
+_TAGS_READ = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class Stream:
+    """The queue of one process. Its thread is a daemon and lives as long as the process."""
+
+    def __init__(self) -> None:
+        self._kernels: deque[Kernel] = deque()
+        self._changed = threading.Condition()
+        self._unfinished = 0
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="nccl-like-stream", daemon=True).start()
+
+    def launch(self, kernel: Kernel) -> None:
+        """Raises the device's error if it is poisoned."""
+        self.check()
+        with self._changed:
+            self._kernels.append(kernel)
+            self._unfinished += 1
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise torch.AcceleratorError(str(self._error))
+
+    def poison(self, text: str = KERNEL_ERROR) -> None:
+        """A kernel fails, behind what is queued: every later call of this process fails, and its
+        collectives never start."""
+        self.launch(lambda: self._fail(RuntimeError(text)))
+
+    @property
+    def busy(self) -> bool:
+        return self._unfinished > 0
+
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Raises the device's error, or TimeoutError."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._unfinished, timeout_s):
+                raise TimeoutError(f"{self._unfinished} kernels after {timeout_s} s")
+        self.check()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._kernels.clear()
+            self._unfinished = 1  # the kernel that calls this
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        # Kernels are below autograd, and must not count as changes of what autograd has saved: the
+        # launch was counted.
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(keys):
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._kernels)
+                    kernel = self._kernels.popleft()
+                try:
+                    kernel()
+                except BaseException as error:  # noqa: BLE001  as a kernel's: late, and elsewhere
+                    self._fail(error)
+                del kernel  # and its tensors
+                with self._changed:
+                    self._unfinished -= 1
+                    self._changed.notify_all()
+
+
+class StreamMode(TorchDispatchMode):
+    """Queues the operators of the thread that pushed it, while the device is busy."""
+
+    def __init__(self, stream: Stream, is_pinned: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self._stream = stream
+        self._is_pinned = is_pinned
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._stream.check()
+        if not self._stream.busy:
+            return func(*args, **kwargs)
+        tensors = _tensors((args, kwargs))
+        if not tensors or func.is_view:
+            return func(*args, **kwargs)  # reads no data
+        if any(self._is_host(tensor) for tensor in tensors):
+            return self._read(func, args, kwargs)
+        if func._schema.is_mutable:
+            return self._queue_in_place(func, args, kwargs)
+        return self._queue_functional(func, args, kwargs)
+
+    def _is_host(self, tensor: Tensor) -> bool:
+        """Memory that torch did not allocate is the host's: files, shared memory, numpy."""
+        outside = not tensor.untyped_storage().resizable()
+        return outside and tensor.device.type == "cpu" and not self._is_pinned(tensor)
+
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._stream.synchronize()
+        return func(*args, **kwargs)
+
+    def _queue_in_place(self, func: Any, args: Any, kwargs: Any) -> Any:
+        schema, given = func._schema, dict(kwargs)
+        for argument, value in zip(schema.arguments, args, strict=False):
+            given[argument.name] = value
+        targets = [
+            given.get(argument.name)
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        returns_targets = all(
+            out.alias_info is not None and out.alias_info.is_write for out in schema.returns
+        )
+        name = func._schema.name
+        unknown = any(isinstance(out, Tensor) and not out.numel() for out in targets)
+        if unknown or not returns_targets or "set_" in name or "resize" in name:
+            return self._read(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._read(func, args, kwargs)
+        memory_args, memory_kwargs = _memory((args, kwargs))
+        self._stream.launch(lambda: func(*memory_args, **memory_kwargs))
+        if not schema.returns:
+            return None
+        outs = targets[: len(schema.returns)]
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    def _queue_functional(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tags = func.tags
+        if any(tag in tags for tag in _TAGS_READ) or torch.Tag.nondeterministic_seeded in tags:
+            return self._read(func, args, kwargs)
+        meta_args, meta_kwargs = tree_map_only(Tensor, _to_meta, (args, kwargs))
+        if meta_kwargs.get("device") is not None:
+            meta_kwargs["device"] = torch.device("meta")
+        try:
+            shapes = func(*meta_args, **meta_kwargs)
+        except Exception:  # noqa: BLE001  its shape depends on data, or is not known
+            return self._read(func, args, kwargs)
+        if not _only_tensors(shapes):
+            return self._read(func, args, kwargs)
+        results = tree_map_only(Tensor, _to_memory, shapes)
+        targets = _memory(_tensors(results))
+        memory_args, memory_kwargs = _memory((args, kwargs))
+
+        def run() -> None:
+            values = _tensors(func(*memory_args, **memory_kwargs))
+            for target, value in zip(targets, values, strict=True):
+                target.copy_(value)
+
+        self._stream.launch(run)
+        return results
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map_only(Tensor, found.append, tree)
+    return found
+
+
+def _memory(tree: Any) -> Any:
+    """The memory that tensors have now, as a launched kernel has it: a parameter may get another."""
+    return tree_map_only(Tensor, lambda tensor: tensor.data, tree)
+
+
+def _only_tensors(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(isinstance(item, Tensor) for item in value)
+    return isinstance(value, Tensor)
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _to_memory(shape: Tensor) -> Tensor:
+    return torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype)
+
+
+class VirtualDevice(Device):
+    """The product's device over a `Stream`; what torch itself reads is patched by `install`."""
+
+    asynchronous = True
+    backend = "nccl_like"
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.stream = Stream()
+        self._registered: list[range] = []
+
+    def mode(self) -> StreamMode:
+        return StreamMode(self.stream, self._is_pinned)
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return any(tensor.data_ptr() in memory for memory in self._registered)
+
+    def register_host(self, memory: Tensor) -> None:
+        self._registered.append(range(memory.data_ptr(), memory.data_ptr() + memory.nbytes))
+
+    def unregister_host(self, memory: Tensor) -> None:
+        self.stream.synchronize()
+        self._registered = [one for one in self._registered if one.start != memory.data_ptr()]
+
+    def new_stream(self) -> Any:
+        return _Queue(self.stream)
+
+    def current_stream(self) -> Any:
+        return _Queue(self.stream)
+
+    def record_event(self, stream: Any = None) -> Any:
+        return _Marker(self.stream)
+
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        try:
+            self.stream.synchronize(timeout_s)
+        except TimeoutError as error:
+            raise DeviceError(f"the virtual device did not answer: {error}") from None
+
+    def read(self, tensor: Tensor) -> list[float]:
+        self.stream.synchronize()
+        return super().read(tensor)
+
+    def send(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype)
+
+    def check_health(self, timeout_s: float) -> None:
+        try:
+            self.stream.synchronize(timeout_s)
+        except (TimeoutError, RuntimeError) as error:
+            raise DeviceError(f"the virtual device failed: {error}") from error
+
+
+class _Queue:
+    """All streams are one queue: what waits for another waits already."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def wait_stream(self, other: Any) -> None:
+        return
+
+    def wait_event(self, event: Any) -> None:
+        return
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+class _Marker:
+    """An event: a kernel that says that it has run."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self._reached = stream, threading.Event()
+        stream.launch(self._reached.set)
+
+    def synchronize(self) -> None:
+        while not self._reached.wait(0.05):
+            self._stream.check()
+
+    def query(self) -> bool:
+        self._stream.check()
+        return self._reached.is_set()
