@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.nccl_like.mesh import Mesh
-from tests.support.nccl_like.settings import NcclLike
-from tests.support.nccl_like.stream import Stream
+from tests.support.nccl_like.stream import VirtualDevice
 
 POLL_S = 0.02
 
@@ -49,17 +48,18 @@ class NcclLikeGroup(dist.ProcessGroup):
     should_dump: ClassVar[bool] = False
     """Static in ProcessGroupNCCL, too: it outlives the group that has seen the error."""
 
-    def __init__(
-        self, store: Any, rank: int, size: int, stream: Stream, settings: NcclLike
-    ) -> None:
+    def __init__(self, store: Any, rank: int, size: int, device: VirtualDevice) -> None:
         super().__init__(rank, size)
-        self.stream = stream
-        self._settings = settings
-        self._random = random.Random(f"{settings.seed} {rank} {os.getpid()}")
+        self.stream = device.stream
+        self._device = device
+        self._random = random.Random(f"{device.settings.seed} {rank} {size}")
         self._mesh = Mesh(store, rank, size)
         self._abort_lock = threading.Lock()
         self._aborted = False
         self._lost_at_s: float | None = None
+        self._ends_process = _flag("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+        self._dumps = _flag("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        self._monitored = _flag("TORCH_NCCL_ENABLE_MONITORING", "1")
         watchdog = threading.Thread(target=self._watch, name="nccl-like-watchdog", daemon=True)
         watchdog.start()
 
@@ -150,7 +150,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         if self._aborted:
             text = "NCCL communicator was aborted on this rank: invalid usage"
             raise self._random.choice((ValueError, dist.DistBackendError))(text)
-        late_s = self._settings.late_error_s
+        late_s = self._device.settings.late_error_s
         if late_s is not None and self._lost_at_s and time.monotonic() > self._lost_at_s + late_s:
             raise dist.DistBackendError("NCCL error: remote process exited or network error")
 
@@ -186,7 +186,7 @@ class NcclLikeGroup(dist.ProcessGroup):
 
     def _leave_garbage(self, output: Tensor) -> None:
         """What a kernel leaves that returns early: what was there, half a sum, anything."""
-        kind = self._settings.garbage
+        kind = self._device.settings.garbage
         if kind == "any":
             kind = self._random.choice(("nan", "plausible", "random"))
         if not output.is_floating_point():
@@ -205,10 +205,10 @@ class NcclLikeGroup(dist.ProcessGroup):
         try:
             if self._aborted:
                 return
-            time.sleep(self._settings.abort_s / 2)
+            time.sleep(self._device.settings.abort_s / 2)
             self._aborted = True
             self._mesh.abort()
-            time.sleep(self._settings.abort_s / 2)
+            time.sleep(self._device.settings.abort_s / 2)
         finally:
             self._abort_lock.release()
 
@@ -221,20 +221,19 @@ class NcclLikeGroup(dist.ProcessGroup):
             if self._lost_at_s is None and self._mesh.look():
                 self._lost_at_s = time.monotonic()
             lost = self._lost_at_s
-            if lost is not None and time.monotonic() > lost + self._settings.watchdog_s:
-                if _flag("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"):
-                    NcclLikeGroup.should_dump = True
-                if _flag("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3"):
+            if lost is not None and time.monotonic() > lost + self._device.settings.watchdog_s:
+                NcclLikeGroup.should_dump |= self._dumps
+                if self._ends_process:
                     self._end_process("the watchdog rethrows an error")
                 break
-            if NcclLikeGroup.should_dump and _flag("TORCH_NCCL_ENABLE_MONITORING", "1"):
+            if NcclLikeGroup.should_dump and self._monitored:
                 self._end_process("the heartbeat monitor has seen a request to dump")
                 return
             time.sleep(POLL_S)
 
     def _end_process(self, reason: str) -> None:
         """As `std::terminate`, once the debug information is written."""
-        time.sleep(self._settings.dump_s)
+        time.sleep(self._device.settings.dump_s)
         os.write(2, f"nccl-like: {reason}, the process ends\n".encode())
         os._exit(134)
 

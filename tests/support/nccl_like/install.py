@@ -37,12 +37,12 @@ def install(settings: NcclLike) -> VirtualDevice:
     """For the rest of the process; a second time it does nothing."""
     if _installed:
         return _installed[0]
-    device = VirtualDevice()
+    device = VirtualDevice(settings)
     _installed.append(device)
     replace_device(device).__enter__()
     dist.Backend.register_backend(
         "nccl_like",
-        lambda store, rank, size, timeout: NcclLikeGroup(store, rank, size, device.stream, settings),
+        lambda store, rank, size, timeout: NcclLikeGroup(store, rank, size, device),
         devices=["cpu"],
     )
     _patch_group_names()

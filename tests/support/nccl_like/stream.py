@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from rayzero.engine.device import Device, DeviceError
+from tests.support.nccl_like.settings import NcclLike
 
 Kernel = Callable[[], None]
 KERNEL_ERROR = "CUDA error: uncorrectable ECC error encountered (Xid 94, injected)"
@@ -198,13 +199,17 @@ def _to_memory(shape: Tensor) -> Tensor:
 
 
 class VirtualDevice(Device):
-    """The product's device over a `Stream`; what torch itself reads is patched by `install`."""
+    """The product's device over a `Stream`; what torch itself reads is patched by `install`.
+
+    `settings` may be replaced at any time.
+    """
 
     asynchronous = True
     backend = "nccl_like"
 
-    def __init__(self) -> None:
+    def __init__(self, settings: NcclLike) -> None:
         super().__init__(torch.device("cpu"))
+        self.settings = settings
         self.stream = Stream()
         self._registered: list[range] = []
 

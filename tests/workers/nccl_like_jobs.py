@@ -1,0 +1,57 @@
+"""Training functions for the NCCL-like backend: errors of kernels, and collectives of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.nccl_like.install import install_from_environment, installed
+from tests.workers.recovery_jobs import Data, make_model
+
+install_from_environment()  # the workers of a cluster
+
+
+def poison_once(folder: Path, args: Mapping[str, Any], rank: int, step: int) -> None:
+    """A kernel error on that rank in that step: the first process that gets there has it."""
+    if [rank, step] not in args.get("poison", []):
+        return
+    try:
+        (folder / f"poison-{rank}-{step}").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    device = installed()
+    assert device is not None
+    device.stream.poison()
+
+
+def train(ctx: Any) -> dict[str, Any]:
+    """As `recovery_jobs.train`; args: `poison`, pairs of a rank and a step; `pause_s`."""
+    engine, _, loader, _ = ctx.initialize(model=make_model(torch.float64), training_data=Data())
+    for x, y in loader.steps(ctx.steps - engine.progress.step):
+        step = engine.progress.step + 1
+        time.sleep(ctx.args.get("pause_s", 0.0))
+        poison_once(ctx.output_dir, ctx.args, ctx.rank, step)
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+        engine.step()
+    weights = engine.state_dict()
+    if ctx.is_main:
+        torch.save(weights, ctx.output_dir / "weights.pt")
+    return {}
+
+
+def reduce_twice(ctx: Any) -> None:
+    """Collectives of the user's own: two a step, and a read between them."""
+    for step in range(1, ctx.steps + 1):
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        value.item()
+        dist.all_reduce(value)
+        value.item()
+        ctx.report(step=step)
+        time.sleep(0.02)

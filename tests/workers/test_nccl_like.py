@@ -1,0 +1,224 @@
+"""Faults of workers on NCCL's semantics: what is believed, told and kept after an abort.
+
+`tests/support/nccl_like` is the backend. Each test names the finding of `gpu.md` that it shows.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rayzero.workers.chaos.inject import FaultRecord
+from rayzero.workers.messages import (
+    Crashed,
+    Finished,
+    Heartbeat,
+    LogLine,
+    MirrorPolicy,
+    StepReport,
+    Stopped,
+    WorkerMessage,
+)
+from tests.support.nccl_like.settings import NcclLike
+from tests.workers import recovery_jobs
+from tests.workers.local_workers import LocalWorkers
+from tests.workers.support import setup
+from tests.workers.test_recovery import check_results, wait_for_lost_worker
+
+STEPS = 12
+MAX_FENCE_S = 15
+pytestmark = pytest.mark.slow
+
+StartWorkers = Callable[..., LocalWorkers]
+
+
+@pytest.fixture
+def start_workers(tmp_path) -> Iterator[StartWorkers]:
+    groups: list[LocalWorkers] = []
+
+    def make(
+        stage: int, settings: NcclLike, function: str = "train", count: int = 3, **changes: Any
+    ) -> LocalWorkers:
+        defaults: dict[str, Any] = {
+            "entrypoint": f"tests.workers.nccl_like_jobs:{function}",
+            "steps": STEPS,
+            "output_dir": str(tmp_path),
+            "working_dir": os.getcwd(),
+            "args": {},
+            "mirror": MirrorPolicy(replicas=1, every_steps=1),
+            "ledger": True,
+            "engine_config": recovery_jobs.engine_config(stage),
+        }
+        groups.append(LocalWorkers(setup(**(defaults | changes)), count, settings))
+        return groups[-1]
+
+    yield make
+    for local in groups:
+        local.close()
+
+
+def fence(local: LocalWorkers, *indices: int) -> dict[int, WorkerMessage]:
+    """The ends of generation 1."""
+    for index in indices:
+        local.workers[index].call("fence", 1)
+    return {index: local.wait_end(index, 1) for index in indices}
+
+
+def finish(local: LocalWorkers, members: list[int], step: int, lost_world: int = 3) -> None:
+    """The next generation continues behind `step`, and ends like plain torch."""
+    restore = local.slots(1, lost_world)
+    assert restore.step == step
+    local.form(2, members, restore)
+    for index in members:
+        assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
+    check_results(local)
+
+
+def reported_steps(local: LocalWorkers, index: int) -> list[int]:
+    return [
+        message.step
+        for message in local.seen[index]
+        if isinstance(message, StepReport) and message.generation == 1
+    ]
+
+
+def heartbeat(local: LocalWorkers, index: int) -> Heartbeat:
+    (beat,) = [
+        message
+        for message in local.workers[index].call("poll", 0.0)
+        if isinstance(message, Heartbeat)
+    ]
+    return beat
+
+
+@pytest.mark.parametrize("garbage", ["nan", "plausible", "random"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_aborted_vote_is_not_believed(start_workers, stage, garbage):
+    """B2: survivors read the ballot when the peer dies, and what an abort leaves there."""
+    fault = 'kill(rank=1, step=5, phase="reduce")'
+    local = start_workers(stage, NcclLike(garbage=garbage), faults=(fault,))
+    local.form(1, [0, 1, 2])
+    assert wait_for_lost_worker(local) == 1
+    for index, end in fence(local, 0, 2).items():
+        assert isinstance(end, Stopped), local.texts(index)
+        assert max(reported_steps(local, index)) == 4, "rank 1 never voted for step 5"
+        assert end.memory is None or end.memory.step == 4
+    assert max(slot.step for slot in local.vault.inventory()) == 4
+    finish(local, [0, 2], step=4)
+
+
+def test_two_threads_abort_one_group(start_workers):
+    """B6: the fence's thread aborts, and the training thread, which that has freed, too."""
+    local = start_workers(
+        0,
+        NcclLike(abort_s=1.0, garbage="plausible"),
+        faults=('kill(rank=1, step=5, phase="backward")',),
+        mirror=MirrorPolicy(),
+    )
+    local.form(1, [0, 1, 2])
+    assert wait_for_lost_worker(local) == 1
+    for index, end in fence(local, 0, 2).items():
+        assert isinstance(end, Stopped), local.texts(index)
+        lost = [text for text in local.texts(index) if "state is lost" in text]
+        assert not lost
+        assert end.memory is not None, "at stage 0 a survivor has all of the state"
+        assert end.memory.step == 4
+
+
+def test_survivor_of_a_stopped_rank_is_waiting(start_workers):
+    """B9: the host of a survivor waits in a read; the hang rule must not take it for the culprit."""
+    local = start_workers(3, NcclLike(), faults=('stop(rank=2, step=4, phase="backward")',))
+    local.form(1, [0, 1, 2])
+    for index in (0, 1):
+        local.wait_step(index, 1, 3)
+    deadline_s = time.monotonic() + 60
+    while not FaultRecord(local.setup.output_dir).read():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    time.sleep(1.0)
+    for index in (0, 1):
+        beat = heartbeat(local, index)
+        assert beat.silent_s > 0.3, "it does not run"
+        assert beat.waiting, beat
+    started = time.monotonic()
+    for index, end in fence(local, 0, 1).items():
+        assert isinstance(end, Stopped), local.texts(index)
+    assert time.monotonic() - started < MAX_FENCE_S
+    finish(local, [1, 0], step=3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_launch_on_an_aborted_group_is_a_stop(start_workers, seed):
+    """B19: torch raises errors of several types there, and none is the user's."""
+    local = start_workers(0, NcclLike(seed=seed), "reduce_twice", steps=10_000, ledger=False)
+    local.form(1, [0, 1, 2])
+    local.wait_step(0, 1, 3)
+    local.kill(1)
+    assert wait_for_lost_worker(local) == 1
+    for index, end in fence(local, 0, 2).items():
+        assert isinstance(end, Stopped), local.texts(index)
+
+
+def test_survivors_live_on_after_a_repair(start_workers):
+    """B1: by torch's defaults a watchdog ends the process a while after it has seen a loss."""
+    settings = NcclLike(watchdog_s=0.0, dump_s=2.0)
+    local = start_workers(
+        2,
+        settings,
+        faults=('kill(rank=1, step=5, phase="backward")',),
+        args={"pause_s": 0.5},
+    )
+    local.form(1, [0, 1, 2])
+    assert wait_for_lost_worker(local) == 1
+    time.sleep(0.3)  # the watchdogs see it
+    for index, end in fence(local, 0, 2).items():
+        assert isinstance(end, Stopped), local.texts(index)
+    finish(local, [0, 2], step=4)
+
+
+def test_poisoned_device_is_a_fault_of_hardware(start_workers):
+    """B3: a sticky error is not the user's, and its process must end."""
+    local = start_workers(2, NcclLike(), args={"poison": [[1, 5]]})
+    local.form(1, [0, 1, 2])
+    crash = local.wait_end(1, 1)
+    assert isinstance(crash, Crashed)
+    assert crash.kind == "device", crash
+    for index, end in fence(local, 0, 2).items():
+        assert isinstance(end, Stopped), local.texts(index)
+    finish(local, [0, 2], step=4)
+
+
+def test_late_errors_on_other_ranks_are_stops(start_workers):
+    """A launch fails some time after a peer's death: that is not the user's error either."""
+    local = start_workers(
+        0,
+        NcclLike(late_error_s=0.0),
+        "reduce_twice",
+        steps=10_000,
+        ledger=False,
+    )
+    local.form(1, [0, 1, 2])
+    local.wait_step(0, 1, 3)
+    local.kill(1)
+    assert wait_for_lost_worker(local) == 1
+    for index, end in fence(local, 0, 2).items():
+        collective = isinstance(end, Crashed) and end.kind == "collective"
+        assert isinstance(end, Stopped) or collective, local.texts(index)
+
+
+def test_no_line_says_that_a_generation_was_lost(start_workers):
+    """A slow abort of every rank at once, and of one that is still joining."""
+    local = start_workers(3, NcclLike(abort_s=0.6))
+    local.form(1, [0, 1, 2], recipients=(0, 1))
+    time.sleep(0.5)
+    for index, end in fence(local, 0, 1).items():
+        assert isinstance(end, Stopped | Crashed), local.texts(index)
+        assert not [line for line in local.seen[index] if isinstance(line, LogLine)]
+    local.form(2, [0, 1])
+    for index in (0, 1):
+        assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
+    check_results(local)
