@@ -32,6 +32,7 @@ def poison_once(folder: Path, args: Mapping[str, Any], rank: int, step: int) -> 
 
 def train(ctx: Any) -> dict[str, Any]:
     """As `recovery_jobs.train`; args: `poison`, pairs of a rank and a step; `pause_s`."""
+    assert dist.get_backend() == "nccl_like"
     engine, _, loader, _ = ctx.initialize(model=make_model(torch.float64), training_data=Data())
     for x, y in loader.steps(ctx.steps - engine.progress.step):
         step = engine.progress.step + 1

@@ -2,8 +2,8 @@
 
 What it takes over from ProcessGroupNCCL: launches and waits return at once; errors are nobody's
 exception; an abort takes time, ends what is queued, and leaves garbage; a second abort at the same
-time fails; what is launched on an aborted group fails; a watchdog, which by torch's defaults ends the
-process some time after it has seen an error, whatever the group's fate.
+time fails; what is launched on an aborted group fails; a watchdog, which by torch's defaults ends
+the process some time after it has seen an error, whatever the group's fate.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -57,6 +58,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         self._abort_lock = threading.Lock()
         self._aborted = False
         self._lost_at_s: float | None = None
+        self._has_error = False
         self._ends_process = _flag("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
         self._dumps = _flag("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         self._monitored = _flag("TORCH_NCCL_ENABLE_MONITORING", "1")
@@ -65,6 +67,13 @@ class NcclLikeGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name
         return "nccl_like"
+
+    def _get_backend(self, device: Any) -> Any:
+        return self
+
+    def get_error(self) -> Any:
+        """What the watchdog has found; torch's is an enum."""
+        return SimpleNamespace(name="REMOTE_ERROR" if self._has_error else "SUCCESS")
 
     # Collectives. Lists are torch's: one entry for each device of the process.
 
@@ -222,6 +231,7 @@ class NcclLikeGroup(dist.ProcessGroup):
                 self._lost_at_s = time.monotonic()
             lost = self._lost_at_s
             if lost is not None and time.monotonic() > lost + self._device.settings.watchdog_s:
+                self._has_error = True
                 NcclLikeGroup.should_dump |= self._dumps
                 if self._ends_process:
                     self._end_process("the watchdog rethrows an error")

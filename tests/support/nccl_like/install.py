@@ -1,13 +1,14 @@
 """Puts the NCCL-like device and backend into a process, before its first generation.
 
-The product chooses its NCCL paths by itself, from the device that it finds (`replace_device`) and from
-the backend's name. Patched is only what is torch's: reads of CPU tensors that torch does not dispatch,
-and the operators of the product's threads, which are queued.
+The product chooses its NCCL paths by itself, from the device that it finds (`replace_device`).
+Patched is only what is torch's: reads of CPU tensors that torch does not dispatch, and the
+operators of the product's threads, which are queued.
 """
 
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tests.support.nccl_like.settings import NcclLike, from_environment
 from tests.support.nccl_like.stream import VirtualDevice
 
 _installed: list[VirtualDevice] = []
+_FOREVER = ExitStack()
 _HOST_THREADS = ("prefetch", "vault", "liveness", "fence")
 """Of the product's, those that only touch host memory."""
 
@@ -39,32 +41,15 @@ def install(settings: NcclLike) -> VirtualDevice:
         return _installed[0]
     device = VirtualDevice(settings)
     _installed.append(device)
-    replace_device(device).__enter__()
+    _FOREVER.enter_context(replace_device(device))
     dist.Backend.register_backend(
         "nccl_like",
         lambda store, rank, size, timeout: NcclLikeGroup(store, rank, size, device),
         devices=["cpu"],
     )
-    _patch_group_names()
     _patch_reads(device)
     _patch_threads(device)
     return device
-
-
-def _patch_group_names() -> None:
-    """Where the product names a backend, it is this one."""
-    init, get_backend = dist.init_process_group, dist.get_backend
-
-    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        kwargs["device_id"] = None  # of a CPU there is none
-        init("nccl_like", *args, **kwargs)
-
-    def name_backend(group: Any = None) -> str:
-        name = get_backend(group)
-        return "nccl" if name == "nccl_like" else name
-
-    dist.init_process_group = init_process_group
-    dist.get_backend = name_backend
 
 
 def _patch_reads(device: VirtualDevice) -> None:

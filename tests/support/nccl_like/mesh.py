@@ -1,8 +1,9 @@
 """How the ranks of a group find each other, and exchange bytes.
 
-Bootstrap is over TCP, as NCCL's: it blocks until all ranks are there, and only the end of its sockets
-ends it. Data are on Unix sockets, which nobody outside can shut down, as shared memory and NVLink. A
-peer that died or was stopped is not an error of an exchange: the exchange stands until it is aborted.
+Bootstrap is over TCP, as NCCL's: it blocks until all ranks are there, and only the end of its
+sockets ends it. Data are on Unix sockets, which nobody outside can shut down, as shared memory and
+NVLink. A peer that died or was stopped is not an error of an exchange, which stands until it is
+aborted.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ _LOST = (BrokenPipeError, ConnectionError, OSError)
 
 
 class Mesh:
-    """The connections of one rank to all others. `exchange` is called by one thread, `abort` by any.
+    """The connections of one rank to all others. One thread calls `exchange`, any `abort`.
 
     Attributes:
-        bootstrap: the TCP socket that is kept; the product may shut it down.
         peer_lost: a peer's process has ended, or has left the group.
     """
 
@@ -40,7 +40,6 @@ class Mesh:
         self._listener.bind(f"\0nccl-like-{uuid.uuid4().hex}")
         self._listener.listen(size)
         own = self._listener.getsockname()[1:].decode()
-        self.bootstrap: list[socket.socket] = []
         try:
             names = self._join(store, own)
             self._connect(names)
@@ -55,11 +54,9 @@ class Mesh:
         if self.rank:
             host, port = store.get("nccl-like").decode().rsplit(":", 1)
             with socket.create_connection((host, int(port))) as root:
-                self.bootstrap.append(root)
                 root.settimeout(None)
                 root.sendall(json.dumps([self.rank, own]).encode() + b"\n")
                 names: list[str] = json.loads(_line(root))
-                self.bootstrap.remove(root)
                 return names
         with socket.create_server(("127.0.0.1", 0)) as server:
             host, port = server.getsockname()

@@ -1,8 +1,8 @@
-"""A virtual device: CPU tensors, whose kernels run later, in a thread, in the order of their launch.
+"""A virtual device: CPU tensors, whose kernels run later, in a thread, in order of their launch.
 
-While a collective stands, kernels that follow it are queued and the host runs ahead, as on a GPU. The
-host waits only where it reads: `synchronize`, `read`, `.item()`, copies to host memory. All of torch's
-streams are this one queue: a schedule that a GPU might choose, too.
+While a collective stands, kernels that follow it are queued and the host runs ahead, as on a GPU.
+The host waits only where it reads: `synchronize`, `read`, `.item()`, copies to host memory. All of
+torch's streams are this one queue: a schedule that a GPU might choose, too.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _memory(tree: Any) -> Any:
-    """The memory that tensors have now, as a launched kernel has it: a parameter may get another."""
+    """The memory that tensors have now, as a launched kernel's: a parameter may get another."""
     return tree_map_only(Tensor, lambda tensor: tensor.data, tree)
 
 
