@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.nccl_like.install import install_from_environment, installed
+from tests.support.nccl_like.settings import NcclLike
 from tests.workers.recovery_jobs import Data, make_model
 
 install_from_environment()  # the workers of a cluster
@@ -31,8 +33,12 @@ def poison_once(folder: Path, args: Mapping[str, Any], rank: int, step: int) -> 
 
 
 def train(ctx: Any) -> dict[str, Any]:
-    """As `recovery_jobs.train`; args: `poison`, pairs of a rank and a step; `pause_s`."""
-    assert dist.get_backend() == "nccl_like"
+    """As `recovery_jobs.train`; args: `poison`, pairs of a rank and a step; `pause_s`; `nccl_like`:
+    the backend's settings from now on."""
+    device = installed()
+    assert device is not None
+    assert ctx.world_size == 1 or dist.get_backend() == "nccl_like"
+    device.settings = NcclLike(**ctx.args.get("nccl_like", asdict(device.settings)))
     engine, _, loader, _ = ctx.initialize(model=make_model(torch.float64), training_data=Data())
     for x, y in loader.steps(ctx.steps - engine.progress.step):
         step = engine.progress.step + 1
