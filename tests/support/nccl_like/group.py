@@ -8,6 +8,7 @@ the process some time after it has seen an error, whatever the group's fate.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import threading
@@ -261,13 +262,11 @@ def _total(terms: Sequence[Tensor]) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    flat = tensor.contiguous().reshape(-1)
-    return bytes(_numpy(flat.view(torch.uint8))) if flat.numel() else b""
+    flat = tensor.contiguous()
+    # Not by numpy: torch then marks the storage like one of the host's.
+    return ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.numel() else b""
 
 
 def _put(tensor: Tensor, data: bytes) -> None:
     if data:
         tensor.copy_(torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape))
-
-
-_numpy = torch.Tensor.numpy  # without what `install` adds

@@ -241,9 +241,9 @@ class VirtualDevice(Device):
         except TimeoutError as error:
             raise DeviceError(f"the virtual device did not answer: {error}") from None
 
-    def read(self, tensor: Tensor) -> list[float]:
+    def to_host(self, tensor: Tensor) -> Tensor:
         self.stream.synchronize()
-        return super().read(tensor)
+        return tensor.detach().clone()
 
     def send(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype)
