@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.leftovers import Run
+from tests.support.nccl_like.settings import VARIABLE, NcclLike
 from tests.support.sharing import ByFileScheduling, start_rank
 
 RUN = Run()
@@ -33,6 +34,17 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("rayzero")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "workers train on a device and a process group that behave as NCCL's (CPU ranks)"
+    parser.addoption("--nccl-like", action="store_true", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The environment tells all processes that the tests start."""
+    if config.getoption("--nccl-like"):
+        os.environ.setdefault(VARIABLE, NcclLike().text())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

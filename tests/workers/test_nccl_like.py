@@ -80,9 +80,9 @@ def wait_until_standing(local: LocalWorkers, *indices: int) -> None:
         time.sleep(0.05)
 
 
-def finish(local: LocalWorkers, members: list[int], step: int, lost_world: int = 3) -> None:
+def finish(local: LocalWorkers, members: list[int], step: int) -> None:
     """The next generation continues behind `step`, and ends like plain torch."""
-    restore = local.slots(1, lost_world)
+    restore = local.slots(1, world_size=3)
     assert restore.step == step
     local.form(2, members, restore)
     for index in members:
@@ -206,7 +206,10 @@ def test_poisoned_device_is_a_fault_of_hardware(start_workers):
     assert isinstance(crash, Crashed)
     assert crash.kind == "device", crash
     fence(local, 0, 2)
-    finish(local, [0, 2], step=4)
+    # Step 4 may have been finished, but not mirrored and reported, when the kernel failed.
+    told = min(max(reported_steps(local, index)) for index in (0, 1, 2))
+    assert told in (3, 4)
+    finish(local, [0, 2], step=told)
 
 
 def test_late_errors_on_other_ranks_are_stops(start_workers):
