@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import replace
 
-from benchmarks.gpu import groups, profiles, resting, sanitizer, transfers, versions
+from benchmarks.gpu import groups, profiles, resting, transfers, versions
 from benchmarks.gpu.report import Report, Settings, StageSkippedError
 
 
@@ -48,7 +48,7 @@ def staying(report: Report, settings: Settings) -> None:
 
 def sample(report: Report, settings: Settings) -> None:
     """Real stages in one process, as a dry run has them."""
-    for number, stage in enumerate((versions, groups, transfers, sanitizer, profiles, resting)):
+    for number, stage in enumerate((versions, groups, transfers, profiles, resting)):
         folder = os.path.join(settings.folder, str(number))
         os.mkdir(folder)
         stage.run(report, replace(settings, folder=folder))
