@@ -24,7 +24,6 @@ from rayzero.engine.planning.persistent import persistent_bytes
 SETTLED, STEPS = 3, 6
 SLACK_BYTES = 96 << 20
 """cuBLAS's workspaces, the batch and the loss, which the plan does not count."""
-HOST_CLASSES = ("host_", "disk_", "grad_copies", "staging")
 
 
 def run(report: Report, settings: Settings) -> None:
@@ -56,12 +55,13 @@ def _run_case(report: Report, settings: Settings, name: str, config: dict[str, A
         )
         report.check(f"{name}: so is the peak", peak <= settled_peak, peak, str(settled_peak))
     differing = {
-        key: (counted.get(key, 0), planned.get(key, 0))
-        for key in counted.keys() | planned.keys()
-        if counted.get(key, 0) != planned.get(key, 0) and not _is_elsewhere(key, settings)
+        key: (size, planned.get(key, 0))
+        for key, size in counted.items()
+        if size != planned.get(key, 0) and not _differs_on_cpu(key, settings)
     }
     report.check(f"{name}: counted as planned", not differing, differing or "equal", "{}")
-    on_device = sum(size for key, size in planned.items() if not key.startswith(HOST_CLASSES))
+    # What only the plan has exists during a step.
+    on_device = sum(planned[it] for it in planned.keys() & counted.keys() if not _is_on_host(it))
     report.value(f"{name}: planned_bytes", on_device)
     if settings.on_gpu:
         held = after - before
@@ -71,12 +71,13 @@ def _run_case(report: Report, settings: Settings, name: str, config: dict[str, A
         report.check(f"{name}: allocated as planned", passed, held, f"{on_device}, within 2 %")
 
 
-def _is_elsewhere(key: str, settings: Settings) -> bool:
-    """Classes that the plan counts for a GPU, of which a CPU run has others; and copies that exist
-    only during an update."""
-    return key.endswith("grad_copies") or (
-        not settings.on_gpu and key.startswith(("host_", "main", "opt", "staging"))
-    )
+def _is_on_host(key: str) -> bool:
+    return key.startswith(("host_", "disk_"))
+
+
+def _differs_on_cpu(key: str, settings: Settings) -> bool:
+    """Classes of which a run whose device is the host has others than the plan for a GPU."""
+    return not settings.on_gpu and key.startswith(("host_", "main", "opt", "staging"))
 
 
 def _allocated(settings: Settings) -> int:
