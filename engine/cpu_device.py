@@ -117,10 +117,6 @@ class Device:
     def unregister_host(self, memory: Tensor) -> None:
         """Ends `register_host`, with no copy in flight; before the memory is unmapped."""
 
-    def memory_info(self) -> tuple[int, int] | None:
-        """Free and total bytes, over all processes; None on a CPU."""
-        return None
-
     def peak_bytes(self) -> int | None:
         """The most bytes that this process had allocated; None on a CPU, or if it had none."""
         return None

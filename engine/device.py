@@ -123,9 +123,6 @@ class CudaDevice(Device):
     def unregister_host(self, memory: Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
-    def memory_info(self) -> tuple[int, int] | None:
-        return torch.cuda.mem_get_info(self.torch_device)
-
     def peak_bytes(self) -> int | None:
         if not torch.cuda.is_initialized():
             return None

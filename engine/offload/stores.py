@@ -120,7 +120,9 @@ class DeviceStore(StateStore):
 
     def copy_to_model(self, main: Tensor, model_weights: Tensor) -> None:
         if self._separate_memory:
-            model_weights.copy_(main)  # the host waits: the next gather reads host memory
+            # Host memory is pinned, and read only by copies to the device on this stream, or on one
+            # that waits for it (`HostShardGather`).
+            model_weights.copy_(main, non_blocking=True)
         else:
             self._precision.copy_to_model(main, model_weights)
 

@@ -73,7 +73,7 @@ class ZeroRuntime:
         vote = vote_on_step(parts, loss, factor, self.collectives, requests)
         scaler = self.precision.scaler
         if scaler.cannot_decrease and not vote.finite:
-            raise nonfinite_error(self.units, self.collectives, scaler.value)
+            raise nonfinite_error(self.units, self.collectives, scaler.value, loss.device)
         return vote
 
     def update_loss_scale(self, *, overflow: bool) -> None:

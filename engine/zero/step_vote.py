@@ -85,9 +85,11 @@ def _l2_norm(parts: list[Tensor]) -> Tensor:
     return get_total_norm([*wide, *torch._foreach_norm(narrow, 2.0, torch.float32)])
 
 
-def nonfinite_error(units: Sequence[Unit], collectives: Collectives, scale: float) -> EngineError:
+def nonfinite_error(
+    units: Sequence[Unit], collectives: Collectives, scale: float, device: torch.device
+) -> EngineError:
     """The error of an overflow at the lowest loss scale; the same on every rank. Collective."""
-    culprit = _first_nonfinite_param(units, collectives)
+    culprit = _first_nonfinite_param(units, collectives, device)
     if culprit is None:
         where = "the norm of the gradients is not finite, though every element is"
     else:
@@ -103,13 +105,13 @@ def nonfinite_error(units: Sequence[Unit], collectives: Collectives, scale: floa
 
 
 def _first_nonfinite_param(
-    units: Sequence[Unit], collectives: Collectives
+    units: Sequence[Unit], collectives: Collectives, device: torch.device
 ) -> tuple[str, str] | None:
     """The unit and name of the first parameter in backward order whose gradient is not finite.
 
     Units are in the order of backward; inside one, its last parameter comes first.
     """
-    named, counts = [], list[Tensor]()
+    named, counts = [], list[float]()
     for unit in units:
         own = unit.shard_grads()
         if own is None:
@@ -117,9 +119,9 @@ def _first_nonfinite_param(
         bad = torch.zeros(len(unit.layout.params), dtype=torch.float64, device=own.device)
         for part in unit.layout.overlaps(unit.shard):
             bad[part.index] = (~own[part.memory].isfinite()).sum()
-        counts.append(bad.flip(0))
+        counts += get_device(own.device).read(bad.flip(0))
         named += [(unit.name, spec.name) for spec in reversed(unit.layout.params)]
     if not counts:
         return None
-    totals = collectives.sum_scalars(torch.cat(counts))
+    totals = collectives.sum_scalars(torch.zeros(0, dtype=torch.float64, device=device), counts)
     return next((name for name, total in zip(named, totals, strict=True) if total), None)

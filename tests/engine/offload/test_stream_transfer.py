@@ -14,7 +14,7 @@ from rayzero.engine.comm.backend import CompletedWork
 from rayzero.engine.config import parse_config
 from rayzero.engine.device import Device, Event, Stream, replace_device
 from rayzero.engine.offload import transfer as transfer_module
-from rayzero.engine.offload.stores import HostStore, UpdateChunk
+from rayzero.engine.offload.stores import DeviceStore, HostStore, UpdateChunk
 from rayzero.engine.offload.transfer import HostTransfer, StreamTransfer, make_transfer
 from rayzero.engine.precision.policy import choose_precision
 
@@ -139,6 +139,14 @@ def test_copy_to_the_host_is_ordered_by_events(device: LoggedDevice) -> None:
         "compute waits for event 1",
         "host waits for event 1",
     ]
+
+
+def test_device_store_does_not_wait_for_its_copies(device: LoggedDevice) -> None:
+    precision = choose_precision(parse_config({"train_batch_size": 1}), CPU)
+    store = DeviceStore(precision, CPU, separate_memory=True)
+    with LoggedCopies(device.log):
+        store.copy_to_model(torch.ones(4), torch.zeros(4))
+    assert device.log == ["device copies"]
 
 
 def test_update_waits_for_earlier_sends_of_its_weights(device: LoggedDevice) -> None:
