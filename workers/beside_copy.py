@@ -216,8 +216,10 @@ class BesideCopier(StateCopier):
                 checksums.append(self._checksums.submit(xxh3_64_intdigest, chunk))
         job.state.confirm()
         if (write := job.write) is not None:
+            with self._device.use_stream(self._stream):  # nothing is before its reads any more
+                metadata = write.metadata()
             checksum = combine_checksums([future.result() for future in checksums])
-            write.slot.commit(write.step, write.metadata, write.pin, checksum)
+            write.slot.commit(write.step, metadata, write.pin, checksum)
         with job.lock:
             job.genuine = True
             for message in job.messages:

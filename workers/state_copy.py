@@ -21,13 +21,14 @@ from rayzero.workers.vault.slots import SlotWriter, checksum_of
 
 @dataclass(frozen=True)
 class SlotWrite:
-    """One mirror. `is_new`: the slot has no constants yet; `metadata`: that of `step`."""
+    """One mirror. `is_new`: the slot has no constants yet; `metadata` encodes that of
+    `step`."""
 
     slot: SlotWriter
     block: StateBlock
     is_new: bool
     step: int
-    metadata: bytes
+    metadata: Callable[[], bytes]
     pin: bool
 
 
@@ -57,7 +58,7 @@ class StateCopier:
         checksum = checksum_of(write.slot.data)
         if not write.is_new:  # the first write into new memory is slower
             self.cost.mirror_finished(perf_counter() - started)
-        write.slot.commit(write.step, write.metadata, write.pin, checksum)
+        write.slot.commit(write.step, write.metadata(), write.pin, checksum)
 
     def confirm(self, state: TrainingState) -> None:
         """Ends a step without a mirror. Raises Interrupted if an abort may have changed it."""

@@ -31,7 +31,7 @@ _KERNEL_OPTIONS = {"fused", "foreach", "capturable", "differentiable"}
 
 
 def optimizer_metadata(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
-    """Each parameter group's options and the scalars of its optimizer state.
+    """Each parameter group's options and the scalars of its optimizer state, for `encode`.
 
     Scalars (`step`) are equal for all parameters of a group, so they are read from the first shard.
     A rank without a shard of a group omits `scalars`.
@@ -43,7 +43,7 @@ def optimizer_metadata(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
         first = next((shard for shard in optimizer.shards if shard.group == number), None)
         if first is not None and (state := optimizer.torch_optimizer.state.get(first.weight)):
             groups[-1]["scalars"] = {
-                key: _scalar_to_json(value)
+                key: value
                 for key, value in state.items()
                 if not (isinstance(value, Tensor) and value.ndim)
             }
@@ -122,10 +122,15 @@ def name_metadata(
     return {"ties": ties, "model_dtypes": dtypes}, groups
 
 
+def encode(document: dict[str, Any]) -> bytes:
+    """JSON, as UTF-8. Reads tensors of one element from their device, which the host waits for."""
+    return json.dumps(document, separators=(",", ":"), default=_scalar_to_json).encode()
+
+
 def _scalar_to_json(value: Any) -> Any:
     if isinstance(value, Tensor):
         return {"dtype": dtype_name(value.dtype), "value": get_device(value.device).read(value)[0]}
-    return value
+    raise TypeError(f"{type(value).__name__} in the state of an optimizer")
 
 
 def _scalar_from_json(key: str, saved: Any, group: dict[str, Any], device: torch.device) -> Any:

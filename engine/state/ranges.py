@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from rayzero.engine.device import get_device
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.layout.reshard import plan_copies
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, StateSource, TensorRange
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
+from rayzero.engine.state.device_reads import Read, read_to_device
 from rayzero.engine.zero.runtime import ZeroRuntime
 
 ALIGN_BYTES = 128  # of a part in a block, for copies and for views of any dtype
@@ -112,20 +114,26 @@ def read_ranges(parts: Sequence[StateRange], source: StateSource) -> None:
     """Read ranges from the blocks that hold them, in the order in which they are stored."""
     targets = {wanted: part for part in parts for wanted in part.ranges}
     indexes = source.block_indexes
-    reads: list[tuple[int, int, Tensor, torch.dtype]] = []
+    reads: list[Read] = []
     for copy in plan_copies(targets, [index.ranges for index in indexes]):
         tensor = indexes[copy.source].tensors[copy.held.name]
         offset = copy.held.offset + (copy.start - copy.held.start) * tensor.item_bytes
         first = copy.wanted.offset + copy.start - copy.wanted.start
         target = targets[copy.wanted].memory[first : first + copy.numel]
         reads.append((copy.source, offset, target, DTYPE_BY_NAME[tensor.dtype]))
-    for block, offset, target, dtype in sorted(reads, key=lambda read: read[:2]):
-        # Directly into host memory of the same dtype, otherwise through a temporary copy.
-        direct = target.dtype is dtype and target.device.type == "cpu"
-        landing = target if direct else torch.empty(target.numel(), dtype=dtype)
+    reads.sort(key=lambda read: read[:2])
+    devices = {read[2].device: get_device(read[2].device) for read in reads}
+    for block, offset, target, dtype in reads:
+        if devices[target.device].asynchronous:
+            continue
+        # Directly into memory of the same dtype, otherwise through a temporary copy.
+        landing = target if target.dtype is dtype else torch.empty(target.numel(), dtype=dtype)
         source.read(block, offset, landing.view(torch.uint8).numpy().data)
-        if not direct:
+        if landing is not target:
             target.copy_(landing)
+    for torch_device, device in devices.items():
+        if device.asynchronous:
+            read_to_device(device, source, [it for it in reads if it[2].device == torch_device])
 
 
 def elementwise_state(optimizer: ShardedOptimizer, shard: OptimizerShard) -> dict[str, Tensor]:

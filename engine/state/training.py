@@ -5,11 +5,10 @@ Mirroring, resharding, saving and loading all use it.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -123,6 +122,11 @@ class TrainingState:
 
     def metadata(self) -> bytes:
         """The JSON part of this rank, as UTF-8."""
+        return self.capture_metadata()()
+
+    def capture_metadata(self) -> Callable[[], bytes]:
+        """The JSON part as of now, encoded when the result is called: before the next update, which
+        changes scalars in it. The host waits for the device only then."""
         document: dict[str, Any] = {
             "rank": self._runtime.collectives.rank,
             "world_size": self._runtime.collectives.world_size,
@@ -144,7 +148,7 @@ class TrainingState:
             document |= names
             for number, group in enumerate(document["groups"]):
                 group["params"] = group_names.get(number, [])
-        return json.dumps(document, separators=(",", ":")).encode()
+        return partial(metadata.encode, document)
 
     @cached_property
     def _names(self) -> tuple[dict[str, Any], dict[int, list[str]]]:

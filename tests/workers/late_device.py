@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import local
 from typing import Any
 
 import torch
@@ -18,13 +19,20 @@ class LateEvent:
     reached = False
     error: Exception | None = None
 
+    def __init__(self, stream: LateStream) -> None:
+        self._stream = stream
+
     def query(self) -> bool:
         if self.error is not None:
             raise self.error
         return self.reached
 
     def synchronize(self) -> None:
-        raise AssertionError("a blocking wait, which no interrupt ends")
+        self.reach()
+
+    def reach(self) -> None:
+        while not self.reached:
+            self._stream.step()
 
 
 class LateStream:
@@ -40,20 +48,34 @@ class LateStream:
         self.wait_event(other.record())
 
     def record(self) -> LateEvent:
-        event = LateEvent()
+        event = LateEvent(self)
         self.queue.append(lambda: setattr(event, "reached", True))
         return event
 
-    def run(self, tasks: int = 10**9) -> None:
-        while self.queue and tasks:
+    def synchronize(self) -> None:
+        while self.queue:
+            self.step()
+
+    def step(self) -> None:
+        """Runs one task, and what that waits for on other streams."""
+        if not self.run(1) and self.queue:
+            event = self.queue[0]
+            assert isinstance(event, LateEvent)
+            event.reach()
+
+    def run(self, tasks: int = 10**9) -> int:
+        """Runs up to so many tasks; returns how many."""
+        done = 0
+        while self.queue and done < tasks:
             task = self.queue[0]
             if isinstance(task, LateEvent):
                 if not task.reached:
-                    return
+                    break
             else:
                 task()
-                tasks -= 1
+                done += 1
             self.queue.popleft()
+        return done
 
 
 class _Enqueue(TorchDispatchMode):
@@ -83,26 +105,26 @@ class LateDevice(Device):
         self.compute: Any = LateStream()
         self.streams: list[Any] = []
         self.registered: list[int] = []
-        self._current: Any = self.compute
+        self._local = local()
 
     def new_stream(self) -> Any:
         self.streams.append(LateStream())
         return self.streams[-1]
 
     def current_stream(self) -> Any:
-        return self._current
+        return getattr(self._local, "stream", self.compute)
 
     @contextmanager
     def use_stream(self, stream: Any) -> Iterator[None]:
-        self._current = stream
+        self._local.stream = stream
         try:
             with _Enqueue(stream):
                 yield
         finally:
-            self._current = self.compute
+            self._local.stream = self.compute
 
     def record_event(self, stream: Any = None) -> Any:
-        return (stream or self._current).record()
+        return (stream or self.current_stream()).record()
 
     def register_host(self, memory: Tensor) -> None:
         self.registered.append(memory.data_ptr())

@@ -45,8 +45,8 @@ class State(TrainingState):
     def pack(self, *, whole: bool = False) -> Any:
         return self.block
 
-    def metadata(self) -> bytes:
-        return b"{}"
+    def capture_metadata(self) -> Callable[[], bytes]:
+        return lambda: b"{}"
 
 
 class Rig:

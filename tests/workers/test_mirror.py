@@ -97,8 +97,8 @@ class State:
     def confirm(self) -> None:
         self.confirmed += 1
 
-    def metadata(self) -> bytes:
-        return b"{}"
+    def capture_metadata(self) -> Callable[[], bytes]:
+        return lambda: b"{}"
 
 
 def make_mirror(

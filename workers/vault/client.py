@@ -160,10 +160,9 @@ class VaultClient:
 
     def _map(self, fd: int) -> SlotMapping:
         """The buffer's mapping; the one that exists, if the buffer has not grown since."""
-        status = os.fstat(fd)
-        key = status.st_dev, status.st_ino
+        key = _buffer_key(fd)
         mapping = self._mappings.get(key)
-        if mapping is None or len(mapping.memory) < status.st_size:
+        if mapping is None or not mapping.covers(fd):
             mapping = self._mappings[key] = SlotMapping(fd)
         return mapping
 
@@ -172,7 +171,10 @@ class VaultClient:
         if not fds:
             return RemoteSlotReader(ref, self._fetch_remote)
         try:
-            return MappedSlotReader(ref, fds[0])
+            mapping = self._mappings.get(_buffer_key(fds[0]))
+            if mapping is not None and (not mapping.registered or not mapping.covers(fds[0])):
+                mapping = None
+            return MappedSlotReader(ref, fds[0], mapping=mapping)
         finally:
             os.close(fds[0])
 
@@ -232,3 +234,9 @@ class VaultClient:
         if not packet:
             raise VaultGoneError("the vault closed the connection: its process is gone")
         return *pickle.loads(packet), fds
+
+
+def _buffer_key(fd: int) -> tuple[int, int]:
+    """The same for all descriptors of a buffer, as long as one of them or a mapping exists."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino

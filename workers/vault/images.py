@@ -14,6 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from rayzero.engine.errors import DataError
 from rayzero.engine.layout.state_index import BlockIndex
+from rayzero.workers.vault.mappings import SlotMapping
 from rayzero.workers.vault.records import SlotDamagedError, SlotGoneError, SlotRef
 from rayzero.workers.vault.slots import (
     HEADER_BYTES,
@@ -106,11 +107,22 @@ class MappedSlotReader(SlotReader):
     Args:
         fd: its buffer; the caller may close it afterwards.
         header: the header of a replica whose own is not written yet; None: the buffer's.
+        mapping: the buffer's, if it is registered with the device.
     """
 
-    def __init__(self, ref: SlotRef, fd: int, header: SlotHeader | None = None) -> None:
+    def __init__(
+        self,
+        ref: SlotRef,
+        fd: int,
+        header: SlotHeader | None = None,
+        mapping: SlotMapping | None = None,
+    ) -> None:
         super().__init__(ref, header or read_header(fd))
-        self._map = mmap.mmap(fd, self.header.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        self.registered = mapping is not None
+        if mapping is None:
+            self._map = mmap.mmap(fd, self.header.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        else:
+            self._map = mapping.memory
         self._bytes = memoryview(self._map)
 
     @property
@@ -129,9 +141,10 @@ class MappedSlotReader(SlotReader):
 
     def close(self) -> None:
         self._bytes.release()
-        # A view of `data` that is still in use keeps the memory mapped.
-        with suppress(BufferError):
-            self._map.close()
+        if not self.registered:
+            # A view of `data` that is still in use keeps the memory mapped.
+            with suppress(BufferError):
+                self._map.close()
 
 
 class RemoteSlotReader(SlotReader):
@@ -193,15 +206,24 @@ class VaultSource:
 
     def read(self, block: int, offset: int, into: memoryview) -> None:
         image = self._images[block]
-        if block in self._unverified:
-            image.verify()
-            self._unverified.remove(block)
+        self.verify(block)
         end = image.header.data_bytes
         if not 0 <= offset <= end - len(into):
             raise DataError(
                 f"bytes {offset} to {offset + len(into)} of a vault slot", f"0 to {end}"
             )
         image.read(image.header.data_offset + offset, into)
+
+    def registered_block(self, block: int) -> memoryview | None:
+        """A block's bytes in memory that is registered with the device, not verified yet."""
+        image = self._images[block]
+        return image.data if isinstance(image, MappedSlotReader) and image.registered else None
+
+    def verify(self, block: int) -> None:
+        """Raises SlotDamagedError if the block is damaged."""
+        if block in self._unverified:
+            self._images[block].verify()
+            self._unverified.remove(block)
 
     def close(self) -> None:
         for image in self._images:

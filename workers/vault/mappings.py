@@ -49,6 +49,10 @@ class SlotMapping:
     def registered(self) -> bool:
         return self._unregister is not None
 
+    def covers(self, fd: int) -> bool:
+        """Whether it is all of the buffer, which may have grown."""
+        return len(self.memory) >= os.fstat(fd).st_size
+
     def register(self, register: Callable[[mmap.mmap], Callable[[], None]]) -> None:
         """Calls `register` with the memory, unless it is registered; what that returns is called
         by `close`."""

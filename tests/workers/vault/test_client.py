@@ -72,6 +72,13 @@ def test_mapping_stays_registered_across_generations(cluster: VaultCluster):
         write(old[-1], 0, step)
     mappings = [writer.mapping for writer in old]
     del old
+    source = client.open_source(Restore(5, tuple(refs((1, 0, 5)))))
+    block = source.registered_block(0)
+    assert block is not None
+    source.verify(0)
+    assert block.obj is mappings[1].memory  # copies to the device need no other mapping
+    del block
+    source.close()
     client.announce_loaded(2, 5)
     first = client.reserve(2, 0, 1, table())
     client.register(first.mapping, register)
