@@ -1,6 +1,6 @@
 """Stage: two ranks; one is killed while the other reads a sum; a third takes its place.
 
-On one GPU this needs NCCL 2.30 or newer. Without a GPU the same runs over gloo.
+On one GPU this needs NCCL 2.30 or newer. Without a GPU it runs on the tests' NCCL-like device.
 """
 
 from __future__ import annotations
@@ -12,13 +12,20 @@ import subprocess
 import sys
 import threading
 from dataclasses import asdict
+from functools import partial
 from time import monotonic, sleep
 
 import torch
 
 from benchmarks.gpu.report import Report, Settings, StageSkippedError
 from benchmarks.gpu.rows import unsupported_reason
-from benchmarks.gpu.worker_groups import Member, make_member, sum_of_ranks
+from benchmarks.gpu.worker_groups import (
+    Member,
+    make_member,
+    run_as_training_thread,
+    sum_of_ranks,
+    use_nccl_like_device,
+)
 from rayzero.engine.device import get_device
 from rayzero.workers.group_errors import polled_group_errors
 
@@ -38,6 +45,12 @@ def run(report: Report, settings: Settings) -> None:
             raise StageSkippedError(reason)
         if torch.cuda.device_count() < 2:
             os.environ.update(NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_NVLS_ENABLE="0")
+    use_nccl_like_device(settings)
+    run_as_training_thread(partial(_lose_a_peer, report, settings))
+    run_as_training_thread(partial(_go_on_with_another, report, settings))
+
+
+def _lose_a_peer(report: Report, settings: Settings) -> None:
     member, served = make_member(settings, 1, rank=0, world_size=2)
     peer = _start_peer(settings, member.assignment.store_port, 1)
     try:
@@ -61,7 +74,6 @@ def run(report: Report, settings: Settings) -> None:
         peer.kill()
         peer.wait()
     del served
-    _go_on_with_another(report, settings)
 
 
 def _go_on_with_another(report: Report, settings: Settings) -> None:
@@ -114,10 +126,15 @@ def _start_peer(settings: Settings, port: int, generation: int) -> subprocess.Po
 
 def serve(settings: Settings, port: int, generation: int) -> None:
     """The other rank: takes part in sums until it is killed."""
-    member, _ = make_member(settings, generation, rank=1, world_size=2, port=port)
-    member.join()
-    while True:
-        sum_of_ranks(member.device)
+    use_nccl_like_device(settings)
+
+    def take_part() -> None:
+        member, _ = make_member(settings, generation, rank=1, world_size=2, port=port)
+        member.join()
+        while True:
+            sum_of_ranks(member.device)
+
+    run_as_training_thread(take_part)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -68,6 +70,34 @@ def make_member(
     number = rank % torch.cuda.device_count() if settings.on_gpu else 0
     device = torch.device(settings.device, number)
     return Member(assignment, device, SocketTracker()), served
+
+
+def use_nccl_like_device(settings: Settings) -> None:
+    """Without a GPU: this process's device and groups behave as NCCL's, for the rest of its life.
+    The host waits only where it reads; an abort ends that wait, and leaves garbage."""
+    if not settings.on_gpu:
+        from tests.support.nccl_like.install import install
+        from tests.support.nccl_like.settings import NcclLike
+
+        install(NcclLike())
+
+
+def run_as_training_thread(work: Callable[[], None]) -> None:
+    """Runs `work` in a thread with the name of a worker's, whose operators the NCCL-like device
+    queues. Raises what it raises."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  raised by the caller
+            errors.append(error)
+
+    thread = Thread(target=run, name="rayzero-train", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
 
 
 def sum_of_ranks(device: torch.device) -> float:
