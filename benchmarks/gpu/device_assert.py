@@ -1,8 +1,8 @@
 """Stage: a device-side assert in a worker's process: what torch raises, whether the process lives,
 and what rayzero makes of it.
 
-The process is another one: its CUDA context is lost. Without a GPU the error is raised by hand, so
-that only its class is examined.
+The process is another one: its CUDA context is lost. Without a GPU a kernel fails on the tests'
+NCCL-like device.
 """
 
 from __future__ import annotations
@@ -10,20 +10,26 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from time import monotonic, sleep
 
 import torch
 
 from benchmarks.gpu.report import Report, Settings, StageSkippedError
-from benchmarks.gpu.worker_groups import make_member, sum_of_ranks
+from benchmarks.gpu.worker_groups import (
+    make_member,
+    poison,
+    run_as_training_thread,
+    sum_of_ranks,
+    use_nccl_like_device,
+)
 from rayzero.engine.device import get_device
 from rayzero.workers.crash import describe_crash
 
 LIVES_S = 3.0
 """How long the process is watched after the error: what NCCL's watchdog would do to it."""
 HEALTH_S = 10.0
-TEXT = "CUDA error: device-side assert triggered"
 KIND = "device"
 
 
@@ -47,12 +53,9 @@ def run(report: Report, settings: Settings) -> None:
     for name, fact in facts.items():
         report.value(name, fact)
     report.value("exit status", process.returncode)
-    if settings.on_gpu:
-        health = facts.get("health", "none")
-        found = health.startswith("DeviceError")
-        report.check("the health check finds it", found, health, "DeviceError")
-    else:
-        report.skip("the assert itself", "no GPU: the error was raised by hand")
+    health = facts.get("health", "none")
+    found = health.startswith("DeviceError")
+    report.check("the health check finds it", found, health, "DeviceError")
     report.check("class told to the controller", facts.get("kind") == KIND, facts.get("kind"), KIND)
     seen = facts.get("lived", "it died")
     report.check("the process can still tell it", seen == "yes", seen, "yes")
@@ -60,6 +63,11 @@ def run(report: Report, settings: Settings) -> None:
 
 def fail(settings: Settings) -> None:
     """Poisons this process's context, and prints what is seen, a line of JSON each."""
+    use_nccl_like_device(settings)
+    run_as_training_thread(partial(_fail_in_training, settings))
+
+
+def _fail_in_training(settings: Settings) -> None:
     member, served = make_member(settings, 1)
     member.join()
     sum_of_ranks(member.device)
@@ -85,11 +93,8 @@ def fail(settings: Settings) -> None:
 
 def _provoke(settings: Settings) -> Exception:
     try:
-        if settings.on_gpu:
-            index = torch.tensor([5], device="cuda")
-            torch.zeros(1, device="cuda")[index].sum().item()
-        else:
-            raise torch.AcceleratorError(TEXT)
+        poison(settings)
+        torch.ones(1, device=settings.device).sum().item()
     except Exception as error:  # noqa: BLE001  what it raises is the finding
         return error
     raise StageSkippedError("an index out of bounds raised nothing")
@@ -100,4 +105,4 @@ def _tell(**facts: str) -> None:
 
 
 if __name__ == "__main__":
-    fail(replace(Settings(**json.loads(sys.argv[1]))))
+    fail(Settings(**json.loads(sys.argv[1])))

@@ -1,4 +1,7 @@
-"""Stage: process groups made and aborted many times in one process; an abort of a host read."""
+"""Stage: process groups made and aborted many times in one process; an abort of a host read.
+
+Without a GPU it runs on the tests' NCCL-like device.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,34 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.report import Report, Settings
-from benchmarks.gpu.worker_groups import Member, count_resources, make_member, sum_of_ranks
+from benchmarks.gpu.worker_groups import (
+    Member,
+    count_resources,
+    make_member,
+    run_as_training_thread,
+    stall,
+    sum_of_ranks,
+    use_nccl_like_device,
+)
 from rayzero.engine.device import get_device
 
 CYCLES, SMALL_CYCLES = 20, 6
 SETTLED = 3  # of the cycles: contexts and caches exist
-# What a cycle may keep.
+# What a cycle may keep; the NCCL-like group keeps a pipe.
 KEPT = {"threads": 0, "descriptors": 0, "gpu_bytes": 8 << 20}
+SMALL_KEPT = {"threads": 0, "descriptors": 2}
 SLOWEST_COLLECTION_S = 5.0
 """Of the garbage of an aborted group; with torch's own settings its watchdog holds it for 60 s."""
-SLEEP_S = 8.0
-GPU_HZ = 1.8e9  # torch.cuda._sleep counts cycles; the clock only has to be about right
-ABORTED_AT_S = 1.0
+STALL_S, SMALL_STALL_S = 8.0, 1.0
+ABORTED_AT_S, SMALL_ABORTED_AT_S = 1.0, 0.3
 TICK_S = 0.01
 
 
 def run(report: Report, settings: Settings) -> None:
     cycles = SMALL_CYCLES if settings.small else CYCLES
-    _make_and_abort(report, settings, cycles)
-    if settings.on_gpu:
-        _abort_host_read(report, settings, generation=cycles + 1)
-    else:
-        report.skip("abort behind a host read", "on a CPU the host waits for no device")
+    use_nccl_like_device(settings)
+    run_as_training_thread(partial(_make_and_abort, report, settings, cycles))
+    run_as_training_thread(partial(_abort_host_read, report, settings, cycles + 1))
 
 
 def _make_and_abort(report: Report, settings: Settings, cycles: int) -> None:
@@ -57,9 +66,10 @@ def _make_and_abort(report: Report, settings: Settings, cycles: int) -> None:
             f"{name}_s", {"first": values[0], "median": median(values), "max": max(values)}
         )
     report.value("after each cycle", {name: [c[name] for c in counts] for name in counts[0]})
+    kept = SMALL_KEPT if settings.small else KEPT
     for name, before in counts[SETTLED - 1].items():
         grown = counts[-1][name] - before
-        allowed = KEPT[name] * (cycles - SETTLED) + 2
+        allowed = kept.get(name, 0) * (cycles - SETTLED) + 2
         report.check(
             f"{name} kept by {cycles - SETTLED} cycles", grown <= allowed, grown, f"<= {allowed}"
         )
@@ -87,18 +97,20 @@ def _abort_host_read(report: Report, settings: Settings, generation: int) -> Non
     member.join()
     sum_of_ranks(member.device)
     watch = _Watch()
+    aborted_at_s = SMALL_ABORTED_AT_S if settings.small else ABORTED_AT_S
     started_s = monotonic()
-    thread = threading.Thread(target=_interrupt_later, args=(member, watch), daemon=True)
+    arguments = member, watch, aborted_at_s
+    thread = threading.Thread(target=_interrupt_later, args=arguments, daemon=True)
     thread.start()
     try:
         total = torch.ones(8, device=member.device)
-        torch.cuda._sleep(int(SLEEP_S * GPU_HZ))
+        stall(settings, SMALL_STALL_S if settings.small else STALL_S)
         dist.all_reduce(total)
         watch.seen["read"] = str(total.tolist())
     except Exception as error:  # noqa: BLE001  what it raises is the finding
         watch.seen["read"] = f"{type(error).__name__}: {error}"[:300]
     watch.seconds["read"] = monotonic() - started_s
-    thread.join(SLEEP_S)
+    thread.join(STALL_S)
     try:
         member.abort()
         watch.seen["second abort"] = "no error"
@@ -111,7 +123,7 @@ def _abort_host_read(report: Report, settings: Settings, generation: int) -> Non
     for name in ("interrupt", "second abort"):
         text = watch.seen.get(name, "it has not returned")
         report.check(f"abort behind a read: {name}", text == "no error", text, "no error")
-    expected = ABORTED_AT_S / TICK_S / 4
+    expected = aborted_at_s / TICK_S / 4
     report.check(
         "other threads run while the host reads",
         watch.ticks > expected,
@@ -119,7 +131,7 @@ def _abort_host_read(report: Report, settings: Settings, generation: int) -> Non
         f"> {expected}",
     )
     health: list[float] = []
-    _timed(health, lambda: get_device(member.device).check_health(SLEEP_S))
+    _timed(health, lambda: get_device(member.device).check_health(2 * STALL_S))
     report.value("health check after that_s", health[0])
     again, also_served = make_member(settings, generation + 1)
     again.join()
@@ -137,8 +149,8 @@ class _Watch:
         self.ticks = 0
 
 
-def _interrupt_later(member: Member, watch: _Watch) -> None:
-    until_s = monotonic() + ABORTED_AT_S
+def _interrupt_later(member: Member, watch: _Watch, after_s: float) -> None:
+    until_s = monotonic() + after_s
     while monotonic() < until_s:
         sleep(TICK_S)
         watch.ticks += 1

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from time import sleep
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from rayzero.workers.rendezvous_store import open_store
 
 JOIN_S = 60.0
 HOST = "127.0.0.1"
+GPU_HZ = 1.8e9  # torch.cuda._sleep counts cycles; the clock only has to be about right
 
 
 @dataclass
@@ -80,6 +83,31 @@ def use_nccl_like_device(settings: Settings) -> None:
         from tests.support.nccl_like.settings import NcclLike
 
         install(NcclLike())
+
+
+def stall(settings: Settings, seconds: float) -> None:
+    """Enqueues a kernel that takes about so long."""
+    if settings.on_gpu:
+        torch.cuda._sleep(int(seconds * GPU_HZ))
+    else:
+        _nccl_like_stream().launch(lambda: sleep(seconds))
+
+
+def poison(settings: Settings) -> None:
+    """Enqueues a kernel that fails: the process can use its device no more."""
+    if settings.on_gpu:
+        torch.zeros(1, device="cuda")[torch.tensor([5], device="cuda")]
+    else:
+        _nccl_like_stream().poison()
+
+
+def _nccl_like_stream() -> Any:
+    from tests.support.nccl_like.install import installed
+
+    device = installed()
+    if device is None:
+        raise RuntimeError("use_nccl_like_device was not called")
+    return device.stream
 
 
 def run_as_training_thread(work: Callable[[], None]) -> None:

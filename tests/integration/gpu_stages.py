@@ -47,8 +47,8 @@ def staying(report: Report, settings: Settings) -> None:
 
 
 def sample(report: Report, settings: Settings) -> None:
-    """Real stages in one process, as a dry run has them."""
-    for number, stage in enumerate((versions, groups, transfers, profiles, resting)):
+    """Real stages in one process, as a dry run has them; the last one changes its device."""
+    for number, stage in enumerate((versions, transfers, profiles, resting, groups)):
         folder = os.path.join(settings.folder, str(number))
         os.mkdir(folder)
         stage.run(report, replace(settings, folder=folder))

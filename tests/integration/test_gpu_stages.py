@@ -225,7 +225,7 @@ def test_transfers_on_a_pretended_gpu(gpu: Settings, report: Report) -> None:
 def test_abort_of_a_host_read_on_a_pretended_gpu(
     gpu: Settings, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "ABORTED_AT_S", 0.1)
+    monkeypatch.setattr(groups, "SMALL_CYCLES", groups.SETTLED)
     groups.run(report, gpu)
     assert not failures(report)
     assert report.document["values"]["abort behind a read: interrupt"] == "no error"
