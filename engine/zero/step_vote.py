@@ -70,6 +70,8 @@ def vote_on_step(
 def _squared_norm(parts: list[Tensor], device: Device) -> Tensor:
     """The squared L2 norm of all parts, a float64 on the device. Of those in host memory, one
     number is copied there."""
+    if not device.separate_memory:
+        return _l2_norm(parts).double().square()
     total = device.to_device(_l2_norm([it for it in parts if device.owns(it)])).double().square()
     if offloaded := [it for it in parts if not device.owns(it)]:
         total += device.to_device(_l2_norm(offloaded)).double().square()
