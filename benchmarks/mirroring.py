@@ -31,6 +31,7 @@ from examples.gpt.model import GPT
 from rayzero.engine.session import NO_REQUESTS, StepRequests, use_session
 from rayzero.workers.messages import Assignment, MirrorPolicy
 from rayzero.workers.mirror import Mirror
+from rayzero.workers.training_thread import StopFlag
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.vault import Vault
 
@@ -65,7 +66,8 @@ class MirrorSession:
             store_port=0,
         )
         policy = MirrorPolicy(replicas=1, every_steps=1)
-        self.mirror = Mirror(policy, assignment, None, client, lambda message: None)
+        interrupt = StopFlag(lambda place: None)
+        self.mirror = Mirror(policy, assignment, None, client, lambda message: None, interrupt)
         self.engine: rayzero.Engine | None = None
         self.enabled = False
         self.copy_s: list[float] = []
@@ -87,6 +89,7 @@ class MirrorSession:
         return
 
     def step_requests(self) -> StepRequests:
+        self.mirror.settle()  # where copies run beside training, the one of the last step
         return NO_REQUESTS
 
     def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:

@@ -35,6 +35,7 @@ def run(report: Report, settings: Settings) -> None:
             with single_rank_group(store(settings, str(stage))), use_session(session):
                 trainee = make_trainee(settings, make_config(stage))
                 _compare(report, settings, f"stage {stage}", session, trainee)
+                session.mirror.close()
                 trainee.engine.close()
             client.announce_complete(number + 2)
         client.close()
@@ -49,6 +50,10 @@ def _compare(
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for block in range(2 * blocks):
         session.enabled = block % 2 == 1
+        session.mirror.settle()
+        trainee.steps(
+            1
+        )  # its copy, where it runs beside training, is a part of the first timed step
         started_s = monotonic()
         for _ in range(steps):
             loss = trainee.step()
