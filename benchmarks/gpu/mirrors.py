@@ -38,6 +38,7 @@ def run(report: Report, settings: Settings) -> None:
                 session.mirror.close()
                 trainee.engine.close()
             client.announce_complete(number + 2)
+            client.release_spares([])
         client.close()
 
 
