@@ -62,8 +62,10 @@ class TrainingState:
             not runtime.grad_reduction.residuals or runtime.collectives.world_size == 1
         )
         self.device = get_device(device)
-        self.update_is_collective = runtime.collectives.world_size > 1 and isinstance(
-            optimizer.torch_optimizer, NeedsWholeParams
+        self.update_is_collective = (
+            runtime.collectives.world_size > 1
+            and runtime.stage.optimizer_state is not Placement.REPLICATED
+            and isinstance(optimizer.torch_optimizer, NeedsWholeParams)
         )
         self.copied_by: RunningCopy | None = None
         self._model = model
