@@ -84,7 +84,7 @@ def wait_for_lost_worker(local: LocalWorkers, timeout_s: float = 200) -> int:
 
 @pytest.mark.parametrize("phase", ["forward", "reduce", "update", "publish", "mirror", "data"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_killed_worker_loses_no_finished_step(start_workers, stage, phase):
+def test_killed_worker_loses_no_finished_step(start_workers, stage, phase, pytestconfig):
     fault = f'kill(rank=1, step=5, phase="{phase}")'
     local = start_workers(3, stage, faults=(fault,))
     pids = {index: worker.pid for index, worker in local.workers.items()}
@@ -100,7 +100,9 @@ def test_killed_worker_loses_no_finished_step(start_workers, stage, phase):
         assert isinstance(ends[index], Stopped | Crashed), local.texts(index)
     restore = local.slots(1, 3)
     reported = [message.step for message in local.seen[0] if isinstance(message, StepReport)]
-    assert restore.step == 4, "the last step that all ranks finished"
+    # Beside training, a rank has finished a step once its mirror is complete; rank 1 died before.
+    beside = pytestconfig.getoption("--nccl-like") and phase in ("forward", "data", "reduce")
+    assert restore.step in ((3, 4) if beside else (4,)), "the last step that all ranks finished"
     assert max(reported) <= 5
     local.form(2, [0, 2], restore)
     for index in (0, 2):
@@ -110,7 +112,7 @@ def test_killed_worker_loses_no_finished_step(start_workers, stage, phase):
             for message in local.seen[index]
             if isinstance(message, Restored) and message.step
         )
-        assert (restored.generation, restored.step) == (2, 4)
+        assert (restored.generation, restored.step) == (2, restore.step)
     assert {0: pids[0], 2: pids[2]} == {index: local.workers[index].pid for index in (0, 2)}
     check_results(local)
 
