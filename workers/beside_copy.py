@@ -14,13 +14,11 @@ the thread `rayzero-mirror`:
 6. T waits for H in `settle`, before it enters vote k + 1. C waits for M's last event before update
    k + 1, or another write of the state (`TrainingState.before_write`).
 
-So, as with `StateCopier`, a step's mirror is complete before the step is reported, and before the
-next vote. What ends otherwise is never committed nor posted: an interrupt ends H's wait within a
-millisecond; an error in H is raised in T by `settle`; `close`, at the end of the generation, lets
-a finished step be committed, but not for longer than a few times the longest commit so far. The
-slot then holds no version, and its memory is not reused before the copies are done
-(`SlotMapping.is_busy`). A vault that died is noticed by the next `reserve`: until then its slots
-are only memory. The last step is settled after the training function has returned.
+So a step's mirror is complete before the step is reported, and before the next vote. What ends
+otherwise is never committed nor posted: an interrupt ends H's wait; `settle` raises H's errors in
+T; `close`, at the end of the generation, waits a few times as long as the longest commit. The slot
+then holds no version, and is not reused before its copies are done (`SlotMapping.is_busy`). A vault
+that died is noticed by the next `reserve`. A drain and a function that returns call `settle`.
 """
 
 from __future__ import annotations
@@ -87,10 +85,7 @@ class _Job:
 
 
 class BesideCopier(StateCopier):
-    """Copies on a stream of an asynchronous device, and commits in a thread of its own.
-
-    Used by the training thread, which starts the thread and ends it with `close`.
-    """
+    """Copies on a stream of an asynchronous device, and commits in a thread that `close` ends."""
 
     def __init__(
         self, device: Device, interrupt: StopFlag, send: Callable[[WorkerMessage], None]

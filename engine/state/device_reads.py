@@ -70,8 +70,7 @@ def _read_staged(
     read: Read,
     staging: list[tuple[Tensor, Event]],
 ) -> None:
-    """In parts that fit into a pinned buffer. `staging`: the two buffers, the next one first, with
-    the events of their copies."""
+    """`staging`: two pinned buffers, the next one first, with the events of their copies."""
     block, offset, target, dtype = read
     step = STAGING_BYTES // dtype.itemsize
     for start in range(0, target.numel(), step):

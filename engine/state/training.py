@@ -98,8 +98,7 @@ class TrainingState:
         self._is_updating = False
 
     def before_write(self) -> None:
-        """Call this before the state is changed: what the device runs from now on, it runs after
-        the copy that may still be running."""
+        """Before a change of the state: the device makes it after a copy that is still running."""
         if self.copied_by is not None:
             self.copied_by.before_write(self.device)
             self.copied_by = None

@@ -127,8 +127,7 @@ class BufferPool:
         self._spares: list[SharedBuffer] = []
         self._growing: dict[SharedBuffer, int] = {}  # bytes that they will have
         self._lock = Lock()  # guards the spares; held briefly
-        # Guards what is growing: two allocations must not count on the same free memory. It is not
-        # held while the kernel zeroes pages, which ranks of one node would otherwise do in turn.
+        # Two allocations must not count on the same free memory. Not held while pages are zeroed.
         self._admission_lock = Lock()
 
     @property

@@ -54,8 +54,7 @@ class SlotMapping:
         return len(self.memory) >= os.fstat(fd).st_size
 
     def register(self, register: Callable[[mmap.mmap], Callable[[], None]]) -> None:
-        """Calls `register` with the memory, unless it is registered; what that returns is called
-        by `close`."""
+        """Calls `register` with the memory, unless it was; `close` calls what that returns."""
         if self._unregister is None:
             self._unregister = register(self.memory)
 

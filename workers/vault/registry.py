@@ -1,14 +1,11 @@
 """The registry of a vault's buffers: their writers, and the lifetimes of versions.
 
 A version is dropped when its generation is over and it is not pinned. The buffer of a dropped
-version becomes spare: the next reservation reuses it, grown if necessary, and preferably that of
-the same worker, which may have it mapped and registered with its device. In this order a new
-generation touches no new pages: all ranks have loaded a step, so older ones become spare, and the
-first buffer is reserved; all have mirrored a step, so the one that was loaded becomes spare, and
-the second is reserved; all have done that, and the remaining spares are freed.
-
-The unfinished buffer of a dead worker is freed, not reused: its device may still be writing it,
-until the kernel has ended the process. Pages in use by a device stay allocated that long.
+version becomes spare: the next reservation reuses it, preferably that of the same worker, which may
+have it mapped. So a new generation touches no new pages: all ranks have loaded a step, so older
+ones become spare, and the first buffer is reserved; all have mirrored a step, so the loaded one
+becomes spare, and the second is reserved; then the remaining spares are freed. The unfinished
+buffer of a dead worker is freed, not reused: its device may write it until the process has ended.
 """
 
 from __future__ import annotations
