@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ from torch import nn
 from rayzero.engine.accounting import StepWork, peak_flops
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.process_group import connect_collectives
+from rayzero.engine.compiling import compile_in_place, modules_around, refuse_compiled
 from rayzero.engine.compression.gradients import OneBitAdamReduction
 from rayzero.engine.config import EngineConfig, resolve_batch_sizes
 from rayzero.engine.data.loader import MapDataset, StepLoader
 from rayzero.engine.data.sampling import TrainingProgress, assign_step
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.layout.units import find_blocks
 from rayzero.engine.metrics import StepMeter
 from rayzero.engine.offload.plan import plan_offload
 from rayzero.engine.optim.build import OptimizerLike, make_optimizer, regroup_for_optimizer
@@ -51,6 +54,10 @@ def build_training_step(
     with session.resume_from() if session is not None else nullcontext() as source:
         if source is not None:
             config = _with_saved_batch_sizes(config, source.metadata(0))
+        if config.zero_optimization.stage == STAGES[-1].number:  # on one rank too: more may join
+            refuse_compiled(
+                modules_around(model, find_blocks(model, config.rayzero.unshard_modules))
+            )
         groups = _resolve_param_groups(config, model, model_parameters, optimizer)
         collectives, device = connect_collectives()
         if session is not None:
@@ -80,8 +87,26 @@ def build_training_step(
         context.device, context.precision.model_dtype(torch.float32)
     )
     work = StepWork(batches.micro_steps, peak)
+    if config.compile.enabled:
+        compile_model(model, config)
     meter = StepMeter(runtime, sharded, progress, session, config.steps_per_print, work)
     return TrainingStep(runtime, sharded, schedule, state, settings, meter)
+
+
+def compile_model(
+    model: nn.Module, config: EngineConfig, options: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Compiles the model, or its blocks at stage 3, in place. `options` of torch.compile replace
+    the config's."""
+    given = {"backend": config.compile.backend, **config.compile.kwargs, **options}
+    compile_in_place(model, _find_blocks(model, config), given)
+
+
+def _find_blocks(model: nn.Module, config: EngineConfig) -> list[nn.Module]:
+    """Stage 3's blocks, on one rank too: more may join; none at the other stages."""
+    if config.zero_optimization.stage != STAGES[-1].number:
+        return []
+    return find_blocks(model, config.rayzero.unshard_modules)
 
 
 def _resolve_param_groups(

@@ -7,7 +7,14 @@ from torch import nn
 from rayzero.engine.compression.select import make_grad_reduction, make_weight_gather
 from rayzero.engine.config import EngineConfig
 from rayzero.engine.device import get_device
-from rayzero.engine.layout.units import NamedParam, UnitPlan, name_params, plan_blocks, plan_buckets
+from rayzero.engine.layout.units import (
+    NamedParam,
+    UnitPlan,
+    find_large_modules,
+    name_params,
+    plan_blocks,
+    plan_buckets,
+)
 from rayzero.engine.optim.param_groups import ParamGroups
 from rayzero.engine.zero.build import (
     BuildContext,
@@ -19,7 +26,7 @@ from rayzero.engine.zero.build import (
 from rayzero.engine.zero.gather_buffers import GatherBuffers
 from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
 from rayzero.engine.zero.lazy_weights import LazyWeights
-from rayzero.engine.zero.placement import Collective, Placement, Stage
+from rayzero.engine.zero.placement import Collective, Placement
 from rayzero.engine.zero.reducer import Reducer
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.unshard import UnshardScheduler
@@ -40,7 +47,9 @@ def make_runtime(
     reduction = make_grad_reduction(config, context, factor)
     params = name_params(model, groups.group_of)
     limits = get_device(context.device).bucket_numel
-    plans = _plan_units(model, params, config, stage, collectives.world_size, limits)
+    rayzero = config.rayzero
+    large = find_large_modules(model, rayzero.unshard_modules, rayzero.unshard_min_numel)
+    plans = _plan_units(model, params, config, context, large)
     part_numel = config.zero_optimization.reduce_bucket_size or limits[1]
     grad_buffers = make_grad_buffers(plans, context, NUM_GRAD_BUFFERS, part_numel)
     units = [
@@ -55,9 +64,14 @@ def make_runtime(
     reducer = Reducer(stores, grad_buffers, overlap=config.zero_optimization.overlap_comm)
     hooks = hook_gradients(trainable, reducer)
     scheduler = None
-    if blocks := make_blocks(units):
-        buffers = GatherBuffers(blocks, config.rayzero.gather_buffers)
-        scheduler = UnshardScheduler(blocks, buffers, make_weight_gather(config, context))
+    if blocks := make_blocks(units, large):
+        buffers = GatherBuffers(blocks, rayzero.gather_buffers)
+        scheduler = UnshardScheduler(
+            blocks,
+            buffers,
+            make_weight_gather(config, context),
+            reshard_after_forward=rayzero.reshard_after_forward,
+        )
         hooks += hook_blocks(model, blocks, scheduler)
     lazy_weights = None
     if config.rayzero.overlap_weight_gather and stage.weight_collective is Collective.ALL_GATHER:
@@ -82,14 +96,15 @@ def _plan_units(
     model: nn.Module,
     params: list[NamedParam],
     config: EngineConfig,
-    stage: Stage,
-    world_size: int,
-    limits: tuple[int, int],
+    context: BuildContext,
+    large: list[nn.Module],
 ) -> list[UnitPlan]:
     """Units in launch order: about the order in which backward completes them."""
+    stage, world_size = context.stage, context.collectives.world_size
     if stage.model_weights is Placement.SHARDED:
-        return plan_blocks(model, params, config.rayzero.unshard_modules, world_size)[::-1]
+        return plan_blocks(model, params, config.rayzero.unshard_modules, world_size, large)[::-1]
     zero = config.zero_optimization
     gathered = stage.weight_collective is Collective.ALL_GATHER
     max_numel = zero.allgather_bucket_size if gathered else None
+    limits = get_device(context.device).bucket_numel
     return plan_buckets(params, zero.reduce_bucket_size, world_size, max_numel, limits)

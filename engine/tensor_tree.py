@@ -18,6 +18,7 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor in nested mappings, lists, tuples and dataclasses, in order."""
     if isinstance(value, Tensor):
         yield value
+        return
     for _, child in _children(value):
         yield from iter_tensors(child)
 
@@ -56,10 +57,10 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def _children(value: Any) -> Sequence[tuple[Any, Any]]:
     """(key, child) of each child of a container; none for other values."""
-    if isinstance(value, Mapping):
-        return list(value.items())
     if isinstance(value, list | tuple):
         return list(enumerate(value))
+    if isinstance(value, dict | Mapping):  # `dict` first: an abstract class is slow to ask
+        return list(value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         return [(field.name, getattr(value, field.name)) for field in fields if field.init]

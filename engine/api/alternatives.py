@@ -13,8 +13,8 @@ _ENGINE_NAMES = {
     "engine.no_sync()": "coalesce_grad_reduction enable_backward_allreduce inside_no_sync_ctxt",
     "engine.backward(loss), which scales the loss": "scale",
     "gradient_clipping in the config": "clip_fp32_gradients",
-    "torch.compile on the model's blocks, before initialize": (
-        "compile is_compiled get_compile_time register_compile_pass"
+    "engine.compile(): there are no passes of DeepCompile": (
+        "get_compile_time register_compile_pass"
     ),
     "engine.metrics: loss, norm, seconds, bytes and traffic of the last step": (
         "timers tput_timer wall_clock_breakdown get_wall_clock_timers monitor summary_events "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.api.alternatives import NOT_DELEGATED, unsupported_attribute
+from rayzero.engine.api.compile import CompileMethods
 from rayzero.engine.checkpoint.export_model import write_model_file
 from rayzero.engine.checkpoint_io import load_model_state, without_frozen
 from rayzero.engine.comm.collectives import run_on_all_ranks
@@ -43,7 +44,7 @@ def _stage(engine: Engine) -> Stage:
     return STAGES[_config(engine).zero_optimization.stage]
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(CompileMethods, Engine):
     """What `rayzero.initialize` returns."""
 
     def __getattr__(self, name: str) -> Any:

@@ -30,7 +30,8 @@ def find_refused(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_in_force(document: Mapping[str, Any], path: str) -> bool:
-    """Whether the key's section is present, not `enabled: false` and not `device: none`."""
+    """Whether the key's section is present, not `enabled: false` and not `device: none`, or the key
+    does not depend on those."""
     outer, _, last = path.rpartition(".")
     section = get_path(document, outer) if outer else document
     if not isinstance(section, Mapping):
@@ -38,7 +39,7 @@ def is_in_force(document: Mapping[str, Any], path: str) -> bool:
     default = get_path(DEFAULTS, outer) if outer else {}
     settings = {**(default or {}), **section}
     on = is_set(settings.get("enabled", True)) and settings.get("device") != "none"
-    return last in ("enabled", "device") or on
+    return last in ("enabled", "device", "deepcompile", "autoep_non_moe") or on
 
 
 def find_conflicts(config: EngineConfig) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator
 
+from rayzero.engine.config.compile import CompileConfig
 from rayzero.engine.config.fields import (
     ConfigSection,
     DtypeName,
@@ -163,6 +164,7 @@ class EngineConfig(UnsupportedKeys):
     data_types: DataTypesConfig = DataTypesConfig()
     zero_optimization: ZeroConfig = ZeroConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    compile: CompileConfig = CompileConfig()
     steps_per_print: PositiveSize | None = implemented(
         None, "rank 0 logs loss and lr every this many steps", group="logs and timers"
     )
@@ -194,8 +196,8 @@ def find_param_errors(config: EngineConfig) -> Iterator[str]:
             yield from validate_model(models[section.type], section.params, f"{name}.params.")[1]
 
 
-FREE_FORM_SECTIONS = ("optimizer.params", "scheduler.params")
-"""Sections whose keys are those of the optimizer or the schedule."""
+FREE_FORM_SECTIONS = ("optimizer.params", "scheduler.params", "compile.kwargs")
+"""Sections whose keys are those of the optimizer, the schedule, or torch.compile."""
 
 
 def _field_keys(

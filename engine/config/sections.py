@@ -251,6 +251,16 @@ class RayzeroConfig(ConfigSection):
         group="rayzero",
         old_names=("rayzero.unit_classes",),
     )
+    unshard_min_numel: NonNegativeInt = implemented(
+        1_000_000,
+        "at stage 3, a module in no block that owns at least this many elements (an embedding, a "
+        "head) is gathered on its own; 0: never",
+    )
+    reshard_after_forward: bool = implemented(
+        True,
+        "at stage 3, weights are released after forward and gathered again for backward; false: "
+        "gathered once a step, and kept in memory",
+    )
     gather_buffers: Annotated[PositiveInt, Field(ge=2)] = implemented(
         2,
         "buffers for gathered weights at stage 3: live units at once",

@@ -46,12 +46,6 @@ def _splits_layers(value: Any) -> bool:
     return is_set(size) and size != 1
 
 
-def _compiles(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return is_set(value)
-    return any(is_set(value.get(name)) for name in ("enabled", "deepcompile", "autoep_non_moe"))
-
-
 _model_compression = partial(
     refused,
     None,
@@ -123,16 +117,10 @@ class UnsupportedKeys(ConfigSection):
     )
     data_efficiency: Any = _data_order("samples are selected, tokens dropped")
     curriculum_learning: Any = _data_order("easy samples first", _REMOVED)
-    compile: Any = refused(
-        None,
-        "DeepCompile: ZeRO inside the compiled graph",
-        alternative="torch.compile on the modules inside the model",
-        is_active=_compiles,
-        group="changes of the model",
-    )
     hybrid_engine: Any = _refused_section(
         "an engine that trains and generates",
         alternative="an engine for inference, with the weights",
+        group="changes of the model",
     )
     weight_quantization: Any = refused(
         None,

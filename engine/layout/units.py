@@ -13,6 +13,7 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from rayzero.engine.compiling import is_compiled
 from rayzero.engine.cpu_device import Device
 from rayzero.engine.errors import ConfigError, did_you_mean
 from rayzero.engine.layout.flat_layout import ParamSpec, UnitLayout, make_layout
@@ -89,19 +90,44 @@ def plan_buckets(
     return plans
 
 
+def find_blocks(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
+    """The modules that are gathered as one, without the model itself; see `plan_blocks`."""
+    return list(dict.fromkeys(block for _, block in _find_blocks(model, classes)))
+
+
+def find_large_modules(model: nn.Module, classes: Sequence[str], min_numel: int) -> list[nn.Module]:
+    """The modules in no block, nor inside a compiled module, that own at least `min_numel` elements
+    which no other module has; none if it is 0. An embedding and a head, unless they are tied."""
+    blocks = set(find_blocks(model, classes))
+    owned: dict[nn.Module, int] = {}
+    for param, uses in _find_uses(model).items():
+        owners = {path[-1] for path in uses}
+        inside = {module for path in uses for module in path[:-1]}
+        if (
+            len(owners) == 1
+            and not (owners | inside) & blocks
+            and not any(map(is_compiled, inside))
+        ):
+            owner = owners.pop()
+            owned[owner] = owned.get(owner, 0) + param.numel()
+    owned.pop(model, None)
+    return [module for module, numel in owned.items() if min_numel and numel >= min_numel]
+
+
 def plan_blocks(
-    model: nn.Module, params: Sequence[NamedParam], classes: Sequence[str], world_size: int
+    model: nn.Module,
+    params: Sequence[NamedParam],
+    classes: Sequence[str],
+    world_size: int,
+    large: Sequence[nn.Module] = (),
 ) -> list[UnitPlan]:
     """Assign every parameter to the unit of the innermost block that contains all of its uses.
-    `classes` are the class names of the modules that are blocks; empty: automatic. Raises
-    ConfigError if the model has no module of a class."""
-    paths = {model: "root"}  # a block that is registered several times has its first name
-    for path, block in _find_blocks(model, classes):
-        paths.setdefault(block, path)
-    uses: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
-    for modules in _module_paths(model):
-        for param in modules[-1].parameters(recurse=False):
-            uses.setdefault(param, []).append(modules)
+    `classes` are the class names of the modules that are blocks; empty: automatic. Modules in
+    `large` are blocks too. Raises ConfigError if the model has no module of a class."""
+    chosen = {*find_blocks(model, classes), *large}
+    # In registration order. A block that is registered several times has its first name.
+    paths = {model: "root"} | {it: path for path, it in model.named_modules() if it in chosen}
+    uses = _find_uses(model)
     members_of: dict[nn.Module, list[NamedParam]] = {block: [] for block in paths}
     for member in params:
         members_of[_innermost_common_block(uses[member.param], members_of)].append(member)
@@ -146,6 +172,15 @@ def _repeated_blocks(
         if block:
             yield child_path, child
         yield from _repeated_blocks(child, child_path, inside_block=inside_block or block)
+
+
+def _find_uses(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, ...]]]:
+    """The paths from the model to the modules that own a parameter, by parameter."""
+    uses: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
+    for modules in _module_paths(model):
+        for param in modules[-1].parameters(recurse=False):
+            uses.setdefault(param, []).append(modules)
+    return uses
 
 
 def _module_paths(

@@ -166,11 +166,13 @@ def _replicate(tensor: Tensor, context: BuildContext, *, loaded: bool = True) ->
     return value
 
 
-def make_blocks(units: Sequence[Unit]) -> list[Block]:
-    """The blocks whose weights are gathered before use, each with all of its units."""
+def make_blocks(units: Sequence[Unit], large: Sequence[nn.Module]) -> list[Block]:
+    """The blocks whose weights are gathered before use, each with all of its units. `large` are the
+    modules outside the repeated blocks."""
     blocks: dict[nn.Module, Block] = {}
     for unit in units:
         if unit.module is not None and isinstance(unit.weights, ShardedWeights):
-            block = blocks.setdefault(unit.module, Block(unit.name, unit.module, []))
+            new = Block(unit.name, unit.module, [], unit.module in large)
+            block = blocks.setdefault(unit.module, new)
             block.units.append(unit.weights)
     return list(blocks.values())

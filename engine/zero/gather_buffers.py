@@ -3,7 +3,9 @@
 A block must have the same address in backward as in forward, and a step allocates nothing. So
 blocks share a ring of buffers, block i always in buffer i mod k: one computes while the next is
 gathered into another, and the last k blocks of forward are still gathered when backward begins.
-Blocks that must stay gathered while others run get a buffer of their own.
+Blocks that must stay gathered while others run get a buffer of their own. Large modules outside the
+repeated blocks (an embedding, a head) share one more buffer, so that it is not the ring that has to
+hold the longest of them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from rayzero.engine.zero.parameters import ShardedWeights
 class BlockState(Enum):
     """Content of a block's parameters. Each state follows the one before, in a circle."""
 
+    __hash__ = object.__hash__  # Enum's is Python code, and every change of state looks one up
+
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
@@ -40,7 +44,8 @@ class Block:
     """A module and the units that its forward needs gathered.
 
     Attributes:
-        buffer_index: its buffer in the ring; None if it has a buffer of its own.
+        large: a module outside the repeated blocks that owns large parameters.
+        buffer_index: its buffer in the ring, or the large modules'; None if it has its own.
         pending: the all-gathers in flight while GATHERING.
         forward_calls: forwards begun in the current pass.
     """
@@ -48,6 +53,7 @@ class Block:
     name: str
     module: nn.Module
     units: list[ShardedWeights]
+    large: bool = False
     buffer_index: int | None = None
     pending: list[Work] = field(default_factory=list)
     forward_calls: int = 0
@@ -98,12 +104,15 @@ class GatherBuffers:
 
     def assign(self, order: Iterable[Block], alone: Container[Block]) -> None:
         """Assigns buffers round robin in the order of first use, except to the blocks in `alone`,
-        which get their own. No block may be gathered."""
+        which get their own, and large modules. No block may be gathered."""
         self._current_blocks.clear()
         self._buffers.clear()
         indices = cycle(range(self.count))
         for block in dict.fromkeys(order):
-            block.buffer_index = None if block in alone else next(indices)
+            if block in alone:
+                block.buffer_index = None
+            else:
+                block.buffer_index = self.count if block.large else next(indices)
 
     def clear(self) -> None:
         self._current_blocks.clear()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from rayzero.engine.compiling import (
+    compiler_active,
+    modules_around,
+    untraced,
+    whole_compile_error,
+)
 from rayzero.engine.errors import EngineError
 from rayzero.engine.tensor_tree import iter_tensors
 from rayzero.engine.zero.gather_buffers import Block, BlockState
@@ -31,9 +37,21 @@ def hook_blocks(
     model: nn.Module, blocks: list[Block], scheduler: UnshardScheduler
 ) -> list[RemovableHandle]:
     """Gathers every block before its forward and before its backward."""
+    around = modules_around(model, [block.module for block in blocks])
+
+    def before(module: nn.Module, args: Any) -> None:
+        if around and compiler_active():
+            raise whole_compile_error("model")
+        scheduler.root_pre_forward(around)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        scheduler.root_post_forward()
+
     # The root module's first hook, before those of a block that is the root itself.
+    untraced(before, also_callees=False)
     handles = [
-        model.register_forward_pre_hook(lambda *_: scheduler.root_pre_forward(), prepend=True)
+        model.register_forward_pre_hook(before, prepend=True),
+        model.register_forward_hook(untraced(after), always_call=True),
     ]
     for block in blocks:
         handles += _hook_block(block, scheduler)
@@ -41,15 +59,21 @@ def hook_blocks(
 
 
 def _hook_block(block: Block, scheduler: UnshardScheduler) -> list[RemovableHandle]:
+    def before(module: nn.Module, args: Any) -> None:
+        scheduler.pre_forward(block)
+
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         scheduler.post_forward(block)
         if torch.is_grad_enabled():
-            for tensor in _new_outputs(output, (args, kwargs)):
-                tensor.register_hook(lambda _: scheduler.pre_backward(block))
+            for node in _new_nodes(output, (args, kwargs)):
+                node.register_prehook(before_backward)
+
+    def before_backward(_: Any) -> None:
+        scheduler.pre_backward(block)
 
     return [
-        block.module.register_forward_pre_hook(lambda *_: scheduler.pre_forward(block)),
-        block.module.register_forward_hook(after, with_kwargs=True, always_call=True),
+        block.module.register_forward_pre_hook(untraced(before)),
+        block.module.register_forward_hook(untraced(after), with_kwargs=True, always_call=True),
         *_hook_unexpected_grads(block),
     ]
 
@@ -74,13 +98,14 @@ def _hook_unexpected_grads(block: Block) -> list[RemovableHandle]:
     ]
 
 
-def _new_outputs(output: Any, inputs: Any) -> Iterator[Tensor]:
-    """The outputs that a module has computed, not inputs that it passes through: their gradient
-    arrives with that of an earlier block.
+def _new_nodes(output: Any, inputs: Any) -> list[Node]:
+    """The nodes of the graph that a module has made for its outputs, not those of inputs that it
+    passes through: their gradient arrives with that of an earlier block.
     """
-    input_nodes = {
-        id(tensor.grad_fn) for tensor in iter_tensors(inputs) if tensor.grad_fn is not None
-    }
+    passed = [tensor.grad_fn for tensor in iter_tensors(inputs)]
+    nodes: list[Node] = []
     for tensor in iter_tensors(output):
-        if tensor.grad_fn is not None and id(tensor.grad_fn) not in input_nodes:
-            yield tensor
+        node = tensor.grad_fn
+        if node is not None and node not in passed and node not in nodes:
+            nodes.append(node)
+    return nodes

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from rayzero.engine.comm.backend import Work
+from rayzero.engine.compiling import untraced
 from rayzero.engine.zero.unit import Unit
 
 
@@ -59,6 +60,7 @@ class LazyWeights:
             if work is not None:
                 work.wait()
 
+    @untraced
     def _before_model(self, model: nn.Module, args: Any) -> None:
         called, self._called = self._called, {model}
         self._in_forward = True
@@ -66,11 +68,13 @@ class LazyWeights:
             if module is model or module not in called:
                 self._wait_for(sorted(names & self._pending.keys()))
 
+    @untraced
     def _before_module(self, module: nn.Module, args: Any) -> None:
         self._called.add(module)
         if self._pending:
             self._wait_for(list(self._used[module]) if self._in_forward else list(self._pending))
 
+    @untraced
     def _after_model(self, model: nn.Module, args: Any, output: Any) -> None:
         self._in_forward = False
         self.wait()

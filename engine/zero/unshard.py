@@ -13,61 +13,95 @@ prefetched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from torch import nn
+
+from rayzero.engine.compiling import refuse_compiled, untraced
 from rayzero.engine.errors import EngineError
 from rayzero.engine.zero.gather_buffers import Block, BlockState, GatherBuffers
+from rayzero.engine.zero.large_modules import LargeModules
 from rayzero.engine.zero.parameters import WeightGather
 
 
 class UnshardScheduler:
-    """Gathers blocks' weights before their forward and backward."""
+    """Gathers blocks' weights before their forward and backward.
+
+    Without `reshard_after_forward` every block has its own buffer, so it is gathered once a step:
+    it stays from its first forward to the update, also over the micro-steps.
+    """
 
     def __init__(
-        self, blocks: Sequence[Block], buffers: GatherBuffers, gather: WeightGather
+        self,
+        blocks: Sequence[Block],
+        buffers: GatherBuffers,
+        gather: WeightGather,
+        *,
+        reshard_after_forward: bool = True,
     ) -> None:
         self.blocks = blocks
         self.buffers = buffers
         self.weight_gather = gather
+        device = blocks[0].units[0].device
+        self.large_modules = LargeModules(
+            [block for block in blocks if block.large], lambda flags: gather.agree(flags, device)
+        )
         modules = {block.module for block in blocks}
         self._own_buffer = {  # blocks that contain others: they stay gathered while those run
-            block for block in blocks if len(modules.intersection(block.module.modules())) > 1
+            block
+            for block in blocks
+            if not reshard_after_forward or len(modules.intersection(block.module.modules())) > 1
         }
         self._running: list[Block] = []  # blocks whose forward has not returned, outermost first
         self._forward_order: dict[Block, None] = {}  # first uses since the last assignment
-        self._successor: dict[tuple[bool, Block], Block] = {}  # by (in backward, block)
+        self._successors: tuple[dict[Block, Block], ...] = ({}, {})  # in forward, in backward
         self._previous: Block | None = None
         self._prefetch_ready = False  # buffers are assigned by the recorded order
         self._in_backward = False
-        buffers.assign(blocks, self._own_buffer)
+        self._assign_buffers(blocks)
 
-    def root_pre_forward(self) -> None:
-        """Called before the model's forward, also when it is recomputed in backward."""
+    @untraced
+    def root_pre_forward(self, around: Sequence[tuple[str, nn.Module]] = ()) -> None:
+        """Called before the model's forward, also when it is recomputed in backward. Raises
+        ConfigError if one of the modules `around` blocks was compiled since."""
+        refuse_compiled(around)
         if self._in_backward:
             return
         self._previous = None
         for block in self.blocks:
             block.forward_calls = 0
+        for block in self.large_modules.with_root:
+            self._unshard(block)
+        self.large_modules.in_pass = True
+
+    def root_post_forward(self) -> None:
+        """Called after the model's forward has returned or raised."""
+        self.large_modules.in_pass = self._in_backward
 
     def pre_forward(self, block: Block) -> None:
         """Called before a block's forward, also when it is recomputed in backward. Raises
         EngineError if a block that was called on its own is now called inside another one that
         shares its buffer."""
-        self._leave_ring(block)
+        if block.buffer_index is not None:
+            self._leave_ring(block)
         self._unshard(block)
         if not self._in_backward:
             self._record_order(block)
             self._record_successor(block)
         self._running.append(block)
+        if block.large:
+            self.large_modules.enter_forward(block)
         self._prefetch(block)
 
     def post_forward(self, block: Block) -> None:
         """Called after a block's forward has returned or raised, also in `pre_forward`."""
         if block in self._running:
             self._running.remove(block)
+        if block.large and block not in self._running:
+            self.large_modules.exit_forward(block)
 
     def begin_backward(self) -> None:
-        self._in_backward = True
+        self._in_backward = self.large_modules.in_pass = True
         self._previous = None
 
     def pre_backward(self, block: Block) -> None:
@@ -86,7 +120,8 @@ class UnshardScheduler:
         self._prefetch(block)
 
     def end_backward(self) -> None:
-        self._in_backward = False
+        self._in_backward = self.large_modules.in_pass = False
+        self.large_modules.trained = True
         self._previous = None
 
     def invalidate(self) -> None:
@@ -98,9 +133,13 @@ class UnshardScheduler:
             self._reshard(block)
         self.buffers.clear()
         self.weight_gather.invalidate()
-        if not self._prefetch_ready and self._forward_order:
-            self.buffers.assign([*self._forward_order, *self.blocks], self._own_buffer)
+        decided = self.large_modules.decide()
+        if decided or (not self._prefetch_ready and self._forward_order):
+            self._assign_buffers([*self._forward_order, *self.blocks])
             self._prefetch_ready = True
+
+    def _assign_buffers(self, order: Sequence[Block]) -> None:
+        self.buffers.assign(order, self._own_buffer.union(self.large_modules.with_root))
 
     def _unshard(self, block: Block) -> None:
         if block.state is BlockState.SHARDED:
@@ -134,29 +173,25 @@ class UnshardScheduler:
             block.state = BlockState.SHARDED
 
     def _prefetch(self, block: Block) -> None:
+        """Gathers the blocks that followed this one last time, as many as there are other
+        buffers."""
         if not self._prefetch_ready:
             return
-        held = [block]
-        for upcoming in self._next_blocks(block):
-            other = self.buffers.current_block(upcoming)
+        successors, held = self._successors[self._in_backward], [block]
+        for _ in range(self.buffers.count - 1):
+            upcoming = successors.get(held[-1])
+            if upcoming is None:
+                return
             if upcoming.state is BlockState.SHARDED:
-                if other in held or other in self._running:
+                other = self.buffers.current_block(upcoming)
+                if other is not None and (other in held or other in self._running):
                     return
                 self._start_all_gather(upcoming)
             held.append(upcoming)
 
-    def _next_blocks(self, block: Block) -> Iterator[Block]:
-        """The blocks that followed this one last time, as many as there are other buffers."""
-        for _ in range(self.buffers.count - 1):
-            following = self._successor.get((self._in_backward, block))
-            if following is None:
-                return
-            yield following
-            block = following
-
     def _record_successor(self, block: Block) -> None:
         if self._previous is not None:
-            self._successor[self._in_backward, self._previous] = block
+            self._successors[self._in_backward][self._previous] = block
         self._previous = block
 
     def _record_order(self, block: Block) -> None:
@@ -164,11 +199,11 @@ class UnshardScheduler:
         block.forward_calls += 1
         if not self._prefetch_ready:
             self._forward_order.setdefault(block)
-        around = set(self._running)
-        if block.forward_calls > 1:
-            around.add(block)
-        if not around <= self._own_buffer:
-            self._own_buffer |= around
+        around = [other for other in self._running if other not in self._own_buffer]
+        if block.forward_calls > 1 and block not in self._own_buffer:
+            around.append(block)
+        if around:
+            self._own_buffer.update(around)
             self._prefetch_ready = False
             self._forward_order = self._forward_order or dict.fromkeys(self.blocks)
 
@@ -177,19 +212,20 @@ class UnshardScheduler:
 
         At its first use in a pass only: later autograd may hold views of its address.
         """
-        if block.buffer_index is None or all(
-            other is block or other.buffer_index is None for other in self._running
-        ):
+        for other in self._running:
+            if other is not block and other.buffer_index is not None:
+                break
+        else:
             return
         if not block.forward_calls:
             self._reshard(block)
             self.buffers.give_own_buffer(block)
             self._own_buffer.add(block)
             return
-        other = self.buffers.current_block(block)
-        if other is not None and other in self._running:
+        shares = self.buffers.current_block(block)
+        if shares is not None and shares in self._running:
             raise EngineError(
-                f"the block {block.name!r} is called on its own and then inside {other.name!r}, "
+                f"the block {block.name!r} is called on its own and then inside {shares.name!r}, "
                 "which shares its buffer",
                 fix="rayzero.unshard_modules in the engine config: name classes that do not nest",
             )

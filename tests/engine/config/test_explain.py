@@ -74,7 +74,7 @@ def test_keys_in_effect() -> None:
 
 def test_every_key_is_listed() -> None:
     assert set(by_key(None)) == set(KEYS) - {
-        *("optimizer", "scheduler", "optimizer.params", "scheduler.params"),
+        *("optimizer", "scheduler", "optimizer.params", "scheduler.params", "compile.kwargs"),
     }
 
 

@@ -28,7 +28,9 @@ OLD = {name.old for name in OLD_NAMES}
 OPAQUE = {path for path, field in FIELDS.items() if field.annotation is Any}
 """Keys whose values are not checked."""
 # rayzero's keys, sections, and keys of older DeepSpeed versions.
-NOT_DEEPSPEEDS = {"optimizer", "scheduler", "aio.thread_count"}
+NOT_DEEPSPEEDS = {"optimizer", "scheduler", "aio.thread_count"} | {
+    f"compile.{name}" for name in ("enabled", "backend", "kwargs")
+}
 NAMED = {*FREE_FORM_SECTIONS, "optimizer.type", "scheduler.type"}
 # Defaults that depend on the model, or that may differ without changing results.
 OTHER_DEFAULTS = {
@@ -139,7 +141,10 @@ def test_refused_keys_are_accepted_if_disabled(path: str) -> None:
         ({"aio": {"use_gds": True}}, r"aio\.use_gds: refused"),
         ({"weight_quantization": {"num_bits": 8}}, "weight_quantization: refused"),
         ({"nebula": {"persistent_storage_path": "x"}}, "nebula: refused"),
-        ({"datastates_ckpt": {}, "compile": {"deepcompile": True}}, "compile: refused"),
+        (
+            {"datastates_ckpt": {}, "compile": {"deepcompile": True}},
+            r"deepcompile: refused.*use compile.enabled",
+        ),
         ({"checkpoint": {"use_node_local_storage": True}}, "a URL of an object store"),
     ],
 )

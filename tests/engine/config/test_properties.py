@@ -49,6 +49,7 @@ RATE = st.floats(0, 1) | st.floats(1e-9, 1).map(str) | st.integers(0, 1)
 # Options common to all optimizers; tests/engine/optim tests specific options.
 PARAMS = {
     "optimizer.params": st.fixed_dictionaries({}, optional={"lr": RATE, "weight_decay": RATE}),
+    "compile.kwargs": st.fixed_dictionaries({}, optional={"dynamic": st.booleans()}),
     "scheduler.params": st.fixed_dictionaries({}, optional={"last_batch_iteration": WHOLE}),
 }
 

@@ -1,0 +1,92 @@
+"""torch.compile beside the engine's hooks, without importing the compiler.
+
+`module.compile()` and `torch.compile(module)` run the module's hooks outside the compiled frames.
+A hook that is marked as `untraced` is not compiled itself, so a block is one graph. A compiled
+module that contains blocks of stage 3 would have their hooks inside its graph: it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from rayzero.engine.errors import ConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_FIX = (
+    "compile the blocks instead: `for block in model.layers: block.compile()`, or compile.enabled "
+    "or engine.compile(), which do so; or zero_optimization.stage 2"
+)
+_WRAPPER = "OptimizedModule"  # by name: its class is the compiler's
+_eval_frame = torch._C._dynamo.eval_frame
+_Action = _eval_frame._FrameAction
+
+compiler_active: Callable[[], Any] = _eval_frame.get_eval_frame_callback
+"""True in a frame that torch.compile's callback sees, such as a hook of a compiled module."""
+
+
+def untraced(function: F, *, also_callees: bool = True) -> F:
+    """Marks a function that torch.compile calls, and neither compiles nor traces into; nor into
+    what it calls.
+
+    As `torch.compiler.disable`, which would import the compiler: a second and 100 MB. The attribute
+    is for graphs around the call, which break there; the mark on the code for calls from outside.
+    """
+    marked = cast(FunctionType, function)
+    marked.__dict__["_torchdynamo_disable"] = True
+    marked.__dict__["_torchdynamo_disable_msg"] = f"rayzero gathers weights here; {_FIX}"
+    callees = _Action.SKIP if also_callees else _Action.DEFAULT
+    strategy = _eval_frame._FrameExecStrategy(_Action.SKIP, callees)
+    _eval_frame.set_code_exec_strategy(marked.__code__, strategy)
+    return function
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is compiled in place, or is torch.compile's wrapper of another one."""
+    return module._compiled_call_impl is not None or type(module).__name__ == _WRAPPER
+
+
+def modules_around(model: nn.Module, blocks: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """(name, module) of the modules that contain a block and are not its wrapper."""
+    inner = set(blocks)
+
+    def contains_block(module: nn.Module) -> bool:
+        return any(part in inner and part is not module for part in module.modules())
+
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if contains_block(getattr(module, "_orig_mod", module))
+    ]
+
+
+def refuse_compiled(around: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raises ConfigError if a module around blocks of stage 3 is compiled."""
+    for name, module in around:
+        if is_compiled(module):
+            raise whole_compile_error(f"module {name!r}" if name else "model")
+
+
+def whole_compile_error(what: str) -> ConfigError:
+    return ConfigError(
+        f"the {what} is compiled as a whole at stage 3, whose weights are gathered block by block",
+        fix=_FIX,
+    )
+
+
+def compile_in_place(
+    model: nn.Module, blocks: Sequence[nn.Module], options: dict[str, Any]
+) -> None:
+    """Compiles a model, or its blocks if there are any; `options` are torch.compile's.
+
+    Of nested blocks the inner ones; what `torch.compile` has wrapped already is left as it is.
+    """
+    around = {module for _, module in modules_around(model, blocks)}
+    for module in blocks or [model]:
+        if module not in around and type(module).__name__ != _WRAPPER:
+            module.compile(**options)

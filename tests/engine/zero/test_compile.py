@@ -1,0 +1,229 @@
+"""torch.compile beside the engine: equal to plain torch without it, with bounded graphs."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import rayzero
+from rayzero.engine.errors import ConfigError
+from tests.engine import zoo
+from tests.support.ranks import run_ranks
+
+WIDTH, BLOCKS, STEPS = 12, 6, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return x.square().mean()
+
+
+class Graphs:
+    """A backend that counts the graphs that it is given, and runs them by another backend."""
+
+    def __init__(self, name: str = "eager") -> None:
+        self.name = name
+        torch.compiler.reset()
+        logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+        torch._dynamo.utils.counters.clear()
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        self.count += 1
+        return torch._dynamo.lookup_backend(self.name)(graph, inputs)
+
+    @property
+    def breaks(self) -> int:
+        return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def make(recompute: bool = False) -> Model:
+    torch.manual_seed(3)
+    return Model(recompute).double()
+
+
+def start(model: nn.Module, stage: int, **more: Any) -> rayzero.Engine:
+    return rayzero.initialize(
+        model=model,
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.3, momentum=0.9),
+        config={
+            "gradient_clipping": 0,
+            "train_batch_size": 8,
+            "zero_optimization": {"stage": stage},
+            **more,
+        },
+    )[0]
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, WIDTH, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
+
+
+def train(engine: rayzero.Engine, rank: int, world: int) -> None:
+    """Two micro-steps, one of them inside `no_sync`, and an evaluation."""
+    for batch in batches():
+        first, last = batch.chunk(world)[rank].chunk(2)
+        with engine.no_sync():
+            engine.backward(engine(first) / 2)
+        with torch.no_grad():
+            engine(last)
+        engine.backward(engine(last) / 2)
+        engine.step()
+
+
+def compile_whole(engine: rayzero.Engine, backend: Graphs) -> None:
+    engine.module.compile(backend=backend, fullgraph=True)
+
+
+def compile_blocks(engine: rayzero.Engine, backend: Graphs) -> None:
+    for block in engine.module.blocks:
+        block.compile(backend=backend, fullgraph=True)
+
+
+def wrap_blocks(engine: rayzero.Engine, backend: Graphs) -> None:
+    engine.module.blocks = nn.ModuleList(
+        torch.compile(block, backend=backend) for block in engine.module.blocks
+    )
+
+
+def compile_engine(engine: rayzero.Engine, backend: Graphs) -> None:
+    engine.compile(backend, {"fullgraph": True})
+    assert engine.is_compiled
+
+
+def train_compiled(
+    rank: int, world: int, stage: int, how: Callable[..., None], before: bool, recompute: bool
+) -> tuple[dict[str, Tensor], int, int, int]:
+    backend, model = Graphs("aot_eager" if stage == 3 and before else "eager"), make(recompute)
+    if before:
+        how(type("Holder", (), {"module": model}), backend)
+    engine = start(model, stage)
+    if not before:
+        how(engine, backend)
+    train(engine, rank, world)
+    first = backend.count
+    train(engine, rank, world)
+    state = {name.replace("_orig_mod.", ""): it for name, it in engine.state_dict().items()}
+    engine.close()
+    return state, first, backend.count, backend.breaks
+
+
+def twice_reference() -> dict[str, Tensor]:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    for batch in batches() * 2:
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("stage", "how", "before", "recompute"),
+    [
+        (0, compile_whole, True, False),
+        (2, compile_whole, False, False),
+        (3, compile_blocks, True, False),
+        (3, compile_blocks, False, True),
+        (3, compile_engine, False, False),
+        (3, wrap_blocks, True, False),
+    ],
+)
+def test_equals_pytorch(
+    stage: int, how: Callable[..., None], before: bool, recompute: bool
+) -> None:
+    state, first, total, breaks = run_ranks(2, train_compiled, stage, how, before, recompute)[0]
+    expected = twice_reference()
+    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
+    assert breaks == 0
+    # Evaluation and training, each with an input that requires gradients and one that does not;
+    # not one a block, nor one for each buffer that weights are gathered into.
+    assert 2 <= first <= 4
+    assert total == first
+
+
+def compile_too_much(rank: int, world: int) -> None:
+    backend, config = Graphs(), {"stage": 3}
+    compiled = make()
+    compiled.compile(backend=backend)
+    for model in (compiled, torch.compile(make())):
+        with pytest.raises(
+            ConfigError, match=r"the model is compiled as a whole at stage 3"
+        ) as seen:
+            start(model, **config)
+        assert "for block in model.layers: block.compile()" in str(seen.value)
+    model = make()
+    engine = start(model, **config)
+    whole = torch.compile(model, backend=backend)
+    with pytest.raises(ConfigError, match="the model is compiled as a whole"):
+        whole(batches()[0])
+    model.compile(backend=backend)
+    with pytest.raises(ConfigError, match="the model is compiled as a whole"):
+        engine(batches()[0])
+    model._compiled_call_impl = None
+    train(engine, rank, world)  # the engine is usable after the refusal
+
+
+def test_a_model_compiled_as_a_whole_is_refused_at_stage_3() -> None:
+    run_ranks(2, compile_too_much)
+
+
+def configured(rank: int, world: int, stage: int) -> dict[str, Tensor]:
+    torch.compiler.reset()
+    section = {"enabled": True, "backend": "eager", "kwargs": {"dynamic": False}}
+    engine = start(make(), stage, compile=section)
+    assert engine.is_compiled
+    compiled = [name for name, it in engine.module.named_modules() if it._compiled_call_impl]
+    assert compiled == ([""] if stage < 3 else [f"blocks.{index}" for index in range(BLOCKS)])
+    with pytest.raises(ConfigError, match="a schedule, or compiled_autograd_enabled"):
+        engine.compile(compiled_autograd_enabled=True)
+    model = engine.module
+    engine.close()
+    model.load_state_dict(make().state_dict(), assign=True)  # as a repair: another engine over it
+    engine = start(model, stage, compile=section)
+    train(engine, rank, world)
+    train(engine, rank, world)
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_config_compiles_and_a_second_engine_over_the_model_does_too(stage: int) -> None:
+    state, expected = run_ranks(2, configured, stage)[0], twice_reference()
+    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
+
+
+def test_the_engine_does_not_import_the_compiler() -> None:
+    code = (
+        "import sys, rayzero.engine.engine\n"
+        "assert 'rayzero.engine.zero.hooks' in sys.modules\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)

@@ -1,0 +1,288 @@
+"""Stage 3 gathers an embedding and a head on their own, unless that could be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import rayzero
+from rayzero.engine.config import parse_config
+from rayzero.engine.errors import EngineError
+from rayzero.engine.planning.persistent import persistent_bytes
+from tests.engine import zoo
+from tests.support.ranks import run_ranks
+
+TOKENS, WIDTH, STEPS = 61, 12, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.up(x))
+
+
+class Untied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.logits(self.run(self.embed(ids[:, :-1])))
+        return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Tied(Untied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class FunctionalHead(Untied):
+    def logits(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.head.weight)
+
+
+class Both(Untied):
+    """The head's own forward, and a penalty that reads the embedding."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(x) * (1 + sum(it.square().mean() for it in self.embed.parameters()))
+
+
+class FrozenEmbedding(Untied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+
+
+class EmbeddedTwice(Untied):
+    def run(self, x: Tensor) -> Tensor:
+        return super().run(x) + self.embed(torch.ones(x.shape[:2], dtype=torch.int64))
+
+
+class Recomputed(Untied):
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.norm(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return checkpoint(self.head, x, use_reentrant=False)
+
+
+class Listed(Untied):
+    """Weights in a ParameterList, and a large module whose forward is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.full((WIDTH, TOKENS), 0.01)])
+        self.never = nn.Linear(TOKENS, TOKENS)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(x) + x @ self.weights[0]
+
+
+MODELS: dict[Callable[[], nn.Module], set[str]] = {  # and the blocks of their own that remain
+    Untied: {"embed", "head"},
+    Tied: set(),
+    FunctionalHead: {"embed"},
+    Both: {"head"},
+    FrozenEmbedding: {"embed (frozen)", "head"},
+    EmbeddedTwice: {"embed", "head"},
+    Recomputed: {"embed", "head"},
+    Listed: {"embed", "head", "never"},
+}
+
+
+def make(cls: Callable[[], nn.Module]) -> Any:
+    torch.manual_seed(3)
+    return cls().double()
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(TOKENS, (4, 6), generator=generator) for _ in range(STEPS)]
+
+
+def config(**more: Any) -> dict[str, Any]:
+    return {
+        "gradient_clipping": 0,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3},
+        "rayzero": {"unshard_min_numel": 500, **more},
+    }
+
+
+def start(model: Any, **more: Any) -> rayzero.Engine:
+    def sgd(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=0.3, momentum=0.9)
+
+    return rayzero.initialize(model=model, optimizer=sgd, config=config(**more))[0]
+
+
+def own_blocks(engine: rayzero.Engine) -> set[str]:
+    scheduler = engine._runtime.unshard_scheduler
+    with_root = scheduler.large_modules.with_root
+    return {block.name for block in scheduler.blocks if block.large and block not in with_root}
+
+
+def train(
+    rank: int, world: int, cls: Callable[[], nn.Module], deferred: bool = False
+) -> tuple[dict[str, Tensor], set[str]]:
+    model = make(cls)
+    if deferred:
+        values = model.state_dict()
+        with rayzero.zero_init():
+            model = make(cls)
+        model.load_state_dict(values, assign=True)
+    engine = start(model)
+    for batch in batches():
+        part = batch.chunk(world)[rank]
+        with torch.no_grad():
+            assert engine.eval()(part).isfinite()
+        engine.backward(engine.train()(part))
+        engine.step()
+    return engine.state_dict(), own_blocks(engine)
+
+
+def train_reference(cls: Callable[[], nn.Module]) -> dict[str, Tensor]:
+    model = make(cls)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.3, momentum=0.9)
+    for batch in batches():
+        optimizer.zero_grad()
+        model(batch).backward()
+        for param in trained:  # unused ones have a zero gradient in the engine, and no decay here
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("cls", MODELS, ids=lambda cls: cls.__name__)
+def test_equals_pytorch(cls: Callable[[], nn.Module]) -> None:
+    (state, own), (_, others) = run_ranks(2, train, cls)
+    expected = train_reference(cls)
+    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
+    assert own == others == MODELS[cls]
+
+
+def test_deferred_init_equals_pytorch() -> None:
+    state, own = run_ranks(2, train, Untied, True)[0]
+    expected = train_reference(Untied)
+    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
+    assert own == {"embed", "head"}
+
+
+class ReadsOnOneRank(Untied):
+    """One rank logs a weight in its forward: both must decide the same."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        if torch.distributed.get_rank() == 1:
+            assert self.head.weight.isfinite().all()
+        return self.head(x)
+
+
+def test_ranks_that_read_differently_decide_the_same() -> None:
+    (state, own), (_, others) = run_ranks(2, train, ReadsOnOneRank)
+    assert own == others == {"embed"}
+    expected = train_reference(Untied)
+    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
+
+
+def read_late(rank: int, world: int) -> None:
+    model = make(Untied)
+    engine = start(model)
+    first, second, third = (batch.chunk(world)[rank] for batch in batches())
+    engine.backward(engine(first))
+    engine.step()
+    model.__class__ = FunctionalHead
+    with torch.no_grad(), pytest.raises(EngineError, match=r"(?s)'head' was read.*unshard_min_n"):
+        engine(second)
+    model.__class__ = Untied
+    engine.backward(engine(third))
+    engine.step()
+
+
+def test_a_first_read_in_a_later_step_is_an_error() -> None:
+    run_ranks(2, read_late)
+
+
+def gathered_bytes(rank: int, world: int) -> list[int]:
+    """Bytes of gather buffers after each step, and without blocks of their own."""
+    sizes = []
+    for min_numel in (500, 0):
+        engine = start(make(Untied), unshard_min_numel=min_numel)
+        for batch in batches():
+            engine.backward(engine(batch.chunk(world)[rank]))
+            engine.step()
+            engine(batch.chunk(world)[rank])
+            sizes.append(engine._runtime.unshard_scheduler.buffers.total_bytes)
+    return sizes
+
+
+def _padded(numel: int) -> int:
+    """A unit's elements on two ranks."""
+    return -(-numel // 64) * 64
+
+
+def test_an_embedding_and_a_head_share_one_buffer_after_the_first_step() -> None:
+    sizes = run_ranks(2, gathered_bytes)[0]
+    norm, block, large = (_padded(it) for it in (2 * WIDTH, WIDTH**2 + WIDTH, TOKENS * WIDTH))
+    assert sizes[2] == (norm + 2 * block + large) * 8
+    assert sizes[5] == (_padded(2 * WIDTH + 2 * TOKENS * WIDTH) + 2 * block) * 8
+    planned = persistent_bytes(make(Untied).to("meta"), parse_config(config()), 2)
+    whole = persistent_bytes(make(Untied).to("meta"), parse_config(config(unshard_min_numel=0)), 2)
+    assert whole["slots"] - planned["slots"] >= sizes[5] - sizes[2]
+
+
+def gathers(rank: int, world: int, reshard: bool) -> tuple[dict[str, Tensor], int, int, int]:
+    """State, bytes gathered by all-gathers in the last step of two micro-steps, and of buffers."""
+    engine = start(make(Recomputed), reshard_after_forward=reshard)
+    counters = engine._runtime.collectives.counters.by_name
+    for batch in batches():
+        before = counters["all_gather"].bytes if "all_gather" in counters else 0
+        first, last = batch.chunk(world)[rank].chunk(2)
+        with engine.no_sync():
+            engine.backward(engine(first) / 2)
+        engine.backward(engine(last) / 2)
+        engine.step()
+    moved = counters["all_gather"].bytes - before
+    engine(batches()[0].chunk(world)[rank])
+    numel = sum(unit.layout.numel for unit in engine._runtime.units) * 8
+    return engine.state_dict(), moved, numel, engine._runtime.unshard_scheduler.buffers.total_bytes
+
+
+def test_without_resharding_weights_are_gathered_once_a_step() -> None:
+    expected = train_reference(Recomputed)
+    for reshard in (True, False):
+        state, moved, model_bytes, buffers = run_ranks(2, gathers, reshard)[0]
+        assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
+        if reshard:
+            assert moved > 2 * model_bytes
+            assert buffers < model_bytes
+        else:
+            assert moved == model_bytes
+            assert buffers == model_bytes
+    settings = parse_config(config(reshard_after_forward=False))
+    planned = persistent_bytes(make(Recomputed).to("meta"), settings, 2)
+    assert planned["slots"] >= model_bytes
