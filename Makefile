@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 # Hundreds of processes start: each would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fast lint format bench setup clean help
+.PHONY: demo test fast lint format nccl bench setup clean help
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,11 @@ fast: $(READY) ## the tests that start no cluster
 test: lint fast ## everything: lint, fast tests, slow ones, those that nothing may run beside
 	$(PYTEST) -n 3 $(BESIDE) -m "slow and not alone"
 	$(PYTEST) -m alone
+
+nccl: $(READY) ## the fault suites once more, on a device and a process group that behave as NCCL's
+	$(PYTEST) --nccl-like -n 2 $(BESIDE) tests/workers tests/integration/test_jobs.py \
+		tests/integration/test_job_life.py tests/integration/test_chaos.py
+	$(BIN)/python -m benchmarks.nccl_faults --schedules 100
 
 bench: $(READY) ## step time against DDP and FSDP2
 	$(BIN)/python -m benchmarks.step_time
