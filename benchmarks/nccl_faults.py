@@ -8,6 +8,9 @@ must have been reported once.
 
     python -m benchmarks.nccl_faults --schedules 100 --seed 1
     python -m benchmarks.nccl_faults --schedules 100 --seed 1 --resume
+    python -m benchmarks.nccl_faults --schedules 100 --seed 1 --local
+
+With `--local` there is no Ray: worker processes and a vault, under a minimal controller.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,8 +41,12 @@ from rayzero.orchestrator.job_events import FaultDetected, JobEvent, Repaired
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
 from rayzero.workers.chaos.inject import FaultRecord
+from rayzero.workers.messages import MirrorPolicy
 from tests.support.nccl_like.settings import VARIABLE, NcclLike
 from tests.workers import recovery_jobs
+from tests.workers.local_controller import LocalController
+from tests.workers.local_workers import LocalWorkers
+from tests.workers.support import setup
 
 KINDS = ("kill", "stop", "kernel_error")
 PHASES = ("data", "forward", "backward", "reduce", "update", "publish")
@@ -161,15 +168,48 @@ def run(schedule: Schedule, folder: Path) -> Outcome:
     finally:
         handle.end()
     output = folder / name
+    fired = _fired(schedule, output, wrong)
+    wrong += wrong or _check(schedule, output, events)
+    seconds = time.monotonic() - started
+    repairs = [repair.total_s for repair in events.repairs]
+    return Outcome(schedule.number, fired, repairs, wrong, seconds, "; ".join(events.faults))
+
+
+def run_local(schedule: Schedule, folder: Path) -> Outcome:
+    """Runs the job without Ray."""
+    started = time.monotonic()
+    spec = setup(
+        schedule.faults,
+        name="nccl",
+        entrypoint="tests.workers.nccl_like_jobs:train",
+        steps=STEPS,
+        seed=schedule.seed,
+        output_dir=str(folder),
+        working_dir=os.getcwd(),
+        args={"poison": [list(pair) for pair in schedule.poison], "pause_s": PAUSE_S},
+        engine_config=recovery_jobs.engine_config(schedule.stage),
+        mirror=MirrorPolicy(replicas=1, every_steps=1),
+        ledger=True,
+    )
+    local = LocalWorkers(spec, WORLD_SIZE, schedule.settings)
+    try:
+        controller = LocalController(local)
+        controller.run(TIMEOUT_S)
+    finally:
+        local.close()
+    wrong = controller.wrong
+    fired = _fired(schedule, folder, wrong)
+    wrong += wrong or _check_result(schedule, folder)
+    return Outcome(schedule.number, fired, controller.repairs_s, wrong, time.monotonic() - started)
+
+
+def _fired(schedule: Schedule, output: Path, wrong: list[str]) -> list[str]:
     fired = [event.fault for event in FaultRecord(output).read()]
     fired += [path.name.replace("poison", "kernel_error") for path in output.glob("poison-*")]
     planned = len(schedule.faults) + len(schedule.poison)
     if len(fired) != planned:
         wrong.append(f"{len(fired)} of {planned} faults fired")
-    wrong += wrong or _check(schedule, output, events)
-    seconds = time.monotonic() - started
-    repairs = [repair.total_s for repair in events.repairs]
-    return Outcome(schedule.number, fired, repairs, wrong, seconds, "; ".join(events.faults))
+    return fired
 
 
 def _check(schedule: Schedule, output: Path, events: Events) -> Iterator[str]:
@@ -177,6 +217,10 @@ def _check(schedule: Schedule, output: Path, events: Events) -> Iterator[str]:
         yield f"finished steps were lost, or told twice: {events.steps}"
     if redone := sum(repair.steps_redone for repair in events.repairs):
         yield f"{redone} steps were redone"
+    yield from _check_result(schedule, output)
+
+
+def _check_result(schedule: Schedule, output: Path) -> Iterator[str]:
     weights = torch.load(output / "weights.pt", weights_only=True)
     for name, expected in recovery_jobs.oracle(STEPS, seed=schedule.seed).items():
         if not torch.allclose(weights[name], expected, rtol=1e-9, atol=1e-12):
@@ -200,16 +244,18 @@ def cluster() -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
-def run_all(schedules: list[Schedule], record: Path | None, done: list[Outcome]) -> list[Outcome]:
+def run_all(
+    schedules: list[Schedule], record: Path | None, done: list[Outcome], *, local: bool
+) -> list[Outcome]:
     """Runs those that are not done, and writes all outcomes after each."""
     outcomes = list(done)
     finished = {outcome.number for outcome in done}
-    with cluster():
+    with nullcontext() if local else cluster():
         for schedule in schedules:
             if schedule.number in finished:
                 continue
             folder = Path(tempfile.mkdtemp(prefix=f"nccl-faults-{schedule.number}-"))
-            outcome = run(schedule, folder)
+            outcome = (run_local if local else run)(schedule, folder)
             outcomes.append(outcome)
             verdict = "; ".join(outcome.wrong) or "nothing lost"
             print(
@@ -231,6 +277,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--schedules", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, help="the number of one schedule")
+    parser.add_argument("--local", action="store_true", help="without Ray")
     parser.add_argument("--resume", action="store_true", help="continue an existing record")
     parser.add_argument("--json", type=Path, help="the record; default: runs/nccl-faults-SEED.json")
     options = parser.parse_args(arguments)
@@ -240,7 +287,9 @@ def main(arguments: list[str]) -> int:
         done = [Outcome(**_known(values)) for values in json.loads(record.read_text())]
         done = [outcome for outcome in done if not outcome.wrong]
     numbers = range(options.schedules) if options.only is None else [options.only]
-    outcomes = run_all([draw(options.seed, number) for number in numbers], record, done)
+    outcomes = run_all(
+        [draw(options.seed, number) for number in numbers], record, done, local=options.local
+    )
     wrong = [outcome.number for outcome in outcomes if outcome.wrong]
     fired = Counter(
         fault.partition("(")[0].partition("-")[0] for o in outcomes for fault in o.fired
