@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import nccl_faults
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.messages import (
     Crashed,
@@ -240,3 +241,10 @@ def test_no_line_says_that_a_generation_was_lost(start_workers):
     for index in (0, 1):
         assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
     check_results(local)
+
+
+@pytest.mark.parametrize("number", [1])
+def test_random_schedule_loses_nothing(tmp_path, number):
+    """Of the benchmark's: kills, stops and kernel errors, slow aborts, late errors."""
+    schedule = nccl_faults.draw(1, number)
+    assert nccl_faults.run_local(schedule, tmp_path).wrong == []

@@ -1,0 +1,155 @@
+"""The NCCL-like device and group themselves: what the fault suites over them take for granted."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Thread, Timer
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rayzero.engine.device import DeviceError, is_device_failure
+from rayzero.workers.nccl_settings import apply_nccl_settings
+from tests.support.nccl_like.group import NcclLikeGroup
+from tests.support.nccl_like.settings import NcclLike
+from tests.support.nccl_like.stream import VirtualDevice
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def no_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the process of the tests."""
+    apply_nccl_settings(environment := dict[str, str]())
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def device() -> VirtualDevice:
+    return VirtualDevice(NcclLike())
+
+
+def close_gate(device: VirtualDevice) -> Event:
+    """A kernel that stands until the event is set."""
+    gate = Event()
+    device.stream.launch(lambda: gate.wait(LIMIT_S) and None)
+    return gate
+
+
+def make_groups(**settings: object) -> list[NcclLikeGroup]:
+    """Two ranks of one process, each with a device of its own."""
+    store = dist.HashStore()
+    values = NcclLike(watchdog_s=60.0, **settings)  # type: ignore[arg-type]
+
+    def make(rank: int) -> NcclLikeGroup:
+        return NcclLikeGroup(store, rank, 2, VirtualDevice(values))
+
+    with ThreadPoolExecutor(2) as pool:
+        return [*pool.map(make, range(2))]
+
+
+def test_host_runs_ahead_and_waits_where_it_reads(device: VirtualDevice):
+    gate, value = close_gate(device), torch.zeros(3)
+    with device.mode():
+        value.add_(1.0)
+        total = (value * 2).sum()
+        assert device.stream.busy
+        Timer(0.1, gate.set).start()
+        assert total.item() == 6.0  # waits
+    assert value.tolist() == [1.0] * 3
+
+
+def test_kernels_have_the_memory_of_their_launch(device: VirtualDevice):
+    gate, param = close_gate(device), nn.Parameter(torch.ones(2))
+    with device.mode():
+        doubled = param * 2
+        param.data = torch.full((2,), 5.0)  # as a unit's weights that are gathered elsewhere
+        gate.set()
+        assert device.read(doubled) == [2.0, 2.0]
+
+
+def test_backward_through_queued_kernels_equals_plain_torch(device: VirtualDevice):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 1)).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    model(x).square().mean().backward()
+    expected = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    gate = close_gate(device)
+    with device.mode():
+        model(x).square().mean().backward()
+        assert device.stream.busy
+        gate.set()
+        device.synchronize()
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(param.grad, grad)
+
+
+def test_poisoned_device_fails_in_every_later_call(device: VirtualDevice):
+    with device.mode():
+        value = torch.ones(2)
+        device.stream.poison()
+        for call in (lambda: device.read(value), lambda: value + 1, device.record_event):
+            with pytest.raises(torch.AcceleratorError, match="ECC") as error:
+                call()
+            assert is_device_failure(error.value)
+        with pytest.raises(DeviceError):
+            device.check_health(1.0)
+
+
+def test_collectives_are_queued_and_equal_sums():
+    groups = make_groups()
+    tensors = [torch.full((3,), rank + 1.0) for rank in range(2)]
+    for group, tensor in zip(groups, tensors, strict=True):
+        assert group.allreduce([tensor]).wait()
+    for group, tensor in zip(groups, tensors, strict=True):
+        group.stream.synchronize(LIMIT_S)
+        assert tensor.tolist() == [3.0] * 3
+        group.abort()
+
+
+@pytest.mark.parametrize("garbage", ["nan", "plausible", "random"])
+def test_abort_ends_what_stands_without_an_exception_and_leaves_garbage(garbage: str):
+    group, _ = make_groups(garbage=garbage)
+    tensors: list[Tensor] = [torch.ones(2), torch.ones(2)]
+    for tensor in tensors:
+        assert group.allreduce([tensor]).wait()  # the other rank never takes part
+    with pytest.raises(TimeoutError):
+        group.stream.synchronize(0.2)
+    group.abort()
+    group.stream.synchronize(LIMIT_S)
+    for tensor in tensors:
+        assert tensor.tolist() != [2.0, 2.0]
+    with pytest.raises((ValueError, dist.DistBackendError), match="aborted"):
+        group.allreduce([torch.ones(1)])
+
+
+def test_second_abort_at_the_same_time_fails():
+    group, _ = make_groups(abort_s=0.5)
+    first = Thread(target=group.abort)
+    first.start()
+    time.sleep(0.1)
+    with pytest.raises(dist.DistBackendError, match="another thread"):
+        group.abort()
+    first.join()
+    group.abort()  # afterwards there is nothing to do
+
+
+def test_loss_of_a_peer_is_no_exception_but_an_error_to_be_polled():
+    group, other = make_groups()
+    group._device.settings = NcclLike(watchdog_s=0.0)
+    tensor = torch.ones(2)
+    group.allreduce([tensor])
+    other.abort()
+    other._mesh.close()
+    deadline_s = time.monotonic() + LIMIT_S
+    while group.get_error().name == "SUCCESS" and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert group.get_error().name == "REMOTE_ERROR"
+    assert group.stream.busy, "the collective stands until it is aborted"
+    group.abort()
+    group.stream.synchronize(LIMIT_S)
