@@ -15,6 +15,7 @@ PROCESSES.set_forkserver_preload(
     [
         "torch._dynamo",
         "rayzero.workers.worker",
+        "tests.support.nccl_like.install",
         "tests.workers.recovery_jobs",
         "tests.support.ranks",
     ]
