@@ -31,8 +31,12 @@ def _start_local_cluster(**options: Any) -> None:
             return
         except Exception as error:
             ray.shutdown()
-            if "timed out during startup" not in str(error) or attempt == START_ATTEMPTS - 1:
+            if not _is_slow_start(error) or attempt == START_ATTEMPTS - 1:
                 raise
+
+
+def _is_slow_start(error: Exception) -> bool:
+    return "timed out during startup" in str(error)
 
 
 @contextmanager
@@ -68,7 +72,12 @@ def connect_to_cluster(nodes: int, cpus: int) -> Iterator[Callable[[], None]]:
         infos: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
         alive = sum(node["Alive"] and "CPU" in node["Resources"] for node in infos)
         for _ in range(nodes - alive):
-            cluster.add_node(num_cpus=cpus, **node_args)
+            try:
+                cluster.add_node(num_cpus=cpus, **node_args)
+            except Exception as error:
+                if not _is_slow_start(error):
+                    raise
+                return  # it may still come: counted again at the next call
 
     try:
         ray.init(address=cluster.address, **quiet)
