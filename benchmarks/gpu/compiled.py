@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from benchmarks.gpu.one_rank import Trainee, make_config, make_trainee, single_rank_group, store
 from benchmarks.gpu.report import Report, Settings
 from examples.gpt.model import GPT
+from rayzero.engine.errors import ConfigError
 
 STEPS, TIMED_STEPS, SMALL_TIMED_STEPS = 5, 10, 2
 RTOL = 2e-2  # of bf16: fused kernels round elsewhere
@@ -33,6 +34,7 @@ def run(report: Report, settings: Settings) -> None:
     def whole(model: GPT) -> None:
         model.compile(backend=backend)
 
+    _check_refusal(report, settings, whole)
     cases: list[tuple[str, int, Callable[[GPT], None]]] = [
         ("stage 3, by block", 3, by_block),
         ("stage 2, whole model", 2, whole),
@@ -57,6 +59,20 @@ def run(report: Report, settings: Settings) -> None:
         if stage == 3:
             report.value(f"{name}: graphs", counters["stats"].get("unique_graphs", 0))
         report.check(f"{name}: no graph breaks", breaks == 0, breaks, "0")
+
+
+def _check_refusal(report: Report, settings: Settings, whole: Callable[[GPT], None]) -> None:
+    """At stage 3 a whole model would be traced once, with weights that are not there."""
+    name = "stage 3, whole model is refused"
+    with single_rank_group(store(settings, name)):
+        try:
+            trainee = make_trainee(settings, make_config(3), whole)
+            trainee.steps(1)
+        except ConfigError as error:
+            report.check(name, True, error, "ConfigError")
+        else:
+            report.check(name, False, "it trains", "ConfigError")
+            trainee.engine.close()
 
 
 def _measure(
