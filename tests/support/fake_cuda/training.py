@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import rayzero
 from rayzero.engine import builder
@@ -168,17 +168,19 @@ class FakeNccl:
         return self._work
 
 
-def _tolist(census: Census) -> Any:
+def _tolist(census: Census, world_size: int) -> Any:
+    """What the host reads is what a sum of ones over the ranks would be: the vote counts them."""
+
     def read(tensor: Tensor) -> Any:
         if tensor.device.type == "cuda":
             census.wait("tolist")
-        return _ones(tuple(tensor.shape))
+        return _filled(tuple(tensor.shape), float(world_size))
 
     return read
 
 
-def _ones(shape: tuple[int, ...]) -> Any:
-    return [_ones(shape[1:]) for _ in range(shape[0])] if shape else 1.0
+def _filled(shape: tuple[int, ...], value: float) -> Any:
+    return [_filled(shape[1:], value) for _ in range(shape[0])] if shape else value
 
 
 @contextmanager
@@ -193,7 +195,7 @@ def bookkeeping_device(found: Findings, world_size: int) -> Iterator[tuple[Censu
             (nccl_module, "_all_gather", nccl.all_gather),
             (nccl_module, "_reduce_scatter", nccl.reduce_scatter),
             (builder, "connect_collectives", lambda: (Collectives(NcclBackend(None)), DEVICE)),
-            (Tensor, "tolist", _tolist(census)),
+            (FakeTensor, "tolist", _tolist(census, world_size)),
             # The real one refuses tensors that others refer to weakly, as fake ones are.
             (torch.utils, "swap_tensors", torch._C._swap_tensor_impl),
         ):

@@ -42,6 +42,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "overlap": (True, False),
     "bucket": (150, 1_000_000),
     "gather_buffers": (2, 3),
+    "each_micro_step": (True, False),
+    "lazy_weights": (False, True),
     "world_size": (2, 4),
 }
 _ARRAYS = 6  # covering arrays of the whole: each has every pair of values
@@ -63,6 +65,8 @@ class Case:
     overlap: bool = True
     bucket: int = 150
     gather_buffers: int = 2
+    each_micro_step: bool = True
+    lazy_weights: bool = False
     world_size: int = 2
 
     def __str__(self) -> str:
@@ -73,6 +77,8 @@ class Case:
     def config(self) -> dict[str, Any]:
         """The engine's config file."""
         rayzero: dict[str, Any] = {"gather_buffers": self.gather_buffers}
+        rayzero["reduce_each_micro_step"] = self.each_micro_step
+        rayzero["overlap_weight_gather"] = self.lazy_weights
         if self.gradients != "plain":
             rayzero["compression"] = {"gradients": self.gradients}
         params: dict[str, Any] = {"lr": 1e-3}
@@ -109,6 +115,14 @@ def allowed(row: dict[str, Any]) -> bool:
         or row.get("gather_buffers", 2) != 2
         or offload in _STAGE_3_OFFLOADS
     )
+    once_a_step = not row.get("each_micro_step", True)
+    if once_a_step and (stage in (0, 1) or row.get("micro_steps", 3) == 1):
+        return False
+    lazy = row.get("lazy_weights", False)
+    if lazy and (stage in (0, 3) or needs_stage_3):
+        return False
+    if row.get("optimizer") == "OneBitAdam" and (lazy or once_a_step):
+        return False
     if row.get("optimizer") == "OneBitAdam":
         plain = row.get("gradients", "plain") == "plain" and offload == "none"
         return plain and stage in (None, 0) and row.get("precision") != "fp16" and not needs_stage_3
@@ -145,3 +159,37 @@ def all_cases(seed: int = 0) -> list[Case]:
 def sample_cases(seed: int = 0) -> list[Case]:
     """Every allowed pair of values."""
     return list(covering_cases(2, seed))
+
+
+def mutant_cases() -> list[Case]:
+    """A few that together run every wait; small ones first."""
+    stage_3 = {"stage": 3, "micro_steps": 1}
+    return [
+        Case(micro_steps=3),
+        Case(stage=3),
+        Case(stage=0, micro_steps=1),
+        Case(stage=1, lazy_weights=True),
+        Case(stage=1, lazy_weights=True, model="decoder", micro_steps=1),
+        Case(stage=2, lazy_weights=True, each_micro_step=False),
+        Case(stage=3, each_micro_step=False),
+        Case(stage=1, offload="optimizer"),
+        Case(offload="optimizer", micro_steps=3),
+        Case(stage=3, offload="both"),
+        Case(**stage_3, offload="weights", gather_buffers=3),
+        Case(**stage_3, model="decoder", precision="fp32"),
+        Case(stage=1, overlap=False, precision="fp32"),
+        Case(offload="half", precision="fp32", model="irregular"),
+        Case(gradients="int8", offload="optimizer"),
+        Case(stage=0, gradients="sign"),
+        Case(gradients="lowrank"),
+        Case(**stage_3, weights="int8 and hpz", world_size=4),
+        Case(**stage_3, weights="int8"),
+        Case(optimizer="Muon", micro_steps=1),
+        Case(stage=0, optimizer="OneBitAdam", micro_steps=1),
+        Case(stage=1, offload="nvme", micro_steps=1),
+        Case(stage=1, offload="nvme", micro_steps=1, precision="fp32"),
+        Case(stage=1, offload="optimizer", precision="fp32"),
+        Case(**stage_3, offload="nvme and weights"),
+        Case(stage=3, model="irregular", gather_buffers=3),
+        Case(stage=3, model="recomputed", overlap=False),
+    ]

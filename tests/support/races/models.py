@@ -49,19 +49,21 @@ class Stack(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model: embedding, attention, norms, a head; two layers."""
+    """A language model: embedding, attention, norms, a head; two layers, and parameters of a module
+    that is never called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.layers = nn.ModuleList(_Layer() for _ in range(2))
+        self.gains = nn.ParameterList(torch.ones(WIDTH) for _ in self.layers)
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens[:, :-1])
-        for layer in self.layers:
-            x = layer(x)
+        for layer, gain in zip(self.layers, self.gains, strict=True):
+            x = layer(x) * gain
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 

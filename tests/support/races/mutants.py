@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from tests.support.races.waits import Wait, find_waits
 from tests.support.virtual_device.memory import ROOT
 from tests.support.virtual_device.timelines import Clock
 
+_CPU_LIMIT_S = 3.0  # a case takes less than one
 _LEFT_OUT = "_left_out_by_a_mutant"
 Reached = Mapping[tuple[str, str], Sequence[Case]]  # cases by (file, outermost function)
 
@@ -41,8 +43,8 @@ class _LeftOut:
 
 
 class _LeaveOut(ast.NodeTransformer):
-    """Replaces one expression. The original stays, in a branch that is never taken, so that the
-    function still refers to the same variables."""
+    """Replaces one expression; a call's object is still evaluated. The original stays, in a branch
+    that is never taken, so that the function still refers to the same variables."""
 
     def __init__(self, target: ast.expr) -> None:
         self._target = target
@@ -50,7 +52,11 @@ class _LeaveOut(ast.NodeTransformer):
     def visit(self, node: ast.AST) -> ast.AST:
         if node is not self._target:
             return self.generic_visit(node)
-        replaced = ast.IfExp(ast.Constant(True), ast.Name(_LEFT_OUT, ast.Load()), self._target)
+        called = self._target.func if isinstance(self._target, ast.Call) else self._target
+        owner = called.value if isinstance(called, ast.Attribute) else ast.Constant(None)
+        pair = ast.Tuple([owner, ast.Name(_LEFT_OUT, ast.Load())], ast.Load())
+        left_out = ast.Subscript(pair, ast.Constant(1), ast.Load())
+        replaced = ast.IfExp(ast.Constant(True), left_out, self._target)
         return ast.fix_missing_locations(ast.copy_location(replaced, node))
 
 
@@ -131,6 +137,22 @@ def reached_functions(cases: Iterable[Case]) -> dict[tuple[str, str], list[Case]
     return reached
 
 
+@contextmanager
+def _cpu_limit() -> Iterator[None]:
+    """Ends a loop that waits for what was left out. In the main thread."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"a case took {_CPU_LIMIT_S:g} s")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, _CPU_LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What became of a mutant. `how`: a race, an early free or an error; None if it survived all
@@ -147,7 +169,7 @@ def judge(wait: Wait, reached: Reached, limit: int = 100) -> Verdict:
     """Runs a mutant in the cases that call its function, until one is not clean."""
     cases = reached.get((wait.file, wait.function), ())[:limit]
     for number, case in enumerate(cases):
-        with leave_out(wait):
+        with leave_out(wait), _cpu_limit():
             findings = run_case(case)
         if not findings.clean:
             how = "race" if findings.races else "early free" if findings.early_frees else "error"

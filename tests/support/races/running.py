@@ -88,7 +88,7 @@ def _train(case: Case, steps: int, seed: int = 0) -> Findings:
             findings.syncs_per_step = {
                 what: count / (steps - 1) for what, count in (after - before).items()
             }
-            engine.state_dict()
+            _read_state(engine)
             engine.close()
         except Exception as error:  # noqa: BLE001  a finding
             findings.error = f"{type(error).__name__}: {error}"
@@ -104,6 +104,16 @@ def build_engine(case: Case) -> Any:
         torch.manual_seed(0)
         model: nn.Module = MODELS[case.model]()
     return rayzero.initialize(model=model, config=case.config())[0]
+
+
+def _read_state(engine: Any) -> None:
+    """All that a mirror or checkpoint reads between two steps: weights and optimizer state, on the
+    device, in host memory, in files."""
+    engine.state_dict()
+    optimizer = engine._step.optimizer
+    for shard in optimizer.shards:
+        for tensor in (shard.weight.detach(), *optimizer.state_tensors(shard).values()):
+            tensor.sum()
 
 
 def _steps(engine: Any, case: Case, machine: Machine, steps: int, seed: int) -> Counter[str]:

@@ -130,8 +130,7 @@ class VirtualNccl:
 
     def all_reduce(self, tensor: Tensor, group: Group | None = None, async_op: bool = False) -> Any:
         def move(parts: Parts) -> None:
-            if len({id(tensors[0]) for tensors in parts}) > 1:  # others have other values
-                tensor.copy_(torch.stack([tensors[0] for tensors in parts]).sum(0))
+            tensor.copy_(torch.stack([tensors[0] for tensors in parts]).sum(0))
 
         return self._launch("all_reduce", group, [tensor], [tensor], move, async_op)
 
@@ -168,8 +167,7 @@ class VirtualNccl:
 
         def move(parts: Parts) -> None:
             own = [tensors[0].view(size, -1)[self._ranks.rank % size] for tensors in parts]
-            alone = len({id(tensors[0]) for tensors in parts}) == 1
-            out.view(-1).copy_(own[0].clone() if alone else torch.stack(own).sum(0))
+            out.view(-1).copy_(torch.stack(own).sum(0))
 
         # In place, NCCL leaves the rest of the buffer undefined.
         written = [out, full] if inside else [out]

@@ -16,7 +16,7 @@ from rayzero.engine.comm import nccl as nccl_module
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.device import replace_device
-from rayzero.engine.offload import nvme_store
+from rayzero.engine.offload import nvme_store, transfer
 from rayzero.engine.offload.mapped_file import MappedFile
 from tests.support.virtual_device.device import VirtualDevice
 from tests.support.virtual_device.machine import Machine, current_machine, use_machine
@@ -42,9 +42,10 @@ def virtual_cluster(ranks: Alone | Ranks) -> Iterator[None]:
             (nccl_module, "_reduce_scatter", nccl.reduce_scatter_single),
             (torch._C, "_group_tensors_by_device_and_dtype", group_tensors),
             (builder, "connect_collectives", connect),
+            (transfer, "CAST_NUMEL", 512),
             (nvme_store, "ThreadPoolExecutor", _VirtualPool),
-            (MappedFile, "read", _booked(MappedFile.read, writes=True)),
-            (MappedFile, "write", _booked(MappedFile.write, writes=False)),
+            (MappedFile, "read", _booked(MappedFile.read, reads_file=True)),
+            (MappedFile, "write", _booked(MappedFile.write, reads_file=False)),
         ):
             stack.enter_context(mock.patch.object(target, name, new))
         yield
@@ -58,14 +59,15 @@ def virtual_rank() -> Iterator[Machine]:
         yield machine
 
 
-def _booked(call: Callable[..., None], *, writes: bool) -> Callable[..., None]:
+def _booked(call: Callable[..., None], *, reads_file: bool) -> Callable[..., None]:
     """Input and output of a file, which torch's operators do not see."""
 
     def run(self: MappedFile, stored: Tensor, memory: Tensor) -> None:
         machine = current_machine()
-        machine.home_of(memory)
-        reads, written = ([], [memory]) if writes else ([memory], [])
-        machine.run("file", reads, written, machine.host)
+        for tensor in (stored, memory):
+            machine.home_of(tensor)
+        source, target = (stored, memory) if reads_file else (memory, stored)
+        machine.run("file", [source], [target], machine.host)
         with torch._C.DisableTorchFunction():
             call(self, stored, memory)
 
