@@ -39,11 +39,13 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": SHARE,
     "rayzero.gather_buffers": st.integers(2, 9),
     "rayzero.compression.block_size": st.sampled_from([32, "64", 2048.0]),
-    # These clash with others: two precisions, offload to nowhere or at the wrong stage.
+    # Other values clash with other keys: two precisions, a choice at a stage without it.
     "zero_optimization.offload_param.device": st.just("none"),
     "zero_optimization.offload_optimizer.device": st.sampled_from(["none", "cpu"]),
     "fp16.enabled": st.just(False),
     "torch_autocast.enabled": st.just(False),
+    "rayzero.reduce_each_micro_step": st.sampled_from([True, "true", 1]),
+    "rayzero.overlap_weight_gather": st.sampled_from([False, "False", 0]),
 }
 RATE = st.floats(0, 1) | st.floats(1e-9, 1).map(str) | st.integers(0, 1)
 # Options common to all optimizers; tests/engine/optim tests specific options.
