@@ -45,6 +45,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "fp16.enabled": st.just(False),
     "torch_autocast.enabled": st.just(False),
     "rayzero.reduce_each_micro_step": st.sampled_from([True, "true", 1]),
+    "data_types.grad_accum_dtype": st.sampled_from(["fp32", "float32", "bf16", "bfloat16"]),
     "rayzero.overlap_weight_gather": st.sampled_from([False, "False", 0]),
 }
 RATE = st.floats(0, 1) | st.floats(1e-9, 1).map(str) | st.integers(0, 1)
