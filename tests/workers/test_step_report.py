@@ -16,6 +16,7 @@ from rayzero.workers.messages import MirrorPolicy, StepReport, WorkerMessage
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.session import JobSession
 from rayzero.workers.step_report import worker_metrics
+from rayzero.workers.training_thread import StopFlag
 from tests.workers import recovery_jobs
 from tests.workers.support import ASSIGN
 from tests.workers.test_session import session
@@ -62,7 +63,10 @@ def test_skipped_step_is_counted_once():
 
 
 def test_mirrors_time_belongs_to_next_step():
-    mirror = Mirror(MirrorPolicy(), ASSIGN, None, None, lambda _: None)
+    def ignore(_: object) -> None:
+        """Nothing is posted, and no stop is caught."""
+
+    mirror = Mirror(MirrorPolicy(), ASSIGN, None, None, ignore, StopFlag(ignore))
     assert mirror.gauges() == {}  # without a vault
 
     def times(step: int, other_s: float) -> list[float]:
