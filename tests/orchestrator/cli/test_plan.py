@@ -40,12 +40,12 @@ def plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_table_and_recommended_setting(tmp_path: Path):
     result = plan(
-        tmp_path, "models:make", "--batch", "models:batch", "--world", "2", "--gpu", "8MB"
+        tmp_path, "models:make", "--batch", "models:batch", "--world", "2", "--gpu", "9MB"
     )
     assert result.returncode == 0, result.stderr
     assert "activations" in result.stdout
     assert "MiB on each rank" in result.stdout
-    assert "Use stage 1: the first that fits in 7.6 MiB" in result.stdout
+    assert "Use stage 1: the first that fits in 8.6 MiB" in result.stdout
 
 
 @pytest.mark.slow
@@ -56,7 +56,8 @@ def test_json_when_nothing_fits(tmp_path: Path):
     first = rows[0]
     assert first["setting"] == "stage 0"
     parameters = 8 * (256 * 256 + 256)
-    assert first["device_total_bytes"] == parameters * 16
+    # Weights, main gradients, Adam's moments, and the gradients of a bucket as autograd makes them.
+    assert first["device_total_bytes"] == parameters * (4 + 4 + 8 + 4)
     assert not any(row["fits"] or row["chosen"] for row in rows)
 
 
