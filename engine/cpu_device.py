@@ -40,13 +40,15 @@ class Device:
         asynchronous: operations may run after they returned.
         separate_memory: the device's memory is not host memory.
         backend: torch.distributed's for its tensors.
-        bucket_numel: the fewest and most elements to reduce or gather at once.
+        bucket_numel: the fewest and most elements of a bucket.
+        part_numel: the most elements of a longer unit, such as an embedding, to reduce at once.
     """
 
     asynchronous = False
     separate_memory = False
     backend = "gloo"
     bucket_numel = 250_000, 4_000_000
+    part_numel = 64_000_000
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device

@@ -46,11 +46,12 @@ def make_runtime(
     collectives, stage = context.collectives, context.stage
     reduction = make_grad_reduction(config, context, factor)
     params = name_params(model, groups.group_of)
-    limits = get_device(context.device).bucket_numel
     rayzero = config.rayzero
     large = find_large_modules(model, rayzero.unshard_modules, rayzero.unshard_min_numel)
     plans = _plan_units(model, params, config, context, large)
-    part_numel = config.zero_optimization.reduce_bucket_size or limits[1]
+    part_numel = (
+        config.zero_optimization.reduce_bucket_size or get_device(context.device).part_numel
+    )
     grad_buffers = make_grad_buffers(plans, context, NUM_GRAD_BUFFERS, part_numel)
     units = [
         make_unit(plan, context, grad_buffers, reduction, store)
