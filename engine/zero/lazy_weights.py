@@ -13,7 +13,7 @@ vote: no update begins while a gather is in flight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from torch import nn
@@ -52,13 +52,14 @@ class LazyWeights:
     def wait(self) -> None:
         """Returns when all weights may be read (on CUDA: by work enqueued on the current stream)
         and written."""
-        self._wait_for(list(self._pending))
+        self._wait_for(set(self._pending))
 
-    def _wait_for(self, names: Sequence[str]) -> None:
-        for name in names:
-            work = self._pending.pop(name, None)
-            if work is not None:
-                work.wait()
+    def _wait_for(self, names: Set[str]) -> None:
+        """In launch order, the same on every rank: on CPUs a wait also does this rank's share of a
+        gather, so ranks that waited in different orders could wait for each other."""
+        for name in [name for name in self._pending if name in names]:
+            work = self._pending.pop(name)
+            work.wait()
 
     @untraced
     def _before_model(self, model: nn.Module, args: Any) -> None:
@@ -66,13 +67,13 @@ class LazyWeights:
         self._in_forward = True
         for module, names in self._used.items() if self._pending else ():
             if module is model or module not in called:
-                self._wait_for(sorted(names & self._pending.keys()))
+                self._wait_for(names)
 
     @untraced
     def _before_module(self, module: nn.Module, args: Any) -> None:
         self._called.add(module)
         if self._pending:
-            self._wait_for(list(self._used[module]) if self._in_forward else list(self._pending))
+            self._wait_for(self._used[module] if self._in_forward else set(self._pending))
 
     @untraced
     def _after_model(self, model: nn.Module, args: Any, output: Any) -> None:

@@ -51,6 +51,18 @@ class PairBlock(nn.Module):
         return torch.tanh(hidden.x @ self.mix) @ self.mix.t() + hidden.x, hidden.x
 
 
+class ResidualBlock(nn.Module):
+    """Two linear layers around a residual connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
 class IrregularModel(nn.Module):
     """Tied embedding and head; a block and a root module that are called twice."""
 

@@ -21,21 +21,11 @@ from tests.support.ranks import run_ranks
 WIDTH, BLOCKS, STEPS = 12, 6, 3
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Model(nn.Module):
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(zoo.ResidualBlock(WIDTH) for _ in range(BLOCKS))
         self.recompute = recompute
 
     def forward(self, x: Tensor) -> Tensor:

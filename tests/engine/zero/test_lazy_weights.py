@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rayzero
+from rayzero.engine.comm.backend import Work
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.zero.lazy_weights import LazyWeights
+from rayzero.engine.zero.unit import Unit
 from tests.engine import zoo
 from tests.support.ranks import run_ranks
 
@@ -181,3 +186,21 @@ def test_one_reduction_a_step_is_refused_where_there_is_one(stage: int, micro_st
     }
     with pytest.raises(ConfigError, match=r"reduce_each_micro_step: true, or leave it out"):
         rayzero.initialize(model=OddUses(), optimizer=zoo.sgd, config=config)
+
+
+def test_a_module_waits_for_its_units_in_launch_order():
+    """The same on every rank, though a set of names has another order in each process."""
+    module = nn.Module()
+    names = [f"bucket{number}" for number in range(12)]
+    for name in names:
+        module.register_parameter(name, nn.Parameter(torch.zeros(1)))
+    units = [SimpleNamespace(name=name, params=(module.get_parameter(name),)) for name in names]
+    lazy = LazyWeights(nn.Sequential(module), cast(list[Unit], units))
+    waited: list[str] = []
+    for launched in (names, names[::-1]):
+        waited.clear()
+        works = {name: SimpleNamespace(wait=partial(waited.append, name)) for name in launched}
+        lazy.start(cast(dict[str, Work], works))
+        lazy._in_forward = True
+        lazy._before_module(module, ())
+        assert waited == launched

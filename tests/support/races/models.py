@@ -14,25 +14,13 @@ from tests.engine import zoo
 WIDTH, VOCAB, SAMPLES = 16, 24, 4
 
 
-class Block(nn.Module):
-    """Two linear layers around a residual connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Stack(nn.Module):
     """Blocks between two layers. `recompute`: blocks run again in backward."""
 
     def __init__(self, *, recompute: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(zoo.ResidualBlock(WIDTH) for _ in range(4))
         self.last = nn.Linear(WIDTH, 4)
         self._recompute = recompute
 
@@ -73,7 +61,7 @@ class _Layer(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.block = Block()
+        self.block = zoo.ResidualBlock(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
