@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Generator
 from typing import Any
 
 # Must precede the first import of torch: many processes share few cores.
@@ -97,6 +98,10 @@ def pytest_testnodedown(node: Any) -> None:
         RUN.first_seen.setdefault(name, test)
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # last, because logs of CI are cut at their start
+def pytest_terminal_summary(
+    terminalreporter: Any, config: pytest.Config
+) -> Generator[None, None, None]:
+    yield
     for line in config.stash.get(_LEAKS, []):
         terminalreporter.write_line(f"LEFT BEHIND {line}", red=True)

