@@ -78,8 +78,8 @@ class Collectives:
         """
         self.run_timed("an exchange", self.counters.sequence, self._backend.progress_pending)
 
-    def all_reduce(self, full: Tensor) -> CollectiveWork:
-        return self._launch("all_reduce", 2 * full.nbytes, self._backend.all_reduce, full)
+    def all_reduce(self, full: Tensor, name: str = "all_reduce") -> CollectiveWork:
+        return self._launch(name, 2 * full.nbytes, self._backend.all_reduce, full)
 
     def reduce_scatter(
         self, full: Tensor, out: Tensor, *, accumulate: bool = False

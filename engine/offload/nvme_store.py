@@ -4,7 +4,8 @@ An update processes chunks in a fixed order. While one is updated, threads read 
 write the previous ones back.
 
 Order and lifetime. Chunk i always uses buffer i mod k. A buffer is read into after the write of its
-previous chunk has ended and its weights have arrived on the device. Chunks have disjoint file
+previous chunk has ended and the events behind the copies of its weights to the device, in the next
+update, too; later chunks' copies are not waited for. Chunks have disjoint file
 ranges, so reads and writes need no order among them. An update ends when everything is written:
 between updates the buffers are empty, and the file is the state.
 """
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rayzero.engine.device import Event
 from rayzero.engine.errors import EngineError
 from rayzero.engine.offload.mapped_file import MappedFile
 from rayzero.engine.offload.stores import HostStore, OptimizerStateMap, UpdateChunk
@@ -46,11 +48,13 @@ class _ChunkBuffer:
 
     Attributes:
         pending_io: the read or write that uses it.
+        sent: behind the copies to the device that read it.
         attached: its content.
     """
 
     memory: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
     pending_io: Future[None] | None = None
+    sent: list[Event] = field(default_factory=list)
     attached: list[_Attached] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -150,7 +154,7 @@ class NvmeStore(HostStore):
                 yield index
                 current = [weight.detach() for weight in chunk.weights]
                 writes, new_state = buffer.detach(state), self._spill_new_state(chunk, state)
-                self._send_updated(chunk, current)
+                buffer.sent = self._send_updated(chunk, current)
                 buffer.pending_io = self._io_pool.submit(self._write, writes + new_state)
                 if new_state:  # its first update
                     del new_state, writes
@@ -170,7 +174,8 @@ class NvmeStore(HostStore):
     ) -> None:
         """Starts to read a chunk, as soon as the buffer is free."""
         buffer.wait()
-        self._transfer.wait_h2d()
+        for event in buffer.sent:
+            event.synchronize()
         stop = 0
         buffer.attached.clear()
         for weight in chunk.weights:
@@ -208,7 +213,6 @@ class NvmeStore(HostStore):
             except EngineError as error:
                 failure = failure or error
             buffer.detach(state)
-        self._transfer.wait_h2d()
         if failure is not None:
             raise failure
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayzero.engine.device import Event
 from rayzero.engine.offload.transfer import HostTransfer, MemoryKind
 from rayzero.engine.precision.policy import Precision
 
@@ -165,16 +166,18 @@ class HostStore(StateStore):
             self._copy_to_model(main, model_weights)
         self._transfer.sync_compute()
 
-    def _send_updated(self, chunk: UpdateChunk, weights: Sequence[Tensor]) -> None:
-        """Starts to copy an updated chunk to its model weights."""
-        for weight, target in zip(weights, chunk.targets, strict=True):
-            self._copy_to_model(weight.detach(), target)
+    def _send_updated(self, chunk: UpdateChunk, weights: Sequence[Tensor]) -> list[Event]:
+        """Starts to copy an updated chunk to its model weights; after the events `weights` may be
+        overwritten."""
+        pairs = zip(weights, chunk.targets, strict=True)
+        events = [self._copy_to_model(weight.detach(), target) for weight, target in pairs]
         self._sent.add(id(chunk.main))
+        return events
 
-    def _copy_to_model(self, main: Tensor, model_weights: Tensor) -> None:
+    def _copy_to_model(self, main: Tensor, model_weights: Tensor) -> Event:
         if main.data_ptr() == model_weights.data_ptr():
-            return
+            return Event()
         if self._separate_memory:
-            self._transfer.h2d(main, model_weights)
-        else:
-            self._precision.copy_to_model(main, model_weights)
+            return self._transfer.h2d(main, model_weights)
+        self._precision.copy_to_model(main, model_weights)
+        return Event()

@@ -67,10 +67,11 @@ class HostTransfer:
     def wait_d2h(self) -> None:
         """Returns when every copy whose work was waited for is in host memory."""
 
-    def h2d(self, source: Tensor, target: Tensor) -> None:
+    def h2d(self, source: Tensor, target: Tensor) -> Event:
         """Copies host to device, cast to the target's dtype. `source` may be overwritten only after
-        `wait_h2d`; kernels enqueued after `sync_compute` see the target."""
+        the event, or `wait_h2d`; kernels enqueued after `sync_compute` see the target."""
         target.copy_(source)
+        return Event()
 
     def wait_h2d(self) -> None:
         """Returns when the sources of all host-to-device copies may be overwritten."""
@@ -153,16 +154,17 @@ class StreamTransfer(HostTransfer):
         while self._pending_d2h:
             self._wait_oldest_d2h()
 
-    def h2d(self, source: Tensor, target: Tensor) -> None:
+    def h2d(self, source: Tensor, target: Tensor) -> Event:
         with self.side_stream():
             if source.dtype is target.dtype:
                 target.copy_(source, non_blocking=True)
-                return
+                return self._device.record_event()
             parts = zip(source.split(CAST_NUMEL), target.split(CAST_NUMEL), strict=True)
             for wide, part in parts:
                 buffer = self._cast_buffer(min(source.numel(), CAST_NUMEL), target.dtype)
                 part.copy_(buffer[: wide.numel()].copy_(wide), non_blocking=True)
                 self._casts.append((buffer, self._device.record_event()))
+        return Event()  # the CPU has read the source
 
     def wait_h2d(self) -> None:
         self._h2d_stream.synchronize()

@@ -118,10 +118,8 @@ class Lamb(torch.optim.Optimizer):
                     updates += self._update_moments(tensor, tensor.grad, group)
         ratios = self._trust_ratios(updates)
         for update in updates:
-            ratio = ratios[update.param_number]
-            if ratio:  # DeepSpeed does not clamp the ratio of a parameter without one
-                ratio = min(max(ratio, update.group["min_coeff"]), update.group["max_coeff"])
-            update.weight.add_(update.direction, alpha=-update.step_size * (ratio or 1.0))
+            ratio = ratios[update.param_number].to(update.weight.dtype)
+            update.weight.addcmul_(update.direction, ratio, value=-update.step_size)
         return loss
 
     def _update_moments(
@@ -157,19 +155,24 @@ class Lamb(torch.optim.Optimizer):
             for segment in self._whole_params.segments[tensor]
         ]
 
-    def _trust_ratios(self, updates: Sequence[_LambUpdate]) -> list[float]:
-        """Trust ratios by parameter number; 0 where a norm is zero."""
+    def _trust_ratios(self, updates: Sequence[_LambUpdate]) -> Tensor:
+        """Trust ratios by parameter number, float64, where the weights are: no host read."""
+        params = self._whole_params.params
         device = updates[0].weight.device if updates else torch.device("cpu")
-        squares = torch.zeros(2, len(self._whole_params.params), dtype=torch.float64, device=device)
+        squares = torch.zeros(2, len(params), dtype=torch.float64, device=device)
         if updates:
             numbers = get_device(device).send([it.param_number for it in updates], torch.int64)
             weights = [update.weight for update in updates]
             directions = [update.direction for update in updates]
             norms = torch.stack(torch._foreach_norm(weights + directions)).view(2, -1)
             squares.index_add_(1, numbers, norms.double().square())
-        sums = self._whole_params.sum_over_ranks(squares)
-        pairs = zip(sums[: len(sums) // 2], sums[len(sums) // 2 :], strict=True)
-        return [sqrt(weight) / sqrt(step) if step > 0 else 0.0 for weight, step in pairs]
+        weight, step = self._whole_params.sum_over_ranks(squares).sqrt()
+        groups = [self.param_groups[param.group] for param in params]
+        limits = [float(group[key]) for key in ("min_coeff", "max_coeff") for group in groups]
+        least, most = get_device(device).send(limits, torch.float64).view(2, -1)
+        # DeepSpeed does not clamp the ratio of a parameter without one.
+        clamped = (weight / step).maximum(least).minimum(most)
+        return torch.where((weight > 0) & (step > 0), clamped, 1.0)
 
 
 class AdamWithoutBiasCorrection(torch.optim.Adam):

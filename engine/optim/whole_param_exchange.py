@@ -61,11 +61,15 @@ class ShardedWholeParamOps(WholeParamOps):
         self._unit_of: dict[Tensor, Unit] = {shard.weight: shard.unit for shard in shards}
         self._plans: dict[object, Plan] = {}
 
-    def sum_over_ranks(self, values: Tensor) -> list[float]:
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
         if not self._sharded:
-            return super().sum_over_ranks(values)
-        values = values.to(self._device, non_blocking=True)  # weights may be offloaded
-        return self._collectives.sum_scalars(values, name="sums")
+            return values
+        sums = values.to(self._device, non_blocking=True)  # weights may be offloaded
+        work = self._collectives.all_reduce(sums, "sums")
+        if values.device != sums.device:
+            return work.to_host(sums)
+        work.wait()
+        return sums
 
     def transform(
         self,

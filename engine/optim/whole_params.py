@@ -14,8 +14,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from rayzero.engine.device import get_device
-
 
 @dataclass(frozen=True)
 class WholeParam:
@@ -85,10 +83,10 @@ class WholeParamOps:
     def params_in_groups(self, groups: Sequence[int]) -> list[WholeParam]:
         return [param for param in self.params if param.group in groups]
 
-    def sum_over_ranks(self, values: Tensor) -> list[float]:
-        """The elements of float64 `values`, summed if ranks hold parts of parameters. The host
-        waits."""
-        return get_device(values.device).read(values)
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """`values`, summed if ranks hold parts of parameters, on their device. The host waits only
+        if that is not the one of collectives."""
+        return values
 
     def transform(
         self,

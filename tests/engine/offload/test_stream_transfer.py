@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from rayzero.engine.comm.backend import CompletedWork
 from rayzero.engine.config import parse_config
 from rayzero.engine.device import Device, Event, Stream, replace_device
 from rayzero.engine.offload import transfer as transfer_module
+from rayzero.engine.offload.mapped_file import MappedFile
+from rayzero.engine.offload.nvme_store import NvmeStore
 from rayzero.engine.offload.stores import DeviceStore, HostStore, UpdateChunk
 from rayzero.engine.offload.transfer import HostTransfer, StreamTransfer, make_transfer
 from rayzero.engine.precision.policy import choose_precision
@@ -124,7 +127,7 @@ def test_cast_is_done_on_the_cpu_and_its_buffers_wait_for_their_copies(
     device.log.clear()
     with LoggedCopies(device.log):
         transfer.h2d(source, torch.zeros(15))
-    assert device.log == ["h2d waits for compute", "device copies"]
+    assert device.log == ["h2d waits for compute", "device copies", "event 5 on h2d"]
 
 
 def test_copy_to_the_host_is_ordered_by_events(device: LoggedDevice) -> None:
@@ -155,7 +158,33 @@ def test_update_waits_for_earlier_sends_of_its_weights(device: LoggedDevice) -> 
     main, target = torch.ones(4), torch.zeros(4)
     chunks = [UpdateChunk(main, (main,), (target,))]
     list(store.update_chunks(chunks, {}))
-    assert device.log == ["host waits for h2d", "h2d waits for compute"]
+    assert device.log == ["host waits for h2d", "h2d waits for compute", "event 1 on h2d"]
     device.log.clear()
     next(iter(store.update_chunks(chunks, {})))
     assert device.log == ["host waits for h2d"]
+
+
+def test_a_chunk_is_read_from_its_file_beside_the_copies_of_later_ones(
+    device: LoggedDevice, tmp_path: Path
+) -> None:
+    """Chunk i's buffer waits for the copy of chunk i - 3, while that of chunk i - 1 runs."""
+    precision = choose_precision(parse_config({"train_batch_size": 1}), CPU)
+    file = MappedFile(tmp_path)
+    store = NvmeStore(precision, StreamTransfer(device), file, 3, 4, separate_memory=True)
+    mains = [store.main_weights(torch.ones(4), torch.ones(4)) for _ in range(6)]
+    chunks = [UpdateChunk(main, (main,), (torch.zeros(4),)) for main in mains]
+    for update in range(2):
+        for index in store.update_chunks(chunks, {}):
+            device.log.append(f"update {6 * update + index + 1}")
+    store.close()
+    sends = [
+        line for number in range(1, 13) for line in (f"update {number}", f"event {number} on h2d")
+    ]
+    assert [line for line in device.log if "waits" not in line] == sends
+    newest = {}  # of the events that had been recorded before each wait
+    for number, line in enumerate(device.log):
+        if line.startswith("host waits"):
+            newest[line] = sum(" on h2d" in before for before in device.log[:number])
+    # In the second update the first two chunks are read before anything is updated.
+    ahead = {1: 2, 2: 3, 3: 4, 4: 6, 5: 6, 6: 7, 7: 8, 8: 9, 9: 10}
+    assert newest == {f"host waits for event {event}": sent for event, sent in ahead.items()}

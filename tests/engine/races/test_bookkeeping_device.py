@@ -39,8 +39,9 @@ def test_hooks_run_in_autograds_thread_of_the_device(found):
 
 
 def test_the_host_reads_once_a_step_and_no_copy_blocks(found):
-    for result in found[:4]:  # nothing is offloaded
-        assert list(result["syncs_per_step"].values()) == [1.0], result
+    for result in found:
+        if result["case"]["offload"] == "none":
+            assert list(result["syncs_per_step"].values()) == [1.0], result
     for result in found:
         blocking = [what for what in result["syncs_per_step"] if not what.startswith("synchronize")]
         assert not blocking, f"{result['case']}: {blocking}"

@@ -11,6 +11,7 @@ from tests.support.races.running import run_case, run_ranks
 from tests.support.races.survivors import JUSTIFIED
 from tests.support.races.waits import all_waits
 
+_FILE = Case(stage=1, offload="nvme", precision="fp32")
 _HOST_OPTIMIZER = Case(stage=1, offload="optimizer")
 VOTE = "event.synchronize at engine/device.py"
 
@@ -29,10 +30,19 @@ def test_no_pair_of_settings_races():
         assert findings.clean, str(findings)
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_the_host_waits_once_a_step(stage: int):
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(stage=stage, micro_steps=3) for stage in range(4)),
+        *(Case(optimizer=name, micro_steps=1) for name in ("SGD", "Lion", "Lamb", "Adagrad")),
+        *(Case(stage=0, optimizer=name, micro_steps=1) for name in ("Lamb", "OneBitAdam")),
+        Case(optimizer="Muon", gradients="lowrank", precision="fp16"),
+    ],
+    ids=str,
+)
+def test_the_host_waits_once_a_step(case: Case):
     """For the vote; and no copy blocks it."""
-    syncs = run_case(Case(stage=stage, micro_steps=3)).syncs_per_step
+    syncs = run_case(case).syncs_per_step
     assert list(syncs.values()) == [1.0], syncs
     assert next(iter(syncs)).startswith(VOTE), syncs
 
@@ -70,6 +80,7 @@ def test_two_ranks_launch_the_same_collectives(case: Case):
         ("engine/zero/lazy_weights.py", "work.wait()", Case(stage=1, lazy_weights=True)),
         ("engine/offload/stores.py", "self._transfer.sync_compute()", _HOST_OPTIMIZER),
         ("engine/offload/nvme_store.py", "buffer.wait()", Case(stage=1, offload="nvme")),
+        ("engine/offload/nvme_store.py", "event.synchronize()", _FILE),
     ],
 )
 def test_a_wait_that_is_left_out_is_noticed(file: str, text: str, case: Case):

@@ -23,9 +23,6 @@ JUSTIFIED: dict[str, str] = {
     "engine/offload/transfer.py _D2HCopy.release: self.reduced.release()": (
         "the reduction has been waited for; as AsyncWork.release"
     ),
-    "engine/offload/nvme_store.py NvmeStore._wait_all: self._transfer.wait_h2d()": (
-        "the next update's first read waits again; between two steps nothing writes the buffers"
-    ),
     "engine/offload/stores.py HostStore.update_chunks: self._transfer.wait_h2d()": (
         "the vote's read ends after the compute stream, which has waited for the copies; it stays "
         "right should the vote no longer make the host wait"
