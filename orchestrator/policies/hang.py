@@ -167,14 +167,17 @@ def find_overstaying(
     """A rank that does not leave a generation which ends, if there is one.
 
     A rank leaves at its next check for a stop. It may be in a long call until then, so it has as
-    much time as a rank without progress in a running generation. A silence from before counts.
+    much time as a rank without progress in a running generation. A silence from before counts, but
+    not that of a rank which waited for others: the abort has only now set it free.
 
     Args:
         ranks: all that have not left.
         ending_s: for how long the generation has been ending.
     """
     for rank in ranks:
-        if max(rank.silent_s, ending_s) > limits.of(rank) + limits.abort_s:
+        waited = rank.heartbeat.waiting and rank.overdue_s <= _UNRESPONSIVE_S
+        before_s = 0.0 if waited or ending_s <= limits.abort_s else rank.silent_s
+        if max(before_s, ending_s) > limits.of(rank) + limits.abort_s:
             stays = f"has not left its generation for {ending_s:.1f} s"
             caught = (
                 f"{rank} {stays}: its function caught the exception that ends it, and continued to "

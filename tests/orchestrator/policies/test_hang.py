@@ -177,6 +177,19 @@ def test_rank_may_stay_in_an_ending_generation_as_long_as_it_may_hang():
     assert find_overstaying([replace(busy, is_new=True)], LIMITS, ending_s=31) is None
 
 
+def test_rank_that_waited_for_the_hung_one_has_time_for_the_abort():
+    """Its silence is the hung rank's; without this the first check after the fence killed it."""
+    freed = rank(1, silent_s=31)
+    assert find_overstaying([freed], LIMITS, ending_s=1) is None
+    assert find_overstaying([freed], LIMITS, ending_s=31) is not None
+    stopped = replace(freed, age_s=4.0, overdue_s=2.0)
+    assert find_overstaying([stopped], LIMITS, ending_s=1) is not None
+    reading = replace(freed, heartbeat=replace(freed.heartbeat, silent_s=40, waiting=False))
+    on_gpu = replace(LIMITS, abort_s=6.3)
+    assert find_overstaying([reading], on_gpu, ending_s=6) is None, "the host reads the device"
+    assert find_overstaying([reading], on_gpu, ending_s=7) is not None
+
+
 def test_rank_that_catches_the_stop_is_named_with_the_place():
     caught = rank(1, "forward", waiting=False, silent_s=0)
     caught = replace(caught, stop_caught_at="train (job.py:12)")
