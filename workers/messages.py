@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from rayzero.workers.chaos.spec import FaultFired, FaultSpec
-from rayzero.workers.vault.records import Restore, SlotInfo
+from rayzero.workers.vault.records import Restore
 
 CrashKind: TypeAlias = Literal[
     "config", "entrypoint", "data", "state", "device", "collective", "user"
@@ -115,45 +114,6 @@ class RankAssignment:
 @dataclass(frozen=True)
 class Assignment(GenerationSpec, RankAssignment):
     """A worker's rank in a generation, with what all its members have in common."""
-
-
-class WorkerCalls(Protocol):
-    """What the controller calls in a worker's process, by `WorkerGroup.call` and `broadcast`.
-
-    `stop`, `drain` and `fence` do nothing if the worker has left that generation.
-    """
-
-    def open_store(self) -> int:
-        """Serves a TCP store for rendezvous; returns its port."""
-
-    def assign(self, generation: GenerationSpec, member: RankAssignment) -> None:
-        """Starts a generation: joins its process group, then calls the training function."""
-
-    def poll(self, timeout_s: float) -> list[WorkerMessage]:
-        """The messages since the last poll, and a heartbeat at the end; waits for the first."""
-
-    def stop(self, generation: int) -> None:
-        """Unwinds the training function at its next report, phase or step; `Stopped` follows."""
-
-    def drain(self, generation: int) -> None:
-        """Unwinds it after a step that all ranks agree on and have mirrored."""
-
-    def fence(self, generation: int) -> None:
-        """Like `stop`, and also aborts a wait for peers in the process group."""
-
-    def inject(self, faults: Sequence[FaultSpec]) -> None:
-        """Replaces the list of all faults injected since the job started."""
-
-    def salvage(self, vault: str) -> SlotInfo:
-        """Copies the state in an unwound worker's memory into the vault at that address.
-
-        Raises:
-            EngineError: the training function is still running, or there is no state.
-            VaultGoneError: the vault does not answer.
-        """
-
-    def dump_stack(self) -> str:
-        """The Python stack of every thread of the process."""
 
 
 @dataclass(frozen=True)

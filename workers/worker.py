@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from threading import Thread, Timer
 from typing import Any
@@ -20,9 +19,11 @@ from rayzero.engine.device import device_count, get_device
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.session import use_session
 from rayzero.workers import process_group
+from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
 from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.entrypoint import TrainFunction, load_train_function
+from rayzero.workers.function_result import encode_result
 from rayzero.workers.group_errors import polled_group_errors
 from rayzero.workers.messages import (
     Assignment,
@@ -33,7 +34,6 @@ from rayzero.workers.messages import (
     Joined,
     LogLine,
     RankAssignment,
-    WorkerCalls,
     WorkerMessage,
     WorkerSpec,
 )
@@ -53,8 +53,6 @@ DEVICE_EXIT_S = 10.0
 and kills it, before it ends itself."""
 DEVICE_EXIT_CODE = 70
 """EX_SOFTWARE: of a process that ended itself."""
-MAX_RESULT_BYTES = 2**20
-"""Of the function's result as JSON: the summary, the log and the process that follows copy it."""
 
 
 class WorkerProcess(WorkerCalls):
@@ -248,12 +246,8 @@ class WorkerProcess(WorkerCalls):
 
     def _json_result(self, result: Any) -> dict[str, Any] | None:
         """The function's result as JSON; None, with a log line, if it is large or not encodable."""
-        if result is None:
-            return None
         try:
-            if not isinstance(result, Mapping):
-                raise TypeError(f"it is a {type(result).__name__}, not a dict")
-            return dict(json.loads(_to_short_json(dict(result))))
+            return None if result is None else encode_result(result)
         except Exception as error:  # noqa: BLE001  # the values' own code runs; training is done
             text = (
                 f"the training function's result cannot be written to the summary: {error!s:.999}"
@@ -276,22 +270,3 @@ class WorkerProcess(WorkerCalls):
 
     def _post_log(self, stream: str, text: str) -> None:
         self._outbox.post(LogLine(self._channel.rank, stream, text))
-
-
-def _to_short_json(result: dict[Any, Any]) -> str:
-    parts, nbytes = [], 0
-    for part in json.JSONEncoder(default=_to_json_scalar).iterencode(result):
-        parts.append(part)
-        nbytes += len(part)  # ASCII
-        if nbytes > MAX_RESULT_BYTES:
-            raise ValueError(
-                f"as JSON it has over {nbytes} bytes; allowed: {MAX_RESULT_BYTES}; write what is "
-                "large to a file in `ctx.output_dir`, and return its name"
-            )
-    return "".join(parts)
-
-
-def _to_json_scalar(value: Any) -> Any:
-    if hasattr(value, "item"):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} is not a number, a string, a list or a dict")

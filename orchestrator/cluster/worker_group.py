@@ -96,7 +96,7 @@ class WorkerGroup:
         ray.kill(victim.actor)
 
     async def call(self, worker: int, method: Callable[[Any, *Ts], T], *args: *Ts) -> T:
-        """Calls `method`, one of `WorkerCalls` (`workers/messages.py`), in a worker's process, and
+        """Calls `method`, one of `WorkerCalls` (`workers/calls.py`), in a worker's process, and
         raises what it raises; WorkerLostError if the process is gone."""
         try:
             reply: T = await self._call_actor(worker, method.__name__, *args)

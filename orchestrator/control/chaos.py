@@ -15,9 +15,9 @@ from rayzero.engine.checkpoint.store import is_remote
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.errors import VaultLostError
+from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, damage_file
 from rayzero.workers.chaos.spec import FaultSpec, parse_fault
-from rayzero.workers.messages import WorkerCalls
 
 VAULT_REPLY_TIMEOUT_S = 5.0
 """How long a vault may take to reply: a user waits for the result."""

@@ -24,7 +24,8 @@ from rayzero.orchestrator.policies.hang import (
     find_hang,
     find_overstaying,
 )
-from rayzero.workers.messages import Heartbeat, WorkerCalls
+from rayzero.workers.calls import WorkerCalls
+from rayzero.workers.messages import Heartbeat
 from rayzero.workers.vault.vault import Vault
 
 CHECK_INTERVAL_S = 1.0

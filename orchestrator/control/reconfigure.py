@@ -25,7 +25,8 @@ from rayzero.orchestrator.job_events import GenerationStarted
 from rayzero.orchestrator.policies.membership import Selected, not_enough_error
 from rayzero.orchestrator.policies.placement import assign_ranks
 from rayzero.orchestrator.policies.recovery import newest_complete_in_vaults
-from rayzero.workers.messages import GenerationSpec, WorkerCalls
+from rayzero.workers.calls import WorkerCalls
+from rayzero.workers.messages import GenerationSpec
 from rayzero.workers.vault.records import Restore
 
 UNWIND_DELAY_S = 4.0

@@ -20,7 +20,7 @@ from rayzero.orchestrator.policies.recovery import (
     select_recovery_step,
     slot_refs,
 )
-from rayzero.workers.messages import WorkerCalls
+from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.vault.records import Restore
 
 

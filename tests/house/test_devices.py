@@ -31,7 +31,7 @@ READERS = {
     "rayzero.engine.state.save": "a full state_dict, outside steps",
     "rayzero.engine.zero.deferred_init": "initialization, before the first step",
     "rayzero.deepspeed.zero_to_fp32": "a model for export, outside steps",
-    "rayzero.workers.worker": "a result of the user's function",
+    "rayzero.workers.function_result": "a result of the user's function",
 }
 COMPARED = ("cuda", "nccl")
 # Modules that compare with a name of a device or backend, and why.

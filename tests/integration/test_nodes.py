@@ -17,7 +17,8 @@ from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
-from rayzero.workers.messages import WorkerCalls, WorkerInfo
+from rayzero.workers.calls import WorkerCalls
+from rayzero.workers.messages import WorkerInfo
 from rayzero.workers.vault.vault import Vault
 from tests.integration.nodes import CPUS, Nodes
 from tests.integration.tiny import TinyWorker, make_spec, wait_until_lost

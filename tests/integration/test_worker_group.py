@@ -19,7 +19,8 @@ from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
-from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerCalls, WorkerInfo
+from rayzero.workers.calls import WorkerCalls
+from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerInfo
 from rayzero.workers.vault.records import ConnectionLost
 from rayzero.workers.vault.vault import Vault
 from tests.integration.conftest import CPUS, Head

@@ -1,0 +1,49 @@
+"""What the controller calls in a worker's process. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from rayzero.workers.chaos.spec import FaultSpec
+from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerMessage
+from rayzero.workers.vault.records import SlotInfo
+
+
+class WorkerCalls(Protocol):
+    """What the controller calls in a worker's process, by `WorkerGroup.call` and `broadcast`.
+
+    `stop`, `drain` and `fence` do nothing if the worker has left that generation.
+    """
+
+    def open_store(self) -> int:
+        """Serves a TCP store for rendezvous; returns its port."""
+
+    def assign(self, generation: GenerationSpec, member: RankAssignment) -> None:
+        """Starts a generation: joins its process group, then calls the training function."""
+
+    def poll(self, timeout_s: float) -> list[WorkerMessage]:
+        """The messages since the last poll, and a heartbeat at the end; waits for the first."""
+
+    def stop(self, generation: int) -> None:
+        """Unwinds the training function at its next report, phase or step; `Stopped` follows."""
+
+    def drain(self, generation: int) -> None:
+        """Unwinds it after a step that all ranks agree on and have mirrored."""
+
+    def fence(self, generation: int) -> None:
+        """Like `stop`, and also aborts a wait for peers in the process group."""
+
+    def inject(self, faults: Sequence[FaultSpec]) -> None:
+        """Replaces the list of all faults injected since the job started."""
+
+    def salvage(self, vault: str) -> SlotInfo:
+        """Copies the state in an unwound worker's memory into the vault at that address.
+
+        Raises:
+            EngineError: the training function is still running, or there is no state.
+            VaultGoneError: the vault does not answer.
+        """
+
+    def dump_stack(self) -> str:
+        """The Python stack of every thread of the process."""
