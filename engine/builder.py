@@ -83,6 +83,8 @@ def build_training_step(
         state = TrainingState(model, runtime, sharded, schedule, progress, context.device)
         if source is not None:
             state.load(source)
+            for tensor in context.unequal:
+                collectives.broadcast(tensor)
     peak = config.rayzero.peak_flops or peak_flops(
         context.device, context.precision.model_dtype(torch.float32)
     )

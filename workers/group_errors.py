@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rayzero.engine.device import get_device
+
 POLL_INTERVAL_S = 1.0
 """How often the error is read: a lock and a copy."""
 
@@ -21,24 +23,25 @@ POLL_INTERVAL_S = 1.0
 @contextmanager
 def polled_group_errors(device: torch.device, on_error: Callable[[str], None]) -> Iterator[None]:
     """While it is entered, a thread polls the default group, if its backend reports errors; builds
-    of torch without NCCL do not.
+    of torch without NCCL do not. It waits for a group that is still joining.
 
-    The thread ends with its first error, or within `POLL_INTERVAL_S` of the exit.
+    The thread ends with its first error, without a group, or within `POLL_INTERVAL_S` of the exit.
 
     Args:
         on_error: called on that thread, at most once.
     """
-    read = _error_reader(device)
-    if read is None:
+    if not get_device(device).asynchronous:
         yield
         return
     left = Event()
 
     def poll() -> None:
+        read = None
         while not left.wait(POLL_INTERVAL_S):
             try:
-                name = read().name
-            except RuntimeError:  # the group was aborted meanwhile
+                read = read or _error_reader(device)
+                name = read().name if read is not None else "SUCCESS"
+            except RuntimeError:  # the group was not made, or was aborted meanwhile
                 return
             if name != "SUCCESS" and not left.is_set():
                 on_error(f"the process group reports {name}: a peer, or the network, failed")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from hashlib import shake_256
 from secrets import token_bytes
@@ -66,18 +66,23 @@ class AuthenticatedStore(Store):
 
     Args:
         store: a client's; all of its users have the same `secret`.
+        on_value: called with each value that is set or read, by the same thread.
     """
 
-    def __init__(self, store: Store, secret: bytes) -> None:
+    def __init__(
+        self, store: Store, secret: bytes, on_value: Callable[[bytes], None] = lambda value: None
+    ) -> None:
         super().__init__()
         self._store: Any = store  # torch's type stubs are incomplete
         self._secret = secret
+        self._on_value = on_value
         self._own_keys: dict[str, str] = {}
         self._present: set[str] = set()  # `get` follows `wait`: a round trip less
         self._clones: list[AuthenticatedStore] = []  # C++ does not keep their Python objects
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
+        self._on_value(data)
         sealed = token_bytes(_NONCE_BYTES)
         sealed += self._mask(key, sealed, data)
         self._store.set(self._name(key), self._digest("value", key, sealed) + sealed)
@@ -93,7 +98,9 @@ class AuthenticatedStore(Store):
             raise ForgedKeyError(
                 f"the rendezvous store's {key!r} was changed or deleted by a stranger"
             )
-        return self._mask(key, sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:])
+        value = self._mask(key, sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:])
+        self._on_value(value)
+        return value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self._wait(keys, timeout or self._store.timeout)
@@ -111,7 +118,8 @@ class AuthenticatedStore(Store):
 
     def clone(self) -> AuthenticatedStore:
         """A store with a connection of its own."""
-        self._clones.append(AuthenticatedStore(self._store.clone(), self._secret))
+        clone = AuthenticatedStore(self._store.clone(), self._secret, self._on_value)
+        self._clones.append(clone)
         return self._clones[-1]
 
     def _wait(self, keys: Sequence[str], timeout: timedelta) -> None:

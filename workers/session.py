@@ -44,6 +44,7 @@ class JobSession:
     Attributes:
         engine: None until `initialize` has built it.
         reporter: collects the metrics of the engine and of the user.
+        await_group: returns when the process group has formed; a thread joins it beside the build.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class JobSession:
         channel: GenerationChannel,
         retained: RetainedState,
         injector: WorkerFaultInjector,
+        await_group: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine_config = spec.engine_config
         self.seed = spec.seed
         self.shares = assignment.shares
         self.engine: Engine | None = None
         self.reporter = StepReporter(channel)
+        self.await_group = await_group
         self._assignment = assignment
         self._channel = channel
         self._retained = retained
@@ -84,6 +87,7 @@ class JobSession:
         self._skipped_steps = engine.progress.skipped_steps
         self._register_stop_hooks(engine)
         step = engine.progress.step
+        self.await_group()  # a rank that has loaded its state has joined: the controller's order
         self.reporter.start_at(step)
         self.post(Restored(self._channel.generation, self._channel.rank, step))
 
@@ -244,5 +248,6 @@ class Context:
         self._session.check()
         self._session.reporter.add_user_metrics(metrics)
         if "step" in metrics and self._session.engine is None:
+            self._session.await_group()
             self._session.post(self._session.reporter.build(int(metrics["step"])))
             self._session.check()

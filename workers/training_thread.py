@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from rayzero.engine.errors import EngineError
 from rayzero.workers.crash import describe_crash, has_device_failed, summarize
+from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.messages import (
     Crashed,
     Heartbeat,
@@ -24,7 +25,6 @@ from rayzero.workers.messages import (
     Stopped,
     WorkerMessage,
 )
-from rayzero.workers.process_group import SocketTracker
 
 THREAD_EXIT_S = 10.0
 """The time for a thread to exit after it has posted its end message."""

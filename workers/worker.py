@@ -181,16 +181,18 @@ class WorkerProcess(WorkerCalls):
         # Before joining: the vault must detect a death during rendezvous, too.
         self._retained.begin_generation(assignment)
         channel.interrupt.check()
-        process_group.join_process_group(
-            assignment, device, self._collective_timeout_s, channel.sockets
+        joined = Joined(assignment.generation, assignment.rank)
+        group = process_group.begin_join(
+            *(assignment, device, self._collective_timeout_s, channel.sockets),
+            *(channel.interrupt.check, lambda: channel.post(joined)),
         )
-        channel.post(Joined(assignment.generation, assignment.rank))
-        session = JobSession(self._spec, assignment, channel, self._retained, injector)
+        session = JobSession(self._spec, assignment, channel, self._retained, injector, group.wait)
         context = Context(self._spec, assignment, device, session)
         channel.progress.begin_step(step)
         try:
             with use_session(session), self._polled_errors(channel):
                 result = self._json_result(function(context))
+                group.wait()
                 session.settle()
         finally:
             session.close()

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.report import Settings
+from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.messages import Assignment
 from rayzero.workers.nccl_settings import apply_nccl_settings
 from rayzero.workers.process_group import (
-    SocketTracker,
     abort_default_group,
     interrupt_collectives,
     join_process_group,

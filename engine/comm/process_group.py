@@ -18,6 +18,7 @@ from torch import Tensor
 from rayzero.engine.comm.backend import Backend, CompletedWork, Work, copy_unless_same
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.gloo_p2p import destroy_at_exit
+from rayzero.engine.comm.joining_group import joining_group
 from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.comm.shared_memory import make_gloo_backend
 from rayzero.engine.device import get_device, local_device
@@ -75,7 +76,15 @@ def connect_collectives() -> tuple[Collectives, torch.device]:
     it under torchrun, and otherwise runs on this rank alone. CPU ranks on one host exchange data
     through shared memory unless RAYZERO_SHARED_MEMORY=0. Raises ConfigError if the group's backend
     is neither nccl nor gloo.
+
+    Collective on gloo, whose buffers depend on what the ranks share; it waits for a group that is
+    still joining. On NCCL the first collective does.
     """
+    joining = joining_group()
+    if joining is not None and ("nccl" in joining.backend or joining.world_size == 1):
+        alone = joining.world_size == 1
+        device = _make_current(joining.device)
+        return Collectives(SingleRankBackend() if alone else NcclBackend(joining)), device
     if not dist.is_initialized() and os.environ.keys() >= _RENDEZVOUS_VARIABLES:
         create_group(get_device(local_device()).backend)
         destroy_at_exit()

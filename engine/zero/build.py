@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ class BuildContext:
     Attributes:
         restoring: a state is loaded right afterwards, so that initial values do not matter.
         elastic: the host chooses the world size, and may change it.
+        unequal: tensors that no state contains, to get rank 0's values when the state is loaded:
+            until then, nothing waits for other ranks.
     """
 
     stage: Stage
@@ -46,6 +48,7 @@ class BuildContext:
     offload: Offload
     restoring: bool = False
     elastic: bool = False
+    unequal: list[Tensor] = field(default_factory=list)
 
 
 def make_grad_buffers(
@@ -155,14 +158,16 @@ def place_ungrouped(
 def _replicate(tensor: Tensor, context: BuildContext, *, loaded: bool = True) -> Tensor:
     """Rank 0's value on every rank, contiguous, as broadcasts need it.
 
-    Any value will do if the state to restore contains it (`loaded`).
+    Any value will do if the state to restore contains it (`loaded`); others follow it.
     """
     dtype = context.precision.model_dtype(tensor.dtype)
     if context.restoring and loaded and tensor.is_meta:
         return torch.zeros(tensor.shape, dtype=dtype, device=context.device)
     value = context.materializer.initial_value(tensor).to(context.device, dtype).contiguous()
-    if not (context.restoring and loaded):
+    if not context.restoring:
         context.collectives.broadcast(value)
+    elif not loaded:
+        context.unequal.append(value)
     return value
 
 

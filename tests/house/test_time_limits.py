@@ -20,6 +20,7 @@ REASONS = {
         workers.rendezvous_store: UNCHECKED_WAIT_S _POLL_INTERVAL_S
         workers.session: LEDGER_RETRY_S
         workers.group_errors: POLL_INTERVAL_S
+        engine.comm.joining_group: WAIT_CHECK_S INTERRUPT_INTERVAL_S
         orchestrator.control.failures: EXIT_POLL_S
         orchestrator.top.follow: REFRESH_S LINE_INTERVAL_S
         orchestrator.journal.writer: DEFAULT_STEP_INTERVAL_S
@@ -106,7 +107,7 @@ REASONS = {
         orchestrator.control.reconfigure: UNWIND_DELAY_S
     """,
     "tells causes apart, of what has failed already; no failure follows from it": """
-        workers.process_group: _SELF_CONNECT_S
+        workers.group_sockets: _SELF_CONNECT_S
         orchestrator.policies.hang: EARLY_RETURN_GRACE_S _UNRESPONSIVE_S
         orchestrator.policies.failure: DETECTION_S
         orchestrator.policies.stragglers: MIN_DIFFERENCE_S

@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import HashStore
 from rayzero.engine.comm import gloo_p2p
 from rayzero.engine.device import Device, DeviceError, replace_device
 from rayzero.workers import group_errors, process_group, worker
+from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.messages import Crashed, StepReport, Stopped
-from rayzero.workers.process_group import SocketTracker
 from tests.workers.support import poll_until
 from tests.workers.test_worker import MakeWorker, begin, make_worker
 

@@ -14,15 +14,16 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from rayzero.workers import process_group
-from rayzero.workers.process_group import SocketTracker
+from rayzero.workers import group_sockets, process_group
+from rayzero.workers.group_sockets import SocketTracker
 
 RANK = textwrap.dedent(
     """
     import sys, threading, time
     import torch, torch.distributed as dist
     from datetime import timedelta
-    from rayzero.workers.process_group import SocketTracker
+    from rayzero.workers.group_sockets import SocketTracker
+    from rayzero.workers.rendezvous_store import AuthenticatedStore
 
     rank = int(sys.argv[1])
     if rank == 0:
@@ -31,6 +32,7 @@ RANK = textwrap.dedent(
     else:
         store = dist.TCPStore("127.0.0.1", int(sys.stdin.readline()), is_master=False)
     sockets = SocketTracker()
+    store = AuthenticatedStore(store, b"secret", sockets.add_value)
     with sockets.recording(2):
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
@@ -84,11 +86,11 @@ def test_shutdown_ends_wait_for_stopped_peer():
 
 def test_reused_descriptor_is_not_shut_down(monkeypatch: pytest.MonkeyPatch):
     """A tracked socket is closed, and its number reused, between the listing and the shutdown."""
-    listing = process_group._open_sockets
+    listing = group_sockets._open_sockets
     with socket.create_server(("127.0.0.1", 0)) as listener:
         tracker = SocketTracker()
-        with tracker.recording(2):
-            tracked = socket.create_connection(listener.getsockname())
+        tracked = socket.create_connection(listener.getsockname())
+        tracker.add_store(tracked)
         newer = []
 
         def list_then_reuse() -> dict[str, int]:
@@ -98,7 +100,7 @@ def test_reused_descriptor_is_not_shut_down(monkeypatch: pytest.MonkeyPatch):
             assert newer[0].fileno() == number
             return sockets
 
-        monkeypatch.setattr(process_group, "_open_sockets", list_then_reuse)
+        monkeypatch.setattr(group_sockets, "_open_sockets", list_then_reuse)
         tracker.shutdown()
         with newer[0]:
             newer[0].send(b"still connected")
@@ -110,7 +112,7 @@ def test_store_of_a_dead_process_fails_the_join_at_once():
         port = gone.getsockname()[1]
     started_s = time.monotonic()
     with pytest.raises(dist.DistNetworkError, match=f"127.0.0.1:{port}.*refused"):
-        process_group._connect_to_store("127.0.0.1", port, 60.0)
+        process_group._connect_to_store("127.0.0.1", port, 60.0, SocketTracker())
     assert time.monotonic() - started_s < 30
 
 

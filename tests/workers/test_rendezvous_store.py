@@ -16,8 +16,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rayzero.engine.errors import ConfigError
 from rayzero.workers import rendezvous_store
+from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.messages import GenerationSpec
-from rayzero.workers.process_group import SocketTracker, is_collective_failure
+from rayzero.workers.process_group import is_collective_failure
 from rayzero.workers.rendezvous_store import AuthenticatedStore, ForgedKeyError, open_store
 
 LIMIT = timedelta(seconds=60)
@@ -191,7 +192,8 @@ def test_member_whose_peer_has_left_is_interrupted(server: TCPStore):
             join(LeavingMember(connect(server), secret), 1)
         sockets = SocketTracker()
         with sockets.recording(2):
-            joining = threads.submit(join, member(server, secret), 0)
+            staying = AuthenticatedStore(connect(server), secret, sockets.add_value)
+            joining = threads.submit(join, staying, 0)
             if wait([joining], 0.5).done:
                 continue
             started_s = monotonic()

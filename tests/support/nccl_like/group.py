@@ -56,6 +56,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         self._device = device
         self._random = random.Random(f"{device.settings.seed} {rank} {size}")
         self._mesh = Mesh(store, rank, size)
+        time.sleep(device.settings.init_s)
         self._abort_lock = threading.Lock()
         self._aborted = False
         self._lost_at_s: float | None = None

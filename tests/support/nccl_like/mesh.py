@@ -12,6 +12,7 @@ import json
 import os
 import select
 import socket
+import struct
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -52,15 +53,17 @@ class Mesh:
     def _join(self, store: Any, own: str) -> list[str]:
         """Every rank's name. Rank 0 collects them, and answers when all are there."""
         if self.rank:
-            host, port = store.get("nccl-like").decode().rsplit(":", 1)
-            with socket.create_connection((host, int(port))) as root:
+            port, host = struct.unpack("!2xH4s", store.get("nccl-like"))
+            with socket.create_connection((socket.inet_ntoa(host), port)) as root:
                 root.settimeout(None)
                 root.sendall(json.dumps([self.rank, own]).encode() + b"\n")
                 names: list[str] = json.loads(_line(root))
                 return names
         with socket.create_server(("127.0.0.1", 0)) as server:
             host, port = server.getsockname()
-            store.set("nccl-like", f"{host}:{port}")
+            # A `sockaddr`, as in NCCL's unique id.
+            place = struct.pack("!H4s", port, socket.inet_aton(host))
+            store.set("nccl-like", struct.pack("=H", socket.AF_INET) + place)
             named, joined = {0: own}, []
             while len(named) < self.size:
                 peer, _ = server.accept()

@@ -19,6 +19,7 @@ class NcclLike:
         garbage: what aborted collectives leave: "nan", "plausible", "random", or "any" of them.
         late_error_s: after a peer was lost, launches fail from then on; None: never.
         watchdog_s: from a peer's loss until torch's watchdog sees it.
+        init_s: how long a group takes to be made, besides the wait for its ranks.
         dump_s: from there until it ends the process, if the environment does not say otherwise.
     """
 
@@ -28,6 +29,7 @@ class NcclLike:
     late_error_s: float | None = None
     watchdog_s: float = 0.2
     dump_s: float = 3.0
+    init_s: float = 0.0
 
     def text(self) -> str:
         return json.dumps(asdict(self))
