@@ -58,10 +58,7 @@ class JobPlan:
     @property
     def updates_on_cpu(self) -> bool:
         """Whether workers with GPUs run the optimizer on their CPUs."""
-        engine = self.spec.engine
-        if not isinstance(engine, dict) or not self.spec.workers.gpus:
-            return False
-        return parse_config(engine).zero_optimization.offload_optimizer.device != "none"
+        return _updates_on_cpu(self.spec)
 
     @property
     def output_is_temporary(self) -> bool:
@@ -98,9 +95,11 @@ def make_plan(
     resources = ResourceRequest(
         workers.min,
         workers.most + workers.spares,
-        workers.cpus,
+        workers.reserved_cpus,
         workers.gpus,
         workers.start_timeout_s,
+        _threads(spec),
+        workers.env,
     )
     stage = None if engine is None else parse_config(engine).zero_optimization.stage
     return JobPlan(
@@ -124,7 +123,7 @@ def _worker_spec(
         steps=spec.steps,
         output_dir=str(output_dir),
         engine_config=spec.engine if isinstance(spec.engine, dict) else None,
-        cpus=spec.workers.cpus,
+        cpus=spec.workers.reserved_cpus,
         gpus=spec.workers.gpus,
         hang_timeout_s=spec.recovery.hang_timeout_s,
         working_dir=os.getcwd(),
@@ -138,6 +137,20 @@ def _worker_spec(
         ledger=spec.ledger,
         run=f"{time_ns():020d}",
     )
+
+
+def _updates_on_cpu(spec: JobSpec) -> bool:
+    if not isinstance(spec.engine, dict) or not spec.workers.gpus:
+        return False
+    return parse_config(spec.engine).zero_optimization.offload_optimizer.device != "none"
+
+
+def _threads(spec: JobSpec) -> int:
+    """`ResourceRequest.threads`. By default more than a worker reserves: a larger reservation could
+    leave the job without nodes."""
+    if spec.workers.cpus is None and _updates_on_cpu(spec):
+        return 0
+    return max(1, int(spec.workers.reserved_cpus))
 
 
 def _refuse_temporary_folder(spec: JobSpec, cwd: str) -> None:

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from rayzero.engine.validation import error_lines, raise_config_error
+from rayzero.orchestrator.worker_env import check_worker_env
 
 SCHEMES = ("file", "s3", "gs", "gcs", "hdfs")  # URL schemes of checkpoint folders
 
@@ -48,8 +49,11 @@ class Workers(_Section):
     max: int | None = Field(
         default=None, ge=1, le=MAX_WORKERS, description="maximum number of workers; default: min"
     )
-    cpus: float = Field(
-        default=1, gt=0, description="CPUs of each worker, and its number of compute threads"
+    cpus: float | None = Field(
+        default=None,
+        gt=0,
+        description="CPUs that each worker reserves, and its number of compute threads; default: "
+        "1, but the threads of offload_optimizer beside GPUs are the node's CPUs / its GPUs",
     )
     gpus: float = Field(default=0, ge=0, le=1, description="GPUs of each worker: 0 or 1")
     spares: int = Field(
@@ -61,6 +65,17 @@ class Workers(_Section):
     start_timeout_s: _Seconds = Field(
         default=300, description="seconds to wait until `min` workers have started"
     )
+    env: dict[str, str] = Field(
+        default_factory=dict,
+        description="environment variables of each worker's process, such as NCCL_DEBUG: INFO; "
+        "not for secrets, which Ray would show",
+    )
+
+    @field_validator("env")
+    @classmethod
+    def _check_env(cls, value: dict[str, str]) -> dict[str, str]:
+        check_worker_env(value)
+        return value
 
     @field_validator("max")
     @classmethod
@@ -86,6 +101,10 @@ class Workers(_Section):
     @property
     def most(self) -> int:
         return self.min if self.max is None else self.max
+
+    @property
+    def reserved_cpus(self) -> float:
+        return 1.0 if self.cpus is None else self.cpus
 
 
 def _add_notice_s(schema: dict[str, Any]) -> None:

@@ -2,8 +2,9 @@
 
 A worker sets them when it starts: torch reads its own when it creates a process group, and NCCL
 when its library is first called. What the environment sets already stays as it is, so each can be
-overridden: on the cluster's nodes, or where `rayzero run` starts a local cluster. They are not set
-outside a job (torchrun, Ray Train): there, torch's watchdog is what ends a hang.
+overridden: by `workers.env` in the job file, which has precedence, on the cluster's nodes, or where
+`rayzero run` starts a local cluster. They are not set outside a job (torchrun, Ray Train): there,
+torch's watchdog is what ends a hang.
 """
 
 from __future__ import annotations
@@ -124,5 +125,5 @@ def check_nccl_settings(environment: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"{seen} in the environment of the workers: {setting.otherwise}",
                 allowed=f"{setting.name}={setting.value}, or unset",
-                fix="the environment of the cluster's nodes, or of `rayzero run`",
+                fix="workers.env in the job file, or the environment of the cluster's nodes",
             )

@@ -79,7 +79,7 @@ class WorkerProcess(WorkerCalls):
         self.node_address = "127.0.0.1"
         """Where the store listens."""
         self._tees = tee_output(self._post_log)
-        torch.set_num_threads(max(1, int(spec.cpus)))
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, int(spec.cpus)))))
         defer_dynamo_import()
         self._enter_working_dir()
 

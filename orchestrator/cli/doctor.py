@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,17 +35,24 @@ def doctor(
             "cluster is checked."
         ),
     ] = None,
+    job: Annotated[
+        Path | None,
+        typer.Option(help="Job file, whose workers.env is checked, too.", metavar="FILE"),
+    ] = None,
     as_json: JsonValueFlag = False,
 ) -> int:
     """Check Python, torch, gloo and NCCL, Ray, shared memory and storage, and how to fix them.
 
-    Exit code 0: jobs can run, perhaps with warnings. 1: jobs cannot run.
+    Exit code 0: jobs can run, perhaps with warnings. 1: jobs cannot run. 2: a mistake in the job
+    file.
     """
     from rayzero.orchestrator.cluster.connect import head_address
     from rayzero.orchestrator.doctor.collect import collect_facts
     from rayzero.orchestrator.doctor.diagnose import Severity, diagnose, worst_severity
+    from rayzero.orchestrator.job_file import load_job
 
-    findings = diagnose(collect_facts(checkpoint, head_address(address)))
+    env = {} if job is None else load_job(job).workers.env
+    findings = diagnose(collect_facts(checkpoint, head_address(address), env))
     level = worst_severity(findings)
     if as_json:
         print(json.dumps({"level": level, "findings": [asdict(finding) for finding in findings]}))

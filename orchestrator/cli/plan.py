@@ -147,6 +147,7 @@ def _result_json(result: Any, chosen: bool) -> dict[str, Any]:
         "device_total_bytes": estimate.device_total_bytes,
         "host_total_bytes": estimate.host_total_bytes,
         "flops": estimate.flops,
+        "cpu_update_thread_s": estimate.cpu_update_s,
         "fits": result.fits,
         "chosen": chosen,
     }
@@ -177,6 +178,14 @@ def _print_table(results: list[Any], best: Any, traced: bool, gpu_bytes: int | N
     console.print(table)
     if not traced:
         console.print("Activations are not included: they need --batch.")
+    offloaded = results if gpu_bytes is None else [best] if best else []
+    one_s = max((it.estimate.cpu_update_s for it in offloaded), default=0.0)
+    if one_s:
+        console.print(
+            f"An optimizer on the CPU takes about {one_s:.2g} s a step on one thread of each rank, "
+            f"{one_s / 12:.2g} s on 12: leave workers.cpus unset, or set it to the node's CPUs / "
+            "its GPUs."
+        )
     if gpu_bytes is None:
         return
     size = f"{gpu_bytes / unit:.1f} {unit_name}"

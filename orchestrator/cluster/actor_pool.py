@@ -23,7 +23,7 @@ from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.cluster import ray_api
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.errors import WorkerLostError
-from rayzero.orchestrator.policies.placement import ResourceRequest, preferred_nodes
+from rayzero.orchestrator.policies.placement import Capacity, ResourceRequest, preferred_nodes
 from rayzero.workers.actor import COMMAND_THREADS
 from rayzero.workers.messages import WorkerInfo, WorkerSpec
 
@@ -92,6 +92,7 @@ class ActorPool:
         self._reservations: list[Reservation] = []
         self._workers: dict[int, WorkerHandle] = {}
         self._indices = count()
+        self._capacities: dict[str, Capacity] = {}  # of the nodes that were alive when last asked
 
     def __contains__(self, worker: WorkerHandle) -> bool:
         return self._workers.get(worker.index) is worker
@@ -148,7 +149,7 @@ class ActorPool:
                 reservation.group = self._request(need, None, reservation.avoid_nodes | draining)
                 continue
             self._vaults.start(node)
-            started.append(self._start(reservation, node))
+            started.append(self._start(reservation, node, need))
         return started
 
     async def wait_started(self, worker: WorkerHandle) -> None:
@@ -195,7 +196,7 @@ class ActorPool:
         if not self._reservations:
             return {}
         table = await asyncio.to_thread(placement_group_table)
-        alive = await asyncio.to_thread(ray_api.alive_node_ids)
+        alive = self._capacities = await asyncio.to_thread(ray_api.node_capacities)
         granted = {}
         for reservation in self._reservations:
             entry = table.get(reservation.group.id.hex())
@@ -222,17 +223,17 @@ class ActorPool:
         )
         return group
 
-    def _start(self, reservation: Reservation, node_id: str) -> WorkerHandle:
-        cpus, gpus = self._worker_spec.cpus, self._worker_spec.gpus
+    def _start(self, reservation: Reservation, node_id: str, need: ResourceRequest) -> WorkerHandle:
+        threads = need.threads or self._capacities[node_id].cpus_per_gpu
         actor = self._actor.options(
-            num_cpus=cpus,
-            num_gpus=gpus,
+            num_cpus=need.cpus,
+            num_gpus=need.gpus,
             max_concurrency=COMMAND_THREADS,
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 reservation.group, placement_group_bundle_index=0
             ),
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(max(1, int(cpus)))}},
+            runtime_env={"env_vars": {**need.env, "OMP_NUM_THREADS": str(threads)}},
         )
         index = next(self._indices)
         worker = WorkerHandle(index, actor.remote(self._worker_spec, index), reservation, node_id)

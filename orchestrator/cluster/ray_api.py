@@ -104,12 +104,17 @@ class NodeTable:
         return Capacity(sum(node.cpus for node in free), sum(node.gpus for node in free))
 
 
-def node_snapshot() -> NodeTable:
-    capacity = {
+def node_capacities() -> dict[str, Capacity]:
+    """Resources of the alive nodes, by id."""
+    return {
         node["NodeID"]: _to_capacity(node["Resources"])
         for node in ray.nodes()  # type: ignore[no-untyped-call]
         if node["Alive"]
     }
+
+
+def node_snapshot() -> NodeTable:
+    capacity = node_capacities()
     free = ray_state.available_resources_per_node()  # type: ignore[no-untyped-call]
     return NodeTable(capacity, {node: _to_capacity(free.get(node, {})) for node in capacity})
 
@@ -118,11 +123,6 @@ def node_names() -> dict[str, str]:
     """Host names of all nodes, lost ones included, by id."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     return {node["NodeID"]: node["NodeManagerHostname"] for node in nodes}
-
-
-def alive_node_ids() -> frozenset[str]:
-    nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    return frozenset(node["NodeID"] for node in nodes if node["Alive"])
 
 
 def draining_node_ids() -> frozenset[str]:

@@ -204,11 +204,14 @@ class Controller:
 
     def _check_cores(self, workers: Sequence[WorkerInfo]) -> None:
         cpus = self._context.plan.spec.workers.cpus
+        if cpus is None or not self._context.plan.updates_on_cpu:
+            return
         node, share = spare_cores(workers, cpus)
-        if share and self._context.plan.updates_on_cpu:
+        if share:
             self._context.warn(
                 f"offload_optimizer: each worker updates its weights with {cpus:g} CPU threads "
-                f"(workers.cpus), and node {node} has {share} cores for each of its workers"
+                f"(workers.cpus), and node {node} has {share} cores for each of its workers: "
+                "without workers.cpus it would use the node's CPUs / its GPUs"
             )
 
     async def _release(self) -> None:

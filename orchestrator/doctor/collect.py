@@ -76,9 +76,9 @@ class SystemFacts:
     checkpoint_path: str
 
 
-def collect_facts(place: str, address: str) -> SystemFacts:
+def collect_facts(place: str, address: str, env: Mapping[str, str]) -> SystemFacts:
     """Runs all probes in parallel. `place`: folder or URL for checkpoints; `address`: of a Ray
-    cluster, empty for none."""
+    cluster, empty for none; `env`: what a job sets for its workers."""
     with TemporaryDirectory(prefix="rayzero-doctor-") as folder, ThreadPoolExecutor(4) as threads:
         torch, _ = (
             threads.submit(
@@ -91,7 +91,7 @@ def collect_facts(place: str, address: str) -> SystemFacts:
         if address:
             cluster = threads.submit(run_probe, _PROBES, ("cluster", address), _CLUSTER_TIMEOUT_S)
         return SystemFacts(
-            machine=inspect_machine(os.environ),
+            machine=inspect_machine({**os.environ, **env}),
             torch=torch.result(),
             cluster=None if cluster is None else cluster.result(),
             storage=storage.result(),

@@ -113,7 +113,7 @@ def _check_devices(probe: ProbeResult) -> Iterator[Finding]:
 def _check_gpus(machine: MachineFacts, gpus: int) -> Iterator[Finding]:
     """What matters to jobs with GPUs: with NCCL's settings also where this machine has none."""
     for setting, seen in machine.nccl_settings:
-        fix = f"unset it, or set {setting.name}={setting.value} as workers do by default"
+        fix = f"unset it, or {seen.partition('=')[0]}: '{setting.value}' in workers.env of the job"
         if setting.required:
             seen = f"{seen}, with which no job with GPUs starts"
             yield _fail("nccl settings", f"{seen}: {setting.otherwise}", fix)
@@ -121,7 +121,7 @@ def _check_gpus(machine: MachineFacts, gpus: int) -> Iterator[Finding]:
             yield _warn("nccl settings", f"{seen}: {setting.otherwise}", fix)
     if gpus:
         share = max(1, machine.cores // gpus)
-        yield _ok("cpu cores", f"{share} for each GPU: workers.cpus with offload_optimizer")
+        yield _ok("cpu cores", f"{share} for each GPU: what offload_optimizer uses by default")
 
 
 def _check_backend(name: str, probe: ProbeResult, fix: str) -> Finding:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from math import floor
 
@@ -19,13 +19,20 @@ from rayzero.workers.messages import RankAssignment, WorkerInfo
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """The job's request: `min_workers` to `max_workers` workers with `cpus` and `gpus` each."""
+    """The job's request: `min_workers` to `max_workers` workers with `cpus` and `gpus` each.
+
+    Args:
+        threads: compute threads of each; 0: its node's CPUs / the node's GPUs.
+        env: environment variables of each, besides those of its node.
+    """
 
     min_workers: int
     max_workers: int
     cpus: float
     gpus: float
     timeout_s: float
+    threads: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,11 @@ class Capacity:
 
     cpus: float
     gpus: float
+
+    @property
+    def cpus_per_gpu(self) -> int:
+        """A node's CPUs for each of its GPUs, at least one."""
+        return max(1, floor(self.cpus / max(1.0, self.gpus)))
 
     def fits(self, need: ResourceRequest) -> int:
         counts = [floor(self.cpus / need.cpus)] if need.cpus else []

@@ -87,11 +87,13 @@ def test_function_from_the_calling_script(
         print(f"hello from {ctx.rank} of {ctx.world_size}")
         for step in range(1, ctx.steps + 1):
             ctx.report(step=step, loss=1 / step, tokens=10)
-        return {"folder": os.getcwd(), "threads": os.environ["OMP_NUM_THREADS"]}
+        names = ("OMP_NUM_THREADS", "NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE")
+        return {"folder": os.getcwd(), "environment": [os.environ[name] for name in names]}
 
-    result = make_job(train, tmp_path, workers=Workers(min=1, max=8, cpus=2)).run()
+    workers = Workers(min=1, max=8, cpus=2, env={"NCCL_NVLS_ENABLE": "2"})
+    result = make_job(train, tmp_path, workers=workers).run()
     assert result.metrics["folder"] == os.getcwd()
-    assert result.metrics["threads"] == "2"
+    assert result.metrics["environment"] == ["2", "2", "1"]
     assert result.metrics["loss"] == {"first": 1.0, "last": 0.05}
     assert (result.steps, result.metrics["world_size"]) == (20, CPUS // 2)
     lines = capsys.readouterr().out.splitlines()

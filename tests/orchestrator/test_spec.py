@@ -73,6 +73,12 @@ def test_overrides_win_and_reach_into_engine_config(folder: Path):
     assert spec.args["data"] == "/tmp/x"
 
 
+def test_environment_of_workers(folder: Path):
+    env = {"NCCL_DEBUG": "INFO", "NCCL_NVLS_ENABLE": "1", "TORCH_NCCL_BLOCKING_WAIT": "false"}
+    assert load(folder, {**SMALL, "workers": {"env": env}}).workers.env == env
+    assert load(folder, SMALL, "workers.env.NCCL_DEBUG=INFO").workers.env == {"NCCL_DEBUG": "INFO"}
+
+
 def test_exponents_make_numbers(folder: Path):
     """PyYAML alone reads 1e-4 as a string."""
     text = "{name: job, entrypoint: 'm:f', args: {a: 1e-4, b: 2E+3, c: .5e1, d: '1e-4', e: 1e-4x}}"
@@ -98,6 +104,21 @@ def test_inline_engine_config(folder: Path):
         ({"workers": {"min": 3, "max": 2}}, ["workers.max:", "workers.min, which is 3"]),
         ({"workers": {"gpus": 2}}, ["workers.gpus:", "less than or equal to 1"]),
         ({"workers": 4}, ["workers:", "(seen: 4)"]),
+        ({"workers": {"env": {"NCCL_DEBUG": 1}}}, ["workers.env.NCCL_DEBUG:", "valid string"]),
+        ({"workers": {"env": {"A-B": "1"}}}, ["workers.env:", "'A-B' is not the name"]),
+        ({"workers": {"env": {"A": "\0"}}}, ["workers.env:", "NUL"]),
+        ({"workers": {"env": {"RANK": "1"}}}, ["must not set RANK: each generation sets it"]),
+        ({"workers": {"env": {"OMP_NUM_THREADS": "4"}}}, ["workers.cpus sets it"]),
+        ({"workers": {"env": {"CUDA_VISIBLE_DEVICES": "4"}}}, ["Ray sets it"]),
+        ({"workers": {"env": {"RAY_X": "4"}}}, ["must not set RAY_X: Ray reads it before"]),
+        (
+            {"workers": {"env": {"TORCH_NCCL_BLOCKING_WAIT": "yes"}}},
+            [
+                "must not set TORCH_NCCL_BLOCKING_WAIT=yes: the host",
+                "peer's death hangs the survivors",
+            ],
+        ),
+        ({"workers": {"env": {"A-B": "1", "WANDB_API_KEY": "key!"}}}, ["'WANDB_API_KEY': '***'"]),
         ({"name": "a/b"}, ["name:", "'a/b'"]),
         ({"name": "../up"}, ["name:"]),
         ({"entrypoint": "train"}, ["entrypoint:", "module:function"]),

@@ -324,7 +324,10 @@ async def test_rejected_resume_starts_no_worker(folder: Path):
 @async_test
 async def test_offloaded_update_on_few_threads_is_reported(folder: Path):
     """Ten times slower, on a node whose other cores idle."""
-    for cpus, gpus, reported in ((1, 1, True), (13, 1, False), (1, 0, False)):
+    for cpus, gpus, reported in (
+        *((1, 1, True), (13, 1, False), (1, 0, False)),
+        (None, 1, False),  # it uses what the node has
+    ):
         cluster = FakeCluster(2)
         cluster.initial_workers = [
             replace(worker, node="a", cores=26) for worker in cluster.initial_workers

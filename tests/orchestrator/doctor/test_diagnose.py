@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,12 @@ from typer.testing import CliRunner, Result
 from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.cli.doctor import report_lines
 from rayzero.orchestrator.doctor import collect
-from rayzero.orchestrator.doctor.collect import MachineFacts, ProbeResult, SystemFacts
+from rayzero.orchestrator.doctor.collect import (
+    MachineFacts,
+    ProbeResult,
+    SystemFacts,
+    inspect_machine,
+)
 from rayzero.orchestrator.doctor.diagnose import Severity, diagnose, worst_severity
 from rayzero.workers.nccl_settings import contradictions
 
@@ -196,7 +203,7 @@ def test_doctor_command(monkeypatch: pytest.MonkeyPatch) -> None:
         return CliRunner().invoke(app, ["doctor", *arguments])
 
     for facts, code in ((HEALTHY, 0), (machine(shm_bytes=None), 0), (machine(ray=""), 1)):
-        monkeypatch.setattr(collect, "collect_facts", lambda place, address, facts=facts: facts)
+        monkeypatch.setattr(collect, "collect_facts", lambda *_, facts=facts: facts)
         result = doctor("--json")
         assert result.exit_code == code
         report = json.loads(result.stdout)
@@ -209,3 +216,28 @@ def test_doctor_command(monkeypatch: pytest.MonkeyPatch) -> None:
     result = doctor("--address", "ray://head:10001")
     assert result.exit_code == 2
     assert "ray job submit" in result.stderr
+
+
+def test_doctor_checks_what_a_job_sets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As well as the machine's environment, before which it has precedence."""
+
+    def facts(place: str, address: str, env: dict[str, str]) -> SystemFacts:
+        return machine(nccl_settings=inspect_machine({**os.environ, **env}).nccl_settings)
+
+    monkeypatch.setattr(collect, "collect_facts", facts)
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    path = tmp_path / "job.yaml"
+    for env, expected in (
+        ("{}", "no job with GPUs starts"),
+        ("{NCCL_CUMEM_ENABLE: '0', TORCH_NCCL_BLOCKING_WAIT: '0'}", "NCCL_CUMEM_ENABLE=0: peers"),
+    ):
+        path.write_text(f"{{name: job, entrypoint: 'm:f', workers: {{env: {env}}}}}")
+        result = CliRunner().invoke(app, ["doctor", "--job", str(path)])
+        (line,) = [line for line in result.stdout.splitlines() if "nccl settings" in line]
+        assert expected in line
+        assert result.exit_code == (env == "{}")
+    assert "NCCL_CUMEM_ENABLE: '1' in workers.env" in result.stdout
+    path.write_text("{name: job, entrypoint: 'm:f', workers: {env: {NCCL_BLOCKING_WAIT: '1'}}}")
+    result = CliRunner().invoke(app, ["doctor", "--job", str(path)])
+    assert result.exit_code == 2
+    assert "workers.env: must not set NCCL_BLOCKING_WAIT=1: the host waits" in result.stderr
