@@ -198,17 +198,22 @@ def cluster() -> Iterator[None]:
 
 
 def run_all(
-    schedules: list[Schedule], record: Path | None, done: list[Outcome], *, local: bool
+    schedules: list[Schedule], record: Path, done: list[Outcome], *, local: bool
 ) -> list[Outcome]:
-    """Runs those that are not done, and writes all outcomes after each."""
+    """Runs those that are not done, and writes all outcomes after each. The files of a schedule
+    that lost something stay beside the record."""
     outcomes = list(done)
     finished = {outcome.number for outcome in done}
     with nullcontext() if local else cluster():
         for schedule in schedules:
             if schedule.number in finished:
                 continue
-            folder = Path(tempfile.mkdtemp(prefix=f"nccl-faults-{schedule.number}-"))
-            outcome = (run_local if local else run)(schedule, folder)
+            with tempfile.TemporaryDirectory(prefix="nccl-faults-") as name:
+                outcome = (run_local if local else run)(schedule, Path(name))
+                if outcome.wrong:
+                    shutil.copytree(
+                        name, kept := Path(f"{record.with_suffix('')}-{outcome.number}")
+                    )
             outcomes.append(outcome)
             verdict = "; ".join(outcome.wrong) or "nothing lost"
             print(
@@ -216,12 +221,9 @@ def run_all(
                 flush=True,
             )
             if outcome.wrong:
-                print(f"    {schedule}\n    {outcome.text}\n    files: {folder}", flush=True)
-            else:
-                shutil.rmtree(folder)
-            if record is not None:
-                record.parent.mkdir(parents=True, exist_ok=True)
-                record.write_text(json.dumps([asdict(one) for one in outcomes], indent=1))
+                print(f"    {schedule}\n    {outcome.text}\n    files: {kept}", flush=True)
+            record.parent.mkdir(parents=True, exist_ok=True)
+            record.write_text(json.dumps([asdict(one) for one in outcomes], indent=1))
     return outcomes
 
 

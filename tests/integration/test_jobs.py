@@ -29,6 +29,7 @@ from rayzero.orchestrator.spec import Workers
 from rayzero.workers.messages import LogLine
 from tests.integration.conftest import CPUS, Head
 from tests.orchestrator.support import EventLog
+from tests.support.nccl_like.settings import from_environment
 
 pytestmark = pytest.mark.slow
 JOBS = "tests.integration.jobs.plain"
@@ -138,7 +139,8 @@ def test_engine_of_named_entry_point_reports_to_the_job(event_log: EventLog, tmp
     assert json.loads(result.summary_path.read_text()) == summary
     assert summary["answer"] == {"first": 1.5, "last": 2.5}
     assert (summary["stage"], summary["world_size"], summary["samples"]) == (2, 2, 30)
-    assert summary["slow_imports"] == []
+    if from_environment() is None:  # that device imports them, for torch's shape functions
+        assert summary["slow_imports"] == []
     assert summary["loss"]["last"] < summary["loss"]["first"]
     assert {"model_weights", "main_grads", "process"} <= set(summary["peak_bytes"])
     assert summary["peak_bytes"]["process"] > 50e6

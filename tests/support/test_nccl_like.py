@@ -101,6 +101,40 @@ def test_poisoned_device_fails_in_every_later_call(device: VirtualDevice):
             device.check_health(1.0)
 
 
+def test_only_a_wait_orders_streams(device: VirtualDevice):
+    """A copy on another stream does not wait for a collective that stands, nor does it see what the
+    default stream has yet to compute."""
+    gate, value, copy = close_gate(device), torch.zeros(2), torch.ones(2)
+    side = device.new_stream()
+    with device.mode():
+        value.add_(1.0)
+        with device.use_stream(side):
+            copy.copy_(value)
+            assert device.read(copy) == [0.0, 0.0], "the default stream stands"
+            side.wait_stream(device.stream)
+            copy.copy_(value)
+            copied = device.record_event()
+        assert not copied.query()
+        gate.set()
+        copied.synchronize()
+        assert device.read(copy) == [1.0, 1.0]
+
+
+def test_wait_of_a_collective_orders_the_current_stream():
+    group, other = make_groups()
+    tensor = torch.ones(2)
+    with group._device.mode():
+        work = group.allreduce([tensor])
+        assert group._device.read(tensor) == [1.0, 1.0], "nobody has waited for the work"
+        assert not work.is_completed()
+        work.wait()
+        doubled = tensor * 2
+        other.allreduce([torch.ones(2)])
+        assert group._device.read(doubled) == [4.0, 4.0]
+    group.abort()
+    other.abort()
+
+
 def test_collectives_are_queued_and_equal_sums():
     groups = make_groups()
     tensors = [torch.full((3,), rank + 1.0) for rank in range(2)]

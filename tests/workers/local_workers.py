@@ -8,9 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.messages import (
     Crashed,
     Finished,
@@ -102,6 +104,34 @@ class LocalWorkers:
             return message.step >= step
 
         self.wait(index, finished, 200.0)
+
+    def read_until_lost(self, index: int) -> None:
+        """Poll a worker that is to be killed: what it has told before is then known."""
+        with suppress(EOFError, ConnectionError):
+            while True:
+                self.seen[index] += self.workers[index].call("poll", 0.5)
+
+    def told_steps(self, starts: Sequence[tuple[int, int]]) -> list[int]:
+        """The steps whose ends a job's user is told, in order; with metrics, checkpoints and calls
+        of observers, which all are of these records.
+
+        Args:
+            starts: of each generation, its world size and the step that it starts from.
+        """
+        progress, steps = JobProgress(), []
+        for generation, (world_size, start) in enumerate(starts, start=1):
+            records = progress.start_generation(generation, world_size, start)
+            reports = [
+                message
+                for messages in self.seen.values()
+                for message in messages
+                if isinstance(message, StepReport) and message.generation == generation
+            ]
+            records += filter(
+                None, map(progress.add_report, sorted(reports, key=lambda report: report.step))
+            )
+            steps += [record.step for record in records]
+        return steps
 
     def kill(self, index: int, number: int = signal.SIGKILL) -> None:
         os.kill(self.workers[index].pid, number)

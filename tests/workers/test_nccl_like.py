@@ -145,6 +145,8 @@ def test_two_threads_abort_one_group(start_workers):
     )
     local.form(1, [0, 1, 2])
     assert wait_for_lost_worker(local) == 1
+    for index in (0, 2):
+        local.wait_step(index, 1, 4)  # rank 1 passed its vote, so they will
     for index, end in fence(local, 0, 2).items():
         lost = [text for text in local.texts(index) if "state is lost" in text]
         assert not lost
@@ -242,6 +244,25 @@ def test_no_line_says_that_a_generation_was_lost(start_workers):
     for index in (0, 1):
         assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
     check_results(local)
+
+
+@pytest.mark.parametrize(("mirror", "restored"), [("hold", 3), ("await", 4)])
+def test_step_is_done_again_only_if_nobody_was_told(start_workers, mirror, restored):
+    """Rank 1 dies in step 5. Its mirror of step 4 is complete, and then that step is reported; or
+    it is not, and then the step was no news yet."""
+    fault = 'kill(rank=1, step=5, phase="forward")'
+    local = start_workers(2, NcclLike(), faults=(fault,), args={"mirror": [1, mirror, 4]})
+    local.form(1, [0, 1, 2])
+    local.read_until_lost(1)
+    assert wait_for_lost_worker(local) == 1
+    assert [fired.step for fired in FaultRecord(local.setup.output_dir).read()] == [5]
+    for index in (0, 2):
+        local.wait_step(index, 1, 4)
+    fence(local, 0, 2)
+    assert max(reported_steps(local, 1)) <= restored
+    assert max(local.told_steps([(3, 0)])) <= restored
+    finish(local, [0, 2], step=restored)
+    assert local.told_steps([(3, 0), (2, restored)]) == [*range(1, STEPS + 1)]
 
 
 @pytest.mark.parametrize("number", [1])

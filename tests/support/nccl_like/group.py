@@ -22,37 +22,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.nccl_like.mesh import Mesh
+from tests.support.nccl_like.queues import Event
 from tests.support.nccl_like.stream import VirtualDevice
 
 POLL_S = 0.02
 
 
 class NcclLikeWork(dist._Work):  # type: ignore[name-defined,misc]
-    """A collective's work. `wait` orders streams, and there is only one."""
+    """A collective's work. `wait` lets the current stream wait for it, not the host."""
 
-    def __init__(self, group: NcclLikeGroup, *, blocks: bool = False) -> None:
+    def __init__(self, device: VirtualDevice, ended: Event, *, blocks: bool = False) -> None:
         super().__init__()
-        self._group = group
+        self._device = device
+        self._ended = ended
         self._blocks = blocks
 
     def wait(self, timeout: Any = None) -> bool:
+        self._device.current_stream().wait_event(self._ended)
         if self._blocks:  # a barrier
-            self._group.stream.synchronize()
+            self._ended.synchronize()
         return True
 
     def is_completed(self) -> bool:
-        return not self._group.stream.busy
+        return self._ended.query()
 
 
 class NcclLikeGroup(dist.ProcessGroup):
-    """One rank's group. Launched by one thread, aborted by any."""
+    """One rank's group. Launched by one thread, aborted by any.
+
+    Its collectives run in a stream of its own, behind what the launching thread's stream has.
+    """
 
     should_dump: ClassVar[bool] = False
     """Static in ProcessGroupNCCL, too: it outlives the group that has seen the error."""
 
     def __init__(self, store: Any, rank: int, size: int, device: VirtualDevice) -> None:
         super().__init__(rank, size)
-        self.stream = device.stream
+        self.stream = device.add_stream()
         self._device = device
         self._random = random.Random(f"{device.settings.seed} {rank} {size}")
         self._mesh = Mesh(store, rank, size)
@@ -172,8 +178,9 @@ class NcclLikeGroup(dist.ProcessGroup):
                 for output in outputs:
                     self._leave_garbage(output)
 
+        self.stream.wait_stream(self._device.current_stream())
         self.stream.launch(kernel)
-        return NcclLikeWork(self, blocks=blocks)
+        return NcclLikeWork(self._device, self.stream.record(), blocks=blocks)
 
     def _everyones(self, tensor: Tensor) -> list[Tensor]:
         own, others = _bytes(tensor), [peer for peer in range(self.size()) if peer != self.rank()]

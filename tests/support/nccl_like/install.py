@@ -56,7 +56,7 @@ def _patch_reads(device: VirtualDevice) -> None:
     def wait_before(function: Any) -> Any:
         def read(*args: Any, **kwargs: Any) -> Any:
             if _uses_device(threading.current_thread()):
-                device.stream.synchronize()
+                device.current_stream().synchronize()
             return function(*args, **kwargs)
 
         return read

@@ -1,15 +1,16 @@
-"""A virtual device: CPU tensors, whose kernels run later, in a thread, in order of their launch.
+"""A virtual device: CPU tensors, whose kernels run later, in threads, in order of their stream.
 
 While a collective stands, kernels that follow it are queued and the host runs ahead, as on a GPU.
-The host waits only where it reads: `synchronize`, `read`, `.item()`, copies to host memory. All of
-torch's streams are this one queue: a schedule that a GPU might choose, too.
+The host waits only where it reads, for the stream of its thread: `synchronize`, `read`, `.item()`,
+copies to host memory.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -18,84 +19,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from rayzero.engine.device import Device, DeviceError
+from tests.support.nccl_like.queues import Context, Stream
 from tests.support.nccl_like.settings import NcclLike
 
-Kernel = Callable[[], None]
-KERNEL_ERROR = "CUDA error: uncorrectable ECC error encountered (Xid 94, injected)"
+POOL = 4
+"""Streams beside the default one; torch has 32."""
 _TAGS_READ = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-class Stream:
-    """The queue of one process. Its thread is a daemon and lives as long as the process."""
+class StreamMode(TorchDispatchMode):
+    """Queues the operators of the thread that pushed it, while its stream is busy."""
 
-    def __init__(self) -> None:
-        self._kernels: deque[Kernel] = deque()
-        self._changed = threading.Condition()
-        self._unfinished = 0
-        self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="nccl-like-stream", daemon=True).start()
-
-    def launch(self, kernel: Kernel) -> None:
-        """Raises the device's error if it is poisoned."""
-        self.check()
-        with self._changed:
-            self._kernels.append(kernel)
-            self._unfinished += 1
-            self._changed.notify_all()
-
-    def check(self) -> None:
-        if self._error is not None:
-            raise torch.AcceleratorError(str(self._error))
-
-    def poison(self, text: str = KERNEL_ERROR) -> None:
-        """A kernel fails, behind what is queued: every later call of this process fails, and its
-        collectives never start."""
-        self.launch(lambda: self._fail(RuntimeError(text)))
+    def __init__(
+        self, current_stream: Callable[[], Stream], is_pinned: Callable[[Tensor], bool]
+    ) -> None:
+        super().__init__()
+        self._current_stream = current_stream
+        self._is_pinned = is_pinned
 
     @property
-    def busy(self) -> bool:
-        return self._unfinished > 0
-
-    def synchronize(self, timeout_s: float | None = None) -> None:
-        """Raises the device's error, or TimeoutError."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._unfinished, timeout_s):
-                raise TimeoutError(f"{self._unfinished} kernels after {timeout_s} s")
-        self.check()
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = error
-            self._kernels.clear()
-            self._unfinished = 1  # the kernel that calls this
-            self._changed.notify_all()
-
-    def _run(self) -> None:
-        # Kernels are below autograd, and must not count as changes of what autograd has saved: the
-        # launch was counted.
-        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(keys):
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._kernels)
-                    kernel = self._kernels.popleft()
-                try:
-                    kernel()
-                except BaseException as error:  # noqa: BLE001  as a kernel's: late, and elsewhere
-                    self._fail(error)
-                del kernel  # and its tensors
-                with self._changed:
-                    self._unfinished -= 1
-                    self._changed.notify_all()
-
-
-class StreamMode(TorchDispatchMode):
-    """Queues the operators of the thread that pushed it, while the device is busy."""
-
-    def __init__(self, stream: Stream, is_pinned: Callable[[Tensor], bool]) -> None:
-        super().__init__()
-        self._stream = stream
-        self._is_pinned = is_pinned
+    def _stream(self) -> Stream:
+        return self._current_stream()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -199,7 +143,7 @@ def _to_memory(shape: Tensor) -> Tensor:
 
 
 class VirtualDevice(Device):
-    """The product's device over a `Stream`; what torch itself reads is patched by `install`.
+    """The product's device over some `Stream`s; what torch itself reads is patched by `install`.
 
     `settings` may be replaced at any time.
     """
@@ -210,11 +154,19 @@ class VirtualDevice(Device):
     def __init__(self, settings: NcclLike) -> None:
         super().__init__(torch.device("cpu"))
         self.settings = settings
-        self.stream = Stream()
+        self._context = Context()
+        self.stream = self.add_stream()
+        """The default one."""
+        self._health_stream = self.add_stream()
+        self._pool = cycle([self.add_stream() for _ in range(POOL)])
+        self._thread = threading.local()
         self._registered: list[range] = []
 
+    def add_stream(self) -> Stream:
+        return Stream(self._context)
+
     def mode(self) -> StreamMode:
-        return StreamMode(self.stream, self._is_pinned)
+        return StreamMode(self.current_stream, self._is_pinned)
 
     def _is_pinned(self, tensor: Tensor) -> bool:
         return any(tensor.data_ptr() in memory for memory in self._registered)
@@ -223,65 +175,44 @@ class VirtualDevice(Device):
         self._registered.append(range(memory.data_ptr(), memory.data_ptr() + memory.nbytes))
 
     def unregister_host(self, memory: Tensor) -> None:
-        self.stream.synchronize()
+        self.synchronize()
         self._registered = [one for one in self._registered if one.start != memory.data_ptr()]
 
     def new_stream(self) -> Any:
-        return _Queue(self.stream)
+        """One of a few, in turn, as torch's."""
+        return next(self._pool)
 
     def current_stream(self) -> Any:
-        return _Queue(self.stream)
+        return getattr(self._thread, "stream", self.stream)
+
+    @contextmanager
+    def use_stream(self, stream: Any) -> Iterator[None]:
+        before, self._thread.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self._thread.stream = before
 
     def record_event(self, stream: Any = None) -> Any:
-        return _Marker(self.stream)
+        return (stream or self.current_stream()).record()
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         try:
-            self.stream.synchronize(timeout_s)
+            self._context.synchronize(timeout_s)
         except TimeoutError as error:
             raise DeviceError(f"the virtual device did not answer: {error}") from None
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        self.stream.synchronize()
+        self.current_stream().synchronize()
         return tensor.detach().clone()
 
     def send(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype)
 
     def check_health(self, timeout_s: float) -> None:
+        """As the product's on a GPU, a kernel on a stream of its own."""
         try:
-            self.stream.synchronize(timeout_s)
+            self._health_stream.launch(lambda: None)
+            self._health_stream.synchronize(timeout_s)
         except (TimeoutError, RuntimeError) as error:
             raise DeviceError(f"the virtual device failed: {error}") from error
-
-
-class _Queue:
-    """All streams are one queue: what waits for another waits already."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-
-    def wait_stream(self, other: Any) -> None:
-        return
-
-    def wait_event(self, event: Any) -> None:
-        return
-
-    def synchronize(self) -> None:
-        self._stream.synchronize()
-
-
-class _Marker:
-    """An event: a kernel that says that it has run."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream, self._reached = stream, threading.Event()
-        stream.launch(self._reached.set)
-
-    def synchronize(self) -> None:
-        while not self._reached.wait(0.05):
-            self._stream.check()
-
-    def query(self) -> bool:
-        self._stream.check()
-        return self._reached.is_set()
