@@ -123,6 +123,10 @@ class Device:
         """The most bytes that this process had allocated; None on a CPU, or if it had none."""
         return None
 
+    def memory_info(self) -> tuple[int, int] | None:
+        """Bytes that are free, and that tensors of this process have; None on a CPU."""
+        return None
+
     def empty_cache(self) -> None:
         """Frees what torch caches: communicators, and other processes, allocate beside it."""
 

@@ -128,6 +128,10 @@ class CudaDevice(Device):
             return None
         return torch.accelerator.max_memory_allocated(self.torch_device)
 
+    def memory_info(self) -> tuple[int, int] | None:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return free, torch.accelerator.memory_allocated(self.torch_device)
+
     def empty_cache(self) -> None:
         torch.accelerator.empty_cache()
 

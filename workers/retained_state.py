@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import DataError, EngineError, RayzeroError
 from rayzero.engine.layout.state_index import StateSource
+from rayzero.engine.state.kept import KeptSource
+from rayzero.engine.state.ranges import StateRange
+from rayzero.workers.kept_state import has_room, select_kept
 from rayzero.workers.messages import Assignment, InProcessStateInfo
 from rayzero.workers.vault.buffers import fits_twice
 from rayzero.workers.vault.client import VaultClient
@@ -38,28 +41,49 @@ class RetainedState:
         self._device_timeout_s = device_timeout_s
         self._engine: Engine | None = None
         self._assignment: Assignment | None = None
+        self._left: InProcessStateInfo | None = None
+        """What `in_process_state` has said of the engine since it was retained."""
+        self._kept: list[StateRange] = []
+        """Of the previous engine, until the next one is loaded."""
         self._old_engine_pending = False
         """The previous engine may still be in memory."""
 
     def begin_generation(self, assignment: Assignment) -> None:
         """Starts a generation and releases the engine of the previous one, whose state is in the
-        vaults. If two engines may not fit in memory it is freed now, otherwise by `collect_garbage`
-        after the next step.
+        vaults, except what the next engine can use of it. If two engines may not fit in memory it
+        is freed now, otherwise by `collect_garbage` after the next step.
 
         Continues without a vault that cannot be reached: death detection and replicas are then
         missing until the controller has started another one.
         """
+        last = self._assignment
         if self._engine is not None:
-            self._engine.close()  # the training function may reuse the model
-            device = get_device(self._engine.device)
-            two_fit = not device.separate_memory and fits_twice(assignment.local_world_size)
-            third_engine = self._old_engine_pending  # no step was finished since the last time
-            self._engine, self._old_engine_pending = None, True
-            if third_engine or not two_fit:
-                self.collect_garbage()
-                device.empty_cache()  # communicators allocate beside torch's cache
+            self._kept = self._release_engine(last, assignment)
+        elif last is None or last.restore != assignment.restore:
+            self._kept = []  # otherwise the last generation ended before it built an engine
         self._assignment = assignment
         self._connect(assignment.vault)
+
+    def _release_engine(self, last: Assignment | None, after: Assignment) -> list[StateRange]:
+        """Drops the engine of generation `last`; what is kept of it."""
+        if self._engine is None:
+            return []
+        kept = select_kept(self._engine, self._left, last, after.restore)
+        device = get_device(self._engine.device)
+        before = device.memory_info()
+        self._engine.close()  # the training function may reuse the model
+        third_engine = self._old_engine_pending  # no step was finished since the last time
+        self._engine, self._left, self._old_engine_pending = None, None, True
+        two_fit = fits_twice(after.local_world_size)
+        if third_engine or device.separate_memory or not two_fit:
+            self.collect_garbage()
+            device.empty_cache()  # communicators allocate beside torch's cache
+        growth = max(1.0, last.world_size / after.world_size) if last is not None else 1.0
+        if not kept or has_room(kept, device, before, two_fit=two_fit, growth=growth):
+            return kept
+        del kept
+        device.empty_cache()
+        return []
 
     def collect_garbage(self) -> None:
         """Frees the previous engine, whose objects are in reference cycles. Takes about 30 ms;
@@ -70,7 +94,7 @@ class RetainedState:
 
     def retain(self, engine: Engine) -> None:
         """Keeps the generation's engine, so that its state can be salvaged later."""
-        self._engine = engine
+        self._engine, self._left = engine, None
 
     def in_process_state(self) -> InProcessStateInfo | None:
         """The state in this process's memory; None if there is none, or it is mid-update.
@@ -78,10 +102,11 @@ class RetainedState:
         Returns when the device has finished what is queued on it: until then, the memory of the
         state may still be written. Raises DeviceError if that takes too long.
         """
-        if self._engine is None or not self._engine.state.consistent:
-            return None
-        get_device(self._engine.device).synchronize(self._device_timeout_s)
-        return InProcessStateInfo(self._engine.progress.step, self._engine.state.complete_on_rank)
+        engine, self._left = self._engine, None
+        if engine is not None and engine.state.consistent:
+            get_device(engine.device).synchronize(self._device_timeout_s)
+            self._left = InProcessStateInfo(engine.progress.step, engine.state.complete_on_rank)
+        return self._left
 
     @contextmanager
     def open_source(self, restore: Restore | None) -> Iterator[StateSource | None]:
@@ -90,11 +115,13 @@ class RetainedState:
         Raises:
             StateError: the state is damaged, incomplete, or gone.
         """
+        kept, self._kept = self._kept, []
         if restore is None:
             yield None
             return
         try:
-            with closing(self._open_restore(restore)) as source:
+            with closing(self._open_restore(restore, kept)) as source:
+                del kept  # `close` is to free it
                 yield source
         except (DataError, VaultGoneError, EngineError) as error:
             raise StateError(error.seen, error.allowed, error.fix) from error
@@ -127,13 +154,13 @@ class RetainedState:
         generation, rank, nbytes = assignment.generation, assignment.rank, block.index.nbytes
         return SlotInfo(generation, rank, world_size, memory_state.step, nbytes, pinned=False)
 
-    def _open_restore(self, restore: Restore) -> StateSource:
+    def _open_restore(self, restore: Restore, kept: list[StateRange]) -> StateSource:
         if restore.slots:
             if self.vault is None:
                 raise EngineError(
                     "the state is stored in vaults, and this node's vault cannot be reached"
                 )
-            return self.vault.open_source(restore)
+            return KeptSource(kept, self.vault.open_source(restore))
         # Imported here: it loads pyarrow's file systems, and few generations need it.
         from rayzero.engine.checkpoint.imports import open_foreign
         from rayzero.engine.checkpoint.reader import CheckpointSource

@@ -36,6 +36,14 @@ class RegisteredSource(Protocol):
         """Raises DataError if the block's bytes are damaged."""
 
 
+@runtime_checkable
+class TensorHolder(Protocol):
+    """A state source some of whose blocks are tensors."""
+
+    def tensor(self, block: int, offset: int, nbytes: int) -> Tensor | None:
+        """Those bytes as a view; None if the block is to be read. Called once for each read."""
+
+
 def read_to_device(device: Device, source: StateSource, reads: Sequence[Read]) -> None:
     """Fill targets on the device. Raises as `StateSource.read`."""
     compute, stream = device.current_stream(), device.new_stream()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rayzero.engine.checkpoint.errors import check_state_fits_model
 from rayzero.engine.checkpoint.imports.tensors import TensorSource
@@ -15,6 +15,7 @@ from rayzero.engine.layout.state_index import LogicalTensor, StateSource
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
 from rayzero.engine.state.error_feedback import load_residuals
+from rayzero.engine.state.kept import KeptSource
 from rayzero.engine.state.ranges import (
     StateRange,
     optimizer_range,
@@ -110,7 +111,7 @@ def load_tensors(
         if options.optimizer or not part.is_optimizer_state
     ]
     for shard in optimizer.shards if options.optimizer else ():
-        parts += _make_optimizer_state(optimizer, shard, held)
+        parts += _make_optimizer_state(optimizer, shard, held, source)
     read_ranges(parts, source)
     load_residuals(runtime, held, source)
 
@@ -160,9 +161,12 @@ def _logical(dtype: torch.dtype, shape: Sequence[int]) -> LogicalTensor:
 
 
 def _make_optimizer_state(
-    optimizer: ShardedOptimizer, shard: OptimizerShard, held: Mapping[str, LogicalTensor]
+    optimizer: ShardedOptimizer,
+    shard: OptimizerShard,
+    held: Mapping[str, LogicalTensor],
+    source: StateSource,
 ) -> list[StateRange]:
-    """Create the state tensors that the source has for a shard's group.
+    """Create the state tensors that the source has for a shard's group; those to be read.
 
     By group, not by parameter: a shard may consist of padding only.
     """
@@ -175,7 +179,12 @@ def _make_optimizer_state(
     ranges = []
     for key, saved_dtype in sorted(keys.items()):
         dtype = shard.weight.dtype if saved_dtype.is_floating_point else saved_dtype
-        value = shard.unit.state_store.zeros(shard.weight.numel(), dtype)
+        value: Tensor | None = None
+        if isinstance(source, KeptSource):
+            wanted = optimizer_range(shard, key, shard.weight.detach()).ranges
+            value = source.take(wanted, shard.weight, dtype)
+        if value is None:
+            value = shard.unit.state_store.zeros(shard.weight.numel(), dtype)
+            ranges.append(optimizer_range(shard, key, value))
         optimizer.torch_optimizer.state[shard.weight][key] = value
-        ranges.append(optimizer_range(shard, key, value))
     return ranges

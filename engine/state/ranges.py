@@ -20,7 +20,7 @@ from rayzero.engine.layout.reshard import plan_copies
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, StateSource, TensorRange
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
-from rayzero.engine.state.device_reads import Read, read_to_device
+from rayzero.engine.state.device_reads import Read, TensorHolder, read_to_device
 from rayzero.engine.zero.runtime import ZeroRuntime
 
 ALIGN_BYTES = 128  # of a part in a block, for copies and for views of any dtype
@@ -115,11 +115,17 @@ def read_ranges(parts: Sequence[StateRange], source: StateSource) -> None:
     targets = {wanted: part for part in parts for wanted in part.ranges}
     indexes = source.block_indexes
     reads: list[Read] = []
+    holder = source if isinstance(source, TensorHolder) else None
     for copy in plan_copies(targets, [index.ranges for index in indexes]):
         tensor = indexes[copy.source].tensors[copy.held.name]
         offset = copy.held.offset + (copy.start - copy.held.start) * tensor.item_bytes
         first = copy.wanted.offset + copy.start - copy.wanted.start
         target = targets[copy.wanted].memory[first : first + copy.numel]
+        if holder is not None:
+            held = holder.tensor(copy.source, offset, copy.numel * tensor.item_bytes)
+            if held is not None:
+                target.copy_(held)
+                continue
         reads.append((copy.source, offset, target, DTYPE_BY_NAME[tensor.dtype]))
     reads.sort(key=lambda read: read[:2])
     devices = {read[2].device: get_device(read[2].device) for read in reads}

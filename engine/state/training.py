@@ -18,13 +18,21 @@ from rayzero.engine.data.sampling import TrainingProgress
 from rayzero.engine.device import Device, get_device
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.state_index import StateSource
+from rayzero.engine.offload.transfer import MemoryKind
 from rayzero.engine.optim.schedule import Scheduler
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
 from rayzero.engine.optim.whole_params import NeedsWholeParams
 from rayzero.engine.state import metadata
 from rayzero.engine.state.error_feedback import residual_ranges
 from rayzero.engine.state.load import LOAD_ALL, LoadOptions, load_tensors
-from rayzero.engine.state.ranges import StateBlock, pack_block, persistent_buffers, state_ranges
+from rayzero.engine.state.ranges import (
+    StateBlock,
+    StateRange,
+    pack_block,
+    persistent_buffers,
+    state_ranges,
+)
+from rayzero.engine.tensor_tree import storage_id
 from rayzero.engine.zero.placement import Placement
 from rayzero.engine.zero.runtime import ZeroRuntime
 
@@ -43,6 +51,8 @@ class TrainingState:
         complete_on_rank: whether this rank's memory holds the complete state, as at stage 0.
         update_is_collective: updates exchange data between ranks, so an abort may change the state
             without an error: it is inconsistent until `confirm`.
+        altered: something other than an update, such as a load, may have changed the state since
+            the last update.
         copied_by: the newest copy that may still be running. Between updates forward and backward
             change only the ranges that are `volatile`.
     """
@@ -67,6 +77,7 @@ class TrainingState:
             and runtime.stage.optimizer_state is not Placement.REPLICATED
             and isinstance(optimizer.torch_optimizer, NeedsWholeParams)
         )
+        self.altered = False
         self.copied_by: RunningCopy | None = None
         self._model = model
         self._runtime = runtime
@@ -92,6 +103,7 @@ class TrainingState:
         self._is_updating = True
         yield
         self._is_updating = self.update_is_collective
+        self.altered = False
 
     def confirm(self) -> None:
         """The host has seen the end of the update, and no abort before it. By any thread."""
@@ -99,6 +111,7 @@ class TrainingState:
 
     def before_write(self) -> None:
         """Before a change of the state: the device makes it after a copy that is still running."""
+        self.altered = True
         if self.copied_by is not None:
             self.copied_by.before_write(self.device)
             self.copied_by = None
@@ -115,6 +128,15 @@ class TrainingState:
         if signature != self._packed_signature:
             self._own_block, self._packed_signature = self._pack_ranges(owned=True), signature
         return self._own_block
+
+    def updated_ranges(self) -> list[StateRange]:
+        """All that this rank holds and only updates change. Not what the model's parameters show,
+        which the script may have written between two steps, nor files."""
+        if any(it.state_store.memory_kind is MemoryKind.DISK for it in self._runtime.units):
+            return []
+        shown = {storage_id(param) for param in self._model.parameters()}
+        parts = state_ranges(self._model, self._runtime, self._optimizer, owned=False)
+        return [it for it in parts if not it.volatile and storage_id(it.memory) not in shown]
 
     def _pack_ranges(self, *, owned: bool) -> StateBlock:
         parts = state_ranges(self._model, self._runtime, self._optimizer, owned=owned)
@@ -158,6 +180,7 @@ class TrainingState:
     def load(self, source: StateSource) -> None:
         """Load a state of any stage and world size; raises as `load_from`. Collective."""
         self.load_from(source, LOAD_ALL)
+        self.altered = False
         self.sync_model_weights()
 
     @torch.no_grad()

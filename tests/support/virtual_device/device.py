@@ -64,7 +64,7 @@ class VirtualDevice(CudaDevice):
         machine.memory.move(memory, Home.PAGEABLE)
 
     def memory_info(self) -> tuple[int, int] | None:
-        return (8 << 30, 16 << 30)
+        return 8 << 30, current_machine().memory.device_bytes
 
     def peak_bytes(self) -> int | None:
         return current_machine().memory.peak_bytes

@@ -1,0 +1,92 @@
+"""State that this process still holds from its last engine, as the first source of the next one.
+
+Optimizer state that is cut as before is moved, without a copy; any other range that the new engine
+needs is copied on the device. Only the rest is read from host memory.
+
+Why it is genuine. Held is what only updates change (`TrainingState.updated_ranges`), of a state
+that was consistent when the function had been unwound, and its device synchronized. What an abort
+leaves half done has written gathered weights, gradients and residuals, none of which is held.
+
+Lifetimes. Tensors are held, not the engine. Copies run on the current stream, for which they were
+allocated: torch's allocator reuses their memory in its order, so `close` may drop them at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayzero.engine.layout.state_index import StateSource, TensorRange
+from rayzero.engine.state.device_reads import RegisteredSource
+from rayzero.engine.state.ranges import StateRange, pack_block
+
+log = logging.getLogger("rayzero.engine")
+
+
+class KeptSource:
+    """A `StateSource` whose block 0 is what this process holds, and the others `source`'s, which
+    has the same values. Owns both until `close`. Used by one thread.
+
+    Attributes:
+        bytes_moved, bytes_copied: from what is held.
+        bytes_read: from `source`.
+    """
+
+    def __init__(self, held: Sequence[StateRange], source: StateSource) -> None:
+        self._held = pack_block(held)
+        self._by_ranges = {part.ranges: part.memory for part in held}
+        self._source = source
+        self.step = source.step
+        self.block_indexes = [self._held.index, *source.block_indexes]
+        self.bytes_moved = self.bytes_copied = self.bytes_read = 0
+
+    def metadata(self, rank: int) -> dict[str, Any]:
+        return self._source.metadata(rank)
+
+    def take(
+        self, ranges: tuple[TensorRange, ...], like: Tensor, dtype: torch.dtype
+    ) -> Tensor | None:
+        """The tensor of exactly these ranges, for good; None if none is held, or another's shape,
+        device or `dtype` is needed."""
+        memory = self._by_ranges.get(ranges)
+        wanted = like.shape, dtype, like.device
+        if memory is None or (memory.shape, memory.dtype, memory.device) != wanted:
+            return None
+        self.bytes_moved += memory.nbytes
+        return memory
+
+    def tensor(self, block: int, offset: int, nbytes: int) -> Tensor | None:
+        """A view of what is held; None for the blocks of `source`."""
+        if block:
+            self.bytes_read += nbytes
+            return None
+        self.bytes_copied += nbytes
+        number = bisect_right(self._held.offsets, offset) - 1
+        memory = self._held.ranges[number].memory
+        start = (offset - self._held.offsets[number]) // memory.itemsize
+        return memory[start : start + nbytes // memory.itemsize]
+
+    def read(self, block: int, offset: int, into: memoryview) -> None:
+        self._source.read(block - 1, offset, into)
+
+    def registered_block(self, block: int) -> memoryview | None:
+        source = self._source
+        return source.registered_block(block - 1) if isinstance(source, RegisteredSource) else None
+
+    def verify(self, block: int) -> None:
+        if isinstance(self._source, RegisteredSource):
+            self._source.verify(block - 1)
+
+    def close(self) -> None:
+        log.info(
+            "step %d: %d bytes were moved from this process's last engine, %d copied, %d read",
+            *(self.step, self.bytes_moved, self.bytes_copied, self.bytes_read),
+        )
+        self._held = pack_block([])
+        self._by_ranges.clear()
+        self._source.close()
