@@ -94,6 +94,18 @@ def test_generation_joins_and_finishes(make_worker: MakeWorker):
     assert os.environ["WORLD_SIZE"] == "1"
 
 
+@pytest.mark.parametrize(("given", "threads"), [("3", 3), (None, 2)])
+def test_compute_threads_are_those_that_ray_was_told(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, given: str | None, threads: int
+):
+    """More than the reserved CPUs, if the optimizer runs on what the node has to spare."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    make_worker("returns", cpus=2.5)
+    assert torch.get_num_threads() == threads
+
+
 def test_function_is_called_again_in_next_generation(make_worker: MakeWorker):
     worker = make_worker("endless")
     begin(worker)
