@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
+from rayzero.workers.vault import slots
 from rayzero.workers.vault.records import SlotDamagedError
 from rayzero.workers.vault.slots import (
     HEADER_BYTES,
@@ -14,6 +15,7 @@ from rayzero.workers.vault.slots import (
     PAGE_BYTES,
     PIN_OFFSET,
     SlotHeader,
+    checksum_of,
 )
 
 SIZES = st.integers(0, 2**48)
@@ -83,3 +85,10 @@ def test_checksum_of_zero_differs_from_none():
     header = SlotHeader(1, 0, 1, 1, 1, data_checksum=0)
     assert SlotHeader.decode(header.encode()) == header
     assert header.encode() != header._replace(data_checksum=None).encode()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 100, 101, 999])
+def test_threads_compute_the_same_checksum(nbytes: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(slots, "CHUNK_BYTES", 100)
+    data = memoryview(bytes(range(250)) * 4)[:nbytes]
+    assert checksum_of(data, threads=3) == checksum_of(data)
