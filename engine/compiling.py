@@ -7,7 +7,7 @@ module that contains blocks of stage 3 would have their hooks inside its graph: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -51,25 +51,34 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or type(module).__name__ == _WRAPPER
 
 
-def modules_around(model: nn.Module, blocks: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """(name, module) of the modules that contain a block and are not its wrapper."""
+def modules_around(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """The modules that contain a block and are not its wrapper, each with its name."""
     inner = set(blocks)
 
     def contains_block(module: nn.Module) -> bool:
         return any(part in inner and part is not module for part in module.modules())
 
-    return [
-        (name, module)
+    return {
+        module: name
         for name, module in model.named_modules()
         if contains_block(getattr(module, "_orig_mod", module))
-    ]
+    }
 
 
-def refuse_compiled(around: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raises ConfigError if a module around blocks of stage 3 is compiled."""
-    for name, module in around:
+def refuse_compiled(around: Mapping[nn.Module, str]) -> None:
+    """Raises ConfigError if a module around blocks of stage 3 is compiled, or since `around` was
+    made was replaced by torch.compile's wrapper of it. Called before each forward."""
+    for module, name in around.items():
         if is_compiled(module):
             raise whole_compile_error(f"module {name!r}" if name else "model")
+        for child in module._modules.values():
+            if (wrapped := _wrapped(child)) in around:
+                raise whole_compile_error(f"module {around[wrapped]!r}")
+
+
+def _wrapped(module: Any) -> Any:
+    """What torch.compile's wrapper has wrapped; None for another module."""
+    return module._orig_mod if type(module).__name__ == _WRAPPER else None
 
 
 def whole_compile_error(what: str) -> ConfigError:
@@ -86,7 +95,7 @@ def compile_in_place(
 
     Of nested blocks the inner ones; what `torch.compile` has wrapped already is left as it is.
     """
-    around = {module for _, module in modules_around(model, blocks)}
+    around = modules_around(model, blocks)
     for module in blocks or [model]:
         if module not in around and type(module).__name__ != _WRAPPER:
             module.compile(**options)

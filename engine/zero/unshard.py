@@ -13,7 +13,7 @@ prefetched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -61,10 +61,10 @@ class UnshardScheduler:
         self._assign_buffers(blocks)
 
     @untraced
-    def root_pre_forward(self, around: Sequence[tuple[str, nn.Module]] = ()) -> None:
+    def root_pre_forward(self, around: Mapping[nn.Module, str] | None = None) -> None:
         """Called before the model's forward, also when it is recomputed in backward. Raises
         ConfigError if one of the modules `around` blocks was compiled since."""
-        refuse_compiled(around)
+        refuse_compiled(around or {})
         if self._in_backward:
             return
         self._previous = None

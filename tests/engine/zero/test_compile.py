@@ -179,11 +179,47 @@ def compile_too_much(rank: int, world: int) -> None:
     with pytest.raises(ConfigError, match="the model is compiled as a whole"):
         engine(batches()[0])
     model._compiled_call_impl = None
+    blocks, model.blocks = model.blocks, torch.compile(model.blocks, backend=backend)
+    with pytest.raises(ConfigError, match="the module 'blocks' is compiled as a whole"):
+        engine(batches()[0])
+    model.blocks = blocks
     train(engine, rank, world)  # the engine is usable after the refusal
 
 
 def test_a_model_compiled_as_a_whole_is_refused_at_stage_3() -> None:
     run_ranks(2, compile_too_much)
+
+
+def cut_graphs(rank: int, world: int, stage: int, lazy: bool) -> tuple[dict[str, Tensor], int, int]:
+    backend, model = Graphs(), make()
+    engine = start(model, stage, rayzero={"overlap_weight_gather": lazy})
+    if stage == 3:  # a function around blocks, which the engine cannot see
+        first, second, *others = model.blocks
+        two, rest = (
+            torch.compile(lambda x: second(first(x)), backend=backend),
+            nn.Sequential(*others),
+        )
+        model.__dict__["forward"] = lambda x: rest(two(model.first(x))).square().mean()
+    else:
+        engine.compile(backend)
+    train(engine, rank, world)
+    train(engine, rank, world)
+    return engine.state_dict(), backend.count, backend.breaks
+
+
+@pytest.mark.parametrize(
+    ("stage", "lazy", "graphs"),
+    [
+        (2, True, 10),  # instead of 2: cut at every module that waits for its weights
+        (3, False, 2),  # at each block, which is all that is left
+    ],
+)
+def test_graphs_are_cut_where_the_engine_waits_in_them(stage: int, lazy: bool, graphs: int) -> None:
+    state, count, breaks = run_ranks(2, cut_graphs, stage, lazy)[0]
+    expected = twice_reference()
+    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
+    assert count == graphs
+    assert breaks
 
 
 def configured(rank: int, world: int, stage: int) -> dict[str, Tensor]:
