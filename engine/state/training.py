@@ -131,12 +131,13 @@ class TrainingState:
 
     def updated_ranges(self) -> list[StateRange]:
         """All that this rank holds and only updates change. Not what the model's parameters show,
-        which the script may have written between two steps, nor files."""
+        which the script may have written between two steps, nor frozen weights, nor files."""
         if any(it.state_store.memory_kind is MemoryKind.DISK for it in self._runtime.units):
             return []
         shown = {storage_id(param) for param in self._model.parameters()}
         parts = state_ranges(self._model, self._runtime, self._optimizer, owned=False)
-        return [it for it in parts if not it.volatile and storage_id(it.memory) not in shown]
+        parts = [part for part in parts if not (part.volatile or part.constant)]
+        return [part for part in parts if storage_id(part.memory) not in shown]
 
     def _pack_ranges(self, *, owned: bool) -> StateBlock:
         parts = state_ranges(self._model, self._runtime, self._optimizer, owned=owned)

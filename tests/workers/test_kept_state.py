@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from rayzero.engine.device import Device
+from rayzero.engine.device import Device, replace_device
+from rayzero.engine.state.kept import KeptSource
 from rayzero.engine.state.ranges import StateRange, whole_tensor_range
-from rayzero.workers import kept_state
+from rayzero.workers import kept_state, retained_state
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.kept_state import SPARE_BYTES, has_room, select_kept
 from rayzero.workers.messages import (
@@ -25,6 +27,7 @@ from rayzero.workers.messages import (
     MirrorPolicy,
     Stopped,
 )
+from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.vault.records import Restore, SlotRef
 from tests.workers import recovery_jobs
 from tests.workers.local_workers import NODE, LocalWorkers
@@ -129,6 +132,7 @@ def restore_of(step: int, *generations: int) -> Restore:
     return Restore(step, tuple(slots))
 
 
+EMPTY = SimpleNamespace(step=7, block_indexes=[], close=lambda: None)
 LEFT = InProcessStateInfo(7, whole=False)
 MADE = replace(ASSIGN, generation=3, restore=restore_of(4, 2, 2))
 LOADED_ONLY = replace(ASSIGN, generation=3, restore=restore_of(7, 2, 2))
@@ -187,6 +191,51 @@ def test_device_needs_room_for_the_next_engine(
     with caplog.at_level("INFO", logger="rayzero.workers"):
         assert has_room(kept, device, (0, 2200), two_fit=False, growth=growth) == fits
     assert ("bytes of the" in caplog.text) == (not fits)
+
+
+class CyclicEngine:
+    """Stands in for an engine that has finished 7 steps: part of a reference cycle."""
+
+    def __init__(self, held: list[StateRange]) -> None:
+        self.device = torch.device("meta")
+        self.itself = self
+        self.progress = SimpleNamespace(step=7)
+        self.state = SimpleNamespace(
+            consistent=True,
+            complete_on_rank=False,
+            altered=False,
+            updated_ranges=lambda: [replace(part) for part in held],
+        )
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_engine_is_freed_and_what_fits_is_kept_of_it(fits: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(retained_state, "fits_twice", lambda processes: False)
+    monkeypatch.setattr(retained_state.VaultClient, "open_source", lambda *_: EMPTY)
+    held = held_on("meta", 400, 800)
+    memories = [weakref.ref(part.memory) for part in held]
+    engine = CyclicEngine(held)
+    del held
+    freed = weakref.ref(engine)
+    device = Gpu(SPARE_BYTES + 1400 if fits else 0, used=1200)
+    retained = RetainedState(0, 10.0)
+    with replace_device(device):
+        retained.begin_generation(replace(MADE, vault=""))
+        retained.retain(engine)  # type: ignore[arg-type]
+        del engine
+        assert retained.in_process_state() == LEFT
+        restore = restore_of(7, 3, 3)
+        retained.begin_generation(replace(MADE, generation=4, restore=restore))
+        assert freed() is None
+        assert [memory() is not None for memory in memories] == [fits, fits]
+        retained.vault = object.__new__(retained_state.VaultClient)
+        with retained.open_source(restore) as source:
+            assert isinstance(source, KeptSource)
+            assert len(source.block_indexes[0].ranges) == (2 if fits else 0)
+        del source
+        assert [memory() is not None for memory in memories] == [False, False]
 
 
 def test_host_needs_room_for_two_engines(caplog: pytest.LogCaptureFixture):

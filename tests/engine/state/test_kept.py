@@ -191,6 +191,24 @@ def _empty(like: Block) -> Block:
     return Block(type(like.index)(), bytearray(), like.metadata)
 
 
+def held_names(rank: int, world: int) -> set[str]:
+    model = make_model(torch.float64)
+    model[2].requires_grad_(False)
+    with use_session(StateSession(seed=SEED)):
+        engine, _, loader, _ = rayzero.initialize(
+            model=model, training_data=Data(), config=engine_config(3)
+        )
+    train(engine, loader, 1)
+    return {one.name for part in engine.state.updated_ranges() for one in part.ranges}
+
+
+def test_frozen_weights_are_not_kept():
+    """`GatheredParameters` may change them, and a change is not known after the next update."""
+    names = set[str]().union(*run_ranks(2, held_names))
+    assert {"weights/0.weight", "optimizer.exp_avg/4.bias"} <= names
+    assert not [name for name in names if "/2." in name]
+
+
 def changed_by_script(rank: int, world: int) -> list[bool]:
     engine, loader = build(StateSession(seed=SEED), engine_config(3))
     train(engine, loader, 1)
