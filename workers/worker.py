@@ -22,6 +22,7 @@ from rayzero.workers import process_group
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
 from rayzero.workers.chaos.spec import FaultSpec
+from rayzero.workers.communicator_shrink import CommunicatorShrinker
 from rayzero.workers.entrypoint import TrainFunction, load_train_function
 from rayzero.workers.function_result import encode_result
 from rayzero.workers.group_errors import polled_group_errors
@@ -34,6 +35,7 @@ from rayzero.workers.messages import (
     Joined,
     LogLine,
     RankAssignment,
+    Shrunk,
     WorkerMessage,
     WorkerSpec,
 )
@@ -71,6 +73,7 @@ class WorkerProcess(WorkerCalls):
         # Half of the time after which a rank that is silent counts as hung, and is killed.
         self._device_timeout_s = spec.hang_timeout_s / 2
         self._retained = RetainedState(index, self._device_timeout_s)
+        self._shrinker = CommunicatorShrinker(self._device_timeout_s)
         self._fault_schedule = FaultSchedule(FaultRecord(spec.output_dir), self._outbox.post)
         self._training_thread = TrainingThread(on_unwound=self._on_unwound)
         self._channel = GenerationChannel(self._post, generation=0, rank=index)
@@ -121,14 +124,23 @@ class WorkerProcess(WorkerCalls):
         channel = self._channel
         if channel.generation == generation:
             channel.interrupt.set()
+            self._shrinker.abandon()
             self._begin_abort(channel)
 
-    def _begin_abort(self, channel: GenerationChannel) -> None:
+    def shrink(self, generation: int, lost: tuple[int, ...]) -> None:
+        channel = self._channel
+        if channel.generation == generation:
+            channel.interrupt.set()
+            self._begin_abort(channel, lost)
+
+    def _begin_abort(self, channel: GenerationChannel, lost: Sequence[int] = ()) -> None:
         """Aborts its waits for peers. The thread ends with the training thread's function; one that
         stays is killed with the process by the hang detector."""
         if channel.fenced:
             return
         channel.fenced = True
+        if lost:
+            self._shrinker.begin(self._device, lost, process_group.group_store())
         fencing = Thread(target=self._abort_waits, args=[channel], name="rayzero-fence")
         fencing.daemon = True  # a function in native code may never return
         fencing.start()
@@ -136,6 +148,7 @@ class WorkerProcess(WorkerCalls):
     def _abort_waits(self, channel: GenerationChannel) -> None:
         """Runs until the training thread has left: it may be about to start a wait for peers, now
         or after a long call."""
+        self._shrinker.settle()
         while True:
             with process_group.group_lock:
                 if self._channel is not channel:
@@ -182,9 +195,15 @@ class WorkerProcess(WorkerCalls):
         self._retained.begin_generation(assignment)
         channel.interrupt.check()
         joined = Joined(assignment.generation, assignment.rank)
+
+        def on_joined() -> None:
+            if self._spec.communicator_shrink:
+                self._shrinker.open(device)
+            channel.post(joined)
+
         group = process_group.begin_join(
             *(assignment, device, self._collective_timeout_s, channel.sockets),
-            *(channel.interrupt.check, lambda: channel.post(joined)),
+            *(channel.interrupt.check, on_joined, self._shrinker.take(assignment)),
         )
         session = JobSession(self._spec, assignment, channel, self._retained, injector, group.wait)
         context = Context(self._spec, assignment, device, session)
@@ -213,6 +232,9 @@ class WorkerProcess(WorkerCalls):
         return 2 * self._spec.hang_timeout_s + 10
 
     def _on_unwound(self, drained: bool) -> InProcessStateInfo | None:
+        if (error := self._shrinker.settle()) is not None:
+            channel = self._channel
+            channel.post(Shrunk(channel.generation, channel.rank, error))
         if not drained:  # after a drain the next generation aborts it, once all ranks have left
             process_group.abort_default_group(self._device, self._channel.sockets)
         get_device(self._device).check_health(self._device_timeout_s)
@@ -220,8 +242,11 @@ class WorkerProcess(WorkerCalls):
 
     def _polled_errors(self, channel: GenerationChannel) -> AbstractContextManager[None]:
         def end_generation(error: str) -> None:
-            channel.interrupt.fail(error)
-            self._begin_abort(channel)
+            # The controller may be about to end it, and knows why, and whether to shrink the group.
+            ends = self._spec.communicator_shrink and channel.interrupt.wait(self._shrinker.limit_s)
+            if not (ends or channel.fenced):
+                channel.interrupt.fail(error)
+                self._begin_abort(channel)
 
         return polled_group_errors(self._device, end_generation)
 

@@ -70,7 +70,7 @@ class Reconfiguration:
     def recover(self) -> None:
         """Fences the generation, and forms the next one from what is left."""
         # Before anything else: unwinding is what the next generation waits for longest.
-        self._interrupt_members()
+        self._interrupt_members(shrinking=True)
         self._begin(self._fence)
 
     def resize(self) -> None:
@@ -86,18 +86,23 @@ class Reconfiguration:
         if self._attempt is not None:
             self._attempt.cancel()
 
-    def _interrupt_members(self, *, softly: bool = False) -> None:
+    def _interrupt_members(self, *, softly: bool = False, shrinking: bool = False) -> None:
         """Tells the active members to leave, each once it has its assignment: it would begin it
         otherwise.
 
         Args:
             softly: let them finish the collective they are in.
+            shrinking: where ranks just go, let them shrink their communicator.
         """
         generation = self._context.generation
         generation.fence(self._context.now_s())
         method = WorkerCalls.stop if softly else WorkerCalls.fence
         members = frozenset(generation.active)
-        if assigned := members - self._assignments.pending:
+        assigned = members - self._assignments.pending
+        if shrinking and assigned == members and (lost := self._context.shrink.begin()):
+            self._context.broadcast(members, WorkerCalls.shrink, generation.number, lost)
+            return
+        if assigned:
             self._context.broadcast(assigned, method, generation.number)
         if waiting := members - assigned:
             interrupting = self._interrupt_when_assigned(waiting, method, self._assignments)
@@ -202,7 +207,7 @@ class Reconfiguration:
         self._vaults.generation_uses(worker.node_id for worker in selection.members)
         if len(assignments) >= LARGE_JOB_WORKERS:
             await asyncio.sleep(0)
-        number = ctx.generation.number + 1
+        number, shrunk = ctx.generation.number + 1, ctx.shrink.made(tuple(assignments))
         generation = ctx.generation = GenerationState(
             number, selection, assignments, restore, ctx.changed.notify
         )
@@ -228,6 +233,7 @@ class Reconfiguration:
             store_port=store[1],
             restore=restore,
             shares=shares,
+            shrunk=shrunk,
             remote=ctx.replicates,
             faults=ctx.injected_faults,
         )

@@ -187,3 +187,58 @@ def test_loss_of_a_peer_is_no_exception_but_an_error_to_be_polled():
     assert group.stream.busy, "the collective stands until it is aborted"
     group.abort()
     group.stream.synchronize(LIMIT_S)
+
+
+def make_three() -> list[NcclLikeGroup]:
+    store, values = dist.HashStore(), NcclLike(watchdog_s=60.0, garbage="nan")
+
+    def make(rank: int) -> NcclLikeGroup:
+        return NcclLikeGroup(store, rank, 3, VirtualDevice(values))
+
+    with ThreadPoolExecutor(3) as pool:
+        return [*pool.map(make, range(3))]
+
+
+def test_shrink_ends_what_stands_and_makes_a_group_of_the_others():
+    groups = make_three()
+    tensors = [torch.ones(2) for _ in groups]
+    for rank in (0, 2):
+        groups[rank].allreduce([tensors[rank]])  # rank 1 never takes part
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(groups[0].shrink, [1], 1)
+        groups[0].stream.synchronize(LIMIT_S)
+        assert tensors[0].isnan().all()
+        time.sleep(0.1)
+        assert not first.done(), "it waits for rank 2"
+        second = pool.submit(groups[2].shrink, [1], 1)
+        children = [first.result(LIMIT_S), second.result(LIMIT_S)]
+    assert [(one.rank(), one.size(), one.was_shrunk) for one in children] == [
+        (0, 2, True),
+        (1, 2, True),
+    ]
+    groups[0].allreduce([tensors[0]])  # on the parent, which must be aborted
+    with pytest.raises(TimeoutError):
+        groups[0].stream.synchronize(0.2)
+    for group in groups:
+        group.abort()
+    values = [torch.full((2,), rank + 1.0) for rank in range(2)]
+    for child, value in zip(children, values, strict=True):
+        child.allreduce([value])
+    for child, value in zip(children, values, strict=True):
+        child.stream.synchronize(LIMIT_S)
+        assert value.tolist() == [3.0, 3.0]
+        child.abort()
+
+
+def test_shrink_alone_stands_until_the_parent_is_aborted():
+    groups = make_three()
+    with ThreadPoolExecutor(1) as pool:
+        shrinking = pool.submit(groups[0].shrink, [1], 1)
+        time.sleep(0.2)
+        assert not shrinking.done()
+        for group in groups:
+            group.abort()
+        with pytest.raises(dist.DistBackendError, match="parent was aborted"):
+            shrinking.result(LIMIT_S)
+    with pytest.raises(dist.DistBackendError, match="was aborted on this rank"):
+        groups[0].shrink([1], 1)

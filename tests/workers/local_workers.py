@@ -63,10 +63,11 @@ class LocalWorkers:
         members: Sequence[int],
         restore: Restore | None = None,
         recipients: Sequence[int] | None = None,
+        **changes: Any,
     ) -> None:
-        """Start a generation, only on `recipients` if given."""
+        """Start a generation, only on `recipients` if given; `changes` are those of its spec."""
         port = self.workers[members[0]].call("open_store")
-        spec = GenerationSpec(generation, len(members), "127.0.0.1", port, restore)
+        spec = GenerationSpec(generation, len(members), "127.0.0.1", port, restore, **changes)
         for rank, index in enumerate(members):
             if recipients is not None and index not in recipients:
                 continue
