@@ -46,8 +46,8 @@ class CommunicatorShrinker:
         self._longest_s = longest_s
         self.limit_s = 0.0
         """Of an attempt."""
-        self._began_s = 0.0
-        """When this process began to join its last group."""
+        self._began_s: float | None = None
+        """When this process began to join its group; None if that is a shrunken one."""
         self._lock = Lock()
         self._is_open = False
         self._attempt: _Attempt | None = None
@@ -55,8 +55,9 @@ class CommunicatorShrinker:
     def open(self, device: torch.device) -> None:
         """The generation has joined its group. Raises ConfigError if that cannot be shrunk."""
         check_shrink(device)
-        join_s = monotonic() - self._began_s
-        self.limit_s = min(self._longest_s, max(LEAST_LIMIT_S, LIMIT_FACTOR * join_s))
+        if self._began_s is not None:
+            limit_s = LIMIT_FACTOR * (monotonic() - self._began_s)
+            self.limit_s = min(self._longest_s, max(LEAST_LIMIT_S, limit_s))
         self._attempt, self._is_open = None, True
 
     def begin(
@@ -87,7 +88,7 @@ class CommunicatorShrinker:
         """The backend of the next generation, if its assignment says so; else it is aborted. None:
         it is made by the join, which begins now."""
         backend = None if self._attempt is None else self._attempt.backend
-        self._attempt, self._began_s = None, monotonic()
+        self._attempt, self._began_s = None, None if assignment.shrunk else monotonic()
         if assignment.shrunk and (backend is None or backend.rank() != assignment.rank):
             raise CollectiveError(f"rank {assignment.rank} has no shrunken communicator")
         if backend is not None and not assignment.shrunk:

@@ -123,15 +123,18 @@ class AuthenticatedStore(Store):
         return self._clones[-1]
 
     def detach(self) -> None:
-        """From now on it, and what is cloned from it, is empty and this process's own: the server
-        may be in a process that was lost."""
+        """From now on it, and what was or is cloned from it, is empty and this process's own: the
+        server may be in a process that was lost."""
         self._store = HashStore()
+        for clone in self._clones:
+            clone.detach()
 
     def adopt_clones(self, detached: AuthenticatedStore) -> None:
         """Connects the clones of a detached store to this one's server, and keeps them alive."""
         for clone in detached._clones:
+            self.adopt_clones(clone)
             clone._store, clone._secret = self._store, self._secret
-            clone._on_value = self._on_value
+            clone._on_value, clone._clones = self._on_value, []
             clone._own_keys.clear()
             clone._present.clear()
         self._clones += detached._clones

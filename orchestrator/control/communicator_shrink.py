@@ -40,7 +40,9 @@ class CommunicatorShrink:
         survivors = tuple(filter(ctx.registry.is_alive, generation.assignments))
         if selection is None or survivors != tuple(assign_ranks(selection.members, {})):
             return ()
-        if len(survivors) == generation.world_size or not generation.active.issuperset(survivors):
+        if not 1 < len(survivors) < generation.world_size:
+            return ()
+        if not generation.active.issuperset(survivors):
             return ()
         self._generation, self._survivors, self._shrunk = generation.number, survivors, set()
         ranks = generation.assignments.items()

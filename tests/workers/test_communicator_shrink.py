@@ -5,23 +5,36 @@ What the controller decides is in `tests/orchestrator/control/test_communicator_
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from rayzero.engine.errors import ConfigError
-from rayzero.workers import process_group
-from rayzero.workers.communicator_shrink import check_shrink, register_default_group
+from rayzero.engine.errors import CollectiveError, ConfigError
+from rayzero.workers import communicator_shrink, process_group
+from rayzero.workers.communicator_shrink import (
+    CommunicatorShrinker,
+    check_shrink,
+    register_default_group,
+)
 from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.messages import Crashed, Finished, LogLine, Shrunk
+from rayzero.workers.rendezvous_store import AuthenticatedStore
 from tests.support.nccl_like.settings import NcclLike
 from tests.workers.local_workers import LocalWorkers
-from tests.workers.test_nccl_like import StartWorkers, start_workers, wait_until_standing
+from tests.workers.support import ASSIGN
+from tests.workers.test_nccl_like import (
+    StartWorkers,
+    reported_steps,
+    start_workers,
+    wait_until_standing,
+)
 from tests.workers.test_recovery import check_results, wait_for_lost_worker
 
 __all__ = ["start_workers"]  # a fixture
@@ -42,14 +55,16 @@ def outcome(local: LocalWorkers, index: int) -> str:
     return message.error
 
 
-def finish(local: LocalWorkers, members: list[int], step: int, *, shrunk: bool) -> None:
-    """The next generation continues behind `step`, over that group, and ends like plain torch."""
+def finish(local: LocalWorkers, members: list[int], *, shrunk: bool, generation: int = 2) -> None:
+    """The next generation continues over that group, and ends like plain torch."""
     restore = local.slots(1, world_size=3)
-    assert restore.step == step
-    local.form(2, members, restore, shrunk=shrunk)
+    told = [max(reported_steps(local, index)) for index in members]
+    assert restore.step in (3, 4), "the fault was in step 5, beside the copy of 4"
+    assert min(told) <= restore.step, "a step that all have told is lost"
+    local.form(generation, members, restore, shrunk=shrunk)
     kind = "shrunken" if shrunk else "made"
     for index in members:
-        assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
+        assert isinstance(local.wait_end(index, generation), Finished), local.texts(index)
         lines = [line.text for line in local.seen[index] if isinstance(line, LogLine)]
         groups = [line for line in lines if line.startswith("group of")]
         assert groups == ["group of 3: made", f"group of {len(members)}: {kind}"]
@@ -60,9 +75,8 @@ def finish(local: LocalWorkers, members: list[int], step: int, *, shrunk: bool) 
 @pytest.mark.parametrize(
     ("stage", "fault", "lost"),
     [
-        (3, 'kill(rank=1, step=5, phase="forward")', 1),
-        (2, 'kill(rank=0, step=5, phase="backward")', 0),  # its process serves the store
-        (0, 'kill(rank=2, step=5, phase="reduce")', 2),
+        (3, 'kill(rank=0, step=5, phase="backward")', 0),  # its process serves the store
+        (2, 'kill(rank=2, step=5, phase="reduce")', 2),
     ],
 )
 def test_survivors_continue_over_the_shrunken_group(
@@ -75,47 +89,28 @@ def test_survivors_continue_over_the_shrunken_group(
     members = [index for index in range(3) if index != lost]
     wait_until_standing(local, *members)
     assert shrink(local, (lost,), *members) == dict.fromkeys(members, "")
-    finish(local, members, 4, shrunk=True)
+    finish(local, members, shrunk=True)
 
 
 @pytest.mark.slow
-def test_failure_ends_where_the_controller_gives_up(start_workers: StartWorkers):
-    """Rank 0's fails; rank 2 waits for it, until it is fenced. The next group is made anew."""
+def test_failure_on_one_rank_leads_to_another_group(start_workers: StartWorkers):
+    """Rank 0's fails, so rank 2 waits for it until its limit. Neither has a shrunken group."""
     fault = 'kill(rank=1, step=5, phase="backward")'
     settings = NcclLike(watchdog_s=30, shrink_fails=(0,))
-    local = start_workers(
-        2, settings, faults=(fault,), communicator_shrink=True, hang_timeout_s=120
-    )
+    local = start_workers(2, settings, faults=(fault,), communicator_shrink=True, hang_timeout_s=4)
     local.form(1, [0, 1, 2])
     assert wait_for_lost_worker(local) == 1
     wait_until_standing(local, 0, 2)
-    local.workers[2].call("shrink", 1, (1,))
-    local.workers[0].call("shrink", 1, (1,))
-    assert "injected" in outcome(local, 0)
-    local.workers[2].call("fence", 1)
-    assert "another one was lost" in outcome(local, 2)
-    finish(local, [0, 2], 4, shrunk=False)
-
-
-@pytest.mark.slow
-def test_rank_that_shrinks_alone_gives_up_after_its_limit(start_workers: StartWorkers):
-    """The others abort, as they do when a replacement joins; rank 0 has no shrunken group then."""
-    fault = 'kill(rank=1, step=5, phase="reduce")'
-    local = start_workers(
-        0, NcclLike(watchdog_s=30), faults=(fault,), communicator_shrink=True, hang_timeout_s=4
-    )
-    local.form(1, [0, 1, 2])
-    assert wait_for_lost_worker(local) == 1
-    began_s = time.monotonic()
-    local.workers[2].call("fence", 1)
-    assert "within" in shrink(local, (1,), 0)[0]
-    assert time.monotonic() - began_s < LIMIT_S
-    local.form(2, [0, 2], shrunk=True)
+    errors = shrink(local, (1,), 0, 2)
+    assert "injected" in errors[0]
+    assert "within" in errors[2]
+    restore = local.slots(1, world_size=3)
+    local.form(2, [0, 2], restore, shrunk=True)
     for index in (0, 2):
         end = local.wait_end(index, 2)
         assert isinstance(end, Crashed)
-        assert end.kind == "collective"
-        assert "no shrunken communicator" in end.error
+        assert (end.kind, "no shrunken communicator" in end.error) == ("collective", True)
+    finish(local, [0, 2], shrunk=False, generation=3)
 
 
 @pytest.mark.slow
@@ -132,6 +127,77 @@ def test_shrunken_group_that_is_not_wanted_is_aborted(start_workers: StartWorker
     for index in members:
         assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
     check_results(local)
+
+
+class SlowBackend:
+    """A group on gloo that stands in `shrink` until the test lets it go on."""
+
+    supports_shrinking = True
+
+    def __init__(self) -> None:
+        self.entered, self.goes_on, self.aborted = Event(), Event(), Event()
+
+    def shrink(self, lost: list[int], flags: int) -> SlowBackend:
+        assert (lost, flags) == ([1, 2], c10d.SHRINK_ABORT)
+        self.entered.set()
+        assert self.goes_on.wait(LIMIT_S)
+        return self
+
+    def rank(self) -> int:
+        return 0
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+@pytest.fixture
+def shrinker(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CommunicatorShrinker, SlowBackend]]:
+    """Of a process that has joined a group."""
+    backend, shrinker = SlowBackend(), CommunicatorShrinker(longest_s=LIMIT_S)
+    group = SimpleNamespace(_get_backend=lambda device: backend)
+    monkeypatch.setattr(c10d, "_get_default_group", lambda: group)
+    assert shrinker.take(ASSIGN) is None
+    monkeypatch.setattr(communicator_shrink, "LEAST_LIMIT_S", LIMIT_S)
+    shrinker.open(CPU)
+    yield shrinker, backend
+    backend.goes_on.set()
+
+
+def begin(shrinker: CommunicatorShrinker) -> None:
+    shrinker.begin(CPU, (2, 1), AuthenticatedStore(dist.HashStore(), b"secret"))
+
+
+def test_abandoned_attempt_fails_and_what_it_makes_later_is_aborted(shrinker):
+    shrinker, backend = shrinker
+    begin(shrinker)
+    assert backend.entered.wait(LIMIT_S)
+    shrinker.abandon()
+    assert "another one was lost" in (shrinker.settle() or "")
+    assert not backend.aborted.is_set()
+    backend.goes_on.set()
+    assert backend.aborted.wait(LIMIT_S)
+    assert shrinker.take(ASSIGN) is None
+
+
+def test_abandon_after_success_changes_nothing(shrinker):
+    shrinker, backend = shrinker
+    begin(shrinker)
+    backend.goes_on.set()
+    assert shrinker.settle() == ""
+    shrinker.abandon()
+    assert shrinker.settle() == ""
+    assert shrinker.take(replace(ASSIGN, shrunk=True)) is backend
+    assert not backend.aborted.is_set()
+
+
+def test_no_attempt_begins_once_the_group_may_be_aborted(shrinker):
+    shrinker, backend = shrinker
+    assert shrinker.settle() is None
+    begin(shrinker)
+    assert shrinker.settle() is None
+    assert not backend.entered.is_set()
+    with pytest.raises(CollectiveError, match="rank 0 has no shrunken"):
+        shrinker.take(replace(ASSIGN, shrunk=True))
 
 
 @pytest.fixture
