@@ -136,7 +136,6 @@ def _worker_spec(
         faults=tuple(map(parse_fault, spec.faults)),
         ledger=spec.ledger,
         run=f"{time_ns():020d}",
-        communicator_shrink=spec.recovery.communicator_shrink,
     )
 
 

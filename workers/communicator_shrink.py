@@ -45,7 +45,7 @@ class CommunicatorShrinker:
         """
         self._longest_s = longest_s
         self.limit_s = 0.0
-        """Of an attempt."""
+        """Of an attempt; 0: there is none in this job."""
         self._began_s: float | None = None
         """When this process began to join its group; None if that is a shrunken one."""
         self._lock = Lock()

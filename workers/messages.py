@@ -40,7 +40,6 @@ class WorkerSpec:
         hang_timeout_s: a rank without progress for this long counts as hung.
         mirror: when to mirror the state into the vault, and when to make a checkpoint.
         ledger: record consumed sample ids under `output_dir`/ledger/`run`.
-        communicator_shrink: the controller may ask to shrink the process group.
         run: id of this run of the job; ids of later runs sort after it.
         working_dir: the submitter's; used on the worker, if it exists there, and imported from.
         import_paths: the submitter's `sys.path`, added to the worker's.
@@ -62,7 +61,6 @@ class WorkerSpec:
     faults: tuple[FaultSpec, ...] = ()
     ledger: bool = False
     run: str = ""
-    communicator_shrink: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +85,7 @@ class GenerationSpec:
         store_host, store_port: the store where the members rendezvous.
         restore: the state to start from; None: a fresh start.
         shares: each rank's share of a step's samples, adding up to 1; empty: even shares.
+        shrinks: the controller may ask to shrink the group (`WorkerCalls.shrink`).
         shrunk: the group is what that of the generation before was shrunk to.
         remote: pin steps as often as possible, for replication to another node's vault.
         faults: all faults injected since the job started, in addition to `WorkerSpec.faults`.
@@ -99,6 +98,7 @@ class GenerationSpec:
     store_port: int
     restore: Restore | None = None
     shares: tuple[float, ...] = ()
+    shrinks: bool = False
     shrunk: bool = False
     remote: bool = False
     faults: tuple[FaultSpec, ...] = ()

@@ -197,7 +197,7 @@ class WorkerProcess(WorkerCalls):
         joined = Joined(assignment.generation, assignment.rank)
 
         def on_joined() -> None:
-            if self._spec.communicator_shrink:
+            if assignment.shrinks:
                 self._shrinker.open(device)
             channel.post(joined)
 
@@ -242,9 +242,9 @@ class WorkerProcess(WorkerCalls):
 
     def _polled_errors(self, channel: GenerationChannel) -> AbstractContextManager[None]:
         def end_generation(error: str) -> None:
-            # The controller may be about to end it, and knows why, and whether to shrink the group.
-            ends = self._spec.communicator_shrink and channel.interrupt.wait(self._shrinker.limit_s)
-            if not (ends or channel.fenced):
+            # The controller may be about to end it, and knows whether to shrink the group.
+            limit_s = self._shrinker.limit_s
+            if not (channel.fenced or (limit_s and channel.interrupt.wait(limit_s))):
                 channel.interrupt.fail(error)
                 self._begin_abort(channel)
 

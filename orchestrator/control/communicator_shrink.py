@@ -8,14 +8,10 @@ one fails, the others stop waiting for it, all make a new one, and the job does 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.policies.placement import assign_ranks
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.messages import Shrunk
-
-if TYPE_CHECKING:
-    from rayzero.orchestrator.control.context import JobContext
 
 
 class CommunicatorShrink:

@@ -16,7 +16,6 @@ from rayzero.orchestrator.aio import (
     with_timeout,
 )
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
-from rayzero.orchestrator.control.communicator_shrink import CommunicatorShrink
 from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
 from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
 from rayzero.orchestrator.job_events import EventBus, JobEvent, JobWarning, RankEvent
@@ -93,7 +92,6 @@ class JobContext(ObservedState):
         self.timer = RecoveryTimer(deps.clock.now)
         self.speeds = SpeedTracker(balance=plan.spec.recovery.balance == "auto")
         self.tasks = BackgroundTasks(on_error)
-        self.shrink = CommunicatorShrink(self)
         self._on_error = on_error
         self.events: asyncio.Queue[machine.Event] = asyncio.Queue()
 

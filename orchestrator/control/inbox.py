@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from rayzero.orchestrator.aio import WORKER_POLL_S
 from rayzero.orchestrator.control.chaos import ClusterFaultInjector
+from rayzero.orchestrator.control.communicator_shrink import CommunicatorShrink
 from rayzero.orchestrator.control.context import JobContext, timeout_reason
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.replication import Replication
@@ -198,6 +199,7 @@ class MessageDispatcher:
         replication: Replication,
         vaults: VaultManager,
         fault_injector: ClusterFaultInjector,
+        shrink: CommunicatorShrink,
         on_all_finished: Callable[[], None],
     ) -> None:
         self._context = context
@@ -216,7 +218,7 @@ class MessageDispatcher:
             StopCaught: self._on_stop_caught,
             Stopped: self._on_left,
             Crashed: self._on_crashed,
-            Shrunk: self._context.shrink.on_shrunk,
+            Shrunk: shrink.on_shrunk,
             Pinned: replication.on_pinned,
             LogLine: self._forward,
             FaultFired: self._forward,

@@ -15,6 +15,7 @@ from typing import Any
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import PendingReplies
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
+from rayzero.orchestrator.control.communicator_shrink import CommunicatorShrink
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.generation import GenerationState
@@ -53,6 +54,7 @@ class Reconfiguration:
         restore: RestoreSelector,
         inbox: WorkerInbox,
         checkpoints: CheckpointWriter,
+        shrink: CommunicatorShrink,
     ) -> None:
         self._context = context
         self._failures = failures
@@ -60,6 +62,7 @@ class Reconfiguration:
         self._restore = restore
         self._inbox = inbox
         self._checkpoints = checkpoints
+        self._shrink = shrink
         self._attempt: asyncio.Task[None] | None = None
         self._assignments = PendingReplies()
         """The replies of the newest generation's members to their assignments."""
@@ -99,7 +102,7 @@ class Reconfiguration:
         method = WorkerCalls.stop if softly else WorkerCalls.fence
         members = frozenset(generation.active)
         assigned = members - self._assignments.pending
-        if shrinking and assigned == members and (lost := self._context.shrink.begin()):
+        if shrinking and assigned == members and (lost := self._shrink.begin()):
             self._context.broadcast(members, WorkerCalls.shrink, generation.number, lost)
             return
         if assigned:
@@ -207,7 +210,7 @@ class Reconfiguration:
         self._vaults.generation_uses(worker.node_id for worker in selection.members)
         if len(assignments) >= LARGE_JOB_WORKERS:
             await asyncio.sleep(0)
-        number, shrunk = ctx.generation.number + 1, ctx.shrink.made(tuple(assignments))
+        number, shrunk = ctx.generation.number + 1, self._shrink.made(tuple(assignments))
         generation = ctx.generation = GenerationState(
             number, selection, assignments, restore, ctx.changed.notify
         )
@@ -233,6 +236,7 @@ class Reconfiguration:
             store_port=store[1],
             restore=restore,
             shares=shares,
+            shrinks=ctx.plan.spec.recovery.communicator_shrink,
             shrunk=shrunk,
             remote=ctx.replicates,
             faults=ctx.injected_faults,

@@ -61,7 +61,7 @@ def finish(local: LocalWorkers, members: list[int], *, shrunk: bool, generation:
     told = [max(reported_steps(local, index)) for index in members]
     assert restore.step in (3, 4), "the fault was in step 5, beside the copy of 4"
     assert min(told) <= restore.step, "a step that all have told is lost"
-    local.form(generation, members, restore, shrunk=shrunk)
+    local.form(generation, members, restore, shrinks=True, shrunk=shrunk)
     kind = "shrunken" if shrunk else "made"
     for index in members:
         assert isinstance(local.wait_end(index, generation), Finished), local.texts(index)
@@ -83,8 +83,8 @@ def test_survivors_continue_over_the_shrunken_group(
     start_workers: StartWorkers, stage, fault, lost
 ):
     settings = NcclLike(watchdog_s=0.0, dump_s=2.0)
-    local = start_workers(stage, settings, faults=(fault,), communicator_shrink=True)
-    local.form(1, [0, 1, 2])
+    local = start_workers(stage, settings, faults=(fault,))
+    local.form(1, [0, 1, 2], shrinks=True)
     assert wait_for_lost_worker(local) == lost
     members = [index for index in range(3) if index != lost]
     wait_until_standing(local, *members)
@@ -97,15 +97,15 @@ def test_failure_on_one_rank_leads_to_another_group(start_workers: StartWorkers)
     """Rank 0's fails, so rank 2 waits for it until its limit. Neither has a shrunken group."""
     fault = 'kill(rank=1, step=5, phase="backward")'
     settings = NcclLike(watchdog_s=30, shrink_fails=(0,))
-    local = start_workers(2, settings, faults=(fault,), communicator_shrink=True, hang_timeout_s=4)
-    local.form(1, [0, 1, 2])
+    local = start_workers(2, settings, faults=(fault,), hang_timeout_s=4)
+    local.form(1, [0, 1, 2], shrinks=True)
     assert wait_for_lost_worker(local) == 1
     wait_until_standing(local, 0, 2)
     errors = shrink(local, (1,), 0, 2)
     assert "injected" in errors[0]
     assert "within" in errors[2]
     restore = local.slots(1, world_size=3)
-    local.form(2, [0, 2], restore, shrunk=True)
+    local.form(2, [0, 2], restore, shrinks=True, shrunk=True)
     for index in (0, 2):
         end = local.wait_end(index, 2)
         assert isinstance(end, Crashed)
@@ -117,13 +117,13 @@ def test_failure_on_one_rank_leads_to_another_group(start_workers: StartWorkers)
 def test_shrunken_group_that_is_not_wanted_is_aborted(start_workers: StartWorkers):
     """Rank 1 is killed, and a replacement is ready before the next generation begins."""
     fault = 'kill(rank=1, step=5, phase="forward")'
-    local = start_workers(2, NcclLike(watchdog_s=30), faults=(fault,), communicator_shrink=True)
-    local.form(1, [0, 1, 2])
+    local = start_workers(2, NcclLike(watchdog_s=30), faults=(fault,))
+    local.form(1, [0, 1, 2], shrinks=True)
     assert wait_for_lost_worker(local) == 1
     assert shrink(local, (1,), 0, 2) == {0: "", 2: ""}
     restore = local.slots(1, world_size=3)
     members = [0, local.start_worker(), 2]
-    local.form(2, members, restore)
+    local.form(2, members, restore, shrinks=True)
     for index in members:
         assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
     check_results(local)
