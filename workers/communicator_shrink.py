@@ -87,6 +87,8 @@ class CommunicatorShrinker:
     def take(self, assignment: Assignment) -> Any:
         """The backend of the next generation, if its assignment says so; else it is aborted. None:
         it is made by the join, which begins now."""
+        self.abandon()  # nothing waits for an attempt of a function that has returned
+        self.settle()
         backend = None if self._attempt is None else self._attempt.backend
         self._attempt, self._began_s = None, None if assignment.shrunk else monotonic()
         if assignment.shrunk and (backend is None or backend.rank() != assignment.rank):
@@ -116,6 +118,10 @@ class _Attempt:
         try:
             get_device(device).make_current()  # per thread
             store.detach()  # the child clones it: its server may be in the lost process
+            if len(c10d._world.pg_map) > 1:
+                raise RuntimeError(
+                    "there are groups beside it, whose kernels a shrink does not end"
+                )
             parent = c10d._get_default_group()._get_backend(device)
             child = parent.shrink(lost, c10d.SHRINK_ABORT)
         except Exception as raised:  # noqa: BLE001  # of any type: it is reported

@@ -24,11 +24,18 @@ from rayzero.workers.communicator_shrink import (
     register_default_group,
 )
 from rayzero.workers.group_sockets import SocketTracker
-from rayzero.workers.messages import Crashed, Finished, LogLine, Shrunk
+from rayzero.workers.messages import (
+    Crashed,
+    Finished,
+    GenerationSpec,
+    LogLine,
+    RankAssignment,
+    Shrunk,
+)
 from rayzero.workers.rendezvous_store import AuthenticatedStore
 from tests.support.nccl_like.settings import NcclLike
 from tests.workers.local_workers import LocalWorkers
-from tests.workers.support import ASSIGN
+from tests.workers.support import ASSIGN, poll_until
 from tests.workers.test_nccl_like import (
     StartWorkers,
     reported_steps,
@@ -36,8 +43,9 @@ from tests.workers.test_nccl_like import (
     wait_until_standing,
 )
 from tests.workers.test_recovery import check_results, wait_for_lost_worker
+from tests.workers.test_worker import MakeWorker, make_worker
 
-__all__ = ["start_workers"]  # a fixture
+__all__ = ["make_worker", "start_workers"]  # fixtures
 LIMIT_S = 20.0
 CPU = torch.device("cpu")
 
@@ -177,6 +185,34 @@ def test_abandoned_attempt_fails_and_what_it_makes_later_is_aborted(shrinker):
     backend.goes_on.set()
     assert backend.aborted.wait(LIMIT_S)
     assert shrinker.take(ASSIGN) is None
+
+
+def test_attempt_that_nobody_waited_for_is_given_up_by_the_next_generation(shrinker):
+    """The training function has returned meanwhile."""
+    shrinker, backend = shrinker
+    begin(shrinker)
+    assert backend.entered.wait(LIMIT_S)
+    assert shrinker.take(ASSIGN) is None
+    backend.goes_on.set()
+    assert backend.aborted.wait(LIMIT_S)
+
+
+def test_groups_beside_it_prevent_a_shrink(shrinker, monkeypatch: pytest.MonkeyPatch):
+    shrinker, backend = shrinker
+    monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_map={"default": 0, "hpz": 0}))
+    begin(shrinker)
+    assert "groups beside it" in (shrinker.settle() or "")
+    assert not backend.entered.is_set()
+
+
+def test_job_fails_where_the_backend_has_no_shrink(make_worker: MakeWorker):
+    worker = make_worker("returns")
+    spec = GenerationSpec(1, 1, "127.0.0.1", worker.open_store(), shrinks=True)
+    worker.assign(spec, RankAssignment(0, 0, 1, vault=""))
+    crash = poll_until(worker.poll, Crashed)[-2]
+    assert isinstance(crash, Crashed)
+    assert crash.kind == "config"
+    assert "recovery.communicator_shrink: the backend gloo of torch" in crash.error
 
 
 def test_abandon_after_success_changes_nothing(shrinker):
