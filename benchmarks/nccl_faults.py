@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -236,6 +237,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--resume", action="store_true", help="continue an existing record")
     parser.add_argument("--json", type=Path, help="the record; default: runs/nccl-faults-SEED.json")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves no files
     record = options.json or Path(f"runs/nccl-faults-{options.seed}.json")
     done: list[Outcome] = []
     if options.resume and record.exists():

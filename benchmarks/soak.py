@@ -36,6 +36,7 @@ from benchmarks.soak_control import FOLDER_VARIABLE
 from benchmarks.soak_plan import Plan, kind_of, plan
 from benchmarks.soak_submission import CPUS, NON_DISRUPTIVE, Recovery
 from rayzero.workers.chaos.spec import FAULT_KINDS
+from tests.support.nccl_like.settings import VARIABLE, NcclLike
 
 EPISODE_FAULTS = 5
 UNUSED_KINDS = ("partition",)
@@ -158,6 +159,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--state", type=Path, metavar="PATH", help="record file; default: runs/soak-<seed>.json"
     )
+    text = "train on a device and a process group that behave as NCCL's (tests/support/nccl_like)"
+    parser.add_argument("--nccl-like", action="store_true", help=text)
     parser.add_argument("--keep", action="store_true", help="keep the files of every episode")
     parser.add_argument("--resume", action="store_true", help="continue an existing record")
     options = parser.parse_args(arguments)
@@ -198,6 +201,8 @@ def main(arguments: list[str]) -> int:
         console.print(f"cannot resume: {reason}", style="red")
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the workers
+    if options.nccl_like:
+        os.environ.setdefault(VARIABLE, NcclLike().text())
     for name, reason in options.refused.items():
         console.print(f"without {name}: {reason}")
     control = tempfile.mkdtemp(prefix="soak-control-")

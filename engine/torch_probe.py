@@ -1,7 +1,8 @@
-"""Probes torch: two processes run `python -m rayzero.engine.torch_probe RANK FOLDER`.
+"""Probes torch: two processes run `python -m rayzero.engine.torch_probe RANK FOLDER SECONDS`.
 
 Each fact is printed as a line of JSON as soon as it is known, so that a later step that hangs or
-crashes loses none. The two rendezvous through a file in the folder and run an all-reduce.
+crashes loses none. The two rendezvous through a file in the folder and run an all-reduce; each
+waits at most so many seconds for the other.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from rayzero.engine.comm.process_group import connect_collectives, create_group
 from rayzero.engine.device import device_count, get_device, nccl_version
 from rayzero.engine.errors import first_line
 
-_INIT_TIMEOUT = timedelta(seconds=30)
-
 
 def describe_torch() -> dict[str, Any]:
     """Versions and devices, without a process group."""
@@ -37,23 +36,23 @@ def describe_torch() -> dict[str, Any]:
     }
 
 
-def try_backends(rank: int, folder: Path) -> Iterator[dict[str, Any]]:
+def try_backends(rank: int, folder: Path, timeout: timedelta) -> Iterator[dict[str, Any]]:
     """Seconds that rendezvous and an all-reduce take with each backend, or its error.
 
     NCCL is tried if each of the two processes has its own GPU.
     """
     for backend in ("gloo", "nccl") if device_count() > 1 else ("gloo",):
         try:
-            yield {f"{backend}_s": _try_backend(backend, rank, folder / backend)}
+            yield {f"{backend}_s": _try_backend(backend, rank, folder / backend, timeout)}
         except (RuntimeError, ValueError, OSError) as error:
             yield {f"{backend}_trouble": first_line(error)}
 
 
-def _try_backend(backend: str, rank: int, rendezvous: Path) -> float:
+def _try_backend(backend: str, rank: int, rendezvous: Path, timeout: timedelta) -> float:
     started = time.monotonic()
     os.environ["LOCAL_RANK"] = str(rank)
     url = f"file://{rendezvous}"
-    create_group(backend, init_method=url, timeout=_INIT_TIMEOUT, world_size=2, rank=rank)
+    create_group(backend, init_method=url, timeout=timeout, world_size=2, rank=rank)
     try:
         collectives, device = connect_collectives()
         total = torch.full((1024,), float(rank + 1), device=device)
@@ -69,7 +68,7 @@ def _try_backend(backend: str, rank: int, rendezvous: Path) -> float:
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     print(json.dumps(describe_torch()), flush=True)
-    for trial in try_backends(rank, folder):
+    for trial in try_backends(rank, folder, timedelta(seconds=float(sys.argv[3]))):
         print(json.dumps(trial), flush=True)
 
 

@@ -28,6 +28,7 @@ _TORCH_TIMEOUT_S = 90.0  # importing torch on a busy machine, and 30 s for a col
 _CLUSTER_TIMEOUT_S = 45.0
 _STORAGE_TIMEOUT_S = 45.0
 _KILL_TIMEOUT_S = 5.0
+_MAX_SLOWDOWN = 10.0
 _MAX_ERROR_CHARS = 300  # of a failed process's last line
 
 
@@ -79,17 +80,23 @@ class SystemFacts:
 def collect_facts(place: str, address: str, env: Mapping[str, str]) -> SystemFacts:
     """Runs all probes in parallel. `place`: folder or URL for checkpoints; `address`: of a Ray
     cluster, empty for none; `env`: what a job sets for its workers."""
+    factor = slowdown()
+    torch_s = factor * _TORCH_TIMEOUT_S
     with TemporaryDirectory(prefix="rayzero-doctor-") as folder, ThreadPoolExecutor(4) as threads:
         torch, _ = (
             threads.submit(
-                run_probe, "rayzero.engine.torch_probe", (str(rank), folder), _TORCH_TIMEOUT_S
+                run_probe,
+                "rayzero.engine.torch_probe",
+                (str(rank), folder, str(torch_s / 3)),
+                torch_s,
             )
             for rank in range(2)
         )
-        storage = threads.submit(run_probe, _PROBES, ("storage",), _STORAGE_TIMEOUT_S, place)
+        storage_s, cluster_s = factor * _STORAGE_TIMEOUT_S, factor * _CLUSTER_TIMEOUT_S
+        storage = threads.submit(run_probe, _PROBES, ("storage",), storage_s, place)
         cluster = None
         if address:
-            cluster = threads.submit(run_probe, _PROBES, ("cluster", address), _CLUSTER_TIMEOUT_S)
+            cluster = threads.submit(run_probe, _PROBES, ("cluster", address), cluster_s)
         return SystemFacts(
             machine=inspect_machine({**os.environ, **env}),
             torch=torch.result(),
@@ -98,6 +105,15 @@ def collect_facts(place: str, address: str, env: Mapping[str, str]) -> SystemFac
             address=address,
             checkpoint_path=redact_url(place),
         )
+
+
+def slowdown(file: str = "/proc/self/schedstat") -> float:
+    """How many times as long as on an idle machine this thread has taken so far, by its waits for a
+    CPU: what a probe may take, too. 1 where the system does not tell; at most _MAX_SLOWDOWN."""
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        ran_ns, waited_ns = map(int, Path(file).read_text().split()[:2])
+        return min(1 + waited_ns / ran_ns, _MAX_SLOWDOWN)
+    return 1.0
 
 
 def run_probe(

@@ -25,7 +25,7 @@ def test_doctor_command_with_cluster(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     report = json.loads(result.stdout)
     levels = {finding["name"]: finding["level"] for finding in report["findings"]}

@@ -15,7 +15,8 @@ import pytest
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.engine.redact import redact_url
-from rayzero.orchestrator.doctor.collect import ProbeResult, inspect_machine, run_probe
+from rayzero.orchestrator.doctor import collect
+from rayzero.orchestrator.doctor.collect import ProbeResult, inspect_machine, run_probe, slowdown
 from rayzero.orchestrator.doctor.probes import check_storage
 from tests.house.source import ROOT
 
@@ -83,9 +84,32 @@ print('{"half":', end="")
             os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
+@pytest.mark.parametrize(
+    ("ran_ns", "waited_ns", "factor"), [(10**9, 0, 1), (10**9, 3 * 10**9, 4), (10, 10**9, 10)]
+)
+def test_probes_have_as_many_times_longer_as_this_process_waited_for_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ran_ns: int, waited_ns: int, factor: float
+) -> None:
+    """At a load of 40 the fixed limit was too short for the imports of a probe."""
+    file, limits_s = tmp_path / "schedstat", {}
+    file.write_text(f"{ran_ns} {waited_ns} 3\n")
+    assert slowdown(str(file)) == factor
+    assert slowdown(str(tmp_path / "none")) == 1
+
+    def record(module: str, arguments: tuple[str, ...], limit_s: float, *_: str) -> ProbeResult:
+        limits_s[module, arguments[0]] = limit_s
+        return ProbeResult()
+
+    monkeypatch.setattr(collect, "slowdown", lambda: slowdown(str(file)))
+    monkeypatch.setattr(collect, "run_probe", record)
+    collect.collect_facts("runs", "127.0.0.1:1", {})
+    assert limits_s[PROBES, "cluster"] == limits_s[PROBES, "storage"] == 45 * factor
+    assert limits_s["rayzero.engine.torch_probe", "1"] == 90 * factor
+
+
 def test_torch_import_error_is_reported(modules: Path) -> None:
     write(modules, "torch", "raise ImportError('libcudart.so.13: cannot open shared object file')")
-    probe = run_probe("rayzero.engine.torch_probe", ("0", str(modules)), 60)
+    probe = run_probe("rayzero.engine.torch_probe", ("0", str(modules), "30"), 60)
     assert probe.facts == {}
     assert "libcudart.so.13" in probe.error
 
