@@ -78,8 +78,8 @@ class Collectives:
         """
         self.run_timed("an exchange", self.counters.sequence, self._backend.progress_pending)
 
-    def all_reduce(self, full: Tensor, name: str = "all_reduce") -> CollectiveWork:
-        return self._launch(name, 2 * full.nbytes, self._backend.all_reduce, full)
+    def all_reduce(self, full: Tensor) -> CollectiveWork:
+        return self._launch("all_reduce", 2 * full.nbytes, self._backend.all_reduce, full)
 
     def reduce_scatter(
         self, full: Tensor, out: Tensor, *, accumulate: bool = False
@@ -123,9 +123,7 @@ class Collectives:
         Raises CollectiveError if not every rank was counted: a group that is aborted lets its
         kernels end early, with undefined results.
         """
-        sent = get_device(scalars.device).send([*numbers, 1.0], torch.float64)
-        ballot = torch.cat((scalars.view(-1), sent))
-        work = self._launch(name, ballot.nbytes, self._backend.all_reduce, ballot)
+        ballot, work = self._launch_sum(scalars, numbers, name)
         *sums, ranks = work.to_host(ballot).tolist()
         if ranks != self.world_size:
             raise CollectiveError(
@@ -133,6 +131,20 @@ class Collectives:
                 f"has summed over {ranks:g} of {self.world_size} ranks"
             )
         return sums
+
+    def sum_on_device(self, scalars: Tensor, name: str) -> Tensor:
+        """`sum_scalars` whose result stays on the device: undefined if the group is aborted, so
+        whoever believes what follows from it must look for an interrupt before."""
+        ballot, work = self._launch_sum(scalars, (), name)
+        work.wait()
+        return ballot[:-1].view_as(scalars)
+
+    def _launch_sum(
+        self, scalars: Tensor, numbers: Sequence[float], name: str
+    ) -> tuple[Tensor, CollectiveWork]:
+        sent = get_device(scalars.device).send([*numbers, 1.0], torch.float64)
+        ballot = torch.cat((scalars.view(-1), sent))
+        return ballot, self._launch(name, ballot.nbytes, self._backend.all_reduce, ballot)
 
     def _launch(
         self,

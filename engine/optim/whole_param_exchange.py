@@ -65,11 +65,9 @@ class ShardedWholeParamOps(WholeParamOps):
         if not self._sharded:
             return values
         sums = values.to(self._device, non_blocking=True)  # weights may be offloaded
-        work = self._collectives.all_reduce(sums, "sums")
-        if values.device != sums.device:
-            return work.to_host(sums)
-        work.wait()
-        return sums
+        if values.device == sums.device:
+            return self._collectives.sum_on_device(sums, "sums")
+        return values.new_tensor(self._collectives.sum_scalars(sums, name="sums")).view_as(values)
 
     def transform(
         self,
