@@ -29,9 +29,9 @@ from rayzero.engine.device import get_device
 
 CYCLES, SMALL_CYCLES = 20, 6
 SETTLED = 3  # of the cycles: contexts and caches exist
-# What a cycle may keep; the NCCL-like group keeps a pipe.
+# What a cycle may keep; the NCCL-like group keeps a pipe, and its stream a thread.
 KEPT = {"threads": 0, "descriptors": 0, "gpu_bytes": 8 << 20}
-SMALL_KEPT = {"threads": 0, "descriptors": 2}
+SMALL_KEPT = {"threads": 1, "descriptors": 2}
 SLOWEST_COLLECTION_S = 5.0
 """Of the garbage of an aborted group; with torch's own settings its watchdog holds it for 60 s."""
 STALL_S, SMALL_STALL_S = 8.0, 1.0

@@ -185,6 +185,7 @@ def mutant_cases() -> list[Case]:
         Case(**stage_3, weights="int8 and hpz", world_size=4),
         Case(**stage_3, weights="int8"),
         Case(optimizer="Muon", micro_steps=1),
+        Case(optimizer="Lamb", micro_steps=1),
         Case(stage=0, optimizer="OneBitAdam", micro_steps=1),
         Case(stage=1, offload="nvme", micro_steps=1),
         Case(stage=1, offload="nvme", micro_steps=1, precision="fp32"),
