@@ -34,7 +34,7 @@ from tests.support.races.running import Findings, run_case
 from tests.support.races.survivors import JUSTIFIED
 from tests.support.races.waits import Wait, all_waits
 
-_reached: dict[tuple[str, str], list[Case]] = {}
+_reached: dict[tuple[str, str], list[Findings]] = {}
 
 
 def _start(mutate: bool) -> None:
@@ -92,11 +92,14 @@ def run_cases(cases: Sequence[Case], processes: int) -> dict[str, Any]:
 def run_mutants(waits: Sequence[Wait], processes: int) -> dict[str, Any]:
     """Which mutants are noticed."""
     started_s = time.monotonic()
-    verdicts: list[Verdict] = list(_in_parallel(_judge, waits, processes, mutate=True))
+    verdicts: list[Verdict] = []
+    for it in _in_parallel(_judge, waits, processes, mutate=True):
+        verdicts.append(it)
+        if it.how is None:
+            justified = JUSTIFIED.get(it.wait.key, "NOT JUSTIFIED")
+            place = f"{it.wait.key} (line {it.wait.line})"
+            print(f"survives {it.tried} cases: {place}: {justified}", flush=True)
     survivors = [it for it in verdicts if it.how is None]
-    for it in survivors:
-        justified = JUSTIFIED.get(it.wait.key, "NOT JUSTIFIED")
-        print(f"survives {it.tried} cases: {it.wait.key} (line {it.wait.line}): {justified}")
     killed = len(verdicts) - len(survivors)
     return {
         "mutants": len(verdicts),
@@ -146,6 +149,7 @@ def main() -> int:
     parser.add_argument("--part", choices=("cases", "mutants", "books"), action="append")
     parser.add_argument("--seed", type=int, default=0, help="of the covering arrays")
     parser.add_argument("--limit", type=int, help="at most as many cases or mutants")
+    parser.add_argument("--only", metavar="FILE", help="mutants of the files whose path has this")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -153,7 +157,8 @@ def main() -> int:
     if "cases" in parts:
         results["cases"] = run_cases(all_cases(options.seed)[: options.limit], options.processes)
     if "mutants" in parts:
-        results["mutants"] = run_mutants(all_waits()[: options.limit], options.processes)
+        waits = [wait for wait in all_waits() if (options.only or "") in wait.file]
+        results["mutants"] = run_mutants(waits[: options.limit], options.processes)
     if "books" in parts:
         results["books"] = run_books(sample_cases(options.seed)[: options.limit])
     for name, result in results.items():

@@ -154,7 +154,6 @@ class HostStore(StateStore):
     def update_chunks(
         self, chunks: Sequence[UpdateChunk], state: OptimizerStateMap
     ) -> Iterator[int]:
-        self._transfer.wait_h2d()  # of the update before, from the weights that are now changed
         for index, chunk in enumerate(chunks):
             yield index
             self._send_updated(chunk, chunk.weights)

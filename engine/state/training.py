@@ -110,11 +110,13 @@ class TrainingState:
         self._is_updating = False
 
     def before_write(self) -> None:
-        """Before a change of the state: the device makes it after a copy that is still running."""
+        """Before a change of the state: the device makes it after a copy that is still running, and
+        the host after what the engine itself has in flight."""
         self.altered = True
         if self.copied_by is not None:
             self.copied_by.before_write(self.device)
             self.copied_by = None
+        self._runtime.wait_state()
 
     def pack(self, *, whole: bool = False) -> StateBlock:
         """This rank's share as a block, or the complete state (`whole`). The share's block is the

@@ -98,9 +98,9 @@ class ZeroRuntime:
         """After the local update: copies all ranks' main weights to all ranks' model weights.
 
         `lazy`: `lazy_weights`, if there, waits for them where they are used. Before returning to
-        the script this rank still does its share of all gathers, so that no peer waits for it.
+        the script this rank still does its share of all gathers, so that no peer waits for it. All
+        earlier gathers have been waited for: by the vote, or by what wrote the main weights.
         """
-        self.wait_weights()
         gather = self.stage.weight_collective is Collective.ALL_GATHER
         pending: dict[str, Work] = {}
         for unit in reversed(self.units):  # about the order in which forward uses them
@@ -122,6 +122,15 @@ class ZeroRuntime:
         """Returns when the model's weights may be read and written."""
         if self.lazy_weights is not None:
             self.lazy_weights.wait()
+
+    def wait_state(self) -> None:
+        """Returns when the state may be written, on the device by what is enqueued from now on: no
+        gather of weights and no copy from host memory is in flight."""
+        self.wait_weights()
+        if self.unshard_scheduler is not None:
+            self.unshard_scheduler.wait_prefetched()
+        if self.offload.separate_memory:
+            self.offload.transfer.wait_h2d()
 
     def close(self) -> None:
         """Removes the model's hooks, stops threads and closes files."""

@@ -124,6 +124,12 @@ class UnshardScheduler:
         self.large_modules.trained = True
         self._previous = None
 
+    def wait_prefetched(self) -> None:
+        """Returns when no gather reads the shards: not even of a block that was not used."""
+        for block in self.blocks:
+            if block.state is BlockState.GATHERING:
+                self._wait_all_gather(block)
+
     def invalidate(self) -> None:
         """Discards gathered weights after the shards were updated; may reassign buffers.
 

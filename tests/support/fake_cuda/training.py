@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.library import Library
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import rayzero
@@ -25,6 +27,8 @@ from rayzero.engine.comm import nccl as nccl_module
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.device import CudaDevice, replace_device
+from rayzero.engine.offload import nvme_store
+from rayzero.engine.offload.mapped_file import MappedFile
 from tests.support.fake_cuda.census import Census
 from tests.support.races.cases import Case
 from tests.support.races.models import MODELS, make_batch
@@ -183,6 +187,31 @@ def _filled(shape: tuple[int, ...], value: float) -> Any:
     return [_filled(shape[1:], value) for _ in range(shape[0])] if shape else value
 
 
+def _check_file_io(self: MappedFile, stored: Tensor, memory: Tensor) -> None:
+    """Replaces reads and writes of a file: fake tensors have no bytes."""
+    if memory.device.type != "cpu" or memory.dtype is not stored.dtype:
+        raise TypeError(f"{memory.dtype} on {memory.device} for a file of {stored.dtype}")
+
+
+class _RunAtOnce(ThreadPoolExecutor):
+    """A fake tensor's device is another one while any thread runs its kernel."""
+
+    def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = Future[Any]()
+        future.set_result(call(*args, **kwargs))
+        return future
+
+
+@contextmanager
+def _fused_optimizers() -> Iterator[None]:
+    """Torch has no kernels on paper of these; they return nothing."""
+    kernels = Library("aten", "IMPL", "Meta")
+    for name in ("_fused_sgd_", "_fused_adagrad_"):
+        kernels.impl(name, lambda *args, **options: None)
+    yield
+    kernels._destroy()
+
+
 @contextmanager
 def bookkeeping_device(found: Findings, world_size: int) -> Iterator[tuple[Census, FakeNccl]]:
     """Engines built within are on the device, one rank of `world_size`."""
@@ -195,11 +224,15 @@ def bookkeeping_device(found: Findings, world_size: int) -> Iterator[tuple[Censu
             (nccl_module, "_all_gather", nccl.all_gather),
             (nccl_module, "_reduce_scatter", nccl.reduce_scatter),
             (builder, "connect_collectives", lambda: (Collectives(NcclBackend(None)), DEVICE)),
+            (nvme_store, "ThreadPoolExecutor", _RunAtOnce),
+            (MappedFile, "read", _check_file_io),
+            (MappedFile, "write", _check_file_io),
             (FakeTensor, "tolist", _tolist(census, world_size)),
             # The real one refuses tensors that others refer to weakly, as fake ones are.
             (torch.utils, "swap_tensors", torch._C._swap_tensor_impl),
         ):
             stack.enter_context(mock.patch.object(target, name, new))
+        stack.enter_context(_fused_optimizers())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(census)
         yield census, nccl

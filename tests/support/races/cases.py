@@ -15,6 +15,9 @@ from typing import Any
 from tests.support.covering import covering
 from tests.support.races.models import MODELS, SAMPLES
 
+SCRIPTS = ("plain", "access", "empty batch", "load", "mirror")
+"""What a script does around its steps: see `scripts`."""
+
 _NVME = {"device": "nvme", "nvme_path": gettempdir(), "buffer_count": 3}
 OFFLOADS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -44,7 +47,9 @@ AXES: dict[str, tuple[Any, ...]] = {
     "gather_buffers": (2, 3),
     "each_micro_step": (True, False),
     "lazy_weights": (False, True),
-    "world_size": (2, 4),
+    "reshard": (True, False),
+    "world_size": (1, 2, 4),
+    "script": SCRIPTS,
 }
 _ARRAYS = 6  # covering arrays of the whole: each has every pair of values
 _WHOLE_PARAMS = {"Muon", "Lamb"}
@@ -67,7 +72,9 @@ class Case:
     gather_buffers: int = 2
     each_micro_step: bool = True
     lazy_weights: bool = False
+    reshard: bool = True
     world_size: int = 2
+    script: str = "plain"
 
     def __str__(self) -> str:
         """What differs from the defaults."""
@@ -79,6 +86,9 @@ class Case:
         rayzero: dict[str, Any] = {"gather_buffers": self.gather_buffers}
         rayzero["reduce_each_micro_step"] = self.each_micro_step
         rayzero["overlap_weight_gather"] = self.lazy_weights
+        rayzero["reshard_after_forward"] = self.reshard
+        if self.model == "decoder":  # its embedding and head are blocks of their own
+            rayzero["unshard_min_numel"] = 128
         if self.gradients != "plain":
             rayzero["compression"] = {"gradients": self.gradients}
         params: dict[str, Any] = {"lr": 1e-3}
@@ -113,6 +123,7 @@ def allowed(row: dict[str, Any]) -> bool:
     needs_stage_3 = (
         row.get("weights", "plain") != "plain"
         or row.get("gather_buffers", 2) != 2
+        or not row.get("reshard", True)
         or offload in _STAGE_3_OFFLOADS
     )
     once_a_step = not row.get("each_micro_step", True)
@@ -193,4 +204,21 @@ def mutant_cases() -> list[Case]:
         Case(**stage_3, offload="nvme and weights"),
         Case(stage=3, model="irregular", gather_buffers=3),
         Case(stage=3, model="recomputed", overlap=False),
+        Case(stage=0, overlap=False, micro_steps=1),
+        Case(gradients="lowrank", bucket=1_000_000),
+        Case(stage=3, model="branching"),
+        Case(stage=3, reshard=False, model="decoder"),
+        Case(stage=3, offload="both", world_size=1),
+        Case(model="branching", lazy_weights=True, script="access"),
+        Case(stage=1, model="irregular", script="access", offload="optimizer", precision="fp32"),
+        Case(stage=3, script="access"),
+        Case(precision="fp32", lazy_weights=True, script="empty batch"),
+        Case(precision="fp32", lazy_weights=True, script="load"),
+        Case(stage=1, precision="fp32", offload="optimizer", script="load"),
+        Case(stage=3, precision="fp32", model="branching", script="load"),
+        Case(stage=3, offload="both", precision="fp32", script="load"),
+        Case(script="mirror", model="irregular"),
+        Case(script="mirror", gradients="lowrank"),
+        Case(stage=3, offload="both", precision="fp32", script="mirror"),
+        Case(script="mirror", optimizer="Muon"),
     ]

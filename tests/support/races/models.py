@@ -69,6 +69,24 @@ class _Layer(nn.Module):
         return self.block(x + weights @ v)
 
 
+class Branching(nn.Module):
+    """Blocks of which every second forward, from the first, skips the last: it is prefetched, and not
+    used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(zoo.ResidualBlock(WIDTH) for _ in range(4))
+        self.last = nn.Linear(WIDTH, 4)
+        self._forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._forwards += 1
+        for number, block in enumerate(self.blocks):
+            if number != 3 or self._forwards % 2 == 0:
+                x = block(x)
+        return self.last(x).float().square().mean()
+
+
 class Irregular(nn.Module):
     """The zoo's model: tied weights, a block that is called twice, frozen layers, buffers."""
 
@@ -86,12 +104,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "recomputed": lambda: Stack(recompute=True),
     "decoder": Decoder,
     "irregular": Irregular,
+    "branching": Branching,
 }
 
 
 def make_batch(model: str, generator: torch.Generator) -> Tensor:
     """A micro-batch in host memory."""
-    if model in ("stack", "recomputed"):
+    if model in ("stack", "recomputed", "branching"):
         return torch.randn(SAMPLES, WIDTH, generator=generator)
     vocab = VOCAB if model == "decoder" else zoo.VOCAB
     return torch.randint(0, vocab, (SAMPLES, 6), generator=generator)

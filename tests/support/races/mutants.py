@@ -7,6 +7,7 @@ import importlib
 import inspect
 import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,14 +15,14 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from tests.support.races.cases import Case
-from tests.support.races.running import run_case
+from tests.support.races.running import Findings, run_case
 from tests.support.races.waits import Wait, find_waits
 from tests.support.virtual_device.memory import ROOT
 from tests.support.virtual_device.timelines import Clock
 
 _CPU_LIMIT_S = 3.0  # a case takes less than one
 _LEFT_OUT = "_left_out_by_a_mutant"
-Reached = Mapping[tuple[str, str], Sequence[Case]]  # cases by (file, outermost function)
+Reached = Mapping[tuple[str, str], Sequence[Findings]]  # by (file, outermost function)
 
 
 class _LeftOut:
@@ -111,29 +112,30 @@ def _live_function(wait: Wait) -> FunctionType:
     return function
 
 
-def reached_functions(cases: Iterable[Case]) -> dict[tuple[str, str], list[Case]]:
-    """Which cases call which function of the product. Raises AssertionError if a case is not
-    clean without mutants."""
-    reached: dict[tuple[str, str], list[Case]] = {}
+def reached_functions(cases: Iterable[Case]) -> dict[tuple[str, str], list[Findings]]:
+    """Which cases call which function of the product, with what they find without mutants. Raises
+    AssertionError if that is not clean."""
+    reached: dict[tuple[str, str], list[Findings]] = {}
     for case in cases:
         codes: set[CodeType] = set()
 
         def note(frame: FrameType, event: str, _: Any, codes: set[CodeType] = codes) -> None:
-            if event == "call":
-                codes.add(frame.f_code)
+            codes.add(frame.f_code)
 
-        sys.setprofile(note)
+        sys.settrace(note)  # calls only: no local trace function
+        threading.settrace(note)
         try:
             findings = run_case(case)
         finally:
-            sys.setprofile(None)
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
         assert findings.clean, str(findings)
         for code in codes:
             file = code.co_filename.removeprefix(f"{ROOT}/").removeprefix("rayzero/")
             names = code.co_qualname.split(".<locals>")[0]
             known = reached.setdefault((file, names), [])
-            if case not in known:
-                known.append(case)
+            if findings not in known:
+                known.append(findings)
     return reached
 
 
@@ -155,8 +157,9 @@ def _cpu_limit() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant. `how`: a race, an early free or an error; None if it survived all
-    `tried` cases that call the function."""
+    """What became of a mutant. `how`: a race, an early free, an error, or in what the outcome of a
+    case differs from that of the product; None if it survived all `tried` cases that call the
+    function."""
 
     wait: Wait
     tried: int
@@ -168,10 +171,19 @@ class Verdict:
 def judge(wait: Wait, reached: Reached, limit: int = 100) -> Verdict:
     """Runs a mutant in the cases that call its function, until one is not clean."""
     cases = reached.get((wait.file, wait.function), ())[:limit]
-    for number, case in enumerate(cases):
+    for number, product in enumerate(cases):
         with leave_out(wait), _cpu_limit():
-            findings = run_case(case)
-        if not findings.clean:
-            how = "race" if findings.races else "early free" if findings.early_frees else "error"
-            return Verdict(wait, number + 1, how, case, str(findings))
+            findings = run_case(product.case)
+        if how := _difference(findings, product):
+            return Verdict(wait, number + 1, how, product.case, str(findings))
     return Verdict(wait, len(cases))
+
+
+def _difference(mutant: Findings, product: Findings) -> str | None:
+    if mutant.races:
+        return "race"
+    if mutant.early_frees:
+        return "early free"
+    if mutant.outcome is None or product.outcome is None:
+        return "error"
+    return mutant.outcome.first_difference(product.outcome)

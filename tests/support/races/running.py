@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from threading import Thread
 from typing import Any
 
@@ -14,12 +18,55 @@ from torch import nn
 import rayzero
 from tests.support.races.cases import Case
 from tests.support.races.models import MODELS, make_batch
+from tests.support.races.scripts import Plain, make_script
 from tests.support.virtual_device.machine import Machine
 from tests.support.virtual_device.nccl import Alone, Ranks
 from tests.support.virtual_device.placement import DEVICE
 from tests.support.virtual_device.rank import virtual_cluster, virtual_rank
 
-STEPS = 3  # buffers are assigned after the first, weights prefetched in the second
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a wait that is left out may change without a race.
+
+    Attributes:
+        results: a digest of losses, norms and weights.
+        launches: as in `Findings`.
+        peak_bytes: of device memory.
+        most_in_flight: collectives that were not waited for.
+        warnings: that the product logged.
+    """
+
+    results: str
+    launches: tuple[tuple[str, str, int, str], ...]
+    peak_bytes: int
+    most_in_flight: int
+    warnings: tuple[str, ...]
+
+    def first_difference(self, other: _Outcome) -> str | None:
+        """The field in which another run of the same case differs."""
+        for name in (it.name for it in fields(self)):
+            if getattr(self, name) != getattr(other, name):
+                return name
+        return None
+
+
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(str(record.msg))
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        log = logging.getLogger("rayzero")
+        log.addHandler(self)
+        try:
+            yield
+        finally:
+            log.removeHandler(self)
 
 
 @dataclass
@@ -28,6 +75,7 @@ class Findings:
 
     Attributes:
         error: of a case that could not run.
+        outcome: None after an error.
         syncs_per_step: what the host waits for in a step, on average.
     """
 
@@ -39,6 +87,7 @@ class Findings:
     operators: int = 0
     peak_bytes: int = 0
     launches: list[tuple[str, str, int, str]] = field(default_factory=list)
+    outcome: _Outcome | None = None
     seconds: float = 0.0
 
     @property
@@ -52,20 +101,20 @@ class Findings:
         return f"{self.case}: " + "\n  ".join(found or ["clean"])
 
 
-def run_case(case: Case, rank: int = 0, steps: int = STEPS) -> Findings:
+def run_case(case: Case, rank: int = 0) -> Findings:
     """Trains one rank of a case, whose other ranks have the same values."""
     with virtual_cluster(Alone(rank, case.world_size)):
-        return _train(case, steps)
+        return _train(case)
 
 
-def run_ranks(case: Case, steps: int = STEPS) -> list[Findings]:
+def run_ranks(case: Case) -> list[Findings]:
     """Trains all ranks of a case in threads, which exchange their values."""
     ranks = Ranks(case.world_size)
     findings = [Findings(case) for _ in range(case.world_size)]
 
     def run(rank: int) -> None:
         ranks.as_rank(rank)
-        findings[rank] = _train(case, steps, rank)
+        findings[rank] = _train(case, rank)
         if findings[rank].error:
             ranks.abort()
 
@@ -78,18 +127,21 @@ def run_ranks(case: Case, steps: int = STEPS) -> list[Findings]:
     return findings
 
 
-def _train(case: Case, steps: int, seed: int = 0) -> Findings:
+def _train(case: Case, seed: int = 0) -> Findings:
     findings, started_s = Findings(case), time.perf_counter()
-    with virtual_rank() as machine:
+    script, warnings = make_script(case.script), _Warnings()
+    with virtual_rank() as machine, warnings.collected():
         try:
-            engine = build_engine(case)
-            before = _steps(engine, case, machine, 1, seed)
-            after = _steps(engine, case, machine, steps - 1, seed + 100)
-            findings.syncs_per_step = {
-                what: count / (steps - 1) for what, count in (after - before).items()
-            }
-            _read_state(engine)
-            engine.close()
+            with script.running():
+                engine = build_engine(case)
+                results = _train_steps(engine, case, script, machine, findings, seed)
+            findings.outcome = _Outcome(
+                results,
+                tuple(machine.launches),
+                machine.memory.peak_bytes,
+                machine.most_in_flight,
+                tuple(warnings.texts),
+            )
         except Exception as error:  # noqa: BLE001  a finding
             findings.error = f"{type(error).__name__}: {error}"
     findings.races, findings.early_frees = machine.memory.races, machine.memory.early_frees
@@ -107,24 +159,40 @@ def build_engine(case: Case) -> Any:
 
 
 def _read_state(engine: Any) -> None:
-    """All that a mirror or checkpoint reads between two steps: weights and optimizer state, on the
-    device, in host memory, in files."""
-    engine.state_dict()
+    """All that a checkpoint reads between two steps beside weights: optimizer state, on the device,
+    in host memory, in files."""
     optimizer = engine._step.optimizer
     for shard in optimizer.shards:
         for tensor in (shard.weight.detach(), *optimizer.state_tensors(shard).values()):
             tensor.sum()
 
 
-def _steps(engine: Any, case: Case, machine: Machine, steps: int, seed: int) -> Counter[str]:
-    """Trains; what the host has waited for so far."""
+def _train_steps(
+    engine: Any, case: Case, script: Plain, machine: Machine, findings: Findings, seed: int
+) -> str:
+    """Trains; a digest of losses, norms and weights."""
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        for _ in range(case.micro_steps):
+    digest, number, before = hashlib.sha256(), 0, Counter[str]()
+    for step in range(script.steps):
+        if step == 1:
+            before = machine.host_syncs.copy()
+        for last in [False] * (case.micro_steps - 1) + [True]:
             batch = make_batch(case.model, generator).pin_memory().to(DEVICE, non_blocking=True)
-            engine.backward(engine(batch))
+            engine.backward(script.loss(engine, batch, number))
+            if last:
+                script.before_step(engine, step)
             engine.step()
+            number += 1
         may_overflow = case.precision == "fp16"  # then the step is skipped
         if not may_overflow and engine.metrics.grad_norm != engine.metrics.grad_norm:
             raise FloatingPointError("the gradient's norm is not a number")
-    return machine.host_syncs.copy()
+        digest.update(f"{engine.metrics.loss} {engine.metrics.grad_norm}".encode())
+        if step == script.steps - 1:
+            new = machine.host_syncs - before
+            findings.syncs_per_step = {it: n / (script.steps - 1) for it, n in new.items()}
+        script.after_step(engine, step)
+    for name, tensor in engine.state_dict().items():
+        digest.update(name.encode() + repr(tensor.tolist()).encode())
+    _read_state(engine)
+    engine.close()
+    return digest.hexdigest()

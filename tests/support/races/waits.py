@@ -16,9 +16,15 @@ from tests.support.virtual_device.memory import ROOT
 
 _NAMES = re.compile(
     r"_*(wait(_(?!observer|s\b)\w+)?|sync_compute|synchronize|record(_event)?|release(_\w+)?|result"
-    r"|launch_remaining)"
+    r"|launch_remaining|settle|before_write|query)"
 )
-# Files that a rank on an accelerator does not run, or that do not order memory.
+FOLDERS = (
+    "engine",
+    "workers/beside_copy.py",
+    "workers/mirror.py",
+    "workers/vault/mappings.py",
+)
+# Files and functions that a rank on an accelerator does not run, or that do not order memory.
 EXCLUDED = {
     "engine/comm/gloo.py": "CPU ranks",
     "engine/comm/gloo_p2p.py": "CPU ranks",
@@ -28,7 +34,11 @@ EXCLUDED = {
     "engine/checkpoint": "files, after the state was copied to host memory",
     "engine/data": "samples: threads of the loader, before a batch is on the device",
     "engine/config": "no tensors",
-    "engine/api": "DeepSpeed's names for calls of the engine",
+    "engine/device.py CudaDevice.record_event": "torch's own calls, which the virtual device has",
+    "engine/device.py CudaDevice.synchronize": "torch's own calls, which the virtual device has",
+    "engine/device.py CudaDevice._limit": "a health check: no memory of training",
+    "engine/planning": "the meta device: no memory",
+    "engine/torch_probe.py": "torch alone, beside the engine",
 }
 
 
@@ -53,19 +63,23 @@ class Wait:
         return f"{self.file} {self.function}: {self.text}"
 
 
-def all_waits(folders: tuple[str, ...] = ("engine",)) -> list[Wait]:
+def all_waits() -> list[Wait]:
     """Every call of such a name in code that a rank on an accelerator runs."""
+    roots = [ROOT / folder for folder in FOLDERS]
     return [
         wait
-        for folder in folders
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if not _excluded(str(path.relative_to(ROOT)))
+        for root in roots
+        for path in ([root] if root.is_file() else sorted(root.rglob("*.py")))
         for wait in _waits_in(path)
+        if not _excluded(wait)
     ]
 
 
-def _excluded(file: str) -> bool:
-    return any(file == prefix or file.startswith(f"{prefix}/") for prefix in EXCLUDED)
+def _excluded(wait: Wait) -> bool:
+    function = f"{wait.file} {wait.function}"
+    return function in EXCLUDED or any(
+        wait.file == prefix or wait.file.startswith(f"{prefix}/") for prefix in EXCLUDED
+    )
 
 
 def _waits_in(path: Path) -> Iterator[Wait]:
@@ -82,7 +96,7 @@ def find_waits(function: ast.AST) -> Iterator[ast.expr]:
         if isinstance(node, ast.Call):
             called.add(node.func)
             returned = len(node.args) > 1 and _name(node.func) == "release"  # bookkeeping of a pool
-            found = not returned and _NAMES.fullmatch(_name(node.func))
+            found = not returned and _NAMES.fullmatch(_name(node.func)) or _joins(node.func)
         else:
             passed_on = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
             found = passed_on and node not in called and _NAMES.fullmatch(_name(node))
@@ -97,6 +111,11 @@ def _functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
             yield prefix + node.name, node
         elif isinstance(node, ast.ClassDef):
             yield from _functions(node, f"{prefix}{node.name}.")
+
+
+def _joins(function: ast.expr) -> bool:
+    """A thread, not a string."""
+    return _name(function) == "join" and ast.unparse(function).endswith("thread.join")
 
 
 def _name(function: ast.expr) -> str:

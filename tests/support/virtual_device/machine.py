@@ -16,29 +16,38 @@ _thread = threading.local()
 
 
 class Machine:
-    """A rank in one thread.
+    """A rank: its training thread, and others that run while that one waits.
 
     Attributes:
-        host: the timeline of the calling thread of the host.
         host_syncs: what the host waited for, by kind and place.
         launches: every collective, in order of launch: group, name, elements, dtype.
         default_home: where a storage is of which nothing is known.
         forced_home: where the results of the current call are, if it says so.
+        in_flight, most_in_flight: collectives that nobody has waited for, now and at most.
+        polled: what an event that was asked in vain comes after.
         operators: how many were booked.
         all_streams: that were made, the compute stream first.
     """
 
     def __init__(self) -> None:
         self.memory = Memory()
-        self.host = Timeline("host", on_host=True)
+        self._host = Timeline("host", on_host=True)
         self.host_syncs: Counter[str] = Counter()
         self.launches: list[tuple[str, str, int, str]] = []
         self.default_home = Home.PAGEABLE
         self.forced_home: Home | None = None
+        self.in_flight = 0
+        self.most_in_flight = 0
+        self.polled: Clock = {}
         self.operators = 0
         self._streams = [VirtualStream("compute", self)]
         self.all_streams = list(self._streams)
         self._made: Counter[str] = Counter()
+
+    @property
+    def host(self) -> Timeline:
+        """The timeline of the calling thread of the host."""
+        return getattr(_thread, "timeline", None) or self._host
 
     @property
     def stream(self) -> VirtualStream:
@@ -83,12 +92,13 @@ class Machine:
 
     @contextmanager
     def host_thread(self, thread: Timeline) -> Iterator[None]:
-        """Operations within are those of another thread of the host."""
-        before, self.host = self.host, thread
+        """Operations of the calling thread are those of another thread of the host."""
+        before = getattr(_thread, "timeline", None)
+        _thread.timeline = thread
         try:
             yield
         finally:
-            self.host = before
+            _thread.timeline = before
 
     def home_of(self, tensor: Tensor) -> Home:
         """Where a tensor is; a storage that was never seen is now in `default_home`."""
@@ -117,6 +127,10 @@ class Machine:
             self.memory.access(tensor, timeline, number, what, writes=False)
         for tensor in writes:
             self.memory.access(tensor, timeline, number, what, writes=True)
+
+    def time_passes(self) -> None:
+        """A thread of the host slept until the event that it polls was reached."""
+        merge(self.host.clock, self.polled)
 
     def host_waits(self, kind: str, clock: Clock) -> None:
         """The host waits for what is ordered before `clock`."""

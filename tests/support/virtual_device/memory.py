@@ -86,11 +86,13 @@ class Access(NamedTuple):
 
 @dataclass
 class _Storage:
-    """`allocated_on` is the clock of the stream that gets the memory when it is freed."""
+    """`allocated_on` is the clock of the stream that gets the memory when it is freed; `address`
+    that of host memory."""
 
     home: Home
     nbytes: int
     allocated_on: Timeline
+    address: int = 0
     accesses: list[Access] = field(default_factory=list)
 
 
@@ -109,19 +111,37 @@ class Memory:
         self.device_bytes = 0
         self.peak_bytes = 0
         self._storages: dict[int, _Storage] = {}
+        self._aliases: dict[int, tuple[int, int]] = {}  # (storage, first byte in it), by storage
 
     def home(self, tensor: Tensor) -> Home | None:
         """None of a storage that was never seen."""
-        storage = self._storages.get(tensor.untyped_storage()._cdata)
+        storage = self._storages.get(self._key(tensor)[0])
         return None if storage is None else storage.home
+
+    def _key(self, tensor: Tensor) -> tuple[int, int]:
+        """The storage that a tensor's accesses are booked at, and where its own begins there."""
+        key = tensor.untyped_storage()._cdata
+        return self._aliases.get(key) or (key, 0)
+
+    def alias(self, tensor: Tensor) -> None:
+        """A storage that was made for a buffer of Python: books its accesses at the storage that
+        owns the memory, if that is known."""
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        for key, known in self._storages.items():
+            if known.address <= address < known.address + known.nbytes:
+                self._aliases[storage._cdata] = key, address - known.address
+                weakref.finalize(storage, self._aliases.pop, storage._cdata, None).atexit = False
+                return
 
     def place(self, tensor: Tensor, home: Home, timeline: Timeline, host: Timeline) -> Home:
         """Says where a storage is, unless that is known; returns where it is."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage._cdata if storage._cdata not in self._aliases else self._key(tensor)[0]
         known = self._storages.get(key)
         if known is None:
-            known = self._storages[key] = _Storage(home, storage.nbytes(), timeline)
+            address = storage.data_ptr() if home.on_host else 0
+            known = self._storages[key] = _Storage(home, storage.nbytes(), timeline, address)
             if home is Home.DEVICE:
                 self.device_bytes += _blocks(known.nbytes)
                 self.peak_bytes = max(self.peak_bytes, self.device_bytes)
@@ -130,7 +150,7 @@ class Memory:
 
     def move(self, tensor: Tensor, home: Home) -> None:
         """Host memory is pinned, or no longer."""
-        self._storages[tensor.untyped_storage()._cdata].home = home
+        self._storages[self._key(tensor)[0]].home = home
 
     def access(
         self,
@@ -145,8 +165,10 @@ class Memory:
         extent = _extent(tensor)
         if extent is None:
             return
-        (start, stop), name, clock = extent, timeline.name, timeline.clock
-        storage = self._storages[tensor.untyped_storage()._cdata]
+        name, clock = timeline.name, timeline.clock
+        key, first = self._key(tensor)
+        start, stop = extent[0] + first, extent[1] + first
+        storage = self._storages[key]
         kept = []
         new = Access(start, stop, writes, name, number, *what)
         for old in storage.accesses:
@@ -169,7 +191,7 @@ class Memory:
 
     def unfinished(self, tensor: Tensor, clock: Clock) -> Iterator[Access]:
         """Accesses to a tensor's storage that are not ordered before `clock`."""
-        storage = self._storages.get(tensor.untyped_storage()._cdata)
+        storage = self._storages.get(self._key(tensor)[0])
         for access in storage.accesses if storage is not None else ():
             if access.number > clock.get(access.timeline, 0):
                 yield access

@@ -92,10 +92,13 @@ class _Work:
 
     done: Clock
     tensors: Sequence[Tensor] = field(default_factory=tuple)
+    waited: bool = False
 
     def wait(self) -> bool:
-        merge(current_machine().stream.clock, self.done)
-        self.tensors = ()
+        machine = current_machine()
+        merge(machine.stream.clock, self.done)
+        machine.in_flight -= not self.waited
+        self.tensors, self.waited = (), True
         return True
 
 
@@ -245,4 +248,8 @@ class VirtualNccl:
             stream = self._streams[key]
             stream.wait_stream(machine.stream)
         machine.run(f"nccl {name}", reads, writes, stream)
-        return _Work(dict(stream.clock), (*reads, *writes)) if async_op else None
+        if not async_op:
+            return None
+        machine.in_flight += 1
+        machine.most_in_flight = max(machine.most_in_flight, machine.in_flight)
+        return _Work(dict(stream.clock), (*reads, *writes))

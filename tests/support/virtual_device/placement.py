@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.support.virtual_device.machine import Machine
+from tests.support.virtual_device.machine import Machine, find_machine
 from tests.support.virtual_device.memory import Home
 
 DEVICE = torch.device("cuda", 0)
@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 _FACTORIES = {
     *(torch.zeros, torch.ones, torch.empty, torch.full, torch.tensor, torch.as_tensor),
     *(torch.arange, torch.linspace, torch.eye, torch.rand, torch.randn, torch.randint),
-    *(torch.randperm, torch.empty_strided, torch.frombuffer, torch.from_numpy),
+    *(torch.randperm, torch.empty_strided, torch.from_numpy),
 }
 _NEW = {
     *(Tensor.new_tensor, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty),
@@ -180,6 +180,18 @@ class Placement(TorchFunctionMode):
                     allow_unreachable=True,
                     accumulate_grad=True,
                 )
+
+
+_frombuffer = torch.frombuffer
+
+
+def frombuffer(buffer: Any, **options: Any) -> Tensor:
+    """Replaces torch's, which modes do not see."""
+    made = _frombuffer(buffer, **options)
+    if (machine := find_machine()) is not None:
+        machine.memory.alias(made)
+        machine.place(made, Home.PAGEABLE)
+    return made
 
 
 def group_tensors(lists: list[list[Any]], with_indices: bool = False) -> dict[Any, Any]:

@@ -18,11 +18,12 @@ from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.device import replace_device
 from rayzero.engine.offload import nvme_store, transfer
 from rayzero.engine.offload.mapped_file import MappedFile
+from rayzero.engine.state import device_reads
 from tests.support.virtual_device.device import VirtualDevice
 from tests.support.virtual_device.machine import Machine, current_machine, use_machine
 from tests.support.virtual_device.nccl import Alone, Ranks, VirtualNccl
 from tests.support.virtual_device.operators import Operators
-from tests.support.virtual_device.placement import DEVICE, Placement, group_tensors
+from tests.support.virtual_device.placement import DEVICE, Placement, frombuffer, group_tensors
 from tests.support.virtual_device.timelines import Clock, Timeline, merge
 
 
@@ -41,9 +42,11 @@ def virtual_cluster(ranks: Alone | Ranks) -> Iterator[None]:
             (nccl_module, "_all_gather", nccl.all_gather_single),
             (nccl_module, "_reduce_scatter", nccl.reduce_scatter_single),
             (torch._C, "_group_tensors_by_device_and_dtype", group_tensors),
+            (torch, "frombuffer", frombuffer),
             (builder, "connect_collectives", connect),
             (transfer, "CAST_NUMEL", 512),
-            (nvme_store, "ThreadPoolExecutor", _VirtualPool),
+            (device_reads, "STAGING_BYTES", 512),
+            (nvme_store, "ThreadPoolExecutor", VirtualPool),
             (MappedFile, "read", _booked(MappedFile.read, reads_file=True)),
             (MappedFile, "write", _booked(MappedFile.write, reads_file=False)),
         ):
@@ -74,7 +77,7 @@ def _booked(call: Callable[..., None], *, reads_file: bool) -> Callable[..., Non
     return run
 
 
-class _VirtualPool(ThreadPoolExecutor):
+class VirtualPool(ThreadPoolExecutor):
     """Runs a task when it is submitted, on a timeline of its own: that of a thread which starts
     after `submit` and has ended for certain when `result` was asked for."""
 
@@ -82,10 +85,10 @@ class _VirtualPool(ThreadPoolExecutor):
 
     def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         machine = current_machine()
-        _VirtualPool._tasks += 1
+        VirtualPool._tasks += 1
         thread = Timeline(f"{self._thread_name_prefix} {self._tasks}", on_host=True)
         merge(thread.clock, machine.host.clock)
-        future = _VirtualFuture(thread.clock)
+        future = VirtualFuture(thread.clock)
         with machine.host_thread(thread):
             try:
                 future.set_result(call(*args, **kwargs))
@@ -94,7 +97,7 @@ class _VirtualPool(ThreadPoolExecutor):
         return future
 
 
-class _VirtualFuture(Future[Any]):
+class VirtualFuture(Future[Any]):
     def __init__(self, clock: Clock) -> None:
         super().__init__()
         self._clock = clock

@@ -76,7 +76,9 @@ class VirtualEvent:
         """Whether the host knows that it is over. One that it does not know may still take long, so
         the answer is no: the caller must be right then, too."""
         known = self._machine.host.clock
-        return all(count <= known.get(name, 0) for name, count in self.clock.items())
+        reached = all(count <= known.get(name, 0) for name, count in self.clock.items())
+        self._machine.polled = self.clock
+        return reached
 
     def synchronize(self) -> None:
         self._machine.host_waits("event.synchronize", self.clock)

@@ -1,0 +1,219 @@
+"""What a training function does around its steps, beside forward, backward and step.
+
+plain        nothing
+access       reads gradients, and reads and writes weights and optimizer state, where it may
+empty batch  a micro-step's loss does not use the model: this rank had no samples
+load         loads a state between two steps, also from registered memory
+mirror       the state is mirrored beside training, and written between two steps
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayzero.engine.api import tensor_fragments as api
+from rayzero.engine.device import get_device
+from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
+from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
+from rayzero.engine.state.load import _model_tensors
+from tests.support.races.mirroring import mirroring_session
+from tests.support.virtual_device.placement import DEVICE
+
+_ALIGN_BYTES = 128
+
+
+class Plain:
+    """Forward, backward, step. `steps`: how many; buffers are assigned after the first, weights
+    are prefetched in the second."""
+
+    steps = 3
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the life of the engine."""
+        yield
+
+    def loss(self, engine: Any, batch: Tensor, number: int) -> Tensor:
+        """Of a micro-batch, with its number since the start."""
+        loss: Tensor = engine(batch)
+        return loss
+
+    def before_step(self, engine: Any, number: int) -> None:
+        """After the last backward of step `number`, from 0."""
+
+    def after_step(self, engine: Any, number: int) -> None:
+        """After step `number`, from 0."""
+
+
+class Access(Plain):
+    """A penalty of weights after forward; gradients before the step; weights after it."""
+
+    def loss(self, engine: Any, batch: Tensor, number: int) -> Tensor:
+        loss: Tensor = engine(batch)
+        if engine.settings.config.zero_optimization.stage == 3:  # resharded after forward
+            return loss
+        trained = (param for param in engine.module.parameters() if param.requires_grad)
+        return loss + sum(param.float().square().mean() for param in trained) * 1e-3
+
+    def before_step(self, engine: Any, number: int) -> None:
+        param = next(engine.module.parameters())
+        gradient = api.safe_get_full_grad(param)
+        if gradient is not None:
+            api.safe_set_full_grad(param, gradient * 0.5)
+
+    def after_step(self, engine: Any, number: int) -> None:
+        write_weights(engine)
+        engine.wait_weights()
+        if engine.settings.config.zero_optimization.stage < 3:
+            sum(param.detach().sum() for param in engine.module.parameters())
+
+
+@torch.no_grad()
+def evaluate(engine: Any, batch: Tensor) -> None:
+    """A forward without a backward. The result is not read, so the host does not wait."""
+    engine.eval()
+    engine(batch)
+    engine.train()
+
+
+def write_weights(engine: Any) -> None:
+    """Changes a parameter and its optimizer state, through the engine."""
+    first, last = (list(engine.module.parameters())[number] for number in (0, -1))
+    if first.requires_grad:  # from host memory, so that nothing waits
+        api.safe_set_full_fp32_param(first, torch.full(first.shape, 0.1))
+    for param in (first, last):
+        value = api.safe_get_full_fp32_param(param)
+        if value is not None:
+            api.safe_set_full_fp32_param(param, value * 1.01)
+        moment = api.safe_get_full_optimizer_state(param, "exp_avg")
+        if moment is not None:
+            api.safe_set_full_optimizer_state(param, moment * 0.5, "exp_avg")
+
+
+class EmptyBatch(Plain):
+    """The first micro-batch of the second step is empty."""
+
+    steps = 4
+
+    def __init__(self) -> None:
+        self._skipping = False
+
+    def loss(self, engine: Any, batch: Tensor, number: int) -> Tensor:
+        if self._skipping:
+            return torch.zeros((), device=DEVICE, requires_grad=True)
+        return super().loss(engine, batch, number)
+
+    def after_step(self, engine: Any, number: int) -> None:
+        self._skipping = number == 1
+
+
+class Load(Plain):
+    """A state of zeros and ones is loaded after the second step, and an evaluation."""
+
+    steps = 4
+
+    def loss(self, engine: Any, batch: Tensor, number: int) -> Tensor:
+        self._batch = batch
+        return super().loss(engine, batch, number)
+
+    def after_step(self, engine: Any, number: int) -> None:
+        if number != 1:
+            return
+        evaluate(engine, self._batch)
+        source = MadeUpState(engine)
+        engine.state.load(source)
+        source.close()
+
+
+class MadeUpState:
+    """A complete state of an engine's model with other values: every second tensor in registered
+    memory, the others to be read by the host."""
+
+    step = 1
+
+    def __init__(self, engine: Any) -> None:
+        runtime, optimizer = engine._runtime, engine._step.optimizer
+        tensors = dict(_model_tensors(engine.module, runtime))
+        trained = [spec.name for unit in runtime.units if unit.grads is not None
+                   for spec in unit.layout.params]
+        for key, value in optimizer.state_tensors(optimizer.shards[0]).items():
+            for name in trained:
+                shape = tensors[f"weights/{name}"].shape
+                tensors[f"optimizer.{key}/{name}"] = LogicalTensor(dtype_name(value.dtype), shape)
+        names = sorted(tensors)
+        self._device = get_device(DEVICE)
+        self._document = json.loads(engine.state.metadata())
+        halves = [{name: tensors[name] for name in names[start::2]} for start in (0, 1)]
+        self.block_indexes = [_index(half) for half in halves]
+        self._blocks = [_values(index) for index in self.block_indexes]
+        self._device.register_host(self._blocks[0])
+
+    def metadata(self, rank: int) -> dict[str, Any]:
+        return self._document
+
+    def registered_block(self, block: int) -> memoryview | None:
+        return None if block else memoryview(self._blocks[0].numpy().data)
+
+    def verify(self, block: int) -> None:
+        self._blocks[block].sum()
+
+    def read(self, block: int, offset: int, into: memoryview) -> None:
+        target = torch.frombuffer(into, dtype=torch.uint8)
+        target.copy_(self._blocks[block][offset : offset + len(into)])
+
+    def close(self) -> None:
+        self._device.unregister_host(self._blocks[0])
+
+
+def _index(tensors: Mapping[str, LogicalTensor]) -> BlockIndex:
+    ranges, offset = [], 0
+    for name, tensor in tensors.items():
+        ranges.append(TensorRange(name, 0, tensor.numel, offset))
+        offset += -(-tensor.numel * tensor.item_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+    return BlockIndex(dict(tensors), tuple(ranges), offset)
+
+
+def _values(index: BlockIndex) -> Tensor:
+    """Ones and zeros in turn, of each tensor's dtype."""
+    block = torch.zeros(index.nbytes, dtype=torch.uint8)
+    for held in index.ranges:
+        dtype = DTYPE_BY_NAME[index.tensors[held.name].dtype]
+        size = (held.stop - held.start) * index.tensors[held.name].item_bytes
+        block[held.offset : held.offset + size].view(dtype)[::2] = 1
+    return block
+
+
+class Mirrored(Plain):
+    """Each step is mirrored beside the next; the vault dies before the fourth, and the fifth is
+    interrupted."""
+
+    steps = 5
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with mirroring_session() as self._session:
+            yield
+
+    def after_step(self, engine: Any, number: int) -> None:
+        if number == 1:  # beside its mirror
+            write_weights(engine)
+        self._session.prepare(number + 1)
+
+
+_SCRIPTS: dict[str, type[Plain]] = {
+    "plain": Plain,
+    "access": Access,
+    "empty batch": EmptyBatch,
+    "load": Load,
+    "mirror": Mirrored,
+}
+
+
+def make_script(name: str) -> Plain:
+    return _SCRIPTS[name]()
