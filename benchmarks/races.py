@@ -119,7 +119,7 @@ def run_books(cases: Sequence[Case]) -> dict[str, Any]:
     if compiler() is None:
         return {"skipped": "no C++ compiler (CXX, g++)"}
     started_s = time.monotonic()
-    found = run_module("tests.support.fake_cuda.training", [asdict(case) for case in cases], 3600)
+    found = run_module("tests.support.fake_cuda", [asdict(case) for case in cases], 3600)
     errors = [it for it in found if it["error"] or it["refused"]]
     for it in errors:
         print(it["case"], it["error"], it["refused"])

@@ -98,9 +98,7 @@ class ShardedWholeParamOps(WholeParamOps):
 
     def _all_to_all(self, output: Sequence[Tensor], input_: Sequence[Tensor]) -> None:
         """Blocks until both sides may be overwritten."""
-        work = self._collectives.all_to_all_v(output, input_)
-        work.wait()
-        work.release()
+        self._collectives.all_to_all_v(output, input_).release()
 
     def _empty_buffer(self, segments: Segments, dtype: torch.dtype) -> Tensor:
         numel = sum(segment.stop - segment.start for segment in segments)

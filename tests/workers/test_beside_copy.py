@@ -7,6 +7,7 @@ from dataclasses import replace
 from threading import Timer
 from threading import enumerate as live_threads
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ class State(TrainingState):
         self.update_is_collective = collective
         self.copied_by = None
         self._is_updating = False
+        self._runtime: Any = SimpleNamespace(wait_state=lambda: None)
         self.weights, self.buffer = torch.zeros(ELEMENTS), torch.zeros(8)
         buffer: StateRange = replace(whole_tensor_range("buffers/b", self.buffer), volatile=True)
         self.block = pack_block([whole_tensor_range("weights/w", self.weights), buffer])

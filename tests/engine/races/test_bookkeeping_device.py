@@ -19,12 +19,24 @@ CASES = [
     Case(stage=0, optimizer="Lamb", precision="fp32"),
 ]
 
+LARGE = {"layers": 3, "stage": 3, "world_size": 8}
+
 
 @pytest.fixture(scope="module")
-def found():
+def answers():
     if compiler() is None:
         pytest.skip("no C++ compiler (CXX, or g++)")
-    return run_module("tests.support.fake_cuda.training", [asdict(case) for case in CASES])
+    return run_module("tests.support.fake_cuda", [*map(asdict, CASES), {"large": LARGE}])
+
+
+@pytest.fixture(scope="module")
+def found(answers):
+    return answers[:-1]
+
+
+@pytest.fixture(scope="module")
+def large(answers):
+    return answers[-1]
 
 
 def test_torch_and_nccl_refuse_nothing(found):
@@ -45,3 +57,11 @@ def test_the_host_reads_once_a_step_and_no_copy_blocks(found):
     for result in found:
         blocking = [what for what in result["syncs_per_step"] if not what.startswith("synchronize")]
         assert not blocking, f"{result['case']}: {blocking}"
+
+
+def test_slots_of_a_large_model_have_the_planned_bytes(large):
+    """Blocks and embedding of Llama-3-8B; more blocks of the same size need no more slots."""
+    assert not large["refused"]
+    assert large["grad_slots"] == large["plan"]["grad_slots"] <= 1.5e9
+    assert large["gather_buffers"] == large["plan"]["slots"]
+    assert 0.85 * large["plan_peak"] < large["peak"] <= large["plan_peak"]

@@ -56,6 +56,31 @@ def test_offload_does_not_block_the_host_in_copies(offload: str):
 @pytest.mark.parametrize(
     "case",
     [
+        Case(precision="fp32", lazy_weights=True, script="load"),
+        Case(stage=1, precision="fp32", offload="optimizer", script="load"),
+        Case(stage=1, precision="fp32", offload="optimizer", script="access"),
+        Case(stage=3, precision="fp32", model="branching", script="load"),
+    ],
+    ids=str,
+)
+def test_what_is_in_flight_ends_before_a_script_writes_the_state(case: Case):
+    """Gathers of updated weights, copies of offloaded ones, a block that was prefetched and not
+    used: each raced with a load or a write through the engine between two steps."""
+    findings = run_case(case)
+    assert findings.clean, str(findings)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(script="mirror"), Case(stage=3, offload="both", script="mirror")], ids=str
+)
+def test_a_mirror_beside_training_neither_races_nor_is_believed_early(case: Case):
+    findings = run_case(case)
+    assert findings.clean, str(findings)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
         Case(stage=0, micro_steps=1),
         Case(stage=2, offload="optimizer"),
         Case(stage=3, offload="both", model="decoder"),
@@ -80,6 +105,7 @@ def test_two_ranks_launch_the_same_collectives(case: Case):
         ("engine/zero/lazy_weights.py", "work.wait()", Case(stage=1, lazy_weights=True)),
         ("engine/offload/stores.py", "self._transfer.sync_compute()", _HOST_OPTIMIZER),
         ("engine/offload/nvme_store.py", "buffer.wait()", Case(stage=1, offload="nvme")),
+        ("workers/beside_copy.py", "self._stream.wait_stream(compute)", Case(script="mirror")),
         ("engine/offload/nvme_store.py", "event.synchronize()", _FILE),
     ],
 )

@@ -7,4 +7,6 @@ device thread. Nothing has values, so the full size of any model can be trained 
     build        compiles it, and runs a Python module with it
     census       counts bytes of the device, and what the host waits for
     training     trains cases there; finds what torch or NCCL would refuse
+    large        the bytes of a rank that trains a model of 8 G parameters
+    __main__     does so in a process with the guard
 """

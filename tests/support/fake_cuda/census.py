@@ -10,15 +10,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.support.virtual_device.memory import current_place, describe
+from tests.support.virtual_device.memory import Place, current_place, describe
 
 
 class Bytes:
-    """Bytes of device storages, as they come and go."""
+    """Bytes of device storages, as they come and go, by the functions that made them."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
         self._seen: set[int] = set()
+        self._places: Counter[Place] = Counter()
+
+    def made_by(self, function: str, file: str) -> int:
+        """Of the storages of today that were made below a function of the product."""
+        return sum(
+            size
+            for place, size in self._places.items()
+            if any(it.co_name == function and it.co_filename.endswith(file) for it, _ in place)
+        )
 
     def note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -26,13 +35,15 @@ class Bytes:
         if tensor.device.type != "cuda" or key in self._seen:
             return
         self._seen.add(key)
-        size = storage.nbytes()
+        size, place = storage.nbytes(), current_place()
         self.now += size
+        self._places[place] += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._drop, key, size).atexit = False
+        weakref.finalize(storage, self._drop, key, size, place).atexit = False
 
-    def _drop(self, key: int, size: int) -> None:
+    def _drop(self, key: int, size: int, place: Place) -> None:
         self._seen.discard(key)
+        self._places[place] -= size
         self.now -= size
 
 

@@ -1,12 +1,7 @@
-"""Trains cases on the bookkeeping `cuda:0`: `python -m tests.support.fake_cuda.training CASES`.
-
-`CASES` is a JSON list of a case's fields; for each, prints what was found as JSON.
-"""
+"""Trains cases on the bookkeeping `cuda:0`, and finds what torch or NCCL would refuse."""
 
 from __future__ import annotations
 
-import json
-import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -29,6 +24,7 @@ from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.device import CudaDevice, replace_device
 from rayzero.engine.offload import nvme_store
 from rayzero.engine.offload.mapped_file import MappedFile
+from rayzero.engine.zero.parameters import WeightGather
 from tests.support.fake_cuda.census import Census
 from tests.support.races.cases import Case
 from tests.support.races.models import MODELS, make_batch
@@ -225,6 +221,7 @@ def bookkeeping_device(found: Findings, world_size: int) -> Iterator[tuple[Censu
             (nccl_module, "_reduce_scatter", nccl.reduce_scatter),
             (builder, "connect_collectives", lambda: (Collectives(NcclBackend(None)), DEVICE)),
             (nvme_store, "ThreadPoolExecutor", _RunAtOnce),
+            (WeightGather, "agree", lambda self, flags, device: list(flags)),  # sums have no values
             (MappedFile, "read", _check_file_io),
             (MappedFile, "write", _check_file_io),
             (FakeTensor, "tolist", _tolist(census, world_size)),
@@ -262,8 +259,3 @@ def train(case: Case) -> Findings:
             found.error = traceback.format_exc(limit=-6)
     found.hook_threads = sorted(nccl.threads)
     return found
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps([asdict(train(Case(**fields))) for fields in json.loads(sys.argv[1])]))

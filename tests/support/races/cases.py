@@ -214,6 +214,7 @@ def mutant_cases() -> list[Case]:
         Case(stage=3, script="access"),
         Case(precision="fp32", lazy_weights=True, script="empty batch"),
         Case(precision="fp32", lazy_weights=True, script="load"),
+        Case(precision="fp32", optimizer="Lion", script="load"),
         Case(stage=1, precision="fp32", offload="optimizer", script="load"),
         Case(stage=3, precision="fp32", model="branching", script="load"),
         Case(stage=3, offload="both", precision="fp32", script="load"),

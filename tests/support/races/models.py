@@ -71,12 +71,12 @@ class _Layer(nn.Module):
 
 class Branching(nn.Module):
     """Blocks of which every second forward, from the first, skips the last: it is prefetched, and not
-    used."""
+    used. No weights are gathered after that block's, if that follows the order of registration."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(zoo.ResidualBlock(WIDTH) for _ in range(4))
         self.last = nn.Linear(WIDTH, 4)
+        self.blocks = nn.ModuleList(zoo.ResidualBlock(WIDTH) for _ in range(4))
         self._forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:

@@ -34,14 +34,14 @@ class _Outcome:
         launches: as in `Findings`.
         peak_bytes: of device memory.
         most_in_flight: collectives that were not waited for.
-        warnings: that the product logged.
+        messages: warnings that the product logged; what a mirror told the controller and vault.
     """
 
     results: str
     launches: tuple[tuple[str, str, int, str], ...]
     peak_bytes: int
     most_in_flight: int
-    warnings: tuple[str, ...]
+    messages: tuple[str, ...]
 
     def first_difference(self, other: _Outcome) -> str | None:
         """The field in which another run of the same case differs."""
@@ -140,7 +140,7 @@ def _train(case: Case, seed: int = 0) -> Findings:
                 tuple(machine.launches),
                 machine.memory.peak_bytes,
                 machine.most_in_flight,
-                tuple(warnings.texts),
+                (*script.log, *warnings.texts),
             )
         except Exception as error:  # noqa: BLE001  a finding
             findings.error = f"{type(error).__name__}: {error}"

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.api import tensor_fragments as api
+from rayzero.engine.api.params import GatheredParameters
 from rayzero.engine.device import get_device
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
-from rayzero.engine.state.load import _model_tensors
+from rayzero.engine.state.load import LOAD_ALL, _model_tensors
 from tests.support.races.mirroring import mirroring_session
 from tests.support.virtual_device.placement import DEVICE
 
@@ -39,6 +40,11 @@ class Plain:
         """Around the life of the engine."""
         yield
 
+    @property
+    def log(self) -> tuple[str, ...]:
+        """What others were told."""
+        return ()
+
     def loss(self, engine: Any, batch: Tensor, number: int) -> Tensor:
         """Of a micro-batch, with its number since the start."""
         loss: Tensor = engine(batch)
@@ -52,7 +58,10 @@ class Plain:
 
 
 class Access(Plain):
-    """A penalty of weights after forward; gradients before the step; weights after it."""
+    """A penalty of weights after forward; gradients before the step; weights after it, and nothing
+    after the third, so that gathers are in flight in the next forward."""
+
+    steps = 4
 
     def loss(self, engine: Any, batch: Tensor, number: int) -> Tensor:
         loss: Tensor = engine(batch)
@@ -68,9 +77,15 @@ class Access(Plain):
             api.safe_set_full_grad(param, gradient * 0.5)
 
     def after_step(self, engine: Any, number: int) -> None:
-        write_weights(engine)
-        engine.wait_weights()
-        if engine.settings.config.zero_optimization.stage < 3:
+        last = list(engine.module.parameters())[-1]
+        if number == 0:
+            with GatheredParameters([last]):
+                last.detach().sum()
+        elif number == 1:
+            write_weights(engine)
+            write_moments(engine)
+        elif number == 3 and engine.settings.config.zero_optimization.stage < 3:
+            engine.wait_weights()
             sum(param.detach().sum() for param in engine.module.parameters())
 
 
@@ -83,17 +98,23 @@ def evaluate(engine: Any, batch: Tensor) -> None:
 
 
 def write_weights(engine: Any) -> None:
-    """Changes a parameter and its optimizer state, through the engine."""
+    """Changes parameters through the engine: the first from host memory, so that nothing waits."""
     first, last = (list(engine.module.parameters())[number] for number in (0, -1))
-    if first.requires_grad:  # from host memory, so that nothing waits
+    if first.requires_grad:
         api.safe_set_full_fp32_param(first, torch.full(first.shape, 0.1))
-    for param in (first, last):
-        value = api.safe_get_full_fp32_param(param)
-        if value is not None:
-            api.safe_set_full_fp32_param(param, value * 1.01)
-        moment = api.safe_get_full_optimizer_state(param, "exp_avg")
-        if moment is not None:
-            api.safe_set_full_optimizer_state(param, moment * 0.5, "exp_avg")
+    value = api.safe_get_full_fp32_param(last)
+    if value is not None:
+        api.safe_set_full_fp32_param(last, value * 1.01)
+
+
+def write_moments(engine: Any) -> None:
+    """Changes optimizer state through the engine, as `write_weights`."""
+    first, last = (list(engine.module.parameters())[number] for number in (0, -1))
+    if first.requires_grad:
+        api.safe_set_full_optimizer_state(first, torch.full(first.shape, 0.1), "exp_avg")
+    moment = api.safe_get_full_optimizer_state(last, "exp_avg")
+    if moment is not None:
+        api.safe_set_full_optimizer_state(last, moment * 0.5, "exp_avg")
 
 
 class EmptyBatch(Plain):
@@ -114,7 +135,8 @@ class EmptyBatch(Plain):
 
 
 class Load(Plain):
-    """A state of zeros and ones is loaded after the second step, and an evaluation."""
+    """A state of zeros and ones is loaded after the second step, and after an evaluation; after the
+    third all of it is in registered memory."""
 
     steps = 4
 
@@ -123,25 +145,32 @@ class Load(Plain):
         return super().loss(engine, batch, number)
 
     def after_step(self, engine: Any, number: int) -> None:
-        if number != 1:
+        if number not in (1, 2):
             return
-        evaluate(engine, self._batch)
-        source = MadeUpState(engine)
-        engine.state.load(source)
+        if engine.settings.config.zero_optimization.stage == 3:
+            evaluate(engine, self._batch)
+        source = MadeUpState(engine, registered=number)
+        engine.state.load_from(source, LOAD_ALL)
         source.close()
+        engine.state.sync_model_weights()
 
 
 class MadeUpState:
-    """A complete state of an engine's model with other values: every second tensor in registered
-    memory, the others to be read by the host."""
+    """A complete state of an engine's model with other values, in two blocks, each with every
+    second tensor: the first `registered` ones in registered memory, the others to be read by the
+    host."""
 
     step = 1
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, registered: int) -> None:
         runtime, optimizer = engine._runtime, engine._step.optimizer
         tensors = dict(_model_tensors(engine.module, runtime))
-        trained = [spec.name for unit in runtime.units if unit.grads is not None
-                   for spec in unit.layout.params]
+        trained = [
+            spec.name
+            for unit in runtime.units
+            if unit.grads is not None
+            for spec in unit.layout.params
+        ]
         for key, value in optimizer.state_tensors(optimizer.shards[0]).items():
             for name in trained:
                 shape = tensors[f"weights/{name}"].shape
@@ -152,13 +181,17 @@ class MadeUpState:
         halves = [{name: tensors[name] for name in names[start::2]} for start in (0, 1)]
         self.block_indexes = [_index(half) for half in halves]
         self._blocks = [_values(index) for index in self.block_indexes]
-        self._device.register_host(self._blocks[0])
+        self._registered = self._blocks[:registered]
+        for block in self._registered:
+            self._device.register_host(block)
 
     def metadata(self, rank: int) -> dict[str, Any]:
         return self._document
 
     def registered_block(self, block: int) -> memoryview | None:
-        return None if block else memoryview(self._blocks[0].numpy().data)
+        if block < len(self._registered):
+            return memoryview(self._blocks[block].numpy().data)
+        return None
 
     def verify(self, block: int) -> None:
         self._blocks[block].sum()
@@ -168,7 +201,8 @@ class MadeUpState:
         target.copy_(self._blocks[block][offset : offset + len(into)])
 
     def close(self) -> None:
-        self._device.unregister_host(self._blocks[0])
+        for block in self._registered:
+            self._device.unregister_host(block)
 
 
 def _index(tensors: Mapping[str, LogicalTensor]) -> BlockIndex:
@@ -200,9 +234,13 @@ class Mirrored(Plain):
         with mirroring_session() as self._session:
             yield
 
+    @property
+    def log(self) -> tuple[str, ...]:
+        return (*self._session.posted, *self._session.vault.calls)
+
     def after_step(self, engine: Any, number: int) -> None:
-        if number == 1:  # beside its mirror
-            write_weights(engine)
+        if number < 2:  # beside its mirror
+            (write_moments, write_weights)[number](engine)
         self._session.prepare(number + 1)
 
 

@@ -23,10 +23,6 @@ JUSTIFIED: dict[str, str] = {
     "engine/offload/transfer.py _D2HCopy.release: self.reduced.release()": (
         "the reduction has been waited for; as AsyncWork.release"
     ),
-    "engine/offload/stores.py HostStore.update_chunks: self._transfer.wait_h2d()": (
-        "the vote's read ends after the compute stream, which has waited for the copies; it stays "
-        "right should the vote no longer make the host wait"
-    ),
     "engine/zero/lazy_weights.py LazyWeights._after_model: self.wait()": (
         "the vote waits for the same gathers before an update writes the weights; this ends what a "
         "script must know about them with forward"

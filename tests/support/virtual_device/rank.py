@@ -15,6 +15,7 @@ from rayzero.engine import builder
 from rayzero.engine.comm import nccl as nccl_module
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.nccl import NcclBackend
+from rayzero.engine.comm.process_group import SingleRankBackend
 from rayzero.engine.device import replace_device
 from rayzero.engine.offload import nvme_store, transfer
 from rayzero.engine.offload.mapped_file import MappedFile
@@ -33,6 +34,8 @@ def virtual_cluster(ranks: Alone | Ranks) -> Iterator[None]:
     nccl = VirtualNccl(ranks)
 
     def connect() -> tuple[Collectives, torch.device]:
+        if ranks.world_size == 1:
+            return Collectives(SingleRankBackend()), DEVICE
         return Collectives(NcclBackend(nccl.world)), DEVICE  # type: ignore[arg-type]
 
     with ExitStack() as stack:
