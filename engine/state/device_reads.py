@@ -46,8 +46,8 @@ class TensorHolder(Protocol):
 
 def read_to_device(device: Device, source: StateSource, reads: Sequence[Read]) -> None:
     """Fill targets on the device. Raises as `StateSource.read`."""
-    compute, stream = device.current_stream(), device.new_stream()
-    stream.wait_stream(compute)
+    stream = device.new_stream()
+    stream.wait_stream(device.current_stream())
     staging: list[tuple[Tensor, Event]] = []
     registered: dict[int, memoryview] = {}
     if isinstance(source, RegisteredSource):
@@ -68,7 +68,6 @@ def read_to_device(device: Device, source: StateSource, reads: Sequence[Read]) -
                 source.verify(block)
     finally:
         stream.synchronize()
-    compute.wait_stream(stream)
 
 
 def _read_staged(

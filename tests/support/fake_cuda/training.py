@@ -13,8 +13,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.library import Library
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.library import Library
 
 import rayzero
 from rayzero.engine import builder

@@ -70,8 +70,8 @@ class _Layer(nn.Module):
 
 
 class Branching(nn.Module):
-    """Blocks of which every second forward, from the first, skips the last: it is prefetched, and not
-    used. No weights are gathered after that block's, if that follows the order of registration."""
+    """Blocks of which every second forward, from the first, skips the last: it is prefetched, and
+    not used. Its weights are the last in the order of registration."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,6 +22,7 @@ from rayzero.engine.api.params import GatheredParameters
 from rayzero.engine.device import get_device
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
+from rayzero.engine.state.kept import KeptSource
 from rayzero.engine.state.load import LOAD_ALL, _model_tensors
 from tests.support.races.mirroring import mirroring_session
 from tests.support.virtual_device.placement import DEVICE
@@ -136,7 +137,7 @@ class EmptyBatch(Plain):
 
 class Load(Plain):
     """A state of zeros and ones is loaded after the second step, and after an evaluation; after the
-    third all of it is in registered memory."""
+    third from what the process holds, and registered memory."""
 
     steps = 4
 
@@ -149,7 +150,9 @@ class Load(Plain):
             return
         if engine.settings.config.zero_optimization.stage == 3:
             evaluate(engine, self._batch)
-        source = MadeUpState(engine, registered=number)
+        source: Any = MadeUpState(engine, registered=number)
+        if number == 2:
+            source = KeptSource(engine.state.updated_ranges(), source)
         engine.state.load_from(source, LOAD_ALL)
         source.close()
         engine.state.sync_model_weights()

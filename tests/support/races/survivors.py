@@ -20,11 +20,33 @@ JUSTIFIED: dict[str, str] = {
     "engine/compression/powersgd.py PowerSGDReduce._reduce: pending.release()": (
         "the all-reduces have been waited for; as AsyncWork.release"
     ),
+    "engine/compression/quantized.py MultiStageReduce.release: self.wait()": (
+        "as CollectiveWork.release: whoever releases a buffer has waited before"
+    ),
     "engine/offload/transfer.py _D2HCopy.release: self.reduced.release()": (
         "the reduction has been waited for; as AsyncWork.release"
     ),
-    "engine/zero/lazy_weights.py LazyWeights._after_model: self.wait()": (
-        "the vote waits for the same gathers before an update writes the weights; this ends what a "
-        "script must know about them with forward"
+    "engine/offload/transfer.py HostShardGather.gather: previous.release()": (
+        "the gather has been waited for, and NCCL reads no buffer after; between CPU ranks it "
+        "waits for readers"
+    ),
+    "engine/state/training.py TrainingState.updating: self.before_write()": (
+        "before an update the vote and `step_requests` have made the host wait for all that it "
+        "waits for; what else writes the state has no vote before it"
+    ),
+    "engine/zero/runtime.py ZeroRuntime.vote: self.wait_weights()": (
+        "an update waits for the same (`wait_state`); between CPU ranks the vote tells that no "
+        "peer reads the weights any more, so they are waited for before it"
+    ),
+    "workers/beside_copy.py BesideCopier._start: self.settle()": (
+        "the vote has settled the step before (`step_requests`); this is for an error in that order"
+    ),
+    "workers/beside_copy.py BesideCopier.close: job.done.wait(limit_s)": (
+        "the join waits for the same, but the thread would give up a step that is finished: "
+        "tests/workers/test_beside_copy.py lets one be committed"
+    ),
+    "workers/beside_copy.py BesideCopier.close: self._thread.join(limit_s)": (
+        "what the thread does is over with `done`; this ends the thread, for which "
+        "tests/workers/test_beside_copy.py looks"
     ),
 }

@@ -96,7 +96,7 @@ def find_waits(function: ast.AST) -> Iterator[ast.expr]:
         if isinstance(node, ast.Call):
             called.add(node.func)
             returned = len(node.args) > 1 and _name(node.func) == "release"  # bookkeeping of a pool
-            found = not returned and _NAMES.fullmatch(_name(node.func)) or _joins(node.func)
+            found = (not returned and _NAMES.fullmatch(_name(node.func))) or _joins(node.func)
         else:
             passed_on = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
             found = passed_on and node not in called and _NAMES.fullmatch(_name(node))
