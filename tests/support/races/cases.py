@@ -137,7 +137,10 @@ def allowed(row: dict[str, Any]) -> bool:
     if row.get("optimizer") == "OneBitAdam":
         plain = row.get("gradients", "plain") == "plain" and offload == "none"
         return plain and stage in (None, 0) and row.get("precision") != "fp16" and not needs_stage_3
-    if row.get("weights", "plain") != "plain" and offload in _STAGE_3_OFFLOADS:
+    weights = row.get("weights", "plain")
+    if weights != "plain" and offload in _STAGE_3_OFFLOADS:
+        return False
+    if "hpz" in weights and row.get("world_size") == 1:
         return False
     if row.get("optimizer") in _WHOLE_PARAMS and offload != "none":
         return False

@@ -110,6 +110,15 @@ class Group:
     size: int
 
 
+def _others(full: Tensor, part: Tensor) -> list[Tensor]:
+    """What an all-gather writes: in place, it does not touch this rank's part."""
+    start = (part.data_ptr() - full.data_ptr()) // full.element_size()
+    if full.untyped_storage()._cdata != part.untyped_storage()._cdata:
+        return [full]
+    flat = full.view(-1)
+    return [flat[:start], flat[start + part.numel() :]] if 0 <= start < full.numel() else [full]
+
+
 class VirtualNccl:
     """Stands for `torch.distributed` in `engine/comm/nccl.py`. One object serves all ranks."""
 
@@ -158,7 +167,7 @@ class VirtualNccl:
             gathered = torch.cat([tensors[0].reshape(-1) for tensors in parts])
             full.view(-1).copy_(gathered)
 
-        return self._launch("all_gather", group, [part], [full], move, async_op)
+        return self._launch("all_gather", group, [part], _others(full, part), move, async_op)
 
     def reduce_scatter_single(
         self, out: Tensor, full: Tensor, group: Group | None = None, async_op: bool = False
