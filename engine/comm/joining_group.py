@@ -9,6 +9,8 @@ torch keeps the default group in one attribute, `default_pg` of `_world`, the ob
 declares as the place to override. All its functions read it there, in 2.11 to 2.13. We give that
 object a class whose attribute waits. The object stays the same: others have imported it by name.
 With a torch that keeps it elsewhere, nobody could be made to wait, so `start` does.
+Modules of torch that are imported meanwhile do not wait: they only name the group as a default, and
+`init_process_group` waits for the import of torch._dynamo.
 
 Lifetime. The thread that trains starts a `JoiningGroup`, one at a time, and ends it: by `wait`, or
 by `end_joining`, which interrupts the join until the thread has ended. The join limits itself.
@@ -17,6 +19,7 @@ Between `start` and its end only the joining thread changes torch's tables.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from threading import Event, Thread, current_thread
 
@@ -138,12 +141,24 @@ class _WaitingWorld(c10d._World):
     @property
     def default_pg(self) -> dist.ProcessGroup | None:
         if (joining := joining_group()) is not None:
+            if _is_read_by_an_import():
+                return None
             joining.wait()
         return super().default_pg
 
     @default_pg.setter
     def default_pg(self, value: dist.ProcessGroup | None) -> None:
         c10d._World.default_pg.fset(self, value)  # type: ignore[attr-defined]
+
+
+def _is_read_by_an_import() -> bool:
+    """Whether a module of torch that is being imported reads it, for default arguments, where None
+    means the default group. The joining thread may need that import's lock: it must not wait."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__") == c10d.__name__:
+        frame = frame.f_back
+    is_torch = str(frame.f_globals.get("__name__")).startswith("torch.")
+    return is_torch and frame.f_code.co_name == "<module>"
 
 
 def _install_waiting_world() -> bool:

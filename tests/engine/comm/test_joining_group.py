@@ -112,6 +112,19 @@ def test_another_thread_of_the_user_waits_too(make_join):
     assert answers == [True]
 
 
+def test_import_of_a_module_of_torch_does_not_wait(make_join):
+    """torch._dynamo imports modules that have the default group as default arguments, and what
+    joins waits until torch._dynamo is imported: neither would have ended."""
+    join = make_join()
+    limit = threading.Timer(10.0, join.stopped.set)
+    limit.start()
+    namespace = {"__name__": "torch.distributed.nn.functional"}
+    exec("from torch.distributed import group; default = group.WORLD", namespace)
+    assert namespace["default"] is None
+    limit.cancel()
+    assert not join.go_on.is_set()
+
+
 def test_wait_is_interrupted(make_join):
     join = make_join()
     threading.Timer(0.05, join.stopped.set).start()
