@@ -33,9 +33,12 @@ def train(ctx: Any) -> dict[str, Any]:
 
 
 def _kill_in_phase(engine: Engine, phase: str) -> None:
-    """Kill this process when it next enters the phase."""
+    """Kill this process when it next enters the phase, with the mirror of the step before, which
+    may be under way beside it, complete."""
 
     def kill(*_: Any) -> None:
+        mirror: Any = engine.state.copied_by
+        assert mirror is None or mirror.done.wait(60.0)
         os.kill(os.getpid(), signal.SIGKILL)
 
     if phase == "update":
