@@ -38,9 +38,15 @@ def list_combinations(
 
 
 def covering(
-    axes: Axes, strength: int, allowed: Callable[[Row], bool] = _allow_all, seed: int = 0
+    axes: Axes,
+    strength: int,
+    allowed: Callable[[Row], bool] = _allow_all,
+    seed: int = 0,
+    *,
+    stepwise: bool = False,
 ) -> list[Row]:
-    """Rows that cover every allowed combination. Deterministic for a given seed.
+    """Rows that cover every allowed combination. Deterministic for a given seed. `stepwise` asks
+    `allowed` for every value of a row, not for whole rows: faster where few rows are allowed.
 
     Greedy: each row starts from the first uncovered combination; of `CANDIDATES` random completions
     the one that covers the most uncovered combinations is kept.
@@ -50,7 +56,8 @@ def covering(
     uncovered = dict.fromkeys(list_combinations(axes, strength, allowed))
     while uncovered:
         first = next(iter(uncovered))
-        candidates = [_complete(first, axes, allowed, random) for _ in range(CANDIDATES)]
+        complete = _complete_stepwise if stepwise else _complete
+        candidates = [complete(first, axes, allowed, random) for _ in range(CANDIDATES)]
         best = max(
             candidates, key=lambda row: sum(c in uncovered for c in _combinations_of(row, strength))
         )
@@ -67,6 +74,19 @@ def _complete(
         row = {name: random.choice(values) for name, values in axes.items()} | dict(start)
         if allowed(row):
             return row
+
+
+def _complete_stepwise(
+    start: Combination, axes: Axes, allowed: Callable[[Row], bool], random: Random
+) -> Row:
+    while True:
+        row = dict(start)
+        for name, values in axes.items():
+            if name not in row:
+                possible = [value for value in values if allowed(row | {name: value})]
+                row[name] = random.choice(possible or values)
+        if allowed(row):
+            return {name: row[name] for name in axes}
 
 
 def _combinations_of(row: Row, strength: int) -> list[Combination]:
