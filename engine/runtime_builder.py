@@ -25,6 +25,7 @@ from rayzero.engine.zero.build import (
 )
 from rayzero.engine.zero.gather_buffers import GatherBuffers
 from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
+from rayzero.engine.zero.large_modules import blocks_kept_elsewhere
 from rayzero.engine.zero.lazy_weights import LazyWeights
 from rayzero.engine.zero.placement import Collective, Placement
 from rayzero.engine.zero.reducer import Reducer
@@ -63,14 +64,16 @@ def make_runtime(
     trainable = [unit for unit in units if unit.grads is not None]
     stores = [(unit.grads, len(unit.params)) for unit in units if unit.grads is not None]
     reducer = Reducer(stores, grad_buffers, overlap=config.zero_optimization.overlap_comm)
-    hooks = hook_gradients(trainable, reducer)
+    blocks = make_blocks(units, large)
+    hooks = hook_gradients(trainable, blocks, reducer)
     scheduler = None
-    if blocks := make_blocks(units, large):
+    if blocks:
         buffers = GatherBuffers(blocks, rayzero.gather_buffers)
         scheduler = UnshardScheduler(
             blocks,
             buffers,
             make_weight_gather(config, context),
+            kept_elsewhere=blocks_kept_elsewhere(model, blocks),
             reshard_after_forward=rayzero.reshard_after_forward,
         )
         hooks += hook_blocks(model, blocks, scheduler)

@@ -16,11 +16,17 @@ from torch import Tensor
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor in nested mappings, lists, tuples and dataclasses, in order."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    for _, child in _children(value):
-        yield from iter_tensors(child)
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            pending += value[::-1]
+        elif isinstance(value, dict):
+            pending += list(value.values())[::-1]
+        else:
+            pending += [child for _, child in _children(value)][::-1]
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -9,11 +9,11 @@ ZeRO paper: a reduce-scatter or an all-gather moves the buffer once, an all-redu
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from rayzero.engine.comm.backend import Backend, Work
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import CollectiveError, EngineError
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -38,15 +37,11 @@ class CollectiveStats:
 class CommCounters:
     """Calls and bytes by collective, and the seconds the training thread has waited."""
 
-    by_name: dict[str, CollectiveStats] = field(default_factory=dict)
+    by_name: defaultdict[str, CollectiveStats] = field(
+        default_factory=lambda: defaultdict(CollectiveStats)
+    )
     sequence: int = 0
     exposed_s: float = 0.0
-
-    def count(self, name: str, moved_bytes: int) -> None:
-        traffic = self.by_name.setdefault(name, CollectiveStats())
-        traffic.calls += 1
-        traffic.bytes += moved_bytes
-        self.sequence += 1
 
 
 class Collectives:
@@ -60,7 +55,7 @@ class Collectives:
         self._backend = backend
         self.rank, self.world_size = backend.rank, backend.world_size
         self.counters = CommCounters()
-        self.wait_observer: Callable[[int, bool], None] = lambda number, entered: None
+        self.wait_observer: Callable[[int, bool], None] | None = None
 
     @property
     def staging_bytes(self) -> int:
@@ -79,31 +74,33 @@ class Collectives:
         self.run_timed("an exchange", self.counters.sequence, self._backend.progress_pending)
 
     def all_reduce(self, full: Tensor) -> CollectiveWork:
-        return self._launch("all_reduce", 2 * full.nbytes, self._backend.all_reduce, full)
+        return self._launch("all_reduce", 2 * full.nbytes, lambda: self._backend.all_reduce(full))
 
     def reduce_scatter(
         self, full: Tensor, out: Tensor, *, accumulate: bool = False
     ) -> CollectiveWork:
-        start = self._backend.reduce_scatter
-        return self._launch("reduce_scatter", full.nbytes, start, full, out, accumulate=accumulate)
+        start, add = self._backend.reduce_scatter, accumulate
+        return self._launch("reduce_scatter", full.nbytes, lambda: start(full, out, accumulate=add))
 
     def all_gather(self, full: Tensor, part: Tensor) -> CollectiveWork:
-        return self._launch("all_gather", full.nbytes, self._backend.all_gather, full, part)
+        start = self._backend.all_gather
+        return self._launch("all_gather", full.nbytes, lambda: start(full, part))
 
     def all_gather_in_group(self, full: Tensor, part: Tensor, members: range) -> CollectiveWork:
         start = self._backend.all_gather_in_group
-        return self._launch("all_gather_in_group", full.nbytes, start, full, part, members)
+        return self._launch("all_gather_in_group", full.nbytes, lambda: start(full, part, members))
 
     def all_to_all(self, full: Tensor, received: Tensor) -> CollectiveWork:
-        return self._launch("all_to_all", full.nbytes, self._backend.all_to_all, full, received)
+        start = self._backend.all_to_all
+        return self._launch("all_to_all", full.nbytes, lambda: start(full, received))
 
     def gather(self, full: Tensor, part: Tensor, target: int = 0) -> CollectiveWork:
         moved = part.nbytes * self.world_size
-        return self._launch("gather", moved, self._backend.gather, full, part, target)
+        return self._launch("gather", moved, lambda: self._backend.gather(full, part, target))
 
     def all_to_all_v(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> CollectiveWork:
         moved = sum(part.nbytes for part in sent)
-        return self._launch("exchange", moved, self._backend.all_to_all_v, received, sent)
+        return self._launch("exchange", moved, lambda: self._backend.all_to_all_v(received, sent))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Copies the source's contiguous tensor to every rank, and waits for it."""
@@ -112,7 +109,7 @@ class Collectives:
     def start_broadcast(self, tensor: Tensor, source: int) -> CollectiveWork:
         # As bytes: backends lack some dtypes, NCCL int16 and complex numbers.
         data = tensor.detach().view(-1).view(torch.uint8)
-        return self._launch("broadcast", data.nbytes, self._backend.broadcast, data, source)
+        return self._launch("broadcast", data.nbytes, lambda: self._backend.broadcast(data, source))
 
     def sum_scalars(
         self, scalars: Tensor, numbers: Sequence[float] = (), name: str = "vote"
@@ -144,27 +141,23 @@ class Collectives:
     ) -> tuple[Tensor, CollectiveWork]:
         sent = get_device(scalars.device).send([*numbers, 1.0], torch.float64)
         ballot = torch.cat((scalars.view(-1), sent))
-        return ballot, self._launch(name, ballot.nbytes, self._backend.all_reduce, ballot)
+        return ballot, self._launch(name, ballot.nbytes, lambda: self._backend.all_reduce(ballot))
 
-    def _launch(
-        self,
-        name: str,
-        moved_bytes: int,
-        start: Callable[P, Work],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> CollectiveWork:
-        self.counters.count(name, moved_bytes)
-        number = self.counters.sequence
-        work = self.run_timed(name, number, partial(start, *args, **kwargs))
-        return CollectiveWork(work, self, name, number)
+    def _launch(self, name: str, moved_bytes: int, start: Callable[[], Work]) -> CollectiveWork:
+        counters = self.counters
+        traffic = counters.by_name[name]
+        traffic.calls += 1
+        traffic.bytes += moved_bytes
+        counters.sequence = number = counters.sequence + 1
+        return CollectiveWork(self.run_timed(name, number, start), self, name, number)
 
     def run_timed(self, name: str, number: int, waits: Callable[[], T]) -> T:
         """Runs something that may wait for other ranks; a failure names the collective."""
         if self.world_size == 1:
             return waits()
-        start = perf_counter()
-        self.wait_observer(number, True)
+        observe, start = self.wait_observer, perf_counter()
+        if observe is not None:
+            observe(number, True)
         try:
             result = waits()
         except RuntimeError as error:
@@ -172,7 +165,8 @@ class Collectives:
                 f"{name} failed on rank {self.rank} of {self.world_size} (collective {number}): "
                 f"{error}"
             ) from error
-        self.wait_observer(number, False)
+        if observe is not None:
+            observe(number, False)
         self.counters.exposed_s += perf_counter() - start
         return result
 
@@ -180,13 +174,17 @@ class Collectives:
 class CollectiveWork:
     """The work that `Collectives` returns: waits are timed and observed, and callbacks follow."""
 
+    __slots__ = ("_callbacks", "_collectives", "_name", "_number", "_work")
+
     def __init__(self, work: Work, collectives: Collectives, name: str, number: int) -> None:
         self._work = work
-        self._run_timed = partial(collectives.run_timed, name, number)
-        self._callbacks: list[Callable[[], None]] = []
+        self._collectives = collectives
+        self._name = name
+        self._number = number
+        self._callbacks: tuple[Callable[[], None], ...] = ()
 
     def then(self, finish: Callable[[], None]) -> CollectiveWork:
-        self._callbacks.append(finish)
+        self._callbacks += (finish,)
         return self
 
     def to_host(self, result: Tensor) -> Tensor:
@@ -198,18 +196,19 @@ class CollectiveWork:
             self._work.wait()
             return get_device(result.device).to_host(result)
 
-        return self._run_timed(wait_and_copy)
+        return self._collectives.run_timed(self._name, self._number, wait_and_copy)
 
     def wait(self) -> None:
-        self._run_timed(self._work.wait)
-        callbacks, self._callbacks = self._callbacks, []
-        for finish in callbacks:
-            finish()
+        self._collectives.run_timed(self._name, self._number, self._work.wait)
+        if self._callbacks:
+            callbacks, self._callbacks = self._callbacks, ()
+            for finish in callbacks:
+                finish()
 
     def release(self) -> None:
         if self._callbacks:
             self.wait()
-        self._run_timed(self._work.release)
+        self._collectives.run_timed(self._name, self._number, self._work.release)
 
 
 def run_on_all_ranks(

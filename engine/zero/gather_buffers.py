@@ -46,6 +46,7 @@ class Block:
     Attributes:
         large: a module outside the repeated blocks that owns large parameters.
         buffer_index: its buffer in the ring, or the large modules'; None if it has its own.
+        buffers: one for each unit, once it has been gathered.
         pending: the all-gathers in flight while GATHERING.
         forward_calls: forwards begun in the current pass.
     """
@@ -55,19 +56,15 @@ class Block:
     units: list[ShardedWeights]
     large: bool = False
     buffer_index: int | None = None
+    buffers: list[Tensor] = field(default_factory=list)
     pending: list[Work] = field(default_factory=list)
     forward_calls: int = 0
-    _state: BlockState = BlockState.SHARDED
+    state: BlockState = BlockState.SHARDED  # read only
 
-    @property
-    def state(self) -> BlockState:
-        return self._state
-
-    @state.setter
-    def state(self, state: BlockState) -> None:
-        if state is not _NEXT_STATE[self._state]:
-            raise RuntimeError(f"{self.name!r} cannot go from {self._state.name} to {state.name}")
-        self._state = state
+    def enter(self, state: BlockState) -> None:
+        if state is not _NEXT_STATE[self.state]:
+            raise RuntimeError(f"{self.name!r} cannot go from {self.state.name} to {state.name}")
+        self.state = state
 
 
 class GatherBuffers:
@@ -94,19 +91,23 @@ class GatherBuffers:
         """Assigns a block its buffer; one tensor for each of its units."""
         if block.buffer_index is not None:
             self._current_blocks[block.buffer_index] = block
-        return [self._buffer_for(block, position) for position in range(len(block.units))]
+        if not block.buffers:
+            block.buffers = [self._buffer_for(block, it) for it in range(len(block.units))]
+        return block.buffers
 
     def give_own_buffer(self, block: Block) -> None:
         """Gives a block that is not gathered a buffer of its own."""
         if block.buffer_index is not None and self._current_blocks.get(block.buffer_index) is block:
             del self._current_blocks[block.buffer_index]
-        block.buffer_index = None
+        block.buffer_index, block.buffers = None, []
 
     def assign(self, order: Iterable[Block], alone: Container[Block]) -> None:
         """Assigns buffers round robin in the order of first use, except to the blocks in `alone`,
         which get their own, and large modules. No block may be gathered."""
         self._current_blocks.clear()
         self._buffers.clear()
+        for block in self._blocks:
+            block.buffers = []
         indices = cycle(range(self.count))
         for block in dict.fromkeys(order):
             if block in alone:

@@ -18,12 +18,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import ChainableWork, ReduceOp, Work, rank_chunk
+from rayzero.engine.comm.backend import (
+    ChainableWork,
+    CompletedWork,
+    ReduceOp,
+    Work,
+    rank_chunk,
+)
 from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.layout.parts import Segment, cut_columns, segments
 from rayzero.engine.offload.transfer import HostTransfer, MemoryKind
@@ -64,10 +70,6 @@ class GradStore(ABC):
     def reduce(self, part: int, *, first: bool) -> Work:
         """Starts to reduce one part of what was collected over the ranks; parts in order, each
         once."""
-
-    def on_reduced(self, work: Work) -> None:
-        """Called once for each `reduce`, in order, when its `work` has been waited for."""
-        return
 
     def owned(self) -> Tensor:
         """The main gradients; waits for copies to host memory."""
@@ -134,45 +136,56 @@ class PartialGrads(GradStore):
         return super().persistent_tensors | {MemoryKind.DEVICE: self._flat}
 
 
-class GradBufferPool:
-    """A few buffers from which parts of units are reduced into shards.
+@dataclass(eq=False, slots=True)
+class GradBuffer:
+    """Memory that parts of units are reduced from, one after the other; `reduction` is the last."""
 
-    A part holds a buffer from its launch until its reduction has been waited for. When all are in
-    use, the reducer waits for the oldest reduction in flight.
+    tensor: Tensor
+    reduction: Work = field(default_factory=CompletedWork)
+
+
+class GradBufferPool:
+    """A few buffers from which parts of units are reduced into shards, used in turn.
+
+    A part holds a buffer from its launch until the buffer's next use, which waits for its
+    reduction: when all are in use, for the oldest in flight.
 
     Args:
         make: allocates a buffer of zeros of a number of elements.
-        count: buffers to allocate.
+        count: buffers to allocate, if there are as many parts.
         part_numel: the most elements of a part, without padding.
 
     Attributes:
-        numel: of a buffer: the longest part that was asked for before the first `acquire`.
+        numel: of a buffer: the longest part that was announced before the first `acquire`.
+        max_count: the most buffers that there will be.
     """
 
     def __init__(self, make: Callable[[int], Tensor], count: int, part_numel: int) -> None:
         self.part_numel = part_numel
         self.numel = 0
-        self.buffers: list[Tensor] = []
+        self.max_count = 0
         self._make_buffer = make
-        self._max_buffers = count
-        self._free: deque[tuple[Tensor, Work]] = deque()  # first in, first out
+        self._count = count
+        self._ring: deque[GradBuffer] = deque()  # the one used last is the last
 
     @property
-    def exhausted(self) -> bool:
-        return not self._free and len(self.buffers) >= self._max_buffers
+    def buffers(self) -> list[Tensor]:
+        return [buffer.tensor for buffer in self._ring]
 
-    def acquire(self) -> Tensor:
+    def announce(self, parts: int, numel: int) -> None:
+        """A unit will need a buffer for each of `parts`, of `numel` elements."""
+        self.numel = max(self.numel, numel)
+        self.max_count = min(self._count, self.max_count + parts)
+
+    def acquire(self) -> GradBuffer:
         """A buffer that no rank reads any more."""
-        if not self._free:
-            self.buffers.append(self._make_buffer(self.numel))
-            return self.buffers[-1]
-        buffer, work = self._free.popleft()
-        work.release()
+        if len(self._ring) < self.max_count:
+            buffer = GradBuffer(self._make_buffer(self.numel))
+        else:
+            buffer = self._ring.popleft()
+            buffer.reduction.release()
+        self._ring.append(buffer)
         return buffer
-
-    def release(self, buffer: Tensor, work: Work) -> None:
-        """`work` is the reduction that read the buffer; it has been waited for."""
-        self._free.append((buffer, work))
 
 
 @dataclass(frozen=True)
@@ -212,33 +225,30 @@ class ShardedGrads(GradStore):
         self._parts = cut_columns(layout, buffers.part_numel if cut else layout.logical_numel)
         self.part_count = len(self._parts)
         self._segments = [list(self._part_segments(columns)) for columns in self._parts]
-        buffers.numel = max(buffers.numel, layout.world_size * self._parts[0].stop)
+        buffers.announce(self.part_count, layout.world_size * self._parts[0].stop)
         self._grads: Grads = []
-        self._reducing: deque[Tensor] = deque()  # buffers being reduced, oldest first
-        self._views: dict[tuple[int, int], _PartViews] = {}  # by the buffer's id and the part
+        self._views: list[dict[GradBuffer, _PartViews]] = [{} for _ in self._parts]
 
     def collect(self, grads: Grads, *, add: bool) -> None:
         self._grads = grads
 
     def reduce(self, part: int, *, first: bool) -> Work:
         buffer = self._buffer_pool.acquire()
-        self._reducing.append(buffer)
-        views = self._views.get((id(buffer), part))
-        if views is None:  # the pool never frees a buffer
-            views = self._views[id(buffer), part] = self._make_views(buffer, part)
+        views = self._views[part].get(buffer)
+        if views is None:
+            views = self._views[part][buffer] = self._make_views(buffer.tensor, part)
         _copy_at_once(views.targets, self._grads if self.part_count == 1 else self._sources(part))
         if views.padding:  # another part was in the buffer before
             torch._foreach_zero_(views.padding)
         if part == self.part_count - 1:
             self._grads = []
-        op, out = self._reduce_op, views.out
+        op, out, add = self._reduce_op, views.out, not first
         if self._transfer is None:
-            return op.reduce_scatter(views.full, out, accumulate=not first)
-        reduced = op.reduce_scatter(views.full, views.own)
-        return self._copy_to_host(reduced, views.own, out, add=not first)
-
-    def on_reduced(self, work: Work) -> None:
-        self._buffer_pool.release(self._reducing.popleft(), work)
+            buffer.reduction = op.reduce_scatter(views.full, out, accumulate=add)
+        else:
+            reduced = op.reduce_scatter(views.full, views.own)
+            buffer.reduction = self._copy_to_host(reduced, views.own, out, add=add)
+        return buffer.reduction
 
     def _part_segments(self, columns: slice) -> Iterator[tuple[int, Segment]]:
         """(parameter, segment) of a part."""

@@ -7,13 +7,17 @@ observed. At the step's end the ranks agree: a module whose weights were read ou
 any rank stays with the root, and the others become blocks. A first read elsewhere in a later step
 (another path of evaluation) is an error, because the values would be NaN.
 
-Reads are seen where `module.weight` is looked up, whatever is then done with the tensor.
+Reads are seen where `module.weight` is looked up, whatever is then done with the tensor. A weight
+that a module of the model also keeps in an attribute (a list, a dict, a function's closure) could
+be read from there, so it counts as read. Of references elsewhere nothing is known: there a weight
+is NaN, and its gradient is refused.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, ItemsView, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Sequence, ValuesView
+from types import CellType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -29,6 +33,7 @@ class LargeModules:
 
     Args:
         blocks: of the large modules.
+        kept_elsewhere: those of them whose weights can be read without looking them up.
         agree: which of some flags are set on any rank; collective.
 
     Attributes:
@@ -38,14 +43,17 @@ class LargeModules:
     """
 
     def __init__(
-        self, blocks: Sequence[Block], agree: Callable[[Sequence[bool]], list[bool]]
+        self,
+        blocks: Sequence[Block],
+        kept_elsewhere: Iterable[Block],
+        agree: Callable[[Sequence[bool]], list[bool]],
     ) -> None:
         self.with_root = list(blocks)
         self.in_pass = False
         self.trained = False
         self._agree = agree
         self._undecided = bool(blocks)
-        self._read_elsewhere: set[Block] = set()
+        self._read_elsewhere = set(kept_elsewhere)
         self._reads = {
             block: ObservedReads(block.module, self._observer(block)) for block in blocks
         }
@@ -99,6 +107,40 @@ class LargeModules:
                 )
 
         return on_read
+
+
+def blocks_kept_elsewhere(model: nn.Module, blocks: Sequence[Block]) -> set[Block]:
+    """The large blocks one of whose weights is also in an attribute of a module, or inside it."""
+    owners = {
+        id(param): block
+        for block in blocks
+        if block.large
+        for unit in block.units
+        for param in unit.params
+    }
+    found, seen = set[Block](), set[int]()
+    pending: list[Any] = [
+        value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if owners and name != "_parameters"
+    ]
+    while pending:
+        value = pending.pop()
+        if id(value) in owners:
+            found.add(owners[id(value)])
+        elif id(value) not in seen and (inside := _contents(value)):
+            seen.add(id(value))
+            pending += inside
+    return found
+
+
+def _contents(value: Any) -> Sequence[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, FunctionType):  # what its closure refers to; a cell may be empty
+        return [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+    return value if isinstance(value, list | tuple) else ()
 
 
 class ObservedReads(dict[str, Any]):

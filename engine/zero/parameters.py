@@ -25,6 +25,7 @@ class ReplicatedWeights:
 
     def __init__(self, layout: UnitLayout, params: tuple[nn.Parameter, ...], flat: Tensor) -> None:
         self.persistent_tensor = flat
+        self._own: Tensor | None = None
         for param, view in zip(params, param_views(layout, flat), strict=True):
             set_param_data(param, view)
 
@@ -34,8 +35,10 @@ class ReplicatedWeights:
 
     def gather_updates(self, collectives: Collectives) -> Work:
         """Gathers the other ranks' updates: each rank has updated its own part."""
-        own = rank_chunk(self.persistent_tensor, collectives.rank, collectives.world_size)
-        return collectives.all_gather(self.persistent_tensor, own)
+        full = self.persistent_tensor
+        if self._own is None:
+            self._own = rank_chunk(full, collectives.rank, collectives.world_size)
+        return collectives.all_gather(full, self._own)
 
 
 class ShardedWeights:
@@ -61,11 +64,13 @@ class ShardedWeights:
         nan = float("nan") if shard.is_floating_point() or shard.is_complex() else 0
         self.device = shard.device if shard_gather is None else shard_gather.device
         poison = torch.full((), nan, dtype=shard.dtype, device=self.device)
-        self._poisoned_values = tuple(poison.expand(spec.shape) for spec in layout.params)
-        self._buffer: Tensor | None = None
-        self._views: tuple[Tensor, ...] = ()
-        for param, value in zip(params, self._poisoned_values, strict=True):
+        poisoned_values = [poison.expand(spec.shape) for spec in layout.params]
+        for param, value in zip(params, poisoned_values, strict=True):
             set_param_data(param, value)
+        self._poisoned = list(zip(params, poisoned_values, strict=True))
+        self._gathered: list[tuple[nn.Parameter, Tensor]] = []  # as of the last `unshard`
+        self._buffer: Tensor | None = None  # that these are in, and its part that is gathered
+        self._full = shard
 
     def owned_range(self, owned: slice) -> Tensor:
         """The range of model weights whose main weights this rank updates: all that it has."""
@@ -75,14 +80,14 @@ class ShardedWeights:
         """Starts to gather the unit into `buffer` and points the parameters there. It has at least
         `layout.numel` elements, which no kernel enqueued later reads."""
         if self._buffer is not buffer:
-            self._buffer = buffer
-            self._views = tuple(param_views(self.layout, buffer))
-        full = buffer[: self.layout.numel]
+            self._buffer, self._full = buffer, buffer[: self.layout.numel]
+            views = param_views(self.layout, buffer)
+            self._gathered = list(zip(self.params, views, strict=True))
         if self._shard_gather is None:
-            pending: Work = gather_op.all_gather(full, self.shard)
+            pending: Work = gather_op.all_gather(self._full, self.shard)
         else:
-            pending = self._shard_gather.gather(full, self.shard, gather_op)
-        for param, view in zip(self.params, self._views, strict=True):
+            pending = self._shard_gather.gather(self._full, self.shard, gather_op)
+        for param, view in self._gathered:
             param.data = view
         return pending
 
@@ -94,7 +99,7 @@ class ShardedWeights:
 
     def reshard(self) -> None:
         """Detaches the parameters, before the buffer is reused for another unit."""
-        for param, value in zip(self.params, self._poisoned_values, strict=True):
+        for param, value in self._poisoned:
             param.data = value
 
 

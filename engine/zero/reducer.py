@@ -36,12 +36,13 @@ class _UnitProgress:
 
     def collect(self, *, add: bool) -> None:
         """Hands over what has arrived; what has not counts as zero."""
-        self.grads.collect(self.held, add=add or self.collected)
-        self.begin()
+        held, self.held = self.held, []
+        self.grads.collect(held, add=add or self.collected)
         self.missing, self.collected = 0, True
 
     def merge(self, index: int, grad: Tensor) -> None:
         """Adds a further gradient of a parameter, in the precision of main gradients."""
+        self.held = self.held or [None] * self.param_count
         held = self.held[index]
         self.held[index] = grad if held is None else held.to(self.grads.dtype).add_(grad)
 
@@ -69,7 +70,8 @@ class Reducer:
         self._units = [_UnitProgress(grads, count) for grads, count in units]
         self.buffer_pool = buffers
         self._overlap = overlap
-        self._in_flight: deque[tuple[Work, GradStore]] = deque()
+        # Of sharded gradients no more than there are buffers: older ones were waited for.
+        self._in_flight: deque[Work] = deque(maxlen=buffers.max_count if buffers else None)
         self._next_unit = 0
         self._first_micro_step = True
         self._reducing = False
@@ -97,7 +99,10 @@ class Reducer:
         unit.held[index] = grad
         unit.missing -= 1
         if not unit.missing:
-            self._on_complete(unit)
+            if self._reducing:
+                self._launch_ready()
+            else:
+                unit.collect(add=not self._first_micro_step)
 
     def finish_backward(self) -> None:
         """Called after a backward: treats missing gradients as zero, and reduces the remaining
@@ -108,29 +113,24 @@ class Reducer:
                 unit.collect(add=not self._first_micro_step)
             elif not self._reducing and self._first_micro_step and not unit.collected:
                 unit.collect(add=False)
-        self._launch_ready()
+        if self._reducing:
+            self._launch_ready()
 
     def wait(self) -> None:
         """Returns when every started reduction has reached the main gradients."""
         while self._in_flight:
-            self._wait_oldest()
-
-    def _on_complete(self, unit: _UnitProgress) -> None:
-        if self._reducing:
-            self._launch_ready()
-        else:
-            unit.collect(add=not self._first_micro_step)
+            self._in_flight.popleft().wait()
 
     def _launch_ready(self) -> None:
-        if not self._reducing:
-            return
-        while self._next_unit < len(self._units) and not self._units[self._next_unit].missing:
+        """Starts to reduce the units that are complete, up to the first that is not."""
+        first = self._first_micro_step
+        while self._next_unit < len(self._units):
             unit = self._units[self._next_unit]
-            unit.collect(add=not self._first_micro_step)
+            if unit.missing:
+                return
+            unit.collect(add=not first)
             for part in range(unit.grads.part_count):
-                self._wait_for_buffer()
-                work = unit.grads.reduce(part, first=self._first_micro_step)
-                self._in_flight.append((work, unit.grads))
+                self._in_flight.append(unit.grads.reduce(part, first=first))
                 if not self._overlap:
                     self.wait()
             self._next_unit += 1
@@ -142,16 +142,6 @@ class Reducer:
                 allowed="one gradient for each parameter and backward",
                 fix="use torch.utils.checkpoint with use_reentrant=False around shared modules",
             )
-
-    def _wait_for_buffer(self) -> None:
-        """Frees a buffer, if all are in use, by waiting for the oldest reductions in flight."""
-        while self.buffer_pool is not None and self.buffer_pool.exhausted and self._in_flight:
-            self._wait_oldest()
-
-    def _wait_oldest(self) -> None:
-        pending, grads = self._in_flight.popleft()
-        pending.wait()
-        grads.on_reduced(pending)
 
 
 @dataclass(frozen=True)

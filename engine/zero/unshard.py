@@ -13,7 +13,7 @@ prefetched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -37,6 +37,7 @@ class UnshardScheduler:
         buffers: GatherBuffers,
         gather: WeightGather,
         *,
+        kept_elsewhere: Iterable[Block] = (),
         reshard_after_forward: bool = True,
     ) -> None:
         self.blocks = blocks
@@ -44,7 +45,9 @@ class UnshardScheduler:
         self.weight_gather = gather
         device = blocks[0].units[0].device
         self.large_modules = LargeModules(
-            [block for block in blocks if block.large], lambda flags: gather.agree(flags, device)
+            [block for block in blocks if block.large],
+            kept_elsewhere,
+            lambda flags: gather.agree(flags, device),
         )
         modules = {block.module for block in blocks}
         self._own_buffer = {  # blocks that contain others: they stay gathered while those run
@@ -82,7 +85,7 @@ class UnshardScheduler:
         """Called before a block's forward, also when it is recomputed in backward. Raises
         EngineError if a block that was called on its own is now called inside another one that
         shares its buffer."""
-        if block.buffer_index is not None:
+        if self._running and block.buffer_index is not None:
             self._leave_ring(block)
         self._unshard(block)
         if not self._in_backward:
@@ -91,7 +94,8 @@ class UnshardScheduler:
         self._running.append(block)
         if block.large:
             self.large_modules.enter_forward(block)
-        self._prefetch(block)
+        if self._prefetch_ready:
+            self._prefetch(block)
 
     def post_forward(self, block: Block) -> None:
         """Called after a block's forward has returned or raised, also in `pre_forward`."""
@@ -117,7 +121,8 @@ class UnshardScheduler:
             )
         self._unshard(block)
         self._record_successor(block)
-        self._prefetch(block)
+        if self._prefetch_ready:
+            self._prefetch(block)
 
     def end_backward(self) -> None:
         self._in_backward = self.large_modules.in_pass = False
@@ -162,13 +167,13 @@ class UnshardScheduler:
             unit.unshard(buffer, self.weight_gather.gather_op(unit))
             for unit, buffer in zip(block.units, buffers, strict=True)
         ]
-        block.state = BlockState.GATHERING
+        block.enter(BlockState.GATHERING)
 
     def _wait_all_gather(self, block: Block) -> None:
         for work in block.pending:
             work.wait()
         block.pending = []
-        block.state = BlockState.GATHERED
+        block.enter(BlockState.GATHERED)
 
     def _reshard(self, block: Block) -> None:
         if block.state is BlockState.GATHERING:  # prefetched and not used: still being written
@@ -176,13 +181,11 @@ class UnshardScheduler:
         if block.state is BlockState.GATHERED:
             for unit in block.units:
                 unit.reshard()
-            block.state = BlockState.SHARDED
+            block.enter(BlockState.SHARDED)
 
     def _prefetch(self, block: Block) -> None:
         """Gathers the blocks that followed this one last time, as many as there are other
         buffers."""
-        if not self._prefetch_ready:
-            return
         successors, held = self._successors[self._in_backward], [block]
         for _ in range(self.buffers.count - 1):
             upcoming = successors.get(held[-1])
@@ -205,6 +208,8 @@ class UnshardScheduler:
         block.forward_calls += 1
         if not self._prefetch_ready:
             self._forward_order.setdefault(block)
+        if not self._running and block.forward_calls == 1:
+            return
         around = [other for other in self._running if other not in self._own_buffer]
         if block.forward_calls > 1 and block not in self._own_buffer:
             around.append(block)

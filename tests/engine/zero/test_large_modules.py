@@ -102,6 +102,22 @@ class Listed(Untied):
         return self.head(x) + x @ self.weights[0]
 
 
+class Kept(Untied):
+    """Weights that are also in a plain list and in a closure, and are read from there only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"head": [self.head.weight]}
+        embedding = self.embed.weight
+        self.look_up = lambda ids: functional.embedding(ids, embedding)
+
+    def run(self, x: Tensor) -> Tensor:
+        return super().run(x) + self.look_up(torch.ones(x.shape[:2], dtype=torch.int64))
+
+    def logits(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.kept["head"][0])
+
+
 MODELS: dict[Callable[[], nn.Module], set[str]] = {  # and the blocks of their own that remain
     Untied: {"embed", "head"},
     Tied: set(),
@@ -111,6 +127,7 @@ MODELS: dict[Callable[[], nn.Module], set[str]] = {  # and the blocks of their o
     EmbeddedTwice: {"embed", "head"},
     Recomputed: {"embed", "head"},
     Listed: {"embed", "head", "never"},
+    Kept: set(),
 }
 
 
@@ -225,6 +242,25 @@ def read_late(rank: int, world: int) -> None:
 
 def test_a_first_read_in_a_later_step_is_an_error() -> None:
     run_ranks(2, read_late)
+
+
+def use_from_outside(rank: int, world: int) -> None:
+    model = make(Untied)
+    head = model.head.weight
+    engine = start(model)
+    first, second, _ = (batch.chunk(world)[rank] for batch in batches())
+    engine.backward(engine(first))
+    engine.step()
+    model.logits = lambda x: functional.linear(x, head)
+    loss = engine(second)
+    with pytest.raises(
+        EngineError, match=r"(?s)'head\.weight' of.* gradient.*unshard_min_numel: 0"
+    ):
+        engine.backward(loss)
+
+
+def test_a_weight_used_from_outside_the_model_is_refused_by_name() -> None:
+    run_ranks(2, use_from_outside)
 
 
 def gathered_bytes(rank: int, world: int) -> list[int]:

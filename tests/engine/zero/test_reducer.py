@@ -49,7 +49,8 @@ class FakeStore:
         self.name, self._log, self._pool = name, log, pool
         self.part_count = parts
         self.collected: list[Tensor | None] = []
-        self._reducing: list[Tensor] = []
+        if pool is not None:
+            pool.announce(parts, 1)
 
     def collect(self, grads: list[Tensor | None], *, add: bool) -> None:
         self.collected = grads
@@ -57,17 +58,12 @@ class FakeStore:
         self._log.events.append(f"{'add' if add else 'put'} {self.name}.{which}")
 
     def reduce(self, part: int, *, first: bool) -> FakeWork:
-        if self._pool is not None:
-            assert not self._pool.exhausted
-            self._reducing.append(self._pool.acquire())
         name = self.name + (f"/{part}" if self.part_count > 1 else "")
-        self._log.events.append(f"launch {name}{'' if first else '+'}")
-        return FakeWork(name, self._log)
-
-    def on_reduced(self, work: FakeWork) -> None:
+        work = FakeWork(name, self._log)
         if self._pool is not None:
-            self._pool.release(self._reducing.pop(0), work)
-        self._log.events.append(f"done {self.name}")
+            self._pool.acquire().reduction = work
+        self._log.events.append(f"launch {name}{'' if first else '+'}")
+        return work
 
 
 def make(
@@ -102,9 +98,10 @@ def test_launch_order_is_plan_order(order: list[str], max_buffers: int | None) -
         reducer.finish_backward()
         reducer.wait()
     assert log.of("launch") == ["launch a", "launch b", "launch c"] * 2
-    assert log.of("wait") == ["wait a", "wait b", "wait c"] * 2
+    waited = [event.split()[1] for event in log.of("wait", "release")]
+    assert list(dict.fromkeys(waited)) == ["a", "b", "c"]
     if pool is not None:
-        assert len(pool._free) == len(pool.buffers) <= (max_buffers or 0)
+        assert len(pool.buffers) == max_buffers
 
 
 def test_unit_is_launched_when_it_and_its_predecessors_are_complete() -> None:
@@ -120,9 +117,9 @@ def test_without_overlap_every_reduction_is_waited_for() -> None:
     reducer, log, _ = make([1, 1], overlap=False)
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0", "b0")
-    assert log.of("launch", "wait", "done", "put") == [
-        *("put a.1", "launch a", "wait a", "done a"),
-        *("put b.1", "launch b", "wait b", "done b"),
+    assert log.of("launch", "wait", "put") == [
+        *("put a.1", "launch a", "wait a"),
+        *("put b.1", "launch b", "wait b"),
     ]
 
 
@@ -130,23 +127,26 @@ def test_full_pool_waits_for_the_oldest_reduction() -> None:
     reducer, log, pool = make([1, 1, 1, 1], max_buffers=2)
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0", "b0")
-    assert log.of("wait") == []
-    arrive(reducer, "c0")
-    assert log.of("wait") == ["wait a"]
-    arrive(reducer, "d0")
-    assert log.of("wait") == ["wait a", "wait b"]
+    assert log.of("launch", "wait", "release") == ["launch a", "launch b"]
+    arrive(reducer, "c0", "d0")
+    assert log.of("wait", "release", "launch") == [
+        *("launch a", "launch b"),
+        *("release a", "launch c", "release b", "launch d"),
+    ]
+    reducer.wait()
+    assert log.of("wait") == ["wait c", "wait d"]  # released ones have been waited for
     assert pool is not None
     assert len(pool.buffers) == 2
 
 
-def test_buffer_is_reused_after_release() -> None:
-    reducer, log, _ = make([1, 1, 1, 1], max_buffers=2)
-    reducer.begin_backward(first=True, last=True)
-    arrive(reducer, "a0", "b0", "c0", "d0")
-    assert log.of("wait", "release", "launch") == [
-        *("launch a", "launch b"),
-        *("wait a", "release a", "launch c", "wait b", "release b", "launch d"),
-    ]
+def test_no_more_buffers_than_parts() -> None:
+    reducer, log, pool = make([1], max_buffers=3, parts=2)
+    for micro_step in range(2):
+        reducer.begin_backward(first=micro_step == 0, last=micro_step == 1)
+        arrive(reducer, "a0")
+    assert log.of("release") == ["release a/0", "release a/1"]
+    assert pool is not None
+    assert len(pool.buffers) == 2
 
 
 def test_gradients_out_of_order_are_held_and_take_no_buffer() -> None:
@@ -159,7 +159,7 @@ def test_gradients_out_of_order_are_held_and_take_no_buffer() -> None:
     reducer.finish_backward()
     reducer.wait()
     assert log.of("launch") == ["launch a", "launch b", "launch c", "launch d"]
-    assert len(pool._free) == len(pool.buffers) == 2
+    assert len(pool.buffers) == 2
 
 
 @pytest.mark.parametrize("max_buffers", [1, 2])
@@ -168,14 +168,13 @@ def test_parts_of_a_unit_are_launched_in_order_and_share_the_buffers(max_buffers
     reducer.begin_backward(first=True, last=True)
     arrive(reducer, "a0")
     assert log.of("launch") == ["launch a/0", "launch a/1", "launch a/2"]
-    assert log.of("wait") == [f"wait a/{part}" for part in range(3 - max_buffers)]
+    assert log.of("release") == [f"release a/{part}" for part in range(3 - max_buffers)]
     arrive(reducer, "b0")
     reducer.wait()
     parts = [f"{unit}/{part}" for unit in "ab" for part in range(3)]
-    assert log.of("wait") == [f"wait {part}" for part in parts]
-    assert len(log.of("done")) == 6
+    assert [event.split()[1] for event in log.of("release", "wait")] == parts
     assert pool is not None
-    assert len(pool._free) == len(pool.buffers) == max_buffers
+    assert len(pool.buffers) == max_buffers
 
 
 def test_full_gradients_are_reduced_once_a_step() -> None:
@@ -290,8 +289,9 @@ class RecordingCollectives:
     def all_reduce(self, full: Tensor) -> None:
         self.calls.append(("all_reduce", [full], False))
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, accumulate: bool = False) -> None:
+    def reduce_scatter(self, full: Tensor, out: Tensor, accumulate: bool = False) -> CompletedWork:
         self.calls.append(("reduce_scatter", [full, out], accumulate))
+        return CompletedWork()
 
 
 @pytest.mark.parametrize("collective", [Collective.ALL_REDUCE, Collective.REDUCE_SCATTER])
@@ -320,12 +320,12 @@ def make_sharded(
     collectives: Any = RecordingCollectives()
     shard = torch.zeros(layout.shard_numel)
     store = ShardedGrads(layout, shard, layout.shard(rank), pool, collectives)
-    pool.release(pool.acquire().fill_(7), CompletedWork())
+    pool.acquire().tensor.fill_(7)
     return store, collectives, pool
 
 
 def test_sharded_gradients_use_a_buffer_with_clean_padding() -> None:
-    store, collectives, pool = make_sharded(LAYOUT, 0, 10**6)
+    store, collectives, _ = make_sharded(LAYOUT, 0, 10**6)
     store.collect([torch.ones(3), None], add=False)
     store.reduce(0, first=False)
     ((name, (full, out), accumulate),) = collectives.calls
@@ -333,9 +333,6 @@ def test_sharded_gradients_use_a_buffer_with_clean_padding() -> None:
     assert full.sum() == 3
     assert full.numel() == LAYOUT.numel
     assert out.data_ptr() == store.owned().data_ptr()
-    assert pool.exhausted
-    store.on_reduced(CompletedWork())
-    assert not pool.exhausted
 
 
 SHAPES = st.lists(st.sampled_from([(1,), (31,), (33, 7), (64,), (300,)]), min_size=1, max_size=6)
@@ -366,7 +363,6 @@ def test_parts_are_the_columns_of_all_shards(
         assert torch.equal(full.view(world, width), rows[:, column : column + width])
         assert out.data_ptr() == store.owned()[column:].data_ptr()
         assert full.numel() <= part_numel + 2 * 32 * world + layout.numel - layout.logical_numel
-        store.on_reduced(CompletedWork())
         column += width
     assert column == layout.shard_numel
     assert pool.numel == max(call[1][0].numel() for call in collectives.calls)

@@ -4,27 +4,18 @@ A test fails for an entry that no longer exists; the benchmark lists every other
 """
 
 JUSTIFIED: dict[str, str] = {
-    "engine/comm/backend.py AsyncWork.release: self.wait()": (
-        "whoever releases a buffer has waited for its work before, and NCCL reads no buffer after; "
-        "other backends' works do more"
-    ),
     "engine/comm/collectives.py CollectiveWork.release: self.wait()": (
-        "only if callbacks are left: whoever releases a buffer has waited before"
-    ),
-    "engine/comm/collectives.py CollectiveWork.release: self._work.release": (
-        "as AsyncWork.release, on NCCL; between CPU ranks it waits for readers"
+        "only if callbacks are left: on a device, whoever adds some also waits before the release"
     ),
     "engine/compression/quantized.py PayloadBuffers.acquire: last.release()": (
-        "the collective has been waited for; as AsyncWork.release"
+        "the collective has been waited for, and NCCL reads no buffer after; other backends' works "
+        "do more"
     ),
     "engine/compression/powersgd.py PowerSGDReduce._reduce: pending.release()": (
-        "the all-reduces have been waited for; as AsyncWork.release"
+        "the all-reduces have been waited for; as PayloadBuffers.acquire"
     ),
     "engine/compression/quantized.py MultiStageReduce.release: self.wait()": (
-        "as CollectiveWork.release: whoever releases a buffer has waited before"
-    ),
-    "engine/offload/transfer.py _D2HCopy.release: self.reduced.release()": (
-        "the reduction has been waited for; as AsyncWork.release"
+        "the sequencer waits for a reduction before it has as many in flight as there are buffers"
     ),
     "engine/offload/transfer.py HostShardGather.gather: previous.release()": (
         "the gather has been waited for, and NCCL reads no buffer after; between CPU ranks it "
