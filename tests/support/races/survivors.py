@@ -14,9 +14,6 @@ JUSTIFIED: dict[str, str] = {
     "engine/compression/powersgd.py PowerSGDReduce._reduce: pending.release()": (
         "the all-reduces have been waited for; as PayloadBuffers.acquire"
     ),
-    "engine/compression/quantized.py MultiStageReduce.release: self.wait()": (
-        "the sequencer waits for a reduction before it has as many in flight as there are buffers"
-    ),
     "engine/offload/transfer.py HostShardGather.gather: previous.release()": (
         "the gather has been waited for, and NCCL reads no buffer after; between CPU ranks it "
         "waits for readers"
