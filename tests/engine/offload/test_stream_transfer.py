@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayzero.engine.comm.backend import CompletedWork
 from rayzero.engine.config import parse_config
 from rayzero.engine.device import Device, Event, Stream, replace_device
+from rayzero.engine.engine import Engine
 from rayzero.engine.offload import transfer as transfer_module
 from rayzero.engine.offload.mapped_file import MappedFile
 from rayzero.engine.offload.nvme_store import NvmeStore
+from rayzero.engine.offload.plan import Offload
 from rayzero.engine.offload.stores import DeviceStore, HostStore, UpdateChunk
 from rayzero.engine.offload.transfer import HostTransfer, StreamTransfer, make_transfer
 from rayzero.engine.precision.policy import choose_precision
@@ -153,15 +157,21 @@ def test_device_store_does_not_wait_for_its_copies(device: LoggedDevice) -> None
 
 
 def test_update_waits_for_earlier_sends_of_its_weights(device: LoggedDevice) -> None:
+    """The vote of today waits for them, too."""
+    state = Engine.build(nn.Linear(2, 2), torch.optim.SGD, config={"train_batch_size": 1}).state
     precision = choose_precision(parse_config({"train_batch_size": 1}), CPU)
-    store = HostStore(precision, StreamTransfer(device), separate_memory=True)
+    transfer = StreamTransfer(device)
+    store = HostStore(precision, transfer, separate_memory=True)
+    offload = Offload(transfer, None, store, store, offload_ratio=1.0)
+    state._runtime = replace(state._runtime, offload=offload)
     main, target = torch.ones(4), torch.zeros(4)
-    chunks = [UpdateChunk(main, (main,), (target,))]
-    list(store.update_chunks(chunks, {}))
-    assert device.log == ["host waits for h2d", "h2d waits for compute", "event 1 on h2d"]
-    device.log.clear()
-    next(iter(store.update_chunks(chunks, {})))
-    assert device.log == ["host waits for h2d"]
+    for _ in range(2):
+        with state.updating():
+            device.log.append("update")
+            list(store.update_chunks([UpdateChunk(main, (main,), (target,))], {}))
+    sends = ["h2d waits for compute", "event 1 on h2d"]
+    update = ["host waits for h2d", "update"]
+    assert device.log[:6] == [*update, *sends, *update]
 
 
 def test_a_chunk_is_read_from_its_file_beside_the_copies_of_later_ones(
