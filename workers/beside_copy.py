@@ -112,7 +112,7 @@ class BesideCopier(StateCopier):
 
     def write(self, write: SlotWrite, state: TrainingState) -> None:
         write.slot.begin()
-        targets = [*write.block.targets(write.slot.data, constants=write.is_new)]
+        targets = [*write.block.targets(write.slot.data, constants=write.constants)]
         groups: list[tuple[int, Event]] = []
         on_host: list[tuple[StateRange, Tensor]] = []
         grouped = 0  # bytes of the slot that are in groups

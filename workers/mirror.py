@@ -172,7 +172,10 @@ class Mirror:
             is_restored = assignment.restore is not None and assignment.restore.slots
             if len(self._buffers) < self._rotating_buffers and not is_restored:
                 vault.prepare(block.index)  # while this one is written, and the next step runs
-        copier.write(SlotWrite(buffer, block, is_new, step, state.capture_metadata(), pin), state)
+        constants = buffer.constants_version != state.constants_version
+        buffer.constants_version = state.constants_version
+        metadata = state.capture_metadata()
+        copier.write(SlotWrite(buffer, block, constants, step, metadata, pin), state)
         self._last_mirror = None if is_new else True
 
     def _oldest_unpinned(self, table: BlockIndex) -> SlotWriter | None:

@@ -21,12 +21,12 @@ from rayzero.workers.vault.slots import SlotWriter, checksum_of
 
 @dataclass(frozen=True)
 class SlotWrite:
-    """One mirror. `is_new`: the slot has no constants yet; `metadata` encodes that of
-    `step`."""
+    """One mirror. `constants`: the slot does not have those of the state yet; `metadata` encodes
+    that of `step`."""
 
     slot: SlotWriter
     block: StateBlock
-    is_new: bool
+    constants: bool
     step: int
     metadata: Callable[[], bytes]
     pin: bool
@@ -53,10 +53,10 @@ class StateCopier:
         if an abort may have changed it."""
         started = perf_counter()
         write.slot.begin()
-        write.block.copy_to(write.slot.data, constants=write.is_new)
+        write.block.copy_to(write.slot.data, constants=write.constants)
         self.confirm(state)
         checksum = checksum_of(write.slot.data)
-        if not write.is_new:  # the first write into new memory is slower
+        if not write.constants:  # the first write into new memory is slower
             self.cost.mirror_finished(perf_counter() - started)
         write.slot.commit(write.step, write.metadata(), write.pin, checksum)
 

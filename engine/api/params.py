@@ -136,6 +136,7 @@ class _GatheredParam:
     def broadcast(self, modifier_rank: int) -> None:
         """Broadcasts the modifier's values into model weights and main weights."""
         value = self.param.data.contiguous()
+        self.engine.state.before_write_of_constants()  # the parameter may be frozen
         self.engine._step.runtime.collectives.broadcast(value, modifier_rank)
         if self._stored is None:
             self.param.data.copy_(value)

@@ -53,6 +53,7 @@ class TrainingState:
             without an error: it is inconsistent until `confirm`.
         altered: something other than an update, such as a load, may have changed the state since
             the last update.
+        constants_version: counts the writes of what training never changes, such as frozen weights.
         copied_by: the newest copy that may still be running. Between updates forward and backward
             change only the ranges that are `volatile`.
     """
@@ -78,6 +79,7 @@ class TrainingState:
             and isinstance(optimizer.torch_optimizer, NeedsWholeParams)
         )
         self.altered = False
+        self.constants_version = 0
         self.copied_by: RunningCopy | None = None
         self._model = model
         self._runtime = runtime
@@ -117,6 +119,12 @@ class TrainingState:
             self.copied_by.before_write(self.device)
             self.copied_by = None
         self._runtime.wait_state()
+
+    def before_write_of_constants(self) -> None:
+        """As `before_write`, before a change of what training never changes: the next mirrors copy
+        that, too."""
+        self.constants_version += 1
+        self.before_write()
 
     def pack(self, *, whole: bool = False) -> StateBlock:
         """This rank's share as a block, or the complete state (`whole`). The share's block is the
@@ -191,7 +199,7 @@ class TrainingState:
         """Read what this rank needs. Not collective; call `sync_model_weights` on every rank next.
         Raises CheckpointMismatchError if the state is of another model; DataError if the state is
         damaged or incomplete."""
-        self.before_write()
+        self.before_write_of_constants()
         rank = self._runtime.collectives.rank
         document = source.metadata(rank)
         load_tensors(self._model, self._runtime, self._optimizer, source, options)

@@ -38,6 +38,7 @@ class State(TrainingState):
         self.device = device
         self.update_is_collective = collective
         self.copied_by = None
+        self.constants_version = 0
         self._is_updating = False
         self._runtime: Any = SimpleNamespace(wait_state=lambda: None)
         self.weights, self.buffer = torch.zeros(ELEMENTS), torch.zeros(8)

@@ -30,6 +30,7 @@ class Buffer:
     step: int = -1
     pinned: bool = False
     checksum: int | None = None
+    constants_version: int = -1
 
     def begin(self) -> None:
         assert not self.pinned
@@ -82,6 +83,7 @@ class State:
     update_is_collective: bool = False
     on_copy: Callable[[], None] = lambda: None
     confirmed: int = 0
+    constants_version: int = 0
 
     def pack(self) -> State:
         return self
@@ -127,6 +129,15 @@ def test_buffers_alternate_and_constants_are_written_once_per_buffer():
     assert vault.steps == [4, 5]
     assert state.constants == [True, True, False, False, False]
     assert posted == []
+
+
+def test_constants_that_were_changed_are_written_to_every_buffer_again():
+    vault, state = FakeVault(), State()
+    mirror, _ = make_mirror(EVERY, vault)
+    run(mirror, range(1, 4), state)
+    state.constants_version += 1  # a script wrote a frozen weight
+    run(mirror, range(4, 8), state)
+    assert state.constants == [True, True, False, True, True, False, False]
 
 
 def test_older_generations_are_dropped_at_second_mirrored_step():

@@ -167,6 +167,8 @@ class SlotWriter:
         self._map[PAGE_BYTES : PAGE_BYTES + len(table_json)] = table_json
         self._header = header._replace(table_checksum=xxh3_64_intdigest(table_json))
         self._begun = False
+        self.constants_version = -1
+        """Of the constants in `data` (`TrainingState.constants_version`), for whoever writes it."""
         with memoryview(self._map) as image:
             self.data = image[header.data_offset : header.data_offset + header.data_bytes]
             """The state's bytes. May be changed between `begin` and `commit` only."""

@@ -176,10 +176,12 @@ def modify_gathered(rank: int, world: int, stage: int, low: bool) -> None:
     }
     with GatheredParameters([weight, other, frozen]):
         assert_close(weight.data.float(), before[weight].to(weight.dtype).float())
+    mirrored = engine.state.constants_version
     with GatheredParameters([weight, other, frozen, weight], modifier_rank=1):
         if rank == 1:
             weight.data[0] = 0.5
             frozen.data.fill_(2.0)
+    assert engine.state.constants_version != mirrored, "mirrors copy the frozen weight again"
     after = {
         tensor: tensor_fragments.safe_get_full_fp32_param(tensor) for tensor in (weight, other)
     }
