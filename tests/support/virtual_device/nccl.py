@@ -206,8 +206,10 @@ class VirtualNccl:
         def move(parts: Parts) -> None:
             for out, tensors in zip(outs, parts, strict=True):
                 source = tensors[self._ranks.rank]
-                if out.numel() == source.numel():  # else `Alone`, where lengths are others'
+                if out.numel() == source.numel():
                     out.copy_(source)
+                else:  # `Alone`, where lengths are others'; memory as it was may hold NaN
+                    out.zero_()
 
         return self._launch("all_to_all", group, sent, outs, move, async_op, outs[0])
 
