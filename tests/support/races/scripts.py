@@ -78,10 +78,9 @@ class Access(Plain):
             api.safe_set_full_grad(param, gradient * 0.5)
 
     def after_step(self, engine: Any, number: int) -> None:
-        last = list(engine.module.parameters())[-1]
-        if number == 0:
-            with GatheredParameters([last]):
-                last.detach().sum()
+        if number == 0:  # of all, since a gather in place does not write this rank's part
+            with GatheredParameters(engine.module.parameters()):
+                sum(param.detach().sum() for param in engine.module.parameters())
         elif number == 1:
             write_weights(engine)
             write_moments(engine)
@@ -168,16 +167,13 @@ class MadeUpState:
     def __init__(self, engine: Any, registered: int) -> None:
         runtime, optimizer = engine._runtime, engine._step.optimizer
         tensors = dict(_model_tensors(engine.module, runtime))
-        trained = [
-            spec.name
-            for unit in runtime.units
-            if unit.grads is not None
-            for spec in unit.layout.params
-        ]
-        for key, value in optimizer.state_tensors(optimizer.shards[0]).items():
-            for name in trained:
-                shape = tensors[f"weights/{name}"].shape
-                tensors[f"optimizer.{key}/{name}"] = LogicalTensor(dtype_name(value.dtype), shape)
+        for shard in optimizer.shards:
+            trained = [it.name for it in shard.unit.layout.params if it.group == shard.group]
+            for key, value in optimizer.state_tensors(shard).items():
+                for name in trained:
+                    shape = tensors[f"weights/{name}"].shape
+                    item = LogicalTensor(dtype_name(value.dtype), shape)
+                    tensors[f"optimizer.{key}/{name}"] = item
         names = sorted(tensors)
         self._device = get_device(DEVICE)
         self._document = json.loads(engine.state.metadata())

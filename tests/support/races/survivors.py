@@ -11,6 +11,10 @@ JUSTIFIED: dict[str, str] = {
         "the collective has been waited for, and NCCL reads no buffer after; other backends' works "
         "do more"
     ),
+    "engine/compression/powersgd.py PowerSGDReduce._reduce: self._last_reduce.wait()": (
+        "units are launched in one order, and the reducer has waited for all launches but the last "
+        "few, at most one of each unit (`GradBufferPool.max_count`)"
+    ),
     "engine/compression/powersgd.py PowerSGDReduce._reduce: pending.release()": (
         "the all-reduces have been waited for; as PayloadBuffers.acquire"
     ),
