@@ -29,7 +29,7 @@ from rayzero.workers.messages import Assignment
 from rayzero.workers.rendezvous_store import AuthenticatedStore
 
 c10d: Any = distributed_c10d  # its internals have other types in each version
-LIMIT_FACTOR, LEAST_LIMIT_S = 2.0, 1.0
+LIMIT_FACTOR, LEAST_LIMIT_S = 2.0, 2.0
 """A shrink may take so many times as long as this process's last join of a group, which it is to be
 faster than; at least so many seconds."""
 

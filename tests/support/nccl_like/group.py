@@ -257,6 +257,8 @@ class NcclLikeGroup(dist.ProcessGroup):
             raise dist.DistBackendError("NCCL error: ncclCommShrink failed (injected)")
         mesh = self._mesh.shrink(ranks_to_exclude)
         time.sleep(settings.shrink_s)
+        if self._aborted:  # NCCL frees it while it is in use
+            raise dist.DistBackendError("NCCL error: the parent was aborted while it was shrunk")
         store = self._store.clone()  # after ncclCommShrink: its server may be gone
         return NcclLikeGroup(store, mesh.rank, mesh.size, self._device, mesh)
 
