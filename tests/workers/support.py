@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rayzero.workers.chaos.spec import parse_fault
@@ -38,6 +40,19 @@ ASSIGN = Assignment(
 
 def setup(faults: Sequence[str] = (), **changes: Any) -> WorkerSpec:
     return replace(SETUP, faults=tuple(map(parse_fault, faults)), **changes)
+
+
+def mirrored_setup(folder: Path, entrypoint: str, **changes: Any) -> WorkerSpec:
+    """A job that mirrors each step and keeps a ledger in `folder`."""
+    defaults: dict[str, Any] = {
+        "entrypoint": entrypoint,
+        "output_dir": str(folder),
+        "working_dir": os.getcwd(),
+        "args": {},
+        "mirror": MirrorPolicy(replicas=1, every_steps=1),
+        "ledger": True,
+    }
+    return setup(**(defaults | changes))
 
 
 def poll_until(

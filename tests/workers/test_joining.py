@@ -14,14 +14,13 @@ from rayzero.workers.messages import (
     Finished,
     Joined,
     LogLine,
-    MirrorPolicy,
     Restored,
     Stopped,
 )
 from tests.support.nccl_like.settings import NcclLike
 from tests.workers import recovery_jobs
 from tests.workers.local_workers import LocalWorkers
-from tests.workers.support import setup
+from tests.workers.support import mirrored_setup
 from tests.workers.test_recovery import STEPS, check_results, wait_for_lost_worker
 
 pytestmark = pytest.mark.slow
@@ -36,17 +35,10 @@ def start_workers(tmp_path) -> Iterator[StartWorkers]:
     groups: list[LocalWorkers] = []
 
     def make(function: str, count: int, nccl_like: NcclLike | None, **changes: Any) -> LocalWorkers:
-        defaults: dict[str, Any] = {
-            "entrypoint": f"tests.workers.joining_jobs:{function}",
-            "steps": STEPS,
-            "output_dir": str(tmp_path),
-            "working_dir": os.getcwd(),
-            "args": {},
-            "mirror": MirrorPolicy(replicas=1, every_steps=1),
-            "ledger": True,
-            "engine_config": recovery_jobs.engine_config(3),
-        }
-        groups.append(LocalWorkers(setup(**(defaults | changes)), count, nccl_like))
+        entrypoint = f"tests.workers.joining_jobs:{function}"
+        defaults = {"steps": STEPS, "engine_config": recovery_jobs.engine_config(3)}
+        spec = mirrored_setup(tmp_path, entrypoint, **(defaults | changes))
+        groups.append(LocalWorkers(spec, count, nccl_like))
         return groups[-1]
 
     yield make

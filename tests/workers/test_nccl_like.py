@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +25,7 @@ from rayzero.workers.messages import (
 from tests.support.nccl_like.settings import NcclLike
 from tests.workers import recovery_jobs
 from tests.workers.local_workers import LocalWorkers
-from tests.workers.support import setup
+from tests.workers.support import mirrored_setup
 from tests.workers.test_recovery import check_results, wait_for_lost_worker
 
 STEPS = 12
@@ -44,17 +43,10 @@ def start_workers(tmp_path) -> Iterator[StartWorkers]:
     def make(
         stage: int, settings: NcclLike, function: str = "train", count: int = 3, **changes: Any
     ) -> LocalWorkers:
-        defaults: dict[str, Any] = {
-            "entrypoint": f"tests.workers.nccl_like_jobs:{function}",
-            "steps": STEPS,
-            "output_dir": str(tmp_path),
-            "working_dir": os.getcwd(),
-            "args": {},
-            "mirror": MirrorPolicy(replicas=1, every_steps=1),
-            "ledger": True,
-            "engine_config": recovery_jobs.engine_config(stage),
-        }
-        groups.append(LocalWorkers(setup(**(defaults | changes)), count, settings))
+        entrypoint = f"tests.workers.nccl_like_jobs:{function}"
+        defaults = {"steps": STEPS, "engine_config": recovery_jobs.engine_config(stage)}
+        spec = mirrored_setup(tmp_path, entrypoint, **(defaults | changes))
+        groups.append(LocalWorkers(spec, count, settings))
         return groups[-1]
 
     yield make
