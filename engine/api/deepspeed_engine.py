@@ -1,7 +1,8 @@
 """`DeepSpeedEngine`: the names of DeepSpeed's engine, over rayzero's `Engine`.
 
-The only place with those names: getters, accumulation boundaries, checkpoint methods. What neither
-engine has is looked up in the model: `engine.generate` is `engine.module.generate`.
+Accumulation boundaries and checkpoints are here; the config's getters, compilation and export are
+classes of their own. What neither engine has is looked up in the model: `engine.generate` is
+`engine.module.generate`.
 """
 
 from __future__ import annotations
@@ -10,41 +11,22 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from rayzero.engine.api.alternatives import NOT_DELEGATED, unsupported_attribute
 from rayzero.engine.api.compile import CompileMethods
-from rayzero.engine.checkpoint.export_model import write_model_file
-from rayzero.engine.checkpoint_io import load_model_state, without_frozen
-from rayzero.engine.comm.collectives import run_on_all_ranks
-from rayzero.engine.config import BatchSizes, EngineConfig
+from rayzero.engine.api.config_getters import ConfigGetters, getter
+from rayzero.engine.api.model_export import ModelExport
+from rayzero.engine.config import BatchSizes
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.state.load import LoadOptions
 from rayzero.engine.training_step import Boundary
-from rayzero.engine.zero.placement import STAGES, Placement, Stage
-
-T = TypeVar("T")
 
 
-def _getter(read: Callable[[DeepSpeedEngine], T]) -> Callable[[DeepSpeedEngine], T]:
-    """A method without arguments, as DeepSpeed spells most of its getters."""
-    return read
-
-
-def _config(engine: Engine) -> EngineConfig:
-    return engine.settings.config
-
-
-def _stage(engine: Engine) -> Stage:
-    """As configured, also on one rank."""
-    return STAGES[_config(engine).zero_optimization.stage]
-
-
-class DeepSpeedEngine(CompileMethods, Engine):
+class DeepSpeedEngine(ConfigGetters, ModelExport, CompileMethods):
     """What `rayzero.initialize` returns."""
 
     def __getattr__(self, name: str) -> Any:
@@ -71,9 +53,9 @@ class DeepSpeedEngine(CompileMethods, Engine):
 
     # Batch sizes
 
-    train_batch_size = _getter(lambda engine: engine.settings.batches.global_batch)
-    train_micro_batch_size_per_gpu = _getter(lambda engine: engine.settings.batches.micro_batch)
-    gradient_accumulation_steps = _getter(lambda engine: engine.settings.batches.micro_steps)
+    train_batch_size = getter(lambda engine: engine.settings.batches.global_batch)
+    train_micro_batch_size_per_gpu = getter(lambda engine: engine.settings.batches.micro_batch)
+    gradient_accumulation_steps = getter(lambda engine: engine.settings.batches.micro_steps)
 
     def get_batch_info(self) -> tuple[int, int, int]:
         batches = self.settings.batches
@@ -142,8 +124,8 @@ class DeepSpeedEngine(CompileMethods, Engine):
     global_rank = property(lambda engine: engine.rank)
     dp_world_size = property(lambda engine: engine.world_size)
     mp_world_size = 1
-    get_data_parallel_rank = _getter(lambda engine: engine.rank)
-    get_model_parallel_rank = _getter(lambda engine: 0)
+    get_data_parallel_rank = getter(lambda engine: engine.rank)
+    get_model_parallel_rank = getter(lambda engine: 0)
 
     # Optimizer and schedule
 
@@ -166,24 +148,6 @@ class DeepSpeedEngine(CompileMethods, Engine):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the first backward of a step replaces the previous step's gradients."""
-
-    # Config
-
-    zero_optimization_stage = _getter(lambda engine: _config(engine).zero_optimization.stage)
-    zero_optimization = _getter(lambda engine: _stage(engine).optimizer_state is Placement.SHARDED)
-    zero_optimization_partition_gradients = _getter(
-        lambda engine: _stage(engine).main_grads is Placement.SHARDED
-    )
-    zero_optimization_partition_weights = _getter(
-        lambda engine: _stage(engine).model_weights is Placement.SHARDED
-    )
-    gradient_clipping = _getter(lambda engine: _config(engine).gradient_clipping)
-    steps_per_print = _getter(lambda engine: _config(engine).steps_per_print)
-    bfloat16_enabled = _getter(lambda engine: _config(engine).bf16.enabled)
-    optimizer_name = _getter(lambda engine: getattr(_config(engine).optimizer, "type", None))
-    optimizer_params = _getter(lambda engine: getattr(_config(engine).optimizer, "params", None))
-    scheduler_name = _getter(lambda engine: getattr(_config(engine).scheduler, "type", None))
-    scheduler_params = _getter(lambda engine: getattr(_config(engine).scheduler, "params", None))
 
     def to(self, device: torch.device | str | int) -> Self:
         """Does nothing: the model is on its device already. Raises EngineError for another one."""
@@ -249,40 +213,3 @@ class DeepSpeedEngine(CompileMethods, Engine):
             optimizer_options=True,
         )
         return self.load(load_dir, None if tag is None else str(tag), options)
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """The full model in CPU memory on rank 0, an empty dict on the others."""
-        return without_frozen(self.module, self.state_dict(), exclude_frozen_parameters)
-
-    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads weights and buffers from a full state dict, the same one on every rank. Raises
-        CheckpointMismatchError if names or shapes differ."""
-        load_model_state(self._step, self.module, state_dict, strict)
-
-    load_state_dict = load_module_state_dict
-
-    def save_16bit_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Writes the full model, in the dtype of its weights, as one file. At every stage: sharded
-        weights are gathered unit by unit.
-
-        Args:
-            save_filename: `*.safetensors` for that format; otherwise `torch.load` reads it.
-
-        Returns:
-            True.
-        """
-        state = self.module_state_dict(exclude_frozen_parameters)
-        path = Path(save_dir) / save_filename
-        run_on_all_ranks(
-            self._runtime.collectives,
-            self.device,
-            lambda: None if self.rank else write_model_file(state, path),
-        )
-        return True
-
-    save_fp16_model = save_16bit_model

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +39,8 @@ _CHECKPOINTING = _names(
 
 MODULES: Mapping[str, Mapping[str, str]] = {
     "accelerator.real_accelerator": _names("rayzero.deepspeed.accelerator", "get_accelerator"),
+    "checkpoint": {},
+    "checkpoint.utils": _names("rayzero.deepspeed.utils", "clone_tensors_for_torch_save"),
     "checkpointing": _CHECKPOINTING,
     "ops.adam": _names("rayzero.deepspeed.ops", "DeepSpeedCPUAdam", "FusedAdam"),
     "runtime": {},
@@ -47,6 +51,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "runtime.lr_schedules": _names(
         "rayzero.deepspeed.ops",
         *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
+        "VALID_LR_SCHEDULES",
     ),
     "runtime.zero": _ZERO,
     "runtime.zero.partition_parameters": _ZERO,
@@ -113,13 +118,35 @@ def install() -> None:
     sys.modules["deepspeed"] = package
     for name in (*_FILES, *MODULES, "comm.comm"):
         sys.modules[f"deepspeed.{name}"] = sys.modules[f"{_PACKAGE}.{name}"]
-    sys.meta_path.insert(0, _UnsupportedFinder())
+    sys.meta_path.insert(0, _Finder())
     if int(os.environ.get("RANK", "0")) == 0:
         log.warning("`import deepspeed` means rayzero's engine in this process")
 
 
-class _UnsupportedFinder:
+class _Distribution(Distribution):
+    """What the package metadata says of `deepspeed`: transformers and accelerate ask there first
+    whether it is installed, and in which version."""
+
+    def read_text(self, filename: str) -> str | None:
+        version = sys.modules[_PACKAGE].__version__.partition("+")[0]
+        fields = f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n"
+        return fields if filename == "METADATA" else None
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
+        return Path(sys.modules[_PACKAGE].__file__ or "").parent / path
+
+
+_ANY = DistributionFinder.Context()
+
+
+class _Finder(DistributionFinder):
     """Refuses submodules that are not in `sys.modules`, naming those that are."""
+
+    def find_distributions(
+        self, context: DistributionFinder.Context = _ANY
+    ) -> Iterator[Distribution]:
+        if context.name in (None, "deepspeed"):
+            yield _Distribution()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -13,6 +13,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.schedule import StepSchedule, make_lr_curve
 
 __all__ = [
+    "VALID_LR_SCHEDULES",
     "DeepSpeedCPUAdam",
     "FusedAdam",
     "LRRangeTest",
@@ -21,6 +22,9 @@ __all__ = [
     "WarmupDecayLR",
     "WarmupLR",
 ]
+
+
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
 
 class FusedAdam(torch.optim.Adam):

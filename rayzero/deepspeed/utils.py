@@ -10,9 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from logging import INFO, Formatter, Logger, StreamHandler, getLogger  # not `utils.logging`
 from typing import Any
 
+import torch
+
 from rayzero.deepspeed.comm import get_rank
 from rayzero.engine.api import tensor_fragments
 from rayzero.engine.api.alternatives import unsupported_message
+from rayzero.engine.tensor_tree import map_tensors
 
 __all__ = ["RepeatingLoader", "log_dist", "logger"]
 __all__ += [name for name in vars(tensor_fragments) if name.startswith("safe_")]
@@ -56,6 +59,12 @@ class RepeatingLoader:
         except StopIteration:
             self._iterator = iter(self.loader)
             return next(self._iterator)
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """A copy of nested dicts, lists and tuples whose tensors have memory of their own on `device`:
+    the model's are views of the engine's buffers, and `torch.save` writes a view's whole buffer."""
+    return map_tensors(item, lambda tensor: tensor.detach().to(device, copy=True))
 
 
 def __getattr__(name: str) -> Any:
