@@ -18,7 +18,7 @@ help: ## this list
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,examples]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,examples,hf]'
 	touch $@
 
 setup: $(READY) ## make .venv with the pinned versions
