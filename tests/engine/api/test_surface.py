@@ -71,7 +71,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 1)
-        self.config = SimpleNamespace(hidden_size=3)
+        self.generation_config = SimpleNamespace(max_length=3)
 
     def forward(self, x: Tensor) -> SimpleNamespace:
         return SimpleNamespace(loss=self.layer(x).mean())
@@ -82,7 +82,7 @@ class Model(nn.Module):
 
 def test_other_attributes_are_those_of_the_model() -> None:
     engine = make_engine(Model())
-    assert engine.config.hidden_size == 3
+    assert engine.generation_config.max_length == 3
     assert engine.generate(2) == 3
     assert engine.layer is engine.module.layer
     assert len(list(engine.parameters())) == 2
