@@ -183,7 +183,8 @@ def _resolve_settings(
         prescale=config.prescale_gradients,
         predivide=config.gradient_predivide_factor,
     )
-    return Settings(config, batches, context.device, scale)
+    factor = float(world_size) if config.gradient_allreduce_op == "sum" else 1.0
+    return Settings(config, batches, context.device, scale * factor, factor)
 
 
 def make_loader(

@@ -43,10 +43,16 @@ def save_checkpoint(
         collectives, device, lambda: [check_tag(tag), encode_client_state(client_state)]
     )
     tags = sorted({other for other, _ in answers})
-    if len(tags) > 1:
+    validation = step.settings.config.checkpoint.tag_validation
+    if len(tags) > 1 and validation == "Fail":
         raise ConfigError(
-            f"save_checkpoint got different tags: {tags}", allowed="the same tag on every rank"
+            f"save_checkpoint got different tags: {tags}",
+            allowed="the same tag on every rank",
+            fix="checkpoint.tag_validation: Warn, which uses rank 0's",
         )
+    tag = answers[0][0]
+    if len(tags) > 1 and validation == "Warn" and collectives.rank == 0:
+        log.warning("save_checkpoint got different tags: %s; rank 0's, %r, is used", tags, tag)
     save_state(
         step.state,
         collectives,

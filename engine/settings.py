@@ -33,6 +33,8 @@ class Settings:
     # Reduced gradients are still to be multiplied by it, and divided by the loss scale; see
     # `rayzero.engine.precision.policy`.
     post_reduce_scale: float
+    # `gradient_allreduce_op`: the number of ranks for sum, 1 for mean.
+    gradient_factor: float = 1.0
 
 
 def resolve_config(

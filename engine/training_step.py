@@ -159,7 +159,9 @@ class TrainingStep:
             with self.meter.step_work.track_backward(weight), running:
                 # Infinite if a 16-bit loss cannot represent it. A tensor as the initial gradient
                 # makes torch import sympy, half a second.
-                scale = weight / self.settings.post_reduce_scale * self.loss_scale
+                settings = self.settings
+                weighted = weight * settings.gradient_factor / settings.post_reduce_scale
+                scale = weighted * self.loss_scale
                 scaled = loss * clamp_to_dtype(scale, loss.dtype)
                 scaled.backward(retain_graph=retain_graph)
             self._loss_sum.add_(loss.detach(), alpha=weight)

@@ -55,6 +55,8 @@ def find_conflicts(config: EngineConfig) -> Iterator[str]:
             "data_types.grad_accum_dtype: fp32 or bf16 without fp16.enabled: without a loss scale "
             "gradients below 6e-8 would vanish"
         )
+    if config.gradient_allreduce_op == "sum" and zero.stage == 3:
+        yield "gradient_allreduce_op: mean at stage 3, as in DeepSpeed"
     if fp16.enabled and not fp16.loss_scale:  # the scale is dynamic
         if abs(fp16.initial_scale_power) > _MAX_SCALE_POWER:
             yield (

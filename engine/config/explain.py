@@ -36,6 +36,11 @@ def key_infos(parsed: ParsedConfig) -> Iterator[KeyInfo]:
     """One entry for every key, in the order of `KEY_GROUPS`, and for every parameter of the
     optimizer and the schedule."""
     dump = parsed.config.model_dump(mode="json")
+    for path in parsed.ignored:
+        unknown = "no key that is known here"
+        yield KeyInfo(
+            "unknown", path, NO_OP, None, "file", False, unknown, "ignored, as DeepSpeed ignores it"
+        )
     for group, keys in KEY_GROUPS.items():
         for key in keys:
             if key.path in ("optimizer", "scheduler"):
@@ -65,6 +70,9 @@ def is_set_or_active(info: KeyInfo) -> bool:
 def log_explanation(parsed: ParsedConfig) -> None:
     """Logs derived values, and no-op keys that differ from their defaults; once per process."""
     dump = parsed.config.model_dump(mode="json")
+    if parsed.ignored:
+        keys = ", ".join(f"{key:.60}" for key in parsed.ignored[:20])
+        _warn_once(f"config: unknown keys are ignored, as DeepSpeed ignores them: {keys}")
     for path, how in parsed.provenance.items():
         _log_once(f"config: {path} is {repr_value(get_path(dump, path))} ({how})")
     idle = [
@@ -81,6 +89,11 @@ def log_explanation(parsed: ParsedConfig) -> None:
 @lru_cache(maxsize=256)
 def _log_once(line: str) -> None:
     log.info("%s", line)
+
+
+@lru_cache(maxsize=256)
+def _warn_once(line: str) -> None:
+    log.warning("%s", line)
 
 
 def json_schema() -> dict[str, Any]:

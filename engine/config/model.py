@@ -71,7 +71,10 @@ class OptimizerConfig(ConfigSection):
         ..., "the optimizer's name, in any case"
     )
     params: dict[str, Any] = implemented({}, "the optimizer's arguments")
-    legacy_fusion: bool = no_op(
+    torch_adam: Any = no_op(
+        None, "torch's Adam", "DeepSpeed ignores it here: it reads optimizer.params.torch_adam"
+    )
+    legacy_fusion: Any = no_op(
         False, "an older fused kernel", "optimizers step on flat buffers with torch's fused kernels"
     )
 
@@ -122,12 +125,10 @@ class EngineConfig(UnsupportedKeys):
         "micro-batches per step and rank",
         auto=Auto(None, f"{_FROM_BATCH_SIZES}; 1 without them"),
     )
-    managed_gradient_accumulation: Any = refused(
+    managed_gradient_accumulation: bool = implemented(
         True,
-        "false: step() ends a step whenever it is called",
-        "the global batch would depend on the script, and a resumed run could not know it",
-        alternative="gradient_accumulation_steps, or no_sync()",
-        is_active=lambda value: value not in (None, True, "auto"),
+        "false: a step ends whenever step() is called, and gradients are averaged over "
+        "gradient_accumulation_steps whatever the number of backward()",
     )
     optimizer: OptimizerConfig | None = implemented(
         None, "the optimizer, unless `initialize` has one", group="optimizer, schedule, gradients"
@@ -151,12 +152,12 @@ class EngineConfig(UnsupportedKeys):
         old_names=("fp32_allreduce",),
         old_true="fp32",
     )
-    gradient_allreduce_op: Any = refused(
+    gradient_allreduce_op: Annotated[
+        str, BeforeValidator(name_validator({"mean": "mean", "sum": "sum"}, "an operation"))
+    ] = implemented(
         "mean",
-        "whether gradients are averaged or summed over the ranks",
-        "a sum would make the step depend on the number of ranks",
-        alternative="the mean, and a larger learning rate or loss",
-        is_active=lambda value: str(value).lower() not in ("none", "auto", "mean"),
+        "whether gradients are averaged or summed over the ranks, mean or sum; a sum grows with "
+        "the number of ranks, also in an elastic job; not at stage 3, as in DeepSpeed",
     )
     fp16: Fp16Config = Fp16Config()
     bf16: Bf16Config = Bf16Config()

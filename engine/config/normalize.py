@@ -103,6 +103,7 @@ def normalize(document: dict[str, Any], mistakes: list[str]) -> dict[str, str]:
     """Rewrites a document in place; `mistakes` gets a line for every value that cannot be used.
     Returns {path: how its value was written or derived}, for keys left out as well."""
     provenance: dict[str, str] = {}
+    _expand_dotted(document, provenance)
     _expand_shorthands(document, provenance)
     for name in OLD_NAMES:
         _rename(document, name, provenance, mistakes)
@@ -115,6 +116,16 @@ def fill_total_steps(document: dict[str, Any], steps: int | None) -> dict[str, A
     if steps is not None and get_path(document, TOTAL_STEPS_PATH) == AUTO:
         _set_path(document, TOTAL_STEPS_PATH, steps)
     return document
+
+
+def _expand_dotted(document: dict[str, Any], provenance: dict[str, str]) -> None:
+    """Moves `"zero_optimization.stage": 2` of the top level into its section. A value that the
+    section has stands: DeepSpeed reads only that one."""
+    known = KEYS.keys() | {name.old for name in OLD_NAMES}
+    for path in [key for key in document if "." in key and key in known]:
+        value = document.pop(path)
+        if get_path(document, path) in (None, AUTO) and _set_path(document, path, value):
+            provenance[path] = f'the dotted key "{path}"'
 
 
 def _expand_shorthands(document: dict[str, Any], provenance: dict[str, str]) -> None:

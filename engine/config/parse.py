@@ -12,9 +12,10 @@ import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
@@ -23,6 +24,7 @@ import hjson
 from rayzero.engine.config.checks import find_conflicts, find_refused
 from rayzero.engine.config.model import EngineConfig, find_param_errors
 from rayzero.engine.config.normalize import fill_total_steps, normalize
+from rayzero.engine.config.unknown import drop_unknown
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.validation import raise_config_error, validate_model
 
@@ -87,6 +89,8 @@ class _PlainCopier:
         if len(path) > self.max_depth:
             raise self._error(path, "nested too deeply", f"{self.max_depth} levels")
         match value:
+            case Enum():  # DeepSpeed's enums name devices, stages and dtypes by value
+                return self.copy(value.value, path)
             case Mapping():
                 return {
                     self._copy_key(key, path): self.copy(inner, (*path, key))
@@ -106,6 +110,8 @@ class _PlainCopier:
                 if math.isnan(value) or (math.isinf(value) and not self.allow_infinity):
                     raise self._error(path, f"a finite number was expected (seen: {value})")
                 return float(value)
+            case _ if str(value).startswith("torch.") and type(value).__name__ == "dtype":
+                return str(value)
             case _:
                 raise self._error(
                     path,
@@ -199,6 +205,7 @@ class ParsedConfig:
     config: EngineConfig
     document: Mapping[str, Any]  # the given keys under their current names
     provenance: Mapping[str, str]  # {path: how its value was derived}, see `normalize`
+    ignored: Sequence[str] = ()  # unknown keys that DeepSpeed ignores, too
 
 
 def parse_config(source: ConfigSource | None) -> EngineConfig:
@@ -212,6 +219,7 @@ def parse_with_provenance(source: ConfigSource | None, steps: int | None = None)
     name, document = _read_named({} if source is None else source)
     mistakes = list[str]()
     provenance = normalize(fill_total_steps(document, steps), mistakes)
+    ignored = drop_unknown(document)
     mistakes += find_refused(document)
     config, invalid = validate_model(EngineConfig, document)
     mistakes += invalid
@@ -219,4 +227,4 @@ def parse_with_provenance(source: ConfigSource | None, steps: int | None = None)
         mistakes += [*find_conflicts(config), *find_param_errors(config)]
     if mistakes or config is None:
         raise_config_error(name, mistakes)
-    return ParsedConfig(config, document, provenance)
+    return ParsedConfig(config, document, provenance, ignored)

@@ -180,10 +180,10 @@ class CheckpointConfig(ConfigSection):
 
     tag_validation: Annotated[
         str, BeforeValidator(name_validator(_TAG_VALIDATIONS, "a validation of tags"))
-    ] = no_op(
+    ] = implemented(
         "Warn",
-        "whether ranks that save under different tags are an error",
-        "always an error: it would make two checkpoints, both incomplete",
+        "ranks that save under different tags: Fail: an error; Warn: a warning, Ignore: nothing, "
+        "and rank 0's tag is used, so that there is one complete checkpoint",
         group="checkpoints",
     )
     load_universal: bool = no_op(

@@ -24,15 +24,19 @@ _FIXED_MEMORY = "units share a fixed number of buffers: rayzero.gather_buffers b
 _REMOVED = "removed from DeepSpeed 0.19 too"
 _SAME_RESULT = "the backend chooses the collective; the result is the same"
 
-_leaf_modules = partial(refused, (), alternative="rayzero.unshard_modules")
+NameList = Annotated[
+    tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+]
 
 
 class LeafModuleConfig(ConfigSection):
     """Modules that are gathered as a whole at stage 3."""
 
-    classes: tuple[str, ...] = _leaf_modules("classes of modules gathered as a whole")
-    names: tuple[str, ...] = _leaf_modules("names of modules gathered as a whole")
-    name_suffixes: tuple[str, ...] = _leaf_modules("suffixes of such names")
+    classes: NameList = implemented(
+        (), "classes of modules gathered as a whole: a class's name, alone or with its module"
+    )
+    names: NameList = implemented((), "names of modules gathered as a whole")
+    name_suffixes: NameList = implemented((), "suffixes of such names")
 
 
 OffloadDevice = Annotated[

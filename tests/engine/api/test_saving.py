@@ -216,8 +216,11 @@ def fail_on_one_rank(rank: int, world: int, folder: str) -> str:
     client = {"bad": object()} if rank == 1 else {}
     with pytest.raises(EngineError) as caught:
         engine.save_checkpoint(folder, client_state=client)
+    strict = {"checkpoint": {"tag_validation": "FAIL"}}
     with pytest.raises(ConfigError, match="different tags"):
-        engine.save_checkpoint(folder, tag=f"rank{rank}")
+        make_engine(2, **strict).save_checkpoint(folder, tag=f"rank{rank}")
+    engine.save_checkpoint(f"{folder}/tags", tag=f"rank{rank}")  # Warn: rank 0's
+    assert str(engine.load_checkpoint(f"{folder}/tags")[0]).endswith("/rank0")
     with pytest.raises(ConfigError, match="custom_load_fn"):
         engine.load_checkpoint(folder, custom_load_fn=print)
     engine.save_checkpoint(folder)

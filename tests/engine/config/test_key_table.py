@@ -28,7 +28,7 @@ OLD = {name.old for name in OLD_NAMES}
 OPAQUE = {path for path, field in FIELDS.items() if field.annotation is Any}
 """Keys whose values are not checked."""
 # rayzero's keys, sections, and keys of older DeepSpeed versions.
-NOT_DEEPSPEEDS = {"optimizer", "scheduler", "aio.thread_count"} | {
+NOT_DEEPSPEEDS = {"optimizer", "optimizer.torch_adam", "scheduler", "aio.thread_count"} | {
     f"compile.{name}" for name in ("enabled", "backend", "kwargs")
 }
 NAMED = {*FREE_FORM_SECTIONS, "optimizer.type", "scheduler.type"}
@@ -136,8 +136,10 @@ def test_refused_keys_are_accepted_if_disabled(path: str) -> None:
         ({"compression_training": {"a": {"b": {"enabled": True}}}}, "compression_training: ref"),
         ({"optimizer": {"type": "SGD", "params": {"max_grad_norm": 1}}}, "use gradient_clipping"),
         ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, "use gradient_clipping"),
-        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: refused"),
-        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation: refused"),
+        (
+            {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}},
+            "gradient_allreduce_op: mean at stage 3",
+        ),
         ({"aio": {"use_gds": True}}, r"aio\.use_gds: refused"),
         ({"weight_quantization": {"num_bits": 8}}, "weight_quantization: refused"),
         ({"nebula": {"persistent_storage_path": "x"}}, "nebula: refused"),

@@ -1,0 +1,44 @@
+"""Unknown keys where DeepSpeed ignores them: near no known key they are left out with a warning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rayzero.engine.config.model import KEYS
+from rayzero.engine.config.normalize import OLD_NAMES, get_path
+from rayzero.engine.errors import did_you_mean
+
+_IGNORING_SECTIONS = (
+    *("", "optimizer", "scheduler", "torch_autocast", "data_types"),
+    *("activation_checkpointing", "checkpoint"),
+)
+"""What DeepSpeed reads key by key; it validates the other sections as a whole."""
+
+_PATHS = {*KEYS, *(name.old for name in OLD_NAMES)}
+
+
+def _names_in(section: str) -> set[str]:
+    prefix = f"{section}." if section else ""
+    return {
+        path.removeprefix(prefix).partition(".")[0] for path in _PATHS if path.startswith(prefix)
+    }
+
+
+def drop_unknown(document: dict[str, Any]) -> list[str]:
+    """Removes such keys from a document, in place; returns their paths. A key that resembles a
+    known one, or is one of another section, stays: validation refuses it."""
+    dropped = []
+    for section in _IGNORING_SECTIONS:
+        values = get_path(document, section) if section else document
+        known = _names_in(section)
+        for name in [*values] if isinstance(values, dict) else ():
+            near = sorted(_PATHS) if "." in name else sorted(known)
+            if name in known or did_you_mean(name, near) or _belongs_elsewhere(name):
+                continue
+            del values[name]
+            dropped.append(f"{section}.{name}" if section else name)
+    return dropped
+
+
+def _belongs_elsewhere(name: str) -> bool:
+    return any(path.endswith(f".{name}") for path in _PATHS)
