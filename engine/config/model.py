@@ -20,7 +20,7 @@ from rayzero.engine.config.fields import (
     name_validator,
     parse_number,
 )
-from rayzero.engine.config.keys import Auto, Key, implemented, no_op, refused
+from rayzero.engine.config.keys import Auto, Key, implemented, no_op
 from rayzero.engine.config.optimizers import (
     OPTIMIZER_PARAMS,
     OPTIMIZERS,
