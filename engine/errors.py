@@ -42,8 +42,9 @@ class RayzeroError(Exception):
         return type(self), (self.seen, self.allowed, self.fix)
 
 
-class ConfigError(RayzeroError):
-    """A mistake in the user's input: a config file, a job file, an argument."""
+class ConfigError(RayzeroError, ValueError):
+    """A mistake in the user's input: a config file, a job file, an argument. A ValueError, because
+    scripts written for DeepSpeed catch that."""
 
 
 class EngineError(RayzeroError):

@@ -59,6 +59,8 @@ def _check_args(spec: JobSpec) -> None:
     name = f"job {spec.name!r}, args"
     try:
         to_plain(to_jsonable_python(spec.args), name, MAX_DEPTH, allow_infinity=False)
+    except ConfigError:
+        raise
     except ValueError as error:  # of another type, or endless
         raise ConfigError(f"{name}: {first_line(error)}", allowed="JSON types") from None
 

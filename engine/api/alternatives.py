@@ -50,38 +50,7 @@ _ENGINE_NAMES = {
 }
 """{what to use: names of DeepSpeed's engine}"""
 
-_PACKAGE_NAMES = {
-    "a server for inference; rayzero trains": (
-        "init_inference InferenceEngine inference DeepSpeedInferenceConfig DeepSpeedHybridEngine"
-    ),
-    "stage 3 (zero_optimization.stage), which shards models that do not fit": (
-        "pipe PipelineModule PipelineEngine"
-    ),
-    "experts as ordinary modules, on every rank": "moe",
-    "stage 3 (zero_optimization.stage): all ranks are data parallel": (
-        "module_inject tp_model_init sequence"
-    ),
-    "engine.metrics, and torch.profiler": "profiling",
-    "engine.metrics": "monitor",
-    "rayzero plan": "autotuning",
-    "rayzero's jobs, whose worker count may change while they run": "elasticity",
-    "torchrun -m rayzero.deepspeed script.py, or rayzero run": "launcher",
-    "the config's compression keys (docs/config.md)": "compression",
-    "torch.nn.TransformerEncoderLayer, or the model's own": "DeepSpeedTransformerLayer",
-    "deepspeed.zero.Init()": "OnDevice",
-    "rayzero.engine.config.parse_config": "DeepSpeedConfig",
-    "rayzero.unshard_modules in the config": "utils.set_z3_leaf_modules",
-    "nothing: a parameter belongs to the innermost block that contains all its uses": (
-        "zero.register_external_parameter"
-    ),
-    "torch.nn.Linear under stage 3": "zero.TiledLinear",
-}
-"""{what to use: names below `deepspeed`}"""
-
 ENGINE_ALTERNATIVES = {name: use for use, names in _ENGINE_NAMES.items() for name in names.split()}
-PACKAGE_ALTERNATIVES = {
-    f"deepspeed.{name}": use for use, names in _PACKAGE_NAMES.items() for name in names.split()
-}
 
 # The model has these methods too, but calling them would replace the engine's parameters or
 # forward.
@@ -98,12 +67,3 @@ def unsupported_attribute(name: str, names: Iterable[str]) -> AttributeError:
     else:
         hint = did_you_mean(name, [other for other in names if not other.startswith("_")])
     return AttributeError(f"the engine has no {name!r}, and its model neither{hint}")
-
-
-def unsupported_message(name: str, available: Iterable[str]) -> str:
-    """The message for a dotted name below `deepspeed`; `available` are those beside it."""
-    if name in PACKAGE_ALTERNATIVES:
-        return f"{name} is not part of rayzero; use {PACKAGE_ALTERNATIVES[name]}"
-    known = sorted(entry for entry in available if not entry.startswith("_"))
-    hint = did_you_mean(name.rpartition(".")[2], known)
-    return f"rayzero has no {name}{hint}; available: {', '.join(known)}"

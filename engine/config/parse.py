@@ -13,7 +13,6 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral, Real
@@ -186,10 +185,16 @@ def _load_hjson(text: str, name: str) -> Any:
             raise ConfigError(f"{name} is not JSON or Hjson: the key {twice[0]!r} is given twice")
         return dict(pairs)
 
-    with suppress(ValueError, RecursionError):
+    try:
         return json.loads(text, object_pairs_hook=reject_duplicates)
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError):
+        pass
     try:
         return hjson.loads(text, object_pairs_hook=reject_duplicates)
+    except ConfigError:
+        raise
     except RecursionError:
         raise ConfigError(f"{name} is not JSON or Hjson: it is nested too deeply") from None
     except OverflowError:

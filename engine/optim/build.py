@@ -114,6 +114,8 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         try:
             return cast(torch.optim.Optimizer, implementation(groups, **arguments))
+        except ConfigError:
+            raise
         except (TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
             raise ConfigError(
                 f"engine config: optimizer.params for {config.type}: {error}",

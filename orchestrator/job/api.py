@@ -170,6 +170,8 @@ def start_or_attach(plan: JobPlan, can_grow: bool) -> JobProcess:
                 _attach_to_running(process, running, plan.spec)
                 return process
             process.call(JobActor.acknowledge_end)
+        except ConfigError:
+            raise
         except (ValueError, JobProcessLostError):
             pass  # another client has just started it, or the last run has just exited
         except JobUnavailableError as unavailable:

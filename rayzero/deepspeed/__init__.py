@@ -14,8 +14,8 @@ from typing import Any
 from rayzero.deepspeed import comm, ops, utils
 from rayzero.deepspeed.accelerator import get_accelerator
 from rayzero.deepspeed.install import add_alias_modules, install
+from rayzero.deepspeed.lookup import resolve
 from rayzero.deepspeed.utils import log_dist, logger
-from rayzero.engine.api.alternatives import unsupported_message
 from rayzero.engine.api.deepspeed_engine import DeepSpeedEngine
 from rayzero.engine.api.initialize import initialize as rayzero_initialize
 from rayzero.engine.comm.process_group import init_distributed
@@ -69,7 +69,7 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(unsupported_message(f"deepspeed.{name}", __all__))
+    return resolve("", name)
 
 
 add_alias_modules()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rayzero.deepspeed.comm import get_local_rank
-from rayzero.engine.api.alternatives import unsupported_message
+from rayzero.engine.errors import did_you_mean
 
 __all__ = ["Accelerator", "get_accelerator"]
 
@@ -90,8 +90,10 @@ class Accelerator:
         return bool(tensor.is_pinned()) if self._cuda else True
 
     def __getattr__(self, name: str) -> Any:
+        known = [entry for entry in dir(type(self)) if not entry.startswith("_")]
         raise AttributeError(
-            unsupported_message(f"deepspeed.get_accelerator().{name}", dir(type(self)))
+            f"rayzero has no deepspeed.get_accelerator().{name}{did_you_mean(name, known)}; "
+            f"available: {', '.join(known)}"
         )
 
 

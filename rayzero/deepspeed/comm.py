@@ -10,10 +10,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rayzero.engine.api.alternatives import unsupported_message
+from rayzero.deepspeed.lookup import resolve
 from rayzero.engine.comm.process_group import init_distributed
 
-__all__ = ["get_local_rank", "get_rank", "get_world_group", "get_world_size", "init_distributed"]
+__all__ = [
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "init_distributed",
+    "is_initialized",
+]
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
@@ -35,7 +42,28 @@ def get_world_group() -> Any:
     return dist.group.WORLD
 
 
+def is_initialized() -> bool:
+    """Whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+_one_rank_groups: dict[int, tuple[Any, Any]] = {}  # the world's group, so that its id is not reused
+
+
+def one_rank_group() -> Any:
+    """A group of this rank alone, made on first use; None without a process group. Not collective:
+    ranks need not ask for it at the same time."""
+    world = dist.group.WORLD
+    if world is None:
+        return None
+    if id(world) not in _one_rank_groups:
+        _one_rank_groups.clear()  # of a generation that has ended
+        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        _one_rank_groups[id(world)] = (world, group)
+    return _one_rank_groups[id(world)][1]
+
+
 def __getattr__(name: str) -> Any:
-    if name.startswith("_") or not hasattr(dist, name):
-        raise AttributeError(unsupported_message(f"deepspeed.comm.{name}", [*__all__, *dir(dist)]))
-    return getattr(dist, name)
+    if not name.startswith("_") and hasattr(dist, name):
+        return getattr(dist, name)
+    return resolve("comm", name)

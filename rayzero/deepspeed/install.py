@@ -1,7 +1,6 @@
-"""The modules of `deepspeed` as one table, and `install`, which aliases `import deepspeed` to them.
+"""DeepSpeed's modules in `sys.modules`, and `install`, which makes `import deepspeed` mean them.
 
-A row of `MODULES` is a module of DeepSpeed's and where its names are defined. Modules with a file
-here (`comm`, `utils`, ...) have no row.
+What they hold is the table in `names.py`; `lookup.py` resolves it on first use.
 """
 
 from __future__ import annotations
@@ -9,78 +8,50 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rayzero.engine.api.alternatives import PACKAGE_ALTERNATIVES, unsupported_message
+from rayzero.deepspeed.lookup import (
+    child_modules,
+    homes,
+    missing_message,
+    package_refusal,
+    refusals,
+    resolve,
+)
+from rayzero.deepspeed.names import REFUSED_PACKAGES, WORKS
 from rayzero.engine.errors import ConfigError
 
 log = logging.getLogger("rayzero.deepspeed")
 
 _PACKAGE = "rayzero.deepspeed"
-_FILES = ("accelerator", "comm", "ops", "utils")
-_INTERNAL = {f"{_PACKAGE}.{name}" for name in ("__main__", "install", *_FILES)}
-_INTERNAL.add(f"{_PACKAGE}.zero_to_fp32")
-
-
-def _names(home: str, *names: str) -> dict[str, str]:
-    return dict.fromkeys(names, home)
-
-
-_ZERO = _names("rayzero.engine.api.params", "GatheredParameters", "Init")
-_CHECKPOINTING = _names(
-    "rayzero.engine.api.activation_checkpointing",
-    *("checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"),
-)
-
-MODULES: Mapping[str, Mapping[str, str]] = {
-    "accelerator.real_accelerator": _names("rayzero.deepspeed.accelerator", "get_accelerator"),
-    "checkpoint": {},
-    "checkpoint.utils": _names("rayzero.deepspeed.utils", "clone_tensors_for_torch_save"),
-    "checkpointing": _CHECKPOINTING,
-    "ops.adam": _names("rayzero.deepspeed.ops", "DeepSpeedCPUAdam", "FusedAdam"),
-    "runtime": {},
-    "runtime.activation_checkpointing": {},
-    "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "runtime.dataloader": _names("rayzero.deepspeed.utils", "RepeatingLoader"),
-    "runtime.engine": _names("rayzero.deepspeed", "DeepSpeedEngine"),
-    "runtime.lr_schedules": _names(
-        "rayzero.deepspeed.ops",
-        *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
-        "VALID_LR_SCHEDULES",
-    ),
-    "runtime.zero": _ZERO,
-    "runtime.zero.partition_parameters": _ZERO,
-    "utils.logging": _names("rayzero.deepspeed.utils", "log_dist", "logger"),
-    "utils.zero_to_fp32": _names(
-        "rayzero.deepspeed.zero_to_fp32",
-        "convert_zero_checkpoint_to_fp32_state_dict",
-        "get_fp32_state_dict_from_zero_checkpoint",
-        "load_state_dict_from_zero_checkpoint",
-    ),
-    "zero": _ZERO,
-}
-"""{module below `deepspeed`: {name in it: the module that defines it}}."""
+_FILES = ("accelerator", "comm", "ops", "utils")  # modules of DeepSpeed that have a file here
+_INTERNAL = {f"{_PACKAGE}.{path.stem}" for path in Path(__file__).parent.glob("*.py")}
 
 
 class _AliasModule(ModuleType):
-    """A row of `MODULES` as a module; its names are imported on first use."""
+    """A module of DeepSpeed; its names are resolved on first use."""
 
-    def __init__(self, name: str, homes: Mapping[str, str]) -> None:
-        super().__init__(f"{_PACKAGE}.{name}", f"`deepspeed.{name}`.")
-        self.__all__ = sorted(homes)
+    def __init__(self, name: str) -> None:
+        full = f"{_PACKAGE}.{name}"
+        super().__init__(full, f"`deepspeed.{name}`.")
+        self.__spec__ = ModuleSpec(full, None, is_package=True)
         self.__path__: list[str] = []  # a package, so that submodules are asked of the finder
-        self._homes = homes
+        self.__all__ = sorted(
+            entry
+            for entry in {*homes(name), *refusals(name), *child_modules(name)}
+            if not entry.startswith("_")
+        )
+        self._module = name
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self._homes:
-            full = f"{self.__name__}.{name}".replace(_PACKAGE, "deepspeed", 1)
-            raise AttributeError(unsupported_message(full, self.__all__))
-        value = getattr(import_module(self._homes[name]), name)
+        value = resolve(self._module, name)
         setattr(self, name, value)
         return value
 
@@ -89,18 +60,13 @@ def add_alias_modules() -> None:
     """Enters the table's modules in `sys.modules`, below this package. Called by its `__init__`."""
     for name in _FILES:
         import_module(f"{_PACKAGE}.{name}").__path__ = []
-    for name, homes in MODULES.items():
-        _add_module(name, _AliasModule(name, homes))
-    _add_module("comm.comm", sys.modules[f"{_PACKAGE}.comm"])
-
-
-def _add_module(name: str, module: ModuleType) -> None:
-    full = f"{_PACKAGE}.{name}"
-    sys.modules[full] = module
-    parent, _, child = full.rpartition(".")
-    setattr(sys.modules[parent], child, module)
-    if isinstance(above := sys.modules[parent], _AliasModule):
-        above.__all__.append(child)
+    names = {name for name in (*WORKS, *REFUSED_PACKAGES) if name and name not in _FILES}
+    for name in sorted(names):
+        module = sys.modules[f"{_PACKAGE}.comm"] if name == "comm.comm" else _AliasModule(name)
+        full = f"{_PACKAGE}.{name}"
+        sys.modules[full] = module
+        parent, _, child = full.rpartition(".")
+        setattr(sys.modules[parent], child, module)
 
 
 def install() -> None:
@@ -116,7 +82,7 @@ def install() -> None:
             fix="rayzero.deepspeed.install() before the first `import deepspeed`",
         )
     sys.modules["deepspeed"] = package
-    for name in (*_FILES, *MODULES, "comm.comm"):
+    for name in (*_FILES, *filter(None, WORKS), *REFUSED_PACKAGES):
         sys.modules[f"deepspeed.{name}"] = sys.modules[f"{_PACKAGE}.{name}"]
     sys.meta_path.insert(0, _Finder())
     if int(os.environ.get("RANK", "0")) == 0:
@@ -136,11 +102,21 @@ class _Distribution(Distribution):
         return Path(sys.modules[_PACKAGE].__file__ or "").parent / path
 
 
+class _AliasLoader(Loader):
+    """Loads modules below those that rayzero refuses as a whole."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _AliasModule(spec.name.replace(f"{_PACKAGE}.", "", 1).removeprefix("deepspeed."))
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: names are resolved on first use."""
+
+
 _ANY = DistributionFinder.Context()
 
 
 class _Finder(DistributionFinder):
-    """Refuses submodules that are not in `sys.modules`, naming those that are."""
+    """Refuses submodules that the table does not have, naming those that it has."""
 
     def find_distributions(
         self, context: DistributionFinder.Context = _ANY
@@ -150,13 +126,14 @@ class _Finder(DistributionFinder):
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> Any:
+    ) -> ModuleSpec | None:
         full = name.replace(_PACKAGE, "deepspeed", 1)
         if full.partition(".")[0] != "deepspeed" or name in _INTERNAL:
             return None
-        top = ".".join(full.split(".")[:2])
-        subject = top if full not in PACKAGE_ALTERNATIVES and top in PACKAGE_ALTERNATIVES else full
+        module = full.partition(".")[2]
+        if package_refusal(module):
+            return ModuleSpec(name, _AliasLoader(), is_package=True)
         raise ModuleNotFoundError(
-            unsupported_message(subject, sys.modules[full.rpartition(".")[0]].__all__),
+            missing_message(full, module.rpartition(".")[0]),
             name=full,  # not `name`: from-imports swallow an error about just that
         )

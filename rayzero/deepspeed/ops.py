@@ -1,21 +1,27 @@
-"""DeepSpeed's optimizer and schedule classes, for `ops.adam` and `runtime.lr_schedules`."""
+"""DeepSpeed's optimizer and schedule classes, for `deepspeed.ops` and `runtime.lr_schedules`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from rayzero.deepspeed.lookup import resolve
 from rayzero.engine.config import SchedulerConfig
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.optim.optimizers import Lamb, Lion
 from rayzero.engine.optim.schedule import StepSchedule, make_lr_curve
 
 __all__ = [
     "VALID_LR_SCHEDULES",
+    "DeepSpeedCPUAdagrad",
     "DeepSpeedCPUAdam",
+    "DeepSpeedCPULion",
     "FusedAdam",
+    "FusedLamb",
+    "FusedLion",
     "LRRangeTest",
     "OneCycle",
     "WarmupCosineLR",
@@ -27,13 +33,24 @@ __all__ = [
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
 
-class FusedAdam(torch.optim.Adam):
+Params: TypeAlias = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+
+
+class _IsAnyAdam(type):
+    """torch's Adam and AdamW are instances of `FusedAdam`: they are what a config's Adam is, and
+    their update is the same."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return issubclass(type(value), torch.optim.Adam if cls is FusedAdam else cls)
+
+
+class FusedAdam(torch.optim.Adam, metaclass=_IsAnyAdam):
     """AdamW (Loshchilov and Hutter, 2019), or Adam with weight decay in the gradient.
     `set_grad_none` has no effect: gradients are the engine's."""
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        params: Params,
         lr: float = 1e-3,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
@@ -53,18 +70,84 @@ class DeepSpeedCPUAdam(FusedAdam):
 
     def __init__(
         self,
-        model_params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        model_params: Params,
         lr: float = 1e-3,
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
         **options: Any,
     ) -> None:
-        if not fp32_optimizer_states:
-            raise ConfigError(
-                "DeepSpeedCPUAdam(fp32_optimizer_states=False) was given",
-                allowed="True: moments have the dtype of main weights",
-            )
+        _check_state_dtype(self, fp32_optimizer_states)
         super().__init__(model_params, lr, adam_w_mode=adamw_mode, **options)
+
+
+class FusedLion(Lion):
+    """`rayzero.engine.optim.optimizers.Lion`. `set_grad_none` has no effect."""
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, lr, betas, weight_decay)
+
+
+class DeepSpeedCPULion(FusedLion):
+    """`FusedLion`: `zero_optimization.offload_optimizer` decides where its state is kept."""
+
+    def __init__(
+        self, model_params: Params, *args: Any, fp32_optimizer_states: bool = True, **options: Any
+    ) -> None:
+        _check_state_dtype(self, fp32_optimizer_states)
+        super().__init__(model_params, *args, **options)
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """torch's Adagrad. `amsgrad` has no effect, as in DeepSpeed."""
+
+    def __init__(
+        self,
+        model_params: Params,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+        **options: Any,
+    ) -> None:
+        _check_state_dtype(self, fp32_optimizer_states)
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay, **options)
+
+
+class FusedLamb(Lamb):
+    """`rayzero.engine.optim.optimizers.Lamb`. `max_grad_norm` must be 0: the config's
+    `gradient_clipping` clips."""
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        if max_grad_norm or amsgrad:
+            raise ConfigError(
+                f"FusedLamb(max_grad_norm={max_grad_norm}, amsgrad={amsgrad}) was given",
+                allowed="max_grad_norm=0, amsgrad=False",
+                fix="gradient_clipping in the config",
+            )
+        super().__init__(params, lr, **options)
+
+
+def _check_state_dtype(optimizer: torch.optim.Optimizer, fp32_states: bool) -> None:
+    if not fp32_states:
+        raise ConfigError(
+            f"{type(optimizer).__name__}(fp32_optimizer_states=False) was given",
+            allowed="True: moments have the dtype of main weights",
+        )
 
 
 class _ConfiguredSchedule(StepSchedule):
@@ -93,3 +176,7 @@ class OneCycle(_ConfiguredSchedule):
 
 class LRRangeTest(_ConfiguredSchedule):
     """Increases from the lowest rate without bound."""
+
+
+def __getattr__(name: str) -> Any:
+    return resolve("ops", name)

@@ -8,17 +8,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from logging import INFO, Formatter, Logger, StreamHandler, getLogger  # not `utils.logging`
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from rayzero.deepspeed.comm import get_rank
-from rayzero.engine.api import tensor_fragments
-from rayzero.engine.api.alternatives import unsupported_message
+from rayzero.deepspeed.lookup import homes, resolve
 from rayzero.engine.tensor_tree import map_tensors
 
-__all__ = ["RepeatingLoader", "log_dist", "logger"]
-__all__ += [name for name in vars(tensor_fragments) if name.startswith("safe_")]
+__all__ = [name for name in homes("utils") if not name.startswith("_")]
 
 
 def make_stderr_logger(name: str) -> Logger:
@@ -67,7 +66,16 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     return map_tensors(item, lambda tensor: tensor.detach().to(device, copy=True))
 
 
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """The attribute at a dotted name."""
+    return attrgetter(module_name)(model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Sets the attribute at a dotted name."""
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)
+
+
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(tensor_fragments, name)
-    raise AttributeError(unsupported_message(f"deepspeed.utils.{name}", __all__))
+    return resolve("utils", name)

@@ -125,13 +125,15 @@ def test_common_imports() -> None:
 
 
 UNSUPPORTED = {
-    "import deepspeed.moe.layer": "deepspeed.moe is not part of rayzero; use experts",
-    "from deepspeed import PipelineModule": "use stage 3",
-    "from deepspeed.ops.transformer import X": "rayzero has no deepspeed.ops.transformer",
-    "from deepspeed.pipe import PipelineModule": "deepspeed.pipe is not part of rayzero",
-    "import deepspeed; deepspeed.init_inference": "use a server for inference",
+    "from deepspeed.moe.layer import MoE; MoE(8)": "deepspeed.moe.layer.MoE is not part of rayzero",
+    "from deepspeed import PipelineModule; PipelineModule()": "use stage 3",
+    "from deepspeed.pipe import LayerSpec; LayerSpec(int)": "deepspeed.pipe.LayerSpec is not part",
+    "from deepspeed.runtime.pipe.topology import X; X()": "use stage 3",
+    "from deepspeed.ops.missing import X": "rayzero has no deepspeed.ops.missing",
+    "import deepspeed; deepspeed.init_inference()": "use a server for inference",
+    "import deepspeed; deepspeed.PipelineModule.forward": "use stage 3",
     "import deepspeed; deepspeed.initialise": "did you mean 'initialize'?",
-    "import deepspeed; deepspeed.zero.TiledLinear": "use torch.nn.Linear under stage 3",
+    "import deepspeed; deepspeed.zero.TiledLinear(1, 2)": "use torch.nn.Linear under stage 3",
     "import deepspeed; deepspeed.get_accelerator().Stream": "available: ",
     "import deepspeed.comm; deepspeed.comm.get_rnk": "'get_rank'",
 }
@@ -143,7 +145,7 @@ def test_unsupported_names_raise_helpful_errors() -> None:
         "import json\nerrors = {}\n"
         f"for code in {list(UNSUPPORTED)!r}:\n"
         "    try:\n        exec(code)\n"
-        "    except (ImportError, AttributeError) as error:\n"
+        "    except (ImportError, AttributeError, ValueError) as error:\n"
         "        errors[code] = str(error)\n"
         "print(json.dumps(errors))"
     )

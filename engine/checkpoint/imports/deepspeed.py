@@ -31,7 +31,7 @@ from rayzero.engine.checkpoint.imports.tensors import (
     flatten,
 )
 from rayzero.engine.checkpoint.schema import PADDINGS, SHAPES, check_plain, validate
-from rayzero.engine.errors import CONTENT_ERRORS, DataError
+from rayzero.engine.errors import CONTENT_ERRORS, ConfigError, DataError
 from rayzero.engine.layout.state_index import TensorRange
 
 ParamShapes = dict[str, tuple[int, ...]]
@@ -49,6 +49,8 @@ def open_deepspeed(path: Path) -> TensorSource | None:
         return None
     try:
         return _make_source(read_zero_files(folder))
+    except ConfigError:
+        raise
     except CONTENT_ERRORS as error:
         raise DataError(
             f"{folder} does not hold what DeepSpeed is known to write: {error!r:.500}",

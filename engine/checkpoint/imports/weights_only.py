@@ -67,6 +67,8 @@ def load_weights_only(path: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}, not a dictionary")
         _check_content(content, nbytes)
+    except ConfigError:
+        raise
     except (*_READ_ERRORS, *CONTENT_ERRORS) as error:
         raise DataError(
             f"{path} cannot be read: {first_line(error):.500}", allowed="a file of torch.save"

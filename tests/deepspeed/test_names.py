@@ -1,0 +1,49 @@
+"""The table of DeepSpeed's names: each is importable, and works or is refused as it says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.scripts import run_script
+
+CHECK = """
+import importlib, json
+import rayzero.deepspeed; rayzero.deepspeed.install()
+from rayzero.deepspeed.lookup import is_refused
+from rayzero.deepspeed.names import REFUSED, REFUSED_PACKAGES, WORKS
+wrong = []
+def get(module, name):
+    return getattr(importlib.import_module(".".join(filter(None, ("deepspeed", module)))), name)
+for module, row in WORKS.items():
+    for name in " ".join(row.values()).split():
+        name = name.partition("=")[0]
+        try:
+            if is_refused(get(module, name)):
+                wrong.append(f"{module}.{name} is refused")
+        except Exception as error:
+            wrong.append(f"{module}.{name}: {error!r}")
+def refuses(module, name, use):
+    try:
+        get(module, name)(1, a=2)
+        wrong.append(f"{module}.{name} works")
+    except ValueError as error:
+        if use not in str(error) or name not in str(error) or "\\n" in str(error):
+            wrong.append(f"{module}.{name}: {error}")
+for module, row in REFUSED.items():
+    for use, names in row.items():
+        for name in names.split():
+            refuses(module, name, use)
+for module, use in REFUSED_PACKAGES.items():
+    refuses(module, "Anything", use)
+    refuses(f"{module}.deeper.still", "Anything", use)
+print(json.dumps(wrong))
+"""
+
+
+@pytest.mark.slow
+def test_every_name_works_or_is_refused_as_the_table_says() -> None:
+    done = run_script("-c", CHECK)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == []
