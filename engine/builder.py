@@ -21,6 +21,7 @@ from rayzero.engine.data.sampling import TrainingProgress, assign_step
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.units import find_blocks
 from rayzero.engine.metrics import StepMeter
+from rayzero.engine.monitors import check_packages
 from rayzero.engine.offload.plan import plan_offload
 from rayzero.engine.optim.build import OptimizerLike, make_optimizer, regroup_for_optimizer
 from rayzero.engine.optim.param_groups import ParamGroups, find_param_groups, freeze_all_params
@@ -51,6 +52,7 @@ def build_training_step(
 ) -> TrainingStep:
     """Builds an engine's parts from a checked config; the host's session may have a state to
     restore. Collective."""
+    check_packages(config)
     with session.resume_from() if session is not None else nullcontext() as source:
         if source is not None:
             config = _with_saved_batch_sizes(config, source.metadata(0))
@@ -91,7 +93,7 @@ def build_training_step(
     work = StepWork(batches.micro_steps, peak)
     if config.compile.enabled:
         compile_model(model, config)
-    meter = StepMeter(runtime, sharded, progress, session, config.steps_per_print, work)
+    meter = StepMeter(runtime, sharded, progress, session, config, work)
     return TrainingStep(runtime, sharded, schedule, state, settings, meter)
 
 

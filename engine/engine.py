@@ -249,7 +249,7 @@ class Engine:
 
     def close(self) -> None:
         """Removes the model's hooks and closes files. The engine cannot be used afterwards."""
-        self._runtime.close()
+        self._step.close()
 
     @property
     def metrics(self) -> StepMetrics:

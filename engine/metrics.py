@@ -10,7 +10,9 @@ from time import perf_counter
 from typing import Any
 
 from rayzero.engine.accounting import StepWork, bytes_by_class
+from rayzero.engine.config import EngineConfig
 from rayzero.engine.data.sampling import TrainingProgress
+from rayzero.engine.monitors import make_monitors
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
 from rayzero.engine.session import NO_REQUESTS, HostSession, StepRequests
 from rayzero.engine.zero.runtime import ZeroRuntime
@@ -116,7 +118,7 @@ class StepMeter:
         optimizer: ShardedOptimizer,
         progress: TrainingProgress,
         session: HostSession | None,
-        log_every_steps: int | None,
+        config: EngineConfig,
         work: StepWork,
     ) -> None:
         self.step_work = work
@@ -127,7 +129,8 @@ class StepMeter:
         self._optimizer = optimizer
         self._progress = progress
         self._session = session
-        self._log_every_steps = log_every_steps
+        self._config = config
+        self.monitors = make_monitors(config, progress.monitor_runs, runtime.collectives.rank)
         self._step_end_s = perf_counter()
         self._exposed_comm_s = 0.0
         self._data_wait_s = progress.data_wait_s
@@ -151,6 +154,8 @@ class StepMeter:
             "phases": self.phases.end_step(data_wait_s - self._data_wait_s),
         } | self.step_work.end_step(now - self._step_end_s)
         self._step_end_s, self._exposed_comm_s, self._data_wait_s = now, exposed_s, data_wait_s
+        scale = self._runtime.precision.scaler.value if self._config.fp16.enabled else None
+        self.monitors.write_step(self._progress.sample_cursor, vote.loss, lr, scale)
         if self._session is not None:
             self._applied_steps += vote.finite
             metrics = self._collect(self._cached_bytes())
@@ -190,5 +195,5 @@ class StepMeter:
                 vote.grad_norm,
                 self._runtime.precision.scaler.value,
             )
-        elif self._log_every_steps and step % self._log_every_steps == 0:
+        elif (every := self._config.steps_per_print) and step % every == 0:
             log.info("step %d: loss %.4f, lr %.3g", step, vote.loss, self.last_step["lr"])

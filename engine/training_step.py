@@ -191,6 +191,11 @@ class TrainingStep:
             self.runtime.sync_model_weights(lazy=True)
         self.meter.end_step(vote, lr)
 
+    def close(self) -> None:
+        """Removes the model's hooks, ends threads and closes files."""
+        self.runtime.close()
+        self.meter.monitors.close()
+
     def discard_gradients(self) -> None:
         """Forgets the gradients and losses of unfinished micro-steps."""
         self._loss_sum.zero_()

@@ -21,6 +21,12 @@ from rayzero.engine.config.fields import (
     parse_number,
 )
 from rayzero.engine.config.keys import Auto, Key, implemented, no_op
+from rayzero.engine.config.monitors import (
+    CometConfig,
+    CsvMonitorConfig,
+    TensorBoardConfig,
+    WandbConfig,
+)
 from rayzero.engine.config.optimizers import (
     OPTIMIZER_PARAMS,
     OPTIMIZERS,
@@ -184,6 +190,10 @@ class EngineConfig(UnsupportedKeys):
         None, "the level of DeepSpeed's logger", 'use logging.getLogger("rayzero").setLevel'
     )
     timers: TimersConfig = TimersConfig()
+    tensorboard: TensorBoardConfig = TensorBoardConfig()
+    csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
+    wandb: WandbConfig = WandbConfig()
+    comet: CometConfig = CometConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     aio: AioConfig = AioConfig()
     rayzero: RayzeroConfig = RayzeroConfig()

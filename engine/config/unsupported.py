@@ -14,12 +14,8 @@ from rayzero.engine.config.keys import is_enabled, is_set, no_op, refused
 
 _DATA_PARALLEL = "all ranks are data-parallel: ZeRO is the only axis of parallelism"
 _REMOVED = "removed from DeepSpeed 0.19 too"
-_METRICS = "engine.metrics has these numbers, for any logger"
 
 _refused_section = partial(refused, None, is_active=is_enabled)
-_monitor = partial(
-    _refused_section, reason=_METRICS, alternative="log engine.metrics from the script"
-)
 _checkpoint_writer = partial(
     refused,
     reason="checkpoints are always written in the background",
@@ -68,10 +64,6 @@ class UnsupportedKeys(ConfigSection):
         "operations of each module are counted",
         alternative="torch.utils.flop_counter.FlopCounterMode around the model",
     )
-    tensorboard: Any = _monitor("losses are sent to TensorBoard")
-    wandb: Any = _monitor("losses are sent to Weights & Biases")
-    csv_monitor: Any = _monitor("losses are written to CSV files")
-    comet: Any = _monitor("losses are sent to Comet")
     nebula: Any = _checkpoint_writer(
         None,
         "checkpoints are written by Azure's Nebula; removed from DeepSpeed 0.19 too",

@@ -18,7 +18,7 @@ so no size has to be divisible by another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import isclose
 
@@ -185,4 +185,6 @@ class TrainingProgress:
     global_batch: int = 1  # samples of a step, over all ranks
     micro_batch: int = 1  # maximum samples of a micro-step on one rank
     skipped_steps: int = 0  # finished steps that changed nothing: a gradient was not finite
+    # {monitor: its service's identifier of this run}, on rank 0; see `engine.monitors`.
+    monitor_runs: dict[str, str] = field(default_factory=dict)
     data_wait_s: float = 0.0  # total seconds that the training loop waited for loaders

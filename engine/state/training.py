@@ -178,6 +178,8 @@ class TrainingState:
         if self._runtime.grad_reduction.residuals:
             document["residual_factor"] = self._runtime.grad_reduction.residual_factor
         if self._runtime.collectives.rank == 0:
+            if self.progress.monitor_runs:
+                document["monitor_runs"] = self.progress.monitor_runs
             names, group_names = self._names
             document |= names
             for number, group in enumerate(document["groups"]):
@@ -214,6 +216,10 @@ class TrainingState:
         self.progress.micro_step = 0
         self.progress.sample_cursor = document.get("sample_cursor", 0)
         self.progress.skipped_steps = document.get("skipped_steps", 0)
+        if rank == 0:
+            with metadata.damaged_unless_valid("monitor_runs"):
+                runs = dict(document.get("monitor_runs", {}))
+            self.progress.monitor_runs.update(runs)
         self._runtime.load_loss_scale(document.get("loss_scale"))
         if rng := document.get("rng"):
             with metadata.damaged_unless_valid("random-number state"):
