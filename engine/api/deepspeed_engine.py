@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from rayzero.engine.api.alternatives import NOT_DELEGATED, unsupported_attribute
 from rayzero.engine.api.compile import CompileMethods
 from rayzero.engine.api.config_getters import ConfigGetters, getter
 from rayzero.engine.api.model_export import ModelExport
+from rayzero.engine.api.optimizer_view import view_optimizer
 from rayzero.engine.config import BatchSizes
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError, EngineError
@@ -128,6 +130,13 @@ class DeepSpeedEngine(ConfigGetters, ModelExport, CompileMethods):
     get_model_parallel_rank = getter(lambda engine: 0)
 
     # Optimizer and schedule
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer | None:  # type: ignore[override]
+        """The torch optimizer with DeepSpeed's attributes, such as `loss_scale`; its `optimizer` is
+        the torch optimizer itself. `step()` steps it. None where the engine only evaluates."""
+        torch_optimizer = super().optimizer
+        return None if torch_optimizer is None else view_optimizer(torch_optimizer, self)
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:

@@ -117,7 +117,8 @@ class TestPublicApi:
         for _ in range(3):
             engine.backward(engine(torch.ones(2, 3)).sum())
             engine.step()
-        assert returned is optimizer
+        assert returned is engine.optimizer
+        assert returned.optimizer is optimizer
         assert schedule is scheduler
         assert optimizer.param_groups[0]["lr"] == 0.125
         assert engine.metrics.lr == 0.25  # of the last step

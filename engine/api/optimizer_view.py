@@ -1,0 +1,139 @@
+"""What `initialize` returns as the optimizer: the torch optimizer, with DeepSpeed's attributes.
+
+`view_optimizer` makes a second object over the attributes of the first: the same groups and state,
+so torch's schedulers may drive either, and an instance of the first one's class and of DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from rayzero.engine.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from rayzero.engine.engine import Engine
+
+
+class LossScaler:
+    """DeepSpeed's view of an engine's loss scale."""
+
+    dynamic = False
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = ref(engine)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in the current step."""
+        engine = self._engine()
+        if engine is None:
+            raise EngineError("the optimizer's engine no longer exists")
+        return engine.loss_scale
+
+    cur_scale = loss_scale
+
+
+class DynamicLossScaler(LossScaler):
+    """A scale that adapts to the gradients."""
+
+    dynamic = True
+
+
+def _refuse_scale(optimizer: object, value: float) -> None:
+    raise ConfigError(
+        f"the optimizer's loss scale was set to {value}",
+        allowed="reading it",
+        fix="fp16.loss_scale in the config; 0 adapts it",
+    )
+
+
+class DeepSpeedOptimizer:
+    """The names of DeepSpeed's optimizers, beside those of a torch optimizer. Its parameters are
+    this rank's flat shards; `engine.step()` steps it."""
+
+    __slots__ = ()
+    _engine: ref[Engine]
+
+    optimizer: torch.optim.Optimizer
+    """The torch optimizer: the user's own, if `initialize` was given one."""
+
+    loss_scaler: LossScaler
+
+    loss_scale = property(lambda self: self.loss_scaler.loss_scale, _refuse_scale)
+    cur_scale = property(lambda self: self.loss_scaler.loss_scale, _refuse_scale)
+    dynamic_loss_scale = property(lambda self: self.loss_scaler.dynamic)
+
+    @property
+    def _live_engine(self) -> Engine:
+        engine = self._engine()
+        if engine is None:
+            raise EngineError("the optimizer's engine no longer exists")
+        return engine
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last finished step was skipped on every rank: a gradient was not finite."""
+        norm = self._live_engine._step.meter.last_step.get("grad_norm")
+        return norm is not None and not isfinite(norm)
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """Each group's trained parameters, as the model has them."""
+        engine = self._live_engine
+        groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
+        for unit in engine._runtime.units:
+            if unit.main_weights is not None:
+                for extent, param in zip(unit.layout.params, unit.params, strict=True):
+                    groups[extent.group].append(param)
+        return groups
+
+    bit16_groups = fp16_groups
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """`engine.backward`."""
+        self._live_engine.backward(loss, retain_graph=retain_graph)
+
+
+class ZeROOptimizer(DeepSpeedOptimizer):
+    """At stages 1 to 3."""
+
+    __slots__ = ()
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """At stages 1 and 2."""
+
+    __slots__ = ()
+
+
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801
+    """At stage 3."""
+
+    __slots__ = ()
+
+
+_OF_STAGE = {
+    0: DeepSpeedOptimizer,
+    1: DeepSpeedZeroOptimizer,
+    2: DeepSpeedZeroOptimizer,
+    3: DeepSpeedZeroOptimizer_Stage3,
+}
+
+
+def view_optimizer(optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
+    """The optimizer with DeepSpeed's names. It refers to the engine weakly."""
+    config = engine.settings.config
+    kind, names = type(optimizer), _OF_STAGE[config.zero_optimization.stage]
+    slots = {"__slots__": ("_engine", "loss_scaler", "optimizer"), "__doc__": kind.__doc__}
+    view: Any = object.__new__(type(kind)(kind.__name__, (names, kind), slots))
+    view.__dict__ = optimizer.__dict__  # one set of attributes: neither can differ from the other
+    view._engine = ref(engine)
+    view.optimizer = optimizer
+    is_dynamic = config.fp16.enabled and config.fp16.loss_scale == 0
+    view.loss_scaler = (DynamicLossScaler if is_dynamic else LossScaler)(engine)
+    return view  # type: ignore[no-any-return]
