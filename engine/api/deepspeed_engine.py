@@ -132,7 +132,7 @@ class DeepSpeedEngine(ConfigGetters, ModelExport, CompileMethods):
     # Optimizer and schedule
 
     @cached_property
-    def optimizer(self) -> torch.optim.Optimizer | None:  # type: ignore[override]
+    def optimizer(self) -> torch.optim.Optimizer | None:
         """The torch optimizer with DeepSpeed's attributes, such as `loss_scale`; its `optimizer` is
         the torch optimizer itself. `step()` steps it. None where the engine only evaluates."""
         torch_optimizer = super().optimizer

@@ -130,7 +130,8 @@ def view_optimizer(optimizer: torch.optim.Optimizer, engine: Engine) -> torch.op
     config = engine.settings.config
     kind, names = type(optimizer), _OF_STAGE[config.zero_optimization.stage]
     slots = {"__slots__": ("_engine", "loss_scaler", "optimizer"), "__doc__": kind.__doc__}
-    view: Any = object.__new__(type(kind)(kind.__name__, (names, kind), slots))
+    metaclass: type[type] = type(kind)  # FusedAdam has one of its own
+    view: Any = object.__new__(metaclass(kind.__name__, (names, kind), slots))
     view.__dict__ = optimizer.__dict__  # one set of attributes: neither can differ from the other
     view._engine = ref(engine)
     view.optimizer = optimizer

@@ -9,6 +9,7 @@ Hutter 2017; one cycle and the range test, Smith 2018.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -24,6 +25,8 @@ from rayzero.engine.config.fields import (
     parse_number,
     reject_bool,
 )
+
+log = logging.getLogger("rayzero.engine")
 
 
 def _validate_per_group(value: Any) -> Any:
@@ -78,9 +81,17 @@ def warmup_fraction(kind: str, num_steps: int, iteration: int) -> float:
     return iteration / length if kind == "linear" else math.log(iteration + 1) / math.log(length)
 
 
+def _known_warmup_type(value: Any) -> Any:
+    """DeepSpeed's fallback for a type that it does not know."""
+    if isinstance(value, str) and value not in ("log", "linear"):
+        log.warning("warmup_type %r is unknown: log is used. Allowed: log, linear", value)
+        return "log"
+    return value
+
+
 class _Warmup(LRCurve):
     warmup_num_steps: NonNegativeInt = 1000  # at least 2 are used
-    warmup_type: Literal["log", "linear"] = "log"
+    warmup_type: Annotated[Literal["log", "linear"], BeforeValidator(_known_warmup_type)] = "log"
 
 
 class WarmupLR(_Warmup):

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: DeepSpeed's as functions of the step, torch's, and the user's own."""
+"""Makes and checks learning-rate schedules: DeepSpeed's, torch's, and the user's own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from rayzero.engine.config import SchedulerConfig
-from rayzero.engine.config.model import coerce_numbers, parse_params
-from rayzero.engine.config.schedules import LR_CURVES, BetaPair, LRCurve
+from rayzero.engine.config.model import coerce_numbers
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.optim.deepspeed_schedules import DEEPSPEED_SCHEDULES
 
 
 class Scheduler(Protocol):
@@ -21,79 +21,11 @@ class Scheduler(Protocol):
         """Advance after a finished optimizer step."""
 
 
-class StepSchedule:
-    """Sets lr, and betas if the curve has them, of every group as a function of the iteration.
-
-    Its methods are those of DeepSpeed's and torch's schedulers. `last_batch_iteration` is the
-    number of finished steps minus one, as DeepSpeed counts.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, curve: LRCurve) -> None:
-        for key, count in curve.per_group_lengths().items():
-            if count != len(optimizer.param_groups):
-                raise ConfigError(
-                    f"scheduler.params.{key}: {count} values for {len(optimizer.param_groups)} "
-                    "parameter groups",
-                    allowed="one number, or one for each parameter group",
-                )
-        self.optimizer = optimizer
-        self.curve = curve
-        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self._has_betas = "betas" in optimizer.defaults
-        self.last_batch_iteration = curve.last_batch_iteration
-        if self.last_batch_iteration == -1:  # else step 1 uses the configured lr
-            self._set_group_options()
-
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """Advance by one iteration, or to the given one."""
-        if last_batch_iteration is None:
-            last_batch_iteration = self.last_batch_iteration + 1
-        self.last_batch_iteration = last_batch_iteration
-        self._set_group_options()
-
-    def get_lr(self) -> list[float]:
-        """Each group's lr at this iteration."""
-        iteration = self.last_batch_iteration
-        return [self.curve.lr(iteration, group, lr) for group, lr in enumerate(self._base_lrs)]
-
-    def get_last_lr(self) -> list[float]:
-        """Each group's lr now."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def get_mom(self) -> list[BetaPair] | None:
-        """Each group's betas at this iteration; None where they do not cycle."""
-        numbers = range(len(self._base_lrs))
-        betas = [self.curve.betas(self.last_batch_iteration, number) for number in numbers]
-        cycled = [pair for pair in betas if pair is not None]
-        return cycled if self._has_betas and cycled else None
-
-    def state_dict(self) -> dict[str, int]:
-        return {"last_batch_iteration": self.last_batch_iteration}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.last_batch_iteration = state["last_batch_iteration"]
-        if self.last_batch_iteration != self.curve.last_batch_iteration:
-            self._set_group_options()
-
-    def _set_group_options(self) -> None:
-        groups = self.optimizer.param_groups
-        for group, lr in zip(groups, self.get_lr(), strict=True):
-            group["lr"] = lr
-        if momenta := self.get_mom():
-            for group, betas in zip(groups, momenta, strict=True):
-                group["betas"] = betas
-
-
-def make_lr_curve(config: SchedulerConfig) -> LRCurve:
-    """One of DeepSpeed's schedules. Raises ConfigError if a parameter is unknown or wrong."""
-    return parse_params("scheduler", LR_CURVES[config.type], config.params)
-
-
 def make_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> Scheduler:
     """The scheduler that a config's `scheduler` section selects. Raises ConfigError if a parameter
     is unknown or wrong."""
-    if config.type in LR_CURVES:
-        return StepSchedule(optimizer, make_lr_curve(config))
+    if config.type in DEEPSPEED_SCHEDULES:
+        return DEEPSPEED_SCHEDULES[config.type](optimizer, **config.params)
     make: Callable[..., Scheduler] = getattr(torch.optim.lr_scheduler, config.type)
     params = coerce_numbers(config.params)
     try:

@@ -90,7 +90,7 @@ WORKS: Mapping[str, Mapping[str, str]] = {
     "runtime.dataloader": {f"{_HERE}.utils": "RepeatingLoader"},
     "runtime.engine": {_HERE: "DeepSpeedEngine"},
     "runtime.lr_schedules": {
-        f"{_HERE}.ops": (
+        "rayzero.engine.optim.deepspeed_schedules": (
             "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR"
         ),
     },

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizer and schedule classes, for `deepspeed.ops` and `runtime.lr_schedules`."""
+"""DeepSpeed's optimizer classes, for `deepspeed.ops`."""
 
 from __future__ import annotations
 
@@ -9,28 +9,17 @@ import torch
 from torch import nn
 
 from rayzero.deepspeed.lookup import resolve
-from rayzero.engine.config import SchedulerConfig
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.optimizers import Lamb, Lion
-from rayzero.engine.optim.schedule import StepSchedule, make_lr_curve
 
 __all__ = [
-    "VALID_LR_SCHEDULES",
     "DeepSpeedCPUAdagrad",
     "DeepSpeedCPUAdam",
     "DeepSpeedCPULion",
     "FusedAdam",
     "FusedLamb",
     "FusedLion",
-    "LRRangeTest",
-    "OneCycle",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
 ]
-
-
-VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
 
 Params: TypeAlias = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -148,34 +137,6 @@ def _check_state_dtype(optimizer: torch.optim.Optimizer, fp32_states: bool) -> N
             f"{type(optimizer).__name__}(fp32_optimizer_states=False) was given",
             allowed="True: moments have the dtype of main weights",
         )
-
-
-class _ConfiguredSchedule(StepSchedule):
-    """The schedule of a config's `scheduler` section with the class's name as `type`."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, **params: Any) -> None:
-        config = SchedulerConfig.model_validate({"type": type(self).__name__, "params": params})
-        super().__init__(optimizer, make_lr_curve(config))
-
-
-class WarmupLR(_ConfiguredSchedule):
-    """Warm-up to the maximum, then constant. Parameters as in the config."""
-
-
-class WarmupDecayLR(_ConfiguredSchedule):
-    """Warm-up to the maximum, then linear decay to zero."""
-
-
-class WarmupCosineLR(_ConfiguredSchedule):
-    """Warm-up to the configured lr, then cosine decay."""
-
-
-class OneCycle(_ConfiguredSchedule):
-    """One cycle between two rates, then decay; Adam's first beta cycles inversely."""
-
-
-class LRRangeTest(_ConfiguredSchedule):
-    """Increases from the lowest rate without bound."""
 
 
 def __getattr__(name: str) -> Any:

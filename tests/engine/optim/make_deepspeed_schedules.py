@@ -114,6 +114,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
             "lr_range_test_step_rate": 5.0,
         },
     ),
+    ("WarmupLR", {"warmup_num_steps": 4, "warmup_type": "cubic"}),
+    ("WarmupCosineLR", {"total_num_steps": 9, "warmup_num_steps": 1, "warmup_type": "cubic"}),
     (
         "LRRangeTest",
         {
@@ -136,7 +138,32 @@ def record_schedule(kind: str, params: dict[str, Any]) -> dict[str, Any]:
         lrs.append([group["lr"] for group in optimizer.param_groups])
         betas.append([list(group["betas"]) for group in optimizer.param_groups])
         schedule.step()
-    return {"type": kind, "params": params, "lrs": lrs, "betas": betas}
+    schedule.step(3)
+    return {
+        "type": kind,
+        "params": params,
+        "lrs": lrs,
+        "betas": betas,
+        "attributes": read_attributes(schedule),
+        "results": call_methods(schedule),
+        "state": schedule.state_dict(),
+    }
+
+
+def read_attributes(schedule: Any) -> dict[str, Any]:
+    """The public attributes that a schedule keeps, without functions and its optimizer."""
+    kept = vars(schedule).items()
+    return {
+        name: value
+        for name, value in kept
+        if not name.startswith("_") and not callable(value) and name != "optimizer"
+    }
+
+
+def call_methods(schedule: Any) -> dict[str, Any]:
+    """The results of the methods without arguments that a schedule has."""
+    names = ("get_lr", "get_last_lr", "get_mom", "get_lr_ratio")
+    return {name: getattr(schedule, name)() for name in names if hasattr(schedule, name)}
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from math import cos, log, pi
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,7 +20,9 @@ import rayzero
 from rayzero.engine.config import SchedulerConfig, parse_config
 from rayzero.engine.config.schedules import LR_CURVES, LRCurve
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.optim.schedule import StepSchedule, check_schedule, make_schedule
+from rayzero.engine.optim import deepspeed_schedules
+from rayzero.engine.optim.deepspeed_schedules import StepSchedule, WarmupDecayLR, WarmupLR
+from rayzero.engine.optim.schedule import check_schedule, make_schedule
 from tests.engine.optim.make_deepspeed_schedules import FILE, LRS
 
 TOP = 0.4  # the optimizer's configured lr
@@ -115,7 +119,7 @@ class TestWarmupCosineLR:
     [
         ("WarmupLR", {"warmup_steps": 3}, r"scheduler\.params\.warmup_steps: .*'warmup_num_steps'"),
         ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps: .*greater than"),
-        ("WarmupLR", {"warmup_type": "cubic"}, "warmup_type: .*'log' or 'linear'"),
+        ("WarmupLR", {"warmup_type": 3}, "warmup_type: .*'log' or 'linear'"),
         ("WarmupDecayLR", {}, r"scheduler\.params\.total_num_steps: this key is required"),
         ("WarmupCosineLR", {"total_num_steps": "many"}, r"total_num_steps: .*seen: 'many'"),
         ("WarmupCosineLR", {"total_num_steps": 9, "warmup_max_lr": 1}, "warmup_max_lr: unknown"),
@@ -197,6 +201,43 @@ def test_equals_deepspeed(row: dict[str, Any]) -> None:
         for group, pair in zip(base_optimizer.param_groups, betas, strict=True):
             assert list(group["betas"]) == pytest.approx(pair, rel=1e-12)
         schedule.step()
+    assert isinstance(schedule, getattr(deepspeed_schedules, row["type"]))
+    schedule.step(3)
+    assert schedule.state_dict() == row["state"]
+    seen = {name: getattr(schedule, name) for name in row["attributes"]}
+    seen |= {name: getattr(schedule, name)() for name in row["results"]}
+    for name, value in (row["attributes"] | row["results"]).items():
+        if isinstance(value, list | float):
+            assert np.ravel(seen[name]) == pytest.approx(np.ravel(value), rel=1e-12), name
+        else:
+            assert seen[name] == value, name
+
+
+def test_positional_arguments_are_in_deepspeeds_order() -> None:
+    schedule = WarmupDecayLR(optimizer(1.0), 20, 0.1, 0.9, 4, "linear", 7)
+    given = schedule.total_num_steps, schedule.min_lrs, schedule.max_lrs, schedule.warmup_type
+    assert given == (20, [0.1], [0.9], "linear")
+    assert schedule.last_batch_iteration == 7
+    with pytest.raises(ConfigError, match="total_num_steps twice"):
+        WarmupDecayLR(optimizer(1.0), 20, total_num_steps=20)
+
+
+def test_a_wrapper_is_unwrapped() -> None:
+    inner = optimizer(1.0)
+    schedule = WarmupLR(SimpleNamespace(optimizer=inner), warmup_num_steps=2)  # type: ignore[arg-type]
+    assert schedule.optimizer is inner
+    with pytest.raises(ConfigError, match="given a dict"):
+        WarmupLR({})  # type: ignore[arg-type]
+
+
+def test_an_lr_that_is_a_tensor_stays_one() -> None:
+    lr = torch.tensor(0.5)
+    inner = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+    schedule = WarmupLR(inner, warmup_num_steps=2, warmup_max_lr=0.25)
+    for _ in range(4):
+        schedule.step()
+    assert inner.param_groups[0]["lr"] is lr
+    assert lr == 0.25
 
 
 def test_optimizer_without_betas_cycles_lr_only() -> None:

@@ -1,0 +1,238 @@
+"""DeepSpeed's learning-rate schedules, under its class names, with its arguments and attributes.
+
+Their parameters and rates are those of `engine/config/schedules.py`; a config's `scheduler` section
+makes an instance of the class that its `type` names. Attributes are read-only: the rates follow
+from the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from rayzero.engine.config.model import parse_params
+from rayzero.engine.config.schedules import LR_CURVES, BetaPair, LRCurve, value_for_group
+from rayzero.engine.errors import ConfigError
+
+
+class StepSchedule:
+    """Sets lr, and betas if the curve has them, of every group as a function of the iteration.
+
+    Its methods are those of DeepSpeed's and torch's schedulers. `last_batch_iteration` is the
+    number of finished steps minus one, as DeepSpeed counts.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, curve: LRCurve) -> None:
+        for key, count in curve.per_group_lengths().items():
+            if count != len(optimizer.param_groups):
+                raise ConfigError(
+                    f"scheduler.params.{key}: {count} values for {len(optimizer.param_groups)} "
+                    "parameter groups",
+                    allowed="one number, or one for each parameter group",
+                )
+        self.optimizer = optimizer
+        self.curve = curve
+        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._has_betas = "betas" in optimizer.defaults
+        self.last_batch_iteration = curve.last_batch_iteration
+        if self.last_batch_iteration == -1:  # else step 1 uses the configured lr
+            self._set_group_options()
+
+    def step(
+        self, last_batch_iteration: int | None = None, *, batch_iteration: int | None = None
+    ) -> None:
+        """Advance by one iteration, or to the given one, under either of DeepSpeed's names."""
+        given = batch_iteration if last_batch_iteration is None else last_batch_iteration
+        self.last_batch_iteration = self.last_batch_iteration + 1 if given is None else given
+        self._set_group_options()
+
+    def get_lr(self) -> list[float]:
+        """Each group's lr at this iteration."""
+        iteration = self.last_batch_iteration
+        return [self.curve.lr(iteration, group, lr) for group, lr in enumerate(self._base_lrs)]
+
+    def get_last_lr(self) -> list[float]:
+        """Each group's lr now."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[BetaPair] | None:
+        """Each group's betas at this iteration; None where they do not cycle."""
+        numbers = range(len(self._base_lrs))
+        betas = [self.curve.betas(self.last_batch_iteration, number) for number in numbers]
+        cycled = [pair for pair in betas if pair is not None]
+        return cycled if self._has_betas and cycled else None
+
+    def state_dict(self) -> dict[str, int]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.last_batch_iteration = state["last_batch_iteration"]
+        if self.last_batch_iteration != self.curve.last_batch_iteration:
+            self._set_group_options()
+
+    def _set_group_options(self) -> None:
+        groups = self.optimizer.param_groups
+        for group, lr in zip(groups, self.get_lr(), strict=True):
+            if isinstance(group["lr"], torch.Tensor):  # which compiled optimizers read
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        if momenta := self.get_mom():
+            for group, betas in zip(groups, momenta, strict=True):
+                group["betas"] = betas
+
+
+class ConfiguredSchedule(StepSchedule):
+    """A schedule by DeepSpeed's parameters: in the order of `positional`, or by name. Raises
+    ConfigError if one is unknown, missing or wrong."""
+
+    positional: ClassVar[Sequence[str]]
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *values: Any, **params: Any) -> None:
+        named = dict(zip((*self.positional, "last_batch_iteration"), values, strict=False))
+        if twice := named.keys() & params.keys():
+            raise ConfigError(f"{type(self).__name__} was given {min(twice)} twice")
+        curve = parse_params("scheduler", LR_CURVES[type(self).__name__], named | params)
+        super().__init__(_torch_optimizer(optimizer), curve)
+
+    def _of_groups(self, value: float | tuple[float, ...] | None) -> list[float]:
+        """A value for each group; None: the configured learning rates."""
+        if value is None:
+            return list(self._base_lrs)
+        return [value_for_group(value, group) for group in range(len(self._base_lrs))]
+
+
+def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer, or the one that it wraps."""
+    inner = getattr(optimizer, "optimizer", None)
+    for one in (optimizer, inner):
+        if isinstance(one, torch.optim.Optimizer):
+            return one
+    raise ConfigError(
+        f"a schedule was given a {type(optimizer).__name__}",
+        allowed="a torch optimizer, or a wrapper with one in its attribute `optimizer`",
+    )
+
+
+def _param(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Any:
+    """A parameter of the schedule as an attribute."""
+    return property(lambda schedule: convert(getattr(schedule.curve, name)))
+
+
+def _per_group(name: str) -> Any:
+    """A parameter as an attribute, with one value for each group."""
+    return property(lambda schedule: schedule._of_groups(getattr(schedule.curve, name)))
+
+
+class _Warmup(ConfiguredSchedule):
+    warmup_num_steps = _param("warmup_num_steps", lambda steps: max(2, steps))
+    warmup_type = _param("warmup_type")
+    inverse_log_warm_up = property(lambda self: 1.0 / math.log(self.warmup_num_steps))
+
+
+class WarmupLR(_Warmup):
+    """Warm-up to the maximum, then constant."""
+
+    positional: ClassVar[Sequence[str]] = (
+        *("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"),
+    )
+
+    min_lrs = _per_group("warmup_min_lr")
+    max_lrs = _per_group("warmup_max_lr")
+
+    @property
+    def delta_lrs(self) -> list[float]:
+        """Maximum minus minimum of each group."""
+        return [top - low for top, low in zip(self.max_lrs, self.min_lrs, strict=True)]
+
+
+class WarmupDecayLR(WarmupLR):
+    """Warm-up to the maximum, then linear decay to zero."""
+
+    positional = ("total_num_steps", *WarmupLR.positional)
+
+    total_num_steps = _param("total_num_steps")
+
+
+class WarmupCosineLR(_Warmup):
+    """Warm-up to the configured lr, then cosine decay."""
+
+    positional = (
+        *("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio"),
+        "warmup_type",
+    )
+
+    total_num_steps = _param("total_num_steps")
+    warmup_min_ratio = _param("warmup_min_ratio")
+    cos_min_ratio = _param("cos_min_ratio")
+    org_lrs = property(lambda self: list(self._base_lrs))
+
+    def get_lr_ratio(self) -> float:
+        """The rates at this iteration, relative to the configured ones."""
+        return self.curve.lr(self.last_batch_iteration, 0, 1.0)
+
+
+class OneCycle(ConfiguredSchedule):
+    """One cycle between two rates, then decay; Adam's first beta cycles inversely."""
+
+    positional = (
+        *("cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size"),
+        *("cycle_second_step_size", "cycle_first_stair_count", "cycle_second_stair_count"),
+        *("decay_step_size", "cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate"),
+    )
+
+    min_lrs = _per_group("cycle_min_lr")
+    max_lrs = _per_group("cycle_max_lr")
+    decay_lr_rate = _param("decay_lr_rate")
+    decay_mom_rate = _param("decay_mom_rate")
+    decay_step_size = _param("decay_step_size")
+    first_step_size = _param("cycle_first_step_size")
+    first_stair_count = _param("cycle_first_stair_count")
+    cycle_momentum = property(lambda self: self.curve.cycle_momentum and self._has_betas)
+    min_moms = property(lambda self: self._betas("cycle_min_mom"))
+    max_moms = property(lambda self: self._betas("cycle_max_mom"))
+    total_size = property(lambda self: self.first_step_size + self.second_step_size)
+    step_ratio = property(lambda self: self.first_step_size / self.total_size)
+    skip_lr_decay = property(lambda self: self._is_constant(self.decay_lr_rate))
+    skip_mom_decay = property(lambda self: self._is_constant(self.decay_mom_rate))
+
+    @property
+    def second_step_size(self) -> float:
+        """Steps of the cycle's second half."""
+        given: float | None = self.curve.cycle_second_step_size  # type: ignore[attr-defined]
+        return float(self.first_step_size if given is None else given)
+
+    @property
+    def second_stair_count(self) -> int:
+        """Stairs in the cycle's second half; 0: none."""
+        given: int | None = self.curve.cycle_second_stair_count  # type: ignore[attr-defined]
+        return int(self.first_stair_count if given is None else given)
+
+    def _betas(self, name: str) -> list[BetaPair]:
+        return [(beta, 0.99) for beta in self._of_groups(getattr(self.curve, name))]
+
+    def _is_constant(self, rate: float) -> bool:
+        return math.isclose(self.decay_step_size, 0) or math.isclose(rate, 0)
+
+
+class LRRangeTest(ConfiguredSchedule):
+    """Increases from the lowest rate without bound."""
+
+    positional = (
+        *("lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate"),
+        "lr_range_test_staircase",
+    )
+
+    min_lr = _per_group("lr_range_test_min_lr")
+    step_size = _param("lr_range_test_step_size")
+    step_rate = _param("lr_range_test_step_rate")
+    staircase = _param("lr_range_test_staircase")
+
+
+DEEPSPEED_SCHEDULES: dict[str, type[ConfiguredSchedule]] = {
+    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+VALID_LR_SCHEDULES = list(DEEPSPEED_SCHEDULES)
