@@ -247,6 +247,7 @@ def make_sharded_optimizer(
         groups,
         shards,
         lambda: ShardedWholeParamOps(runtime.units, shards, collectives, device),
+        runtime.precision.update_dtype,
     )
     if isinstance(runtime.grad_reduction, OneBitAdamReduction):
         runtime.grad_reduction.track_optimizer(optimizer)

@@ -55,6 +55,7 @@ def find_conflicts(config: EngineConfig) -> Iterator[str]:
             "data_types.grad_accum_dtype: fp32 or bf16 without fp16.enabled: without a loss scale "
             "gradients below 6e-8 would vanish"
         )
+    yield from _find_bf16_conflicts(config)
     if config.gradient_allreduce_op == "sum" and zero.stage == 3:
         yield "gradient_allreduce_op: mean at stage 3, as in DeepSpeed"
     if fp16.enabled and not fp16.loss_scale:  # the scale is dynamic
@@ -91,4 +92,24 @@ def find_conflicts(config: EngineConfig) -> Iterator[str]:
         yield (
             f"{offload}_optimizer.nvme_path: this key is required with {offload}_optimizer.device "
             "nvme: a folder on a local disk"
+        )
+
+
+def _find_bf16_conflicts(config: EngineConfig) -> Iterator[str]:
+    """DeepSpeed's conditions for main weights and optimizer state in bfloat16."""
+    bf16, zero = config.bf16, config.zero_optimization
+    if not bf16.enabled:
+        return
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        yield "bf16.bf16_optimizer_states: with bf16.bf16_master_weights_and_grads only"
+    elif bf16.bf16_master_weights_and_grads and zero.stage == 0:
+        yield "bf16.bf16_master_weights_and_grads: at zero_optimization.stage 1, 2 or 3"
+    elif (
+        bf16.bf16_master_weights_and_grads
+        and not bf16.bf16_optimizer_states
+        and zero.offload_optimizer.device == "none"
+    ):
+        yield (
+            "bf16.bf16_master_weights_and_grads: with bf16.bf16_optimizer_states, or with "
+            "zero_optimization.offload_optimizer, which updates in fp32 unit by unit"
         )

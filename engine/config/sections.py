@@ -74,15 +74,14 @@ class Bf16Config(ConfigSection):
         "always done: the check is reduced together with the gradient norm and costs nothing",
         old_names=("bf16.check_overflow",),
     )
-    bf16_master_weights_and_grads: bool = refused(
+    bf16_master_weights_and_grads: bool = implemented(
         False,
-        "main weights and main grads in bfloat16 too",
-        alternative="fp32 main weights, which offload_optimizer can keep in CPU memory",
+        "main weights, which are then the model's, and main grads in bfloat16 too: updates below "
+        "a 256th of a weight are lost; stages 1 to 3, with bf16_optimizer_states or "
+        "offload_optimizer, as in DeepSpeed",
     )
-    bf16_optimizer_states: bool = refused(
-        False,
-        "optimizer state in bfloat16",
-        alternative="fp32 state, with offload_optimizer if needed",
+    bf16_optimizer_states: bool = implemented(
+        False, "optimizer state in bfloat16; with bf16_master_weights_and_grads only"
     )
 
 

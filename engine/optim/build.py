@@ -69,6 +69,7 @@ def make_optimizer(
     groups: ParamGroups,
     shards: Sequence[OptimizerShard],
     make_whole_params: Callable[[], WholeParamOps],
+    update_dtype: torch.dtype | None = None,
 ) -> ShardedOptimizer:
     """The optimizer of this rank: the user's own, else the config's, else `NoOptimizer`. Raises
     ConfigError if the optimizer cannot work on shards.
@@ -76,6 +77,7 @@ def make_optimizer(
     Args:
         given: an optimizer over the model's parameters, or a function of groups that makes one.
         make_whole_params: makes the access to whole parameters for an optimizer that needs it.
+        update_dtype: see `ShardedOptimizer`.
     """
     check_elementwise(given)
     if isinstance(given, torch.optim.Optimizer):
@@ -96,7 +98,7 @@ def make_optimizer(
                 fix='offload_optimizer: {"device": "cpu"}',
             )
         optimizer.bind_whole_params(make_whole_params())
-    return ShardedOptimizer(optimizer, shards)
+    return ShardedOptimizer(optimizer, shards, update_dtype)
 
 
 def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:

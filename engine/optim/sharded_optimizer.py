@@ -67,16 +67,24 @@ class ShardedOptimizer:
     Attributes:
         torch_optimizer: the optimizer that learning-rate schedulers and users see.
         shards: what it updates.
+        update_dtype: that of updates and of optimizer state; None for the main weights' own. While
+            a chunk is updated, its weights are copies in that dtype.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[OptimizerShard]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        shards: Sequence[OptimizerShard],
+        update_dtype: torch.dtype | None = None,
+    ) -> None:
         self.torch_optimizer = optimizer
         self.shards = shards
+        self.update_dtype = update_dtype
         # torch's GradScaler contract: the optimizer divides gradients by `grad_scale`, a float32,
         # inside its kernel, which saves a pass over them.
         self._uses_grad_scale = bool(
             getattr(optimizer, "_step_supports_amp_scaling", False)
-        ) and all(shard.weight.dtype is torch.float32 for shard in shards)
+        ) and all(self.state_dtype(shard) is torch.float32 for shard in shards)
         # The device first: the GPU computes its chunk while the CPU continues with the others.
         stores = {id(shard.unit.state_store): shard.unit.state_store for shard in shards}.values()
         self._chunks_by_store = [
@@ -115,9 +123,12 @@ class ShardedOptimizer:
 
     def _step_shards(self, shards: Sequence[OptimizerShard], factor: float) -> None:
         """Step the torch optimizer, whose parameters currently are these shards."""
+        main_weights = [shard.weight.data for shard in shards]
         for shard in shards:
-            # No copy, unless gradients are summed in another dtype.
-            shard.weight.grad = shard.grad.to(shard.weight.dtype)
+            # No copies, unless weights are updated, or gradients summed, in another dtype.
+            dtype = self.state_dtype(shard)
+            shard.weight.data = shard.weight.data.to(dtype)
+            shard.weight.grad = shard.grad.to(dtype)
         if factor != 1.0 and self._uses_grad_scale:
             device = shards[0].weight.device
             scale = torch.full((), 1.0 / factor, dtype=torch.float32, device=device)  # no copy
@@ -125,11 +136,20 @@ class ShardedOptimizer:
         elif factor != 1.0:
             grads = [shard.weight.grad for shard in shards if shard.weight.grad is not None]
             torch._foreach_mul_(grads, factor)
-        self.torch_optimizer.step()
-        for shard in shards:
-            shard.weight.grad = None
+        try:
+            self.torch_optimizer.step()
+            for shard, main in zip(shards, main_weights, strict=True):
+                if shard.weight.dtype is not main.dtype:
+                    main.copy_(shard.weight.data)
+        finally:
+            for shard, main in zip(shards, main_weights, strict=True):
+                shard.weight.data, shard.weight.grad = main, None
         if self._uses_grad_scale:
             self.torch_optimizer.grad_scale = None  # type: ignore[attr-defined]
+
+    def state_dtype(self, shard: OptimizerShard) -> torch.dtype:
+        """The dtype of a shard's updates and of its floating-point optimizer state."""
+        return self.update_dtype or shard.weight.dtype
 
     def state_tensors(self, shard: OptimizerShard) -> dict[str, Tensor]:
         """A shard's optimizer state by key, without scalars; empty before its first step."""

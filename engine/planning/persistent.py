@@ -110,9 +110,11 @@ def _take_step(runtime: ZeroRuntime, optimizer: ShardedOptimizer, micro_steps: i
     runtime.reducer.wait()
     copies = Counter[str]()
     for shards in optimizer.chunks():
-        copied = sum(
-            shard.weight.nbytes for shard in shards if shard.grad.dtype is not shard.weight.dtype
-        )
+        copied = 0
+        for shard in shards:
+            dtype = optimizer.state_dtype(shard)
+            others = [it for it in (shard.grad, shard.weight) if it.dtype is not dtype]
+            copied += len(others) * shard.weight.numel() * dtype.itemsize
         if copied:
             kind = shards[0].unit.state_store.memory_kind
             name = "grad_copies" if kind is MemoryKind.DEVICE else "host_grad_copies"
@@ -134,7 +136,7 @@ def _make_optimizer(
         state = optimizer.torch_optimizer.state[shard.weight]
         for key, value in states[shard.group].items():
             if isinstance(value, Tensor) and value.ndim:
-                dtype = shard.weight.dtype if value.is_floating_point() else value.dtype
+                dtype = optimizer.state_dtype(shard) if value.is_floating_point() else value.dtype
                 state[key] = shard.unit.state_store.zeros(shard.weight.numel(), dtype)
             else:
                 state[key] = math.inf  # a step count beyond every warm-up

@@ -5,6 +5,7 @@
 | Precision | the model's own dtype | the same memory | the same dtype | none |
 | AutocastPrecision | the model's own dtype | the same memory | the same dtype | fp16: dynamic |
 | MixedPrecision, bf16 | bfloat16 | fp32, from the original values | fp32 | none |
+| Bf16MainPrecision | bfloat16 | the same memory | bfloat16 | none |
 | MixedPrecision, fp16 | float16 | fp32, from the original values | fp32 | dynamic or fixed |
 
 `data_types.grad_accum_dtype` overrides the dtype of main grads. Each addition over ranks and
@@ -36,11 +37,14 @@ class Precision:
             is free, or in the optimizer, so that a weight such as 1/3 is not rounded to the
             model's dtype.
         scaler: the loss scale; the optimizer divides gradients by it.
+        update_dtype: in which main weights are updated, and optimizer state is kept, where that is
+            not the main weights' own.
     """
 
     average_before_reduce: ClassVar[bool] = True
     scaler: LossScaler = NO_SCALER
     grad_dtype_override: torch.dtype | None = None
+    update_dtype: torch.dtype | None = None
 
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
         return original
@@ -102,6 +106,20 @@ class MixedPrecision(Precision):
         return map_tensors(value, lambda x: x.to(self.dtype) if x.is_floating_point() else x)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bf16MainPrecision(MixedPrecision):
+    """bfloat16 throughout: the model weights are the main weights."""
+
+    def grad_dtype(self, original: torch.dtype) -> torch.dtype:
+        return self.grad_dtype_override or self.dtype
+
+    def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
+        return model_weights
+
+    def copy_to_model(self, main_weights: Tensor, model_weights: Tensor) -> None:
+        """They are the same memory."""
+
+
 _CONFIG_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 # As torch's GradScaler: no hysteresis and a longer window. GradScaler has no minimum, but below 1
@@ -123,6 +141,12 @@ def choose_precision(config: EngineConfig, device: torch.device) -> Precision:
             grad_dtype_override=grad_dtype,
             dtype=torch.float16,
             input_casting=fp16.auto_cast,
+        )
+    if config.bf16.enabled and config.bf16.bf16_master_weights_and_grads:
+        return Bf16MainPrecision(
+            grad_dtype_override=grad_dtype,
+            dtype=torch.bfloat16,
+            update_dtype=None if config.bf16.bf16_optimizer_states else torch.float32,
         )
     if config.bf16.enabled:
         return MixedPrecision(grad_dtype_override=grad_dtype, dtype=torch.bfloat16)

@@ -178,7 +178,7 @@ def _make_optimizer_state(
             keys[kind.removeprefix("optimizer.")] = DTYPE_BY_NAME[tensor.dtype]
     ranges = []
     for key, saved_dtype in sorted(keys.items()):
-        dtype = shard.weight.dtype if saved_dtype.is_floating_point else saved_dtype
+        dtype = optimizer.state_dtype(shard) if saved_dtype.is_floating_point else saved_dtype
         value: Tensor | None = None
         if isinstance(source, KeptSource):
             wanted = optimizer_range(shard, key, shard.weight.detach()).ranges

@@ -14,6 +14,10 @@ from rayzero.engine.errors import ConfigError
 ZERO = "zero_optimization"
 
 
+def bf16(**keys: bool) -> dict[str, Any]:
+    return {"bf16": {"enabled": True} | keys}
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [
@@ -25,6 +29,12 @@ ZERO = "zero_optimization"
         ({ZERO: {"offload_optimizer": {"device": "nvme"}}}, r"nvme_path: this key is required"),
         ({"data_types": {"grad_accum_dtype": "fp16"}}, "grad_accum_dtype: fp32 or bf16 without"),
         ({"fp16": {"enabled": True, "initial_scale_power": -65}}, "power: from -64 to 64"),
+        (bf16(bf16_optimizer_states=True), "states: with bf16.bf16_master"),
+        (bf16(bf16_master_weights_and_grads=True), "grads: at zero_optimization.stage 1, 2"),
+        (
+            {ZERO: {"stage": 1}} | bf16(bf16_master_weights_and_grads=True),
+            "grads: with bf16.bf16_optimizer_states, or with",
+        ),
         ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "min_loss_scale: more than 0"),
     ],
 )

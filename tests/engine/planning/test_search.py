@@ -97,6 +97,9 @@ CPU = {"device": "cpu"}
 FILES = {"device": "nvme", "nvme_path": "the test's", "buffer_count": 3}
 
 
+BF16_MAIN = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+BF16_STATES = {"bf16": BF16_MAIN["bf16"] | {"bf16_optimizer_states": True}}
+
 # (world, config)
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "hpz": (4, zero(3, **HPZ)),
@@ -111,6 +114,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "int8 gradients": (2, zero(2, zero_quantized_gradients=True)),
     "1-bit Adam": (2, {"optimizer": ONE_BIT, "gradient_clipping": 0} | zero(0)),
     "sums in bf16": (2, zero(2) | BF16 | {"data_types": {"grad_accum_dtype": "bf16"}}),
+    "bf16 throughout": (2, zero(2) | BF16_STATES),
+    "bf16 main weights": (2, zero(3, offload_optimizer=CPU) | BF16_MAIN),
     "Muon": (2, {"optimizer": {"type": "Muon"}} | zero(2)),
     "Lion": (1, {"optimizer": {"type": "Lion"}} | zero(0)),
     "half on the CPU": (2, zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5})),

@@ -65,6 +65,7 @@ class Kind:
 
 STAGE_3_KEYS = {"offload_param", "zero_hpz_partition_size", "zero_quantized_weights"}
 BF16 = {"bf16": {"enabled": True}}
+BF16_MAIN = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
 # The loss scale grows every third step, and nothing overflows.
 FP16 = {
     "fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 8, "loss_scale_window": 2}
@@ -104,6 +105,9 @@ KINDS = {
         ("lion",),
         extra=BF16 | _optimizer("Lion", lr=1e-3) | {"data_types": {"grad_accum_dtype": "bf16"}},
         limit=3e-2,
+    ),
+    "bf16 main weights, CPU optimizer": Kind(
+        3, 1, ("adam",), zero=CPU, extra=BF16_MAIN, limit=None, separate_memory=True
     ),
     "sign, CPU optimizer": Kind(
         2,
