@@ -4,49 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rayzero.engine.errors import did_you_mean
+from rayzero.engine.errors import ConfigError, did_you_mean
 
 _ENGINE_NAMES = {
     "nothing: backward() sums gradients over the ranks, and step() waits for them": (
-        "allreduce_gradients allreduce_bucket buffered_allreduce_fallback"
+        "allreduce_and_copy allreduce_bucket allreduce_no_retain buffered_allreduce_fallback "
+        "sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain"
     ),
-    "engine.no_sync()": "coalesce_grad_reduction enable_backward_allreduce inside_no_sync_ctxt",
+    "engine.no_sync()": "coalesce_grad_reduction",
     "engine.backward(loss), which scales the loss": "scale",
     "gradient_clipping in the config": "clip_fp32_gradients",
     "engine.compile(): there are no passes of DeepCompile": (
-        "get_compile_time register_compile_pass"
+        "compile_autosp compile_autotp compile_zero_optimization_stage get_autosp_backend "
+        "get_autotp_backend get_compile_time get_deepcompile_backend "
+        "get_deepspeed_compile_backend register_compile_pass uses_parallelization_pass_only"
     ),
     "engine.metrics: loss, norm, seconds, bytes and traffic of the last step": (
-        "timers tput_timer wall_clock_breakdown get_wall_clock_timers monitor summary_events "
-        "flops_profiler"
+        "timers tput_timer engine_timers get_wall_clock_timers monitor summary_events "
+        "flops_profiler print_forward_breakdown flops_profiler_detailed "
+        "flops_profiler_module_depth flops_profiler_output_file flops_profiler_profile_step "
+        "flops_profiler_recompute_fwd_factor flops_profiler_top_modules"
     ),
-    "engine.metrics.loss": "losses",
+    "rayzero plan": (
+        "autotuning_end_profile_step autotuning_metric autotuning_metric_path "
+        "autotuning_model_info autotuning_model_info_path autotuning_profile_model_info "
+        "autotuning_start_profile_step"
+    ),
     "nothing: the config's precision section decides dtypes, e.g. bf16.enabled": (
         "half bfloat16 float double type"
     ),
     "nothing: the model stays on engine.device": "cpu",
     "rayzero.zero_init() around the model's construction": "to_empty",
-    "zero_optimization.offload_optimizer in the config": "offload_states reload_states",
-    "nothing: weights are gathered into buffers that are reused": "empty_partition_cache",
-    "rayzero.initialize(training_data=...), or your own torch DataLoader": (
-        "deepspeed_io set_dataloader"
-    ),
     "initialize(collate_fn=...)": "set_data_post_process_func",
-    "engine.save_checkpoint and engine.load_checkpoint": "checkpoint_engine",
-    "the dtypes of engine.module's parameters": "get_data_types",
-    "torch.distributed.group.WORLD: all ranks are data parallel": (
-        "data_parallel_group seq_data_parallel_group"
+    "engine.save_checkpoint and engine.load_checkpoint": (
+        "checkpoint_engine checkpoint_writer_enabled load_moe_state_dict"
     ),
-    "engine.world_size": "seq_dp_world_size",
-    "nothing: there is no model parallelism": "mpu",
-    "nothing: there is no expert parallelism": "has_moe_layers",
-    "a dataset that orders its samples": "curriculum_learning_enabled",
-    "engine.optimizer": "client_optimizer basic_optimizer",
-    "engine.lr_scheduler": "client_lr_scheduler",
-    "engine.settings.config, the checked config": (
-        "dump_state zero_overlap_comm zero_reduce_bucket_size zero_offload_optimizer "
-        "zero_offload_param communication_data_type"
+    "a dataset that orders its samples": (
+        "random_ltd_initialize set_custom_curriculum_learning_schedule"
     ),
+    "nothing: all ranks are data parallel": "autotp_size tensor_parallel_config",
+    "engine.optimizer_name() and engine.optimizer_params()": (
+        "get_optimizer_configuration get_type optimizer_legacy_fusion"
+    ),
+    "fp16 in the config": "dynamic_loss_scale_args",
+    "zero_optimization.offload_optimizer in the config": "swap_tensor_config",
+    "torch.distributed.all_gather_object": "all_gather_scalar",
+    "gc.collect()": "collect_python_gc",
+    "isinstance": "is_iterable_style_dataset is_map_style_dataset",
 }
 """{what to use: names of DeepSpeed's engine}"""
 
@@ -59,11 +63,15 @@ NOT_DELEGATED = frozenset(
 )
 
 
-def unsupported_attribute(name: str, names: Iterable[str]) -> AttributeError:
+class RefusedNameError(ConfigError, AttributeError):
+    """A name of DeepSpeed that rayzero refuses; an AttributeError for `hasattr`."""
+
+
+def unsupported_attribute(name: str, names: Iterable[str]) -> RefusedNameError:
     """The error for a name that neither the engine nor its model has. `names` are the engine's
     attributes, of which it suggests the nearest."""
     if name in ENGINE_ALTERNATIVES:
         hint = f"; use {ENGINE_ALTERNATIVES[name]}"
     else:
         hint = did_you_mean(name, [other for other in names if not other.startswith("_")])
-    return AttributeError(f"the engine has no {name!r}, and its model neither{hint}")
+    return RefusedNameError(f"the engine has no {name!r}, and its model neither{hint}")

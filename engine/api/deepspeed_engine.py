@@ -19,6 +19,7 @@ import torch
 from rayzero.engine.api.alternatives import NOT_DELEGATED, unsupported_attribute
 from rayzero.engine.api.compile import CompileMethods
 from rayzero.engine.api.config_getters import ConfigGetters, getter
+from rayzero.engine.api.fixed_names import FixedNames
 from rayzero.engine.api.model_export import ModelExport
 from rayzero.engine.api.optimizer_view import view_optimizer
 from rayzero.engine.config import BatchSizes
@@ -28,7 +29,7 @@ from rayzero.engine.state.load import LoadOptions
 from rayzero.engine.training_step import Boundary
 
 
-class DeepSpeedEngine(ConfigGetters, ModelExport, CompileMethods):
+class DeepSpeedEngine(ConfigGetters, FixedNames, ModelExport, CompileMethods):
     """What `rayzero.initialize` returns."""
 
     def __getattr__(self, name: str) -> Any:
@@ -124,10 +125,6 @@ class DeepSpeedEngine(ConfigGetters, ModelExport, CompileMethods):
         return int(os.environ.get("LOCAL_RANK", self.device.index or 0))
 
     global_rank = property(lambda engine: engine.rank)
-    dp_world_size = property(lambda engine: engine.world_size)
-    mp_world_size = 1
-    get_data_parallel_rank = getter(lambda engine: engine.rank)
-    get_model_parallel_rank = getter(lambda engine: 0)
 
     # Optimizer and schedule
 
@@ -179,7 +176,11 @@ class DeepSpeedEngine(ConfigGetters, ModelExport, CompileMethods):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """See `Engine.save`. Returns True."""
+        """See `Engine.save`. Returns True. Raises ConfigError without a folder."""
+        if save_dir is None or not str(save_dir):
+            raise ConfigError(
+                f"save_checkpoint({save_dir!r}) was called", allowed="a folder, or a store's URL"
+            )
         self.save(
             save_dir,
             None if tag is None else str(tag),

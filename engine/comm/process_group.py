@@ -167,3 +167,20 @@ def init_distributed(
     destroy_at_exit()
     if verbose and dist.get_rank() == 0:
         log.info("process group: %s, %d ranks", backend, dist.get_world_size())
+
+
+_one_rank_groups: dict[int, tuple[Any, Any]] = {}
+"""{id of the default group: that group, which keeps the id its own, and the group of this rank}."""
+
+
+def one_rank_group() -> Any:
+    """A group of this rank alone, made on first use; None without a process group. Not collective:
+    ranks need not ask for it at the same time."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None:
+        return None
+    if id(world) not in _one_rank_groups:
+        _one_rank_groups.clear()  # of a generation that has ended
+        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        _one_rank_groups[id(world)] = (world, group)
+    return _one_rank_groups[id(world)][1]

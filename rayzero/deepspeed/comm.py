@@ -47,22 +47,6 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-_one_rank_groups: dict[int, tuple[Any, Any]] = {}  # the world's group, so that its id is not reused
-
-
-def one_rank_group() -> Any:
-    """A group of this rank alone, made on first use; None without a process group. Not collective:
-    ranks need not ask for it at the same time."""
-    world = dist.group.WORLD
-    if world is None:
-        return None
-    if id(world) not in _one_rank_groups:
-        _one_rank_groups.clear()  # of a generation that has ended
-        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        _one_rank_groups[id(world)] = (world, group)
-    return _one_rank_groups[id(world)][1]
-
-
 def __getattr__(name: str) -> Any:
     if not name.startswith("_") and hasattr(dist, name):
         return getattr(dist, name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayzero.deepspeed.comm import get_rank, get_world_group, get_world_size, one_rank_group
+from rayzero.deepspeed.comm import get_rank, get_world_group, get_world_size
+from rayzero.engine.comm.process_group import one_rank_group
 from rayzero.engine.errors import ConfigError
 
 

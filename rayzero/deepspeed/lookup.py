@@ -8,11 +8,8 @@ from importlib import import_module
 from typing import Any
 
 from rayzero.deepspeed.names import REFUSED, REFUSED_PACKAGES, WORKS
+from rayzero.engine.api.alternatives import RefusedNameError
 from rayzero.engine.errors import ConfigError, did_you_mean
-
-
-class RefusedNameError(ConfigError, AttributeError):
-    """An attribute of a name that rayzero refuses; an AttributeError for `hasattr`."""
 
 
 class _Refusing(type):
@@ -89,7 +86,7 @@ def resolve(module: str, name: str) -> Any:
         return stand_in(full, use)
     if name in child_modules(module):
         return import_module(f"rayzero.{full}")
-    raise AttributeError(missing_message(full, module))
+    raise RefusedNameError(missing_message(full, module))
 
 
 def missing_message(full: str, module: str) -> str:

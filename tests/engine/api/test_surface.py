@@ -99,7 +99,7 @@ def test_backward_accepts_output_with_loss() -> None:
         engine.backward({"loss": loss})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["allreduce_gradients", "half", "compile_autosp", "gobal_steps"])
+@pytest.mark.parametrize("name", ["allreduce_bucket", "half", "compile_autosp", "gobal_steps"])
 def test_missing_names_suggest_alternatives(name: str) -> None:
     with pytest.raises(AttributeError, match=name) as error:
         getattr(make_engine(), name)
@@ -194,3 +194,36 @@ def test_batch_size_can_change_between_steps() -> None:
         engine.set_train_batch_size(5)
     engine.set_train_micro_batch_size(3)
     assert engine.get_batch_info() == (9, 3, 3)
+
+
+def test_names_with_one_value_or_no_effect() -> None:
+    engine = make_engine()
+    train_step(engine)
+    engine.allreduce_gradients()
+    engine.empty_partition_cache()
+    engine.offload_states(include=["optim_states"])
+    engine.reload_states()
+    assert engine.losses == engine.metrics.loss
+    assert (engine.mpu, engine.has_moe_layers, engine.seq_dp_world_size) == (None, False, 1)
+    assert (engine.get_tensor_parallel_rank(), engine.get_sequence_parallel_group()) == (0, None)
+    assert engine.client_optimizer is engine.optimizer.optimizer
+    assert not engine.inside_no_sync_ctxt
+    with engine.no_sync():
+        assert engine.inside_no_sync_ctxt
+
+
+def test_deepspeed_io_loads_for_training_and_for_evaluation() -> None:
+    engine = make_engine()
+    data = [torch.full((3,), float(number)) for number in range(6)]
+    loader = engine.deepspeed_io(data)
+    assert sorted(value for batch in loader for value in batch[:, 0].tolist()) == list(range(6))
+    ordered = engine.deepspeed_io(data, batch_size=3, route="eval")
+    assert [batch[:, 0].tolist() for batch in ordered] == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ConfigError, match="the micro-batch of 2"):
+        engine.deepspeed_io(data, batch_size=3)
+
+
+@pytest.mark.parametrize("folder", [None, ""])
+def test_saving_without_a_folder_is_a_value_error(folder: Any) -> None:
+    with pytest.raises(ValueError, match="save_checkpoint"):
+        make_engine().save_checkpoint(folder)
