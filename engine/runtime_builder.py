@@ -16,6 +16,7 @@ from rayzero.engine.layout.units import (
     plan_buckets,
 )
 from rayzero.engine.optim.param_groups import ParamGroups
+from rayzero.engine.precision.norm_buffers import hook_norms
 from rayzero.engine.zero.build import (
     BuildContext,
     make_blocks,
@@ -77,6 +78,7 @@ def make_runtime(
             reshard_after_forward=rayzero.reshard_after_forward,
         )
         hooks += hook_blocks(model, blocks, scheduler)
+    hooks += hook_norms(model)
     lazy_weights = None
     if config.rayzero.overlap_weight_gather and stage.weight_collective is Collective.ALL_GATHER:
         lazy_weights = LazyWeights(model, units)

@@ -139,28 +139,31 @@ def _flatten_unit(plan: UnitPlan, context: BuildContext) -> Tensor:
 def place_ungrouped(
     model: nn.Module, in_units: set[nn.Parameter], context: BuildContext
 ) -> list[Tensor]:
-    """Moves frozen parameters with replicated weights, and buffers, to the device and dtype of the
-    run, with rank 0's values. Returns the parameters' tensors.
+    """Moves frozen parameters with replicated weights, and buffers, to the device of the run, with
+    rank 0's values; the parameters also to its dtype, while a buffer keeps its own: rounded to 16
+    bits, rotary frequencies and running statistics would be other ones. Returns the parameters'
+    tensors.
     """
     ungrouped = []
     for param in model.parameters():
         if param not in in_units:
-            value = _replicate(param, context)
+            value = _replicate(param, context, context.precision.model_dtype(param.dtype))
             set_param_data(param, value)
             ungrouped.append(value)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             persistent = name not in module._non_persistent_buffers_set
-            module._buffers[name] = _replicate(buffer, context, loaded=persistent)
+            module._buffers[name] = _replicate(buffer, context, buffer.dtype, loaded=persistent)
     return ungrouped
 
 
-def _replicate(tensor: Tensor, context: BuildContext, *, loaded: bool = True) -> Tensor:
+def _replicate(
+    tensor: Tensor, context: BuildContext, dtype: torch.dtype, *, loaded: bool = True
+) -> Tensor:
     """Rank 0's value on every rank, contiguous, as broadcasts need it.
 
     Any value will do if the state to restore contains it (`loaded`); others follow it.
     """
-    dtype = context.precision.model_dtype(tensor.dtype)
     if context.restoring and loaded and tensor.is_meta:
         return torch.zeros(tensor.shape, dtype=dtype, device=context.device)
     value = context.materializer.initial_value(tensor).to(context.device, dtype).contiguous()

@@ -114,10 +114,15 @@ def param_views(layout: UnitLayout, flat: Tensor) -> list[Tensor]:
 
 
 def set_param_data(param: nn.Parameter, value: Tensor) -> None:
-    """Makes `value` the parameter's data, keeping the Parameter object."""
+    """Makes `value` the parameter's data, keeping the Parameter object and its attributes.
+
+    A parameter without memory gets another tensor's: `torch.utils.swap_tensors` would do the same,
+    but refuses parameters with weak references (those of `nn.LSTM`) and with views, which stay on
+    the meta device here.
+    """
     if param.device.type == "meta" or param.dtype != value.dtype:
         real = nn.Parameter(value, requires_grad=param.requires_grad)
-        torch.utils.swap_tensors(param, real)
+        torch._C._swap_tensor_impl(param, real)
     else:
         param.data = value
 

@@ -214,3 +214,76 @@ def test_full_model_is_never_allocated() -> None:
     assert shards + live < full_bytes
     for peak in run_ranks(3, peak_allocated):
         assert shards < peak <= shards + live
+
+
+class SlicesItsParameters(nn.Module):
+    """Writes to parts of its parameters, some of which have weak references (`nn.LSTM`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4, padding_idx=0)
+        self.rnn = nn.LSTM(4, 4)
+        self.rnn.bias_hh_l0.data[4:8].fill_(1)
+        with torch.no_grad():
+            self.rnn.bias_ih_l0[4:8].fill_(1)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden, _ = self.rnn(self.embed(tokens))
+        return self.head(hidden).float().mean()
+
+
+class KeepsBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.tensor([0.001, 0.1]), persistent=False)
+        self.norm = nn.BatchNorm1d(2)
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x)).float().mean()
+
+
+def slices_and_buffers(rank: int, world: int) -> dict[str, Tensor]:
+    """Models built inside nested `zero.Init`, with a class declared there, trained one step."""
+    result = {}
+    for stage, build in [(2, SlicesItsParameters), (3, SlicesItsParameters), (0, KeepsBuffers)]:
+        torch.manual_seed(2)
+        with zero_init(), zero_init():
+
+            class Declared(build):  # type: ignore[misc, valid-type]
+                is_meta = Tensor.is_meta
+
+            model = Declared()
+        precision = {"bf16": {"enabled": True}} if build is KeepsBuffers else {}
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": stage},
+            **precision,
+        }
+        engine, *_ = rayzero.initialize(model=model, config=config)
+        x = torch.tensor([[0, 3, 1]]).T if build is SlicesItsParameters else torch.eye(3)[:, :2]
+        engine.backward(engine(x))
+        engine.step()
+        state = engine.module_state_dict() if stage else dict(engine.module.named_buffers())
+        result |= {f"{stage} {name}": value.clone() for name, value in state.items()}
+        engine.close()
+    return result
+
+
+def test_sliced_parameters_and_buffers_in_fp32() -> None:
+    torch.manual_seed(2)
+    expected = SlicesItsParameters()
+    expected(torch.tensor([[0, 3, 1]]).T).backward()
+    torch.optim.SGD(expected.parameters(), 0.1).step()
+    norm = nn.BatchNorm1d(2)
+    norm(torch.eye(3)[:, :2].bfloat16())
+    results = run_ranks(2, slices_and_buffers)
+    for stage in (2, 3):
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(results[0][f"{stage} {name}"], value)
+    for result in results:
+        assert torch.equal(result["0 inv_freq"], torch.tensor([0.001, 0.1]))
+        assert torch.equal(result["0 norm.running_var"], norm.running_var)
