@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 
 from rayzero.deepspeed.comm import get_local_rank
-from rayzero.engine.errors import did_you_mean
+from rayzero.engine.api.alternatives import RefusedNameError
+from rayzero.engine.errors import ConfigError, did_you_mean
 
 __all__ = ["Accelerator", "get_accelerator"]
 
@@ -24,8 +26,36 @@ def _cuda_call(name: str, on_cpu: int | None = None) -> Callable[..., Any]:
     return call
 
 
+def _tensor_of(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """A method that makes a tensor on the device from values, or one of these sizes."""
+
+    def make(self: Accelerator, *values: Any) -> torch.Tensor:
+        device = self.current_device_name() if self._cuda else "cpu"
+        if values and all(isinstance(value, int) for value in values):
+            return torch.empty(values, dtype=dtype, device=device)
+        return torch.tensor(values[0] if values else [], dtype=dtype, device=device)
+
+    return make
+
+
+def _no_object(*args: Any, **options: Any) -> None:
+    return None
+
+
+def available_host_memory() -> int:
+    """Bytes of the host's memory that are free."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 class Accelerator:
     """DeepSpeed's accelerator."""
+
+    @staticmethod
+    def total_host_memory() -> int:
+        """Bytes of the host's memory."""
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    available_host_memory = staticmethod(available_host_memory)
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -75,6 +105,119 @@ class Accelerator:
     memory_allocated = _cuda_call("memory_allocated", on_cpu=0)  # bytes
     max_memory_allocated = _cuda_call("max_memory_allocated", on_cpu=0)  # bytes
 
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+    memory_reserved = memory_cached = _cuda_call("memory_reserved", on_cpu=0)  # bytes
+    max_memory_reserved = max_memory_cached = _cuda_call("max_memory_reserved", on_cpu=0)  # bytes
+    current_stream = _cuda_call("current_stream")  # on the CPU there is none, as in DeepSpeed
+    default_stream = _cuda_call("default_stream")
+    is_current_stream_capturing = _cuda_call("is_current_stream_capturing", on_cpu=0)
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        return dict(torch.cuda.memory_stats(device_index)) if self._cuda else {}
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the device, on the CPU of the host."""
+        if not self._cuda:
+            return self.total_host_memory()
+        return int(torch.cuda.get_device_properties(device_index or 0).total_memory)
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes that are free on the device, on the CPU on the host."""
+        return torch.cuda.mem_get_info(device_index)[0] if self._cuda else available_host_memory()
+
+    def is_fp64_supported(self) -> bool:
+        return True
+
+    def is_triton_supported(self) -> bool:
+        return self._cuda and torch.cuda.get_device_capability()[0] >= 7
+
+    def is_synchronized_device(self) -> bool:
+        """Whether calls return when the work is done; the three methods below follow from it."""
+        return not self._cuda
+
+    use_host_timers = resolves_data_dependency = is_synchronized_device
+    handles_memory_backpressure = is_synchronized_device
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which work goes to the stream; on the CPU it has no effect."""
+        return torch.cuda.stream(stream) if self._cuda else nullcontext()
+
+    @property
+    def Stream(self) -> Any:  # noqa: N802
+        """torch.cuda's class; on the CPU a function that returns None."""
+        return torch.cuda.Stream if self._cuda else _no_object
+
+    @property
+    def Event(self) -> Any:  # noqa: N802
+        """torch.cuda's class; on the CPU a function that returns None."""
+        return torch.cuda.Event if self._cuda else _no_object
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """Calls it, on a GPU when CUDA is initialized."""
+        torch.cuda.init() if self._cuda else None
+        return callback()
+
+    def range_push(self, msg: str) -> None:
+        """Begins a range of NVTX."""
+        torch.cuda.nvtx.range_push(msg) if self._cuda else None
+
+    def range_pop(self) -> None:
+        """Ends a range of NVTX."""
+        torch.cuda.nvtx.range_pop() if self._cuda else None
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        if not self._cuda:
+            return torch.get_rng_state()
+        return torch.cuda.get_rng_state(self.device(device_index))
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        if self._cuda:
+            torch.cuda.set_rng_state(new_state, self.device(device_index))
+        else:
+            torch.set_rng_state(new_state)
+
+    def initial_seed(self) -> int:
+        return torch.cuda.initial_seed() if self._cuda else torch.initial_seed()
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        return (
+            torch.cuda.default_generators[device_index] if self._cuda else torch.default_generator
+        )
+
+    def get_compile_backend(self) -> str:
+        """torch.compile's default."""
+        return "inductor"
+
+    def set_compile_backend(self, backend: str) -> None:
+        """Raises ConfigError for another backend than the default."""
+        if backend != "inductor":
+            raise ConfigError(
+                f"set_compile_backend({backend!r}) was called",
+                allowed="inductor",
+                fix="compile.backend in the config, or engine.compile(backend=...)",
+            )
+
+    def visible_devices_envs(self) -> list[str]:
+        return ["CUDA_VISIBLE_DEVICES"] if self._cuda else []
+
+    def export_envs(self) -> list[str]:
+        return ["NCCL", "LD_LIBRARY", "PATH"] if self._cuda else []
+
+    def set_visible_devices_envs(
+        self, current_env: dict[str, str], local_accelerator_ids: Sequence[int]
+    ) -> None:
+        """Writes the devices' numbers to an environment."""
+        for name in self.visible_devices_envs():
+            current_env[name] = ",".join(map(str, local_accelerator_ids))
+
+    FloatTensor = _tensor_of(torch.float32)
+    DoubleTensor = _tensor_of(torch.float64)
+    HalfTensor = _tensor_of(torch.float16)
+    BFloat16Tensor = _tensor_of(torch.bfloat16)
+    IntTensor = _tensor_of(torch.int32)
+    LongTensor = _tensor_of(torch.int64)
+    ByteTensor = _tensor_of(torch.uint8)
+
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
@@ -91,10 +234,15 @@ class Accelerator:
 
     def __getattr__(self, name: str) -> Any:
         known = [entry for entry in dir(type(self)) if not entry.startswith("_")]
-        raise AttributeError(
-            f"rayzero has no deepspeed.get_accelerator().{name}{did_you_mean(name, known)}; "
-            f"available: {', '.join(known)}"
-        )
+        hint = f"; use {_REFUSED[name]}" if name in _REFUSED else did_you_mean(name, known)
+        raise RefusedNameError(f"rayzero has no deepspeed.get_accelerator().{name}{hint}")
+
+
+_KERNELS = "torch's own operators: there are no kernels to compile"
+_REFUSED = dict.fromkeys(
+    ("build_extension", "create_op_builder", "get_op_builder", "op_builder_dir"), _KERNELS
+) | dict.fromkeys(("capture_to_graph", "create_graph", "replay_graph"), "torch.cuda.graph")
+"""{method of DeepSpeed's accelerator that is refused: what to use}."""
 
 
 @cache

@@ -25,7 +25,8 @@ from rayzero.deepspeed.lookup import (
     refusals,
     resolve,
 )
-from rayzero.deepspeed.names import REFUSED_PACKAGES, WORKS
+from rayzero.deepspeed.names import WORKS
+from rayzero.deepspeed.refused_names import REFUSED_PACKAGES
 from rayzero.engine.errors import ConfigError
 
 log = logging.getLogger("rayzero.deepspeed")

@@ -7,7 +7,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from rayzero.deepspeed.names import REFUSED, REFUSED_PACKAGES, WORKS
+from rayzero.deepspeed.names import WORKS
+from rayzero.deepspeed.refused_names import REFUSED, REFUSED_PACKAGES
 from rayzero.engine.api.alternatives import RefusedNameError
 from rayzero.engine.errors import ConfigError, did_you_mean
 

@@ -1,9 +1,8 @@
-"""The table of DeepSpeed's names: modules, what is in them, and what to use for what is not here.
+"""The table of DeepSpeed's names that work: modules, what is in them, and where that is defined.
 
-`WORKS` has {module below `deepspeed`: {where its names are defined: names}}; `name=other` is called
-`other` there. `REFUSED` has {module: {what to use: names}}: such a name can be imported, and raises
-ConfigError when it is called. Modules in `REFUSED_PACKAGES`, and all below them, have only such
-names. `python -m tools.deepspeed_names` writes docs/deepspeed-names.md from it; tests hold it.
+{module below `deepspeed`: {where its names are defined: names}}; `name=other` is called `other`
+there. `refused_names.py` has the others. `python -m tools.deepspeed_names` writes
+docs/deepspeed-names.md from both; tests hold them to what they say.
 """
 
 from __future__ import annotations
@@ -19,7 +18,17 @@ _CHECKPOINTING = {
     ),
 }
 _COMM = {
-    f"{_HERE}.comm": "get_local_rank get_rank get_world_group get_world_size init_distributed",
+    f"{_HERE}.comm": (
+        "P2POp ProcessGroup ReduceOp all_gather all_gather_coalesced all_gather_into_tensor "
+        "all_gather_object all_reduce all_reduce_coalesced all_to_all all_to_all_single "
+        "allgather_fn barrier batch_isend_irecv broadcast broadcast_object_list cdb "
+        "destroy_process_group gather get_all_ranks_from_group get_global_rank get_local_rank "
+        "get_rank get_world_group get_world_size has_all_gather_into_tensor "
+        "has_all_reduce_coalesced has_coalescing_manager has_reduce_scatter_tensor "
+        "inference_all_reduce init_distributed irecv is_available is_initialized isend "
+        "monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_fn "
+        "reduce_scatter_tensor scatter send"
+    ),
 }
 _GROUPS = {
     f"{_HERE}.groups": (
@@ -49,20 +58,32 @@ _FRAGMENTS = (
 WORKS: Mapping[str, Mapping[str, str]] = {
     "": {
         _HERE: (
-            "DeepSpeedConfigError DeepSpeedEngine __version__ add_config_arguments comm "
-            "get_accelerator init_distributed initialize log_dist logger ops utils checkpointing "
-            "runtime zero"
+            "DeepSpeedConfigError DeepSpeedEngine __version__ __version_major__ "
+            "__version_minor__ __version_patch__ add_config_arguments comm get_accelerator "
+            "init_distributed initialize log_dist logger ops utils checkpointing runtime zero "
+            "dist=comm"
         ),
+        f"{_API}.config_reader": "DeepSpeedConfig",
+        f"{_API}.optimizer_view": "DeepSpeedOptimizer",
+        "rayzero.engine.data.loader": "DeepSpeedDataLoader=StepLoader",
+        f"{_HERE}.constant_values": "MUON_OPTIMIZER TORCH_DISTRIBUTED_DEFAULT_PORT",
+        f"{_HERE}.typed_config": "load_ds_config",
     },
     "accelerator": {f"{_HERE}.accelerator": "get_accelerator"},
+    "accelerator.abstract_accelerator": {
+        f"{_HERE}.accelerator": "DeepSpeedAccelerator=Accelerator",
+    },
     "accelerator.real_accelerator": {f"{_HERE}.accelerator": "get_accelerator"},
     "checkpoint": {},
     "checkpoint.utils": {f"{_HERE}.utils": "clone_tensors_for_torch_save"},
     "checkpointing": _CHECKPOINTING,
     "comm": _COMM,
     "comm.comm": _COMM,
+    "comm.constants": {},
+    "comm.reduce_op": {f"{_HERE}.comm": "ReduceOp"},
+    "comm.torch": {},
     "compression": {},
-    "compression.helper": {f"{_HERE}.utils": "recursive_getattr recursive_setattr"},
+    "compression.helper": {f"{_HERE}.runtime_utils": "recursive_getattr recursive_setattr"},
     "launcher": {},
     "launcher.runner": {
         f"{_HERE}.launch_names": (
@@ -79,32 +100,133 @@ WORKS: Mapping[str, Mapping[str, str]] = {
             "split_params_into_shared_and_expert_params"
         ),
     },
+    "constants": {f"{_HERE}.constant_values": "TORCH_DISTRIBUTED_DEFAULT_PORT"},
     "ops": {},
     "ops.adagrad": {f"{_HERE}.ops": "DeepSpeedCPUAdagrad"},
+    "ops.adagrad.cpu_adagrad": {f"{_HERE}.ops": "DeepSpeedCPUAdagrad"},
     "ops.adam": {f"{_HERE}.ops": "DeepSpeedCPUAdam FusedAdam"},
+    "ops.adam.cpu_adam": {f"{_HERE}.ops": "DeepSpeedCPUAdam"},
+    "ops.adam.fused_adam": {f"{_HERE}.ops": "FusedAdam"},
     "ops.lamb": {f"{_HERE}.ops": "FusedLamb"},
     "ops.lion": {f"{_HERE}.ops": "DeepSpeedCPULion FusedLion"},
+    "ops.lion.cpu_lion": {f"{_HERE}.ops": "DeepSpeedCPULion"},
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "runtime.dataloader": {f"{_HERE}.utils": "RepeatingLoader"},
+    "runtime.base_optimizer": {
+        f"{_API}.optimizer_view": "DeepSpeedOptimizer ZeROOptimizer",
+    },
+    "runtime.bf16_optimizer": {f"{_API}.optimizer_view": "BF16_Optimizer=DeepSpeedOptimizer"},
+    "runtime.config": {
+        f"{_API}.config_reader": "DeepSpeedConfig",
+        _HERE: "DeepSpeedConfigError",
+        f"{_HERE}.constant_values": (
+            "ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER "
+            "MUON_OPTIMIZER"
+        ),
+        f"{_HERE}.typed_config": (
+            "get_communication_data_type get_dataloader_drop_last get_disable_allgather "
+            "get_dump_state get_gradient_accumulation_steps get_gradient_allreduce_op "
+            "get_gradient_clipping get_gradient_predivide_factor get_log_level "
+            "get_managed_gradient_accumulation get_memory_breakdown get_optimizer_name "
+            "get_optimizer_params get_prescale_gradients get_scheduler_name "
+            "get_scheduler_params get_steps_per_print get_train_batch_size "
+            "get_train_micro_batch_size_per_gpu get_wall_clock_breakdown "
+            "get_zero_allow_untested_optimizer get_zero_force_ds_cpu_optimizer"
+        ),
+    },
+    "runtime.config_utils": {
+        f"{_HERE}.typed_config": (
+            "DeepSpeedConfigModel dict_raise_error_on_duplicate_keys get_dict_param "
+            "get_list_param get_scalar_param"
+        ),
+    },
+    "runtime.constants": {
+        f"{_HERE}.constant_values": "ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN",
+        f"{_HERE}.typed_config": "ValidationMode",
+    },
+    "runtime.dataloader": {
+        f"{_HERE}.utils": "RepeatingLoader",
+        "rayzero.engine.data.loader": "DeepSpeedDataLoader=StepLoader",
+    },
     "runtime.engine": {_HERE: "DeepSpeedEngine"},
+    "runtime.fp16": {},
+    "runtime.fp16.fused_optimizer": {
+        f"{_API}.optimizer_view": "FP16_Optimizer=DeepSpeedOptimizer",
+    },
+    "runtime.fp16.loss_scaler": {f"{_API}.optimizer_view": "DynamicLossScaler LossScaler"},
     "runtime.lr_schedules": {
         "rayzero.engine.optim.deepspeed_schedules": (
             "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR"
         ),
+        f"{_HERE}.constant_values": (
+            "COS_MIN_RATIO CYCLE_FIRST_STAIR_COUNT CYCLE_FIRST_STEP_SIZE CYCLE_MAX_LR "
+            "CYCLE_MAX_MOM CYCLE_MIN_LR CYCLE_MIN_MOM CYCLE_SECOND_STAIR_COUNT "
+            "CYCLE_SECOND_STEP_SIZE DECAY_LR_RATE DECAY_MOM_RATE DECAY_STEP_SIZE LR_RANGE_TEST "
+            "LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STAIRCASE LR_RANGE_TEST_STEP_RATE "
+            "LR_RANGE_TEST_STEP_SIZE LR_SCHEDULE ONE_CYCLE TOTAL_NUM_STEPS WARMUP_COSINE_LR "
+            "WARMUP_DECAY_LR WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR WARMUP_MAX_LR "
+            "WARMUP_MIN_LR WARMUP_MIN_RATIO WARMUP_NUM_STEPS WARMUP_TYPE"
+        ),
+    },
+    "runtime.precision_config": {
+        "rayzero.engine.config.sections": (
+            "DeepSpeedBF16Config=Bf16Config DeepSpeedFP16Config=Fp16Config"
+        ),
+    },
+    "runtime.utils": {
+        f"{_HERE}.runtime_utils": (
+            "DummyOptim clip_grad_norm_ copy_to_device empty_cache ensure_directory_exists "
+            "get_global_norm get_only_unique_item move_to_device noop_decorator "
+            "partition_balanced partition_uniform prefix_sum_inc see_memory_usage set_random_seed"
+        ),
     },
     "runtime.zero": _ZERO,
+    "runtime.zero.config": {
+        "rayzero.engine.config.zero": "DeepSpeedZeroConfig=ZeroConfig",
+        f"{_HERE}.typed_config": "ZeroStageEnum get_zero_config",
+    },
+    "runtime.zero.offload_config": {
+        "rayzero.engine.config.zero": (
+            "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig "
+            "DeepSpeedZeroOffloadParamConfig=OffloadParamConfig"
+        ),
+        f"{_HERE}.typed_config": "OffloadDeviceEnum OffloadStateTypeEnum",
+    },
     "runtime.zero.partition_parameters": _ZERO,
+    "runtime.zero.stage3": {
+        f"{_API}.optimizer_view": "DeepSpeedZeroOptimizer_Stage3",
+        f"{_HERE}.estimates": (
+            "estimate_zero3_model_states_mem_needs "
+            "estimate_zero3_model_states_mem_needs_all_cold "
+            "estimate_zero3_model_states_mem_needs_all_live"
+        ),
+    },
+    "runtime.zero.stage_1_and_2": {
+        f"{_API}.optimizer_view": "DeepSpeedZeroOptimizer",
+        f"{_HERE}.estimates": (
+            "estimate_zero2_model_states_mem_needs "
+            "estimate_zero2_model_states_mem_needs_all_cold "
+            "estimate_zero2_model_states_mem_needs_all_live"
+        ),
+    },
     "utils": {
         f"{_HERE}.comm": "is_initialized",
-        f"{_HERE}.utils": "RepeatingLoader log_dist logger recursive_getattr recursive_setattr",
+        f"{_HERE}.utils": (
+            "RepeatingLoader instrument_w_nvtx log_dist log_dist_once logger "
+            "set_log_level_from_string"
+        ),
+        f"{_HERE}.runtime_utils": "recursive_getattr recursive_setattr",
         f"{_API}.tensor_fragments": _FRAGMENTS,
         **_GROUPS,
     },
     "utils.groups": _GROUPS,
-    "utils.logging": {f"{_HERE}.utils": "log_dist logger"},
-    "utils.module_utils": {f"{_HERE}.utils": "recursive_getattr recursive_setattr"},
+    "utils.logging": {
+        f"{_HERE}.utils": (
+            "log_dist log_dist_once logger print_json_dist set_log_level_from_string"
+        ),
+    },
+    "utils.module_utils": {f"{_HERE}.runtime_utils": "recursive_getattr recursive_setattr"},
     "utils.tensor_fragment": {f"{_API}.tensor_fragments": _FRAGMENTS},
     "utils.zero_to_fp32": {
         f"{_HERE}.zero_to_fp32": (
@@ -113,64 +235,4 @@ WORKS: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "zero": _ZERO,
-}
-
-_INFERENCE = "a server for inference; rayzero trains"
-_PIPELINE = "stage 3 (zero_optimization.stage), which shards models that do not fit"
-_EXPERTS = "experts as ordinary modules, on every rank"
-_DATA_PARALLEL = "stage 3 (zero_optimization.stage): all ranks are data parallel"
-_TRANSFORMER = "torch.nn.TransformerEncoderLayer, or the model's own"
-
-REFUSED: Mapping[str, Mapping[str, str]] = {
-    "": {
-        _INFERENCE: (
-            "DeepSpeedHybridEngine DeepSpeedInferenceConfig InferenceEngine "
-            "default_inference_config init_inference"
-        ),
-        _PIPELINE: "DualPipeVEngine DualPipeVModule PipelineEngine PipelineModule",
-        _DATA_PARALLEL: "replace_transformer_layer set_autotp_mode tp_model_init",
-        _TRANSFORMER: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
-        "deepspeed.zero.Init()": "OnDevice",
-        "rayzero.engine.config.parse_config": "DeepSpeedConfig",
-    },
-    "moe.layer": {_EXPERTS: "MoE"},
-    "ops": {_TRANSFORMER: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
-    "utils": {"rayzero.unshard_modules in the config": "set_z3_leaf_modules"},
-    "zero": {
-        "nothing: a parameter belongs to the innermost block that contains all its uses": (
-            "register_external_parameter"
-        ),
-        "torch.nn.Linear under stage 3": "TiledLinear TiledLinearReturnBias",
-    },
-}
-
-_KERNELS = "torch's own operators: there are no kernels to compile"
-
-REFUSED_PACKAGES: Mapping[str, str] = {
-    "autotuning": "rayzero plan",
-    "elasticity": "rayzero's jobs, whose worker count may change while they run",
-    "inference": _INFERENCE,
-    "linear": "PEFT's LoRA: engine.module's frozen weights are sharded at stage 3",
-    "model_implementations": _INFERENCE,
-    "module_inject": _DATA_PARALLEL,
-    "moe.experts": _EXPERTS,
-    "moe.mappings": _EXPERTS,
-    "moe.sharded_moe": _EXPERTS,
-    "monitor": "engine.metrics",
-    "nebula": "engine.save_checkpoint",
-    "ops.aio": _KERNELS,
-    "ops.fp_quantizer": _KERNELS,
-    "ops.op_builder": _KERNELS,
-    "ops.quantizer": _KERNELS,
-    "ops.random_ltd": _KERNELS,
-    "ops.sparse_attention": "torch.nn.functional.scaled_dot_product_attention with a mask",
-    "ops.transformer": _TRANSFORMER,
-    "pipe": _PIPELINE,
-    "profiling": "engine.metrics, and torch.profiler",
-    "runtime.domino": _DATA_PARALLEL,
-    "runtime.hybrid_engine": _INFERENCE,
-    "runtime.pipe": _PIPELINE,
-    "runtime.sequence_parallel": _DATA_PARALLEL,
-    "runtime.tensor_parallel": _DATA_PARALLEL,
-    "sequence": _DATA_PARALLEL,
 }

@@ -5,10 +5,11 @@ Messages are printed from INFO on, as in DeepSpeed.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from logging import INFO, Formatter, Logger, StreamHandler, getLogger  # not `utils.logging`
-from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,15 +67,36 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     return map_tensors(item, lambda tensor: tensor.detach().to(device, copy=True))
 
 
-def recursive_getattr(model: Any, module_name: str) -> Any:
-    """The attribute at a dotted name."""
-    return attrgetter(module_name)(model)
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
+    """`log_dist`, the first time that a message is logged."""
+    if message not in _logged:
+        _logged.add(message)
+        log_dist(message, ranks, level)
 
 
-def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Sets the attribute at a dotted name."""
-    parent, _, name = module_name.rpartition(".")
-    setattr(recursive_getattr(model, parent) if parent else model, name, module)
+_logged: set[str] = set()
+
+
+def print_json_dist(
+    message: dict[str, Any], ranks: Sequence[int] | None = None, path: str | None = None
+) -> None:
+    """Prints a dict as JSON on these ranks, and writes it to a file if a path is given."""
+    if ranks and -1 not in ranks and get_rank() not in ranks:
+        return
+    text = json.dumps({"rank": get_rank(), **message})
+    print(text)
+    if path is not None:
+        Path(path).write_text(text)
+
+
+def set_log_level_from_string(log_level_str: str) -> None:
+    """Sets the level of `logger`: debug, info, warning, error or critical."""
+    logger.setLevel(log_level_str.upper())
+
+
+def instrument_w_nvtx(func: Any) -> Any:
+    """The function: ranges are not recorded; torch.profiler shows the engine's phases."""
+    return func
 
 
 def __getattr__(name: str) -> Any:

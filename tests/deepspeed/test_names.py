@@ -12,7 +12,8 @@ CHECK = """
 import importlib, json
 import rayzero.deepspeed; rayzero.deepspeed.install()
 from rayzero.deepspeed.lookup import is_refused
-from rayzero.deepspeed.names import REFUSED, REFUSED_PACKAGES, WORKS
+from rayzero.deepspeed.names import WORKS
+from rayzero.deepspeed.refused_names import REFUSED, REFUSED_PACKAGES
 wrong = []
 def get(module, name):
     return getattr(importlib.import_module(".".join(filter(None, ("deepspeed", module)))), name)

@@ -1,0 +1,28 @@
+"""DeepSpeed's constants that scripts import, by their names there."""
+
+from __future__ import annotations
+
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT = "train", "eval", "predict"
+ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"
+ADAGRAD_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "adagrad", "lion", "muon"
+
+LR_SCHEDULE = "lr_schedule"
+LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
+WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
+LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr"
+LR_RANGE_TEST_STEP_RATE = "lr_range_test_step_rate"
+LR_RANGE_TEST_STEP_SIZE = "lr_range_test_step_size"
+LR_RANGE_TEST_STAIRCASE = "lr_range_test_staircase"
+CYCLE_FIRST_STEP_SIZE = "cycle_first_step_size"
+CYCLE_SECOND_STEP_SIZE = "cycle_second_step_size"
+CYCLE_FIRST_STAIR_COUNT = "cycle_first_stair_count"
+CYCLE_SECOND_STAIR_COUNT = "cycle_second_stair_count"
+DECAY_STEP_SIZE = "decay_step_size"
+CYCLE_MIN_LR, CYCLE_MAX_LR, DECAY_LR_RATE = "cycle_min_lr", "cycle_max_lr", "decay_lr_rate"
+CYCLE_MIN_MOM, CYCLE_MAX_MOM, DECAY_MOM_RATE = "cycle_min_mom", "cycle_max_mom", "decay_mom_rate"
+WARMUP_MIN_LR, WARMUP_MAX_LR = "warmup_min_lr", "warmup_max_lr"
+WARMUP_NUM_STEPS, WARMUP_TYPE = "warmup_num_steps", "warmup_type"
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
+WARMUP_MIN_RATIO, COS_MIN_RATIO = "warmup_min_ratio", "cos_min_ratio"
+TOTAL_NUM_STEPS = "total_num_steps"
