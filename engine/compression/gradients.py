@@ -19,7 +19,7 @@ from rayzero.engine.compression.quantized import (
     QuantizedReduce,
 )
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.optim.optimizers import OneBitAdam
+from rayzero.engine.optim.onebit import MomentumReduced
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
 from rayzero.engine.zero.reducer import ErrorFeedback, GradReduction, UnitGradSpec
 
@@ -99,8 +99,8 @@ class PowerSGDReduction(GradReduction):
 
 
 class OneBitAdamReduction(QuantizedReduction):
-    """Communication of 1-bit Adam (Tang et al. 2021): gradients in the warm-up, then momenta as
-    signs.
+    """Communication of 1-bit Adam (Tang et al. 2021), 0/1 Adam and 1-bit LAMB: gradients in steps
+    that change variances, momenta as signs in the others.
 
     All ranks have the same momentum of the previous step. Each computes its own next one from its
     own gradient, and these are reduced as signs with error feedback. The result is everyone's next
@@ -111,15 +111,19 @@ class OneBitAdamReduction(QuantizedReduction):
         self, codec: Codec, collectives: Collectives, device: torch.device, *, factor: float
     ) -> None:
         super().__init__(codec, collectives, device, feedback=True, factor=factor)
-        self._optimizer: OneBitAdam | None = None
+        self._optimizer: MomentumReduced | None = None
         self._shards_by_unit: defaultdict[str, list[OptimizerShard]] = defaultdict(list)
 
     def track_optimizer(self, optimizer: ShardedOptimizer) -> None:
         """Sets the optimizer whose momenta are reduced."""
-        if isinstance(optimizer.torch_optimizer, OneBitAdam):
+        if isinstance(optimizer.torch_optimizer, MomentumReduced):
             self._optimizer = optimizer.torch_optimizer
             for shard in optimizer.shards:
                 self._shards_by_unit[shard.unit.name].append(shard)
+
+    def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
+        if self._optimizer is not None:
+            yield from self._optimizer.replicated_state()
 
     def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
         return OneBitAdamReduce(self._codec_context, unit, self._add_feedback(unit), self)

@@ -12,6 +12,7 @@ from rayzero.engine.compression.gradients import (
 )
 from rayzero.engine.compression.weights import HpzGather, QuantizedGather
 from rayzero.engine.config import EngineConfig
+from rayzero.engine.config.optimizers import ONEBIT_OPTIMIZERS
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.zero.build import BuildContext
 from rayzero.engine.zero.parameters import WeightGather
@@ -124,7 +125,7 @@ def _check_weight_compression(config: EngineConfig) -> None:
 
 
 def _is_onebit_adam(config: EngineConfig) -> bool:
-    return config.optimizer is not None and config.optimizer.type == "OneBitAdam"
+    return config.optimizer is not None and config.optimizer.type in ONEBIT_OPTIMIZERS
 
 
 def _gradient_codec_name(config: EngineConfig) -> str:
@@ -145,25 +146,26 @@ def _gradient_codec_name(config: EngineConfig) -> str:
 
 
 def _check_onebit_adam(config: EngineConfig, name: str) -> None:
-    """Refuses 1-bit Adam together with settings that it cannot support."""
+    """Refuses optimizers of reduced momenta together with settings that they cannot support."""
     stage, clip = config.zero_optimization.stage, config.gradient_clipping
+    kind = "" if config.optimizer is None else config.optimizer.type
     if stage != 0:
         raise ConfigError(
-            f"optimizer.type is OneBitAdam at zero_optimization.stage {stage}: each rank "
+            f"optimizer.type is {kind} at zero_optimization.stage {stage}: each rank "
             "must hold the momentum of all weights, and at this stage holds only its shard",
             allowed="stage 0",
             fix='"rayzero": {"compression": {"gradients": "sign"}} with AdamW, at any stage',
         )
     if clip:
         raise ConfigError(
-            f"optimizer.type is OneBitAdam and gradient_clipping is {clip:g}: after its warm-up "
+            f"optimizer.type is {kind} and gradient_clipping is {clip:g}: after its warm-up "
             "momenta are communicated instead of gradients, whose norm is then unknown",
             allowed="gradient_clipping 0, set explicitly: the default is 1",
             fix='"rayzero": {"compression": {"gradients": "sign"}} with AdamW, which clips',
         )
     if name != "none":
         raise ConfigError(
-            "optimizer.type is OneBitAdam, which has its own compression, and gradients are "
+            f"optimizer.type is {kind}, which has its own compression, and gradients are "
             f"compressed as {name}",
             fix="leave one out",
         )

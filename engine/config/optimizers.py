@@ -189,7 +189,7 @@ class OneBitAdamParams(OptimizerParams):
     Variances are learned for `freeze_step` steps, which should outlast the schedule's warm-up.
     """
 
-    implementation = "rayzero.engine.optim.optimizers.OneBitAdam"
+    implementation = "rayzero.engine.optim.onebit.OneBitAdam"
 
     lr: NonNegativeFloat = 1e-3
     weight_decay: NonNegativeFloat = 0.0
@@ -205,6 +205,41 @@ class OneBitAdamParams(OptimizerParams):
     ] = None
 
 
+class ZeroOneAdamParams(OneBitAdamParams):
+    """0/1 Adam, stage 0 only: signs from the second step on. `var_update_scaler` updates of
+    variances are one step apart, as many two, then four, until `var_freeze_step`."""
+
+    implementation = "rayzero.engine.optim.onebit.ZeroOneAdam"
+
+    freeze_step: Annotated[
+        None, _refuse_if_set("0/1 Adam's variances freeze after var_freeze_step")
+    ] = None  # type: ignore[assignment]
+    var_freeze_step: PositiveInt = 100_000
+    var_update_scaler: PositiveInt = 16
+    # Every step is synchronized: local steps would leave ranks with different weights, which no
+    # repair could continue from.
+    local_step_scaler: Annotated[PositiveInt, NO_EFFECT] = 32_678
+    local_step_clipper: Annotated[PositiveInt, NO_EFFECT] = 16
+
+
+class OneBitLambParams(LambParams):
+    """1-bit LAMB, stage 0 only: LAMB without bias correction for `freeze_step` steps, then frozen
+    variances. `coeff_beta` averages the warm-up's trust ratios; `factor_*` bound the factor that
+    adapts them, and its change in a step."""
+
+    implementation = "rayzero.engine.optim.onebit.OneBitLamb"
+
+    bias_correction: Annotated[bool, NO_EFFECT] = True  # the paper's update has none
+    eps_inside_sqrt: Annotated[None, _refuse_if_set("1-bit LAMB adds eps to the root")] = None  # type: ignore[assignment]
+    freeze_step: PositiveInt = 100_000
+    coeff_beta: Beta = 0.9
+    factor_max: NonNegativeFloat = 4.0
+    factor_min: NonNegativeFloat = 0.5
+    factor_threshold: NonNegativeFloat = 0.1
+    cuda_aware: Annotated[bool, NO_EFFECT] = False
+    comm_backend_name: Annotated[str, NO_EFFECT] = "nccl"
+
+
 OPTIMIZER_PARAMS: dict[str, type[OptimizerParams]] = {
     "Adam": AdamParams,
     "AdamW": AdamWParams,
@@ -214,7 +249,12 @@ OPTIMIZER_PARAMS: dict[str, type[OptimizerParams]] = {
     "Lamb": LambParams,
     "Muon": MuonParams,
     "OneBitAdam": OneBitAdamParams,
+    "ZeroOneAdam": ZeroOneAdamParams,
+    "OneBitLamb": OneBitLambParams,
 }
+ONEBIT_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+"""Optimizers whose momenta are reduced as signs."""
+
 TORCH_OPTIMIZERS = ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 """Elementwise optimizers of torch.optim, whose arguments torch checks."""
 
@@ -222,8 +262,6 @@ OPTIMIZERS = (*OPTIMIZER_PARAMS, *TORCH_OPTIMIZERS)
 """Values of `optimizer.type`, in any case; it may also be the dotted name of a class."""
 
 REFUSED_OPTIMIZERS = {
-    "ZeroOneAdam": "not supported in this version: use OneBitAdam",
-    "OneBitLamb": "not supported in this version: use OneBitAdam, or Lamb",
     "MuAdam": "width scaling is the mup package's: use initialize(optimizer=mup.MuAdam(...))",
     "MuAdamW": "width scaling is the mup package's: use initialize(optimizer=mup.MuAdamW(...))",
     "MuSGD": "width scaling is the mup package's: use initialize(optimizer=mup.MuSGD(...))",

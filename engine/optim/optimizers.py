@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have: Lion, LAMB, 1-bit Adam, Adam without bias correction."""
+"""Optimizers that torch does not have: Lion, LAMB, Adam without bias correction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNK_NUMEL = 1 << 16  # elements of a CPU tensor updated at once, to stay in a 
 NO_CORRECTION_STEP = 1e15
 
 
-class _ElementwiseOptimizer(torch.optim.Optimizer):
+class ElementwiseOptimizer(torch.optim.Optimizer):
     """Base of optimizers that update each parameter on its own."""
 
     @torch.no_grad()
@@ -37,7 +37,7 @@ class _ElementwiseOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
 
-class Lion(_ElementwiseOptimizer):
+class Lion(ElementwiseOptimizer):
     """Lion (Chen et al., 2023): steps by the sign of an interpolated momentum.
 
     Where the interpolated momentum is zero the weight does not change, as in the paper: padding
@@ -78,7 +78,7 @@ class Lion(_ElementwiseOptimizer):
 
 
 @dataclass(frozen=True)
-class _LambUpdate:
+class LambUpdate:
     """Update of this rank's segment of a parameter: flat views, bias-corrected step size."""
 
     param_number: int
@@ -124,7 +124,7 @@ class Lamb(torch.optim.Optimizer):
 
     def _update_moments(
         self, tensor: Tensor, grad: Tensor, group: dict[str, Any]
-    ) -> list[_LambUpdate]:
+    ) -> list[LambUpdate]:
         """Update the moments and replace the gradient by the step's direction."""
         state = self.state[tensor]
         if not state:
@@ -143,9 +143,14 @@ class Lamb(torch.optim.Optimizer):
         if group["bias_correction"]:
             count = state["step"].item()
             size *= sqrt(1 - second**count) / (1 - first**count)
-        weight, direction = tensor.view(-1), grad.view(-1)
+        return self._segment_updates(tensor, grad, size, group)
+
+    def _segment_updates(
+        self, tensor: Tensor, direction: Tensor, size: float, group: dict[str, Any]
+    ) -> list[LambUpdate]:
+        weight, direction = tensor.view(-1), direction.view(-1)
         return [
-            _LambUpdate(
+            LambUpdate(
                 segment.param.number,
                 weight[segment.tensor_range],
                 direction[segment.tensor_range],
@@ -155,7 +160,7 @@ class Lamb(torch.optim.Optimizer):
             for segment in self._whole_params.segments[tensor]
         ]
 
-    def _trust_ratios(self, updates: Sequence[_LambUpdate]) -> Tensor:
+    def _trust_ratios(self, updates: Sequence[LambUpdate]) -> Tensor:
         """Trust ratios by parameter number, float64, where the weights are: no host read."""
         params = self._whole_params.params
         device = updates[0].weight.device if updates else torch.device("cpu")
@@ -208,52 +213,3 @@ def make_adam(
         return torch.optim.AdamW(params, **options)
     cls = torch.optim.Adam if bias_correction else AdamWithoutBiasCorrection
     return cls(params, decoupled_weight_decay=adam_w_mode, **options)
-
-
-class OneBitAdam(_ElementwiseOptimizer):
-    """1-bit Adam (Tang et al., 2021): learns variances during a warm-up, then freezes them.
-
-    After the warm-up ranks communicate momenta, which tolerate compression to signs; gradients
-    under changing variances do not. `compression/gradients.py` does that and passes in the gradient
-    that yields the reduced momentum. No bias correction, as in the paper; weight decay is
-    decoupled. `freeze_step` should outlast the schedule's warm-up.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        freeze_step: int = 100_000,
-    ) -> None:
-        if freeze_step < 1:
-            raise ValueError(f"freeze_step is {freeze_step}: no variance would be learned")
-        if not 0.0 < betas[0] < 1.0 or not 0.0 <= betas[1] < 1.0:
-            raise ValueError(f"betas are {betas}")
-        self.freeze_step = freeze_step
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
-
-    def is_variance_frozen(self, weight: Tensor) -> bool:
-        """Whether the next step of this parameter leaves its variance unchanged."""
-        steps = self.state.get(weight, {}).get("step")
-        return steps is not None and float(steps) >= self.freeze_step
-
-    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        frozen, state = self.is_variance_frozen(param), self.state[param]
-        if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"] = torch.zeros_like(param)
-            state["exp_avg_sq"] = torch.zeros_like(param)
-        (first, second), average, square = group["betas"], state["exp_avg"], state["exp_avg_sq"]
-        state["step"] += 1
-        average.lerp_(grad, 1.0 - first)
-        if not frozen:
-            square.mul_(second).addcmul_(grad, grad, value=1.0 - second)
-        # Elements that never had a gradient have no variance, and signs have no zero: without the
-        # mask they would take huge steps.
-        update = average / (square.sqrt() + group["eps"])
-        update.masked_fill_(square == 0, 0.0)
-        param.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])

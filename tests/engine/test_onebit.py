@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rayzero
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.optim.optimizers import OneBitAdam
+from rayzero.engine.optim.onebit import OneBitAdam
 from rayzero.engine.session import use_session
 from tests.engine import zoo
 from tests.engine.state.blocks import Block, StateSession

@@ -234,7 +234,6 @@ class NormalizedSGD(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("OneBitLamb", "refused: not supported in this version: use OneBitAdam"),
         ("lbfgs", "refused: its step needs the whole model"),
         ("Adm", r"mean 'Adam'.*Adam, AdamW, SGD"),
     ],

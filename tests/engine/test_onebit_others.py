@@ -1,0 +1,146 @@
+"""0/1 Adam and 1-bit LAMB: equal to the papers' equations in plain torch where momenta are sent
+without loss, and as signs they train, equally on all ranks, through repairs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rayzero.engine.compression import select
+from rayzero.engine.compression.codecs import CastCodec
+from rayzero.engine.optim.onebit import OneBitLamb, ZeroOneAdam
+from tests.engine import zoo
+from tests.engine.state.blocks import Block
+from tests.engine.test_onebit import BETAS, EPS, LR, SAMPLES, config, train
+from tests.support.ranks import run_ranks as run_ranks_in_time
+
+run_ranks = partial(run_ranks_in_time, timeout_s=300)
+STEPS, FREEZE = 9, 4
+LAMB = {"freeze_step": FREEZE, "weight_decay": 0.1, "coeff_beta": 0.5, "factor_threshold": 0.2}
+ADAM = {"var_freeze_step": 7, "var_update_scaler": 2, "local_step_clipper": 4}
+
+
+def settings(name: str, **more: Any) -> dict[str, Any]:
+    params = {"lr": LR, "betas": list(BETAS), "eps": EPS}
+    params |= LAMB if name == "OneBitLamb" else ADAM
+    return config(1) | {"optimizer": {"type": name, "params": params}} | more
+
+
+def train_without_loss(rank: int, world: int, name: str) -> tuple[dict[str, Tensor], Any]:
+    codec = select.SignCodec
+    select.SignCodec = lambda block: CastCodec("exact", torch.float64)  # type: ignore[assignment, misc, return-value]
+    try:
+        _, local, traffic, _ = train(rank, world, settings(name, double=True), range(STEPS), None)
+    finally:
+        select.SignCodec = codec  # type: ignore[misc]
+    return local, traffic
+
+
+def gradients(model: torch.nn.Module) -> Any:
+    """(parameters, an iterator that computes each step's gradients)."""
+    params = [param for param in model.parameters() if param.requires_grad]
+
+    def steps() -> Any:
+        for batch in zoo.batches(STEPS, SAMPLES):
+            model.zero_grad()
+            with torch.enable_grad():
+                model(batch[:, :-1], targets=batch[:, 1:])["loss"].backward()
+            yield [torch.zeros_like(it) if it.grad is None else it.grad.clone() for it in params]
+
+    return params, steps()
+
+
+@torch.no_grad()
+def zero_one_adam(params: list[Tensor], steps: Any) -> None:
+    """Algorithm 1 of the paper with a synchronization in each step. With `var_update_scaler` 2
+    variances change in the steps 1, 2, then 4, 6, then 10, ..., while at most 7."""
+    m, v = ([torch.zeros_like(param) for param in params] for _ in range(2))
+    for step, grads in enumerate(steps, 1):
+        for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            m[i] = BETAS[0] * m[i] + (1 - BETAS[0]) * grad
+            if step in (1, 2, 4, 6):
+                v[i] = BETAS[1] * v[i] + (1 - BETAS[1]) * grad**2
+            param -= LR * m[i] / (v[i].sqrt() + EPS) * (v[i] > 0)
+
+
+@torch.no_grad()
+def one_bit_lamb(params: list[Tensor], steps: Any) -> None:
+    """The paper's algorithm, with DeepSpeed's treatment of weight decay in the factor."""
+    m, v, fresh = ([torch.zeros_like(param) for param in params] for _ in range(3))
+    mean, last = [0.0] * len(params), [1.0] * len(params)
+    for step, grads in enumerate(steps, 1):
+        for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            m[i] = BETAS[0] * m[i] + (1 - BETAS[0]) * grad
+            if step <= FREEZE:
+                v[i] = BETAS[1] * v[i] + (1 - BETAS[1]) * grad**2
+                fresh[i] = v[i].clone()
+            else:
+                fresh[i] = BETAS[1] * fresh[i] + (1 - BETAS[1]) * grad**2
+            prelim = m[i] / (v[i].sqrt() + EPS) * (v[i] > 0)
+            update = prelim + 0.1 * param
+            if step <= FREEZE:
+                ratio = 1.0
+                if param.norm() > 0 and update.norm() > 0:
+                    ratio = float((param.norm() / update.norm()).clamp(0.01, 10.0))
+                if ratio != 1.0:
+                    mean[i] = 0.5 * mean[i] + 0.5 * ratio
+            else:
+                roots = (v[i].sqrt() + EPS) / (fresh[i].sqrt() + EPS)
+                factor = float(roots[v[i] > 0].max()) if (v[i] > 0).any() else 0.0
+                part = min(1.0, float(prelim.norm() / update.norm()))
+                factor = min(max(factor * part + 1 - part, 0.5), 4.0)
+                last[i] = max(min(factor, last[i] * 1.2), last[i] * 0.8)
+                ratio = mean[i] * last[i]
+            param -= LR * ratio * update
+
+
+ORACLES = {"ZeroOneAdam": zero_one_adam, "OneBitLamb": one_bit_lamb}
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_equals_the_papers_equations(name: str) -> None:
+    torch.manual_seed(0)
+    model = zoo.make_model(torch.float64)
+    ORACLES[name](*gradients(model))
+    for local, traffic in run_ranks(2, train_without_loss, name):
+        assert "all_to_all" in traffic  # momenta were reduced
+        for key, value in model.named_parameters():
+            torch.testing.assert_close(local[key], value.detach(), rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_signs_train_and_a_repair_continues(name: str) -> None:
+    whole = run_ranks(2, train, settings(name), range(STEPS), None)
+    losses, local, traffic, _ = whole[0]
+    assert losses[-1] < losses[FREEZE] < losses[0]
+    assert all(torch.equal(local[key], whole[1][1][key]) for key in local)
+    assert traffic["all_to_all"]["bytes"] < traffic["all_reduce"]["bytes"] / 8
+    first = run_ranks(2, train, settings(name), range(6), None)
+    blocks = [result[3] for result in first]
+    second = run_ranks(2, train, settings(name), range(6, STEPS), blocks)
+    for expected, actual in zip(whole, second, strict=True):
+        assert actual[3].data == expected[3].data
+    smaller = run_ranks(0, train, settings(name), range(6, STEPS), blocks)[0]
+    assert smaller[0][-1] < first[0][0][0]
+    assert isinstance(smaller[3], Block)
+
+
+def test_intervals_of_variance_updates_double() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = ZeroOneAdam([weight], var_update_scaler=2, var_freeze_step=20)
+    changing = [step + 1 for step in range(40) if not optimizer.freezes_after(step)]
+    assert changing == [1, 2, 4, 6, 10, 14]  # 22 is beyond the freeze
+
+
+def test_elements_without_a_gradient_do_not_change() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = OneBitLamb([weight], lr=0.1, freeze_step=2)
+    for step in range(4):
+        signs = [1.0, -1.0, 1.0, -1.0] if step > 1 else [1.0, -1.0, 0.0, 0.0]
+        weight.grad = torch.tensor(signs)
+        optimizer.step()
+    assert weight[2:].tolist() == [1.0, 1.0]
