@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rayzero.engine.api.deepspeed_engine import DeepSpeedEngine
+from rayzero.engine.api.sharded_params import add_stage3_names
 from rayzero.engine.builder import SchedulerLike
 from rayzero.engine.config import parse_config
 from rayzero.engine.data.loader import MapDataset, StepLoader
@@ -74,6 +75,7 @@ def initialize(
         lr_scheduler=lr_scheduler,
         collate_fn=collate_fn,
     )
+    add_stage3_names(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

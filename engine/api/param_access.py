@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rayzero.engine.engine import Engine, live_engines
 from rayzero.engine.errors import EngineError
+from rayzero.engine.zero.gather_buffers import BlockState
 from rayzero.engine.zero.parameters import ShardedWeights
 from rayzero.engine.zero.placement import Placement
 from rayzero.engine.zero.unit import Unit
@@ -135,6 +136,16 @@ def invalidate_gathered(engine: Engine) -> None:
     """After a change of model weights: gathered copies of them are not used again."""
     if (scheduler := engine._step.runtime.unshard_scheduler) is not None:
         scheduler.invalidate()
+
+
+def restore_param(engine: Engine, stored: StoredParam, param: nn.Parameter) -> bool:
+    """Points a parameter that a script gathered where it belongs; False where weights are
+    replicated, so that it has its own memory always."""
+    weights, scheduler = stored.unit.weights, engine._step.runtime.unshard_scheduler
+    if not isinstance(weights, ShardedWeights) or scheduler is None:
+        return False
+    weights.restore(param, gathered=scheduler.state_of(weights) is not BlockState.SHARDED)
+    return True
 
 
 def write_slices(parts: Iterable[ParamSlice], value: Tensor) -> None:

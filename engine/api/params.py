@@ -13,9 +13,11 @@ from rayzero.engine.api.param_access import (
     StoredParam,
     find_owner,
     invalidate_gathered,
+    restore_param,
     write_changed_slices,
     write_slices,
 )
+from rayzero.engine.api.sharded_params import add_param_attributes
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.zero.deferred_init import recording, zero_init
@@ -53,6 +55,7 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._enabled:
+            add_param_attributes()
             self._stack.enter_context(zero_init())
         return self
 
@@ -113,7 +116,7 @@ class GatheredParameters:
         for gathered in self._gathered:
             if modified:
                 gathered.broadcast(self._modifier_rank or 0)
-            gathered.param.data = gathered.original
+            gathered.restore()
         if modified:
             for engine in {gathered.engine for gathered in self._gathered}:
                 invalidate_gathered(engine)
@@ -132,6 +135,11 @@ class _GatheredParam:
         if stored is not None and isinstance(stored.unit.weights, ShardedWeights):
             param.data = stored.gather_model_weights(param.dtype)
         self._before = param.data.clone() if keep else param.data
+
+    def restore(self) -> None:
+        """To where it belongs now: its block may have been gathered or released meanwhile."""
+        if self._stored is None or not restore_param(self.engine, self._stored, self.param):
+            self.param.data = self.original
 
     def broadcast(self, modifier_rank: int) -> None:
         """Broadcasts the modifier's values into model weights and main weights."""

@@ -209,6 +209,11 @@ def recording(tensors: Iterable[Tensor]) -> Iterator[None]:
         yield
 
 
+def is_recorded(tensor: Tensor) -> bool:
+    """Whether `zero_init` built this tensor, and no engine has been built from it."""
+    return _is_unmaterialized(tensor) and any(it.has_recorded(tensor) for it in _recorders)
+
+
 def _is_recording() -> bool:
     return "is_meta" in vars(torch.Tensor)
 

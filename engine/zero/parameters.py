@@ -97,6 +97,16 @@ class ShardedWeights:
             return self.shard.new_zeros(numel)
         return self._shard_gather.new_buffer(numel, self.shard.dtype)
 
+    def is_poisoned(self, param: nn.Parameter) -> bool:
+        """Whether one of the unit's parameters has no values now."""
+        return any(it is param and it.data_ptr() == nan.data_ptr() for it, nan in self._poisoned)
+
+    def restore(self, param: nn.Parameter, *, gathered: bool) -> None:
+        """Points a parameter where it belongs: to the unit's buffer while that is `gathered`."""
+        for it, value in self._gathered if gathered else self._poisoned:
+            if it is param:
+                it.data = value
+
     def reshard(self) -> None:
         """Detaches the parameters, before the buffer is reused for another unit."""
         for param, value in self._poisoned:

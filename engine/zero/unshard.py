@@ -61,6 +61,7 @@ class UnshardScheduler:
         self._previous: Block | None = None
         self._prefetch_ready = False  # buffers are assigned by the recorded order
         self._in_backward = False
+        self.paused = False  # the script has gathered all weights itself: no block is gathered
         self._assign_buffers(blocks)
 
     @untraced
@@ -68,7 +69,7 @@ class UnshardScheduler:
         """Called before the model's forward, also when it is recomputed in backward. Raises
         ConfigError if one of the modules `around` blocks was compiled since."""
         refuse_compiled(around or {})
-        if self._in_backward:
+        if self._in_backward or self.paused:
             return
         self._previous = None
         for block in self.blocks:
@@ -85,6 +86,8 @@ class UnshardScheduler:
         """Called before a block's forward, also when it is recomputed in backward. Raises
         EngineError if a block that was called on its own is now called inside another one that
         shares its buffer."""
+        if self.paused:
+            return
         if self._running and block.buffer_index is not None:
             self._leave_ring(block)
         self._unshard(block)
@@ -101,7 +104,7 @@ class UnshardScheduler:
         """Called after a block's forward has returned or raised, also in `pre_forward`."""
         if block in self._running:
             self._running.remove(block)
-        if block.large and block not in self._running:
+        if block.large and block not in self._running and not self.paused:
             self.large_modules.exit_forward(block)
 
     def begin_backward(self) -> None:
@@ -128,6 +131,10 @@ class UnshardScheduler:
         self._in_backward = self.large_modules.in_pass = False
         self.large_modules.trained = True
         self._previous = None
+
+    def state_of(self, unit: object) -> BlockState:
+        """The state of the block that one of its units belongs to."""
+        return next(block.state for block in self.blocks if unit in block.units)
 
     def wait_prefetched(self) -> None:
         """Returns when no gather reads the shards: not even of a block that was not used."""

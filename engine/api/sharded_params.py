@@ -1,0 +1,247 @@
+"""What DeepSpeed puts on the parameters of a stage-3 model: `param.ds_status` and its relatives.
+
+They are properties of `nn.Parameter`, which look a parameter up in its engine: nothing is written
+to a parameter when its block is gathered, so a step costs nothing more. A parameter that no stage-3
+engine has, and that no `zero.Init` built, has none of them: `hasattr(param, "ds_id")` is False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rayzero.engine.api.param_access import StoredParam, restore_param, write_slices
+from rayzero.engine.engine import Engine, live_engines
+from rayzero.engine.zero.deferred_init import is_recorded
+from rayzero.engine.zero.gather_buffers import BlockState
+from rayzero.engine.zero.parameters import ShardedWeights
+from rayzero.engine.zero.unshard import UnshardScheduler
+
+_ids = count()
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter's values are in its memory; with DeepSpeed's numbers."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def is_zero_param(param: object) -> bool:
+    """Whether a stage-3 engine has this parameter, or `zero.Init` built it."""
+    return hasattr(param, "ds_id")
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Does nothing: a weight that another module reads belongs to the innermost block around all
+    its uses, or is seen to be read in the first step."""
+
+
+unregister_external_parameter = register_external_parameter
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Callable[..., Tensor]:
+    """`fn` itself: constructors inside `zero.Init` keep the dtypes that they are given."""
+    return fn
+
+
+_orig_torch_arange = torch.arange
+
+
+def _find(param: nn.Parameter, name: str) -> tuple[Engine | None, StoredParam | None]:
+    """The stage-3 engine that has a parameter, and where it stores it; None for what an engine will
+    be built from. Raises AttributeError if it is an ordinary parameter."""
+    for engine in live_engines():
+        units = engine._param_units
+        if id(param) in units:
+            if engine.settings.config.zero_optimization.stage != 3:
+                break
+            entry = units[id(param)]
+            return engine, None if entry is None else StoredParam(engine, *entry)
+    else:
+        if is_recorded(param):
+            return None, None
+    raise AttributeError(f"{name!r}: no stage-3 engine has this parameter")
+
+
+def _sharded(param: nn.Parameter, name: str) -> tuple[Engine, StoredParam] | None:
+    engine, stored = _find(param, name)
+    if engine is None or stored is None or not isinstance(stored.unit.weights, ShardedWeights):
+        return None
+    return engine, stored
+
+
+def _id(param: nn.Parameter) -> int:
+    _find(param, "ds_id")
+    return param.__dict__.setdefault("_ds_id", next(_ids))  # type: ignore[no-any-return]
+
+
+def _shape(param: nn.Parameter) -> torch.Size:
+    _find(param, "ds_shape")
+    return param.shape
+
+
+def _numel(param: nn.Parameter) -> int:
+    _find(param, "ds_numel")
+    return param.numel()
+
+
+def _persist(param: nn.Parameter) -> bool:
+    """Whether every rank holds it in full, always."""
+    return _find(param, "ds_persist")[0] is not None and _sharded(param, "ds_persist") is None
+
+
+def _active_sub_modules(param: nn.Parameter) -> set[int]:
+    """Always empty: blocks, not modules, keep weights gathered."""
+    _find(param, "ds_active_sub_modules")
+    return set()
+
+
+def _status(param: nn.Parameter) -> ZeroParamStatus:
+    engine, _ = _find(param, "ds_status")
+    if engine is None:
+        return ZeroParamStatus.NOT_AVAILABLE
+    found = _sharded(param, "ds_status")
+    if found is None:
+        return ZeroParamStatus.AVAILABLE
+    weights = found[1].unit.weights
+    scheduler = engine._runtime.unshard_scheduler
+    if scheduler is not None and scheduler.state_of(weights) is BlockState.GATHERING:
+        return ZeroParamStatus.INFLIGHT
+    if isinstance(weights, ShardedWeights) and weights.is_poisoned(param):
+        return ZeroParamStatus.NOT_AVAILABLE
+    return ZeroParamStatus.AVAILABLE
+
+
+def _tensor(param: nn.Parameter) -> Tensor:
+    """This rank's elements, flat: the engine's memory. Ranks may have different counts: a unit, not
+    a parameter, is cut into equal shards."""
+    engine, stored = _find(param, "ds_tensor")
+    if engine is None:
+        raise AttributeError("'ds_tensor': the model has no engine yet")
+    parts = [] if stored is None else stored.model_weights()
+    return parts[0].memory if parts else param.data.new_empty(0)
+
+
+def _all_gather(param: nn.Parameter) -> Callable[..., None]:
+    _find(param, "all_gather")
+
+    def all_gather(param_list: Iterable[nn.Parameter] | None = None, **_: Any) -> None:
+        """Gathers this parameter, or those given, until `partition()`. Collective."""
+        for each in [param] if param_list is None else param_list:
+            found = _sharded(each, "all_gather")
+            if found is not None and _status(each) is ZeroParamStatus.NOT_AVAILABLE:
+                each.data = found[1].gather_model_weights(each.dtype)
+
+    return all_gather
+
+
+def _partition(param: nn.Parameter) -> Callable[..., None]:
+    _find(param, "partition")
+
+    def partition(
+        param_list: Iterable[nn.Parameter] | None = None,
+        *,
+        has_been_updated: bool = False,
+        **_: Any,
+    ) -> None:
+        """Ends `all_gather`. `has_been_updated`: each rank takes its own part of its values."""
+        for each in [param] if param_list is None else param_list:
+            if (found := _sharded(each, "partition")) is not None:
+                engine, stored = found
+                if has_been_updated:
+                    engine.state.before_write_of_constants()
+                    write_slices(stored.model_weights(), each.data)
+                    write_slices(stored.main_weights(), each.data)
+                restore_param(engine, stored, each)
+
+    return partition
+
+
+def add_param_attributes() -> None:
+    """Gives `nn.Parameter` the attributes that DeepSpeed's parameters have. Safe to repeat."""
+    getters = {
+        "ds_id": _id,
+        "ds_shape": _shape,
+        "ds_numel": _numel,
+        "ds_status": _status,
+        "ds_tensor": _tensor,
+        "ds_persist": _persist,
+        "ds_active_sub_modules": _active_sub_modules,
+        "all_gather": _all_gather,
+        "partition": _partition,
+    }
+    for name, getter in getters.items():
+        setattr(nn.Parameter, name, property(getter))
+
+
+class ParameterOffload:
+    """`optimizer.parameter_offload` at stage 3, for code that gathers a whole model, removes the
+    hooks that gather blocks, generates, and registers them again (TRL).
+
+    Attributes:
+        module: the model.
+        forward_hooks: one handle; removing it pauses the gathering of blocks.
+        backward_hooks: none.
+    """
+
+    def __init__(self, module: nn.Module, scheduler: UnshardScheduler | None) -> None:
+        self.module = module
+        self._scheduler = scheduler
+        self.forward_hooks: list[ParameterOffload] = [self]
+        self.backward_hooks: list[Any] = []
+
+    def remove(self) -> None:
+        """Blocks are not gathered until `_register_deepspeed_module`: only within
+        `GatheredParameters(model.parameters())` do weights have values meanwhile."""
+        if self._scheduler is not None:
+            self._scheduler.paused = True
+
+    def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
+        """Blocks are gathered again."""
+        if self._scheduler is not None:
+            self._scheduler.paused = False
+        self.forward_hooks = [self]
+
+
+def no_external_parameters() -> list[tuple[str, nn.Parameter]]:
+    """`module.ds_external_parameters`."""
+    return []
+
+
+def add_stage3_names(engine: Engine) -> None:
+    """Gives a stage-3 engine's model, parameters and optimizer DeepSpeed's attributes."""
+    if engine.settings.config.zero_optimization.stage != 3:
+        return
+    add_param_attributes()
+    vars(engine.module)["ds_external_parameters"] = no_external_parameters
+    if engine.optimizer is not None:
+        scheduler = engine._runtime.unshard_scheduler
+        vars(engine.optimizer)["parameter_offload"] = ParameterOffload(engine.module, scheduler)
+
+
+@contextmanager
+def OnDevice(  # noqa: N802 -- DeepSpeed's name
+    dtype: torch.dtype | None = None, device: str = "meta", enabled: bool = True
+) -> Iterator[None]:
+    """Around a model's construction: its tensors are made on `device`, in `dtype` where floating.
+    On "meta" they have no values; `zero.Init` would keep those."""
+    if not enabled:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
