@@ -47,16 +47,6 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 unregister_external_parameter = register_external_parameter
 
 
-def zero_wrapper_for_fp_tensor_constructor(
-    fn: Callable[..., Tensor], *args: Any, **kwargs: Any
-) -> Callable[..., Tensor]:
-    """`fn` itself: constructors inside `zero.Init` keep the dtypes that they are given."""
-    return fn
-
-
-_orig_torch_arange = torch.arange
-
-
 def _find(param: nn.Parameter, name: str) -> tuple[Engine | None, StoredParam | None]:
     """The stage-3 engine that has a parameter, and where it stores it; None for what an engine will
     be built from. Raises AttributeError if it is an ordinary parameter."""

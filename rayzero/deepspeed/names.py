@@ -69,11 +69,11 @@ WORKS: Mapping[str, Mapping[str, str]] = {
             "dist=comm"
         ),
         f"{_API}.config_reader": "DeepSpeedConfig",
+        f"{_API}.sharded_params": "OnDevice",
         f"{_API}.optimizer_view": "DeepSpeedOptimizer",
         "rayzero.engine.data.loader": "DeepSpeedDataLoader=StepLoader",
         f"{_HERE}.constant_values": "MUON_OPTIMIZER TORCH_DISTRIBUTED_DEFAULT_PORT",
         f"{_HERE}.typed_config": "load_ds_config",
-        f"{_API}.sharded_params": "OnDevice",
     },
     "accelerator": {f"{_HERE}.accelerator": "get_accelerator"},
     "accelerator.abstract_accelerator": {
@@ -199,7 +199,11 @@ WORKS: Mapping[str, Mapping[str, str]] = {
         ),
         f"{_HERE}.typed_config": "OffloadDeviceEnum OffloadStateTypeEnum",
     },
-    "runtime.zero.partition_parameters": _ZERO,
+    "runtime.zero.partition_parameters": {
+        **_ZERO,
+        f"{_HERE}.accelerator": "get_accelerator",
+        f"{_HERE}.constructors": "_orig_torch_arange zero_wrapper_for_fp_tensor_constructor",
+    },
     "runtime.zero.stage3": {
         f"{_API}.optimizer_view": "DeepSpeedZeroOptimizer_Stage3",
         f"{_HERE}.estimates": (
@@ -215,14 +219,6 @@ WORKS: Mapping[str, Mapping[str, str]] = {
             "estimate_zero2_model_states_mem_needs_all_cold "
             "estimate_zero2_model_states_mem_needs_all_live"
         ),
-    "runtime.zero.partition_parameters": {
-        f"{_API}.params": "GatheredParameters Init",
-        f"{_API}.sharded_params": (
-            "ZeroParamStatus is_zero_param register_external_parameter "
-            "unregister_external_parameter _orig_torch_arange "
-            "zero_wrapper_for_fp_tensor_constructor"
-        ),
-        f"{_HERE}.accelerator": "get_accelerator",
     },
     "utils": {
         f"{_HERE}.comm": "is_initialized",
@@ -249,60 +245,4 @@ WORKS: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "zero": _ZERO,
-}
-
-_INFERENCE = "a server for inference; rayzero trains"
-_PIPELINE = "stage 3 (zero_optimization.stage), which shards models that do not fit"
-_EXPERTS = "experts as ordinary modules, on every rank"
-_DATA_PARALLEL = "stage 3 (zero_optimization.stage): all ranks are data parallel"
-_TRANSFORMER = "torch.nn.TransformerEncoderLayer, or the model's own"
-
-REFUSED: Mapping[str, Mapping[str, str]] = {
-    "": {
-        _INFERENCE: (
-            "DeepSpeedHybridEngine DeepSpeedInferenceConfig InferenceEngine "
-            "default_inference_config init_inference"
-        ),
-        _PIPELINE: "DualPipeVEngine DualPipeVModule PipelineEngine PipelineModule",
-        _DATA_PARALLEL: "replace_transformer_layer set_autotp_mode tp_model_init",
-        _TRANSFORMER: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
-        "rayzero.engine.config.parse_config": "DeepSpeedConfig",
-    },
-    "moe.layer": {_EXPERTS: "MoE"},
-    "ops": {_TRANSFORMER: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
-    "utils": {"rayzero.unshard_modules in the config": "set_z3_leaf_modules"},
-    "zero": {
-        "torch.nn.Linear under stage 3": "TiledLinear TiledLinearReturnBias",
-    },
-}
-
-_KERNELS = "torch's own operators: there are no kernels to compile"
-
-REFUSED_PACKAGES: Mapping[str, str] = {
-    "autotuning": "rayzero plan",
-    "elasticity": "rayzero's jobs, whose worker count may change while they run",
-    "inference": _INFERENCE,
-    "linear": "PEFT's LoRA: engine.module's frozen weights are sharded at stage 3",
-    "model_implementations": _INFERENCE,
-    "module_inject": _DATA_PARALLEL,
-    "moe.experts": _EXPERTS,
-    "moe.mappings": _EXPERTS,
-    "moe.sharded_moe": _EXPERTS,
-    "monitor": "engine.metrics",
-    "nebula": "engine.save_checkpoint",
-    "ops.aio": _KERNELS,
-    "ops.fp_quantizer": _KERNELS,
-    "ops.op_builder": _KERNELS,
-    "ops.quantizer": _KERNELS,
-    "ops.random_ltd": _KERNELS,
-    "ops.sparse_attention": "torch.nn.functional.scaled_dot_product_attention with a mask",
-    "ops.transformer": _TRANSFORMER,
-    "pipe": _PIPELINE,
-    "profiling": "engine.metrics, and torch.profiler",
-    "runtime.domino": _DATA_PARALLEL,
-    "runtime.hybrid_engine": _INFERENCE,
-    "runtime.pipe": _PIPELINE,
-    "runtime.sequence_parallel": _DATA_PARALLEL,
-    "runtime.tensor_parallel": _DATA_PARALLEL,
-    "sequence": _DATA_PARALLEL,
 }

@@ -24,7 +24,6 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         _PIPELINE: "DualPipeVEngine DualPipeVModule PipelineEngine PipelineModule",
         _DATA_PARALLEL: "replace_transformer_layer set_autotp_mode tp_model_init",
         _TRANSFORMER: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
-        "deepspeed.zero.Init()": "OnDevice",
     },
     "comm": {
         "engine.metrics: traffic of the last step": "configure log_summary reset_log",
@@ -41,9 +40,6 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     },
     "utils": {"rayzero.unshard_modules in the config": "set_z3_leaf_modules"},
     "zero": {
-        "nothing: a parameter belongs to the innermost block that contains all its uses": (
-            "register_external_parameter"
-        ),
         "torch.nn.Linear under stage 3": "TiledLinear TiledLinearReturnBias",
     },
 }
