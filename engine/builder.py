@@ -19,6 +19,7 @@ from rayzero.engine.config import EngineConfig, resolve_batch_sizes
 from rayzero.engine.data.loader import MapDataset, StepLoader
 from rayzero.engine.data.sampling import TrainingProgress, assign_step
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.layout.leaf_modules import apply_leaf_names
 from rayzero.engine.layout.units import find_blocks
 from rayzero.engine.metrics import StepMeter
 from rayzero.engine.monitors import check_packages
@@ -57,6 +58,7 @@ def build_training_step(
         if source is not None:
             config = _with_saved_batch_sizes(config, source.metadata(0))
         if config.zero_optimization.stage == STAGES[-1].number:  # on one rank too: more may join
+            apply_leaf_names(model, config.zero_optimization.leaf_module)
             refuse_compiled(
                 modules_around(model, find_blocks(model, config.rayzero.unshard_modules))
             )

@@ -17,6 +17,7 @@ from rayzero.engine.compiling import is_compiled
 from rayzero.engine.cpu_device import Device
 from rayzero.engine.errors import ConfigError, did_you_mean
 from rayzero.engine.layout.flat_layout import ParamSpec, UnitLayout, make_layout
+from rayzero.engine.layout.leaf_modules import modules_inside_leaves
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,15 @@ def plan_buckets(
 
 def find_blocks(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
     """The modules that are gathered as one, without the model itself; see `plan_blocks`."""
-    return list(dict.fromkeys(block for _, block in _find_blocks(model, classes)))
+    inside = modules_inside_leaves(model, experts=not classes)
+    found = dict.fromkeys(block for _, block in _find_blocks(model, classes))
+    return [block for block in found if block not in inside]
 
 
 def find_large_modules(model: nn.Module, classes: Sequence[str], min_numel: int) -> list[nn.Module]:
     """The modules in no block, nor inside a compiled module, that own at least `min_numel` elements
     which no other module has; none if it is 0. An embedding and a head, unless they are tied."""
-    blocks = set(find_blocks(model, classes))
+    blocks = set(find_blocks(model, classes)) | modules_inside_leaves(model, experts=not classes)
     owned: dict[nn.Module, int] = {}
     for param, uses in _find_uses(model).items():
         owners = {path[-1] for path in uses}

@@ -60,6 +60,13 @@ _FRAGMENTS = (
     "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state"
 )
 
+_LEAVES = {
+    "rayzero.engine.layout.leaf_modules": (
+        "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+        "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module"
+    ),
+}
+
 WORKS: Mapping[str, Mapping[str, str]] = {
     "": {
         _HERE: (
@@ -228,9 +235,11 @@ WORKS: Mapping[str, Mapping[str, str]] = {
         ),
         f"{_HERE}.runtime_utils": "recursive_getattr recursive_setattr",
         f"{_API}.tensor_fragments": _FRAGMENTS,
+        **_LEAVES,
         **_GROUPS,
     },
     "utils.groups": _GROUPS,
+    "utils.z3_leaf_module": _LEAVES,
     "utils.logging": {
         f"{_HERE}.utils": (
             "log_dist log_dist_once logger print_json_dist set_log_level_from_string"

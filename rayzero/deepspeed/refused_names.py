@@ -38,7 +38,6 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         _DATA_PARALLEL: "PartitionedTensor",
         "engine.get_global_grad_norm()": "CheckOverflow get_flattened_grad_norm get_weight_norm",
     },
-    "utils": {"rayzero.unshard_modules in the config": "set_z3_leaf_modules"},
     "zero": {
         "torch.nn.Linear under stage 3": "TiledLinear TiledLinearReturnBias",
     },

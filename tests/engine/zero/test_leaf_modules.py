@@ -1,0 +1,135 @@
+"""Mixtures of experts at stage 3: ranks that use different experts, or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.layout.leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+)
+from rayzero.engine.layout.units import find_blocks
+from tests.support.ranks import run_ranks
+
+STEPS = 12
+
+
+class Experts(nn.Module):
+    """Each sample runs the expert that its first element names; none if that is negative."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, nn.ModuleList(nn.Linear(4, 4) for _ in range(4)))
+        self.name = name
+
+    def forward(self, x: Tensor, choice: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(getattr(self, self.name)):
+            rows = (choice == number).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+class Layer(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.dense = nn.Linear(4, 4)
+        self.moe = Experts(name)
+
+    def forward(self, x: Tensor, choice: Tensor) -> Tensor:
+        x = x + self.dense(x).tanh()
+        return x + self.moe(x, choice)
+
+
+class Mixture(nn.Module):
+    def __init__(self, name: str = "experts") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(name) for _ in range(3))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = batch[:, 1:]
+        for number, layer in enumerate(self.layers):
+            x = layer(x, (batch[:, 0] + number * (batch[:, 0] >= 0)) % 4 - 5 * (batch[:, 0] < 0))
+        return x.square().mean()
+
+
+def batches(rank: int) -> list[Tensor]:
+    """Random routing of its own for each rank; in each third step, rank 1 uses no expert at all."""
+    draw = torch.Generator().manual_seed(rank)
+    made = []
+    for step in range(STEPS):
+        choice = torch.randint(0, 4, (3, 1), generator=draw).float()
+        if rank == 1 and step % 3 == 0:
+            choice.fill_(-1)
+        made.append(torch.cat([choice, torch.randn(3, 4, generator=draw)], 1).double())
+    return made
+
+
+def make_mixture(name: str) -> Mixture:
+    torch.manual_seed(7)
+    return Mixture(name).double()
+
+
+def train(rank: int, world: int, name: str, zero: dict[str, Any]) -> dict[str, Tensor]:
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "zero_optimization": {"stage": 3, **zero},
+    }
+    engine, *_ = rayzero.initialize(model=make_mixture(name), config=config)
+    for batch in batches(rank):
+        engine.backward(engine(batch))
+        engine.step()
+    state = engine.module_state_dict()
+    engine.close()
+    return {key: value.clone() for key, value in state.items()} if rank == 0 else {}
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"),
+    [("experts", {}), ("parts", {"leaf_module": {"classes": ["Experts"]}})],
+)
+def test_ranks_that_use_other_experts_equal_pytorch(name: str, zero: dict[str, Any]) -> None:
+    trained = run_ranks(2, train, name, zero)[0]
+    model = make_mixture(name)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (model(batches(rank)[step]) / 2).backward()
+        for param in model.parameters():  # an expert that no rank used has zeros, and decays
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        optimizer.step()
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(trained[key], value, rtol=1e-12, atol=1e-12)
+
+
+def test_leaf_modules_are_found_and_have_no_blocks_inside() -> None:
+    model = Mixture("parts")
+    assert len(find_blocks(model, ())) == 3 + 12
+    assert len(find_blocks(Mixture(), ())) == 3
+    assert len(find_blocks(Mixture(), ("Linear",))) == 3 + 12
+    assert len(set_z3_leaf_modules(model, [Experts])) == 3
+    assert get_z3_leaf_modules(model) == [layer.moe for layer in model.layers]
+    assert len(find_blocks(model, ())) == 3
+    assert len(find_blocks(model, ("Linear",))) == 3
+    assert len(unset_z3_leaf_modules(model, ["Experts"])) == 3
+    assert len(find_blocks(model, ())) == 3 + 12
+    assert set_z3_leaf_modules_by_name(model, ["layers.0.moe"])[0] == [model.layers[0].moe]
+    assert set_z3_leaf_modules_by_suffix(model, ["1.moe"])[0] == [model.layers[1].moe]
+    assert len(find_blocks(model, ())) == 3 + 4
+    with pytest.raises(ConfigError, match="class Expert"):
+        set_z3_leaf_modules(model, ["Expert"])
+    with pytest.raises(ValueError, match=r"called layers\.9"):
+        set_z3_leaf_modules_by_name(model, ["layers.9"])
