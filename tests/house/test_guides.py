@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +98,12 @@ def mentions(page: str) -> Iterator[str]:
         yield " ".join(code.split())
 
 
+def _can_be_imported(module: str, name: str) -> bool:
+    home = import_module(module)
+    is_package = hasattr(home, "__path__")
+    return hasattr(home, name) or (is_package and find_spec(f"{module}.{name}") is not None)
+
+
 def anchors(page: str) -> set[str]:
     """The anchors that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page, re.M)
@@ -110,6 +120,19 @@ def test_commands_in_code_blocks_are_valid(page: Path) -> None:
 def test_mentioned_commands_are_valid(page: Path) -> None:
     errors = {text: mention_error(text) for text in mentions(page.read_text(encoding="utf-8"))}
     assert {text: error for text, error in errors.items() if error} == {}
+
+
+@WITH_PAGE
+def test_names_that_python_blocks_import_exist(page: Path) -> None:
+    """Of rayzero's own modules."""
+    missing = []
+    for language, block in FENCED.findall(page.read_text(encoding="utf-8")):
+        for node in ast.walk(ast.parse(textwrap.dedent(block))) if language == "python" else ():
+            module = getattr(node, "module", None) or ""
+            if isinstance(node, ast.ImportFrom) and module.split(".")[0] == "rayzero":
+                names = [name.name for name in node.names]
+                missing += [name for name in names if not _can_be_imported(module, name)]
+    assert missing == []
 
 
 @WITH_PAGE

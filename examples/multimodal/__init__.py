@@ -1,0 +1,1 @@
+"""Image and text towers, trained so that an image and its caption have similar embeddings."""

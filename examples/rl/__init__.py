@@ -1,0 +1,1 @@
+"""Proximal policy optimization on Gymnasium's CartPole, with rollouts in the workers."""

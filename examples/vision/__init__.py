@@ -1,0 +1,1 @@
+"""A small residual network that reads scikit-learn's handwritten digits."""
