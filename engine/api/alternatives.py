@@ -50,6 +50,16 @@ _ENGINE_NAMES = {
     "zero_optimization.offload_optimizer in the config": "swap_tensor_config",
     "torch.distributed.all_gather_object": "all_gather_scalar",
     "gc.collect()": "collect_python_gc",
+    "nothing: an internal of DeepSpeed's engine": (
+        "all_to_all_group checkpoint_mp_rank collate_fn dist_backend dont_change_device "
+        "engine_timers_cache first_dataloader_check flatten flops fwd_duration gate_modules "
+        "gradient_average loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size "
+        "local_all_to_all_group mesh_device module_forward_post_hook module_forward_pre_hook "
+        "optimized_linear_base_weight_sharding optimized_linear_lora_enabled param_names "
+        "random_ltd_scheduler save_non_zero_checkpoint save_zero_checkpoint scale_wrt_gas "
+        "torch_autocast_z0_gradscaler training_data unflatten update_interval use_ds_comm "
+        "warn_unscaled_loss"
+    ),
     "isinstance": "is_iterable_style_dataset is_map_style_dataset",
 }
 """{what to use: names of DeepSpeed's engine}"""

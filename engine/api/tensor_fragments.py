@@ -6,7 +6,7 @@ parameters in the same order. The `local` ones return this rank's part, flat, wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,16 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     EngineError as `safe_get_full_grad`, and before `backward`."""
     stored = _require_trained(param, value)
     write_slices(stored.gradients(), value / stored.grad_scale)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Sets each gradient that `step` is about to use to `update_func(gradient, param)`, which is
+    the same on every rank; frozen parameters are left out."""
+    for param in param_list:
+        if (grad := safe_get_full_grad(param)) is not None:
+            safe_set_full_grad(param, update_func(grad, param))
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:

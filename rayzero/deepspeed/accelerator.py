@@ -240,8 +240,17 @@ class Accelerator:
 
 _KERNELS = "torch's own operators: there are no kernels to compile"
 _REFUSED = dict.fromkeys(
-    ("build_extension", "create_op_builder", "get_op_builder", "op_builder_dir"), _KERNELS
+    (
+        *("build_extension", "create_op_builder", "get_op_builder", "op_builder_dir"),
+        "prefer_triton_grouped_mm",
+    ),
+    _KERNELS,
 ) | dict.fromkeys(("capture_to_graph", "create_graph", "replay_graph"), "torch.cuda.graph")
+_REFUSED |= dict.fromkeys(("pin_empty", "pin_empty_like"), "torch.empty(..., pin_memory=True)")
+_REFUSED |= dict.fromkeys(
+    ("pin_memory_alignment", "register_host_memory", "unpin_memory", "unregister_host_memory"),
+    "tensor.pin_memory()",
+)
 """{method of DeepSpeed's accelerator that is refused: what to use}."""
 
 

@@ -57,7 +57,8 @@ _FRAGMENTS = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
     "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
     "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state "
-    "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state"
+    "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
+    "safe_update_full_grad_vectorized"
 )
 
 _LEAVES = {
@@ -73,7 +74,10 @@ WORKS: Mapping[str, Mapping[str, str]] = {
             "DeepSpeedConfigError DeepSpeedEngine __version__ __version_major__ "
             "__version_minor__ __version_patch__ add_config_arguments comm get_accelerator "
             "init_distributed initialize log_dist logger ops utils checkpointing runtime zero "
-            "dist=comm"
+            "dist=comm git_branch git_hash version=__version__"
+        ),
+        "collections.abc": (
+            "DeepSpeedOptimizerCallable=Callable DeepSpeedSchedulerCallable=Callable"
         ),
         f"{_API}.config_reader": "DeepSpeedConfig",
         f"{_API}.sharded_params": "OnDevice",
@@ -234,6 +238,7 @@ WORKS: Mapping[str, Mapping[str, str]] = {
             "set_log_level_from_string"
         ),
         f"{_HERE}.runtime_utils": "recursive_getattr recursive_setattr",
+        f"{_API}.sharded_params": "OnDevice",
         f"{_API}.tensor_fragments": _FRAGMENTS,
         **_LEAVES,
         **_GROUPS,

@@ -15,6 +15,32 @@ _EXPERTS = "experts as ordinary modules, on every rank"
 _DATA_PARALLEL = "stage 3 (zero_optimization.stage): all ranks are data parallel"
 _TRANSFORMER = "torch.nn.TransformerEncoderLayer, or the model's own"
 
+_KERNELS = "torch's own operators: there are no kernels to compile"
+_READ_CHECKPOINT = "engine.load_checkpoint, which reads any stage and world size"
+_FRAGMENTS = "deepspeed.utils.safe_get_full_fp32_param and its relatives"
+_LEAF_MODULES = "set_z3_leaf_modules, or zero_optimization.leaf_module in the config"
+_SCHEDULE = "scheduler in the config, or the classes of this module"
+_PARAMS = "param.shape and param.numel(), which are those of the full parameter at every stage"
+_ZERO = {
+    "torch.nn.Linear under stage 3": "TiledLinear TiledLinearReturnBias",
+    _PARAMS: "ZeroParamType",
+    "deepspeed.zero.Init()": "DeepSpeedTensorOverride",
+    "deepspeed.zero.GatheredParameters": "DeepSpeedZeRoOffload unwrap_model_for_generation",
+}
+_COMM = {
+    "engine.metrics: traffic of the last step": (
+        "configure get_comm_operation_count get_logged_comm_ops has_comm_data log_summary "
+        "reset_log timed_op"
+    ),
+    "torch.distributed.device_mesh.init_device_mesh": "initialize_mesh_device",
+    "torch.distributed._symmetric_memory": "enable_symm_mem_for_group",
+    "deepspeed.init_distributed": "init_deepspeed_backend set_backend",
+    "torchrun, which sets the variables that init_distributed reads": (
+        "in_aml in_aws_sm in_dlts mpi_discovery patch_aml_env_for_torch_nccl_backend "
+        "patch_aws_sm_env_for_torch_nccl_backend"
+    ),
+}
+
 REFUSED: Mapping[str, Mapping[str, str]] = {
     "": {
         _INFERENCE: (
@@ -22,30 +48,69 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
             "default_inference_config init_inference"
         ),
         _PIPELINE: "DualPipeVEngine DualPipeVModule PipelineEngine PipelineModule",
-        _DATA_PARALLEL: "replace_transformer_layer set_autotp_mode tp_model_init",
+        _DATA_PARALLEL: (
+            "AutoTPMeta merge_tp_model_init_into_config record_tp_model_init_args "
+            "replace_transformer_layer set_autotp_mode tp_model_init"
+        ),
         _TRANSFORMER: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
+        _KERNELS: "is_triton_available",
     },
-    "comm": {
-        "engine.metrics: traffic of the last step": "configure log_summary reset_log",
-        "torch.distributed.device_mesh.init_device_mesh": "initialize_mesh_device",
-        "deepspeed.init_distributed": "init_deepspeed_backend set_backend",
-        "torchrun, which sets the variables that init_distributed reads": "mpi_discovery",
+    "checkpoint": {
+        _READ_CHECKPOINT: (
+            "DeepSpeedCheckpoint SubparamShape ZeROCheckpoint enable_universal_checkpoint "
+            "get_layer_ckpt_name_for_rank get_model_3d_descriptor get_model_ckpt_name_for_rank "
+            "get_zero_ckpt_name_for_rank merge_state model_3d_desc reshape_meg_2d_parallel"
+        ),
     },
+    "comm": _COMM,
+    "comm.comm": _COMM,
     "comm.torch": {"deepspeed.init_distributed": "TorchBackend"},
     "moe.layer": {_EXPERTS: "MoE"},
-    "ops": {_TRANSFORMER: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
+    "ops": {
+        _TRANSFORMER: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
+        _KERNELS: "ALL_OPS probe_is_compatible",
+    },
+    "ops.adam": {
+        "zero_optimization.offload_optimizer in the config": (
+            "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"
+        ),
+    },
+    "runtime.config_utils": {
+        "Python's json, and pydantic": (
+            "DeepSpeedConfigObject ScientificNotationEncoder get_config_default pp_int"
+        ),
+    },
+    "runtime.lr_schedules": {
+        _SCHEDULE: (
+            "add_tuning_arguments get_config_from_args get_lr_from_config get_torch_optimizer "
+            "override_1cycle_params override_lr_range_test_params override_params "
+            "override_warmupCosineLR_params override_warmupLR_params parse_arguments update_lr"
+        ),
+    },
     "runtime.utils": {
         _DATA_PARALLEL: "PartitionedTensor",
         "engine.get_global_grad_norm()": "CheckOverflow get_flattened_grad_norm get_weight_norm",
     },
-    "zero": {
-        "torch.nn.Linear under stage 3": "TiledLinear TiledLinearReturnBias",
+    "runtime.zero": _ZERO,
+    "runtime.zero.partition_parameters": _ZERO,
+    "utils": {
+        _LEAF_MODULES: "z3_leaf_parameter",
+        _FRAGMENTS: (
+            "fragment_address get_full_hp_grad get_full_hp_param get_hp_fragment_mapping "
+            "lazy_init_hp_params_optimizer_state link_hp_params map_to_flat_opt_states "
+            "set_full_hp_grad set_full_hp_param"
+        ),
+        "torchrun, or a job's workers.cpus": "get_numactl_cmd",
+        "inspect.stack()": "get_caller_func",
     },
+    "utils.zero_to_fp32": {
+        "get_fp32_state_dict_from_zero_checkpoint, or rayzero ckpt export": (
+            "get_model_state_file get_optim_files"
+        ),
+    },
+    "zero": _ZERO,
 }
-
 """Names that can be imported and raise ConfigError when they are called."""
-
-_KERNELS = "torch's own operators: there are no kernels to compile"
 
 REFUSED_PACKAGES: Mapping[str, str] = {
     "autotuning": "rayzero plan",
