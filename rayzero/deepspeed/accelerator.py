@@ -234,20 +234,26 @@ class Accelerator:
 
     def __getattr__(self, name: str) -> Any:
         known = [entry for entry in dir(type(self)) if not entry.startswith("_")]
-        hint = f"; use {_REFUSED[name]}" if name in _REFUSED else did_you_mean(name, known)
+        hint = (
+            f"; use {REFUSED_METHODS[name]}"
+            if name in REFUSED_METHODS
+            else did_you_mean(name, known)
+        )
         raise RefusedNameError(f"rayzero has no deepspeed.get_accelerator().{name}{hint}")
 
 
 _KERNELS = "torch's own operators: there are no kernels to compile"
-_REFUSED = dict.fromkeys(
+REFUSED_METHODS = dict.fromkeys(
     (
         *("build_extension", "create_op_builder", "get_op_builder", "op_builder_dir"),
         "prefer_triton_grouped_mm",
     ),
     _KERNELS,
 ) | dict.fromkeys(("capture_to_graph", "create_graph", "replay_graph"), "torch.cuda.graph")
-_REFUSED |= dict.fromkeys(("pin_empty", "pin_empty_like"), "torch.empty(..., pin_memory=True)")
-_REFUSED |= dict.fromkeys(
+REFUSED_METHODS |= dict.fromkeys(
+    ("pin_empty", "pin_empty_like"), "torch.empty(..., pin_memory=True)"
+)
+REFUSED_METHODS |= dict.fromkeys(
     ("pin_memory_alignment", "register_host_memory", "unpin_memory", "unregister_host_memory"),
     "tensor.pin_memory()",
 )

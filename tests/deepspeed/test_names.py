@@ -48,3 +48,49 @@ def test_every_name_works_or_is_refused_as_the_table_says() -> None:
     done = run_script("-c", CHECK)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == []
+
+
+SURFACE = """
+import importlib, json
+import rayzero, torch
+import rayzero.deepspeed; rayzero.deepspeed.install()
+from rayzero.deepspeed.accelerator import REFUSED_METHODS, get_accelerator
+from rayzero.engine.api.alternatives import ENGINE_ALTERNATIVES
+from tools.deepspeed_names import PAGE, render
+from tools.deepspeed_surface import FILE
+surface, wrong = json.loads(FILE.read_text()), []
+for full in surface["used"] + surface["exported"]:
+    parts, value = full.split("."), None
+    for count in range(len(parts), 0, -1):
+        try:
+            value = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        break
+    try:
+        for name in parts[count:]:
+            value = getattr(value, name)
+    except AttributeError as error:
+        wrong.append(f"{full}: {error}")
+config = {"train_batch_size": 1, "optimizer": {"type": "SGD"}}
+engine, *_ = rayzero.initialize(model=torch.nn.Linear(2, 1), config=config)
+for kind, value, refused in (
+    ("engine", engine, ENGINE_ALTERNATIVES), ("accelerator", get_accelerator(), REFUSED_METHODS)
+):
+    for name in surface[kind]:
+        if hasattr(value, name) is (name in refused):
+            wrong.append(f"{kind}.{name}")
+if PAGE.read_text() != render():
+    wrong.append("docs/deepspeed-names.md is old: python -m tools.deepspeed_names")
+print(json.dumps([len(surface["used"] + surface["exported"]), wrong]))
+"""
+
+
+@pytest.mark.slow
+def test_every_name_of_deepspeed_is_in_the_table() -> None:
+    """What its packages export and what transformers, accelerate, trl, peft and lightning use."""
+    done = run_script("-c", SURFACE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    count, wrong = json.loads(done.stdout)
+    assert count > 161
+    assert wrong == []

@@ -1,0 +1,77 @@
+"""Writes docs/deepspeed-names.md: which of DeepSpeed's names work, and what replaces the others.
+
+`python -m tools.deepspeed_names`. A test compares the page with `render()`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from rayzero.deepspeed.accelerator import REFUSED_METHODS
+from rayzero.deepspeed.lookup import homes
+from rayzero.deepspeed.names import WORKS
+from rayzero.deepspeed.refused_names import REFUSED, REFUSED_PACKAGES
+from rayzero.engine.api.alternatives import ENGINE_ALTERNATIVES
+from tools.deepspeed_surface import FILE
+
+PAGE = Path(__file__).parents[1] / "docs/deepspeed-names.md"
+HEAD = """# DeepSpeed's names
+
+Written by `python -m tools.deepspeed_names` from `rayzero/deepspeed/names.py`, `refused_names.py`
+and `engine/api/alternatives.py`; tests import every name and check what the page says. Config keys
+have [a table of their own](config.md).
+
+*Works*: the name is there and does what DeepSpeed's does, as far as
+[From DeepSpeed](from-deepspeed.md) does not say otherwise. *Refused*: a name of a module can be
+imported, and raises `ConfigError`, a `ValueError`, in one line when it is called; an attribute of
+the engine or the accelerator is an `AttributeError` with the same line, so that `hasattr` is False.
+"""
+
+
+def code(names: Iterable[str]) -> str:
+    """Names as a list in a cell."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def by_use(refused: Mapping[str, str]) -> list[str]:
+    """Rows of a table of refused names: what to use, and for which."""
+    names = defaultdict(list)
+    for name, use in refused.items():
+        names[use].append(name)
+    return [f"| {use} | {code(sorted(names[use]))} |" for use in sorted(names)]
+
+
+def render() -> str:
+    """The page."""
+    surface = json.loads(FILE.read_text())
+    lines = [HEAD, "## Modules", "", "| module | works |", "|---|---|"]
+    lines += [
+        f"| `{'.'.join(filter(None, ('deepspeed', module)))}` | {code(names)} |"
+        for module in sorted(WORKS)
+        if (names := sorted(homes(module)))
+    ]
+    lines += ["", "| use | instead of |", "|---|---|"]
+    lines += by_use(
+        {
+            ".".join(filter(None, (module, name))): use
+            for module, row in REFUSED.items()
+            for use, names in row.items()
+            for name in names.split()
+        }
+        | {f"{module}.*": use for module, use in REFUSED_PACKAGES.items()}
+    )
+    for title, key, refused in (
+        ("DeepSpeedEngine", "engine", ENGINE_ALTERNATIVES),
+        ("get_accelerator()", "accelerator", REFUSED_METHODS),
+    ):
+        works = [name for name in surface[key] if name not in refused]
+        lines += ["", f"## {title}", "", f"Works: {code(works)}.", "", "| use | instead of |"]
+        lines += ["|---|---|", *by_use(refused)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())
