@@ -32,12 +32,19 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
             file and its engine config: `engine.zero_optimization.stage=3`.
     """
     name = f"job file {str(path)!r:.300}"
-    document = _read_yaml(path, name)
+    return make_spec(_read_yaml(path, name), name, path.parent, overrides)
+
+
+def make_spec(
+    document: dict[str, Any], name: str, folder: Path, overrides: Sequence[str]
+) -> JobSpec:
+    """As `load_job`, of the contents of a job file. `name` is for errors; the path of an engine
+    config is relative to `folder`."""
     if isinstance(document.get("engine"), str):
-        document["engine"] = read_config(path.parent / document["engine"])
+        document["engine"] = read_config(folder / document["engine"])
     for override in overrides:
         _apply_override(document, override)
-    return resolve_engine_config(validate_document(JobSpec, document, name), path.parent)
+    return resolve_engine_config(validate_document(JobSpec, document, name), folder)
 
 
 def resolve_engine_config(spec: JobSpec, engine_folder: Path) -> JobSpec:

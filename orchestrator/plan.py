@@ -118,7 +118,7 @@ def _worker_spec(
     return WorkerSpec(
         name=spec.name,
         entrypoint=entrypoint,
-        args=spec.args,
+        args=spec.args if spec.launch is None else spec.launch.model_dump(),
         seed=spec.seed,
         steps=spec.steps,
         output_dir=str(output_dir),

@@ -7,7 +7,6 @@ import sys
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
@@ -18,7 +17,9 @@ from pydantic import (
 )
 
 from rayzero.engine.validation import error_lines, raise_config_error
+from rayzero.orchestrator.spec_sections import LaunchSpec, MetricsSpec, SpecSection
 from rayzero.orchestrator.worker_env import check_worker_env
+from rayzero.workers.messages import SCRIPT_ENTRYPOINT
 
 SCHEMES = ("file", "s3", "gs", "gcs", "hdfs")  # URL schemes of checkpoint folders
 
@@ -31,18 +32,7 @@ _MAX_PATH = 4096  # Linux' limit
 _Seconds = Annotated[float, Field(gt=0, le=1e9)]  # the limit of a wait in Python is 9e9 s
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    @field_validator("*")
-    @classmethod
-    def _refuse_nul(cls, value: Any) -> Any:
-        if isinstance(value, str) and "\0" in value:
-            raise ValueError("must not contain a NUL character")
-        return value
-
-
-class Workers(_Section):
+class Workers(SpecSection):
     """Number of workers, and the resources of each."""
 
     min: int = Field(default=1, ge=1, le=MAX_WORKERS, description="minimum number of workers")
@@ -114,7 +104,7 @@ def _add_notice_s(schema: dict[str, Any]) -> None:
     schema["properties"]["notice_s"] = field | {"description": "old name of grace_period_s"}
 
 
-class CheckpointSpec(_Section):
+class CheckpointSpec(SpecSection):
     """Where checkpoints are written, and how often."""
 
     model_config = ConfigDict(json_schema_extra=_add_notice_s)
@@ -174,7 +164,7 @@ class CheckpointSpec(_Section):
         return "://" in self.path
 
 
-class RecoverySpec(_Section):
+class RecoverySpec(SpecSection):
     """Fault tolerance."""
 
     replicas: int = Field(
@@ -208,48 +198,22 @@ class RecoverySpec(_Section):
     )
 
 
-class MetricsSpec(_Section):
-    """Metrics endpoint and metric files."""
-
-    port: int | None = Field(
-        default=None,
-        ge=0,
-        le=65535,
-        description="port of /metrics and /snapshot.json on the controller's machine; 0: any "
-        "free port, which is printed; default: no endpoint",
-    )
-    ports: int = Field(
-        default=1,
-        ge=1,
-        le=1000,
-        description="number of ports tried in turn, starting at `port`: as many as jobs share a "
-        "head node",
-    )
-    host: str = Field(
-        default="127.0.0.1",
-        min_length=1,
-        description="address to listen on; 0.0.0.0 for all interfaces, which a pod needs",
-    )
-    per_rank: bool = Field(
-        default=True,
-        description="16 metrics with a series for each rank: 1 MB a scrape at 1,000 ranks",
-    )
-    tensorboard: bool = Field(
-        default=False,
-        description="write TensorBoard event files to tensorboard/ in the job's folder",
-    )
-    jsonl: bool = Field(
-        default=False, description="write a line for each step to metrics.jsonl in the job's folder"
-    )
+def _need_no_entrypoint(schema: dict[str, Any]) -> None:
+    schema["required"].remove("entrypoint")  # `launch` takes its place
 
 
-class JobSpec(_Section):
+class JobSpec(SpecSection):
     """A job file."""
+
+    model_config = ConfigDict(json_schema_extra=_need_no_entrypoint)
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=63)] = Field(
         description="letters, digits, '.', '_' and '-'; also the name of the job's output folder"
     )
     entrypoint: str = Field(description="module:function, imported on the workers")
+    launch: LaunchSpec | None = Field(
+        default=None, description="a script to run instead of an entrypoint and its args"
+    )
     args: dict[str, Any] = Field(
         default_factory=dict, description="passed to the function as ctx.args"
     )
@@ -272,6 +236,15 @@ class JobSpec(_Section):
     ledger: bool = Field(
         default=False, description="record the samples that each step consumes, in ledger/"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _enter_script(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or value.get("launch") is None:
+            return value
+        if value.get("entrypoint", SCRIPT_ENTRYPOINT) != SCRIPT_ENTRYPOINT or value.get("args"):
+            raise ValueError("launch takes the place of entrypoint and args: leave those out")
+        return value | {"entrypoint": SCRIPT_ENTRYPOINT}
 
     @field_validator("entrypoint")
     @classmethod

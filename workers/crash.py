@@ -87,7 +87,9 @@ def _skip_framework_frames(frames: TracebackType | None) -> TracebackType | None
     while first is not None:
         file = first.tb_frame.f_code.co_filename
         ours = not file.startswith("<") and _PACKAGE_FOLDER in Path(file).resolve().parents
-        importing = file.startswith("<frozen importlib") or file.endswith("importlib/__init__.py")
+        importing = file.startswith(("<frozen importlib", "<frozen runpy")) or file.endswith(
+            "importlib/__init__.py"
+        )
         if not (ours or importing):
             return first
         first = first.tb_next

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, TypeAlias, cast
 
 from rayzero.engine.errors import ConfigError, did_you_mean
+from rayzero.workers.messages import SCRIPT_ENTRYPOINT
 
 TrainFunction: TypeAlias = Callable[[Any], Any]
 
@@ -20,13 +21,20 @@ class EntryPointError(ConfigError):
     """The entry point cannot be called. Its `__cause__`, if any, is an error in the user's code."""
 
 
-def load_train_function(entrypoint: str | bytes) -> TrainFunction:
+def load_train_function(
+    entrypoint: str | bytes, args: dict[str, Any] | None = None
+) -> TrainFunction:
     """Resolves an entry point and checks that it can be called with ctx as its only argument.
+
+    Args:
+        args: the job's; given while no peer waits. What a launched script imports is then imported.
 
     Raises:
         EntryPointError: as for `resolve_entrypoint`; or it takes other arguments.
     """
     function = resolve_entrypoint(entrypoint)
+    if entrypoint == SCRIPT_ENTRYPOINT and args is not None:
+        function.__globals__["preload"](args)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # native code has none

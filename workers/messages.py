@@ -13,6 +13,9 @@ CrashKind: TypeAlias = Literal[
     "config", "entrypoint", "data", "state", "device", "collective", "user"
 ]
 
+SCRIPT_ENTRYPOINT = "rayzero.workers.launch.script:run_script"
+"""The training function of a job with `launch:`."""
+
 
 @dataclass(frozen=True)
 class MirrorPolicy:

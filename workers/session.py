@@ -20,7 +20,13 @@ from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.session import StepRequests
 from rayzero.workers.chaos.inject import WorkerFaultInjector
-from rayzero.workers.messages import Assignment, Restored, WorkerMessage, WorkerSpec
+from rayzero.workers.messages import (
+    SCRIPT_ENTRYPOINT,
+    Assignment,
+    Restored,
+    WorkerMessage,
+    WorkerSpec,
+)
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.step_report import StepReporter, worker_metrics
@@ -71,7 +77,7 @@ class JobSession:
             *(retained.vault, channel.post, channel.interrupt),
         )
         self._skipped_steps = 0.0
-        self._hang_timeout_s = spec.hang_timeout_s
+        self._spec = spec
         self._ledger = None
         if spec.ledger:
             self._ledger = self._retry_ledger(lambda: _open_ledger(spec, assignment))
@@ -80,6 +86,17 @@ class JobSession:
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
         self.on_phase("load")
         return self._retained.open_source(self._assignment.restore)
+
+    @property
+    def replays_epochs(self) -> bool:
+        """The function is a script, which begins each of its loops again: a loader's first
+        iteration is the first epoch, also when that is finished."""
+        return self._spec.entrypoint == SCRIPT_ENTRYPOINT
+
+    @property
+    def restored_step(self) -> int:
+        """Finished steps of the state that this generation starts from; 0 for a fresh start."""
+        return self._assignment.restore.step if self._assignment.restore else 0
 
     def on_engine_ready(self, engine: Engine) -> None:
         self.engine = engine
@@ -162,7 +179,7 @@ class JobSession:
         """Waits while the ledger cannot be written, for half as long as a rank may make no
         progress: an outage of its storage is shorter than that, and steps without lines are no
         ledger."""
-        limit_s, is_reported = self._hang_timeout_s / 2, False
+        limit_s, is_reported = self._spec.hang_timeout_s / 2, False
         until_s = monotonic() + limit_s
         while True:
             try:

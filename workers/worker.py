@@ -95,7 +95,7 @@ class WorkerProcess(WorkerCalls):
         mistake in the job file or the user's module is reported when the first generation needs
         it; a device that fails here fails the start, which is tried again later."""
         with suppress(ConfigError):
-            self._train_function = load_train_function(self._spec.entrypoint)
+            self._train_function = load_train_function(self._spec.entrypoint, self._spec.args)
         with suppress(ConfigError):
             warm_up_torch(self._select_device())
         for setting, seen in contradictions(os.environ) if self._spec.gpus else ():

@@ -82,6 +82,7 @@ class StepLoader:
         self._session = session
         self._collate = collate_fn or default_collate
         self._prefetch: weakref.ref[Prefetch[_StepPart]] | None = None
+        self._script_cursor = 0  # where a launched script's next epoch begins
         self._last_reported = (-1, -1)  # position last reported to the session
 
     @property
@@ -97,7 +98,23 @@ class StepLoader:
         return self._steps_to_epoch_end(first) * self.micro_steps
 
     def __iter__(self) -> Iterator[Any]:
-        return self._micro_batches(None)
+        if not getattr(self._session, "replays_epochs", False):
+            return self._micro_batches(None)
+        end = self._script_cursor = self._script_epoch_end()
+        left = max(0, end - self.progress.sample_cursor)
+        return self._micro_batches(left // self.progress.global_batch)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a launched script's next iteration is over an epoch that is finished already, and
+        yields nothing: the script was entered again and counts its epochs from the first."""
+        script = getattr(self._session, "replays_epochs", False)
+        return script and self._script_epoch_end() <= self.progress.sample_cursor
+
+    def _script_epoch_end(self) -> int:
+        """The sample cursor at the end of the epoch that a script's next iteration is."""
+        start = self._script_cursor
+        return start + self._steps_to_epoch_end(start) * self.progress.global_batch
 
     def steps(self, count: int) -> Iterator[Any]:
         """The micro-batches of exactly `count` optimizer steps from the cursor, across epochs."""

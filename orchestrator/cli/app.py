@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from rayzero.orchestrator.cli import chaos, ckpt, config, doctor, jobs, observe, plan, run
+from rayzero.orchestrator.cli import chaos, ckpt, config, doctor, jobs, launch, observe, plan, run
 from rayzero.orchestrator.cli.command import new_group
 
 app = new_group(
     "Train PyTorch models with ZeRO on Ray clusters whose nodes come and go.",
     "rayzero run examples/gpt/job.yaml",
 )
-for module in (run, jobs, observe, chaos, plan, doctor):
+for module in (run, launch, jobs, observe, chaos, plan, doctor):
     app.add_typer(module.commands)
 app.add_typer(ckpt.commands, name="ckpt")
 app.add_typer(config.commands, name="config")

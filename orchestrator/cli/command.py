@@ -113,15 +113,16 @@ def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
         words = [command.__name__, *_command_line(command, kwargs)]
         paths = [value for value in kwargs.values() if isinstance(value, Path)]
         cluster = RemoteJobClient(address)
-        job = cluster.submit(words, paths[0].resolve().parent if paths else None)
+        folder = paths[0].resolve().parent if paths else None
+        job = cluster.submit(words, Path.cwd() if command.__name__ == "launch" else folder)
         return cluster.follow(job, partial(print, flush=True))
 
     return local_command(run)
 
 
 def _command_line(command: Callable[..., object], values: dict[str, Any]) -> Iterator[str]:
-    """The arguments, then the options, that differ from their defaults; without `--address`."""
-    options: list[str] = []
+    """The options, then the arguments, that differ from their defaults; without `--address`."""
+    arguments: list[str] = []
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         value = values[name]
         if name == "address" or value == parameter.default:
@@ -130,10 +131,10 @@ def _command_line(command: Callable[..., object], values: dict[str, Any]) -> Ite
         items = value if isinstance(value, list) else [value]
         texts = [item.name if isinstance(item, Path) else str(item) for item in items]
         if isinstance(info, ArgumentInfo):
-            yield from texts
+            arguments += texts
         else:
             flag = (info.param_decls or (f"--{name.replace('_', '-')}",))[0]
-            options += (
+            yield from (
                 [flag] if value is True else [word for text in texts for word in (flag, text)]
             )
-    yield from options
+    yield from arguments  # those of `launch` end with what may look like options

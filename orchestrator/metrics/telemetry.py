@@ -34,7 +34,7 @@ from rayzero.orchestrator.metrics.step_files import open_step_files
 from rayzero.orchestrator.page import page_response
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.orchestrator.spec import MetricsSpec
+from rayzero.orchestrator.spec_sections import MetricsSpec
 from rayzero.workers.messages import Heartbeat, StepReport
 
 _PORT_LIMIT = 65536

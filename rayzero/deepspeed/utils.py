@@ -57,6 +57,8 @@ class RepeatingLoader:
         try:
             return next(self._iterator)
         except StopIteration:
+            while getattr(self.loader, "is_replaying", False):
+                iter(self.loader)
             self._iterator = iter(self.loader)
             return next(self._iterator)
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from rayzero.orchestrator.job_file import load_job
-from rayzero.orchestrator.spec import MetricsSpec
+from rayzero.orchestrator.spec_sections import MetricsSpec
 from tests.deploy.chart import (
     WITH_SCENARIOS,
     Object,

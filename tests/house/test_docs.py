@@ -26,7 +26,8 @@ from rayzero.engine.config.normalize import (
 from rayzero.engine.zero.placement import STAGES
 from rayzero.orchestrator.machine import EVENTS, TABLE, State
 from rayzero.orchestrator.metrics.catalog import CATALOG_GROUPS as SERIES
-from rayzero.orchestrator.spec import CheckpointSpec, MetricsSpec, RecoverySpec, Workers
+from rayzero.orchestrator.spec import CheckpointSpec, RecoverySpec, Workers
+from rayzero.orchestrator.spec_sections import MetricsSpec
 from rayzero.workers.chaos.spec import FAULT_KINDS, fault_usage
 from rayzero.workers.nccl_settings import NCCL_SETTINGS
 from tests.house.source import ROOT

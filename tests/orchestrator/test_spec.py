@@ -10,6 +10,7 @@ import yaml
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.job_file import load_job
 from rayzero.orchestrator.spec import JobSpec, Workers
+from rayzero.workers.messages import SCRIPT_ENTRYPOINT
 
 WHOLE = """
 name: gpt-stdlib
@@ -233,3 +234,13 @@ def test_json_schema():
     assert (
         "seconds" in schema["$defs"]["RecoverySpec"]["properties"]["hang_timeout_s"]["description"]
     )
+
+
+def test_launch_takes_the_place_of_an_entrypoint():
+    spec = JobSpec.model_validate({"name": "a", "launch": {"script": "t.py", "args": ["--n", 3]}})
+    assert spec.launch is not None
+    assert (spec.launch.args, spec.entrypoint) == (["--n", "3"], SCRIPT_ENTRYPOINT)
+    assert JobSpec.model_validate(spec.model_dump(mode="json")) == spec  # as the journal has it
+    for wrong in ({"entrypoint": "m:f"}, {"args": {"a": 1}}, {"launch": {}}):
+        with pytest.raises(ValueError, match="launch"):
+            JobSpec.model_validate({"name": "a", "launch": {"script": "t.py"}} | wrong)

@@ -1,0 +1,134 @@
+"""`rayzero launch`: run a training script as a job."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.cli.command import (
+    JsonLinesFlag,
+    SpecOverrides,
+    StartAddress,
+    cluster_command,
+    new_group,
+)
+
+if TYPE_CHECKING:
+    from rayzero.orchestrator.spec import JobSpec
+
+commands = new_group()
+
+_IGNORED = "Accepted for deepspeed's command line, and not used: "
+
+
+@commands.command(
+    epilog="Example: rayzero launch --workers 2:8 --stage 3 train.py --epochs 3",
+    context_settings={"allow_interspersed_args": False},
+)
+@cluster_command
+def launch(
+    command: Annotated[list[str], typer.Argument(metavar="SCRIPT.py [ARGS]...")],
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module, as of `python -m`.")
+    ] = False,
+    workers: Annotated[
+        str | None, typer.Option(metavar="MIN[:MAX]", help="Number of workers. Default: 1.")
+    ] = None,
+    stage: Annotated[
+        int | None,
+        typer.Option(help="ZeRO stage (0 to 3), for scripts that bring no DeepSpeed config."),
+    ] = None,
+    deepspeed_config: Annotated[
+        str | None,
+        typer.Option(
+            "--deepspeed_config",
+            "--deepspeed-config",
+            metavar="FILE",
+            help="DeepSpeed config, for scripts that bring none.",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the job. Default: the script's.")
+    ] = None,
+    address: StartAddress = None,
+    overrides: SpecOverrides = None,
+    as_json: JsonLinesFlag = False,
+    num_gpus: Annotated[
+        int | None,
+        typer.Option("--num_gpus", help="As --workers with the same number, with a GPU each."),
+    ] = None,
+    num_nodes: Annotated[
+        int | None, typer.Option("--num_nodes", help="Only 1: Ray places the workers.")
+    ] = None,
+    master_port: Annotated[
+        int | None, typer.Option("--master_port", help=f"{_IGNORED}the job chooses a free one.")
+    ] = None,
+    master_addr: Annotated[
+        str | None, typer.Option("--master_addr", help=f"{_IGNORED}the job knows its nodes.")
+    ] = None,
+) -> int:
+    """Run a training script on every worker, and wait until it ends.
+
+    The script runs as `__main__` with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
+    `import deepspeed` is rayzero's engine. After a fault or a resize it is entered again, where the
+    job stands. Exit codes: those of `run`; 2 also for wrong arguments of the script.
+    """
+    target = {"module" if module else "script": command[0], "args": command[1:]}
+    launched = target | {"stage": stage, "deepspeed_config": deepspeed_config}
+    document = {"launch": launched, "name": name or _name_of(command[0])}
+    unused = {"--master_port": master_port, "--master_addr": master_addr}
+    limits = _workers_of(workers, num_gpus, num_nodes, unused)
+    from rayzero.orchestrator.cli.run import run_with_console
+
+    return run_with_console(lambda: _make_spec(document, limits, overrides), address, as_json)
+
+
+def _workers_of(
+    workers: str | None, num_gpus: int | None, num_nodes: int | None, unused: dict[str, Any]
+) -> tuple[str | None, dict[str, Any]]:
+    """The number of workers, and what each has, from our flags and those of deepspeed's."""
+    if num_nodes not in (None, 1):
+        raise ConfigError(
+            f"--num_nodes {num_nodes}: Ray decides where workers run",
+            fix="--workers, with the number of workers on all nodes together",
+        )
+    for flag, value in unused.items():
+        if value is not None:
+            print(f"{flag} {value} is not used: the job chooses its own", file=sys.stderr)
+    if num_gpus is None:
+        return workers, {}
+    if workers is not None:
+        raise ConfigError(
+            "--num_gpus and --workers are both given", fix="--workers, and --set workers.gpus=1"
+        )
+    return str(num_gpus), {"gpus": 1}
+
+
+def _make_spec(
+    document: dict[str, Any], limits: tuple[str | None, dict[str, Any]], overrides: list[str] | None
+) -> JobSpec:
+    from rayzero.orchestrator.job_file import make_spec, parse_worker_limits
+
+    launched = document["launch"]
+    for key in ("script", "deepspeed_config"):
+        file = launched.get(key)
+        if file is not None and not Path(file).exists():
+            raise ConfigError(f"there is no file {file!r}", "a path from here", f"{key} of launch")
+    number, resources = limits
+    if number is not None:
+        least, most = parse_worker_limits(number)
+        document["workers"] = {**resources, "min": least, "max": most}
+    return make_spec(document, "rayzero launch", Path(), overrides or ())
+
+
+def _name_of(target: str) -> str:
+    """A job's name from a script's path or a module's name."""
+    stem = target.rpartition(".")[2] if not target.endswith(".py") else Path(target).stem
+    if stem == "__main__":
+        stem = Path(target).resolve().parent.name
+    return re.sub(r"[^A-Za-z0-9._-]", "-", Path(stem).name).lstrip("._-")[:63] or "script"

@@ -1,0 +1,84 @@
+"""Sections of the job file: what all have in common, `launch:` and `metrics:`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+
+class SpecSection(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _refuse_nul(cls, value: Any) -> Any:
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError("must not contain a NUL character")
+        return value
+
+
+class LaunchSpec(SpecSection):
+    """A script, or a module, that every worker runs as `__main__`."""
+
+    script: str | None = Field(
+        default=None, description="path of the script, from the working directory"
+    )
+    module: str | None = Field(
+        default=None, description="module that is run instead of a script, as by `python -m`"
+    )
+    args: list[str] = Field(default_factory=list, description="its arguments, sys.argv[1:]")
+    stage: int | None = Field(
+        default=None, ge=0, le=3, description="ZeRO stage, where the script has no config"
+    )
+    deepspeed_config: str | None = Field(
+        default=None, description="DeepSpeed config file, where the script has no config"
+    )
+
+    @field_validator("args", mode="before")
+    @classmethod
+    def _write_numbers(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        return [str(it) if type(it) in (int, float) else it for it in value]
+
+    @model_validator(mode="after")
+    def _check_target(self) -> LaunchSpec:
+        if bool(self.script) == bool(self.module):
+            raise ValueError("set either script or module")
+        return self
+
+
+class MetricsSpec(SpecSection):
+    """Metrics endpoint and metric files."""
+
+    port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="port of /metrics and /snapshot.json on the controller's machine; 0: any "
+        "free port, which is printed; default: no endpoint",
+    )
+    ports: int = Field(
+        default=1,
+        ge=1,
+        le=1000,
+        description="number of ports tried in turn, starting at `port`: as many as jobs share a "
+        "head node",
+    )
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="address to listen on; 0.0.0.0 for all interfaces, which a pod needs",
+    )
+    per_rank: bool = Field(
+        default=True,
+        description="16 metrics with a series for each rank: 1 MB a scrape at 1,000 ranks",
+    )
+    tensorboard: bool = Field(
+        default=False,
+        description="write TensorBoard event files to tensorboard/ in the job's folder",
+    )
+    jsonl: bool = Field(
+        default=False, description="write a line for each step to metrics.jsonl in the job's folder"
+    )

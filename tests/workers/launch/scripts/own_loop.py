@@ -1,0 +1,95 @@
+"""A DeepSpeed script with `training_data=`; one of its ranks is killed once.
+
+Writes what it sees to a folder: each step's samples, its process-wide state, its final weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import json
+import logging
+import os
+import pickle
+import signal
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+SAMPLES, BATCH, EPOCHS = 24, 4, 3
+
+
+class Rows(Dataset[tuple[torch.Tensor, int]]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(4, generator=generator, dtype=torch.float64), index
+
+
+def note(folder: Path, name: str, value: object) -> None:
+    with (folder / f"{name}-{os.environ['RANK']}").open("a") as file:
+        file.write(json.dumps(value) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kill-at", type=int, default=-1)
+    parser.add_argument("--exit", type=int, default=0)
+    args = deepspeed.add_config_arguments(parser).parse_args()
+    if args.exit:
+        sys.exit(args.exit)
+    dist.init_process_group("gloo")
+    logging.getLogger("script").addHandler(logging.NullHandler())
+    atexit.register(note, args.out, "exits", "atexit")
+    folder = os.getcwd()
+    os.chdir("/")
+    note(
+        args.out,
+        "entries",
+        {
+            "name": __name__,
+            "file": __file__,
+            "path": sys.path[0],
+            "argv": sys.argv[1:3],
+            "handlers": len(logging.getLogger("script").handlers),
+            "folder": folder,
+            "left": os.environ.get("LEFT_BY_SCRIPT"),
+            "pickled": type(pickle.loads(pickle.dumps(Rows()))) is Rows,
+            "random": torch.rand(()).item(),
+        },
+    )
+    os.environ["LEFT_BY_SCRIPT"] = "1"
+    torch.manual_seed(1)
+    engine, _, loader, _ = deepspeed.initialize(
+        args=args,
+        model=nn.Linear(4, 1).double(),
+        training_data=Rows(),
+        config={
+            "train_batch_size": BATCH,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 2},
+        },
+    )
+    for _ in range(EPOCHS):
+        for rows, indices in loader:
+            if (engine.global_steps, engine.global_rank) == (args.kill_at, 1):
+                (args.out / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            engine.backward(engine(rows).pow(2).mean())
+            engine.step()
+            note(args.out, "steps", [engine.global_steps, indices.tolist()])
+    weights = [value.tolist() for value in engine.module.state_dict().values()]
+    note(args.out, "weights", weights)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

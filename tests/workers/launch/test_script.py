@@ -1,0 +1,104 @@
+"""Scripts that workers run as `__main__`: how they are entered, left, and entered again."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayzero.orchestrator.spec_sections import LaunchSpec
+from rayzero.workers.messages import SCRIPT_ENTRYPOINT, Crashed, LogLine, MirrorPolicy
+from tests.workers.local_controller import LocalController
+from tests.workers.local_workers import LocalWorkers
+from tests.workers.support import setup
+
+pytestmark = pytest.mark.slow
+SCRIPTS = Path(__file__).parent / "scripts"
+SAMPLES, EPOCHS = 24, 3  # of own_loop.py
+
+
+def make_workers(folder: Path, name: str, *args: str, count: int = 2) -> LocalWorkers:
+    launch = LaunchSpec(script=str(SCRIPTS / name), args=[*args])
+    return LocalWorkers(
+        setup(
+            entrypoint=SCRIPT_ENTRYPOINT,
+            args=launch.model_dump(),
+            steps=None,
+            engine_config=None,
+            output_dir=str(folder),
+            working_dir=str(Path.cwd()),
+            mirror=MirrorPolicy(replicas=1, every_steps=1),
+        ),
+        count,
+    )
+
+
+def run(folder: Path, name: str, *args: str) -> LocalController:
+    """Runs a script on two workers to its end; repairs with what is left."""
+    folder.mkdir()
+    local = make_workers(folder, name, "--out", str(folder), *args)
+    try:
+        controller = LocalController(local)
+        controller.run(120)
+        assert controller.wrong == []
+    finally:
+        local.close()
+    return controller
+
+
+def read(folder: Path, name: str) -> list[Any]:
+    lines: list[Any] = []
+    for path in sorted(folder.glob(f"{name}-*")):
+        lines += map(json.loads, path.read_text().splitlines())
+    return lines
+
+
+def test_killed_script_goes_on_at_its_step(tmp_path: Path):
+    run(tmp_path / "plain", "own_loop.py")
+    run(tmp_path / "killed", "own_loop.py", "--kill-at", "8")
+    assert (tmp_path / "killed" / "killed").exists()
+    plain, killed = (read(tmp_path / name, "weights") for name in ("plain", "killed"))
+    assert plain[0] == plain[1]
+    for one, other in zip(plain[0], killed[0], strict=True):
+        assert one == [pytest.approx(row, abs=1e-12) for row in other]
+    # No finished step is done again, and every sample is used once an epoch.
+    steps = read(tmp_path / "killed", "steps")
+    of_rank_0 = [json.loads(it)[0] for it in (tmp_path / "killed/steps-0").read_text().splitlines()]
+    assert of_rank_0 == list(range(1, 19))
+    used = Counter(index for _, indices in steps for index in indices)
+    assert used == dict.fromkeys(range(SAMPLES), EPOCHS)
+    first, second = read(tmp_path / "killed", "entries")[:2]
+    assert first == second  # the survivor's: nothing of the first entry is left
+    own = SCRIPTS / "own_loop.py"
+    assert (first["name"], first["file"], first["path"]) == ("__main__", str(own), str(SCRIPTS))
+    assert first["handlers"] == 1
+    assert first["pickled"]
+    assert first["left"] is None
+    assert read(tmp_path / "killed", "exits") == ["atexit"]
+
+
+def test_exit_codes_and_wrong_arguments_are_told_with_their_place(tmp_path: Path):
+    local = make_workers(tmp_path, "own_loop.py", count=1)
+    try:
+        local.form(1, [0])
+        end = local.wait_end(0, 1)
+        assert isinstance(end, Crashed)
+        assert (end.kind, end.traceback) == ("entrypoint", "")
+        assert "own_loop.py: wrong arguments" in end.error
+        assert "in main" in end.error
+        assert any("required: --out" in it.text for it in local.seen[0] if isinstance(it, LogLine))
+    finally:
+        local.close()
+    local = make_workers(tmp_path, "own_loop.py", "--out", str(tmp_path), "--exit", "7", count=1)
+    try:
+        local.form(1, [0])
+        end = local.wait_end(0, 1)
+        assert isinstance(end, Crashed)
+        assert end.kind == "user"
+        assert "called sys.exit(7) at " in end.error
+        assert "own_loop.py:" in end.error
+    finally:
+        local.close()

@@ -1,0 +1,148 @@
+"""What a script changes in its process, outside its own module; undone before it runs again. The
+worker's process group in place of the script's: a script makes and destroys none."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from rayzero.engine.session import current_session
+
+
+class ProcessState:
+    """The state of a process before a script was first entered. Used by the training thread.
+
+    It holds the environment, the working directory, torch's, NumPy's and Python's random-number
+    generators. Between `watch` and `leave` it also records the exit functions and the handlers of
+    loggers that the script adds; not those that a module adds while it is imported, since a module
+    is imported once.
+    """
+
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        self._folder = os.getcwd()
+        self._rng = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        self._functions: list[Callable[[], object]] = []
+        self._handlers: list[tuple[logging.Logger, logging.Handler]] = []
+        self._register, self._add_handler = atexit.register, logging.Logger.addHandler
+
+    def restore(self) -> None:
+        """Sets what the script may have changed. The rank's variables stay those of its group."""
+        own = {name: value for name, value in os.environ.items() if name in _GROUP_VARIABLES}
+        for name in os.environ.keys() - self._environment.keys() - own.keys():
+            del os.environ[name]
+        os.environ.update(self._environment | own)
+        os.chdir(self._folder)
+        torch.set_rng_state(self._rng[0])
+        random.setstate(self._rng[1])
+        np.random.set_state(self._rng[2])
+        _reset_libraries()
+
+    def watch(self) -> None:
+        """From now on, records. Ends with `leave`."""
+
+        def register(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            if _is_called_by_script(sys._getframe(1)):
+                self._functions.append(lambda: function(*args, **options))
+                return function
+            return self._register(function, *args, **options)
+
+        def add_handler(logger: logging.Logger, handler: logging.Handler) -> None:
+            if handler not in logger.handlers and _is_called_by_script(sys._getframe(1)):
+                self._handlers.append((logger, handler))
+            self._add_handler(logger, handler)
+
+        atexit.register = register  # type: ignore[assignment]
+        logging.Logger.addHandler = add_handler  # type: ignore[method-assign,assignment]
+
+    def leave(self, *, finished: bool) -> None:
+        """Removes the handlers; calls the exit functions, the last one first, if the script has
+        come to its end, and forgets them otherwise: it will add them again."""
+        atexit.register = self._register
+        logging.Logger.addHandler = self._add_handler  # type: ignore[method-assign]
+        functions, self._functions = self._functions[::-1], []
+        for function in functions if finished else ():
+            with suppress(Exception):  # as at the end of a process, where it is only printed
+                function()
+        for logger, handler in self._handlers:
+            logger.removeHandler(handler)
+        self._handlers.clear()
+
+
+_GROUP_VARIABLES = frozenset(
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+)
+
+
+def _is_called_by_script(frame: FrameType | None) -> bool:
+    """Whether the script calls it, directly or not, and no import is between them."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return False
+        if frame.f_globals.get("__name__") == "__main__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _reset_libraries() -> None:
+    """Accelerate's singletons, and transformers' reference to a DeepSpeed config, of the entry
+    before: they hold its model, device and process group."""
+    if (states := sys.modules.get("accelerate.state")) is not None:
+        states.AcceleratorState._reset_state(reset_partial_state=True)
+        states.GradientState._reset_state()
+    if (deepspeed := sys.modules.get("transformers.integrations.deepspeed")) is not None:
+        deepspeed.unset_hf_deepspeed_config()
+
+
+@contextmanager
+def own_process_group() -> Iterator[None]:
+    """Within it `init_process_group` of the calling thread takes the worker's default group, and
+    `destroy_process_group` leaves that alone; both are as ever for other threads, of which one
+    joins the group, and for groups of the script's own.
+
+    Lifetime: entered and left by the training thread, once a generation. The joining thread may
+    have begun before, and calls what it finds: both versions do the same for it.
+    """
+    begin, end = c10d.init_process_group, c10d.destroy_process_group
+    homes = (dist, c10d)
+    for home in homes:
+        _replace(home, _begin_once(begin), _end_only_own(end))
+    try:
+        yield
+    finally:
+        for home in homes:
+            _replace(home, begin, end)
+
+
+def _replace(home: Any, begin: Callable[..., Any], end: Callable[..., Any]) -> None:
+    home.init_process_group, home.destroy_process_group = begin, end
+
+
+def _begin_once(begin: Callable[..., Any]) -> Callable[..., Any]:
+    def init_process_group(*args: Any, **options: Any) -> Any:
+        if current_session() is None or not dist.is_initialized():
+            return begin(*args, **options)
+        return None  # `is_initialized` has waited for the worker's
+
+    return init_process_group
+
+
+def _end_only_own(end: Callable[..., Any]) -> Callable[..., Any]:
+    def destroy_process_group(group: Any = None) -> None:
+        if current_session() is None or group not in (None, dist.group.WORLD):
+            end(group)
+
+    return destroy_process_group

@@ -1,0 +1,177 @@
+"""`run_script`: the training function of a job with `launch:`, which runs a script as `__main__`.
+
+A worker's generations enter the script one after another in one process. Each gets a fresh
+`__main__` (runpy's), the process-wide state of the first entry (`ProcessState`), the worker's
+process group instead of one of its own, and `import deepspeed` as rayzero's.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.session import current_session
+from rayzero.workers.entrypoint import EntryPointError
+from rayzero.workers.launch.process_state import ProcessState, own_process_group
+from rayzero.workers.session import Context, JobSession
+
+_PRELOADED = frozenset({"transformers", "accelerate", "peft", "trl", "lightning", "deepspeed"})
+"""Imported before a worker joins its first generation, where it would make its peers wait."""
+_FIX = "`rayzero launch SCRIPT`, or `launch:` in the job file"
+_states: list[ProcessState] = []
+"""The process's, as it was before the script was first entered."""
+
+
+class ScriptExitError(Exception):
+    """The script called `sys.exit` with a code other than 0."""
+
+
+def run_script(ctx: Context) -> None:
+    """Runs the script once, to its end.
+
+    Args:
+        ctx: `args` are the fields of `launch:`: script or module, args, stage, deepspeed_config.
+
+    Raises:
+        EntryPointError: there is no such script or module; or its arguments are wrong.
+        ScriptExitError: it called `sys.exit(n)`.
+    """
+    if not _states:
+        _states.append(ProcessState())
+    state, session = _states[0], current_session()
+    if not isinstance(session, JobSession):
+        raise EntryPointError("a script can only be launched in a job", fix=_FIX)
+    state.restore()
+    _apply_settings(ctx.args, session)
+    _import_deepspeed()
+    _tell_start(ctx, session)
+    target = ctx.args["module"] or ctx.args["script"]
+    finished = False
+    try:
+        with own_process_group(), _program(ctx.args, target):
+            state.watch()
+            _execute(ctx.args, target)
+        finished = True
+    except SystemExit as exited:
+        _check_exit(exited, target)
+        finished = True
+    finally:
+        state.leave(finished=finished)
+
+
+def preload(args: dict[str, Any]) -> None:
+    """Imports what the script imports of large libraries at its top, in a process that waits for
+    its first generation. Errors are left to the script."""
+    if args.get("script") is None:
+        return
+    _import_deepspeed()
+    with suppress(OSError, SyntaxError, ValueError):
+        tree = ast.parse(Path(args["script"]).read_text())
+        wanted = [node for node in tree.body if _imported_package(node) in _PRELOADED]
+        for node in wanted:
+            with suppress(Exception):
+                code = compile(ast.Module([node], []), args["script"], "exec")
+                exec(code, {"__name__": "rayzero.preload"})
+
+
+def _imported_package(node: ast.stmt) -> str:
+    if isinstance(node, ast.ImportFrom):
+        return (node.module or "").partition(".")[0] if not node.level else ""
+    return node.names[0].name.partition(".")[0] if isinstance(node, ast.Import) else ""
+
+
+def _import_deepspeed() -> None:
+    from importlib import import_module  # rayzero.deepspeed is not below this layer
+
+    import_module("rayzero.deepspeed.install").install()
+
+
+def _apply_settings(args: dict[str, Any], session: JobSession) -> None:
+    """The stage and the config of the command line, where `initialize` and Accelerate look for
+    them if the script names none."""
+    stage, file = args["stage"], args["deepspeed_config"]
+    if stage is None and file is None:
+        return
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    config: dict[str, Any] = {}
+    if file is not None:
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = file
+        try:
+            config = json.loads(Path(file).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--deepspeed_config {file}: {error}", "a JSON file") from None
+    if stage is not None:
+        os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(stage)
+        config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
+    session.engine_config = session.engine_config or config
+
+
+def _tell_start(ctx: Context, session: JobSession) -> None:
+    step = session.restored_step
+    if ctx.is_main and step:
+        print(
+            f"rayzero: the script is entered again, with {step} finished steps. `initialize`, "
+            "Trainer and Accelerator.prepare continue there, and so do their data loaders; a loop "
+            "over a DataLoader of the script's own must skip what engine.global_steps says",
+            flush=True,
+        )
+
+
+@contextmanager
+def _program(args: dict[str, Any], target: str) -> Iterator[None]:
+    """`sys.argv` and `sys.path` as python itself would set them for the script."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [target, *args["args"]]
+    first = os.getcwd() if args["module"] else str(Path(target).resolve().parent)
+    sys.path.insert(0, first)
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def _execute(args: dict[str, Any], target: str) -> None:
+    if args["module"]:
+        try:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        except ImportError as error:
+            if error.__traceback__ is None or not _is_runpys(error):
+                raise
+            raise EntryPointError(f"-m {target}: {error}", "a module", _FIX) from None
+        return
+    if not Path(target).exists():
+        raise EntryPointError(
+            f"there is no script {target} in {os.getcwd()} on this node",
+            allowed="a file that is on every node, at the same path",
+            fix=_FIX,
+        )
+    runpy.run_path(str(Path(target).resolve()), run_name="__main__")  # python's `__file__`, too
+
+
+def _is_runpys(error: BaseException) -> bool:
+    """Whether runpy itself raised it: it found no such module."""
+    return traceback.extract_tb(error.__traceback__)[-1].filename == "<frozen runpy>"
+
+
+def _check_exit(exited: SystemExit, target: str) -> None:
+    """Returns for an exit of success. Raises what the exit says, with its place."""
+    if exited.code in (None, 0):
+        return
+    frames = traceback.extract_tb(exited.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith(("<frozen", sys.prefix))]
+    own = [frame for frame in users if "/argparse.py" not in frame.filename]
+    own = [frame for frame in own if Path(frame.filename).parent != Path(__file__).parent]
+    place = f" at {own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
+    if any(frame.filename.endswith("/argparse.py") for frame in frames):
+        seen = exited.__context__ or "see its usage above"
+        raise EntryPointError(f"{target}: wrong arguments ({seen}){place}", fix=_FIX) from None
+    raise ScriptExitError(f"{target} called sys.exit({exited.code!r}){place}") from None
