@@ -114,10 +114,10 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; its inputs are cast to the precision of the weights."""
         self._step.meter.enter_phase("forward")
-        precision = self._runtime.precision
-        cast = precision.cast_inputs
-        with self._step.meter.step_work.track_forward((args, kwargs)), precision.forward_context():
-            return self.module(*cast(args), **cast(kwargs))
+        context = self._runtime.precision.forward_context()
+        args, kwargs = self._step.forward_inputs(self.module, args, kwargs)
+        with self._step.meter.step_work.track_forward((args, kwargs)), context:
+            return self.module(*args, **kwargs)
 
     forward = __call__
 

@@ -16,10 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rayzero.engine.data.curriculum import ScheduledInputs
 from rayzero.engine.errors import EngineError
 from rayzero.engine.metrics import StepMeter
 from rayzero.engine.optim.build import NoOptimizer, no_optimizer_error
@@ -134,11 +136,20 @@ class TrainingStep:
 
     def __post_init__(self) -> None:
         self._progress = self.state.progress
+        self.scheduled_inputs = ScheduledInputs(self.settings.config, self._progress)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.settings.device)
 
     @property
     def loss_scale(self) -> float:
         return self.runtime.precision.scaler.value
+
+    def forward_inputs(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The model's inputs, as the config's schedules and its precision change them."""
+        args, kwargs = self.scheduled_inputs.apply(model, args, kwargs)
+        cast = self.runtime.precision.cast_inputs
+        return cast(args), cast(kwargs)
 
     @property
     def is_boundary(self) -> bool:

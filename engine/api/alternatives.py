@@ -20,7 +20,7 @@ _ENGINE_NAMES = {
         "get_deepspeed_compile_backend register_compile_pass uses_parallelization_pass_only"
     ),
     "engine.metrics: loss, norm, seconds, bytes and traffic of the last step": (
-        "timers tput_timer engine_timers get_wall_clock_timers monitor summary_events "
+        "timers tput_timer engine_timers get_wall_clock_timers summary_events "
         "flops_profiler print_forward_breakdown flops_profiler_detailed "
         "flops_profiler_module_depth flops_profiler_output_file flops_profiler_profile_step "
         "flops_profiler_recompute_fwd_factor flops_profiler_top_modules"
@@ -39,9 +39,7 @@ _ENGINE_NAMES = {
     "engine.save_checkpoint and engine.load_checkpoint": (
         "checkpoint_engine checkpoint_writer_enabled load_moe_state_dict"
     ),
-    "a dataset that orders its samples": (
-        "random_ltd_initialize set_custom_curriculum_learning_schedule"
-    ),
+    "rayzero.engine.api.scheduled.convert_to_random_ltd": "random_ltd_initialize",
     "nothing: all ranks are data parallel": "autotp_size tensor_parallel_config",
     "engine.optimizer_name() and engine.optimizer_params()": (
         "get_optimizer_configuration get_type optimizer_legacy_fusion"

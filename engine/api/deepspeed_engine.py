@@ -22,6 +22,7 @@ from rayzero.engine.api.config_getters import ConfigGetters, getter
 from rayzero.engine.api.fixed_names import FixedNames
 from rayzero.engine.api.model_export import ModelExport
 from rayzero.engine.api.optimizer_view import view_optimizer
+from rayzero.engine.api.scheduled import ScheduleMethods
 from rayzero.engine.config import BatchSizes
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError, EngineError
@@ -29,7 +30,7 @@ from rayzero.engine.state.load import LoadOptions
 from rayzero.engine.training_step import Boundary
 
 
-class DeepSpeedEngine(ConfigGetters, FixedNames, ModelExport, CompileMethods):
+class DeepSpeedEngine(ConfigGetters, FixedNames, ModelExport, CompileMethods, ScheduleMethods):
     """What `rayzero.initialize` returns."""
 
     def __getattr__(self, name: str) -> Any:

@@ -9,6 +9,11 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator
 
 from rayzero.engine.config.compile import CompileConfig
+from rayzero.engine.config.data_efficiency import (
+    CurriculumConfig,
+    DataEfficiencyConfig,
+    LayerDropConfig,
+)
 from rayzero.engine.config.fields import (
     ConfigSection,
     DtypeName,
@@ -194,6 +199,9 @@ class EngineConfig(UnsupportedKeys):
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
     wandb: WandbConfig = WandbConfig()
     comet: CometConfig = CometConfig()
+    curriculum_learning: CurriculumConfig = CurriculumConfig()
+    progressive_layer_drop: LayerDropConfig = LayerDropConfig()
+    data_efficiency: DataEfficiencyConfig = DataEfficiencyConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     aio: AioConfig = AioConfig()
     rayzero: RayzeroConfig = RayzeroConfig()

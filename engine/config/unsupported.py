@@ -21,7 +21,6 @@ _checkpoint_writer = partial(
     reason="checkpoints are always written in the background",
     alternative="checkpoint in the job file",
 )
-_data_order = partial(_refused_section, alternative="a dataset in the order you want")
 
 
 def _is_enabled_by_default(value: Any) -> bool:
@@ -107,8 +106,6 @@ class UnsupportedKeys(ConfigSection):
         alternative="a torch DataLoader of your own",
         group="data",
     )
-    data_efficiency: Any = _data_order("samples are selected, tokens dropped")
-    curriculum_learning: Any = _data_order("easy samples first", _REMOVED)
     hybrid_engine: Any = _refused_section(
         "an engine that trains and generates",
         alternative="an engine for inference, with the weights",
@@ -125,9 +122,6 @@ class UnsupportedKeys(ConfigSection):
     )
     quantize_training: Any = _model_compression("weights are quantized step by step")
     eigenvalue: Any = _refused_section("curvature for quantize_training", _REMOVED)
-    progressive_layer_drop: Any = _refused_section(
-        "layers are skipped at random", _REMOVED, alternative="stochastic depth in the model"
-    )
     sparse_attention: Any = refused(
         None,
         "attention kernels with block patterns",

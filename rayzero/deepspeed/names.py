@@ -162,6 +162,9 @@ WORKS: Mapping[str, Mapping[str, str]] = {
         f"{_HERE}.constant_values": "ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN",
         f"{_HERE}.typed_config": "ValidationMode",
     },
+    "runtime.data_pipeline": {},
+    "runtime.data_pipeline.data_routing": {},
+    "runtime.data_pipeline.data_routing.helper": {f"{_API}.scheduled": "convert_to_random_ltd"},
     "runtime.dataloader": {
         f"{_HERE}.utils": "RepeatingLoader",
         "rayzero.engine.data.loader": "DeepSpeedDataLoader=StepLoader",

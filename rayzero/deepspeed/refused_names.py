@@ -122,7 +122,7 @@ REFUSED_PACKAGES: Mapping[str, str] = {
     "moe.experts": _EXPERTS,
     "moe.mappings": _EXPERTS,
     "moe.sharded_moe": _EXPERTS,
-    "monitor": "engine.metrics",
+    "monitor": "the config's sections tensorboard, csv_monitor, wandb, comet; engine.monitor",
     "nebula": "engine.save_checkpoint",
     "ops.aio": _KERNELS,
     "ops.fp_quantizer": _KERNELS,

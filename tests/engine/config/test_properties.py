@@ -47,6 +47,16 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "rayzero.reduce_each_micro_step": st.sampled_from([True, "true", 1]),
     "data_types.grad_accum_dtype": st.sampled_from(["fp32", "float32", "bf16", "bfloat16"]),
     "rayzero.overlap_weight_gather": st.sampled_from([False, "False", 0]),
+    "gradient_allreduce_op": st.sampled_from(["mean", "MEAN"]),
+    "bf16.bf16_master_weights_and_grads": st.just(False),
+    "bf16.bf16_optimizer_states": st.just(False),
+    "curriculum_learning.enabled": st.just(False),
+    "curriculum_learning.schedule_config.difficulty": st.lists(WHOLE, max_size=3),
+    "curriculum_learning.schedule_config.max_step": st.lists(WHOLE, max_size=3),
+    "data_efficiency.enabled": st.just(False),
+    "data_efficiency.data_routing.random_ltd.random_ltd_layer_id": st.lists(WHOLE, max_size=3),
+    "progressive_layer_drop.theta": SHARE,
+    "comet.mode": st.sampled_from(["get", "create", "get_or_create"]),
 }
 RATE = st.floats(0, 1) | st.floats(1e-9, 1).map(str) | st.integers(0, 1)
 # Options common to all optimizers; tests/engine/optim tests specific options.

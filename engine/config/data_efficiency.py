@@ -1,0 +1,184 @@
+"""Sections whose effect follows from the step: curriculum, progressive layer drop, random-LTD."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from rayzero.engine.config.fields import (
+    ConfigSection,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitFraction,
+)
+from rayzero.engine.config.keys import implemented, is_enabled, no_op, refused
+
+_CustomName = Annotated[
+    Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"],
+    BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
+]
+
+
+class CurriculumScheduleConfig(ConfigSection):
+    """How the difficulty grows; which keys apply depends on `schedule_type`."""
+
+    total_curriculum_step: PositiveInt | None = implemented(
+        None, "fixed_linear, fixed_root: steps until the highest difficulty"
+    )
+    difficulty_step: PositiveInt = implemented(
+        8, "fixed_linear, fixed_root: difficulties are multiples of it"
+    )
+    root_degree: PositiveFloat = implemented(2.0, "fixed_root: 2 for the square root")
+    difficulty: tuple[PositiveInt, ...] = implemented((), "fixed_discrete: the difficulties")
+    max_step: tuple[PositiveInt, ...] = implemented(
+        (), "fixed_discrete: the last step of each difficulty but the last"
+    )
+
+
+class CurriculumConfig(ConfigSection):
+    """DeepSpeed's curriculum of older versions: short sequences first."""
+
+    enabled: bool = implemented(
+        False,
+        "sequences are cut to a length that grows by step: forward gets it as curriculum_seqlen, "
+        "or, where it has no such argument, tensors that are cut in dimension 1",
+        group="curriculum and dropped layers",
+    )
+    curriculum_type: Literal["seqlen"] = implemented("seqlen", "what a difficulty is: a length")
+    min_difficulty: PositiveInt | None = implemented(None, "the first length")
+    max_difficulty: PositiveInt | None = implemented(None, "the last length")
+    schedule_type: _CustomName = implemented(
+        "fixed_linear",
+        "fixed_linear, fixed_root, fixed_discrete, or custom: a function of the step, see "
+        "engine.set_custom_curriculum_learning_schedule",
+    )
+    schedule_config: CurriculumScheduleConfig = CurriculumScheduleConfig()
+
+
+class LayerDropConfig(ConfigSection):
+    """Progressive layer drop (Zhang and He, 2020), of older versions of DeepSpeed."""
+
+    enabled: bool = implemented(
+        False,
+        "forward gets progressive_layer_drop=True and pld_theta, the probability of keeping a "
+        "layer, (1 - theta) exp(-gamma step) + theta; the model drops its layers",
+    )
+    theta: UnitFraction = implemented(1.0, "the probability at the end")
+    gamma: NonNegativeFloat = implemented(0.001, "how fast it falls")
+
+
+class TokenDropStepsConfig(ConfigSection):
+    """Steps of random-LTD's schedule."""
+
+    require_steps: PositiveInt | None = implemented(None, "steps until all tokens are kept")
+    seq_per_step: PositiveInt = implemented(8, "numbers of kept tokens are multiples of it")
+
+
+class TokenDropScheduleConfig(ConfigSection):
+    """How many tokens random-LTD keeps."""
+
+    min_value: PositiveInt | None = implemented(None, "kept tokens in the first step")
+    max_value: PositiveInt | None = implemented(None, "kept tokens in the end")
+    schedule_type: Literal["fixed_linear"] = implemented("fixed_linear", "the schedule")
+    schedule_config: TokenDropStepsConfig = TokenDropStepsConfig()
+
+
+class RandomLtdConfig(ConfigSection):
+    """Random layerwise token dropping (Yao et al., 2022)."""
+
+    enabled: bool = implemented(
+        False,
+        "middle layers, chosen by convert_to_random_ltd, train on a random part of the tokens "
+        "that grows by step; the others skip the layer",
+    )
+    total_layer_num: PositiveInt | None = no_op(
+        None, "layers of the model", "it only counts tokens for DeepSpeed's log"
+    )
+    random_ltd_layer_num: PositiveInt | None = implemented(
+        None, "number of layers that drop tokens; as many as random_ltd_layer_id has"
+    )
+    random_ltd_layer_id: tuple[NonNegativeInt, ...] = implemented(
+        (), "their numbers among the layers, in the model's order"
+    )
+    model_mask_name: str | None = implemented(
+        None, "the layer's argument with the attention mask, which is cut, too"
+    )
+    model_type: Literal["decoder", "encoder"] = implemented(
+        "decoder", "decoder: one triangular mask for all; encoder: a mask by sample"
+    )
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = implemented(
+        "batch_seq_dim", "dimensions of the hidden states"
+    )
+    random_ltd_schedule: TokenDropScheduleConfig = TokenDropScheduleConfig()
+    layer_token_lr_schedule: dict[str, Any] | None = refused(
+        None,
+        "a learning rate by dropped tokens",
+        "DeepSpeed does not implement it either",
+        is_active=is_enabled,
+    )
+
+
+class DataRoutingConfig(ConfigSection):
+    """Data routing."""
+
+    enabled: bool = implemented(False, "random_ltd applies")
+    random_ltd: RandomLtdConfig = RandomLtdConfig()
+
+
+class DataEfficiencyConfig(ConfigSection):
+    """DeepSpeed's data efficiency library."""
+
+    enabled: bool = implemented(False, "data_routing applies")
+    seed: int = no_op(1234, "the sampler's seed", "the job's seed determines the order of samples")
+    data_sampling: Any = refused(
+        None,
+        "samples are chosen by metrics of an analysed data set",
+        alternative="curriculum_learning for sequence lengths, or a dataset in the order you want",
+        is_active=is_enabled,
+    )
+    data_routing: DataRoutingConfig = DataRoutingConfig()
+
+    @property
+    def token_drop(self) -> RandomLtdConfig | None:
+        """Random-LTD's section if it applies."""
+        on = self.enabled and self.data_routing.enabled and self.data_routing.random_ltd.enabled
+        return self.data_routing.random_ltd if on else None
+
+
+def find_schedule_errors(
+    curriculum: CurriculumConfig, efficiency: DataEfficiencyConfig
+) -> Iterator[str]:
+    """A line for every key that a schedule needs and does not have."""
+    if curriculum.enabled:
+        needed = {name: getattr(curriculum, name) for name in ("min_difficulty", "max_difficulty")}
+        steps, kind = curriculum.schedule_config, curriculum.schedule_type
+        if kind in ("fixed_linear", "fixed_root"):
+            needed["schedule_config.total_curriculum_step"] = steps.total_curriculum_step
+        elif kind == "fixed_discrete" and len(steps.difficulty) != len(steps.max_step) + 1:
+            yield (
+                "curriculum_learning.schedule_config: difficulty must have one value more than "
+                "max_step"
+            )
+        yield from _missing("curriculum_learning", needed)
+    if (ltd := efficiency.token_drop) is not None:
+        schedule, path = ltd.random_ltd_schedule, "data_efficiency.data_routing.random_ltd"
+        needed = {
+            "random_ltd_schedule.min_value": schedule.min_value,
+            "random_ltd_schedule.max_value": schedule.max_value,
+            "random_ltd_schedule.schedule_config.require_steps": (
+                schedule.schedule_config.require_steps
+            ),
+        }
+        yield from _missing(path, needed)
+        if ltd.random_ltd_layer_num not in (None, len(ltd.random_ltd_layer_id)):
+            yield f"{path}.random_ltd_layer_num: the number of random_ltd_layer_id"
+
+
+def _missing(section: str, needed: dict[str, Any]) -> Iterator[str]:
+    for name, value in needed.items():
+        if value is None:
+            yield f"{section}.{name}: this key is required"

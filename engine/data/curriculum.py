@@ -1,0 +1,195 @@
+"""What a model's forward gets by the number of finished steps: curriculum, layer and token drop.
+
+Pure functions of the step, so a run continues them after a repair, a resize or from a checkpoint.
+Sources: curriculum by sequence length, Li et al. 2022; progressive layer drop, Zhang and He 2020;
+random layerwise token dropping, Yao et al. 2022.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rayzero.engine.config import EngineConfig
+from rayzero.engine.config.data_efficiency import (
+    CurriculumConfig,
+    LayerDropConfig,
+    RandomLtdConfig,
+)
+from rayzero.engine.data.sampling import TrainingProgress
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.tensor_tree import iter_tensors, map_tensors
+
+
+def difficulty(
+    config: CurriculumConfig, step: int, custom: Callable[[int], int] | None = None
+) -> int:
+    """The difficulty of a step, counted from 1. Raises ConfigError if the schedule is custom and
+    there is no function."""
+    schedule = config.schedule_config
+    low, high = config.min_difficulty or 1, config.max_difficulty or 1
+    if config.schedule_type == "custom":
+        if custom is None:
+            raise ConfigError(
+                "curriculum_learning.schedule_type is custom, and there is no function",
+                fix="engine.set_custom_curriculum_learning_schedule(function of the step)",
+            )
+        return int(custom(step))
+    if config.schedule_type == "fixed_discrete":
+        passed = sum(step > last for last in schedule.max_step)
+        return schedule.difficulty[passed]
+    degree = schedule.root_degree if config.schedule_type == "fixed_root" else 1.0
+    grown = (step / (schedule.total_curriculum_step or 1)) ** (1 / degree)
+    return _grow(low, high, grown, schedule.difficulty_step)
+
+
+def keep_probability(config: LayerDropConfig, step: int) -> float:
+    """Progressive layer drop's theta after `step` finished steps."""
+    return (1.0 - config.theta) * math.exp(-config.gamma * step) + config.theta
+
+
+def kept_tokens(config: RandomLtdConfig, step: int) -> int:
+    """Tokens that random-LTD keeps after `step` finished steps."""
+    schedule, steps = config.random_ltd_schedule, config.random_ltd_schedule.schedule_config
+    low, high = schedule.min_value or 1, schedule.max_value or 1
+    return _grow(low, high, step / (steps.require_steps or 1), steps.seq_per_step)
+
+
+def _grow(low: int, high: int, grown: float, multiple: int) -> int:
+    """A multiple between two bounds, at least the first at or above the lower one."""
+    value = math.floor(low + grown * (high - low))
+    return min(max(value - value % multiple, -(-low // multiple) * multiple), high)
+
+
+class ScheduledInputs:
+    """Adds to a model's inputs in training what the config's schedules say. `custom` is the
+    function of a custom curriculum. Used by the training thread."""
+
+    def __init__(self, config: EngineConfig, progress: TrainingProgress) -> None:
+        self._curriculum = config.curriculum_learning
+        self._layer_drop = config.progressive_layer_drop
+        self._progress = progress
+        self.custom: Callable[[int], int] | None = None
+
+    @property
+    def difficulty(self) -> int:
+        """The current step's."""
+        return difficulty(self._curriculum, self._progress.step + 1, self.custom)
+
+    @property
+    def keep_probability(self) -> float:
+        """The current step's."""
+        return keep_probability(self._layer_drop, self._progress.step)
+
+    def apply(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs of a forward."""
+        if not model.training:
+            return args, kwargs
+        if self._layer_drop.enabled:
+            kwargs = kwargs | {"progressive_layer_drop": True, "pld_theta": self.keep_probability}
+        if self._curriculum.enabled:
+            length = self.difficulty
+            if "curriculum_seqlen" in inspect.signature(model.forward).parameters:
+                return args, kwargs | {"curriculum_seqlen": length}
+            args, kwargs = _cut((args, kwargs), length)
+        return args, kwargs
+
+
+def _cut(inputs: Any, length: int) -> Any:
+    """Inputs with all tensors cut that are, in dimension 1, as long as the first one."""
+    longest = next((it.shape[1] for it in iter_tensors(inputs) if it.ndim > 1), 0)
+    if longest <= length:
+        return inputs
+    return map_tensors(
+        inputs, lambda it: it[:, :length] if it.ndim > 1 and it.shape[1] == longest else it
+    )
+
+
+class TokenDropLayer:
+    """Random-LTD's hooks on one layer: its input is cut to random tokens, in their order, and its
+    output is put back between those that skip it.
+
+    `count` tells how many tokens are kept now. The indices come from torch's generator, which is
+    part of the training state; a recomputed forward draws the same ones.
+    """
+
+    def __init__(self, layer: nn.Module, config: RandomLtdConfig, count: Callable[[], int]) -> None:
+        self._config, self._count = config, count
+        self._dim = 1 if config.hidden_state_order == "batch_seq_dim" else 0
+        self._skipped: tuple[Tensor, Tensor] | None = None  # hidden states, indices
+        self.handles = [
+            layer.register_forward_pre_hook(self._gather, with_kwargs=True),
+            layer.register_forward_hook(self._scatter),
+        ]
+
+    def _gather(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._skipped = None
+        hidden = args[0] if args else kwargs["hidden_states"]
+        length, kept = hidden.shape[self._dim], self._count()
+        if not layer.training or kept >= length:
+            return args, kwargs
+        batch = hidden.shape[1 - self._dim]
+        noise = torch.rand(batch, length, device=hidden.device)
+        index = noise.topk(kept, dim=1).indices.sort(dim=1).values
+        self._skipped = hidden, index
+        part = hidden.gather(self._dim, self._expanded(index, hidden))
+        if (name := self._config.model_mask_name) is not None and kwargs.get(name) is not None:
+            kwargs = kwargs | {name: self._cut_mask(kwargs[name], index)}
+        if args:
+            return (part, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": part}
+
+    def _scatter(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._skipped is None:
+            return output
+        (hidden, index), self._skipped = self._skipped, None
+        part = output[0] if isinstance(output, tuple) else output
+        whole = hidden.scatter(self._dim, self._expanded(index, hidden), part.to(hidden.dtype))
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+    def _expanded(self, index: Tensor, hidden: Tensor) -> Tensor:
+        index = index if self._dim else index.t()
+        return index.unsqueeze(-1).expand(*index.shape, hidden.shape[-1])
+
+    def _cut_mask(self, mask: Tensor, index: Tensor) -> Tensor:
+        """Of (..., length) or (..., length, length); an encoder's by the sample's own tokens."""
+        kept = index.shape[1]
+        if self._config.model_type == "decoder":
+            return mask[..., :kept, :kept]
+        for dim in range(2, mask.ndim):
+            if mask.shape[dim] > 1:
+                shape = [len(index)] + [1] * (mask.ndim - 1)
+                shape[dim] = kept
+                sizes = [*mask.shape]
+                sizes[0], sizes[dim] = len(index), kept
+                mask = mask.expand(len(index), *mask.shape[1:])
+                mask = mask.gather(dim, index.view(shape).expand(sizes))
+        return mask
+
+
+def drop_tokens(
+    model: nn.Module,
+    layer_type: type[nn.Module],
+    config: RandomLtdConfig,
+    progress: TrainingProgress,
+) -> list[TokenDropLayer]:
+    """Puts random-LTD's hooks on the layers of a type that the config numbers. Raises ConfigError
+    if the model has too few."""
+    layers = [module for module in model.modules() if isinstance(module, layer_type)]
+    if max(config.random_ltd_layer_id, default=-1) >= len(layers):
+        raise ConfigError(
+            f"random_ltd_layer_id is {list(config.random_ltd_layer_id)}, and the model has "
+            f"{len(layers)} layers of type {layer_type.__name__}",
+            allowed="numbers from 0",
+        )
+    return [
+        TokenDropLayer(layers[number], config, lambda: kept_tokens(config, progress.step))
+        for number in sorted(config.random_ltd_layer_id)
+    ]
