@@ -50,6 +50,84 @@ def _offload(engine: Engine, name: str) -> Any:
     return None if section.device == "none" else section
 
 
+GETTERS: dict[str, Callable[[Any], Any]] = {
+    "zero_optimization_stage": lambda engine: _config(engine).zero_optimization.stage,
+    "zero_optimization": lambda engine: _stage(engine).optimizer_state is Placement.SHARDED,
+    "zero_optimization_partition_gradients": lambda engine: (
+        _stage(engine).main_grads is Placement.SHARDED
+    ),
+    "zero_optimization_partition_weights": lambda engine: (
+        _stage(engine).model_weights is Placement.SHARDED
+    ),
+    "is_first_weights_partition_group": lambda engine: (
+        _stage(engine).model_weights is Placement.SHARDED
+    ),
+    "zero_multi_rank_bucket_allreduce": _at("zero_optimization.use_multi_rank_bucket_allreduce"),
+    "zero_hpz_partition_size": _at("zero_optimization.zero_hpz_partition_size"),
+    "zero_offload_optimizer": lambda engine: _offload(engine, "offload_optimizer"),
+    "zero_offload_param": lambda engine: _offload(engine, "offload_param"),
+    "zero_use_cpu_optimizer": lambda engine: bool(_offload(engine, "offload_optimizer")),
+    "zero_cpu_offload": lambda engine: (
+        _config(engine).zero_optimization.offload_optimizer.device == "cpu"
+    ),
+    "zero_nvme_offload_optimizer": lambda engine: (
+        _config(engine).zero_optimization.offload_optimizer.device == "nvme"
+    ),
+    "zero_partial_offload": _at("zero_optimization.offload_optimizer.ratio"),
+    "super_offload": _at("zero_optimization.offload_optimizer.super_offload"),
+    "cpuadam_cores_perc": _at("zero_optimization.offload_optimizer.cpuadam_cores_perc"),
+    "zenflow_config": _at("zero_optimization.zenflow"),
+    "is_sanity_checks_enabled": _at("zero_optimization.enable_sanity_checks"),
+    "zero_allow_untested_optimizer": _at("zero_allow_untested_optimizer"),
+    "zero_force_ds_cpu_optimizer": _at("zero_force_ds_cpu_optimizer"),
+    "gradient_clipping": lambda engine: _config(engine).gradient_clipping,
+    "gradient_predivide_factor": _at("gradient_predivide_factor"),
+    "postscale_gradients": lambda engine: not _config(engine).prescale_gradients,
+    "managed_gradient_accumulation": _at("managed_gradient_accumulation"),
+    "steps_per_print": lambda engine: _config(engine).steps_per_print,
+    "dump_state": _at("dump_state"),
+    "wall_clock_breakdown": _at("wall_clock_breakdown"),
+    "memory_breakdown": _at("memory_breakdown"),
+    "log_level": _at("log_level"),
+    "dataloader_drop_last": _at("dataloader_drop_last"),
+    "fp16_enabled": lambda engine: _config(engine).fp16.enabled,
+    "fp16_auto_cast": _at("fp16.auto_cast"),
+    "fp16_master_weights_and_gradients": _at("fp16.fp16_master_weights_and_grads"),
+    "bfloat16_enabled": lambda engine: _config(engine).bf16.enabled,
+    "bf16_master_weights_and_gradients": _at("bf16.bf16_master_weights_and_grads"),
+    "bf16_optimizer_states": _at("bf16.bf16_optimizer_states"),
+    "dynamic_loss_scale": lambda engine: _config(engine).fp16.loss_scale == 0,
+    "initial_dynamic_scale": lambda engine: 2 ** _config(engine).fp16.initial_scale_power,
+    "torch_autocast_enabled": lambda engine: _config(engine).torch_autocast.enabled,
+    "torch_autocast_lower_precision_safe_modules": _at(
+        "torch_autocast.lower_precision_safe_modules"
+    ),
+    "optimizer_name": lambda engine: getattr(_config(engine).optimizer, "type", None),
+    "optimizer_params": lambda engine: getattr(_config(engine).optimizer, "params", None),
+    "scheduler_name": lambda engine: getattr(_config(engine).scheduler, "type", None),
+    "scheduler_params": lambda engine: getattr(_config(engine).scheduler, "params", None),
+    "aio_config": _at("aio"),
+    "load_universal_checkpoint": _at("checkpoint.load_universal"),
+    "use_node_local_storage": _at("checkpoint.use_node_local_storage"),
+    "checkpoint_serialization_enabled": _at("checkpoint.checkpoint_serialization"),
+    "checkpoint_tag_validation_enabled": lambda engine: (
+        engine._config.checkpoint_tag_validation_enabled
+    ),
+    "checkpoint_tag_validation_fail": lambda engine: engine._config.checkpoint_tag_validation_fail,
+    "autotuning_enabled": _enabled("autotuning"),
+    "data_efficiency_enabled": _enabled("data_efficiency"),
+    "data_efficiency_config": _at("data_efficiency"),
+    "flops_profiler_enabled": _enabled("flops_profiler"),
+    "data_sampling_enabled": _enabled("data_efficiency.data_sampling"),
+    "data_sampling_config": _at("data_efficiency.data_sampling"),
+    "curriculum_learning_enabled": _enabled("data_efficiency.data_sampling.curriculum_learning"),
+    "curriculum_learning_config": _at("data_efficiency.data_sampling.curriculum_learning"),
+    "random_ltd_enabled": _enabled("data_efficiency.data_routing.random_ltd"),
+    "random_ltd_config": _at("data_efficiency.data_routing.random_ltd"),
+}
+"""{method of DeepSpeed's engine: its result}."""
+
+
 class ConfigGetters(Engine):
     """Part of `DeepSpeedEngine`. A size that is None is chosen by the engine."""
 
@@ -65,76 +143,6 @@ class ConfigGetters(Engine):
         """The config as nested dicts: the keys that were given, and always the batch sizes in
         effect and `zero_optimization.stage`."""
         return self._config._param_dict
-
-    zero_optimization_stage = getter(lambda engine: _config(engine).zero_optimization.stage)
-    zero_optimization = getter(lambda engine: _stage(engine).optimizer_state is Placement.SHARDED)
-    zero_optimization_partition_gradients = getter(
-        lambda engine: _stage(engine).main_grads is Placement.SHARDED
-    )
-    zero_optimization_partition_weights = getter(
-        lambda engine: _stage(engine).model_weights is Placement.SHARDED
-    )
-    is_first_weights_partition_group = zero_optimization_partition_weights
-    zero_multi_rank_bucket_allreduce = _at("zero_optimization.use_multi_rank_bucket_allreduce")
-    zero_hpz_partition_size = _at("zero_optimization.zero_hpz_partition_size")
-    zero_offload_optimizer = getter(lambda engine: _offload(engine, "offload_optimizer"))
-    zero_offload_param = getter(lambda engine: _offload(engine, "offload_param"))
-    zero_use_cpu_optimizer = getter(lambda engine: bool(_offload(engine, "offload_optimizer")))
-    zero_cpu_offload = zero_use_cpu_optimizer
-    zero_nvme_offload_optimizer = getter(
-        lambda engine: _config(engine).zero_optimization.offload_optimizer.device == "nvme"
-    )
-    zero_partial_offload = _at("zero_optimization.offload_optimizer.ratio")
-    super_offload = _at("zero_optimization.offload_optimizer.super_offload")
-    cpuadam_cores_perc = _at("zero_optimization.offload_optimizer.cpuadam_cores_perc")
-    zenflow_config = _at("zero_optimization.zenflow")
-    is_sanity_checks_enabled = _at("zero_optimization.enable_sanity_checks")
-    zero_allow_untested_optimizer = _at("zero_allow_untested_optimizer")
-    zero_force_ds_cpu_optimizer = _at("zero_force_ds_cpu_optimizer")
-    gradient_clipping = getter(lambda engine: _config(engine).gradient_clipping)
-    gradient_predivide_factor = _at("gradient_predivide_factor")
-    postscale_gradients = getter(lambda engine: not _config(engine).prescale_gradients)
-    managed_gradient_accumulation = _at("managed_gradient_accumulation")
-    steps_per_print = getter(lambda engine: _config(engine).steps_per_print)
-    dump_state = _at("dump_state")
-    wall_clock_breakdown = _at("wall_clock_breakdown")
-    memory_breakdown = _at("memory_breakdown")
-    log_level = _at("log_level")
-    dataloader_drop_last = _at("dataloader_drop_last")
-    fp16_enabled = getter(lambda engine: _config(engine).fp16.enabled)
-    fp16_auto_cast = _at("fp16.auto_cast")
-    fp16_master_weights_and_gradients = _at("fp16.fp16_master_weights_and_grads")
-    bfloat16_enabled = getter(lambda engine: _config(engine).bf16.enabled)
-    bf16_master_weights_and_gradients = _at("bf16.bf16_master_weights_and_grads")
-    bf16_optimizer_states = _at("bf16.bf16_optimizer_states")
-    dynamic_loss_scale = getter(lambda engine: _config(engine).fp16.loss_scale == 0)
-    initial_dynamic_scale = getter(lambda engine: 2 ** _config(engine).fp16.initial_scale_power)
-    torch_autocast_enabled = getter(lambda engine: _config(engine).torch_autocast.enabled)
-    torch_autocast_lower_precision_safe_modules = _at("torch_autocast.lower_precision_safe_modules")
-    optimizer_name = getter(lambda engine: getattr(_config(engine).optimizer, "type", None))
-    optimizer_params = getter(lambda engine: getattr(_config(engine).optimizer, "params", None))
-    scheduler_name = getter(lambda engine: getattr(_config(engine).scheduler, "type", None))
-    scheduler_params = getter(lambda engine: getattr(_config(engine).scheduler, "params", None))
-    aio_config = _at("aio")
-    load_universal_checkpoint = _at("checkpoint.load_universal")
-    use_node_local_storage = _at("checkpoint.use_node_local_storage")
-    checkpoint_serialization_enabled = _at("checkpoint.checkpoint_serialization")
-    checkpoint_tag_validation_enabled = getter(
-        lambda engine: engine._config.checkpoint_tag_validation_enabled  # type: ignore[attr-defined]
-    )
-    checkpoint_tag_validation_fail = getter(
-        lambda engine: engine._config.checkpoint_tag_validation_fail  # type: ignore[attr-defined]
-    )
-    autotuning_enabled = _enabled("autotuning")
-    data_efficiency_enabled = _enabled("data_efficiency")
-    data_efficiency_config = _at("data_efficiency")
-    flops_profiler_enabled = _enabled("flops_profiler")
-    data_sampling_enabled = _enabled("data_efficiency.data_sampling")
-    data_sampling_config = _at("data_efficiency.data_sampling")
-    curriculum_learning_enabled = _enabled("data_efficiency.data_sampling.curriculum_learning")
-    curriculum_learning_config = _at("data_efficiency.data_sampling.curriculum_learning")
-    random_ltd_enabled = _enabled("data_efficiency.data_routing.random_ltd")
-    random_ltd_config = _at("data_efficiency.data_routing.random_ltd")
 
     @property
     def communication_data_type(self) -> torch.dtype:
@@ -154,6 +162,8 @@ class ConfigGetters(Engine):
         return weights, DTYPES.get(config.data_types.grad_accum_dtype or "", weights)
 
 
-for _name, _path in ZERO_PATHS.items():
+for _path_name, _path in ZERO_PATHS.items():
+    GETTERS.setdefault(_path_name, _at(_path))
+for _name, _read in GETTERS.items():
     if not hasattr(ConfigGetters, _name):
-        setattr(ConfigGetters, _name, _at(_path))
+        setattr(ConfigGetters, _name, _read)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from rayzero.engine.builder import make_loader
 from rayzero.engine.comm.process_group import one_rank_group
+from rayzero.engine.device import device_count
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import current_session
@@ -21,34 +22,9 @@ class FixedNames(Engine):
     """Part of `DeepSpeedEngine`. All ranks are data parallel; no module is DeepSpeed's MoE layer;
     nothing needs to be reduced, released or moved by hand."""
 
-    mpu = None
-    mp_world_size = 1
-    has_moe_layers = False
-    moe_layers: tuple[Any, ...] = ()
-    num_experts: tuple[int, ...] = ()
-    pipeline_parallelism = False
-    sequence_parallel_size = 1
-    expert_parallel_group: Mapping[str, Any] = MappingProxyType({})
-    expert_data_parallel_group: Mapping[str, Any] = MappingProxyType({})
-    inside_no_sync_ctxt = property(lambda engine: engine._step.tracker.no_sync)
-    enable_backward_allreduce = True
-    dp_world_size = property(lambda engine: engine.world_size)
-    seq_dp_world_size = dp_world_size
-    data_parallel_group = property(lambda engine: dist.group.WORLD)
-    seq_data_parallel_group = data_parallel_group
-    seq_parallel_group = property(lambda engine: one_rank_group())
-
     def get_sequence_parallel_group(self) -> Any:
         """A group of this rank; None without a process group."""
         return one_rank_group()
-
-    def get_data_parallel_rank(self) -> int:
-        return self.rank
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-    get_tensor_parallel_rank = get_model_parallel_rank
 
     @property
     def losses(self) -> float | None:
@@ -59,9 +35,6 @@ class FixedNames(Engine):
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
         """The torch optimizer, without DeepSpeed's attributes; None where there is none."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
-
-    client_optimizer = basic_optimizer
-    client_lr_scheduler = property(lambda engine: engine.lr_scheduler)
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Does nothing: `backward` reduces gradients, and `step` waits for that."""
@@ -86,12 +59,6 @@ class FixedNames(Engine):
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Does nothing: `offload_states` moves nothing."""
-
-    def is_deepcompile_enabled(self) -> bool:
-        """False, as whether it is active: `compile` uses torch.compile."""
-        return False
-
-    is_deepcompile_active = is_deepcompile_enabled
 
     def set_dataloader(self, loader: Any) -> None:
         """Sets `training_dataloader`."""
@@ -139,5 +106,36 @@ class FixedNames(Engine):
             sampler=data_sampler,
             collate_fn=collate_fn,
             num_workers=num_local_io_workers or 0,
-            pin_memory=pin_memory and self.device.type == "cuda",
+            pin_memory=pin_memory and device_count() > 0,
         )
+
+
+_FIXED: Mapping[str, Any] = {
+    "mpu": None,
+    "mp_world_size": 1,
+    "has_moe_layers": False,
+    "moe_layers": (),
+    "num_experts": (),
+    "expert_parallel_group": MappingProxyType({}),
+    "expert_data_parallel_group": MappingProxyType({}),
+    "pipeline_parallelism": False,
+    "sequence_parallel_size": 1,
+    "enable_backward_allreduce": True,
+    "inside_no_sync_ctxt": property(lambda engine: engine._step.tracker.no_sync),
+    "dp_world_size": property(lambda engine: engine.world_size),
+    "seq_dp_world_size": property(lambda engine: engine.world_size),
+    "data_parallel_group": property(lambda engine: dist.group.WORLD),
+    "seq_data_parallel_group": property(lambda engine: dist.group.WORLD),
+    "seq_parallel_group": property(lambda engine: one_rank_group()),
+    "client_optimizer": property(lambda engine: engine.basic_optimizer),
+    "client_lr_scheduler": property(lambda engine: engine.lr_scheduler),
+    "get_data_parallel_rank": lambda engine: engine.rank,
+    "get_model_parallel_rank": lambda engine: 0,
+    "get_tensor_parallel_rank": lambda engine: 0,
+    "is_deepcompile_enabled": lambda engine: False,  # `compile` uses torch.compile
+    "is_deepcompile_active": lambda engine: False,
+}
+"""{name of DeepSpeed's engine: its value, property or method}."""
+
+for _name, _value in _FIXED.items():
+    setattr(FixedNames, _name, _value)

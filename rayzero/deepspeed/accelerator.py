@@ -42,6 +42,11 @@ def _no_object(*args: Any, **options: Any) -> None:
     return None
 
 
+def total_host_memory() -> int:
+    """Bytes of the host's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def available_host_memory() -> int:
     """Bytes of the host's memory that are free."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -50,19 +55,9 @@ def available_host_memory() -> int:
 class Accelerator:
     """DeepSpeed's accelerator."""
 
-    @staticmethod
-    def total_host_memory() -> int:
-        """Bytes of the host's memory."""
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-    available_host_memory = staticmethod(available_host_memory)
-
     def __init__(self, name: str) -> None:
         self._name = name
         self._cuda = name == "cuda"
-
-    def is_available(self) -> bool:
-        return True
 
     def device_name(self, device_index: int | None = None) -> str:
         """`cuda`, `cuda:1` or `cpu`."""
@@ -88,9 +83,6 @@ class Accelerator:
     def is_bf16_supported(self) -> bool:
         return torch.cuda.is_bf16_supported() if self._cuda else True
 
-    def is_fp16_supported(self) -> bool:
-        return True
-
     def supported_dtypes(self) -> list[torch.dtype]:
         low = [torch.bfloat16] if self.is_bf16_supported() else []
         return [torch.float32, torch.float16, *low]
@@ -98,45 +90,25 @@ class Accelerator:
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._name
 
-    set_device = _cuda_call("set_device")
-    synchronize = _cuda_call("synchronize")
-    empty_cache = _cuda_call("empty_cache")
-    reset_peak_memory_stats = _cuda_call("reset_peak_memory_stats")
-    memory_allocated = _cuda_call("memory_allocated", on_cpu=0)  # bytes
-    max_memory_allocated = _cuda_call("max_memory_allocated", on_cpu=0)  # bytes
-
-    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
-    memory_reserved = memory_cached = _cuda_call("memory_reserved", on_cpu=0)  # bytes
-    max_memory_reserved = max_memory_cached = _cuda_call("max_memory_reserved", on_cpu=0)  # bytes
-    current_stream = _cuda_call("current_stream")  # on the CPU there is none, as in DeepSpeed
-    default_stream = _cuda_call("default_stream")
-    is_current_stream_capturing = _cuda_call("is_current_stream_capturing", on_cpu=0)
-
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         return dict(torch.cuda.memory_stats(device_index)) if self._cuda else {}
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the device, on the CPU of the host."""
         if not self._cuda:
-            return self.total_host_memory()
+            return total_host_memory()
         return int(torch.cuda.get_device_properties(device_index or 0).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Bytes that are free on the device, on the CPU on the host."""
         return torch.cuda.mem_get_info(device_index)[0] if self._cuda else available_host_memory()
 
-    def is_fp64_supported(self) -> bool:
-        return True
-
     def is_triton_supported(self) -> bool:
         return self._cuda and torch.cuda.get_device_capability()[0] >= 7
 
     def is_synchronized_device(self) -> bool:
-        """Whether calls return when the work is done; the three methods below follow from it."""
+        """Whether calls return when the work is done; three other names mean the same."""
         return not self._cuda
-
-    use_host_timers = resolves_data_dependency = is_synchronized_device
-    handles_memory_backpressure = is_synchronized_device
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """A context in which work goes to the stream; on the CPU it has no effect."""
@@ -210,18 +182,8 @@ class Accelerator:
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
-    FloatTensor = _tensor_of(torch.float32)
-    DoubleTensor = _tensor_of(torch.float64)
-    HalfTensor = _tensor_of(torch.float16)
-    BFloat16Tensor = _tensor_of(torch.bfloat16)
-    IntTensor = _tensor_of(torch.int32)
-    LongTensor = _tensor_of(torch.int64)
-    ByteTensor = _tensor_of(torch.uint8)
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
 
     def random(self) -> Any:
         return torch.random
@@ -241,6 +203,41 @@ class Accelerator:
         )
         raise RefusedNameError(f"rayzero has no deepspeed.get_accelerator().{name}{hint}")
 
+
+_METHODS: dict[str, Any] = {
+    **{name: _cuda_call(name) for name in ("set_device", "synchronize", "empty_cache")},
+    **{name: _cuda_call(name) for name in ("current_stream", "default_stream")},
+    "is_current_stream_capturing": _cuda_call("is_current_stream_capturing", on_cpu=0),
+    **{
+        name: _cuda_call(f"{peak}memory_{kind}", on_cpu=0)  # bytes
+        for peak in ("", "max_")
+        for kind, names in (("allocated", "allocated"), ("reserved", "reserved cached"))
+        for name in (f"{peak}memory_{word}" for word in names.split())
+    },
+    **dict.fromkeys(
+        ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
+        _cuda_call("reset_peak_memory_stats"),
+    ),
+    **dict.fromkeys(
+        ("is_available", "is_fp16_supported", "is_fp64_supported"), lambda device: True
+    ),
+    **dict.fromkeys(
+        ("use_host_timers", "resolves_data_dependency", "handles_memory_backpressure"),
+        Accelerator.is_synchronized_device,
+    ),
+    "manual_seed_all": Accelerator.manual_seed,
+    "FloatTensor": _tensor_of(torch.float32),
+    "DoubleTensor": _tensor_of(torch.float64),
+    "HalfTensor": _tensor_of(torch.float16),
+    "BFloat16Tensor": _tensor_of(torch.bfloat16),
+    "IntTensor": _tensor_of(torch.int32),
+    "LongTensor": _tensor_of(torch.int64),
+    "ByteTensor": _tensor_of(torch.uint8),
+}
+"""{method: its function}, for those that are one expression."""
+
+for _name, _method in _METHODS.items():
+    setattr(Accelerator, _name, _method)
 
 _KERNELS = "torch's own operators: there are no kernels to compile"
 REFUSED_METHODS = dict.fromkeys(

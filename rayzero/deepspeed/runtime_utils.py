@@ -15,7 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rayzero.deepspeed.accelerator import get_accelerator
+from rayzero.deepspeed.accelerator import (
+    available_host_memory,
+    get_accelerator,
+    total_host_memory,
+)
 from rayzero.deepspeed.comm import get_rank
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.tensor_tree import map_tensors
@@ -36,7 +40,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         return
     gc.collect()
     device = get_accelerator()
-    used = device.total_host_memory() - device.available_host_memory()
+    used = total_host_memory() - available_host_memory()
     print(message)
     print(
         f"allocated {device.memory_allocated() / _GIB:.2f} GiB, "
