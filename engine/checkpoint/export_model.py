@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors.torch import save_file
@@ -135,8 +136,9 @@ def save_safetensors(
 
 def write_model_file(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write a state dict durably: safetensors by suffix, otherwise for `torch.load`. Raises
-    DataError if the file cannot be written."""
-    partial = path.with_name(f".{path.name}.partial")
+    DataError if the file cannot be written. Several processes may write the same file: each writes
+    a file of its own, and the last to rename it wins."""
+    partial = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".safetensors":

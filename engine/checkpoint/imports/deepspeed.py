@@ -169,6 +169,18 @@ def _buffer_tensors(model: dict[str, Any]) -> Iterator[FlatTensor]:
             yield FlatTensor.from_tensor(f"buffers/{name}", value)
 
 
+# Entries of a model file that are DeepSpeed's; it keeps those of `client_state` beside them.
+_OWN_ENTRIES = frozenset(
+    (
+        *("buffer_names", "checkpoint_parallel_dimensions", "csr_tensor_module_names"),
+        *("data_sampler", "dp_world_size", "ds_config", "ds_version", "frozen_param_fragments"),
+        *("frozen_param_shapes", "global_samples", "global_steps", "lr_scheduler", "module"),
+        *("mp_world_size", "num_experts", "optimizer", "param_shapes", "random_ltd"),
+        *("shared_params", "skipped_steps", "sparse_tensor_module_names"),
+    )
+)
+
+
 def _make_metadata(files: ZeroFiles, layout: Layout) -> dict[str, Any]:
     """The JSON part."""
     model = files.models[0]
@@ -181,6 +193,9 @@ def _make_metadata(files: ZeroFiles, layout: Layout) -> dict[str, Any]:
         # A schedule's state has the same words there and here.
         "scheduler": _plain_values(scheduler) or None,
         "loss_scale": _loss_scale_state(files.loss_scaler),
+        "client_state": _plain_values(
+            {key: value for key, value in model.items() if key not in _OWN_ENTRIES}
+        ),
         "ties": ties,
         "model_dtypes": {
             name: checked_dtype_name(value.dtype, name)

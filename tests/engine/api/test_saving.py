@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import zipfile
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import rayzero
+from rayzero.engine.checkpoint import export_model
 from rayzero.engine.checkpoint.errors import CheckpointMismatchError
 from rayzero.engine.checkpoint.reader import verify_checkpoint
 from rayzero.engine.errors import ConfigError, DataError, EngineError
@@ -326,3 +329,21 @@ def test_unsupported_client_state(value: Any, message: str) -> None:
         EngineError, match="client_state" + message if message[0] == "\\" else message
     ):
         encode_client_state(value)
+
+
+def test_several_processes_may_write_one_model_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ranks that all call `convert_zero_checkpoint_to_fp32_state_dict`: both have written before
+    the first renames."""
+    both = threading.Barrier(2, timeout=60)
+    monkeypatch.setattr(export_model.os, "fsync", lambda descriptor: both.wait())
+    tensors = {"weight": torch.arange(4.0)}
+    with ThreadPoolExecutor(2) as pool:
+        for done in [
+            pool.submit(export_model.write_model_file, tensors, tmp_path / "model.safetensors")
+            for _ in range(2)
+        ]:
+            done.result()
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], tensors["weight"])

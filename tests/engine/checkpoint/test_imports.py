@@ -144,6 +144,16 @@ def test_deepspeed_dynamic_loss_scale(unpacked: Path) -> None:
     assert open_source(unpacked / "stage2-bf16-3-ranks").metadata(0)["loss_scale"] is None
 
 
+def test_plain_client_state_of_deepspeed_is_loaded(copy_checkpoint: Any) -> None:
+    """DeepSpeed keeps it among its own entries; tensors in it are left out."""
+    folder = copy_checkpoint("stage2-fp16")
+    assert open_source(folder).metadata(0)["client_state"] == {}
+    client_state = {"epoch": 3, "best": {"loss": 0.25, "at": [1, 2]}, "name": "run"}
+    for path in folder.rglob("*model_states.pt"):
+        _rewrite(path, load_weights_only(path) | client_state | {"ema": torch.zeros(3)})
+    assert open_source(folder).metadata(0)["client_state"] == client_state
+
+
 def test_step_folder_and_its_parent_are_equivalent(unpacked: Path) -> None:
     assert_bit_identical(
         read_tensors(open_source(unpacked / "stage3-fp32" / "global_step3")),
