@@ -21,6 +21,7 @@ from typing import Any
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import current_session
 from rayzero.workers.entrypoint import EntryPointError
+from rayzero.workers.launch.libraries import patch_libraries
 from rayzero.workers.launch.process_state import ProcessState, own_process_group
 from rayzero.workers.session import Context, JobSession
 
@@ -93,6 +94,7 @@ def _import_deepspeed() -> None:
     from importlib import import_module  # rayzero.deepspeed is not below this layer
 
     import_module("rayzero.deepspeed.install").install()
+    patch_libraries()
 
 
 def _apply_settings(args: dict[str, Any], session: JobSession) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rayzero.orchestrator.spec_sections import LaunchSpec
 from rayzero.workers.messages import SCRIPT_ENTRYPOINT, Crashed, LogLine, MirrorPolicy
@@ -36,10 +37,10 @@ def make_workers(folder: Path, name: str, *args: str, count: int = 2) -> LocalWo
     )
 
 
-def run(folder: Path, name: str, *args: str) -> LocalController:
-    """Runs a script on two workers to its end; repairs with what is left."""
+def run(folder: Path, name: str, *args: str, count: int = 2) -> LocalController:
+    """Runs a script on its workers to its end; repairs with what is left."""
     folder.mkdir()
-    local = make_workers(folder, name, "--out", str(folder), *args)
+    local = make_workers(folder, name, "--out", str(folder), *args, count=count)
     try:
         controller = LocalController(local)
         controller.run(120)
@@ -102,3 +103,32 @@ def test_exit_codes_and_wrong_arguments_are_told_with_their_place(tmp_path: Path
         assert "own_loop.py:" in end.error
     finally:
         local.close()
+
+
+def test_killed_trainer_goes_on_at_its_step(tmp_path: Path):
+    run(tmp_path / "plain", "hf_trainer.py", count=1)
+    run(tmp_path / "killed", "hf_trainer.py", "--kill-at", "5")
+    check_continued(tmp_path, steps=12)
+    assert read(tmp_path / "killed", "evaluations") == [4, 8, 12, 4]  # rank 1's: the first
+    (log,), (killed_log,) = (read(tmp_path / name, "log") for name in ("plain", "killed"))
+    assert [step for step, _ in killed_log] == [step for step, _ in log]
+    own = [value for step, value in log if step != 6]  # of step 6 the lost rank has read a part
+    killed = [value for step, value in killed_log if step != 6]
+    assert killed == pytest.approx(own)
+
+
+def check_continued(folder: Path, steps: int) -> None:
+    """The kill has happened, no step was done again, the weights are those without it."""
+    assert (folder / "killed" / "killed").exists()
+    done = [json.loads(it) for it in (folder / "killed" / "steps-0").read_text().splitlines()]
+    assert done == list(range(1, steps + 1))
+    used = read(folder / "killed", "used")
+    last = {step: max(entry for entry, other, _ in used if other == step) for _, step, _ in used}
+    counts = Counter(it for entry, step, ids in used if entry == last[step] for it in ids)
+    assert counts == dict.fromkeys(range(SAMPLES), 2)  # epochs
+    (plain,), (killed,) = (read(folder / name, "weights") for name in ("plain", "killed"))
+    for one, other in zip(plain, killed, strict=True):
+        expected = torch.tensor(one, dtype=torch.float64)
+        torch.testing.assert_close(
+            torch.tensor(other, dtype=torch.float64), expected, rtol=0, atol=1e-9
+        )
