@@ -1,0 +1,1 @@
+"""transformers' Trainer with a LoRA adapter of PEFT, unchanged, on rayzero."""
