@@ -1,6 +1,6 @@
 """Trains a LoRA adapter of a small Llama with transformers' Trainer. Nothing here is rayzero's.
 
-    torchrun --nproc-per-node 2 -m rayzero.deepspeed examples/hf/train.py runs/hf
+torchrun --nproc-per-node 2 -m rayzero.deepspeed examples/hf/train.py runs/hf
 """
 
 from __future__ import annotations
