@@ -79,22 +79,18 @@ def find_conflicts(config: EngineConfig) -> Iterator[str]:
             "gathered at stages 1 and 2 only; stage 3 gathers each block before it is used"
         )
     offload = "zero_optimization.offload"
-    if zero.offload_param.device == "cpu" and zero.stage != 3:
+    if zero.offload_param.device != "none" and zero.stage != 3:
         yield (
             f"{offload}_param.device: model weights can be offloaded at stage 3 only; others use "
             "all of them all the time"
         )
-    if zero.offload_param.device == "nvme":
-        yield (
-            f"{offload}_param.device: refused: every unit would be read from disk twice per "
-            f"micro-step; use cpu, and {offload}_optimizer.device nvme for main weights and "
-            "optimizer state"
-        )
-    if zero.offload_optimizer.device == "nvme" and not zero.offload_optimizer.nvme_path:
-        yield (
-            f"{offload}_optimizer.nvme_path: this key is required with {offload}_optimizer.device "
-            "nvme: a folder on a local disk"
-        )
+    for section in ("offload_optimizer", "offload_param"):
+        settings, path = getattr(zero, section), f"zero_optimization.{section}"
+        if settings.device == "nvme" and not settings.nvme_path:
+            yield (
+                f"{path}.nvme_path: this key is required with {path}.device nvme: a folder on a "
+                "local disk"
+            )
 
 
 def _find_bf16_conflicts(config: EngineConfig) -> Iterator[str]:

@@ -42,7 +42,7 @@ class LeafModuleConfig(ConfigSection):
 OffloadDevice = Annotated[
     Literal["none", "cpu", "nvme"], BeforeValidator(lambda value: value or "none")
 ]
-_no_nvme_weights = partial(no_op, reason="weights are offloaded to CPU memory, not to files")
+_page_cache = partial(no_op, reason="files are mapped: the kernel's page cache holds what fits")
 _PINNED = "always so where there is a GPU"
 
 
@@ -83,15 +83,17 @@ class OffloadParamConfig(ConfigSection):
 
     device: OffloadDevice = implemented(
         "none",
-        "where shards of the weights are kept at stage 3: none or cpu",
+        "where shards of the weights are kept at stage 3: none, cpu, or nvme: in a mapped file, "
+        "from which a unit is read for forward and for backward, as far as the page cache does "
+        "not hold it; no effect where the device is the CPU",
         group="offloaded parameters",
         old_names=("zero_optimization.cpu_offload_param", "zero_optimization.cpu_offload_params"),
         old_true="cpu",
     )
-    nvme_path: str | None = _no_nvme_weights(None, "the folder for device nvme")
-    buffer_count: NonNegativeInt = _no_nvme_weights(5, "buffers in CPU memory for device nvme")
-    buffer_size: NonNegativeSize = _no_nvme_weights(100_000_000, "elements of such a buffer")
-    max_in_cpu: NonNegativeSize = _no_nvme_weights(
+    nvme_path: str | None = implemented(None, "the folder for device nvme")
+    buffer_count: NonNegativeInt = _page_cache(5, "buffers in CPU memory for device nvme")
+    buffer_size: NonNegativeSize = _page_cache(100_000_000, "elements of such a buffer")
+    max_in_cpu: NonNegativeSize = _page_cache(
         1_000_000_000, "elements kept in CPU memory with device nvme"
     )
     pin_memory: bool = no_op(True, "CPU memory is page-locked, so that copies overlap", _PINNED)

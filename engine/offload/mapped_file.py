@@ -34,7 +34,7 @@ class MappedFile:
             raise ConfigError(
                 f"offload to {str(folder)!r}: {error.strerror}",
                 allowed="a folder on a local disk that every worker may write to",
-                fix="zero_optimization.offload_optimizer.nvme_path",
+                fix="zero_optimization.offload_optimizer.nvme_path, or offload_param.nvme_path",
             ) from None
         self._size_bytes = 0
         self._offsets: dict[int, int] = {}  # in bytes, by the address of the storage
@@ -95,7 +95,7 @@ class MappedFile:
     def _io_error(self, what: str, error: OSError | None) -> EngineError:
         reason = f": {error.strerror}" if error is not None else ""
         return EngineError(
-            f"optimizer state in {str(self._folder)!r}: {what}{reason}",
+            f"offloaded state in {str(self._folder)!r}: {what}{reason}",
             fix="zero_optimization.offload_optimizer.nvme_path: a working disk with free space "
             "(the files have no name: df shows them, ls does not), or offload_optimizer.device",
         )

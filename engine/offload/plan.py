@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.config.zero import ZeroConfig
@@ -15,7 +16,7 @@ from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.offload.mapped_file import MappedFile, MetaFile
 from rayzero.engine.offload.nvme_store import NvmeStore
 from rayzero.engine.offload.stores import DeviceStore, HostStore, StateStore
-from rayzero.engine.offload.transfer import HostShardGather, HostTransfer, make_transfer
+from rayzero.engine.offload.transfer import HostShardGather, HostTransfer, MemoryKind, make_transfer
 from rayzero.engine.precision.policy import Precision
 
 
@@ -26,6 +27,8 @@ class Offload:
     Attributes:
         shard_gather: gathers model weights whose shards are in host memory; None without those.
         offload_store: of offloaded units; the device's if nothing is offloaded.
+        weights_file: has those shards, with offload_param.device nvme: mapped, so that the kernel
+            reads pages where they are used, and may take them back.
         offload_ratio: at least this share of the elements is offloaded, in whole units.
     """
 
@@ -33,6 +36,7 @@ class Offload:
     shard_gather: HostShardGather | None
     device_store: StateStore
     offload_store: StateStore
+    weights_file: MappedFile | None
     offload_ratio: float
 
     @property
@@ -57,8 +61,16 @@ class Offload:
         """Host memory of buffers for chunks and copies."""
         return self.transfer.staging_bytes + self.offload_store.staging_bytes
 
+    def host_shard(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for a shard of model weights outside the device."""
+        if self.weights_file is not None:
+            return self.weights_file.new_tensor(numel, dtype)
+        return self.transfer.host_zeros(numel, dtype)
+
     def close(self) -> None:
         self.offload_store.close()
+        if self.weights_file is not None:
+            self.weights_file.close()
 
 
 def plan_offload(
@@ -74,10 +86,19 @@ def plan_offload(
     if section.device == "cpu":
         store = HostStore(precision, transfer, separate_memory=on_device)
     elif section.nvme_path is not None and section.device == "nvme":
-        file = MetaFile() if device.type == "meta" else MappedFile(Path(section.nvme_path))
+        file = _make_file(section.nvme_path, device)
         numel = max(ALIGN_NUMEL, int(config.sub_group_size) // ALIGN_NUMEL * ALIGN_NUMEL)
         store = NvmeStore(
             precision, transfer, file, section.buffer_count, numel, separate_memory=on_device
         )
-    gather = HostShardGather(transfer, collectives, device) if on_host else None
-    return Offload(transfer, gather, device_store, store, section.ratio)
+    gather, weights_file, param = None, None, config.offload_param
+    if on_host and param.device == "nvme" and param.nvme_path is not None:
+        weights_file = _make_file(param.nvme_path, device)
+    if on_host:
+        kind = MemoryKind.HOST if weights_file is None else MemoryKind.DISK
+        gather = HostShardGather(transfer, collectives, device, kind)
+    return Offload(transfer, gather, device_store, store, weights_file, section.ratio)
+
+
+def _make_file(folder: str, device: torch.device) -> MappedFile:
+    return MetaFile() if device.type == "meta" else MappedFile(Path(folder))

@@ -234,12 +234,18 @@ class HostShardGather:
 
     Order. The copy starts after everything enqueued on the compute stream, so kernels that read
     the buffer's previous block are done; and after `release` of the buffer's previous gather, so
-    no other rank reads it.
+    no other rank reads it. From a mapped file (`memory_kind` DISK), which is not page-locked, the
+    host waits in the copy until its bytes have been read.
     """
 
     def __init__(
-        self, transfer: HostTransfer, collectives: Collectives, device: torch.device
+        self,
+        transfer: HostTransfer,
+        collectives: Collectives,
+        device: torch.device,
+        memory_kind: MemoryKind = MemoryKind.HOST,
     ) -> None:
+        self.memory_kind = memory_kind
         self.device = device
         self._transfer = transfer
         self._collectives = collectives

@@ -110,7 +110,7 @@ def _make_weights(plan: UnitPlan, original: Tensor, context: BuildContext) -> We
     sharded = context.stage.model_weights is Placement.SHARDED
     values = original[plan.layout.shard(collectives.rank)] if sharded else original
     if gather is not None:
-        values = context.offload.transfer.host_zeros(values.numel(), dtype).copy_(values)
+        values = context.offload.host_shard(values.numel(), dtype).copy_(values)
     elif sharded or dtype is not original.dtype:
         values = collectives.zeros(values.numel(), dtype, context.device).copy_(values)
     if sharded:

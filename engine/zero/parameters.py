@@ -46,7 +46,7 @@ class ShardedWeights:
 
     Otherwise a parameter keeps its shape but reads as NaN, so that a weight used outside its
     block's forward is noticed at once instead of giving stale values. `shard_gather` gathers shards
-    in host memory, one for all units of a run; None if they are on the device.
+    in host memory or a file, one for all units of a run; None if they are on the device.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ShardedWeights:
         self.shard = self.persistent_tensor = shard
         self.params = params
         self._shard_gather = shard_gather
-        self.memory_kind = MemoryKind.DEVICE if shard_gather is None else MemoryKind.HOST
+        self.memory_kind = MemoryKind.DEVICE if shard_gather is None else shard_gather.memory_kind
         nan = float("nan") if shard.is_floating_point() or shard.is_complex() else 0
         self.device = shard.device if shard_gather is None else shard_gather.device
         poison = torch.full((), nan, dtype=shard.dtype, device=self.device)

@@ -35,7 +35,7 @@ class IrregularBlock(nn.Module):
         self.register_buffer("shift", torch.full((WIDTH,), 0.1))
 
     def forward(self, hidden: Hidden) -> Hidden:
-        x = self.norm(hidden.x + self.shift)
+        x = self.norm(hidden.x + self.shift.to(hidden.x.dtype))  # buffers keep their dtype
         x = hidden.x + self.gain * self.down(torch.tanh(self.up(x))) + 0.1 * self.frozen(x)
         return Hidden(x, {"detached": x.detach()})
 

@@ -25,7 +25,7 @@ def bf16(**keys: bool) -> dict[str, Any]:
         ({"torch_autocast": True, "bf16": True}, "bf16 and torch_autocast: both are enabled"),
         ({"torch_autocast": {"enabled": True, "dtype": "float"}}, r"dtype: bf16 or fp16"),
         ({ZERO: {"stage": 2, "offload_param": True}}, r"offload_param\.device: .* stage 3 only"),
-        ({ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}}, "from disk twice"),
+        ({ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}}, r"param\.nvme_path: this key"),
         ({ZERO: {"offload_optimizer": {"device": "nvme"}}}, r"nvme_path: this key is required"),
         ({"data_types": {"grad_accum_dtype": "fp16"}}, "grad_accum_dtype: fp32 or bf16 without"),
         ({"fp16": {"enabled": True, "initial_scale_power": -65}}, "power: from -64 to 64"),

@@ -28,6 +28,8 @@ def offload_configs(stage: int, folder: Path) -> dict[str, dict[str, Any]]:
     result = {"cpu": CPU, "half": half, "nvme": nvme(folder)}
     if stage == 3:
         result |= {"param": PARAM, "both": CPU | PARAM, "nvme and param": nvme(folder) | PARAM}
+        files = {"offload_param": {"device": "nvme", "nvme_path": str(folder)}}
+        result |= {"param files": files, "both in files": nvme(folder) | files}
     return result
 
 

@@ -146,6 +146,9 @@ def test_bytes_by_memory_kind(tmp_path: Path) -> None:
         disk["disk_optimizer_state"] == 2 * disk["disk_main_weights"] == 2 * disk["host_main_grads"]
     )
     assert disk["host_staging"] > 0
+    disk_params = bytes_by_class(3, CPU | {"offload_param": nvme})
+    assert disk_params["disk_model_weights"] == cpu_params["host_model_weights"]
+    assert disk_params["model_weights"] == 0
     partial = bytes_by_class(2, PARTIAL)
     ratio = partial["host_optimizer_state"] / (
         partial["host_optimizer_state"] + partial["optimizer_state"]
