@@ -69,7 +69,7 @@ def test_equals_plain_torch(states: torch.dtype) -> None:
     weights, dtypes, _ = run_ranks(0, train, bf16, zero)[0]
     assert dtypes == {states}
     for actual, expected in zip(weights, plain(states), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+        assert torch.equal(actual.bfloat16(), expected)  # buffers are float32 here
 
 
 @pytest.mark.parametrize("stage", [1, 2])
