@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.data.curriculum import ScheduledInputs
+from rayzero.engine.curriculum import ScheduledInputs
 from rayzero.engine.errors import EngineError
 from rayzero.engine.metrics import StepMeter
 from rayzero.engine.optim.build import NoOptimizer, no_optimizer_error

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from rayzero.engine.data.curriculum import drop_tokens
+from rayzero.engine.curriculum import drop_tokens
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.monitors import Monitors

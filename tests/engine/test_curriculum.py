@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import rayzero
 from rayzero.engine.api.scheduled import convert_to_random_ltd
 from rayzero.engine.config import parse_config
-from rayzero.engine.data.curriculum import TokenDropLayer, difficulty, kept_tokens
+from rayzero.engine.curriculum import TokenDropLayer, difficulty, kept_tokens
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import use_session
 from tests.engine.state.blocks import Block, StateSession
