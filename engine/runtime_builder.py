@@ -54,6 +54,10 @@ def make_runtime(
     part_numel = (
         config.zero_optimization.reduce_bucket_size or get_device(context.device).part_numel
     )
+    fresh = not context.restoring and context.device.type != "meta"  # no memory plan
+    if stage.model_weights is Placement.SHARDED and fresh:
+        params_in_units = [param for plan in plans for param in plan.params]
+        context.materializer.agree_on_files(params_in_units, collectives)
     grad_buffers = make_grad_buffers(plans, context, NUM_GRAD_BUFFERS, part_numel)
     units = [
         make_unit(plan, context, grad_buffers, reduction, store)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rayzero.engine.api.initialize import initialize
+    from rayzero.engine.api.load_pretrained import load_pretrained
     from rayzero.engine.data.dataset import ParquetTokens
     from rayzero.engine.engine import Engine
     from rayzero.engine.errors import ConfigError, EngineError, RayzeroError
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "initialize": "rayzero.engine.api.initialize",
+    "load_pretrained": "rayzero.engine.api.load_pretrained",
     "zero_init": "rayzero.engine.zero.deferred_init",
     "Engine": "rayzero.engine.engine",
     "ParquetTokens": "rayzero.engine.data.dataset",
@@ -51,6 +53,7 @@ __all__ = [
     "Workers",
     "__version__",
     "initialize",
+    "load_pretrained",
     "zero_init",
 ]
 

@@ -78,15 +78,15 @@ def make_unit(
     The model's own tensors are released: afterwards its parameters are views of the engine's.
     """
     stage, layout = context.stage, plan.layout
-    original = _flatten_unit(plan, context)
     shard = layout.shard(context.collectives.rank)
     sharded_update = stage.optimizer_state is Placement.SHARDED
     owned = shard if sharded_update else slice(0, layout.numel)
+    original = _initial_values(plan, owned, context)
     weights = _make_weights(plan, original, context)
     main: Tensor | None = None
     grads: GradStore | None = None
     if plan.trainable:
-        main = store.main_weights(original[owned], weights.owned_range(owned))
+        main = store.main_weights(_part(original, plan, owned), weights.owned_range(owned))
         dtype = context.precision.grad_dtype(plan.params[0].dtype)
         replicated = owned != shard or layout.world_size == 1
         op = reduction.reduce_op(UnitGradSpec(layout, dtype, shard, replicated))
@@ -108,7 +108,7 @@ def _make_weights(plan: UnitPlan, original: Tensor, context: BuildContext) -> We
     collectives, gather = context.collectives, context.offload.shard_gather
     dtype = context.precision.model_dtype(original.dtype)
     sharded = context.stage.model_weights is Placement.SHARDED
-    values = original[plan.layout.shard(collectives.rank)] if sharded else original
+    values = _part(original, plan, plan.layout.shard(collectives.rank)) if sharded else original
     if gather is not None:
         values = context.offload.host_shard(values.numel(), dtype).copy_(values)
     elif sharded or dtype is not original.dtype:
@@ -116,6 +116,24 @@ def _make_weights(plan: UnitPlan, original: Tensor, context: BuildContext) -> We
     if sharded:
         return ShardedWeights(plan.layout, plan.params, values, gather)
     return ReplicatedWeights(plan.layout, plan.params, values)
+
+
+def _initial_values(plan: UnitPlan, owned: slice, context: BuildContext) -> Tensor:
+    """The unit's initial values; only those of the range `owned`, where no more is kept and each
+    rank can read them from files."""
+    files = [context.materializer.file_of(param) for param in plan.params]
+    if context.stage.model_weights is not Placement.SHARDED or None in files or context.restoring:
+        return _flatten_unit(plan, context)
+    flat = context.scratch.flat(owned.stop - owned.start, plan.params[0].dtype).zero_()
+    for part in plan.layout.overlaps(owned):
+        if (file := files[part.index]) is not None:
+            file.read(part.start, flat[part.memory])
+    return flat
+
+
+def _part(values: Tensor, plan: UnitPlan, part: slice) -> Tensor:
+    """A range of the unit in what `_initial_values` returned: the unit, or that range."""
+    return values[part] if values.numel() == plan.layout.numel else values
 
 
 def _flatten_unit(plan: UnitPlan, context: BuildContext) -> Tensor:

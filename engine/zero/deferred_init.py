@@ -11,7 +11,7 @@ Method: torchdistX's `deferred_init`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.tensor_tree import iter_tensors, storage_id
+from rayzero.engine.zero.file_values import FileValues, MappedFiles, agree_on_files
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
@@ -120,6 +122,26 @@ class _Recorder(TorchDispatchMode):
         for number in self._dependencies(tensor):
             _replay_op(self._operations[number], real)
         return _real_view(tensor, real).to(device)
+
+    def copied_from(self, tensor: Tensor) -> Tensor | None:
+        """The real tensor whose copy is the last that was written to all of `tensor`; None if it
+        has other values."""
+        key = storage_id(tensor)
+        for number in reversed(self._ops_by_storage.get(key, ())):
+            operation = self._operations[number]
+            if not operation.func._schema.is_mutable:
+                if key in _storage_keys(operation.outputs) - _storage_keys(operation.inputs):
+                    return None  # it was made so
+                continue
+            target = operation.args[0] if operation.args else None
+            if operation.func is not torch.ops.aten.copy_.default or not isinstance(target, Tensor):
+                return None
+            if storage_id(target) != key:
+                continue  # copied to another one
+            source: Tensor = operation.args[1]
+            whole = target.shape == tensor.shape == source.shape and target.is_contiguous()
+            return source if whole and not _is_unmaterialized(source) else None
+        return None
 
     def _dependencies(self, tensor: Tensor) -> list[int]:
         """The operations that wrote the storage, and their inputs', in recorded order."""
@@ -242,6 +264,21 @@ class Materializer:
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]
         }
         self._last_reset: tuple[nn.Module, nn.Module] | None = None
+        self._files: dict[int, FileValues | None] = {}  # by a parameter's id
+
+    def agree_on_files(self, params: Sequence[nn.Parameter], collectives: Collectives) -> None:
+        """Finds the parameters whose initial values lie in files. Collective."""
+        mapped, found = MappedFiles(), []
+        for param in params:
+            sources = (it.copied_from(param) for it in _recorders if it.has_recorded(param))
+            source = next(sources, None) if param.is_meta else None
+            found.append(None if source is None else mapped.find(source))
+        agreed = agree_on_files(found, collectives, self._device)
+        self._files = dict(zip(map(id, params), agreed, strict=True))
+
+    def file_of(self, param: nn.Parameter) -> FileValues | None:
+        """Where this parameter's initial values lie, for all ranks."""
+        return self._files.get(id(param))
 
     def initial_value(self, tensor: Tensor) -> Tensor:
         """A real tensor with this parameter's or buffer's initial values. Raises ConfigError if it
@@ -256,6 +293,7 @@ class Materializer:
     def clear(self) -> None:
         """Drops the recordings once the model is materialized."""
         self._last_reset = None
+        self._files.clear()
         _recorders.clear()
 
     def _value_from_reset(self, tensor: Tensor) -> Tensor:

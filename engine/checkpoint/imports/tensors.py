@@ -120,16 +120,23 @@ _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 def open_safetensors(path: Path) -> TensorSource | None:
     """The weights in a file or folder; None if it has no safetensors under the usual names. Raises
     DataError if files or tensors are missing or damaged; StoreError if a file cannot be read."""
-    if path.is_file() and path.suffix == ".safetensors":
-        tensors = _load_file(path)
-    elif (path / _INDEX_FILE).is_file():
-        tensors = _load_indexed(path)
-    elif (path / _SINGLE_FILE).is_file():
-        tensors = _load_file(path / _SINGLE_FILE)
-    else:
+    tensors = load_safetensors(path)
+    if tensors is None:
         return None
     pieces = [FlatTensor.from_tensor(f"weights/{name}", tensor) for name, tensor in tensors.items()]
     return TensorSource(pieces, {"step": 0, "sample_cursor": 0, "groups": []})
+
+
+def load_safetensors(path: Path) -> dict[str, Tensor] | None:
+    """The tensors in a file or folder, as views of mapped files; raises and returns as
+    `open_safetensors`."""
+    if path.is_file() and path.suffix == ".safetensors":
+        return _load_file(path)
+    if (path / _INDEX_FILE).is_file():
+        return _load_indexed(path)
+    if (path / _SINGLE_FILE).is_file():
+        return _load_file(path / _SINGLE_FILE)
+    return None
 
 
 def _load_file(path: Path) -> dict[str, Tensor]:

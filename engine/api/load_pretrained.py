@@ -1,0 +1,92 @@
+"""`rayzero.load_pretrained`: weights from safetensors files into a model, before `initialize`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rayzero.engine.checkpoint.imports.tensors import load_safetensors
+from rayzero.engine.errors import DataError
+from rayzero.engine.zero.deferred_init import recording
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What did not fit, where it may not fit.
+
+    Attributes:
+        missing: weights of the model that the files do not have; they keep their initial values.
+        unexpected: weights in the files that the model does not have.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+@torch.no_grad()
+def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) -> LoadReport:
+    """Loads weights and buffers into a model that no engine has yet; call it on every rank.
+
+    A model that `rayzero.zero_init` built gets no memory: its parameters are read by `initialize`,
+    at stage 3 by each rank its own shard, and never if a state is resumed. Tied weights need to be
+    in the files once. Values are converted to the model's dtypes.
+
+    Args:
+        path: a safetensors file, or a folder with `model.safetensors` or
+            `model.safetensors.index.json`. It must stay as it is until `initialize`.
+        strict: refuse files that do not have exactly the model's weights.
+
+    Raises:
+        DataError: there are no such files, they are damaged, a shape differs, or, if `strict`,
+            a name.
+
+    Example:
+        >>> with rayzero.zero_init():
+        ...     model = GPT(config)
+        >>> rayzero.load_pretrained(model, "checkpoints/gpt")
+        >>> engine, *_ = rayzero.initialize(model=model, config=config)
+    """
+    with _disable_current_modes():  # also inside `zero_init`, the files' tensors are real ones
+        found = load_safetensors(Path(path))
+    if found is None:
+        raise DataError(
+            f"{path} has no weights", allowed="model.safetensors, or model.safetensors.index.json"
+        )
+    own = dict(_named_tensors(model))
+    loaded: set[int] = set()
+    for name, value in found.items():
+        if name in own and own[name].shape != value.shape:
+            raise DataError(
+                f"{path} has {name!r} of shape {tuple(value.shape)}, and the model of "
+                f"{tuple(own[name].shape)}"
+            )
+        if name in own:
+            with recording([own[name]]):
+                own[name].copy_(value)
+            loaded.add(id(own[name]))
+    report = LoadReport(
+        tuple(name for name, tensor in own.items() if id(tensor) not in loaded),
+        tuple(name for name in found if name not in own),
+    )
+    if strict and (report.missing or report.unexpected):
+        wrong = [f"lacks {name!r}" for name in report.missing]
+        wrong += [f"has {name!r}, which the model has not" for name in report.unexpected]
+        raise DataError(
+            f"{path} {wrong[0]}" + (f", and {len(wrong) - 1} more differ" if wrong[1:] else ""),
+            fix="load_pretrained(strict=False), which reports them",
+        )
+    return report
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers as they are in `state_dict`, tied ones under each of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
