@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -97,11 +98,20 @@ def make_unit(
         else:
             numel = owned.stop - owned.start
             if transfer is None:
-                part = torch.zeros(numel, dtype=dtype, device=context.device)
+                part = _untouched_zeros(numel, dtype, context.device)
             else:
                 part = transfer.host_zeros(numel, dtype)
             grads = ShardedGrads(layout, part, owned, buffers, op, transfer)
     return Unit(layout, plan.params, weights, main, grads, owned, shard, plan.module, store)
+
+
+def _untouched_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A flat tensor of zeros; in host memory, its pages are not there until they are written: while
+    a model is loaded, gradients take no room."""
+    if device.type != "cpu" or not numel:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 def _make_weights(plan: UnitPlan, original: Tensor, context: BuildContext) -> WeightStore:
