@@ -169,6 +169,15 @@ class TrainingThread:
         thread.join(timeout_s)
         return not thread.is_alive()
 
+    def heartbeat(self, channel: GenerationChannel) -> Heartbeat:
+        """The thread's progress. Inside torch.distributed it waits for other ranks, also in a
+        collective of the training function's own, which the engine does not announce."""
+        beat = channel.progress.heartbeat()
+        ident = self._thread.ident if self._thread is not None else None
+        frame = sys._current_frames().get(ident) if ident else None
+        module = str(frame.f_globals.get("__name__", "")) if frame else ""
+        return replace(beat, waiting=beat.waiting or module.startswith("torch.distributed."))
+
     def _run(self, channel: GenerationChannel, body: Callable[[], WorkerMessage]) -> None:
         message = self._run_body(channel, body)
         self._end_posted = True

@@ -110,7 +110,7 @@ class WorkerProcess(WorkerCalls):
         self._training_thread.start(channel, lambda: self._run_generation(assignment, channel))
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
-        return [*self._outbox.poll(timeout_s), self._channel.progress.heartbeat()]
+        return [*self._outbox.poll(timeout_s), self._training_thread.heartbeat(self._channel)]
 
     def stop(self, generation: int) -> None:
         if self._channel.generation == generation:

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pickle
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from threading import Event, Thread
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
 
 import pytest
 import torch
@@ -379,3 +381,29 @@ def test_heartbeat_has_step_phase_and_silent_time():
     assert progress.heartbeat() == Heartbeat(1, 4, "backward", 2.5)
     progress.begin_step(5)
     assert progress.heartbeat() == Heartbeat(1, 5, "backward", 0.0)
+
+
+@pytest.mark.parametrize("module", ["torch.distributed.distributed_c10d", "examples.user"])
+def test_collective_of_the_function_itself_is_a_wait(harness: ThreadHarness, module: str):
+    """So the rank that hangs is not mistaken for those that wait for it in torch.distributed."""
+    release, function = Lock(), {"__name__": module}
+    exec("def wait(entered, release): entered(); release.acquire()", function)
+    entered = SimpleQueue()
+    release.acquire()
+
+    def body() -> Finished:
+        harness.channel.progress.enter_phase("forward")
+        function["wait"](lambda: entered.put(None), release)
+        return DONE
+
+    harness.start(body)
+    entered.get(timeout=5)
+    try:
+        deadline_s = time.monotonic() + 5  # until the thread has left `entered`
+        waiting = module.startswith("torch.")
+        while (beat := harness.thread.heartbeat(harness.channel)).waiting != waiting:
+            assert time.monotonic() < deadline_s, beat
+        assert beat.phase == "forward"
+        assert not harness.channel.progress.heartbeat().waiting
+    finally:
+        release.release()
