@@ -8,9 +8,11 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from rayzero.workers.launch.accelerated import patch_accelerator
 from rayzero.workers.launch.trainer import patch_trainer
 
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
+    "accelerate.accelerator": patch_accelerator,
     "transformers.trainer": patch_trainer,
 }
 

@@ -117,6 +117,12 @@ def test_killed_trainer_goes_on_at_its_step(tmp_path: Path):
     assert killed == pytest.approx(own)
 
 
+def test_killed_accelerate_loop_goes_on_at_its_step(tmp_path: Path):
+    run(tmp_path / "plain", "accelerated_loop.py", count=2)
+    run(tmp_path / "killed", "accelerated_loop.py", "--kill-at", "8")
+    check_continued(tmp_path, steps=12)
+
+
 def check_continued(folder: Path, steps: int) -> None:
     """The kill has happened, no step was done again, the weights are those without it."""
     assert (folder / "killed" / "killed").exists()
@@ -126,7 +132,7 @@ def check_continued(folder: Path, steps: int) -> None:
     last = {step: max(entry for entry, other, _ in used if other == step) for _, step, _ in used}
     counts = Counter(it for entry, step, ids in used if entry == last[step] for it in ids)
     assert counts == dict.fromkeys(range(SAMPLES), 2)  # epochs
-    (plain,), (killed,) = (read(folder / name, "weights") for name in ("plain", "killed"))
+    plain, killed = (read(folder / name, "weights")[0] for name in ("plain", "killed"))
     for one, other in zip(plain, killed, strict=True):
         expected = torch.tensor(one, dtype=torch.float64)
         torch.testing.assert_close(
