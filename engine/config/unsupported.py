@@ -147,8 +147,8 @@ class UnsupportedKeys(ConfigSection):
     )
     autotuning: Any = _refused_section(
         "settings are tried out before training",
-        alternative="settings by hand; rayzero.gather_buffers and "
-        "train_micro_batch_size_per_gpu bound memory",
+        alternative="`rayzero plan`, which estimates the stages and what fits; "
+        "rayzero.gather_buffers and train_micro_batch_size_per_gpu bound memory",
     )
     model_info: Any = no_op(
         None, "the autotuner's model description", "only the autotuner reads it"
