@@ -36,9 +36,10 @@ from rayzero.engine.settings import Settings
 from rayzero.engine.state.training import TrainingState
 from rayzero.engine.training_step import TrainingStep
 from rayzero.engine.zero.build import BuildContext
-from rayzero.engine.zero.deferred_init import Materializer, ScratchBuffer, zero_init
+from rayzero.engine.zero.deferred_init import Materializer, zero_init
 from rayzero.engine.zero.placement import STAGES
 from rayzero.engine.zero.runtime import ZeroRuntime
+from rayzero.engine.zero.scratch import ScratchBuffer
 
 SchedulerLike = Scheduler | Callable[[torch.optim.Optimizer], Scheduler]
 

@@ -54,10 +54,7 @@ def make_runtime(
     part_numel = (
         config.zero_optimization.reduce_bucket_size or get_device(context.device).part_numel
     )
-    fresh = not context.restoring and context.device.type != "meta"  # no memory plan
-    if stage.model_weights is Placement.SHARDED and fresh:
-        params_in_units = [param for plan in plans for param in plan.params]
-        context.materializer.agree_on_files(params_in_units, collectives)
+    _find_files(plans, context)
     grad_buffers = make_grad_buffers(plans, context, NUM_GRAD_BUFFERS, part_numel)
     units = [
         make_unit(plan, context, grad_buffers, reduction, store)
@@ -100,6 +97,14 @@ def make_runtime(
         lazy_weights=lazy_weights,
         hooks=hooks,
     )
+
+
+def _find_files(plans: list[UnitPlan], context: BuildContext) -> None:
+    """Where each rank keeps a shard only, it may read that itself. Collective."""
+    fresh = not context.restoring and context.device.type != "meta"  # no memory plan
+    if context.stage.model_weights is Placement.SHARDED and fresh:
+        params = [param for plan in plans for param in plan.params]
+        context.materializer.agree_on_files(params, context.collectives)
 
 
 def _plan_units(

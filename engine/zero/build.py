@@ -14,7 +14,7 @@ from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.offload.plan import Offload
 from rayzero.engine.offload.stores import StateStore
 from rayzero.engine.precision.policy import Precision
-from rayzero.engine.zero.deferred_init import Materializer, ScratchBuffer
+from rayzero.engine.zero.deferred_init import Materializer
 from rayzero.engine.zero.gather_buffers import Block
 from rayzero.engine.zero.gradients import GradBufferPool, GradStore, PartialGrads, ShardedGrads
 from rayzero.engine.zero.parameters import (
@@ -26,6 +26,7 @@ from rayzero.engine.zero.parameters import (
 )
 from rayzero.engine.zero.placement import Placement, Stage
 from rayzero.engine.zero.reducer import GradReduction, UnitGradSpec
+from rayzero.engine.zero.scratch import ScratchBuffer
 from rayzero.engine.zero.unit import Unit
 
 

@@ -25,23 +25,9 @@ from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.tensor_tree import iter_tensors, storage_id
 from rayzero.engine.zero.file_values import FileValues, MappedFiles, agree_on_files
+from rayzero.engine.zero.scratch import ScratchBuffer
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
-
-
-class ScratchBuffer:
-    """Reused memory for one tensor at a time: repeated large allocations fragment the heap."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
-
-    def flat(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialized flat tensor. It invalidates the previous one."""
-        size = numel * dtype.itemsize
-        if self._memory.numel() < size:
-            self._memory = torch.empty(0, dtype=torch.uint8, device=self._memory.device)
-            self._memory = torch.empty(size, dtype=torch.uint8, device=self._memory.device)
-        return self._memory[:size].view(dtype)
 
 
 @dataclass(frozen=True)
