@@ -246,12 +246,12 @@ def test_invalid_names_are_config_errors(name: str, message: str) -> None:
 def test_all_invalid_params_are_reported() -> None:
     wrong = {
         "optimizer": {"type": "lamb", "params": {"max_coef": 1, "lr": "fast"}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "fast"}},
     }
     with pytest.raises(ConfigError, match="3 mistakes") as raised:
         parse_config(wrong)
     assert "optimizer.params.max_coef: unknown key (did you mean 'max_coeff'?)" in str(raised.value)
-    assert "scheduler.params.warmup_type" in str(raised.value)
+    assert "scheduler.params.warmup_max_lr" in str(raised.value)
 
 
 def make_unit(groups: list[int], owned: slice | None = None, frozen: bool = False) -> Unit:
