@@ -47,14 +47,13 @@ def make_runtime(
     be multiplied by `factor`, before loss scaling."""
     collectives, stage = context.collectives, context.stage
     reduction = make_grad_reduction(config, context, factor)
-    params = name_params(model, groups.group_of)
     rayzero = config.rayzero
     large = find_large_modules(model, rayzero.unshard_modules, rayzero.unshard_min_numel)
-    plans = _plan_units(model, params, config, context, large)
+    plans = _plan_units(model, name_params(model, groups.group_of), config, context, large)
+    _find_files(plans, context)
     part_numel = (
         config.zero_optimization.reduce_bucket_size or get_device(context.device).part_numel
     )
-    _find_files(plans, context)
     grad_buffers = make_grad_buffers(plans, context, NUM_GRAD_BUFFERS, part_numel)
     units = [
         make_unit(plan, context, grad_buffers, reduction, store)
@@ -79,7 +78,6 @@ def make_runtime(
             reshard_after_forward=rayzero.reshard_after_forward,
         )
         hooks += hook_blocks(model, blocks, scheduler)
-    hooks += hook_norms(model)
     lazy_weights = None
     if config.rayzero.overlap_weight_gather and stage.weight_collective is Collective.ALL_GATHER:
         lazy_weights = LazyWeights(model, units)
@@ -95,7 +93,7 @@ def make_runtime(
         reducer=reducer,
         unshard_scheduler=scheduler,
         lazy_weights=lazy_weights,
-        hooks=hooks,
+        hooks=hooks + hook_norms(model),
     )
 
 

@@ -119,9 +119,9 @@ class _Recorder(TorchDispatchMode):
                 if key in _storage_keys(operation.outputs) - _storage_keys(operation.inputs):
                     return None  # it was made so
                 continue
-            target = operation.args[0] if operation.args else None
-            if operation.func is not torch.ops.aten.copy_.default or not isinstance(target, Tensor):
+            if operation.func is not torch.ops.aten.copy_.default:
                 return None
+            target: Tensor = operation.args[0]
             if storage_id(target) != key:
                 continue  # copied to another one
             source: Tensor = operation.args[1]
@@ -278,8 +278,7 @@ class Materializer:
 
     def clear(self) -> None:
         """Drops the recordings once the model is materialized."""
-        self._last_reset = None
-        self._files.clear()
+        self._last_reset, self._files = None, {}
         _recorders.clear()
 
     def _value_from_reset(self, tensor: Tensor) -> Tensor:
