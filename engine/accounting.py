@@ -158,6 +158,15 @@ class StepWork:
         if counter is not None:
             self.micro_step_flops = self._forward_flops + counter.get_total_flops()
 
+    def count_backward(self, weight: float) -> None:
+        """As `track_backward`, for one that is running already: a backward has about twice the
+        flops of its forward."""
+        self._tokens += self._pending_tokens
+        self._weight += weight
+        self._pending_tokens = 0
+        if not self.micro_step_flops:
+            self.micro_step_flops = 3 * self._forward_flops
+
     def _counter(self, *, enabled: bool) -> AbstractContextManager[FlopCounterMode | None]:
         if enabled and not self.micro_step_flops:
             return FlopCounterMode(display=False)

@@ -113,11 +113,7 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; its inputs are cast to the precision of the weights."""
-        self._step.meter.enter_phase("forward")
-        context = self._runtime.precision.forward_context()
-        args, kwargs = self._step.forward_inputs(self.module, args, kwargs)
-        with self._step.meter.step_work.track_forward((args, kwargs)), context:
-            return self.module(*args, **kwargs)
+        return self._step.forward(self.module, args, kwargs)
 
     forward = __call__
 
@@ -134,18 +130,22 @@ class Engine:
             scale_wrt_gas: False if the loss is already divided by the accumulation steps.
 
         Returns:
-            The loss as it was given.
+            The loss as it was given, divided by the accumulation steps with `scale_wrt_gas`.
 
         Raises:
-            EngineError: not a scalar with a graph, `step` was not called since the last backward,
-                or there is no optimizer.
+            EngineError: not a scalar with a graph, or there is no optimizer.
         """
         loss = getattr(loss, "loss", loss)
-        weight = self.progress.micro_batch_weight
+        weight, micro_steps = self.progress.micro_batch_weight, self.settings.batches.micro_steps
         if not scale_wrt_gas:
-            weight *= self.settings.batches.micro_steps
+            weight *= micro_steps
         self._step.backward(loss, retain_graph=retain_graph, weight=weight)
-        return loss
+        return loss if micro_steps == 1 or not scale_wrt_gas else loss.detach() / micro_steps
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for `engine.scale(loss).backward()`: needed in fp16, and
+        elsewhere tells the metrics the loss. Raises EngineError as `backward`."""
+        return self._step.scale(loss)
 
     def step(self, lr_kwargs: None = None) -> None:
         """Ends a micro-step; at the end of a step, updates the weights on every rank.

@@ -72,7 +72,9 @@ class StepMetrics:
 
     step: int = 0  # finished steps, skipped ones included
     samples: int = 0  # consumed so far, over all ranks
-    loss: float | None = None  # mean over the global batch of the last step
+    # Mean over the global batch of the last step; of the script's own backward() if its loss was
+    # given to engine.scale.
+    loss: float | None = None
     grad_norm: float | None = None  # L2 norm of the last step's gradient, before clipping
     lr: float = 0.0  # the first group's in the last step
     step_s: float = 0.0  # from the end of the previous step to the end of this one
@@ -141,12 +143,12 @@ class StepMeter:
         """The host's requests for the vote of this step."""
         return self._session.step_requests() if self._session is not None else NO_REQUESTS
 
-    def end_step(self, vote: StepVote, lr: float) -> None:
-        """Called when a step has finished or was skipped."""
+    def end_step(self, vote: StepVote, lr: float, loss: float | None) -> None:
+        """Called when a step has finished or was skipped. `loss`: None if it is not known."""
         now, exposed_s = perf_counter(), self._runtime.collectives.counters.exposed_s
         data_wait_s = self._progress.data_wait_s
         self.last_step = {
-            "loss": vote.loss,
+            "loss": loss,
             "grad_norm": vote.grad_norm,
             "lr": lr,
             "step_s": now - self._step_end_s,
@@ -155,7 +157,8 @@ class StepMeter:
         } | self.step_work.end_step(now - self._step_end_s)
         self._step_end_s, self._exposed_comm_s, self._data_wait_s = now, exposed_s, data_wait_s
         scale = self._runtime.precision.scaler.value if self._config.fp16.enabled else None
-        self.monitors.write_step(self._progress.sample_cursor, vote.loss, lr, scale)
+        if loss is not None:
+            self.monitors.write_step(self._progress.sample_cursor, loss, lr, scale)
         if self._session is not None:
             self._applied_steps += vote.finite
             metrics = self._collect(self._cached_bytes())
@@ -196,4 +199,6 @@ class StepMeter:
                 self._runtime.precision.scaler.value,
             )
         elif (every := self._config.steps_per_print) and step % every == 0:
-            log.info("step %d: loss %.4f, lr %.3g", step, vote.loss, self.last_step["lr"])
+            loss, lr = self.last_step["loss"], self.last_step["lr"]
+            text = "not known" if loss is None else f"{loss:.4f}"
+            log.info("step %d: loss %s, lr %.3g", step, text, lr)

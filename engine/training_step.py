@@ -1,21 +1,8 @@
-"""One optimizer step: its phases, and the work of each.
-
-One step is any number of micro-steps (forward, backward, `step()`), the last of which updates the
-weights:
-
-    EMPTY -> BACKWARD -> STEP_PENDING -> ACCUMULATING -> BACKWARD -> STEP_PENDING -> UPDATING ->
-    EMPTY
-
-Inside `no_sync()`, and where the script declared that a micro-step is not the last one, backward
-leads to ACCUMULATING directly, because no `step()` is due.
-"""
+"""One optimizer step: the work of its phases (`step_tracker`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
@@ -27,98 +14,15 @@ from rayzero.engine.metrics import StepMeter
 from rayzero.engine.optim.build import NoOptimizer, no_optimizer_error
 from rayzero.engine.optim.schedule import Scheduler
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
+from rayzero.engine.own_backward import OwnBackward, check_loss
+from rayzero.engine.precision.loss_scale import NO_SCALER
 from rayzero.engine.precision.policy import clamp_to_dtype
 from rayzero.engine.settings import Settings
 from rayzero.engine.state.training import TrainingState
+from rayzero.engine.step_tracker import Boundary, StepPhase, StepTracker
+from rayzero.engine.zero.reducer import Running
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.step_vote import StepVote
-
-
-class StepPhase(Enum):
-    """State of the main gradients between and within calls of the script."""
-
-    EMPTY = "no gradients of this step yet"
-    BACKWARD = "backward() is running"
-    STEP_PENDING = "backward() has run, step() is due"
-    ACCUMULATING = "gradients of earlier micro-steps are held, backward() is due"
-    UPDATING = "step() is updating the weights"
-
-
-_NEXT = {
-    StepPhase.EMPTY: {StepPhase.BACKWARD, StepPhase.EMPTY},
-    StepPhase.BACKWARD: {StepPhase.STEP_PENDING, StepPhase.ACCUMULATING, StepPhase.EMPTY},
-    StepPhase.STEP_PENDING: {StepPhase.ACCUMULATING, StepPhase.UPDATING, StepPhase.EMPTY},
-    StepPhase.ACCUMULATING: {StepPhase.BACKWARD, StepPhase.EMPTY},
-    StepPhase.UPDATING: {StepPhase.EMPTY, StepPhase.ACCUMULATING},
-}
-"""EMPTY follows every phase: loading a checkpoint discards gradients. A failed backward or update
-returns to the phase in which the script may call backward again."""
-
-
-class Boundary(Enum):
-    """Who decides whether a micro-step is the last of its step."""
-
-    COUNTED = "the engine counts gradient_accumulation_steps"
-    LAST = "the script declared the next micro-step the last"
-    NOT_LAST = "the script declared that more micro-steps follow"
-
-
-class StepTracker:
-    """Follows one engine through its steps. Used by the training thread."""
-
-    def __init__(self) -> None:
-        self._phase = StepPhase.EMPTY
-        self.boundary = Boundary.COUNTED
-        self.no_sync = False  # inside `Engine.no_sync()`
-        self.applied = False  # whether the last `step()` changed the weights
-
-    @property
-    def phase(self) -> StepPhase:
-        return self._phase
-
-    @phase.setter
-    def phase(self, phase: StepPhase) -> None:
-        if phase not in _NEXT[self._phase]:  # an error in the engine: the script's are refused
-            raise RuntimeError(f"the step cannot go from {self._phase.name} to {phase.name}")
-        self._phase = phase
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a backward of this step has run."""
-        return self.phase in (StepPhase.STEP_PENDING, StepPhase.ACCUMULATING, StepPhase.UPDATING)
-
-    @property
-    def step_pending(self) -> bool:
-        return self.phase is StepPhase.STEP_PENDING
-
-    @property
-    def skips_step(self) -> bool:
-        """Whether `step()` has nothing to do, because the script declared that more follows."""
-        return self.boundary is Boundary.NOT_LAST and not self.no_sync
-
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around one backward. If it fails, the script may call it again."""
-        before = self.phase
-        self.phase = StepPhase.BACKWARD
-        try:
-            yield
-        except BaseException:
-            self.phase = before
-            raise
-        deferred = self.no_sync or self.boundary is Boundary.NOT_LAST
-        self.phase = StepPhase.ACCUMULATING if deferred else StepPhase.STEP_PENDING
-
-    @contextmanager
-    def update(self) -> Iterator[None]:
-        """Around the update at the end of a step. If it fails, its gradients are still held."""
-        self.phase = StepPhase.UPDATING
-        try:
-            yield
-        except BaseException:
-            self.phase = StepPhase.ACCUMULATING
-            raise
-        self.phase = StepPhase.EMPTY
 
 
 @dataclass
@@ -138,6 +42,11 @@ class TrainingStep:
         self._progress = self.state.progress
         self.scheduled_inputs = ScheduledInputs(self.settings.config, self._progress)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.settings.device)
+        self._scaled: list[Tensor] = []  # losses given to `scale` since the last own backward
+        self._loss_known = True  # whether every backward of this step told its loss
+        self.own_backward = OwnBackward(self.runtime, self)
+        if not self.settings.config.managed_gradient_accumulation:
+            self.tracker.boundary = Boundary.STEP
 
     @property
     def loss_scale(self) -> float:
@@ -156,18 +65,42 @@ class TrainingStep:
         """Whether the current micro-step is the last of its step."""
         if self.tracker.boundary is Boundary.COUNTED:
             return self._progress.micro_step == self.settings.batches.micro_steps - 1
-        return self.tracker.boundary is Boundary.LAST
+        return self.tracker.boundary is not Boundary.NOT_LAST
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether a backward reduces what every rank holds in full."""
+        tracker = self.tracker
+        return self.is_boundary and not tracker.no_sync and tracker.boundary is not Boundary.STEP
+
+    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Engine.__call__`."""
+        self.own_backward.abandon_failed()
+        self.meter.enter_phase("forward")
+        context = self.runtime.precision.forward_context()
+        args, kwargs = self.forward_inputs(module, args, kwargs)
+        with self.meter.step_work.track_forward((args, kwargs)), context:
+            output = module(*args, **kwargs)
+        self.own_backward.watch(output)
+        return output
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """See `Engine.scale`."""
+        self._check_backward(loss, "scale")
+        self._scaled.append(loss.detach())
+        scale = self.loss_scale
+        return loss if scale == 1.0 else loss * clamp_to_dtype(scale, loss.dtype)
 
     def backward(self, loss: Tensor, *, retain_graph: bool, weight: float) -> None:
         """See `Engine.backward`; `weight` is that of this micro-batch's loss in the mean over the
         global batch."""
-        self._check_backward(loss)
+        self._check_backward(loss, "backward")
         tracker = self.tracker
-        first, last = not tracker.has_gradients, not tracker.no_sync and self.is_boundary
-        self.meter.enter_phase("backward")
+        first, again = self._prepare_backward()
         with tracker.backward():
-            running = self.runtime.backward_pass(first=first, last=last)
-            with self.meter.step_work.track_backward(weight), running:
+            running = self.runtime.backward_pass(first=first, last=self._reduces)
+            share = 0.0 if again else weight
+            with self.meter.step_work.track_backward(share), running:
                 # Infinite if a 16-bit loss cannot represent it. A tensor as the initial gradient
                 # makes torch import sympy, half a second.
                 settings = self.settings
@@ -178,9 +111,54 @@ class TrainingStep:
             self._loss_sum.add_(loss.detach(), alpha=weight)
             self.meter.phases.leave()
 
+    def begin_own(self, running: Running) -> None:
+        """A backward that the script runs itself has its first gradient. Its loss has no weight
+        yet, so its gradients get that."""
+        scaler, tracker = self.runtime.precision.scaler, self.tracker
+        if scaler is not NO_SCALER and not self._scaled:
+            raise EngineError(
+                f"a loss that was not scaled began backward(), and the loss scale is "
+                f"{scaler.value:g}",
+                allowed="engine.scale(loss).backward(), or engine.backward(loss)",
+            )
+        first, again = self._prepare_backward()
+        tracker.begin_backward()
+        weight = self._progress.micro_batch_weight
+        self.meter.step_work.count_backward(0.0 if again else weight)
+        factor = weight / self.settings.post_reduce_scale
+        self.runtime.reducer.begin_backward(
+            first=first, last=self._reduces, factor=factor, running=running
+        )
+
+    def finish_own(self) -> None:
+        """The end of that backward."""
+        self.runtime.finish_backward()
+        for loss in self._scaled:
+            self._loss_sum.add_(loss, alpha=self._progress.micro_batch_weight)
+        self._loss_known = self._loss_known and bool(self._scaled)
+        self._scaled.clear()
+        self.tracker.finish_backward()
+        self.meter.phases.leave()
+
+    def abandon_own(self) -> None:
+        """That backward failed: the script may call it again."""
+        self._scaled.clear()
+        self.tracker.abandon_backward()
+
+    def _prepare_backward(self) -> tuple[bool, bool]:
+        """Whether the backward that follows is the first of its step, and a further one of its
+        micro-step."""
+        self.meter.enter_phase("backward")
+        if self.tracker.zeroed:
+            self.discard_gradients()
+            self.tracker.zeroed = False
+        return not self.tracker.has_gradients, self.tracker.step_pending
+
     def step(self) -> None:
         """See `Engine.step`."""
+        self.own_backward.abandon_failed()
         tracker = self.tracker
+        tracker.zeroed = False
         tracker.applied = False
         if tracker.skips_step:
             return
@@ -196,11 +174,15 @@ class TrainingStep:
             self._progress.micro_step += 1
             return
         with tracker.update():
+            if tracker.boundary is Boundary.STEP:
+                self.runtime.reduce_accumulated()
             vote, lr = self._update()
         if vote.finite:  # the state is complete without it: weights can be gathered again
             self.meter.enter_phase("publish")
             self.runtime.sync_model_weights(lazy=True)
-        self.meter.end_step(vote, lr)
+        loss = vote.loss if self._loss_known else None
+        self._loss_known = True
+        self.meter.end_step(vote, lr, loss)
 
     def close(self) -> None:
         """Removes the model's hooks, ends threads and closes files."""
@@ -210,6 +192,8 @@ class TrainingStep:
     def discard_gradients(self) -> None:
         """Forgets the gradients and losses of unfinished micro-steps."""
         self._loss_sum.zero_()
+        self._loss_known = True
+        self.runtime.reducer.discard()
         self.tracker.phase = StepPhase.EMPTY
 
     def _update(self) -> tuple[StepVote, float]:
@@ -241,22 +225,8 @@ class TrainingStep:
         self._progress.step += 1
         self._progress.sample_cursor += self._progress.global_batch
 
-    def _check_backward(self, loss: Tensor) -> None:
+    def _check_backward(self, loss: Tensor, call: str) -> None:
+        self.own_backward.abandon_failed()
         if isinstance(self.optimizer, NoOptimizer):
-            raise no_optimizer_error("backward")
-        if self.tracker.step_pending:
-            raise EngineError(
-                "backward() was called twice without step()",
-                allowed="one backward() a micro-batch, then step()",
-                fix="add the losses before backward(), or accumulate inside no_sync()",
-            )
-        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
-            return
-        seen = type(loss).__name__
-        if isinstance(loss, Tensor):
-            graph = "with" if loss.requires_grad else "without"
-            seen = f"tensor of shape {tuple(loss.shape)} {graph} a graph"
-        raise EngineError(
-            f"backward() got a {seen}",
-            allowed="a scalar loss computed by engine(...) with gradients enabled",
-        )
+            raise no_optimizer_error(call)
+        check_loss(loss, call)

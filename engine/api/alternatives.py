@@ -12,7 +12,6 @@ _ENGINE_NAMES = {
         "sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain"
     ),
     "engine.no_sync()": "coalesce_grad_reduction",
-    "engine.backward(loss), which scales the loss": "scale",
     "gradient_clipping in the config": "clip_fp32_gradients",
     "engine.compile(): there are no passes of DeepCompile": (
         "compile_autosp compile_autotp compile_zero_optimization_stage get_autosp_backend "

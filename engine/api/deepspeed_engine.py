@@ -17,17 +17,17 @@ from typing import Any, Self
 import torch
 
 from rayzero.engine.api.alternatives import NOT_DELEGATED, unsupported_attribute
-from rayzero.engine.api.compile import CompileMethods
 from rayzero.engine.api.config_getters import ConfigGetters, getter
 from rayzero.engine.api.fixed_names import FixedNames
 from rayzero.engine.api.model_export import ModelExport
+from rayzero.engine.api.module_methods import CompileMethods
 from rayzero.engine.api.optimizer_view import view_optimizer
 from rayzero.engine.api.scheduled import ScheduleMethods
 from rayzero.engine.config import BatchSizes
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.state.load import LoadOptions
-from rayzero.engine.training_step import Boundary
+from rayzero.engine.step_tracker import Boundary
 
 
 class DeepSpeedEngine(ConfigGetters, FixedNames, ModelExport, CompileMethods, ScheduleMethods):
@@ -104,14 +104,21 @@ class DeepSpeedEngine(ConfigGetters, FixedNames, ModelExport, CompileMethods, Sc
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-step is the last of its step."""
-        return self._step.is_boundary
+        step = self._step
+        return step.is_boundary and step.tracker.boundary is not Boundary.STEP
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Declares whether the next forward and backward are the last of their step.
 
         From then on the script decides, by calling it again. Where it was False, `step` does
-        nothing and need not be called.
+        nothing and need not be called. Raises EngineError where every `step` ends a step
+        (`managed_gradient_accumulation: false`).
         """
+        if self._step.tracker.boundary is Boundary.STEP:
+            raise EngineError(
+                "set_gradient_accumulation_boundary() was called, and every step() ends a step",
+                fix="managed_gradient_accumulation: true",
+            )
         self._step.tracker.boundary = Boundary.LAST if is_boundary else Boundary.NOT_LAST
 
     def was_step_applied(self) -> bool:
@@ -154,7 +161,9 @@ class DeepSpeedEngine(ConfigGetters, FixedNames, ModelExport, CompileMethods, Sc
         return [group.get("momentum", group.get("betas", 0.0)) for group in self._param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: the first backward of a step replaces the previous step's gradients."""
+        """Between two backwards without a `step`, forgets the gradients of the first. Elsewhere
+        does nothing: the first backward of a step replaces the previous step's gradients."""
+        self._step.tracker.zeroed = self._step.tracker.step_pending
 
     def to(self, device: torch.device | str | int) -> Self:
         """Does nothing: the model is on its device already. Raises EngineError for another one."""

@@ -61,17 +61,27 @@ class StoredParam:
 
     def gradients(self) -> list[ParamSlice]:
         """This rank's part of the reduced gradient; empty if frozen. Raises EngineError if it is
-        not reduced: before the last backward of a step, or after `step`."""
+        not reduced: at stages 0 and 1 before the last backward of a step, or after `step`."""
         step = self.engine._step
-        if not step.tracker.step_pending or not step.is_boundary:
+        if self.unit.grads is None:
+            return []
+        if not step.tracker.has_gradients or self.unit.grads.local(self.index) is not None:
             raise EngineError(
                 "a gradient was requested before it was reduced over the ranks",
                 allowed="between the last backward() of a step and step()",
             )
         step.runtime.reducer.wait()
-        if self.unit.grads is None:
-            return []
         return list(self._slices_within(self.unit.owned, self.unit.grads.owned()))
+
+    @torch.no_grad()
+    def local_gradient(self) -> Tensor | None:
+        """A copy of this rank's own gradient, as if its micro-batches were all ranks'; None where
+        gradients are reduced already."""
+        local = None if self.unit.grads is None else self.unit.grads.local(self.index)
+        if local is None:
+            return None
+        ranks = self.engine.world_size / self.engine.settings.gradient_factor
+        return local.view(self.shape) * (self.grad_scale * ranks)
 
     def optimizer_state(self, key: str) -> list[ParamSlice]:
         """This rank's part of a tensor of optimizer state; empty before the first step."""

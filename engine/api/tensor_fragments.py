@@ -37,11 +37,15 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """A copy of the averaged gradient, between the last `backward` of a step and `step`, as the
-    optimizer uses it except for clipping; None before the first `backward`, or if frozen. Raises
-    EngineError in the middle of a step, when gradients are not reduced yet."""
+    optimizer uses it except for clipping; None before the first `backward`, or if frozen. In the
+    middle of a step and in `no_sync`, what the micro-steps have added up so far: at stages 0 and 1
+    this rank's own gradient, as if its micro-batches were all ranks'."""
     stored = _find_with_gradient(param)
     if stored is None:
         return None
+    local = stored.local_gradient()
+    if local is not None:
+        return local
     return stored.gather_state(stored.gradients()).mul_(stored.grad_scale)
 
 

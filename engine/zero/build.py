@@ -16,7 +16,8 @@ from rayzero.engine.offload.stores import StateStore
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.zero.deferred_init import Materializer
 from rayzero.engine.zero.gather_buffers import Block
-from rayzero.engine.zero.gradients import GradBufferPool, GradStore, PartialGrads, ShardedGrads
+from rayzero.engine.zero.grad_buffers import GradBufferPool
+from rayzero.engine.zero.gradients import GradStore, PartialGrads, ShardedGrads
 from rayzero.engine.zero.parameters import (
     ReplicatedWeights,
     ShardedWeights,
@@ -95,7 +96,8 @@ def make_unit(
         transfer = store.grad_transfer
         if buffers is None:
             flat = context.collectives.zeros(layout.numel, dtype, context.device)
-            grads = PartialGrads(layout, flat, owned, stage.gradient_collective, op, transfer)
+            collective = stage.gradient_collective
+            grads = PartialGrads(layout, flat, owned, collective, op, transfer, shard=shard)
         else:
             numel = owned.stop - owned.start
             if transfer is None:

@@ -16,16 +16,14 @@ the host during the rest of backward. When accumulating, the host adds sharded r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rayzero.engine.comm.backend import (
     ChainableWork,
-    CompletedWork,
     ReduceOp,
     Work,
     rank_chunk,
@@ -33,6 +31,7 @@ from rayzero.engine.comm.backend import (
 from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.layout.parts import Segment, cut_columns, segments
 from rayzero.engine.offload.transfer import HostTransfer, MemoryKind
+from rayzero.engine.zero.grad_buffers import GradBuffer, GradBufferPool
 from rayzero.engine.zero.parameters import param_views
 from rayzero.engine.zero.placement import Collective
 
@@ -71,6 +70,15 @@ class GradStore(ABC):
         """Starts to reduce one part of what was collected over the ranks; parts in order, each
         once."""
 
+    def release(self) -> None:
+        """Returns when no other rank reads what was collected."""
+        return
+
+    def local(self, index: int) -> Tensor | None:
+        """This rank's own sum of a parameter's gradients, before it is reduced, in any shape; None
+        where only reduced ones are held."""
+        return None
+
     def owned(self) -> Tensor:
         """The main gradients; waits for copies to host memory."""
         if self._transfer is not None:
@@ -95,7 +103,7 @@ class GradStore(ABC):
 
 class PartialGrads(GradStore):
     """The full unit in one persistent buffer; reduced over the ranks at the end of a step. `flat`
-    is that buffer, zeros: the padding is never written."""
+    is that buffer, zeros: the padding is never written. `shard` is this rank's of the unit."""
 
     def __init__(
         self,
@@ -105,6 +113,8 @@ class PartialGrads(GradStore):
         collective: Collective,
         reduce_op: ReduceOp,
         transfer: HostTransfer | None = None,
+        *,
+        shard: slice,
     ) -> None:
         part = flat[owned]
         main = part if transfer is None else transfer.host_zeros(part.numel(), part.dtype)
@@ -113,8 +123,24 @@ class PartialGrads(GradStore):
         self._owned = part
         self._collective = collective
         self._param_views = param_views(layout, flat)
+        self._others = [flat[: shard.start], flat[shard.stop :]]
+        self._reduction: Work | None = None  # of what is held; None before it
+
+    def release(self) -> None:
+        if self._reduction is not None:
+            self._reduction.release()
+            self._reduction = None
+
+    def local(self, index: int) -> Tensor | None:
+        return self._param_views[index] if self._reduction is None else None
 
     def collect(self, grads: Grads, *, add: bool) -> None:
+        if add and self._reduction is not None:
+            # Of the sum each rank keeps its shard, and zeros elsewhere: the ranks' terms still add
+            # up to it, so the next reduction adds what is collected from now on. No copy is made.
+            self.release()
+            torch._foreach_zero_(self._others)
+        self._reduction = None
         if not add:
             _copy_at_once(self._param_views, grads)
             return
@@ -129,63 +155,12 @@ class PartialGrads(GradStore):
             work = self._reduce_op.all_reduce(self._flat)
         else:
             work = self._reduce_op.reduce_scatter(self._flat, self._owned)
-        return self._copy_to_host(work, self._owned, self._main, add=False)
+        self._reduction = self._copy_to_host(work, self._owned, self._main, add=False)
+        return self._reduction
 
     @property
     def persistent_tensors(self) -> dict[MemoryKind, Tensor]:
         return super().persistent_tensors | {MemoryKind.DEVICE: self._flat}
-
-
-@dataclass(eq=False, slots=True)
-class GradBuffer:
-    """Memory that parts of units are reduced from, one after the other; `reduction` is the last."""
-
-    tensor: Tensor
-    reduction: Work = field(default_factory=CompletedWork)
-
-
-class GradBufferPool:
-    """A few buffers from which parts of units are reduced into shards, used in turn.
-
-    A part holds a buffer from its launch until the buffer's next use, which waits for its
-    reduction: when all are in use, for the oldest in flight.
-
-    Args:
-        make: allocates a buffer of zeros of a number of elements.
-        count: buffers to allocate, if there are as many parts.
-        part_numel: the most elements of a part, without padding.
-
-    Attributes:
-        numel: of a buffer: the longest part that was announced before the first `acquire`.
-        max_count: the most buffers that there will be.
-    """
-
-    def __init__(self, make: Callable[[int], Tensor], count: int, part_numel: int) -> None:
-        self.part_numel = part_numel
-        self.numel = 0
-        self.max_count = 0
-        self._make_buffer = make
-        self._count = count
-        self._ring: deque[GradBuffer] = deque()  # the one used last is the last
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        return [buffer.tensor for buffer in self._ring]
-
-    def announce(self, parts: int, numel: int) -> None:
-        """A unit will need a buffer for each of `parts`, of `numel` elements."""
-        self.numel = max(self.numel, numel)
-        self.max_count = min(self._count, self.max_count + parts)
-
-    def acquire(self) -> GradBuffer:
-        """A buffer that no rank reads any more."""
-        if len(self._ring) < self.max_count:
-            buffer = GradBuffer(self._make_buffer(self.numel))
-        else:
-            buffer = self._ring.popleft()
-            buffer.reduction.release()
-        self._ring.append(buffer)
-        return buffer
 
 
 @dataclass(frozen=True)

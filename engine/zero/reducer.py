@@ -7,7 +7,7 @@ another: units are reduced in plan order, each as soon as it and all earlier one
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,19 +17,34 @@ from rayzero.engine.comm.backend import ReduceOp, Work
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.flat_layout import UnitLayout
-from rayzero.engine.zero.gradients import GradBufferPool, GradStore
+from rayzero.engine.zero.grad_buffers import GradBufferPool
+from rayzero.engine.zero.gradients import GradStore
+
+Running = Callable[[], object]
+"""Whether a backward still runs: falsy from its end on, also where it failed."""
+
+
+def always() -> bool:
+    """A backward that runs until it is finished."""
+    return True
+
+
+def never() -> bool:
+    """No backward runs."""
+    return False
 
 
 class _UnitProgress:
-    """One unit in the current micro-step: the gradients that have arrived, by parameter, and how
+    """One unit in the current backward: the gradients that have arrived, by parameter, and how
     many have not. `collected`: the store has got them."""
 
     def __init__(self, grads: GradStore, param_count: int) -> None:
         self.grads = grads
         self.param_count = param_count
-        self.begin()
+        self.begin(1.0)
 
-    def begin(self) -> None:
+    def begin(self, factor: float) -> None:
+        self._factor = factor
         self.held: list[Tensor | None] = [None] * self.param_count
         self.missing = self.param_count
         self.collected = False
@@ -37,6 +52,9 @@ class _UnitProgress:
     def collect(self, *, add: bool) -> None:
         """Hands over what has arrived; what has not counts as zero."""
         held, self.held = self.held, []
+        given = [grad for grad in held if grad is not None] if self._factor != 1.0 else []
+        if given:
+            torch._foreach_mul_(given, self._factor)
         self.grads.collect(held, add=add or self.collected)
         self.missing, self.collected = 0, True
 
@@ -50,15 +68,22 @@ class _UnitProgress:
 class Reducer:
     """Receives gradients from autograd's hooks and reduces them over the ranks.
 
-    One micro-step is `begin_backward`, any number of `on_gradient`, `finish_backward`. `wait` must
-    be called before main gradients are read.
+    One backward is `begin_backward`, any number of `on_gradient`, `finish_backward`. `wait` must
+    be called before main gradients are read. A step may have any number of backwards that reduce:
+    sums are added to.
 
     Args:
         units: gradient stores and their parameter counts, in launch order.
         buffers: from which gradients are reduced if they are sharded, every micro-step; None if
             every rank holds full gradients, which are reduced once per step.
         overlap: continue backward while a reduction is in flight.
+
+    Attributes:
+        on_own_backward: called at a gradient outside of these calls, before it is taken: it calls
+            `begin_backward`, or raises.
     """
+
+    on_own_backward: Callable[[], None]
 
     def __init__(
         self,
@@ -75,14 +100,23 @@ class Reducer:
         self._next_unit = 0
         self._first_micro_step = True
         self._reducing = False
+        self._running: Running = never
 
-    def begin_backward(self, *, first: bool, last: bool) -> None:
-        """Called before a backward; `first` and `last` of its step."""
+    def begin_backward(
+        self, *, first: bool, last: bool, factor: float = 1.0, running: Running = always
+    ) -> None:
+        """Called before a backward; `first` and `last` of its step. Its gradients are multiplied by
+        `factor`."""
+        self._running = running
         self._first_micro_step = first
         self._reducing = last or self.buffer_pool is not None
         self._next_unit = 0
         for unit in self._units:
-            unit.begin()
+            unit.begin(factor)
+
+    @property
+    def in_backward(self) -> bool:
+        return bool(self._running())
 
     def on_gradient(self, number: int, index: int, param: Tensor) -> None:
         """Parameter `index` of a unit has a gradient of this micro-step in `.grad`. Raises
@@ -90,6 +124,8 @@ class Reducer:
         grad = param.grad
         if grad is None:
             return
+        if not self._running():
+            self.on_own_backward()
         param.grad = None
         unit = self._units[number]
         if unit.collected or unit.held[index] is not None:
@@ -115,6 +151,14 @@ class Reducer:
                 unit.collect(add=False)
         if self._reducing:
             self._launch_ready()
+        self._running = never
+
+    def discard(self) -> None:
+        """Returns when the gradients of unfinished steps may be overwritten."""
+        self._running = never
+        self.wait()
+        for unit in self._units:
+            unit.grads.release()
 
     def wait(self) -> None:
         """Returns when every started reduction has reached the main gradients."""

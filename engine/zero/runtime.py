@@ -49,19 +49,38 @@ class ZeroRuntime:
     lazy_weights: LazyWeights | None
     hooks: list[RemovableHandle]
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward is collecting gradients."""
+        return self.reducer.in_backward
+
     @contextmanager
     def backward_pass(self, *, first: bool, last: bool) -> Iterator[None]:
         """Around autograd's backward of one micro-step; `first` and `last` of its step."""
-        self.reducer.begin_backward(first=first, last=last)
+        running = True
+        self.reducer.begin_backward(first=first, last=last, running=lambda: running)
         if self.unshard_scheduler is not None:
             self.unshard_scheduler.begin_backward()
         try:
             yield
+        except BaseException:
+            running = False
+            raise
         finally:
             if self.unshard_scheduler is not None:
                 self.unshard_scheduler.end_backward()
+        self.finish_backward()
+
+    def finish_backward(self) -> None:
+        """After autograd's part of a backward: what is left to reduce."""
         self.reducer.finish_backward()
         self.collectives.progress_pending()
+
+    def reduce_accumulated(self) -> None:
+        """Reduces the gradients of backwards that did not, as if another one had given zeros."""
+        if self.reducer.buffer_pool is None:
+            self.reducer.begin_backward(first=False, last=True)
+            self.finish_backward()
 
     def vote(self, loss: Tensor, factor: float, requests: StepRequests) -> StepVote:
         """Waits for the reduced gradients, which are still to be multiplied by `factor`, then

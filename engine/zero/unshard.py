@@ -13,8 +13,9 @@ prefetched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from rayzero.engine.compiling import refuse_compiled, untraced
@@ -22,6 +23,17 @@ from rayzero.engine.errors import EngineError
 from rayzero.engine.zero.gather_buffers import Block, BlockState, GatherBuffers
 from rayzero.engine.zero.large_modules import LargeModules
 from rayzero.engine.zero.parameters import WeightGather
+from rayzero.engine.zero.reducer import Running, always, never
+
+_functorch_level = torch._C._functorch.maybe_current_level  # None outside of torch.func
+
+
+def _not_differentiable(seen: str) -> EngineError:
+    return EngineError(
+        seen,
+        allowed="at stage 3, first derivatives by backward() or torch.autograd.grad",
+        fix="zero_optimization.stage 2 or less, for second derivatives and torch.func",
+    )
 
 
 class UnshardScheduler:
@@ -29,7 +41,13 @@ class UnshardScheduler:
 
     Without `reshard_after_forward` every block has its own buffer, so it is gathered once a step:
     it stays from its first forward to the update, also over the micro-steps.
+
+    Attributes:
+        on_own_backward: called where a backward reaches a block that `begin_backward` did not
+            announce: it calls it, or raises.
     """
+
+    on_own_backward: Callable[[], None]
 
     def __init__(
         self,
@@ -60,7 +78,7 @@ class UnshardScheduler:
         self._successors: tuple[dict[Block, Block], ...] = ({}, {})  # in forward, in backward
         self._previous: Block | None = None
         self._prefetch_ready = False  # buffers are assigned by the recorded order
-        self._in_backward = False
+        self._backward_runs: Running = never
         self.paused = False  # the script has gathered all weights itself: no block is gathered
         self._assign_buffers(blocks)
 
@@ -85,9 +103,11 @@ class UnshardScheduler:
     def pre_forward(self, block: Block) -> None:
         """Called before a block's forward, also when it is recomputed in backward. Raises
         EngineError if a block that was called on its own is now called inside another one that
-        shares its buffer."""
+        shares its buffer; or inside a transform of torch.func."""
         if self.paused:
             return
+        if _functorch_level() is not None:
+            raise _not_differentiable(f"torch.func: it called the block {block.name!r}")
         if self._running and block.buffer_index is not None:
             self._leave_ring(block)
         self._unshard(block)
@@ -107,28 +127,31 @@ class UnshardScheduler:
         if block.large and block not in self._running and not self.paused:
             self.large_modules.exit_forward(block)
 
-    def begin_backward(self) -> None:
-        self._in_backward = self.large_modules.in_pass = True
+    @property
+    def _in_backward(self) -> bool:
+        return bool(self._backward_runs())
+
+    def begin_backward(self, running: Running = always) -> None:
+        self._backward_runs, self.large_modules.in_pass = running, True
         self._previous = None
 
     def pre_backward(self, block: Block) -> None:
         """Called when the gradient of a block's output is known, before the block's backward.
-        Raises EngineError outside `Engine.backward`: a graph for second derivatives would later
-        read weights that are not gathered."""
-        if not self._in_backward:
-            raise EngineError(
-                f"a gradient reached the block {block.name!r} outside engine.backward()",
-                allowed="at stage 3, gradients through engine.backward(loss) only",
-                fix="zero_optimization.stage 2 or less, for torch.autograd.grad and second "
-                "derivatives",
+        Raises EngineError with create_graph: a graph for second derivatives would later read
+        weights that are not gathered."""
+        if torch.is_grad_enabled():
+            raise _not_differentiable(
+                f"create_graph: its gradient reached the block {block.name!r}"
             )
+        if not self._in_backward:
+            self.on_own_backward()
         self._unshard(block)
         self._record_successor(block)
         if self._prefetch_ready:
             self._prefetch(block)
 
     def end_backward(self) -> None:
-        self._in_backward = self.large_modules.in_pass = False
+        self._backward_runs, self.large_modules.in_pass = never, False
         self.large_modules.trained = True
         self._previous = None
 

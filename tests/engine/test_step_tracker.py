@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import rayzero
-from rayzero.engine.training_step import Boundary, StepPhase, StepTracker
+from rayzero.engine.step_tracker import Boundary, StepPhase, StepTracker
 
 
 def run_backward(tracker: StepTracker) -> StepPhase:

@@ -262,7 +262,7 @@ def make_unit(groups: list[int], owned: slice | None = None, frozen: bool = Fals
     weights = ReplicatedWeights(layout, params, flat)
     part = owned or slice(0, layout.numel)
     grads = PartialGrads(
-        layout, -flat, part, Collective.REDUCE_SCATTER, Collectives(SingleRankBackend())
+        layout, -flat, part, Collective.REDUCE_SCATTER, Collectives(SingleRankBackend()), shard=part
     )
     return Unit(
         layout,

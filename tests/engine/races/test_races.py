@@ -34,6 +34,7 @@ def test_no_pair_of_settings_races():
     "case",
     [
         *(Case(stage=stage, micro_steps=3) for stage in range(4)),
+        *(Case(stage=stage, script="own backward") for stage in range(4)),
         *(Case(optimizer=name, micro_steps=1) for name in ("SGD", "Lion", "Lamb", "Adagrad")),
         *(Case(stage=0, optimizer=name, micro_steps=1) for name in ("Lamb", "OneBitAdam")),
         Case(optimizer="Muon", gradients="lowrank", precision="fp16"),
@@ -85,6 +86,8 @@ def test_a_mirror_beside_training_neither_races_nor_is_believed_early(case: Case
         Case(stage=2, offload="optimizer"),
         Case(stage=3, offload="both", model="decoder"),
         Case(stage=3, gradients="int8", weights="int8"),
+        Case(stage=0, script="own backward"),
+        Case(stage=3, script="own backward", precision="fp16"),
     ],
     ids=str,
 )

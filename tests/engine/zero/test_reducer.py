@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from rayzero.engine.comm.backend import CompletedWork
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.flat_layout import ParamSpec, UnitLayout, make_layout
-from rayzero.engine.zero.gradients import GradBufferPool, PartialGrads, ShardedGrads
+from rayzero.engine.zero.grad_buffers import GradBufferPool
+from rayzero.engine.zero.gradients import PartialGrads, ShardedGrads
 from rayzero.engine.zero.placement import Collective
 from rayzero.engine.zero.reducer import Reducer
 
@@ -298,7 +299,8 @@ class RecordingCollectives:
 def test_full_gradients_are_reduced_in_place(collective: Collective) -> None:
     flat = torch.zeros(LAYOUT.numel)
     collectives: Any = RecordingCollectives()
-    store = PartialGrads(LAYOUT, flat, LAYOUT.shard(1), collective, collectives)
+    shard = LAYOUT.shard(1)
+    store = PartialGrads(LAYOUT, flat, shard, collective, collectives, shard=shard)
     store.collect([torch.ones(3), torch.ones(2, 2)], add=False)
     store.collect([torch.ones(3), None], add=True)
     assert flat[:3].tolist() == [2, 2, 2]

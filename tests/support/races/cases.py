@@ -15,7 +15,7 @@ from typing import Any
 from tests.support.covering import covering
 from tests.support.races.models import MODELS, SAMPLES
 
-SCRIPTS = ("plain", "access", "empty batch", "load", "mirror")
+SCRIPTS = ("plain", "own backward", "access", "empty batch", "load", "mirror")
 """What a script does around its steps: see `scripts`."""
 
 _NVME = {"device": "nvme", "nvme_path": gettempdir(), "buffer_count": 3}
@@ -221,6 +221,9 @@ def mutant_cases() -> list[Case]:
         Case(stage=1, precision="fp32", offload="optimizer", script="load"),
         Case(stage=3, precision="fp32", model="branching", script="load"),
         Case(stage=3, offload="both", precision="fp32", script="load"),
+        Case(stage=0, script="own backward"),
+        Case(stage=1, script="own backward", offload="optimizer"),
+        Case(stage=3, script="own backward", model="decoder"),
         Case(script="mirror", model="irregular"),
         Case(script="mirror", gradients="lowrank"),
         Case(stage=3, offload="both", precision="fp32", script="mirror"),

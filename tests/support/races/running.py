@@ -178,7 +178,7 @@ def _train_steps(
             before = machine.host_syncs.copy()
         for last in [False] * (case.micro_steps - 1) + [True]:
             batch = make_batch(case.model, generator).pin_memory().to(DEVICE, non_blocking=True)
-            engine.backward(script.loss(engine, batch, number))
+            script.backward(engine, script.loss(engine, batch, number))
             if last:
                 script.before_step(engine, step)
             engine.step()

@@ -1,6 +1,7 @@
 """What a training function does around its steps, beside forward, backward and step.
 
 plain        nothing
+own backward the script's own backward of a scaled loss, and a second one for a part of it
 access       reads gradients, and reads and writes weights and optimizer state, where it may
 empty batch  a micro-step's loss does not use the model: this rank had no samples
 load         loads a state between two steps, also from registered memory
@@ -51,11 +52,22 @@ class Plain:
         loss: Tensor = engine(batch)
         return loss
 
+    def backward(self, engine: Any, loss: Tensor) -> None:
+        engine.backward(loss)
+
     def before_step(self, engine: Any, number: int) -> None:
         """After the last backward of step `number`, from 0."""
 
     def after_step(self, engine: Any, number: int) -> None:
         """After step `number`, from 0."""
+
+
+class OwnBackward(Plain):
+    """Two backwards a micro-step, neither by the engine."""
+
+    def backward(self, engine: Any, loss: Tensor) -> None:
+        engine.scale(loss).backward(retain_graph=True)
+        engine.scale(loss * 0.5).backward()
 
 
 class Access(Plain):
@@ -245,6 +257,7 @@ class Mirrored(Plain):
 
 _SCRIPTS: dict[str, type[Plain]] = {
     "plain": Plain,
+    "own backward": OwnBackward,
     "access": Access,
     "empty batch": EmptyBatch,
     "load": Load,

@@ -1,0 +1,130 @@
+"""A backward that the script runs itself: `loss.backward()` instead of `engine.backward(loss)`.
+
+It begins where it first reaches the engine: an output of the model's forward, a block of stage 3,
+or a gradient. It ends with autograd's graph task, which then runs the callback queued in it, on the
+thread and streams that autograd gives callbacks: every gradient's kernels are enqueued by then, and
+the script's `backward()` has not returned. The callback owns the pass's token, and nothing else
+does: if the backward fails, autograd drops its callbacks, the token dies, and the pass with it.
+
+Inside another backward (reentrant checkpoints) hooks find the pass running, and change nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from rayzero.engine.errors import EngineError
+from rayzero.engine.tensor_tree import iter_tensors
+from rayzero.engine.zero.reducer import Running, never
+from rayzero.engine.zero.runtime import ZeroRuntime
+
+
+class _Token:
+    """Lives as long as the graph task of a backward."""
+
+    def __init__(self, owner: OwnBackward) -> None:
+        self._owner = owner
+
+    def end(self) -> None:
+        self._owner.end()
+
+
+class GradientPass(Protocol):
+    """What happens around a backward that brings gradients: the step's part."""
+
+    def begin_own(self, running: Running) -> None: ...
+
+    def finish_own(self) -> None: ...
+
+    def abandon_own(self) -> None: ...
+
+
+class OwnBackward:
+    """Follows the backwards that the script runs itself. One at a time, on autograd's threads while
+    the script waits for it.
+
+    A backward without gradients of parameters (`torch.autograd.grad` of an input) gathers blocks,
+    and is none of the step's.
+    """
+
+    def __init__(self, runtime: ZeroRuntime, step: GradientPass) -> None:
+        self._runtime = runtime
+        self._step = step
+        self._running: Running = never
+        self._has_gradients = False
+        runtime.reducer.on_own_backward = self._on_gradient
+        if runtime.unshard_scheduler is not None:
+            runtime.unshard_scheduler.on_own_backward = self._open
+
+    def watch(self, output: Any) -> None:
+        """Notices a backward from what the model's forward has returned, before any checkpoint in
+        the model begins one of its own."""
+        if torch.is_grad_enabled():
+            for node in {it.grad_fn for it in iter_tensors(output)}:
+                if node is not None:
+                    node.register_prehook(self._on_output)
+
+    def abandon_failed(self) -> None:
+        """Called where no backward of the script can be running: forgets one that failed."""
+        if self._has_gradients and torch._C._current_graph_task_id() == -1:
+            self._running, self._has_gradients = never, False
+            self._step.abandon_own()
+
+    def _on_output(self, _: Any) -> None:
+        if not self._running() and not self._runtime.in_backward:
+            self._open()
+
+    def _open(self) -> None:
+        if self._running():
+            return
+        self.abandon_failed_task()
+        token = _Token(self)
+        self._running = weakref.ref(token)
+        Variable._execution_engine.queue_callback(token.end)  # owns the token
+        if (scheduler := self._runtime.unshard_scheduler) is not None:
+            scheduler.begin_backward(self._running)
+
+    def abandon_failed_task(self) -> None:
+        """A pass that is open and does not run has failed."""
+        if self._has_gradients and not self._running():
+            self._has_gradients = False
+            self._step.abandon_own()
+
+    def _on_gradient(self) -> None:
+        if torch.is_grad_enabled():
+            raise EngineError(
+                "backward(create_graph=True) reached parameters: their gradients have a graph",
+                allowed="gradients of parameters without a graph",
+                fix="torch.autograd.grad(..., create_graph=True) of inputs, at stages 0 to 2",
+            )
+        self._open()
+        self._step.begin_own(self._running)
+        self._has_gradients = True
+
+    def end(self) -> None:
+        """Autograd has finished the backward."""
+        has_gradients, self._has_gradients = self._has_gradients, False
+        if (scheduler := self._runtime.unshard_scheduler) is not None:
+            scheduler.end_backward()
+        self._running = never
+        if has_gradients:
+            self._step.finish_own()
+
+
+def check_loss(loss: Any, call: str) -> None:
+    """Raises EngineError unless `loss` is a scalar with a graph."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return
+    seen = type(loss).__name__
+    if isinstance(loss, Tensor):
+        graph = "with" if loss.requires_grad else "without"
+        seen = f"tensor of shape {tuple(loss.shape)} {graph} a graph"
+    raise EngineError(
+        f"{call}() got a {seen}",
+        allowed="a scalar loss computed by engine(...) with gradients enabled",
+    )

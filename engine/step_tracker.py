@@ -1,0 +1,123 @@
+"""The phases of one optimizer step.
+
+One step is any number of micro-steps (forward, backward, `step()`), the last of which updates the
+weights:
+
+    EMPTY -> BACKWARD -> STEP_PENDING -> ACCUMULATING -> BACKWARD -> STEP_PENDING -> UPDATING ->
+    EMPTY
+
+A micro-step may have several backwards (the losses of a GAN), by `engine.backward(loss)` or by the
+loss's own `backward()`: their gradients add up. Each reduces as if it were the last, because none
+knows. Inside `no_sync()`, and where the script declared that a micro-step is not the last one,
+backward leads to ACCUMULATING directly, because no `step()` is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+
+class StepPhase(Enum):
+    """State of the main gradients between and within calls of the script."""
+
+    EMPTY = "no gradients of this step yet"
+    BACKWARD = "backward() is running"
+    STEP_PENDING = "backward() has run, step() is due"
+    ACCUMULATING = "gradients of earlier micro-steps are held, backward() is due"
+    UPDATING = "step() is updating the weights"
+
+
+_NEXT = {
+    StepPhase.EMPTY: {StepPhase.BACKWARD, StepPhase.EMPTY},
+    StepPhase.BACKWARD: {StepPhase.STEP_PENDING, StepPhase.ACCUMULATING, StepPhase.EMPTY},
+    StepPhase.STEP_PENDING: {
+        StepPhase.BACKWARD,
+        StepPhase.ACCUMULATING,
+        StepPhase.UPDATING,
+        StepPhase.EMPTY,
+    },
+    StepPhase.ACCUMULATING: {StepPhase.BACKWARD, StepPhase.EMPTY},
+    StepPhase.UPDATING: {StepPhase.EMPTY, StepPhase.ACCUMULATING},
+}
+"""EMPTY follows every phase: loading a checkpoint discards gradients. A failed backward or update
+returns to the phase in which the script may call backward again."""
+
+
+class Boundary(Enum):
+    """Who decides whether a micro-step is the last of its step."""
+
+    COUNTED = "the engine counts gradient_accumulation_steps"
+    LAST = "the script declared the next micro-step the last"
+    NOT_LAST = "the script declared that more micro-steps follow"
+    STEP = "every step() ends a step: managed_gradient_accumulation is false"
+
+
+class StepTracker:
+    """Follows one engine through its steps. Used by the training thread."""
+
+    def __init__(self) -> None:
+        self._phase = StepPhase.EMPTY
+        self.boundary = Boundary.COUNTED
+        self.no_sync = False  # inside `Engine.no_sync()`
+        self.applied = False  # whether the last `step()` changed the weights
+        self.zeroed = False  # `zero_grad()` since the last backward, and no `step()`
+        self._before = self._phase
+
+    @property
+    def phase(self) -> StepPhase:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: StepPhase) -> None:
+        if phase not in _NEXT[self._phase]:  # an error in the engine: the script's are refused
+            raise RuntimeError(f"the step cannot go from {self._phase.name} to {phase.name}")
+        self._phase = phase
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward of this step has run."""
+        return self.phase in (StepPhase.STEP_PENDING, StepPhase.ACCUMULATING, StepPhase.UPDATING)
+
+    @property
+    def step_pending(self) -> bool:
+        return self.phase is StepPhase.STEP_PENDING
+
+    @property
+    def skips_step(self) -> bool:
+        """Whether `step()` has nothing to do, because the script declared that more follows."""
+        return self.boundary is Boundary.NOT_LAST and not self.no_sync
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around one backward. If it fails, the script may call it again."""
+        self.begin_backward()
+        try:
+            yield
+        except BaseException:
+            self.abandon_backward()
+            raise
+        self.finish_backward()
+
+    def begin_backward(self) -> None:
+        self._before = self._phase
+        self.phase = StepPhase.BACKWARD
+
+    def abandon_backward(self) -> None:
+        self.phase = self._before
+
+    def finish_backward(self) -> None:
+        deferred = self.no_sync or self.boundary is Boundary.NOT_LAST
+        self.phase = StepPhase.ACCUMULATING if deferred else StepPhase.STEP_PENDING
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Around the update at the end of a step. If it fails, its gradients are still held."""
+        self.phase = StepPhase.UPDATING
+        try:
+            yield
+        except BaseException:
+            self.phase = StepPhase.ACCUMULATING
+            raise
+        self.phase = StepPhase.EMPTY
