@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from rayzero.engine.errors import ConfigError
 
 log = logging.getLogger("rayzero.engine")
 
+T = TypeVar("T")
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _RENDEZVOUS_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}
 
@@ -67,6 +68,16 @@ class SingleRankBackend(Backend):
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         return CompletedWork()
+
+
+def all_gather_objects(value: T) -> list[T]:
+    """Each rank's picklable value, by rank, over the default process group: for what has to be
+    agreed on before there is an engine. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def connect_collectives() -> tuple[Collectives, torch.device]:

@@ -48,6 +48,7 @@ COLLECTIVE_MODULES = {
     "rayzero.engine.comm.gloo",
     "rayzero.engine.comm.gloo_p2p",
     "rayzero.engine.comm.nccl",
+    "rayzero.engine.comm.process_group",  # where there is no engine yet
     "rayzero.engine.comm.shared_memory",
 }
 COLLECTIVES = (

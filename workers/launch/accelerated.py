@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from rayzero.engine.comm.process_group import all_gather_objects
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import current_session
 from rayzero.workers.session import JobSession
@@ -65,9 +66,7 @@ def _adapting_init(init: Callable[..., None]) -> Callable[..., None]:
 
 def _agree() -> None:
     """Takes what a survivor knows of the first generation. Collective."""
-    offers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(offers, dict(_first))
-    known: dict[str, int] = next((offer for offer in offers if offer), {})
+    known = next((offer for offer in all_gather_objects(dict(_first)) if offer), {})
     _first.clear()
     _first.update(known)
 

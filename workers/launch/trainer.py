@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rayzero.engine.comm.process_group import all_gather_objects
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import current_session
 from rayzero.engine.state.metadata import capture_rng, restore_rng
@@ -277,11 +278,7 @@ def _agree(session: JobSession) -> TrainerSnapshot | None:
                 own = _kept[name]
         if own is not None:
             own = replace(own, losses=(float(own.losses[0]), *own.losses[1:]))
-        offers: list[Any] = [own]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            offers = [None] * dist.get_world_size()
-            dist.all_gather_object(offers, own)
-        fitting = [offer for offer in offers if offer is not None]
+        fitting = [offer for offer in all_gather_objects(own) if offer is not None]
         _found.clear()
         _found[id(session)] = min(fitting, key=lambda it: it.step_end_due, default=None)
     return _found[id(session)]
