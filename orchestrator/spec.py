@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     ConfigDict,
     Field,
-    ModelWrapValidatorHandler,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -75,18 +74,15 @@ class Workers(SpecSection):
             raise ValueError(f"must not be less than workers.min, which is {minimum}")
         return value
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _raise_config_error(
-        cls, value: Any, handler: ModelWrapValidatorHandler[Workers], info: ValidationInfo
-    ) -> Workers:
+    def __init__(self, **values: Any) -> None:
         """Makes errors of `rayzero.Workers(...)` read like those of `workers:` in a job file."""
         try:
-            return handler(value)
+            super().__init__(**values)
         except ValidationError as error:
-            if info.context is None:
-                raise_config_error("workers", error_lines(cls, error))
-            raise
+            raise_config_error("workers", error_lines(type(self), error))
+
+    # A part of a job file is validated without it, so that its errors keep their path.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @property
     def most(self) -> int:
