@@ -14,8 +14,6 @@ from rayzero.engine.redact import redact_document
 
 M = TypeVar("M", bound=BaseModel)
 
-DOCUMENT_CONTEXT = {"document": True}
-"""Validation context of documents that were read; models constructed by a script have none."""
 _MAX_LISTED_KEYS = 60
 _MAX_LISTED_MISTAKES = 50
 
@@ -52,7 +50,7 @@ def validate_model(
     """`value` as a `model`, or None and a line for every mistake in it; `prefix` is that of the
     keys' paths in messages, if the value is a part of a document."""
     try:
-        return model.model_validate(value, context=DOCUMENT_CONTEXT), []
+        return model.model_validate(value), []
     except ValidationError as error:
         return None, [prefix + line for line in error_lines(model, error)]
 
