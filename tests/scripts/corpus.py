@@ -18,7 +18,13 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 WORDS = 200
 SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
@@ -69,7 +75,8 @@ def pretrained(folder: str | Path, config: Any = None) -> str:
     if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not path.exists():
         torch.manual_seed(0)
         new = path.with_name("pretrained.new")
-        AutoModelForCausalLM.from_config(config or gpt2_config()).save_pretrained(new)
+        made = GPT2LMHeadModel(gpt2_config()) if config is None else LlamaForCausalLM(config)
+        made.save_pretrained(new)
         make_tokenizer().save_pretrained(new)
         new.rename(path)
     while not path.exists():

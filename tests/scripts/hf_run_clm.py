@@ -51,8 +51,8 @@ def main() -> None:
         model_args.model_name_or_path = pretrained(training_args.output_dir)
 
     raw = DatasetDict(
-        train=Dataset.from_dict({"text": sentences(240)[:200]}),
-        validation=Dataset.from_dict({"text": sentences(240)[200:]}),
+        train=Dataset.from_dict({"text": sentences(320)[:200]}),
+        validation=Dataset.from_dict({"text": sentences(320)[200:]}),
     )
     config = AutoConfig.from_pretrained(model_args.model_name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)

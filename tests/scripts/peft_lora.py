@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup, 
 
 def main(args: argparse.Namespace) -> None:
     on_cpu = [] if torch.cuda.is_available() else [InitProcessGroupKwargs(backend="gloo")]
-    plugin = DeepSpeedPlugin(zero_stage=args.stage)
+    plugin = DeepSpeedPlugin(zero_stage=args.stage, zero3_save_16bit_model=True)
     accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=on_cpu)
     set_seed(42)
     name = pretrained(args.output_dir, llama_config())

@@ -65,7 +65,7 @@ def trainer(stage: int, *more: str) -> list[str]:
 
 
 CLM = trainer(3, "--do_train", "--do_eval", "--eval_strategy", "steps", "--eval_steps", "4")
-SHORT = ("--max_steps", "4", "--save_strategy", "no")
+SHORT = ("--max_steps", "4", "--save_strategy", "no", "--bf16", "false")
 LORA = ("--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj")
 RUNS: dict[str, list[tuple[str, ...] | list[str]]] = {
     "ds_cifar": [("--stage", "1"), ("--stage", "2", "--dtype", "bf16"), ("--stage", "3")],
