@@ -250,6 +250,8 @@ class Materializer:
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]
         }
         self._last_reset: tuple[nn.Module, nn.Module] | None = None
+        tensors = [*model.parameters(), *model.buffers()]
+        self._recorders = [it for it in _recorders if any(map(it.has_recorded, tensors))]
         self._files: dict[int, FileValues | None] = {}  # by a parameter's id
 
     def agree_on_files(self, params: Sequence[nn.Parameter], collectives: Collectives) -> None:
@@ -277,9 +279,11 @@ class Materializer:
         return self._value_from_reset(tensor)
 
     def clear(self) -> None:
-        """Drops the recordings once the model is materialized."""
+        """Drops this model's recordings once it is materialized. Those of models that were built
+        in other contexts stay: a reference model's engine may come before the policy's."""
         self._last_reset, self._files = None, {}
-        _recorders.clear()
+        _recorders[:] = [it for it in _recorders if it not in self._recorders]
+        self._recorders.clear()
 
     def _value_from_reset(self, tensor: Tensor) -> Tensor:
         """Calls the owning module's `reset_parameters` on a real copy of it."""

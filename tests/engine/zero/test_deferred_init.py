@@ -287,3 +287,18 @@ def test_sliced_parameters_and_buffers_in_fp32() -> None:
     for result in results:
         assert torch.equal(result["0 inv_freq"], torch.tensor([0.001, 0.1]))
         assert torch.equal(result["0 norm.running_var"], norm.running_var)
+
+
+def test_a_second_model_keeps_its_values_when_the_first_is_built() -> None:
+    loaded = [torch.randn(3, 4), torch.randn(3, 4)]
+    models = []
+    for value in loaded:
+        with zero_init():
+            models.append(nn.Linear(4, 3, bias=False))
+            models[-1].weight.detach().copy_(value)
+    before = len(deferred_init._recorders)
+    for model, value in zip(models, loaded, strict=True):
+        materializer = Materializer(model, torch.device("cpu"))
+        assert torch.equal(materializer.initial_value(model.weight), value)
+        materializer.clear()
+    assert len(deferred_init._recorders) == before - 2  # nothing of theirs is kept
