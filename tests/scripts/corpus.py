@@ -35,7 +35,7 @@ CHAT = (
 
 def sentences(count: int, words: int = 12) -> list[str]:
     """The first sentences of Python's documentation, each of about `words` words."""
-    text = " ".join(topics[name] for name in ("for", "if", "while", "try", "class", "with")).split()
+    text = " ".join(topics[name] for name in sorted(topics)[:40]).split()
     return [" ".join(text[start : start + words]) for start in range(0, count * words, words)]
 
 

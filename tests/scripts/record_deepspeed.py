@@ -1,0 +1,52 @@
+"""Writes `deepspeed_losses.json`: what the scripts print with the real DeepSpeed, on two CPU ranks.
+
+`python tests/scripts/record_deepspeed.py TORCHRUN`, where TORCHRUN is that of an environment with
+deepspeed 0.19.8, ninja and pyproject's `hf` libraries. It compiles its operators at first use,
+which takes minutes. A script that does not run there is left out, and named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+# `training_data=`: the order of the samples is ours; generation prints words, no losses.
+OTHER_ORDER = ("ds_cifar", "ds_zero3_generate")
+
+
+def losses(output: str) -> dict[str, list[list[float]]]:
+    """{script: the losses of each of its runs} of what `together.py` printed."""
+    runs: dict[str, list[list[float]]] = {}
+    for line in output.splitlines():
+        name, _, rest = line.partition(" ")
+        if rest.startswith('{"losses"'):
+            printed, _ = json.JSONDecoder().raw_decode(rest)
+            runs.setdefault(name, []).append(printed["losses"])
+    return runs
+
+
+def main(torchrun: str) -> None:
+    variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables["PATH"] = f"{Path(torchrun).parent}:{os.environ['PATH']}"  # ninja's
+    recorded: dict[str, list[list[float]]] = {}
+    for name in sorted(path.stem for path in HERE.glob("[adhlpt]*_*.py")):
+        if name in OTHER_ORDER:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            command = [torchrun, "--standalone", "--nproc-per-node", "2", HERE / "together.py"]
+            done = subprocess.run(
+                [*command, folder, name], env=os.environ | variables, capture_output=True, text=True
+            )
+        recorded |= losses(done.stdout)
+        print(name, "recorded" if done.returncode == 0 else done.stderr[-2000:], flush=True)
+    text = json.dumps(recorded, indent=1)
+    (HERE / "deepspeed_losses.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
