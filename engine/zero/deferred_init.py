@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,10 +210,7 @@ def recording(tensors: Iterable[Tensor]) -> Iterator[None]:
     """
     planned = list(filter(_is_unmaterialized, tensors))
     recorder = next((it for it in _recorders if any(map(it.has_recorded, planned))), None)
-    if recorder is None or _is_recording():
-        yield
-        return
-    with _record_into(recorder):
+    with nullcontext() if recorder is None or _is_recording() else _record_into(recorder):
         yield
 
 
@@ -279,11 +276,9 @@ class Materializer:
         return self._value_from_reset(tensor)
 
     def clear(self) -> None:
-        """Drops this model's recordings once it is materialized. Those of models that were built
-        in other contexts stay: a reference model's engine may come before the policy's."""
-        self._last_reset, self._files = None, {}
+        """Drops this model's recordings once it is materialized; other contexts' models are not."""
         _recorders[:] = [it for it in _recorders if it not in self._recorders]
-        self._recorders.clear()
+        self._last_reset, self._files, self._recorders = None, {}, []
 
     def _value_from_reset(self, tensor: Tensor) -> Tensor:
         """Calls the owning module's `reset_parameters` on a real copy of it."""

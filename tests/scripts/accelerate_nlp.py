@@ -45,8 +45,13 @@ def get_dataloaders(accelerator: Accelerator, batch_size: int) -> tuple[DataLoad
 def make_model() -> BertForSequenceClassification:
     return BertForSequenceClassification(
         BertConfig(
-            vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-            intermediate_size=64, max_position_embeddings=64, num_labels=2,
+            vocab_size=WORDS,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=64,
+            num_labels=2,
         )  # fmt: skip
     )
 

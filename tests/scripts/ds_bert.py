@@ -19,7 +19,9 @@ from transformers.models.roberta.modeling_roberta import RobertaModel
 
 class MaskedWords(Dataset):
     def __init__(self, count: int, length: int = 16) -> None:
-        ids = make_tokenizer()(sentences(count), padding="max_length", truncation=True, max_length=length)
+        ids = make_tokenizer()(
+            sentences(count), padding="max_length", truncation=True, max_length=length
+        )
         self.ids = torch.tensor(ids["input_ids"])
         generator = torch.Generator().manual_seed(1)
         self.masked = (torch.rand(self.ids.shape, generator=generator) < 0.15) & (self.ids > 3)

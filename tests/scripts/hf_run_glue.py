@@ -41,8 +41,13 @@ def main() -> None:
     tokenizer = make_tokenizer()
     model = BertForSequenceClassification(
         BertConfig(
-            vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-            intermediate_size=64, max_position_embeddings=64, num_labels=2,
+            vocab_size=WORDS,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=64,
+            num_labels=2,
         )  # fmt: skip
     )
     padding = "max_length" if data_args.pad_to_max_length else False
@@ -74,7 +79,9 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model()
     metrics = trainer.evaluate(eval_dataset=split["test"])
-    predictions = trainer.predict(split["test"].remove_columns("label"), metric_key_prefix="predict")
+    predictions = trainer.predict(
+        split["test"].remove_columns("label"), metric_key_prefix="predict"
+    )
     labels = np.argmax(predictions.predictions, axis=1)
     if not torch.isfinite(torch.tensor(predictions.predictions)).all():
         raise SystemExit("predictions are not finite")

@@ -65,7 +65,8 @@ class LlavaModel(nn.Module):
         text = self.language_model.get_input_embeddings()(input_ids)
         ignored = labels.new_full(image.shape[:2], -100)
         return self.language_model(
-            inputs_embeds=torch.cat([image, text], dim=1), labels=torch.cat([ignored, labels], dim=1)
+            inputs_embeds=torch.cat([image, text], dim=1),
+            labels=torch.cat([ignored, labels], dim=1),
         )
 
 

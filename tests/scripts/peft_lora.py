@@ -7,7 +7,7 @@ import argparse
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import InitProcessGroupKwargs
-from corpus import make_tokenizer, llama_config, pretrained, report, sentences
+from corpus import llama_config, make_tokenizer, pretrained, report, sentences
 from peft import LoraConfig, TaskType, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup, set_seed

@@ -68,6 +68,7 @@ CLM = trainer(3, "--do_train", "--do_eval", "--eval_strategy", "steps", "--eval_
 SHORT = ("--max_steps", "4", "--save_strategy", "no", "--bf16", "false")
 LORA = ("--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj")
 RUNS: dict[str, list[tuple[str, ...] | list[str]]] = {
+    "check_equal": [("{out}",)],
     "ds_cifar": [("--stage", "1"), ("--stage", "2", "--dtype", "bf16"), ("--stage", "3")],
     "ds_bert": [
         ("--checkpoint_dir", "{out}"),
@@ -151,7 +152,7 @@ def main(folder: Path, names: list[str]) -> None:
             words = [word.format(out=out, configs=configs) for word in arguments]
             try:
                 line = run(name, words)
-            except BaseException:
+            except BaseException:  # noqa: BLE001  whatever it is, the rank must end
                 traceback.print_exc()
                 print(f"FAILED {name} {arguments}", file=sys.stderr, flush=True)
                 os._exit(1)  # the other ranks may wait for this one in a collective

@@ -1,0 +1,1 @@
+"""transformers, accelerate, TRL and PEFT over rayzero, as their users start them."""

@@ -1,0 +1,104 @@
+"""The scripts of tests/scripts run, with the real DeepSpeed's losses; the guide's commands too.
+
+One start of torchrun runs them all: importing the libraries takes longer than the scripts do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scripts.together import HERE, RUNS
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs/huggingface.md"
+RECORDED: dict[str, list[list[float]]] = json.loads(
+    (HERE / "deepspeed_losses.json").read_text(encoding="utf-8")
+)
+
+
+def run(command: list[str], timeout_s: float = 500) -> str:
+    """What a command printed; python's scripts are those of this interpreter's environment."""
+    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    variables |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout_s
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """{script: what rank 0 printed in each of its runs}."""
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "rayzero.deepspeed"]
+    folder = tmp_path_factory.mktemp("scripts")
+    output = run([*torchrun, str(HERE / "together.py"), str(folder)])
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for line in output.splitlines():
+        name, _, rest = line.partition(" ")
+        if name in RUNS:
+            runs.setdefault(name, []).append(json.JSONDecoder().raw_decode(rest)[0])
+    return runs
+
+
+@pytest.mark.slow
+def test_all_scripts_run(printed: dict[str, list[dict[str, Any]]]) -> None:
+    assert {name: len(runs) for name, runs in printed.items()} == {
+        name: len(runs) for name, runs in RUNS.items()
+    }
+    assert all(run["processes"] == 2 for run in printed["accelerate_nlp"])
+    for losses in (run["losses"] for run in printed["ds_cifar"]):
+        assert losses[-1] < 0.9 * losses[0]
+    assert len(printed["ds_zero3_generate"][0]["tokens"]) == 9
+    assert printed["hf_run_clm"][1]["steps"] == 8  # resumed from the checkpoint of the first run
+
+
+@pytest.mark.slow
+def test_losses_equal_deepspeeds(printed: dict[str, list[dict[str, Any]]]) -> None:
+    assert len(RECORDED) >= 8
+    for name, runs in RECORDED.items():
+        for ours, theirs in zip(printed[name], runs, strict=True):
+            tolerance = BF16.get(name, 1e-5)
+            assert ours["losses"] == pytest.approx(theirs, rel=tolerance), name
+
+
+# Two digits of bf16: DeepSpeed rounds the main weights too when training starts.
+BF16 = {"ds_bert": 2e-2, "hf_run_glue": 1e-2}
+
+
+@pytest.mark.slow
+def test_trainer_and_accelerate_equal_plain_torch(
+    printed: dict[str, list[dict[str, Any]]],
+) -> None:
+    errors = printed["check_equal"][0]["errors"]
+    assert len(errors) == 8
+    for name, (losses, weights) in errors.items():
+        assert weights < 1e-9, name
+        assert losses < 2e-6, name  # transformers computes the loss in fp32, Trainer prints it so
+
+
+def guide_commands() -> list[str]:
+    """The guide's command lines of scripts in this repository."""
+    blocks = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if "tests/scripts/" in line and not line.startswith("rayzero")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", guide_commands())
+def test_the_guides_commands_run(line: str, tmp_path: Path) -> None:
+    config = re.findall(r"```json\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)[0]
+    (tmp_path / "ds_config.json").write_text(config)
+    words = [word.replace("ds_config.json", f"{tmp_path}/ds_config.json") for word in shlex.split(line)]
+    words = [f"{tmp_path}/out" if word == "out" else word for word in words]
+    assert '{"losses": [' in run(words)
