@@ -99,6 +99,8 @@ def guide_commands() -> list[str]:
 def test_the_guides_commands_run(line: str, tmp_path: Path) -> None:
     config = re.findall(r"```json\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)[0]
     (tmp_path / "ds_config.json").write_text(config)
-    words = [word.replace("ds_config.json", f"{tmp_path}/ds_config.json") for word in shlex.split(line)]
+    words = [
+        word.replace("ds_config.json", f"{tmp_path}/ds_config.json") for word in shlex.split(line)
+    ]
     words = [f"{tmp_path}/out" if word == "out" else word for word in words]
     assert '{"losses": [' in run(words)

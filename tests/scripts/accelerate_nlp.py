@@ -1,4 +1,4 @@
-"""In the shape of accelerate's `nlp_example.py`: prepare, accumulate by hand, gather_for_metrics."""
+"""As accelerate's `nlp_example.py`: prepare, accumulate by hand, gather_for_metrics."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_model() -> BertForSequenceClassification:
             intermediate_size=64,
             max_position_embeddings=64,
             num_labels=2,
-        )  # fmt: skip
+        )
     )
 
 

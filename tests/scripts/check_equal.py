@@ -105,7 +105,9 @@ def main(folder: str) -> None:
             losses, weights, first = case(stage, str(Path(folder, name)))
             if first:
                 pairs = zip(losses, plain_losses, strict=True)
-                differences = [(plain_weights[k] - v).abs().max().item() for k, v in weights.items()]
+                differences = [
+                    (plain_weights[k] - v).abs().max().item() for k, v in weights.items()
+                ]
                 errors[name] = [max(abs(a - b) for a, b in pairs), max(differences)]
             torch.distributed.barrier()
             reset()

@@ -1,4 +1,4 @@
-"""In the shape of HelloDeepSpeed: masked words, checkpoints in numbered folders, resumed by path."""
+"""As HelloDeepSpeed: masked words, checkpoints in numbered folders, resumed by path."""
 
 from __future__ import annotations
 

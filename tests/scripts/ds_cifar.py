@@ -1,4 +1,4 @@
-"""In the shape of DeepSpeedExamples' CIFAR tutorial: images, `training_data`, a config as a dict."""
+"""As DeepSpeedExamples' CIFAR tutorial: images, `training_data`, a config as a dict."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def main(args: argparse.Namespace) -> None:
 
     net = Net()
     parameters = filter(lambda p: p.requires_grad, net.parameters())
-    model_engine, optimizer, trainloader, __ = deepspeed.initialize(
+    model_engine, _optimizer, trainloader, __ = deepspeed.initialize(
         args=args,
         model=net,
         model_parameters=parameters,
@@ -125,7 +125,7 @@ def main(args: argparse.Namespace) -> None:
     losses = []
     for _epoch in range(args.epochs):
         running_loss = 0.0
-        for i, batch in enumerate(trainloader):
+        for _i, batch in enumerate(trainloader):
             inputs, labels = batch[0].to(local_device), batch[1].to(local_device)
             if target_dtype is not None:
                 inputs = inputs.to(target_dtype)
@@ -134,7 +134,7 @@ def main(args: argparse.Namespace) -> None:
             model_engine.backward(loss)
             model_engine.step()
             running_loss += loss.item()
-        losses.append(running_loss / (i + 1))
+        losses.append(running_loss / (_i + 1))
     report(losses, accuracy=test(model_engine, testset, local_device, target_dtype))
 
 

@@ -28,10 +28,10 @@ def train(args) -> None:
     critic.apply(weights_init)
     criterion = nn.BCELoss()
 
-    model_engineD, optimizerD, _, _ = deepspeed.initialize(
+    model_engineD, _optimizerD, _, _ = deepspeed.initialize(
         args=args, model=critic, model_parameters=critic.parameters()
     )
-    model_engineG, optimizerG, _, _ = deepspeed.initialize(
+    model_engineG, _optimizerG, _, _ = deepspeed.initialize(
         args=args, model=generator, model_parameters=generator.parameters()
     )
     device = model_engineD.device

@@ -1,4 +1,4 @@
-"""In the shape of transformers' `run_clm.py`: arguments as dataclasses, blocks of tokens, Trainer."""
+"""As transformers' `run_clm.py`: arguments as dataclasses, blocks of tokens, Trainer."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def main() -> None:
             intermediate_size=64,
             max_position_embeddings=64,
             num_labels=2,
-        )  # fmt: skip
+        )
     )
     padding = "max_length" if data_args.pad_to_max_length else False
 
