@@ -1,7 +1,7 @@
 """Writes `deepspeed_losses.json`: what the scripts print with the real DeepSpeed, on two CPU ranks.
 
-`python tests/scripts/record_deepspeed.py TORCHRUN`, where TORCHRUN is that of an environment with
-deepspeed 0.19.8, ninja and pyproject's `hf` libraries. It compiles its operators at first use,
+`python tests/scripts/record_deepspeed.py TORCHRUN [SCRIPT...]`, where TORCHRUN is that of an
+environment with deepspeed 0.19.8, ninja and the `hf` libraries. It compiles operators at first use,
 which takes minutes. A script that does not run there is left out, and named.
 """
 
@@ -14,9 +14,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).parent
-# `training_data=`: the order of the samples is ours; generation prints words, no losses.
-OTHER_ORDER = ("ds_cifar", "ds_zero3_generate")
+from together import HERE, RUNS
+
+# `training_data=`: the order of the samples is ours; no losses; float64.
+OMITTED = ("ds_cifar", "ds_zero3_generate", "check_equal")
 
 
 def losses(output: str) -> dict[str, list[list[float]]]:
@@ -30,13 +31,12 @@ def losses(output: str) -> dict[str, list[list[float]]]:
     return runs
 
 
-def main(torchrun: str) -> None:
+def main(torchrun: str, *names: str) -> None:
     variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     variables["PATH"] = f"{Path(torchrun).parent}:{os.environ['PATH']}"  # ninja's
-    recorded: dict[str, list[list[float]]] = {}
-    for name in sorted(path.stem for path in HERE.glob("[adhlpt]*_*.py")):
-        if name in OTHER_ORDER:
-            continue
+    target = HERE / "deepspeed_losses.json"
+    recorded = json.loads(target.read_text()) if names else {}
+    for name in names or (name for name in RUNS if name not in OMITTED):
         with tempfile.TemporaryDirectory() as folder:
             command = [torchrun, "--standalone", "--nproc-per-node", "2", HERE / "together.py"]
             done = subprocess.run(
@@ -44,9 +44,8 @@ def main(torchrun: str) -> None:
             )
         recorded |= losses(done.stdout)
         print(name, "recorded" if done.returncode == 0 else done.stderr[-2000:], flush=True)
-    text = json.dumps(recorded, indent=1)
-    (HERE / "deepspeed_losses.json").write_text(text + "\n")
+    target.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
