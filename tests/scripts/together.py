@@ -75,7 +75,6 @@ RUNS: dict[str, list[tuple[str, ...] | list[str]]] = {
         ("--checkpoint_dir", "{out}"),
         ("--checkpoint_dir", "{out}", "--load_checkpoint_dir", "{out}", "--num_iterations", "14"),
     ],
-    "ds_gan": [("--deepspeed_config", "{configs}/gan.json")],
     "ds_zero3_generate": [("--folder", "{out}")],
     "ds_megatron": [
         ("--deepspeed", "--deepspeed_config", "{configs}/megatron.json", "--save", "{out}"),
@@ -99,13 +98,16 @@ RUNS: dict[str, list[tuple[str, ...] | list[str]]] = {
     "trl_sft": [trainer(2, *SHORT), trainer(3, *SHORT, *LORA, "--learning_rate", "1e-2")],
     "trl_dpo": [trainer(3, *SHORT), trainer(2, *SHORT, *LORA)],
     "trl_reward": [trainer(3, *SHORT)],
-    "peft_lora": [("--output_dir", "{out}")],
+    "peft_lora": [("--stage", "2", "--output_dir", "{out}"), ("--output_dir", "{out}")],
     "llava_like": [
         ("--deepspeed", "{configs}/zero3.json", "--output_dir", "{out}", "--backend", "gloo",
          "--tune_mm_mlp_adapter"),
     ],
     "accelerate_nlp": [()],  # the last: it ends the process group
 }  # fmt: skip
+
+# Run when named. Two backwards before a step are refused today.
+NOT_YET = {"ds_gan": [("--deepspeed_config", "{configs}/gan.json")]}
 
 
 def reset() -> None:
@@ -152,7 +154,7 @@ def main(folder: Path, names: list[str]) -> None:
     for name in names or RUNS:
         out = folder / name
         out.mkdir(exist_ok=True)
-        for arguments in RUNS[name]:
+        for arguments in {**RUNS, **NOT_YET}[name]:
             started_s = time.monotonic()
             words = [word.format(out=out, configs=configs) for word in arguments]
             try:
