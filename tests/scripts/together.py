@@ -75,6 +75,7 @@ RUNS: dict[str, list[tuple[str, ...] | list[str]]] = {
         ("--checkpoint_dir", "{out}"),
         ("--checkpoint_dir", "{out}", "--load_checkpoint_dir", "{out}", "--num_iterations", "14"),
     ],
+    "ds_gan": [("--deepspeed_config", "{configs}/gan.json")],
     "ds_zero3_generate": [("--folder", "{out}")],
     "ds_megatron": [
         ("--deepspeed", "--deepspeed_config", "{configs}/megatron.json", "--save", "{out}"),
@@ -105,9 +106,6 @@ RUNS: dict[str, list[tuple[str, ...] | list[str]]] = {
     ],
     "accelerate_nlp": [()],  # the last: it ends the process group
 }  # fmt: skip
-
-# Run when named. Two backwards before a step are refused today.
-NOT_YET = {"ds_gan": [("--deepspeed_config", "{configs}/gan.json")]}
 
 
 def reset() -> None:
@@ -154,7 +152,7 @@ def main(folder: Path, names: list[str]) -> None:
     for name in names or RUNS:
         out = folder / name
         out.mkdir(exist_ok=True)
-        for arguments in {**RUNS, **NOT_YET}[name]:
+        for arguments in RUNS[name]:
             started_s = time.monotonic()
             words = [word.format(out=out, configs=configs) for word in arguments]
             try:
