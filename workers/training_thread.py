@@ -5,7 +5,10 @@ Also what it shares with the command threads: stop flags and the progress record
 
 from __future__ import annotations
 
+import gc
 import sys
+import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Event, Lock, Thread
@@ -28,6 +31,35 @@ from rayzero.workers.messages import (
 
 THREAD_EXIT_S = 10.0
 """The time for a thread to exit after it has posted its end message."""
+
+
+_frames_lock = Lock()
+
+
+def current_frames() -> dict[int, FrameType]:
+    """Every thread's current frame, by its ident.
+
+    Without garbage collection meanwhile: before Python 3.11.9, one that begins in
+    `sys._current_frames` can deadlock the process (python/cpython#106883). The lock keeps another
+    call from turning it on too early.
+    """
+    with _frames_lock:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if enabled:
+                gc.enable()
+
+
+def format_stacks() -> str:
+    """Every thread's stack, below its name."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in current_frames().items()
+    )
 
 
 class Interrupted(BaseException):
@@ -174,9 +206,11 @@ class TrainingThread:
         collective of the training function's own, which the engine does not announce."""
         beat = channel.progress.heartbeat()
         ident = self._thread.ident if self._thread is not None else None
-        frame = sys._current_frames().get(ident) if ident else None
+        if beat.waiting or ident is None:
+            return beat
+        frame = current_frames().get(ident)
         module = str(frame.f_globals.get("__name__", "")) if frame else ""
-        return replace(beat, waiting=beat.waiting or module.startswith("torch.distributed."))
+        return replace(beat, waiting=module.startswith("torch.distributed."))
 
     def _run(self, channel: GenerationChannel, body: Callable[[], WorkerMessage]) -> None:
         message = self._run_body(channel, body)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import sys
-import threading
-import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from threading import Thread, Timer
@@ -45,7 +43,12 @@ from rayzero.workers.rendezvous_store import open_store
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import Context, JobSession
 from rayzero.workers.torch_startup import defer_dynamo_import, warm_up_torch
-from rayzero.workers.training_thread import THREAD_EXIT_S, GenerationChannel, TrainingThread
+from rayzero.workers.training_thread import (
+    THREAD_EXIT_S,
+    GenerationChannel,
+    TrainingThread,
+    format_stacks,
+)
 from rayzero.workers.vault.records import SlotInfo
 
 FENCE_INTERVAL_S = 0.1
@@ -171,11 +174,7 @@ class WorkerProcess(WorkerCalls):
             raise EngineError(f"the state in memory cannot be copied: {error}") from error
 
     def dump_stack(self) -> str:
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        return "\n".join(
-            f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
-            for ident, frame in sys._current_frames().items()
-        )
+        return format_stacks()
 
     def _run_generation(self, assignment: Assignment, channel: GenerationChannel) -> WorkerMessage:
         function = self._train_function = self._train_function or load_train_function(

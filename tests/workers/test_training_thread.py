@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import gc
 import pickle
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from queue import SimpleQueue
-from threading import Event, Lock, Thread
+from threading import Event, Lock, Thread, get_ident
 
 import pytest
 import torch
@@ -370,6 +372,23 @@ def test_sys_exit_is_reported_as_text():
     assert describe_crash(caught(SystemExit(3)), 1, 0, 1).error == (
         "the training function called sys.exit(3)"
     )
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_frames_are_read_without_garbage_collection(monkeypatch: pytest.MonkeyPatch, enabled: bool):
+    """A collection inside `sys._current_frames` deadlocks the process before Python 3.11.9."""
+    read = sys._current_frames
+    during: list[bool] = []
+    monkeypatch.setattr(sys, "_current_frames", lambda: during.append(gc.isenabled()) or read())
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        frames = module.current_frames()
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert during == [False]
+    assert get_ident() in frames
 
 
 def test_heartbeat_has_step_phase_and_silent_time():
