@@ -130,6 +130,8 @@ class Manifest:
                 raise ValueError(f"{len(files)} files of {content.world_size} ranks")
             if len(dict(tensors)) != len(tensors):
                 raise ValueError("two tensors of one name")
+        except CheckpointVersionError:  # a ValueError, as every ConfigError is
+            raise
         except (LookupError, ValueError, RecursionError) as error:
             raise CheckpointDamagedError(
                 f"{where} is not a manifest that rayzero wrote: {first_line(error)}"

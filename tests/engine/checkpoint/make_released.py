@@ -46,7 +46,7 @@ class Model(nn.Module):
         self.register_buffer("shift", torch.full((WIDTH,), 0.25))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(torch.tanh(self.first(x)) + self.frozen(x) + self.shift)
+        x = self.norm(torch.tanh(self.first(x)) + self.frozen(x) + self.shift.to(x.dtype))
         return self.last(x).float().square().mean()
 
 

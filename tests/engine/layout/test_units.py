@@ -115,11 +115,11 @@ class TestBlocks:
 
     def test_elements_of_a_nested_module_list_are_blocks(self) -> None:
         outer = Pair()
-        outer.experts = nn.ModuleList([Pair()])
+        outer.branches = nn.ModuleList([Pair()])
         model = nn.Module()
         model.layers = nn.ModuleList([outer])
         units = blocks(model)
-        assert list(units) == ["layers.0", "layers.0.experts.0"]
+        assert list(units) == ["layers.0", "layers.0.branches.0"]
         assert units["layers.0"] == ["layers.0.own.weight", "layers.0.other.weight"]
 
     def test_containers_are_not_blocks_but_their_elements_may_be(self) -> None:

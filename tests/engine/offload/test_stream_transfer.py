@@ -162,7 +162,7 @@ def test_update_waits_for_earlier_sends_of_its_weights(device: LoggedDevice) -> 
     precision = choose_precision(parse_config({"train_batch_size": 1}), CPU)
     transfer = StreamTransfer(device)
     store = HostStore(precision, transfer, separate_memory=True)
-    offload = Offload(transfer, None, store, store, offload_ratio=1.0)
+    offload = Offload(transfer, None, store, store, None, offload_ratio=1.0)
     state._runtime = replace(state._runtime, offload=offload)
     main, target = torch.ones(4), torch.zeros(4)
     for _ in range(2):
