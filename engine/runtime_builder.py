@@ -98,10 +98,12 @@ def make_runtime(
 
 
 def _find_files(plans: list[UnitPlan], context: BuildContext) -> None:
-    """Where each rank keeps a shard only, it may read that itself. Collective."""
+    """Where each rank keeps a shard only, it may read that itself. Collective if the model was
+    built in `zero_init`, which is so on all ranks or on none."""
     fresh = not context.restoring and context.device.type != "meta"  # no memory plan
-    if context.stage.model_weights is Placement.SHARDED and fresh:
-        params = [param for plan in plans for param in plan.params]
+    params = [param for plan in plans for param in plan.params]
+    deferred = any(param.is_meta for param in params)
+    if context.stage.model_weights is Placement.SHARDED and fresh and deferred:
         context.materializer.agree_on_files(params, context.collectives)
 
 
