@@ -32,8 +32,8 @@ class MomentumReduced(torch.optim.Optimizer):
         return bool(steps >= self.freeze_step) or self.freezes_after(int(steps))
 
     def freezes_after(self, steps: int) -> bool:
-        """Whether the step after so many, fewer than `freeze_step`, leaves variances unchanged."""
-        return False
+        """Whether the step after so many leaves variances unchanged."""
+        return steps >= self.freeze_step
 
     def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of state that is equal on all ranks and belongs to no element."""
@@ -105,6 +105,8 @@ class ZeroOneAdam(OneBitAdam):
         self.var_update_scaler = var_update_scaler
 
     def freezes_after(self, steps: int) -> bool:
+        if steps >= self.freeze_step:
+            return True
         exponent = (steps // self.var_update_scaler + 1).bit_length() - 1
         begun = self.var_update_scaler * ((1 << exponent) - 1)
         return bool((steps - begun + 1) % (1 << exponent))

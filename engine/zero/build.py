@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.device import get_device
 from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.offload.plan import Offload
 from rayzero.engine.offload.stores import StateStore
@@ -111,7 +112,7 @@ def make_unit(
 def _untouched_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A flat tensor of zeros; in host memory, its pages are not there until they are written: while
     a model is loaded, gradients take no room."""
-    if device.type != "cpu" or not numel:
+    if device.type != "cpu" or get_device(device).asynchronous or not numel:
         return torch.zeros(numel, dtype=dtype, device=device)
     memory = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype)

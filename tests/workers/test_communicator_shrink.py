@@ -94,6 +94,7 @@ def test_survivors_continue_over_the_shrunken_group(
     settings = NcclLike(watchdog_s=0.0, dump_s=2.0)
     local = start_workers(stage, settings, faults=(fault,))
     local.form(1, [0, 1, 2], shrinks=True)
+    local.read_until_lost(lost)
     assert wait_for_lost_worker(local) == lost
     members = [index for index in range(3) if index != lost]
     wait_until_standing(local, *members)
@@ -108,6 +109,7 @@ def test_failure_on_one_rank_leads_to_another_group(start_workers: StartWorkers)
     settings = NcclLike(watchdog_s=30, shrink_fails=(0,))
     local = start_workers(2, settings, faults=(fault,), hang_timeout_s=4)
     local.form(1, [0, 1, 2], shrinks=True)
+    local.read_until_lost(1)
     assert wait_for_lost_worker(local) == 1
     wait_until_standing(local, 0, 2)
     errors = shrink(local, (1,), 0, 2)
