@@ -27,12 +27,11 @@ class MomentumReduced(torch.optim.Optimizer):
     def is_variance_frozen(self, weight: Tensor) -> bool:
         """Whether the next step of this parameter leaves its variance unchanged."""
         steps = self.state.get(weight, {}).get("step")
-        if steps is None:
-            return False
-        return bool(steps >= self.freeze_step) or self.freezes_after(int(steps))
+        return steps is not None and self.freezes_after(float(steps))
 
-    def freezes_after(self, steps: int) -> bool:
-        """Whether the step after so many leaves variances unchanged."""
+    def freezes_after(self, steps: float) -> bool:
+        """Whether the step after so many, which a memory plan sets to infinity, leaves variances
+        unchanged."""
         return steps >= self.freeze_step
 
     def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
@@ -104,10 +103,10 @@ class ZeroOneAdam(OneBitAdam):
         super().__init__(params, lr, betas, eps, weight_decay, var_freeze_step)
         self.var_update_scaler = var_update_scaler
 
-    def freezes_after(self, steps: int) -> bool:
+    def freezes_after(self, steps: float) -> bool:
         if steps >= self.freeze_step:
             return True
-        exponent = (steps // self.var_update_scaler + 1).bit_length() - 1
+        exponent = (int(steps) // self.var_update_scaler + 1).bit_length() - 1
         begun = self.var_update_scaler * ((1 << exponent) - 1)
         return bool((steps - begun + 1) % (1 << exponent))
 
