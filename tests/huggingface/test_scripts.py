@@ -63,8 +63,8 @@ def test_all_scripts_run(printed: dict[str, list[dict[str, Any]]]) -> None:
     assert printed["hf_run_clm"][1]["steps"] == 8  # resumed from the checkpoint of the first run
 
 
-# (script, run) whose losses are not DeepSpeed's. LoRA at stage 3 differs from the first batch on, by
-# up to 1 %, and a run resumed with more steps by 7e-5 in its last loss; neither cause is known.
+# (script, run) whose losses are not DeepSpeed's. LoRA at stage 3 differs from the first batch on,
+# by up to 1 %, and a run resumed with more steps by 7e-5 in its last loss; neither cause is known.
 NOT_COMPARED = {("trl_sft", 1), ("peft_lora", 1), ("hf_run_clm", 1)}
 
 
