@@ -7,6 +7,7 @@ so that `rayzero --help` loads neither torch, ray nor pydantic.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
@@ -98,24 +99,29 @@ def local_command(command: Callable[P, int | None]) -> Callable[P, None]:
 
 
 def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
-    """`local_command`, but if `address` is a dashboard's the same command line runs in its cluster.
+    """`local_command`, but if `address`, or without it RAY_ADDRESS, is a dashboard's the same
+    command line runs in its cluster.
 
-    The folder of a job file is uploaded with it.
+    The folder of a job file is uploaded with it, `launch`'s script with the working directory.
     """
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> int | None:
-        address: Any = kwargs.get("address")
-        if address is None or not address.startswith(DASHBOARD_SCHEMES):
+        address: Any = kwargs.get("address") or os.environ.get("RAY_ADDRESS", "")
+        if not address.startswith(DASHBOARD_SCHEMES):
             return command(*args, **kwargs)
         from rayzero.orchestrator.cluster.job_submission import RemoteJobClient
+        from rayzero.orchestrator.cluster.upload import select_upload
 
         words = [command.__name__, *_command_line(command, kwargs)]
         paths = [value for value in kwargs.values() if isinstance(value, Path)]
         cluster = RemoteJobClient(address)
         folder = paths[0].resolve().parent if paths else None
-        job = cluster.submit(words, Path.cwd() if command.__name__ == "launch" else folder)
-        return cluster.follow(job, partial(print, flush=True))
+        folder = Path.cwd() if command.__name__ == "launch" else folder
+        upload = None if folder is None else select_upload(folder)
+        for line in () if upload is None else upload.describe():
+            print(f"warning: {line}", file=sys.stderr, flush=True)
+        return cluster.follow(cluster.submit(words, upload), partial(print, flush=True))
 
     return local_command(run)
 

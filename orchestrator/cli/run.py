@@ -69,6 +69,7 @@ def submit(job: JobFile, address: ClusterAddress = None, overrides: SpecOverride
     spec = load_job(job, overrides or ())
     # Import Ray, which takes a second.
     from rayzero.orchestrator.cluster.connect import find_clusters
+    from rayzero.orchestrator.cluster.job_submission import CLIENT_ADDRESS_VARIABLE
     from rayzero.orchestrator.errors import JobFailedError
     from rayzero.orchestrator.job.api import Job
 
@@ -84,7 +85,9 @@ def submit(job: JobFile, address: ClusterAddress = None, overrides: SpecOverride
         handle.result()
     else:
         handle.close()
-    print(f"{spec.name}: submitted; `rayzero logs -f {spec.name}` follows it")
+    client_address = os.environ.get(CLIENT_ADDRESS_VARIABLE)
+    option = f" --address {client_address}" if client_address else ""
+    print(f"{spec.name}: submitted; `rayzero logs -f {spec.name}{option}` follows it")
 
 
 @commands.command(epilog="Example: rayzero resume gpt --path s3://bucket/runs")

@@ -96,7 +96,7 @@ def connect(address: str | None) -> ClusterConnection:
 
 def head_address(address: str | None) -> str:
     """`address`, or else RAY_ADDRESS, or else an empty string. Raises ConfigError for an address of
-    Ray Client."""
+    Ray Client or of a dashboard, which a process outside the cluster cannot join."""
     address = address or os.environ.get("RAY_ADDRESS") or ""
     if address.startswith("ray://"):
         raise ConfigError(
@@ -104,6 +104,12 @@ def head_address(address: str | None) -> str:
             allowed="host:port of a cluster that this machine is part of, or `auto`",
             fix="from outside the cluster: `ray job submit --address http://HOST:8265 -- "
             "rayzero run job.yaml`",
+        )
+    if address.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"address {address!r} is a dashboard's, and a job in Python joins the cluster",
+            allowed="host:port of a cluster that this machine is part of, or `auto`",
+            fix=f"from outside the cluster: `ray job submit --address {address} -- python FILE.py`",
         )
     return address
 

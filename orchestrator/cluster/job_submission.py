@@ -8,16 +8,25 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from ray.exceptions import RayError
 from ray.job_submission import JobSubmissionClient
 
 from rayzero.engine.errors import ConfigError, RayzeroError, first_line
 from rayzero.engine.redact import REDACTED, is_secret_key, redact_url
+from rayzero.orchestrator.cluster.upload import Upload
 from rayzero.orchestrator.errors import JobFailedError
 
+CLIENT_ADDRESS_VARIABLE = "RAYZERO_CLIENT_ADDRESS"
+"""Set for a command that runs in the cluster: the `--address` that its user gave."""
 _RAY_LINE = re.compile(r"\d{4}-\d\d-\d\d \S+\s+\w+ job_manager\.py|Running entrypoint for job ")
+_RAY_LOGGERS = {
+    "ray.dashboard.modules.job.sdk": logging.WARNING,  # the end of each connection
+    "ray.dashboard.modules.dashboard_sdk": logging.WARNING,  # each upload
+    "ray._private.runtime_env": logging.ERROR,  # what Ray leaves out of an upload
+}
+"""Loggers of Ray's client, and what of theirs users see."""
+_TOO_LARGE = re.compile(r"status code 413|body size|exceeds the maximum size")
 _CLIENT_ERRORS = (ConnectionError, RuntimeError, ValueError, OSError, RayError)
 
 
@@ -31,23 +40,26 @@ class RemoteJobClient:
     def __init__(self, address: str) -> None:
         """Raises ConfigError if no dashboard responds there, or it rejects the token."""
         self._address = address
-        # Ray's client logs the end of each connection.
-        logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)
+        for name, level in _RAY_LOGGERS.items():
+            logging.getLogger(name).setLevel(level)
         try:
             self._client = JobSubmissionClient(address)
         except _CLIENT_ERRORS as error:
             raise self._rejected_error(error, ConfigError) from None
 
-    def submit(self, arguments: Sequence[str], folder: Path | None) -> str:
-        """Starts `rayzero ARGUMENTS` in the cluster, with `folder` uploaded as its working
-        directory; the id of the Ray job. Raises ConfigError if the cluster rejects it, or an
-        argument contains a secret."""
+    def submit(self, arguments: Sequence[str], upload: Upload | None) -> str:
+        """Starts `rayzero ARGUMENTS` in the cluster, with `upload` as its working directory; the
+        id of the Ray job. Raises ConfigError if the cluster rejects it, or an argument contains a
+        secret."""
         _refuse_secrets(arguments)
         command = shlex.join(["python3", "-m", "rayzero", *arguments])
-        env = {} if folder is None else {"working_dir": str(folder)}
+        env = {"env_vars": {CLIENT_ADDRESS_VARIABLE: redact_url(self._address)}}
+        env |= {} if upload is None else upload.runtime_env
         try:
             return str(self._client.submit_job(entrypoint=command, runtime_env=env))
         except _CLIENT_ERRORS as error:
+            if upload is not None and _TOO_LARGE.search(str(error)):
+                raise upload.too_large_error(redact_url(self._address)) from None
             raise self._rejected_error(error, ConfigError) from None
 
     def follow(self, job: str, show_line: Callable[[str], object]) -> int:

@@ -8,17 +8,20 @@ block for some milliseconds.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import services, worker
+from ray._private import ray_constants, services, worker
 from ray._private import state as ray_state
 from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
+from ray._private.runtime_env import packaging
 from ray.exceptions import (
     ActorPlacementGroupRemoved,
     ActorUnschedulableError,
@@ -51,6 +54,21 @@ def stop_error_printer() -> None:
     with suppress(AttributeError):  # other versions of Ray: their errors are printed
         worker.global_worker.threads_stopped.set()
         worker.global_worker.gcs_error_subscriber.close()  # type: ignore[attr-defined]
+
+
+def visit_uploaded_files(
+    folder: Path, is_left_out: Callable[[Path], bool], visit: Callable[[Path], object]
+) -> None:
+    """Calls `visit` with every path that Ray would upload of a working directory, but those for
+    which `is_left_out`; what a folder contains that is left out is not looked at."""
+    defaults = packaging._get_excludes(folder, ray_constants.get_runtime_env_default_excludes())
+    uses_gitignore = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
+    silent = logging.Logger("rayzero.upload", logging.CRITICAL)
+
+    def is_excluded(path: Path) -> bool:
+        return defaults(path) or is_left_out(path)
+
+    packaging._dir_travel(folder, [is_excluded], visit, uses_gitignore, silent)
 
 
 class AuthRefusedError(ConfigError):

@@ -20,6 +20,9 @@ PRIVATE = (
     ("ray.experimental.internal_kv", "_internal_kv_list"),
     ("ray.experimental.internal_kv", "_internal_kv_del"),
     ("ray._raylet", "GcsClient"),
+    ("ray._private.ray_constants", "get_runtime_env_default_excludes"),
+    ("ray._private.runtime_env.packaging", "_get_excludes"),
+    ("ray._private.runtime_env.packaging", "_dir_travel"),
 )
 
 
