@@ -53,7 +53,7 @@ class RemoteJobClient:
         secret."""
         _refuse_secrets(arguments)
         command = shlex.join(["python3", "-m", "rayzero", *arguments])
-        env = {"env_vars": {CLIENT_ADDRESS_VARIABLE: redact_url(self._address)}}
+        env: dict[str, object] = {"env_vars": {CLIENT_ADDRESS_VARIABLE: redact_url(self._address)}}
         env |= {} if upload is None else upload.runtime_env
         try:
             return str(self._client.submit_job(entrypoint=command, runtime_env=env))

@@ -91,7 +91,8 @@ def test_upload_has_code_only(cluster: RemoteJobClient, project: Path) -> None:
         cluster.submit(["run", "job.yaml"], upload)
     assert cluster._client.uploaded == [names]  # type: ignore[attr-defined]  # Ray's own package
     data, environment, job = upload.describe()
-    assert data.startswith("not uploaded, as over 0.0 MB") and data.endswith("train set #1.bin")
+    assert data.startswith("not uploaded, as over 0.0 MB")
+    assert data.endswith("data/train set #1.bin")
     assert environment == "not uploaded, as a virtual environment: my env"
     assert job == "not uploaded, as checkpoints and journal of a job: runs/first"
 
