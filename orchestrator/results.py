@@ -21,11 +21,13 @@ class JobResult:
     Args:
         metrics: the contents of `summary.json`.
         summary_path: the path of that file.
+        returned: what the training function returned on rank 0; `metrics` has it, too.
     """
 
     name: str
     metrics: dict[str, Any] = field(repr=False)
     summary_path: Path
+    returned: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def steps(self) -> int:
@@ -57,6 +59,8 @@ class JobStatus:
         journal: the state file of its journal, a path or a URL.
         log: path of its log file, on the head node.
         error: the first line of the error it failed with.
+        remaining_s: estimated time to its last step; None if unknown.
+        goodput: fraction of the time so far that went into steps that count.
     """
 
     name: str
@@ -76,6 +80,8 @@ class JobStatus:
     journal: str = ""
     log: str = ""
     error: str = ""
+    remaining_s: float | None = None
+    goodput: float | None = None
 
     @property
     def is_running(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -38,17 +38,16 @@ STOP_POLL_S = 0.1
 def ls(
     address: ClusterAddress = None,
     path: JobsPath = "runs",
-    ended: Annotated[
-        bool, typer.Option("--all", help="Include jobs that have ended, from the cluster's record.")
-    ] = False,
+    running: Annotated[bool, typer.Option("--running", help="Only jobs that run.")] = False,
     as_json: JsonValueFlag = False,
 ) -> None:
-    """List the running jobs, and those with a journal in a folder."""
+    """List jobs: those that run, those of the cluster's record that have ended, and those with a
+    journal in a folder."""
     from rayzero.engine.redact import redact_url
     from rayzero.orchestrator.job.lookup import list_journaled_jobs, status_from_journal
 
-    jobs = {status.name: status for status in _cluster_statuses(address, ended)}
-    for name in list_journaled_jobs(path):
+    jobs = {status.name: status for status in _cluster_statuses(address, ended=not running)}
+    for name in () if running else list_journaled_jobs(path):
         if name not in jobs:
             jobs[name] = status_from_journal(path, name)
     if as_json:
@@ -57,8 +56,8 @@ def ls(
     for name, status in jobs.items():
         print(f"{name}: {status_line(status)}")
     if not jobs:
-        text = f"no job is running, and no job has a journal in {redact_url(path)!r}"
-        print(text, file=sys.stderr)
+        others = f", none has ended, and none has a journal in {redact_url(path)!r}"
+        print(f"no job is running{'' if running else others}", file=sys.stderr)
 
 
 @commands.command(epilog="Example: rayzero status gpt")
@@ -87,9 +86,8 @@ def status(
         print(json.dumps(asdict(status)))
         return
     print(f"{name}: {status_line(status)}")
-    for key, value in asdict(status).items():
-        if key not in ("name", "state", "step", "steps") and value not in (None, "", 0, {}):
-            print(f"  {key}: {_format_field(key, value)}")
+    for label, text in _status_fields(status):
+        print(f"  {label}: {text}")
 
 
 @commands.command(epilog="Example: rayzero stop gpt")
@@ -176,11 +174,17 @@ def find_job(name: str, address: str | None, path: str | None) -> RunningJob | E
 
 def status_line(status: JobStatus) -> str:
     """`running at step 12 of 100, 2 workers`"""
-    state = "lost, can be resumed" if status.state is None else str(status.state)
+    state = "lost" if status.state is None else str(status.state)
     steps = f" of {status.steps}" if status.steps else ""
-    workers = f", {status.world_size} worker{'s' * (status.world_size != 1)}"
-    error = f": {status.error}" if status.error and status.state == "failed" else ""
-    return f"{state} at step {status.step}{steps}{workers if status.is_running else ''}{error}"
+    text = f"{state} at step {status.step}{steps}"
+    if status.is_running:
+        return f"{text}, {status.world_size} worker{'s' * (status.world_size != 1)}"
+    if status.state is None and status.checkpoint_step is None:
+        return f"{text}; `rayzero resume {status.name}` begins anew: it has no checkpoint"
+    if status.state is None:
+        newest = f"continues from its newest checkpoint, of step {status.checkpoint_step}"
+        return f"{text}; `rayzero resume {status.name}` {newest}"
+    return f"{text}: {status.error}" if status.error and status.state == "failed" else text
 
 
 def _cluster_statuses(address: str | None, ended: bool) -> Iterator[JobStatus]:
@@ -225,9 +229,27 @@ def _abandon_lost_run(name: str, path: str, not_found: ConfigError) -> None:
     print(f"{name}: the lost run is marked as stopped; its last step is {last_run.step}")
 
 
-def _format_field(key: str, value: Any) -> str:
-    if key.endswith("at_s"):
-        return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(value))
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {count}" for name, count in value.items())
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _status_fields(status: JobStatus) -> Iterator[tuple[str, str]]:
+    """What `status_line` does not say, with a label."""
+    from rayzero.orchestrator.top.format import format_duration, format_time
+
+    if status.loss is not None:
+        yield "loss", f"{status.loss:.6g}"
+    if status.is_running:
+        yield "workers", f"{status.world_size} (of {status.workers_min} to {status.workers_max})"
+    if status.remaining_s is not None:
+        yield "time left", format_duration(status.remaining_s)
+    if status.goodput is not None:
+        yield "goodput", f"{status.goodput:.1%} of the time went into steps that count"
+    if status.began_at_s:
+        yield "began", format_time(status.began_at_s)
+    if status.at_s:
+        yield "as of" if status.is_running else "ended", format_time(status.at_s)
+    if status.faults:
+        counts = ", ".join(f"{name} {count}" for name, count in status.faults.items())
+        yield "faults", f"{counts}; repaired: {status.repairs}"
+    if status.checkpoint_step is not None:
+        yield "newest checkpoint", f"step {status.checkpoint_step}"
+    for label, text in (("journal", status.journal), ("log", status.log), ("error", status.error)):
+        if text:
+            yield label, text

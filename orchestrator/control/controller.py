@@ -242,7 +242,7 @@ class Controller:
         """The training function's return value is merged in, and takes precedence over all but
         `steps`, by which clients see how far the job came."""
         ctx = self._context
-        progress = ctx.progress
+        progress, newest = ctx.progress, self._checkpoints.newest
         self._summary = {
             "job": ctx.plan.spec.name,
             "world_size": ctx.generation.world_size,
@@ -259,6 +259,7 @@ class Controller:
                 "written": self._checkpoints.written,
                 "failed": self._checkpoints.failed,
             },
+            "newest_checkpoint": None if newest is None else newest.folder,
             **ctx.generation.return_value,
             "steps": progress.steps,
         }
@@ -267,7 +268,14 @@ class Controller:
         ctx = self._context
         name = ctx.plan.spec.name
         if ctx.state is State.SUCCEEDED:
-            return JobResult(name, self._summary, ctx.plan.summary_path)
+            returned = {**ctx.generation.return_value}
+            returned.pop("steps", None)  # always the job's
+            return JobResult(name, self._summary, ctx.plan.summary_path, returned)
         if self._error is not None:
             raise self._error
-        raise JobStoppedError(f"job {name!r} was stopped after step {ctx.progress.steps}")
+        newest = self._checkpoints.newest
+        raise JobStoppedError(
+            f"job {name!r} was stopped after step {ctx.progress.steps}"
+            + (f"; its newest checkpoint is {newest.folder}" if newest else ""),
+            fix="" if newest else "checkpoint.every_steps; without it the job has saved nothing",
+        )

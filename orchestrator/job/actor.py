@@ -87,7 +87,10 @@ class JobActor:
 
     async def status(self) -> JobStatus:
         if self._run is not None:
-            return self._run.controller.status()
+            remaining_s, goodput = self._run.telemetry.outlook()
+            status = self._run.controller.status()
+            remaining_s = remaining_s if status.is_running else None
+            return replace(status, remaining_s=remaining_s, goodput=goodput)
         plan = self._plan
         return JobStatus(
             plan.spec.name,

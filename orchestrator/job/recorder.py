@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -16,6 +17,7 @@ from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.aio import ChangeNotifier
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.console import PlainConsole
+from rayzero.orchestrator.event_text import summary_lines
 from rayzero.orchestrator.job.log import append_log
 from rayzero.orchestrator.job_events import JOB_EVENTS, EventBus, JobEvent, StateEntered
 from rayzero.orchestrator.job_file import to_document
@@ -25,6 +27,7 @@ from rayzero.orchestrator.journal.writer import JournalWriter
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import EndedJob, EventPage, JobResult, final_state
+from rayzero.orchestrator.top.format import format_time
 from rayzero.workers.bounded_queue import BoundedQueue
 
 MAX_PAGE_EVENTS = 500  # events in one reply
@@ -114,6 +117,7 @@ class JobRecorder:
         self._buffer = buffer
         append_lines = partial(append_log, plan.log_path)
         log = writer.add_queue("the job's log", append_lines, _LOG_FLUSH_INTERVAL_S)
+        self._log = log
         self._plain_console = PlainConsole(log.put)
         files = JournalFiles(plan.job_folder, fence)
         self._journal_queue = writer.add_queue("the journal", files.write, files.flush_interval_s)
@@ -134,12 +138,23 @@ class JobRecorder:
             working_dir=worker_spec.working_dir,
             by_value=isinstance(worker_spec.entrypoint, bytes),
         )
+        adopted_text = ", continuing a run whose controller was lost" * adopted
+        self._log.put(
+            f"--- job {self._plan.spec.name} began at {format_time(time.time())}{adopted_text} ---"
+        )
         events.subscribe(self._show)
         events.subscribe(self._journal.on_event, JOB_EVENTS)
 
     def end(self, outcome: JobResult | RayzeroError) -> None:
-        """The last entry: how the job ended."""
+        """The last entry of the journal, and the last lines of the log: how the job ended."""
         error = outcome.seen if isinstance(outcome, RayzeroError) else ""
+        if isinstance(outcome, JobResult):
+            lines = list(summary_lines(outcome))
+        else:
+            lines = str(outcome).splitlines()
+        for line in lines:
+            self._log.put(line)
+        self._log.put(f"--- {final_state(outcome)} at {format_time(time.time())} ---")
         self._journal.append("ended", state=str(final_state(outcome)), error=error)
 
     def stop_journal(self) -> None:

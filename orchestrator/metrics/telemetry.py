@@ -109,6 +109,12 @@ class Telemetry:
             ranks = self._metrics.ranks.copy()
         return {**value, "ranks": snapshot_ranks(ranks)}
 
+    def outlook(self) -> tuple[float | None, float]:
+        """Estimated seconds to the last step (None if unknown), and the goodput so far."""
+        with self._lock:
+            steps = self._metrics.spec.steps
+            return self._metrics.steps.remaining_s(steps), self._metrics.time_breakdown().goodput
+
     def _snapshot_page(self) -> tuple[str, bytes]:
         body = json.dumps(self.snapshot(), allow_nan=False).encode()
         return "application/json; charset=utf-8", body

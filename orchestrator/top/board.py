@@ -16,6 +16,7 @@ from rich.text import Text
 
 from rayzero.orchestrator.machine import FINAL_STATES, State
 from rayzero.orchestrator.top.format import (
+    count_of,
     format_duration,
     format_number,
     format_size,
@@ -79,10 +80,10 @@ def snapshot_line(now: Snapshot) -> str:
         parts.append(f"loss {loss:.4f}")
     if progress["tokens_per_s"] is not None:
         parts.append(f"{progress['tokens_per_s']:,.0f} tokens/s")
-    parts.append(f"{now['world_size']} ranks")
+    parts.append(count_of(now["world_size"], "rank"))
     parts.append(f"goodput {now['goodput']['ratio']:.1%}")
     if now["faults"]:
-        parts.append(f"{len(now['faults'])} faults")
+        parts.append(count_of(len(now["faults"]), "fault"))
     if not has_ended(now) and progress["remaining_s"] is not None:
         parts.append(f"{format_duration(progress['remaining_s'])} left")
     return ", ".join(parts)
@@ -168,7 +169,8 @@ def _world_size_rows(now: Snapshot) -> Iterator[RenderableType]:
         yield Text.assemble((blocks, "blue"), (f" {sizes[-1]}", "dim"))
         if columns := {column(fault["at_s"]) for fault in now["faults"]}:
             marks = "".join("x" if index in columns else " " for index in range(BAR_WIDTH))
-            yield Text.assemble((marks, "bold red"), (f" {len(now['faults'])} faults", "dim"))
+            number = count_of(len(now["faults"]), "fault")
+            yield Text.assemble((marks, "bold red"), (f" {number}", "dim"))
 
 
 def _goodput_bar(goodput: dict[str, Any]) -> RenderableType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -30,6 +31,11 @@ def format_duration(seconds: float | None) -> str:
     return " ".join(f"{amount} {unit}" for amount, unit in parts[first : first + 2] if amount)
 
 
+def format_time(unix_s: float) -> str:
+    """`2026-11-22 14:30:05 UTC`, in this machine's time zone."""
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix_s))
+
+
 def format_size(nbytes: float | None) -> str:
     """`1.8 GiB`"""
     if nbytes is None:
@@ -38,6 +44,11 @@ def format_size(nbytes: float | None) -> str:
     while nbytes >= 1024 and power < len(_UNITS) - 1:
         nbytes, power = nbytes / 1024, power + 1
     return f"{nbytes:.3g} {_UNITS[power]}" if nbytes < 1000 else f"{nbytes:.0f} {_UNITS[power]}"
+
+
+def count_of(number: int, noun: str) -> str:
+    """`1 fault`, `1,200 faults`"""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def format_number(value: float | None, form: str = ".4g") -> str:

@@ -203,12 +203,15 @@ def _assert_job_is_stopped(cluster: TokenCluster) -> None:
     after = cluster.status("adopted")
     assert (after["state"], after["workers_max"]) == ("stopped", 2)
     assert after["checkpoint_step"] == after["step"]
-    assert (
-        "state: stopping\n" in cluster.run_inside("logs", "adopted", "--path", cluster.runs).stdout
-    )
+    log = cluster.run_inside("logs", "adopted", "--path", cluster.runs).stdout
+    assert "state: stopping\n" in log
+    # Each run of the name has its first line, the adopting one says so, and a last one.
+    began = [line for line in log.splitlines() if line.startswith("--- job adopted began at ")]
+    assert [", continuing a run" in line for line in began] == [False, True]
+    assert log.splitlines()[-1].startswith("--- stopped at ")
     # The cluster keeps the status too, for callers that do not know the output folder.
     status = cluster.run_inside("status", "adopted").stdout
     assert status.startswith(f"adopted: stopped at step {after['step']} of 1000000\n"), status
-    listed = cluster.run_inside("ls", "--all")
+    listed = cluster.run_inside("ls")
     assert status.splitlines()[0] in listed.stdout.splitlines(), listed.stdout + listed.stderr
     assert "state: stopping\n" in cluster.run_inside("logs", "adopted").stdout

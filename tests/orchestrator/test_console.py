@@ -35,7 +35,7 @@ from rayzero.orchestrator.results import JobResult
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import LogLine, WorkerInfo
 
-RESULT = JobResult("job", {"job": "job", "loss": {"first": 8.0, "last": 2.5}}, Path("s.json"))
+RESULT = JobResult("job", {"steps": 7, "loss": {"first": 8.0, "last": 2.5}}, Path("s.json"))
 SHOWN_EVENTS = (
     WorkersReady((WorkerInfo(0, "id", "host", "10.0.0.1", 7),)),
     StateEntered(State.RUNNING, 1, 2),
@@ -123,28 +123,55 @@ def test_plain_console_shows_events_immediately():
         "state: running",
         "warning: beware",
         "[rank 1] [bold]not markup[/bold]",
-        "job: job",
-        "loss: first 8, last 2.5",
+        "succeeded: 7 steps, loss 8 to 2.5",
         "summary: s.json",
     ]
 
 
-def test_summary_lines():
+def test_summary_says_how_it_went_and_what_to_do_next():
     metrics = {
-        "peak_bytes": {"slots": 0, "process": 662740992},
-        "file_bytes": "unknown",
+        "job": "job",
+        "steps": 1200,
+        "seconds": 75.2,
+        "stage": 2,
+        "world_size": 1,
         "world_sizes": [2, 1],
-        "faults": {},
-        "tokens_per_s": None,
-        "loss": {"first": None, "last": None},
-        "accuracy": {"first": 0.0, "last": 0.12345678},
+        "faults": {"process": 1},
+        "repairs": 1,
+        "steps_redone": 0,
+        "tokens_per_s": 8192.4,
+        "loss": {"first": 8.25, "last": 2.5},
+        "peak_bytes": {"slots": 0, "process": 662740992},
+        "checkpoints": {"written": 1, "failed": 0},
+        "newest_checkpoint": "runs/job/step-1200",
     }
-    assert list(summary_lines(JobResult("job", metrics, Path("s.json")))) == [
-        "peak_bytes: process 632 MiB",
+    returned = {
+        "file_bytes": "unknown",
+        "accuracy": {"first": 0.0, "last": 0.12345678, "best": None},
+        "sizes": [1, 2.5],
+        "nothing": None,
+    }
+    result = JobResult("job", metrics | returned, Path("s.json"), returned)
+    assert list(summary_lines(result)) == [
+        "succeeded: 1,200 steps in 1 min 15 s, 2 then 1 workers, loss 8.25 to 2.5, 8,192 tokens/s",
+        "faults: process 1; 1 repair, no step redone",
+        "memory of the largest rank: process 632 MiB",
+        "checkpoint: runs/job/step-1200",
+        "  to export it: rayzero ckpt export runs/job/step-1200 --to FOLDER",
+        "  to train on from it: the same job with more steps",
         "file_bytes: unknown",
-        "world_sizes: 2, 1",
         "accuracy: first 0, last 0.123457",
+        "sizes: 1, 2.5",
         "summary: s.json",
+    ]
+
+
+def test_returned_values_of_any_form_are_shown():
+    """The training function's values take the place of the job's in `summary.json`."""
+    returned = {"seconds": "soon", "loss": 2.5, "tokens_per_s": None, "faults": [1]}
+    result = JobResult("job", {"steps": 1, **returned}, Path("s.json"), returned)
+    assert list(summary_lines(result)) == [
+        *("succeeded: 1 step", "seconds: soon", "loss: 2.5", "faults: 1", "summary: s.json")
     ]
 
 

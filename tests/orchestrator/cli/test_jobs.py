@@ -51,15 +51,28 @@ def test_lost_job_is_listed_and_marked_as_stopped(tmp_path: Path):
     path_option = ("--path", tmp_path)
     result = command("status", "job", *path_option)
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("job: lost, can be resumed at step 40 of 100\n")
+    line = "job: lost at step 40 of 100; `rayzero resume job` begins anew: it has no checkpoint\n"
+    assert result.stdout.startswith(line)
     listed = command("ls", *path_option)
-    assert listed.stdout == "job: lost, can be resumed at step 40 of 100\n"
+    assert listed.stdout == line
     stopped = command("stop", "job", *path_option)
     assert stopped.stdout == "job: the lost run is marked as stopped; its last step is 40\n"
     (status,) = json.loads(command("ls", "--json", *path_option).stdout)
     assert (status["state"], status["step"], status["generation"]) == ("stopped", 40, 3)
     stopped = command("stop", "job", *path_option)
     assert stopped.stdout == "job: not running, it has stopped already\n"
+
+
+def test_lost_job_continues_from_its_newest_checkpoint(tmp_path: Path):
+    stored = {"step": 30, "folder": f"{tmp_path}/job/step-30", "nbytes": 5, "seconds": 0.1}
+    write_journal(tmp_path, ("checkpoint", stored), steps=100)
+    assert command("ls", "--path", tmp_path).stdout == (
+        "job: lost at step 40 of 100; `rayzero resume job` continues from its newest checkpoint, "
+        "of step 30\n"
+    )
+    lines = command("status", "job", "--path", tmp_path).stdout.splitlines()
+    assert "  newest checkpoint: step 30" in lines
+    assert not any("_s:" in line for line in lines)  # labels are words
 
 
 def test_ls_without_jobs(tmp_path: Path):

@@ -63,6 +63,7 @@ async def test_job_runs_to_summary(folder: Path):
         "repairs": 0,
         "steps_redone": 0,
         "checkpoints": {"written": 0, "failed": 0},
+        "newest_checkpoint": None,
         "score": 0,
     }
     (record,) = harness.log.of(StepRecord)

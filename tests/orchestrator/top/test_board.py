@@ -37,7 +37,7 @@ def test_board_shows_all_values() -> None:
         "lost",
         "repaired",
         "resized",
-        "1 faults",
+        "1 fault",
         "step 10,000, 2.98 GiB in 4.2 s",
         "1 failed write attempts",
     ):
@@ -76,6 +76,6 @@ def test_escape_sequences_and_markup_have_no_effect() -> None:
 def test_line_has_main_values() -> None:
     assert snapshot_line(sample()) == (
         "gpt-stdlib: running, step 12,345/20,000, loss 2.3457, 81,920 tokens/s, 4 ranks, "
-        "goodput 90.2%, 1 faults, 41 min 21 s left"
+        "goodput 90.2%, 1 fault, 41 min 21 s left"
     )
     assert snapshot_line(empty()) == "gpt-stdlib: pending, step 0, 0 ranks, goodput 0.0%"
