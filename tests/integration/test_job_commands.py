@@ -115,7 +115,9 @@ def test_job_commands_and_runs_that_survive_a_lost_head(cluster: TokenCluster):
     path = cluster.job_file("adopted")
     submitted = cluster.run_outside("submit", path, "--address", cluster.head.dashboard)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-    assert "adopted: submitted; `rayzero logs -f adopted` follows it" in submitted.stdout
+    follow = f"`rayzero logs -f adopted --address {cluster.head.dashboard}` follows it"
+    assert f"adopted: submitted; {follow}\n" == submitted.stdout, "without lines of Ray's"
+    assert submitted.stderr == ""
     assert cluster.run_inside("submit", cluster.job_file("abandoned")).returncode == 0
     wait_until(lambda: journal_step(cluster.runs / "adopted") > 25)
     status = cluster.run_outside("status", "adopted", "--address", cluster.head.dashboard)
