@@ -53,7 +53,6 @@ class TrainingState:
             without an error: it is inconsistent until `confirm`.
         altered: something other than an update, such as a load, may have changed the state since
             the last update.
-        constants_version: counts the writes of what training never changes, such as frozen weights.
         copied_by: the newest copy that may still be running. Between updates forward and backward
             change only the ranges that are `volatile`.
     """
@@ -79,7 +78,7 @@ class TrainingState:
             and isinstance(optimizer.torch_optimizer, NeedsWholeParams)
         )
         self.altered = False
-        self.constants_version = 0
+        self._constants_writes = 0
         self.copied_by: RunningCopy | None = None
         self._model = model
         self._runtime = runtime
@@ -88,6 +87,14 @@ class TrainingState:
         self._is_updating = False
         self._packed_signature: tuple[object, ...] | None = None
         self._own_block = pack_block([])
+
+    @property
+    def constants_version(self) -> int:
+        """Grows with each write of what training never changes, such as frozen weights: the
+        engine's own, and those of the script that torch counts, which are all in-place operations
+        on a parameter itself. One through `.data` is not seen. Host integers only."""
+        frozen = (it for it in self._runtime.ungrouped_params if not it.is_inference())
+        return self._constants_writes + sum(it._version for it in frozen)
 
     @property
     def consistent(self) -> bool:
@@ -123,7 +130,7 @@ class TrainingState:
     def before_write_of_constants(self) -> None:
         """As `before_write`, before a change of what training never changes: the next mirrors copy
         that, too."""
-        self.constants_version += 1
+        self._constants_writes += 1
         self.before_write()
 
     def pack(self, *, whole: bool = False) -> StateBlock:

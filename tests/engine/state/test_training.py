@@ -176,6 +176,24 @@ def test_frozen_weights_buffers_schedule_and_rng_are_restored(stage, world):
         assert torch.equal(second[0][1][name], value), name
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_scripts_own_write_of_a_frozen_weight_is_seen(stage):
+    """Mirrors copy the frozen part of a block again when this number has changed."""
+    model = DropoutModel()
+    engine = rayzero.initialize(model=model, config=config(zero_optimization={"stage": stage}))[0]
+
+    def step() -> int:
+        engine.backward(engine(torch.ones(4, 6)))
+        engine.step()
+        return engine.state.constants_version
+
+    before = step()
+    assert step() == before, "training writes no frozen weight"
+    with torch.no_grad():
+        model.frozen.weight.mul_(2.0)
+    assert engine.state.constants_version > before
+
+
 def test_torch_scheduler_resumes():
     def make(blocks: list[Block] | None) -> Any:
         with use_session(StateSession(blocks)):
