@@ -6,9 +6,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from rayzero.engine.checkpoint.base import file_sizes
 from rayzero.engine.checkpoint.errors import CheckpointVersionError
 from rayzero.engine.checkpoint.format import (
+    BASE_FOLDER,
     MANIFEST_NAME,
+    base_file_step,
     is_checkpoint_file,
     parse_step,
     step_folder_name,
@@ -92,7 +95,8 @@ def _inspect_folder(store: Store, name: str) -> CheckpointInfo:
             status, problem = "unfinished", f"it has no {MANIFEST_NAME}: its save did not end"
         else:
             manifest = read_manifest(store, name)
-            problem = _find_damage(manifest, step, entries)
+            sizes = file_sizes(open_store(join_url(store.url, name)), manifest)
+            problem = _find_damage(manifest, step, sizes)
             status = "damaged" if problem else "whole"
     except CheckpointVersionError as error:
         status, problem = "newer", error.seen
@@ -101,10 +105,10 @@ def _inspect_folder(store: Store, name: str) -> CheckpointInfo:
     return CheckpointInfo(step, join_url(store.url, name), status, problem, manifest, entries)
 
 
-def _find_damage(manifest: Manifest, step: int, entries: Iterable[StoreEntry]) -> str:
+def _find_damage(manifest: Manifest, step: int, sizes: Mapping[str, int]) -> str:
     if manifest.step != step:
         return f"its manifest is that of step {manifest.step}"
-    wrong = manifest.wrong_sizes({entry.name: entry.nbytes for entry in entries})
+    wrong = manifest.wrong_sizes(sizes)
     return next((f"{name} {text}" for name, text in wrong.items()), "")
 
 
@@ -169,9 +173,13 @@ def prune_checkpoints(
             removed[info.step] = _checkpoint_files(info)
         elif leftovers := _leftover_files(info, complete[-1]):
             swept[info.step] = leftovers
+    bases = _unused_bases(store, [it for it in checkpoints if it.step not in removed], complete[-1])
     if not dry_run:
         _remove_files(store, removed | swept)
-    nbytes = sum(entry.nbytes for files in (removed | swept).values() for entry in files)
+        for entry in bases:  # after the manifests that refer to them
+            store.remove(f"{BASE_FOLDER}/{entry.name}")
+    files = [entry for entries in (removed | swept).values() for entry in entries]
+    nbytes = sum(entry.nbytes for entry in files + bases)
     return PruneResult(tuple(sorted(kept)), tuple(removed), tuple(swept), nbytes)
 
 
@@ -184,7 +192,7 @@ def _leftover_files(info: CheckpointInfo, newest: CheckpointInfo) -> list[StoreE
     are left: a process that lost the job's lease may still be about to commit them."""
     if info.step >= newest.step or info.status not in ("whole", "unfinished"):
         return []
-    newest_s = next(entry.modified_s for entry in newest.entries if entry.name == MANIFEST_NAME)
+    newest_s = _manifest_time_s(newest)
     listed = {MANIFEST_NAME} | {
         file.name for file in (info.manifest.files if info.manifest else ())
     }
@@ -193,6 +201,31 @@ def _leftover_files(info: CheckpointInfo, newest: CheckpointInfo) -> list[StoreE
         for entry in _checkpoint_files(info)
         if entry.name not in listed and entry.modified_s < newest_s
     ]
+
+
+def _unused_bases(
+    store: Store, remaining: Iterable[CheckpointInfo], newest: CheckpointInfo
+) -> list[StoreEntry]:
+    """Files of frozen weights that no remaining manifest refers to, older than the newest manifest
+    by step and by clock: a save that is running may refer to the others. None while a manifest
+    cannot be read, which may refer to any."""
+    remaining = list(remaining)
+    if any(info.manifest is None and info.status != "unfinished" for info in remaining):
+        return []
+    used = {name for info in remaining if info.manifest for name in info.manifest.base_names}
+    newest_s = _manifest_time_s(newest)
+    return [
+        entry
+        for entry in store.list_folder(BASE_FOLDER)
+        if f"{BASE_FOLDER}/{entry.name}" not in used
+        and (step := base_file_step(entry.name)) is not None
+        and step < newest.step
+        and entry.modified_s < newest_s
+    ]
+
+
+def _manifest_time_s(info: CheckpointInfo) -> float:
+    return next(entry.modified_s for entry in info.entries if entry.name == MANIFEST_NAME)
 
 
 def _remove_files(store: Store, files_by_step: Mapping[int, list[StoreEntry]]) -> None:

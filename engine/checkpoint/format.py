@@ -16,8 +16,9 @@ from typing import Any
 
 from rayzero.engine.layout.state_index import BlockIndex
 
-FORMAT_VERSION = 1
-"""Version of files and manifest. Readers support their own version and older ones."""
+FORMAT_VERSION = 2
+"""Version of files and manifest. Readers support their own version and older ones. Version 1 has no
+files of frozen weights; checkpoints without one are still written as version 1."""
 
 BLOCK_BYTES = 256 * 1024
 """Bytes of data per checksum; reads that verify are rounded out to such blocks."""
@@ -26,6 +27,10 @@ MANIFEST_NAME = "manifest.json"
 PARTIAL_SUFFIX = ".partial"
 """Suffix of a local file that is not durable yet."""
 
+BASE_FOLDER = "base"
+"""The folder beside those of the steps, with the files of frozen weights that steps share."""
+
+BASE_FILE_PATTERN = r"step-[0-9]{1,18}-rank-[0-9]{5,10}-[0-9a-f]{32}-[0-9a-f]{8}\.safetensors"
 RANK_FILE_PATTERN = r"rank-[0-9]{5,10}-[0-9a-f]{8}\.safetensors"
 _MANIFEST_PATTERN = re.escape(MANIFEST_NAME) + r"(\.[0-9a-f]{8})?"
 
@@ -50,6 +55,19 @@ def new_file_name(rank: int) -> str:
     return f"rank-{rank:05d}-{token_hex(4)}.safetensors"
 
 
+def base_file_name(step: int, rank: int, digest: str) -> str:
+    """A unique name, as `new_file_name`, of a rank's frozen weights. The step is the first one that
+    refers to it."""
+    return f"step-{step}-rank-{rank:05d}-{digest}-{token_hex(4)}.safetensors"
+
+
+def base_file_step(name: str) -> int | None:
+    """The step in the name of a file of frozen weights, complete or partial; None if it is not
+    one."""
+    name = name.removesuffix(PARTIAL_SUFFIX).removeprefix(".")
+    return int(name.split("-")[1]) if re.fullmatch(BASE_FILE_PATTERN, name) else None
+
+
 def partial_name(name: str, token: str = "") -> str:
     """The name of a local file until it is durable; a token tells several writers apart."""
     return f".{name}{'.' * bool(token)}{token}{PARTIAL_SUFFIX}"
@@ -67,7 +85,7 @@ def block_count(nbytes: int) -> int:
 
 def file_header(table: BlockIndex, about: Mapping[str, object]) -> bytes:
     """The bytes in front of a rank's data. `about` is for readers of the file: step, rank..."""
-    metadata = {"format": "rayzero", "format_version": FORMAT_VERSION} | dict(about)
+    metadata = {"format": "rayzero", "format_version": 1} | dict(about)
     header: dict[str, Any] = {"__metadata__": {key: str(value) for key, value in metadata.items()}}
     for name, dtype, count, begin, end in _header_entries(table):
         header[name] = {"dtype": dtype, "shape": [count], "data_offsets": [begin, end]}

@@ -30,15 +30,42 @@ _CHECKSUM_DIGITS = 16  # of a checksum in hex
 
 
 @dataclass(frozen=True)
+class DataFile:
+    """A durable file of a checkpoint.
+
+    Attributes:
+        name: relative to the job's folder for one in `BASE_FOLDER`, otherwise to the step's.
+        nbytes: size of the file; its data is the last `data_bytes` bytes.
+        checksum: xxh3-64 of the whole file, in hex.
+        blocks: xxh3-64 of each `BLOCK_BYTES` of the data, in hex, one after another; the last block
+            may be shorter.
+    """
+
+    name: str
+    nbytes: int
+    checksum: str
+    blocks: str
+    data_bytes: int
+
+    @property
+    def data_offset(self) -> int:
+        return self.nbytes - self.data_bytes
+
+    def block_matches(self, number: int, data: memoryview) -> bool:
+        digits = slice(number * _CHECKSUM_DIGITS, (number + 1) * _CHECKSUM_DIGITS)
+        return xxh3_64_hexdigest(data) == self.blocks[digits]
+
+
+@dataclass(frozen=True)
 class RankFile:
     """One rank's file of a checkpoint, durable.
 
     Attributes:
-        nbytes: size of the file; its data is the last `block_index.nbytes` bytes.
-        checksum: xxh3-64 of the whole file, in hex.
-        blocks: xxh3-64 of each `BLOCK_BYTES` of the data, in hex, one after another; the last block
-            may be shorter.
+        nbytes, checksum, blocks: as those of `DataFile`.
+        block_index: of the rank's data, also of what is in `base`.
         metadata: the rank's JSON part.
+        base: the file of the first `block_index.constant_bytes` bytes of the rank's data, which
+            other checkpoints may share; None: they are in this file.
     """
 
     name: str
@@ -48,14 +75,22 @@ class RankFile:
     blocks: str
     block_index: BlockIndex
     metadata: dict[str, Any]
+    base: DataFile | None = None
+
+    @property
+    def own(self) -> DataFile:
+        """The rank's file without what is in `base`."""
+        data_bytes = self.block_index.nbytes - (self.base.data_bytes if self.base else 0)
+        return DataFile(self.name, self.nbytes, self.checksum, self.blocks, data_bytes)
+
+    @property
+    def data_files(self) -> tuple[DataFile, ...]:
+        """The files of the rank's data, in its order."""
+        return (self.base, self.own) if self.base else (self.own,)
 
     @property
     def data_offset(self) -> int:
-        return self.nbytes - self.block_index.nbytes
-
-    def block_matches(self, number: int, data: memoryview) -> bool:
-        digits = slice(number * _CHECKSUM_DIGITS, (number + 1) * _CHECKSUM_DIGITS)
-        return xxh3_64_hexdigest(data) == self.blocks[digits]
+        return self.own.data_offset
 
 
 @dataclass(frozen=True)
@@ -87,13 +122,21 @@ class Manifest:
             name: tensor for file in self.files for name, tensor in file.block_index.tensors.items()
         }
 
+    @property
+    def data_files(self) -> list[DataFile]:
+        return [file for entry in self.files for file in entry.data_files]
+
+    @property
+    def base_names(self) -> set[str]:
+        return {entry.base.name for entry in self.files if entry.base}
+
     def wrong_sizes(self, sizes: Mapping[str, int]) -> dict[str, str]:
-        """Compares the files with the sizes of those in a folder; what is wrong, by name."""
+        """Compares the files with the sizes of those in the folders; what is wrong, by name."""
         return {
             file.name: f"has {sizes[file.name]} bytes instead of {file.nbytes}"
             if file.name in sizes
             else "is missing"
-            for file in self.files
+            for file in self.data_files
             if sizes.get(file.name) != file.nbytes
         }
 
@@ -102,7 +145,7 @@ class Manifest:
         tensors = self.tensors
         number = {name: index for index, name in enumerate(tensors)}
         content = vars(self) | {
-            "format_version": FORMAT_VERSION,
+            "format_version": FORMAT_VERSION if self.base_names else 1,
             "world_size": self.world_size,
             "tensors": [[name, it.dtype, list(it.shape)] for name, it in tensors.items()],
             "files": [_file_to_json(file, number) for file in self.files],
@@ -176,7 +219,8 @@ def _verify_checksum(raw: bytes, where: str) -> Any:
 
 def _file_to_json(file: RankFile, number: dict[str, int]) -> dict[str, Any]:
     table = file.block_index
-    return {
+    base = {"base": vars(file.base)} if file.base else {}
+    return base | {
         "name": file.name,
         "nbytes": file.nbytes,
         "checksum": file.checksum,
@@ -202,10 +246,18 @@ def _file_from_json(
         document.constant_bytes,
     )
     name, nbytes, blocks = document.name, document.nbytes, document.blocks
-    if not table.constant_bytes <= table.nbytes <= nbytes:
-        raise ValueError(f"{name} of {nbytes} bytes with {table.nbytes} bytes of data")
-    if len(blocks) != block_count(table.nbytes) * _CHECKSUM_DIGITS:
-        raise ValueError(f"{len(blocks)} digits of checksums of {table.nbytes} bytes")
+    if not table.constant_bytes <= table.nbytes:
+        raise ValueError(f"{name} with {table.nbytes} bytes of data")
+    base = DataFile(**dict(document.base)) if document.base else None
+    if base and base.data_bytes != table.constant_bytes:
+        raise ValueError(f"{base.name} with {base.data_bytes} bytes of {table.constant_bytes}")
+    small = document.small
+    file = RankFile(name, rank, nbytes, document.checksum, blocks, table, small, base)
+    for part in file.data_files:
+        if part.data_offset < 0 or len(part.blocks) != (
+            block_count(part.data_bytes) * _CHECKSUM_DIGITS
+        ):
+            raise ValueError(f"{part.name}: {part.data_bytes} bytes of data, of {part.nbytes}")
     check_index(table)
-    check_metadata(document.small)
-    return RankFile(name, rank, nbytes, document.checksum, blocks, table, document.small)
+    check_metadata(small)
+    return file

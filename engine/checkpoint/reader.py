@@ -9,15 +9,17 @@ from typing import Any, Literal
 
 from xxhash import xxh3_64
 
+from rayzero.engine.checkpoint.base import file_sizes, store_of
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError, StoreError
 from rayzero.engine.checkpoint.format import (
+    BASE_FOLDER,
     BLOCK_BYTES,
     MANIFEST_NAME,
     PARTIAL_SUFFIX,
     block_count,
     is_checkpoint_file,
 )
-from rayzero.engine.checkpoint.manifest import Manifest, RankFile
+from rayzero.engine.checkpoint.manifest import DataFile, Manifest
 from rayzero.engine.checkpoint.store import join_url, open_store
 from rayzero.engine.checkpoint.store_local import ReadStream, Store
 from rayzero.engine.errors import DataError, EngineError
@@ -28,7 +30,7 @@ _CHUNK_BYTES = 16 * BLOCK_BYTES  # read at once by `verify_checkpoint`
 
 
 class BlockReader:
-    """Reads a rank's open file; compares each block with its checksum.
+    """Reads one open file; compares each block with its checksum.
 
     Whole blocks are read directly into the caller's memory. A partly requested block is cached,
     because the next read usually continues there.
@@ -38,11 +40,11 @@ class BlockReader:
         where: path or URL for error messages.
     """
 
-    def __init__(self, file: ReadStream, entry: RankFile, where: str) -> None:
+    def __init__(self, file: ReadStream, entry: DataFile, where: str) -> None:
         self._file = file
         self._entry = entry
         self._where = where
-        self._nbytes = entry.block_index.nbytes
+        self._nbytes = entry.data_bytes
         self._cached_block = -1  # the number of the block in `_cache`
         self._cache = memoryview(b"")
 
@@ -136,7 +138,7 @@ class CheckpointSource:
     def __init__(self, folder: str) -> None:
         self._store = open_store(folder)
         self.manifest = read_manifest(self._store)
-        self._readers: dict[int, BlockReader] = {}
+        self._readers: dict[str, BlockReader] = {}  # by the name of the file
         self._stack = ExitStack()
 
     @property
@@ -152,23 +154,36 @@ class CheckpointSource:
 
     def read(self, block: int, offset: int, into: memoryview) -> None:
         """As `BlockReader.read`, of a rank's data."""
-        if block not in self._readers:
-            self._readers[block] = self._open_file(self.manifest.files[block])
-        self._readers[block].read(offset, into)
+        entry = self.manifest.files[block]
+        base_bytes = entry.base.data_bytes if entry.base else 0
+        if entry.base and offset < base_bytes:
+            count = min(len(into), base_bytes - offset)
+            self._reader(entry.base).read(offset, into[:count])
+            offset, into = offset + count, into[count:]
+            if not into:
+                return
+        self._reader(entry.own).read(offset - base_bytes, into)
 
     def check_sizes(self) -> None:
         """Raises CheckpointDamagedError if a file has not the size that the manifest states."""
-        sizes = {it.name: it.nbytes for it in self._store.list_folder()}
+        sizes = file_sizes(self._store, self.manifest)
         for name, text in self.manifest.wrong_sizes(sizes).items():
-            raise CheckpointDamagedError(f"{join_url(self._store.url, name)} {text}")
+            url = join_url(store_of(self._store, name).url, name)
+            raise CheckpointDamagedError(f"{url} {text}")
 
     def close(self) -> None:
         self._stack.close()
 
-    def _open_file(self, entry: RankFile) -> BlockReader:
-        where = join_url(self._store.url, entry.name)
+    def _reader(self, entry: DataFile) -> BlockReader:
+        if entry.name not in self._readers:
+            self._readers[entry.name] = self._open_file(entry)
+        return self._readers[entry.name]
+
+    def _open_file(self, entry: DataFile) -> BlockReader:
+        store = store_of(self._store, entry.name)
+        where = join_url(store.url, entry.name)
         try:
-            file = self._store.open(entry.name)
+            file = store.open(entry.name)
         except StoreError as error:
             if not error.damage:
                 raise
@@ -215,16 +230,19 @@ def verify_checkpoint(
         manifest = read_manifest(store)
     except DataError as error:
         return [FileProblem(MANIFEST_NAME, "flipped", error.seen.partition(f"{MANIFEST_NAME} ")[2])]
+    sizes = file_sizes(store, manifest)
     wrong = manifest.wrong_sizes(sizes)
     problems = [
         FileProblem(name, "cut" if name in sizes else "missing", text)
         for name, text in wrong.items()
     ]
-    for file in manifest.files:
+    for file in manifest.data_files:
         if file.name not in wrong:
-            problems += _verify_file(store, file, progress)
-    expected = {MANIFEST_NAME, *(file.name for file in manifest.files)}
+            problems += _verify_file(store_of(store, file.name), file, progress)
+    expected = {MANIFEST_NAME, *(file.name for file in manifest.data_files)}
     for name in sorted(sizes.keys() - expected):
+        if name.startswith(f"{BASE_FOLDER}/"):
+            continue  # another checkpoint's
         leftover = is_checkpoint_file(name) or name.endswith(PARTIAL_SUFFIX)
         text = "is left from an interrupted save" if leftover else "is not part of the checkpoint"
         problems.append(FileProblem(name, "foreign", text))
@@ -232,7 +250,7 @@ def verify_checkpoint(
 
 
 def _verify_file(
-    store: Store, file: RankFile, progress: Callable[[int], None]
+    store: Store, file: DataFile, progress: Callable[[int], None]
 ) -> Iterator[FileProblem]:
     try:
         damaged, header_damaged = _read_all(store, file, progress)
@@ -250,7 +268,7 @@ def _verify_file(
 
 
 def _read_all(
-    store: Store, file: RankFile, progress: Callable[[int], None]
+    store: Store, file: DataFile, progress: Callable[[int], None]
 ) -> tuple[list[int], bool]:
     """The damaged blocks, and whether the file is damaged elsewhere."""
     memory = memoryview(bytearray(min(_CHUNK_BYTES, file.nbytes)))
@@ -259,8 +277,8 @@ def _read_all(
         for start in range(0, file.data_offset, _CHUNK_BYTES):
             opened.read(start, [chunk := memory[: min(_CHUNK_BYTES, file.data_offset - start)]])
             whole.update(chunk)
-        for start in range(0, file.block_index.nbytes, _CHUNK_BYTES):
-            chunk = memory[: min(_CHUNK_BYTES, file.block_index.nbytes - start)]
+        for start in range(0, file.data_bytes, _CHUNK_BYTES):
+            chunk = memory[: min(_CHUNK_BYTES, file.data_bytes - start)]
             opened.read(file.data_offset + start, [chunk])
             whole.update(chunk)
             for inside in range(0, len(chunk), BLOCK_BYTES):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from rayzero.engine.checkpoint.format import RANK_FILE_PATTERN
+from rayzero.engine.checkpoint.format import BASE_FILE_PATTERN, BASE_FOLDER, RANK_FILE_PATTERN
 from rayzero.engine.layout.state_index import BlockIndex
 from rayzero.engine.validation import repr_value
 
@@ -28,6 +28,7 @@ _Name = Annotated[str, Field(max_length=2048)]  # a length also excludes lone su
 _Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
 _Shape = Annotated[tuple[Count, ...], Field(max_length=_MAX_DIMS)]
 _Checksum = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+_Blocks = Annotated[str, Field(pattern="^(?:[0-9a-f]{16})*$")]
 
 
 class _Scalar(BaseModel, strict=True):
@@ -66,18 +67,27 @@ class Metadata(BaseModel):
     frozen: Annotated[bool, Field(strict=True)] = True
 
 
+class _BaseDocument(BaseModel):
+    name: Annotated[str, Field(pattern=f"^{BASE_FOLDER}/{BASE_FILE_PATTERN}$")]
+    nbytes: Count
+    checksum: _Checksum
+    blocks: _Blocks
+    data_bytes: Count
+
+
 class RankFileDocument(BaseModel):
     """A rank's file in a manifest; `tensors` and `ranges` refer to the manifest's tensors."""
 
     name: Annotated[str, Field(pattern=f"^{RANK_FILE_PATTERN}$")]
     nbytes: Count
     checksum: _Checksum
-    blocks: Annotated[str, Field(pattern="^(?:[0-9a-f]{16})*$")]
+    blocks: _Blocks
     data_bytes: Count
     constant_bytes: Count
     tensors: list[Count]
     ranges: list[tuple[Count, Count, Count, Count]]
     small: dict[_Name, Any]
+    base: _BaseDocument | None = None
 
 
 class ManifestDocument(BaseModel):

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from xxhash import xxh3_64
-
+from rayzero.engine.checkpoint.base import MIN_BASE_BYTES, file_sizes, split_block, write_base
 from rayzero.engine.checkpoint.errors import StoreError
-from rayzero.engine.checkpoint.format import BLOCK_BYTES, MANIFEST_NAME, file_header, new_file_name
+from rayzero.engine.checkpoint.format import MANIFEST_NAME, file_header, new_file_name
+from rayzero.engine.checkpoint.hashing import Checksums
 from rayzero.engine.checkpoint.manifest import Manifest, RankFile
 from rayzero.engine.checkpoint.store import open_store
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.state_index import BlockIndex
-
-_CHUNK_BYTES = 32 * BLOCK_BYTES  # per write: efficient for disks, fits in CPU caches
 
 
 def write_rank_file(
@@ -28,6 +25,7 @@ def write_rank_file(
     *,
     generation: int,
     world_size: int,
+    share_base: bool = False,
 ) -> RankFile:
     """Write one rank's file of the checkpoint in `folder`; returns when it is durable. Raises
     StoreError if the store failed (full, gone, forbidden, slow), EngineError if the size of the
@@ -39,6 +37,8 @@ def write_rank_file(
         metadata: the rank's JSON part.
         data: `table.nbytes` bytes, which must not change during the call.
         generation, world_size: of the process group of `rank`.
+        share_base: put what training never changes into a file beside the folder, which the
+            checkpoints of other steps use as long as it is the same.
     """
     data = data.cast("B") if data.nbytes else memoryview(b"")
     if len(data) != table.nbytes:
@@ -46,13 +46,18 @@ def write_rank_file(
     about = {"rank": rank, "world_size": world_size, "generation": generation}
     if "step" in metadata:
         about = {"step": metadata["step"]} | about
-    header = file_header(table, about)
+    base, own = None, table
+    if share_base and table.constant_bytes >= MIN_BASE_BYTES:
+        constant, own = split_block(table)
+        base = write_base(folder, rank, constant, data, metadata.get("step", 0))
+        data = data[constant.nbytes :]
+    header = file_header(own, about)
     name = new_file_name(rank)
-    checksums = _Checksums()
+    checksums = Checksums()
     with closing(checksums.chunks(header, data)) as chunks:
         open_store(folder).create(name, chunks)
     checksum, blocks = checksums.whole.hexdigest(), "".join(checksums.blocks)
-    return RankFile(name, rank, len(header) + len(data), checksum, blocks, table, metadata)
+    return RankFile(name, rank, len(header) + len(data), checksum, blocks, table, metadata, base)
 
 
 def commit_checkpoint(
@@ -62,8 +67,7 @@ def commit_checkpoint(
     of kind `gone` if a file is not visible from this node; and as `check`, which `Store.replace`
     calls."""
     store = open_store(folder)
-    sizes = {entry.name: entry.nbytes for entry in store.list_folder()}
-    if missing := manifest.wrong_sizes(sizes):
+    if missing := manifest.wrong_sizes(file_sizes(store, manifest)):
         raise StoreError(
             "gone",
             store.url,
@@ -71,30 +75,3 @@ def commit_checkpoint(
             "by other nodes and are not visible from this one: all nodes must share this folder",
         )
     store.replace(MANIFEST_NAME, manifest.to_bytes(), check)
-
-
-class _Checksums:
-    """Checksums of a file and of its blocks, computed while it is written."""
-
-    def __init__(self) -> None:
-        self.whole = xxh3_64()
-        self.blocks: list[str] = []
-
-    def chunks(self, header: bytes, data: memoryview) -> Generator[memoryview]:
-        """The file's chunks; another thread hashes one while the caller writes it. The thread ends
-        with the iterator. Hashing and writing both release the GIL."""
-        with ThreadPoolExecutor(1, "rayzero-checksum") as executor:
-            self.whole.update(header)
-            yield memoryview(header)
-            for start in range(0, len(data), _CHUNK_BYTES):
-                chunk = data[start : start + _CHUNK_BYTES]
-                future = executor.submit(self._hash_chunk, chunk)
-                yield chunk
-                future.result()
-
-    def _hash_chunk(self, chunk: memoryview) -> None:
-        self.whole.update(chunk)
-        self.blocks += [
-            xxh3_64(chunk[start : start + BLOCK_BYTES]).hexdigest()
-            for start in range(0, len(chunk), BLOCK_BYTES)
-        ]

@@ -196,4 +196,5 @@ class Vault:
                 image.data,
                 generation=ref.generation,
                 world_size=image.header.world_size,
+                share_base=True,
             )

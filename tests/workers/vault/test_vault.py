@@ -56,7 +56,9 @@ class Disk:
         *,
         generation: int,
         world_size: int,
+        share_base: bool,
     ) -> RankFile:
+        assert share_base, "frozen weights are not written again"
         self.while_writing()
         self.files.append((folder, rank, table, small, bytes(data), generation, world_size))
         return RankFile(f"rank-{rank}", rank, len(data), "", "", BlockIndex(), small)
