@@ -75,7 +75,7 @@ def check_content(job: Path, step: int, world: int = 2, frozen_seed: int = 0) ->
     source.close()
 
 
-def test_frozen_weights_are_written_once(tmp_path):
+def test_frozen_weights_are_written_once(tmp_path: Path) -> None:
     save(tmp_path, 1)
     written = bases(tmp_path)
     assert len(written) == 2, "one of each rank"
@@ -91,7 +91,7 @@ def test_frozen_weights_are_written_once(tmp_path):
     assert read_manifest(tmp_path / "step-2") == list_checkpoints(str(tmp_path))[1].manifest
 
 
-def test_other_weights_or_ranks_get_other_files(tmp_path):
+def test_other_weights_or_ranks_get_other_files(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2, frozen_seed=1)
     save(tmp_path, 3, world=3)
@@ -102,7 +102,7 @@ def test_other_weights_or_ranks_get_other_files(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
-def test_damaged_file_of_frozen_weights_is_named(tmp_path, damage):
+def test_damaged_file_of_frozen_weights_is_named(tmp_path: Path, damage: str) -> None:
     save(tmp_path, 1, frozen_seed=1)
     save(tmp_path, 2)
     name = next(name for name in bases(tmp_path) if name.startswith("step-2-rank-00001"))
@@ -119,12 +119,13 @@ def test_damaged_file_of_frozen_weights_is_named(tmp_path, damage):
     assert verify_checkpoint(f"{tmp_path}/step-1") == []
     if damage != "flipped":
         assert f"base/{name}" in list_checkpoints(str(tmp_path))[1].problem
-        assert newest_complete(str(tmp_path)).step == 1
+        newest = newest_complete(str(tmp_path))
+        assert newest is not None and newest.step == 1
     with pytest.raises(CheckpointDamagedError, match=name):
         check_content(tmp_path, 2)
 
 
-def test_prune_keeps_what_a_remaining_manifest_refers_to(tmp_path):
+def test_prune_keeps_what_a_remaining_manifest_refers_to(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
     save(tmp_path, 3, frozen_seed=1)
@@ -144,7 +145,7 @@ def test_prune_keeps_what_a_remaining_manifest_refers_to(tmp_path):
     check_content(tmp_path, 4, frozen_seed=1)
 
 
-def test_prune_leaves_what_a_running_save_may_refer_to(tmp_path):
+def test_prune_leaves_what_a_running_save_may_refer_to(tmp_path: Path) -> None:
     save(tmp_path, 1)
     table, data = block(2, 0, 2, frozen_seed=5)
     write_rank_file(
