@@ -120,7 +120,8 @@ def test_damaged_file_of_frozen_weights_is_named(tmp_path: Path, damage: str) ->
     if damage != "flipped":
         assert f"base/{name}" in list_checkpoints(str(tmp_path))[1].problem
         newest = newest_complete(str(tmp_path))
-        assert newest is not None and newest.step == 1
+        assert newest is not None
+        assert newest.step == 1
     with pytest.raises(CheckpointDamagedError, match=name):
         check_content(tmp_path, 2)
 
