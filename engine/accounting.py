@@ -49,7 +49,7 @@ def bytes_by_class(runtime: ZeroRuntime, optimizer: ShardedOptimizer) -> dict[st
     grad_buffers = pool.buffers if (pool := runtime.reducer.buffer_pool) is not None else []
     gathered = scheduler.buffers.total_bytes if scheduler is not None else 0
     total = Counter(
-        model_weights=sum(param.nbytes for param in runtime.ungrouped_params),
+        model_weights=sum(param.nbytes for param in runtime.ungrouped_params.values()),
         main_weights=0,
         main_grads=0,
         optimizer_state=0,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from torch import nn
 
 from rayzero.engine.compression.select import make_grad_reduction, make_weight_gather
 from rayzero.engine.config import EngineConfig
 from rayzero.engine.device import get_device
+from rayzero.engine.layout.packed import place_packed, stays_whole
 from rayzero.engine.layout.units import (
     NamedParam,
     UnitPlan,
@@ -33,6 +36,8 @@ from rayzero.engine.zero.reducer import Reducer
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.unshard import UnshardScheduler
 
+log = logging.getLogger("rayzero.engine")
+
 NUM_GRAD_BUFFERS = 3  # one is filled, one is reduced, one is still read by other ranks
 
 
@@ -48,8 +53,9 @@ def make_runtime(
     collectives, stage = context.collectives, context.stage
     reduction = make_grad_reduction(config, context, factor)
     rayzero = config.rayzero
+    place_packed(model, context.device)
     large = find_large_modules(model, rayzero.unshard_modules, rayzero.unshard_min_numel)
-    plans = _plan_units(model, name_params(model, groups.group_of), config, context, large)
+    plans = _plan_units(model, groups, config, context, large)
     _find_files(plans, context)
     part_numel = (
         config.zero_optimization.reduce_bucket_size or get_device(context.device).part_numel
@@ -59,8 +65,7 @@ def make_runtime(
         make_unit(plan, context, grad_buffers, reduction, store)
         for plan, store in zip(plans, context.offload.state_stores(plans), strict=True)
     ]
-    in_units = {param for plan in plans for param in plan.params}
-    ungrouped = place_ungrouped(model, in_units, context)
+    ungrouped = place_ungrouped(model, plans, context)
     context.materializer.clear()
     trainable = [unit for unit in units if unit.grads is not None]
     stores = [(unit.grads, len(unit.params)) for unit in units if unit.grads is not None]
@@ -97,6 +102,15 @@ def make_runtime(
     )
 
 
+def _leave_whole(params: list[NamedParam], context: BuildContext) -> list[NamedParam]:
+    """The parameters that can be in units: quantized ones may be tensors that cannot be cut."""
+    kept = [it for it in params if stays_whole(it.param)]
+    if kept and context.stage.model_weights is Placement.SHARDED and not context.collectives.rank:
+        text = "%d quantized parameters, such as %s (%s), are not sharded: every rank holds them"
+        log.info(text, len(kept), kept[0].name, type(kept[0].param).__name__)
+    return [it for it in params if not stays_whole(it.param)]
+
+
 def _find_files(plans: list[UnitPlan], context: BuildContext) -> None:
     """Where each rank keeps a shard only, it may read that itself. Collective if the model was
     built in `zero_init`, which is so on all ranks or on none."""
@@ -109,13 +123,14 @@ def _find_files(plans: list[UnitPlan], context: BuildContext) -> None:
 
 def _plan_units(
     model: nn.Module,
-    params: list[NamedParam],
+    groups: ParamGroups,
     config: EngineConfig,
     context: BuildContext,
     large: list[nn.Module],
 ) -> list[UnitPlan]:
     """Units in launch order: about the order in which backward completes them."""
     stage, world_size = context.stage, context.collectives.world_size
+    params = _leave_whole(name_params(model, groups.group_of), context)
     if stage.model_weights is Placement.SHARDED:
         return plan_blocks(model, params, config.rayzero.unshard_modules, world_size, large)[::-1]
     zero = config.zero_optimization

@@ -20,6 +20,7 @@ from rayzero.engine.api.param_access import (
 from rayzero.engine.api.sharded_params import add_param_attributes
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.engine.layout.packed import is_wrapper, scale_tensors
 from rayzero.engine.zero.deferred_init import recording, zero_init
 from rayzero.engine.zero.parameters import ShardedWeights
 
@@ -143,9 +144,14 @@ class _GatheredParam:
 
     def broadcast(self, modifier_rank: int) -> None:
         """Broadcasts the modifier's values into model weights and main weights."""
-        value = self.param.data.contiguous()
         self.engine.state.before_write_of_constants()  # the parameter may be frozen
-        self.engine._step.runtime.collectives.broadcast(value, modifier_rank)
+        collectives = self.engine._step.runtime.collectives
+        if is_wrapper(self.param):
+            for part in scale_tensors(self.param).values():
+                collectives.broadcast(part, modifier_rank)
+            return
+        value = self.param.data.contiguous()
+        collectives.broadcast(value, modifier_rank)
         if self._stored is None:
             self.param.data.copy_(value)
             return

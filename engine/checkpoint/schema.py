@@ -25,7 +25,8 @@ _MAX_DIMS = 64  # of a tensor, as in torch's and NumPy's iterators
 Count = Annotated[int, Field(strict=True, ge=0, le=_MAX_COUNT)]
 _Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Name = Annotated[str, Field(max_length=2048)]  # a length also excludes lone surrogates
-_Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
+_Floats = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
+_Dtype = _Floats | Literal["I64", "I32", "I16", "I8", "U8", "BOOL"]
 _Shape = Annotated[tuple[Count, ...], Field(max_length=_MAX_DIMS)]
 _Checksum = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 _Blocks = Annotated[str, Field(pattern="^(?:[0-9a-f]{16})*$")]

@@ -23,7 +23,7 @@ class QuantizedGather(WeightGather):
         self._buffers = PayloadBuffers(collectives, device)
 
     def gather_op(self, unit: ShardedWeights) -> GatherOp:
-        return self if unit.shard.is_floating_point() else self._collectives
+        return self._collectives if unit.packed else self
 
     def all_gather(self, full: Tensor, part: Tensor) -> ChainableWork:
         rank, world_size = self._collectives.rank, self._collectives.world_size

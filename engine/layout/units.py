@@ -18,6 +18,7 @@ from rayzero.engine.cpu_device import Device
 from rayzero.engine.errors import ConfigError, did_you_mean
 from rayzero.engine.layout.flat_layout import ParamSpec, UnitLayout, make_layout
 from rayzero.engine.layout.leaf_modules import modules_inside_leaves
+from rayzero.engine.layout.packed import is_packed
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class NamedParam:
     group: int | None
 
     @property
-    def buffer_kind(self) -> tuple[torch.dtype, bool]:
+    def buffer_kind(self) -> tuple[torch.dtype, bool, bool]:
         """Parameters with equal kinds may share a flat buffer."""
-        return self.param.dtype, self.group is not None
+        return self.param.dtype, self.group is not None, is_packed(self.param)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def plan_buckets(
         bucket_numel = min(max(eighth, limits[0]), limits[1])
     bucket_numel = min(bucket_numel, max_numel or bucket_numel)
     plans: list[UnitPlan] = []
-    open_buckets: dict[tuple[torch.dtype, bool], list[NamedParam]] = {}
+    open_buckets: dict[object, list[NamedParam]] = {}
     for member in reversed(trainable):
         bucket = open_buckets.setdefault(member.buffer_kind, [])
         if bucket and _total_numel([*bucket, member]) > bucket_numel:
@@ -138,9 +139,9 @@ def plan_blocks(
     for block, members in members_of.items():
         members.sort(key=lambda member: str(member.buffer_kind))
         mixed = len({member.param.dtype for member in members}) > 1
-        for (dtype, trainable), kind in groupby(members, key=lambda member: member.buffer_kind):
+        for (dtype, trainable, packed), kind in groupby(members, key=lambda it: it.buffer_kind):
             name = paths[block] + (f" ({dtype})" if mixed else "")
-            name += "" if trainable else " (frozen)"
+            name += " (quantized)" if packed else "" if trainable else " (frozen)"
             plans.append(_make_plan(name, list(kind), world_size, block))
     return plans
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rayzero.engine.checkpoint.errors import check_state_fits_model
 from rayzero.engine.checkpoint.imports.tensors import TensorSource
+from rayzero.engine.layout.packed import is_wrapper
 from rayzero.engine.layout.state_index import LogicalTensor, StateSource
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
@@ -93,7 +94,7 @@ def load_tensors(
         name: tensor for index in source.block_indexes for name, tensor in index.tensors.items()
     }
     wanted = _model_tensors(model, runtime)
-    absent = _find_absent(model, wanted, held, source, options)
+    absent = _find_absent(model, runtime, wanted, held, source, options)
     model_kinds = ("weights/", "buffers/")
     check_state_fits_model(
         {name: tensor for name, tensor in wanted.items() if name not in absent},
@@ -118,6 +119,7 @@ def load_tensors(
 
 def _find_absent(
     model: nn.Module,
+    runtime: ZeroRuntime,
     wanted: Mapping[str, LogicalTensor],
     held: Mapping[str, LogicalTensor],
     source: StateSource,
@@ -128,6 +130,7 @@ def _find_absent(
     if source.metadata(0).get("frozen") is False:
         names = model.named_parameters(remove_duplicate=False)
         frozen = {f"weights/{name}" for name, param in names if not param.requires_grad}
+        frozen |= {f"weights/{name}" for name in runtime.ungrouped_params}
     absent = {
         name
         for name in wanted
@@ -146,7 +149,10 @@ def _model_tensors(model: nn.Module, runtime: ZeroRuntime) -> dict[str, LogicalT
     tensors = {
         f"weights/{name}": _logical(param.dtype, param.shape)
         for name, param in model.named_parameters()
+        if not is_wrapper(param)
     }
+    for name, value in runtime.ungrouped_params.items():
+        tensors[f"weights/{name}"] = _logical(value.dtype, value.shape)
     for unit in runtime.units:
         memory = unit.weights.persistent_tensor if unit.main_weights is None else unit.main_weights
         for spec in unit.layout.params:

@@ -85,7 +85,7 @@ def state_ranges(
     """
     collectives = runtime.collectives
     rank, world_size = (collectives.rank, collectives.world_size) if owned else (0, 1)
-    parts = _frozen_ranges(model, runtime, rank, world_size)
+    parts = _frozen_ranges(runtime, rank, world_size)
     for unit in runtime.units:
         layout, within = unit.layout, unit.shard if owned else None
         if unit.main_weights is not None:
@@ -183,21 +183,16 @@ def pack_block(parts: Sequence[StateRange]) -> StateBlock:
     return StateBlock(BlockIndex(tensors, tuple(ranges), nbytes, constant_bytes), parts, offsets)
 
 
-def _frozen_ranges(
-    model: nn.Module, runtime: ZeroRuntime, rank: int, world_size: int
-) -> list[StateRange]:
+def _frozen_ranges(runtime: ZeroRuntime, rank: int, world_size: int) -> list[StateRange]:
     """Frozen parameters outside of units: each rank saves an equal part of each."""
-    addresses = {tensor.untyped_storage().data_ptr() for tensor in runtime.ungrouped_params}
     parts = []
-    for name, param in model.named_parameters():
-        if param.untyped_storage().data_ptr() not in addresses or not param.numel():
-            continue
-        flat = param.detach().reshape(-1)
+    for name, value in runtime.ungrouped_params.items():
+        flat = value.detach().reshape(-1)
         start, stop = (flat.numel() * (rank + step) // world_size for step in (0, 1))
         full = f"weights/{name}"
         ranges = (TensorRange(full, start, stop, 0),) if start < stop else ()
         parts.append(
-            StateRange(flat[start:stop], ranges, {full: tuple(param.shape)}, constant=True)
+            StateRange(flat[start:stop], ranges, {full: tuple(value.shape)}, constant=True)
         )
     return parts
 

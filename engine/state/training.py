@@ -93,7 +93,7 @@ class TrainingState:
         """Grows with each write of what training never changes, such as frozen weights: the
         engine's own, and those of the script that torch counts, which are all in-place operations
         on a parameter itself. One through `.data` is not seen. Host integers only."""
-        frozen = (it for it in self._runtime.ungrouped_params if not it.is_inference())
+        frozen = (it for it in self._runtime.ungrouped_params.values() if not it.is_inference())
         return self._constants_writes + sum(it._version for it in frozen)
 
     @property

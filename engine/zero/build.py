@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.device import get_device
+from rayzero.engine.layout.packed import is_packed, is_wrapper, scale_tensors
 from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.offload.plan import Offload
 from rayzero.engine.offload.stores import StateStore
@@ -120,7 +121,8 @@ def _untouched_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Te
 
 def _make_weights(plan: UnitPlan, original: Tensor, context: BuildContext) -> WeightStore:
     collectives, gather = context.collectives, context.offload.shard_gather
-    dtype = context.precision.model_dtype(original.dtype)
+    packed = is_packed(plan.params[0])  # then all are
+    dtype = original.dtype if packed else context.precision.model_dtype(original.dtype)
     sharded = context.stage.model_weights is Placement.SHARDED
     values = _part(original, plan, plan.layout.shard(collectives.rank)) if sharded else original
     if gather is not None:
@@ -169,19 +171,25 @@ def _flatten_unit(plan: UnitPlan, context: BuildContext) -> Tensor:
 
 
 def place_ungrouped(
-    model: nn.Module, in_units: set[nn.Parameter], context: BuildContext
-) -> list[Tensor]:
+    model: nn.Module, plans: Sequence[UnitPlan], context: BuildContext
+) -> dict[str, Tensor]:
     """Moves frozen parameters with replicated weights, and buffers, to the device of the run, with
     rank 0's values; the parameters also to its dtype, while a buffer keeps its own: rounded to 16
     bits, rotary frequencies and running statistics would be other ones. Returns the parameters'
-    tensors.
+    tensors, and those that belong to quantized ones, by name.
     """
-    ungrouped = []
-    for param in model.parameters():
-        if param not in in_units:
-            value = _replicate(param, context, context.precision.model_dtype(param.dtype))
+    in_units = {param for plan in plans for param in plan.params}
+    ungrouped = {}
+    for name, param in model.named_parameters():
+        packed = is_packed(param)
+        if param not in in_units and not is_wrapper(param):
+            dtype = param.dtype if packed else context.precision.model_dtype(param.dtype)
+            ungrouped[name] = value = _replicate(param, context, dtype)
             set_param_data(param, value)
-            ungrouped.append(value)
+        if packed:
+            module = model.get_submodule(name.rpartition(".")[0])
+            for path, values in scale_tensors(param, module).items():
+                ungrouped[f"{name}.{path}"] = _replicate(values, context, values.dtype)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             persistent = name not in module._non_persistent_buffers_set

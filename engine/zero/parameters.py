@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rayzero.engine.comm.backend import GatherOp, Work, rank_chunk
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.layout.flat_layout import UnitLayout
+from rayzero.engine.layout.packed import is_packed
 from rayzero.engine.offload.transfer import HostShardGather, MemoryKind
 
 
@@ -68,6 +69,8 @@ class ShardedWeights:
         for param, value in zip(params, poisoned_values, strict=True):
             set_param_data(param, value)
         self._poisoned = list(zip(params, poisoned_values, strict=True))
+        # Numbers of no meaning to others: only their bits count.
+        self.packed = not shard.is_floating_point() or is_packed(params[0])
         self._gathered: list[tuple[nn.Parameter, Tensor]] = []  # as of the last `unshard`
         self._buffer: Tensor | None = None  # that these are in, and its part that is gathered
         self._full = shard

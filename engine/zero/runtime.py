@@ -32,7 +32,8 @@ class ZeroRuntime:
 
     Attributes:
         units: in launch order.
-        ungrouped_params: frozen parameters, where weights are replicated.
+        ungrouped_params: by name: frozen parameters, where weights are replicated, and tensors that
+            belong to quantized ones.
         unshard_scheduler: None if model weights are replicated.
         lazy_weights: None unless updated weights are gathered while forward runs.
     """
@@ -42,7 +43,7 @@ class ZeroRuntime:
     collectives: Collectives
     units: list[Unit]
     offload: Offload
-    ungrouped_params: list[Tensor]
+    ungrouped_params: dict[str, Tensor]
     grad_reduction: GradReduction
     reducer: Reducer
     unshard_scheduler: UnshardScheduler | None
