@@ -3,15 +3,17 @@
 Training never changes the first `constant_bytes` of a rank's block. Their file is named by its
 content, so a weight that was changed, frozen or made trainable, or another world size, gives
 another file, and a job that continues finds those of its earlier runs. It is hashed where it is
-written, beside training.
+written, beside training; one that exists is read once by each process before it is used.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from xxhash import xxh3_128_hexdigest
 
+from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.format import (
     BASE_FOLDER,
     BLOCK_BYTES,
@@ -19,7 +21,7 @@ from rayzero.engine.checkpoint.format import (
     base_file_step,
     file_header,
 )
-from rayzero.engine.checkpoint.hashing import Checksums
+from rayzero.engine.checkpoint.hashing import Checksums, find_damage
 from rayzero.engine.checkpoint.manifest import DataFile, Manifest
 from rayzero.engine.checkpoint.store import open_store, split_url
 from rayzero.engine.checkpoint.store_local import Store
@@ -42,7 +44,7 @@ def split_block(table: BlockIndex) -> tuple[BlockIndex, BlockIndex]:
 
 def write_base(folder: str, rank: int, table: BlockIndex, block: memoryview, step: int) -> DataFile:
     """The durable file with the first `table.nbytes` bytes of a rank's `block`, for the checkpoint
-    in `folder`; written only if there is none. Raises StoreError."""
+    in `folder`; written only if there is none, or only damaged ones. Raises StoreError."""
     data = block[: table.nbytes]
     header = file_header(table, {"rank": rank})
     checksums = Checksums()
@@ -54,11 +56,24 @@ def write_base(folder: str, rank: int, table: BlockIndex, block: memoryview, ste
     for entry in store.list_folder(BASE_FOLDER):
         first = base_file_step(entry.name)
         same = first is not None and entry.name.startswith(f"step-{first}-rank-{rank:05d}-{digest}")
-        if same and entry.nbytes == nbytes:
-            return DataFile(f"{BASE_FOLDER}/{entry.name}", nbytes, checksum, blocks, len(data))
+        file = DataFile(f"{BASE_FOLDER}/{entry.name}", nbytes, checksum, blocks, len(data))
+        if same and entry.nbytes == nbytes and _is_intact(store.url, file, entry.modified_s):
+            return file
     name = f"{BASE_FOLDER}/{base_file_name(step, rank, digest)}"
     store.create(name, Checksums().chunks(header, data))
     return DataFile(name, nbytes, checksum, blocks, len(data))
+
+
+@lru_cache(maxsize=64)
+def _is_intact(url: str, file: DataFile, _modified_s: float) -> bool:
+    """Whether a file holds what it should; read again once it has another time of change."""
+    try:
+        blocks, elsewhere = find_damage(open_store(url), file, lambda _: None)
+    except StoreError as error:
+        if not error.damage:
+            raise
+        return False
+    return not blocks and not elsewhere
 
 
 def file_sizes(store: Store, manifest: Manifest) -> dict[str, int]:

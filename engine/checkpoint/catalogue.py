@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from rayzero.engine.checkpoint.base import file_sizes
@@ -173,11 +173,11 @@ def prune_checkpoints(
             removed[info.step] = _checkpoint_files(info)
         elif leftovers := _leftover_files(info, complete[-1]):
             swept[info.step] = leftovers
-    bases = _unused_bases(store, [it for it in checkpoints if it.step not in removed], complete[-1])
+    bases = unused_bases(store, (), [step_folder_name(step) for step in removed])
     if not dry_run:
         _remove_files(store, removed | swept)
-        for entry in bases:  # after the manifests that refer to them
-            store.remove(f"{BASE_FOLDER}/{entry.name}")
+        for base in bases:  # after the manifests that refer to them
+            store.remove(base.name)
     files = [entry for entries in (removed | swept).values() for entry in entries]
     nbytes = sum(entry.nbytes for entry in files + bases)
     return PruneResult(tuple(sorted(kept)), tuple(removed), tuple(swept), nbytes)
@@ -192,7 +192,7 @@ def _leftover_files(info: CheckpointInfo, newest: CheckpointInfo) -> list[StoreE
     are left: a process that lost the job's lease may still be about to commit them."""
     if info.step >= newest.step or info.status not in ("whole", "unfinished"):
         return []
-    newest_s = _manifest_time_s(newest)
+    newest_s = next(entry.modified_s for entry in newest.entries if entry.name == MANIFEST_NAME)
     listed = {MANIFEST_NAME} | {
         file.name for file in (info.manifest.files if info.manifest else ())
     }
@@ -203,29 +203,37 @@ def _leftover_files(info: CheckpointInfo, newest: CheckpointInfo) -> list[StoreE
     ]
 
 
-def _unused_bases(
-    store: Store, remaining: Iterable[CheckpointInfo], newest: CheckpointInfo
+def unused_bases(
+    store: Store, used: Collection[str], removed: Collection[str] = ()
 ) -> list[StoreEntry]:
-    """Files of frozen weights that no remaining manifest refers to, older than the newest manifest
-    by step and by clock: a save that is running may refer to the others. None while a manifest
-    cannot be read, which may refer to any."""
-    remaining = list(remaining)
-    if any(info.manifest is None and info.status != "unfinished" for info in remaining):
-        return []
-    used = {name for info in remaining if info.manifest for name in info.manifest.base_names}
-    newest_s = _manifest_time_s(newest)
+    """Files of frozen weights in a folder of checkpoints that are not `used`, and that no manifest
+    in one of its folders refers to but those `removed`. Only such as are older than the newest of
+    the manifests, by step and by clock: a save that is running may refer to the others. None while
+    a manifest cannot be read, which may refer to any. Names are relative to the store."""
+    listed = [
+        replace(it, name=f"{BASE_FOLDER}/{it.name}")
+        for it in store.list_folder(BASE_FOLDER)
+        if base_file_step(it.name) is not None
+    ]
+    unused = [entry for entry in listed if entry.name not in used]
+    newest_step, newest_s = -1, 0.0
+    for folder in [it for it in store.list_folder() if it.is_folder] if unused else ():
+        files = {it.name: it for it in store.list_folder(folder.name)}
+        if MANIFEST_NAME not in files or folder.name in removed:
+            continue
+        try:
+            manifest = read_manifest(store, folder.name)
+        except (DataError, CheckpointVersionError):
+            return []
+        newest_step = max(newest_step, manifest.step)
+        newest_s = max(newest_s, files[MANIFEST_NAME].modified_s)
+        unused = [entry for entry in unused if entry.name not in manifest.base_names]
     return [
         entry
-        for entry in store.list_folder(BASE_FOLDER)
-        if f"{BASE_FOLDER}/{entry.name}" not in used
-        and (step := base_file_step(entry.name)) is not None
-        and step < newest.step
+        for entry in unused
+        if (base_file_step(split_url(entry.name)[1]) or 0) < newest_step
         and entry.modified_s < newest_s
     ]
-
-
-def _manifest_time_s(info: CheckpointInfo) -> float:
-    return next(entry.modified_s for entry in info.entries if entry.name == MANIFEST_NAME)
 
 
 def _remove_files(store: Store, files_by_step: Mapping[int, list[StoreEntry]]) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
-
-from xxhash import xxh3_64
 
 from rayzero.engine.checkpoint.base import file_sizes, store_of
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError, StoreError
@@ -19,6 +17,7 @@ from rayzero.engine.checkpoint.format import (
     block_count,
     is_checkpoint_file,
 )
+from rayzero.engine.checkpoint.hashing import find_damage
 from rayzero.engine.checkpoint.manifest import DataFile, Manifest
 from rayzero.engine.checkpoint.store import join_url, open_store
 from rayzero.engine.checkpoint.store_local import ReadStream, Store
@@ -26,7 +25,6 @@ from rayzero.engine.errors import DataError, EngineError
 from rayzero.engine.layout.state_index import BlockIndex
 
 MAX_MANIFEST_BYTES = 2**30  # it has 64 bytes for each MiB of data: this is one of about 16 TB
-_CHUNK_BYTES = 16 * BLOCK_BYTES  # read at once by `verify_checkpoint`
 
 
 class BlockReader:
@@ -168,8 +166,7 @@ class CheckpointSource:
         """Raises CheckpointDamagedError if a file has not the size that the manifest states."""
         sizes = file_sizes(self._store, self.manifest)
         for name, text in self.manifest.wrong_sizes(sizes).items():
-            url = join_url(store_of(self._store, name).url, name)
-            raise CheckpointDamagedError(f"{url} {text}")
+            raise _damaged(store_of(self._store, name), name, text)
 
     def close(self) -> None:
         self._stack.close()
@@ -181,15 +178,20 @@ class CheckpointSource:
 
     def _open_file(self, entry: DataFile) -> BlockReader:
         store = store_of(self._store, entry.name)
-        where = join_url(store.url, entry.name)
         try:
             file = store.open(entry.name)
         except StoreError as error:
             if not error.damage:
                 raise
-            raise CheckpointDamagedError(f"{where} {error.damage}") from None
+            raise _damaged(store, entry.name, error.damage) from None
         self._stack.callback(file.close)
-        return BlockReader(file, entry, where)
+        return BlockReader(file, entry, join_url(store.url, entry.name))
+
+
+def _damaged(store: Store, name: str, text: str) -> CheckpointDamagedError:
+    fix = f"copy {BASE_FOLDER}/, which checkpoints share, together with their folders"
+    is_base = name.startswith(f"{BASE_FOLDER}/")
+    return CheckpointDamagedError(f"{join_url(store.url, name)} {text}", fix=fix if is_base else "")
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,7 @@ def _verify_file(
     store: Store, file: DataFile, progress: Callable[[int], None]
 ) -> Iterator[FileProblem]:
     try:
-        damaged, header_damaged = _read_all(store, file, progress)
+        damaged, header_damaged = find_damage(store, file, progress)
     except StoreError as error:
         if not error.damage:
             raise
@@ -265,25 +267,3 @@ def _verify_file(
         yield FileProblem(file.name, "flipped", f"is damaged between bytes {begin} and {end}")
     if header_damaged:
         yield FileProblem(file.name, "flipped", "is damaged in its header")
-
-
-def _read_all(
-    store: Store, file: DataFile, progress: Callable[[int], None]
-) -> tuple[list[int], bool]:
-    """The damaged blocks, and whether the file is damaged elsewhere."""
-    memory = memoryview(bytearray(min(_CHUNK_BYTES, file.nbytes)))
-    damaged, whole = [], xxh3_64()
-    with closing(store.open(file.name)) as opened:
-        for start in range(0, file.data_offset, _CHUNK_BYTES):
-            opened.read(start, [chunk := memory[: min(_CHUNK_BYTES, file.data_offset - start)]])
-            whole.update(chunk)
-        for start in range(0, file.data_bytes, _CHUNK_BYTES):
-            chunk = memory[: min(_CHUNK_BYTES, file.data_bytes - start)]
-            opened.read(file.data_offset + start, [chunk])
-            whole.update(chunk)
-            for inside in range(0, len(chunk), BLOCK_BYTES):
-                number = (start + inside) // BLOCK_BYTES
-                if not file.block_matches(number, chunk[inside : inside + BLOCK_BYTES]):
-                    damaged.append(number)
-            progress(len(chunk))
-    return damaged, not damaged and whole.hexdigest() != file.checksum

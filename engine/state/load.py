@@ -81,7 +81,8 @@ def load_tensors(
     """Load this rank's weights, buffers and optimizer state. Not collective.
 
     Buffers that the source lacks keep their values, as do frozen parameters if it was saved without
-    them. The optimizer starts from its initial state if the source has weights only.
+    them. The optimizer starts from its initial state if the source has weights only; the state of
+    a weight that was frozen in the source starts at zero, at its group's step.
 
     Raises:
         CheckpointMismatchError: the source is of another model.
@@ -111,8 +112,9 @@ def load_tensors(
         for part in state_ranges(model, runtime, optimizer, owned=False)
         if options.optimizer or not part.is_optimizer_state
     ]
+    thawed = _newly_trained(optimizer, source) if options.optimizer else set()
     for shard in optimizer.shards if options.optimizer else ():
-        parts += _make_optimizer_state(optimizer, shard, held, source)
+        parts += _make_optimizer_state(optimizer, shard, held, source, thawed)
     read_ranges(parts, source)
     load_residuals(runtime, held, source)
 
@@ -166,17 +168,45 @@ def _logical(dtype: torch.dtype, shape: Sequence[int]) -> LogicalTensor:
     return LogicalTensor(dtype_name(dtype), tuple(shape))
 
 
+def _newly_trained(optimizer: ShardedOptimizer, source: StateSource) -> set[str]:
+    """The parameters that this optimizer updates, and that of a source which lists its own did
+    not."""
+    groups = source.metadata(0).get("groups") or ()
+    listed = {name for group in groups for name in group.get("params", ())}
+    names = _trained_names(optimizer.shards) - listed if listed else set[str]()
+    if names:
+        log.warning(
+            "%d weights, such as %s, were not trained in the loaded state: their optimizer state "
+            "starts at zero, and at step 0 only if they are in a parameter group of their own",
+            len(names),
+            min(names),
+        )
+    return names
+
+
+def _trained_names(shards: Sequence[OptimizerShard]) -> set[str]:
+    return {
+        spec.name
+        for shard in shards
+        for spec in shard.unit.layout.params
+        if spec.group == shard.group
+    }
+
+
 def _make_optimizer_state(
     optimizer: ShardedOptimizer,
     shard: OptimizerShard,
     held: Mapping[str, LogicalTensor],
     source: StateSource,
+    thawed: set[str],
 ) -> list[StateRange]:
     """Create the state tensors that the source has for a shard's group; those to be read.
 
-    By group, not by parameter: a shard may consist of padding only.
+    By group, not by parameter: a shard may consist of padding only, or of parameters `thawed`.
     """
-    names = {spec.name for spec in shard.unit.layout.params if spec.group == shard.group}
+    names = _trained_names([shard])
+    if names <= thawed:
+        names = _trained_names([it for it in optimizer.shards if it.group == shard.group])
     keys: dict[str, torch.dtype] = {}
     for full_name, tensor in held.items():
         kind, _, name = full_name.partition("/")
@@ -191,6 +221,8 @@ def _make_optimizer_state(
             value = source.take(wanted, shard.weight, dtype)
         if value is None:
             value = shard.unit.state_store.zeros(shard.weight.numel(), dtype)
-            ranges.append(optimizer_range(shard, key, value))
+            read = optimizer_range(shard, key, value)
+            own = tuple(it for it in read.ranges if it.name.partition("/")[2] not in thawed)
+            ranges.append(replace(read, ranges=own))
         optimizer.torch_optimizer.state[shard.weight][key] = value
     return ranges

@@ -1,7 +1,8 @@
 """Saves from a running engine: a checkpoint written by the ranks; the full state dict on rank 0.
 
 A job's own checkpoints are written by its vaults in the background. `save_state` is for explicit
-saves of a script, under torchrun or in a job; the format is the same.
+saves of a script, under torchrun or in a job; the format is the same. The tags of a folder share
+the files of frozen weights in its folder `base`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rayzero.engine.checkpoint.catalogue import unused_bases
 from rayzero.engine.checkpoint.format import MANIFEST_NAME, is_checkpoint_file
-from rayzero.engine.checkpoint.manifest import RankFile, make_manifest
-from rayzero.engine.checkpoint.store import join_url, open_store
+from rayzero.engine.checkpoint.manifest import DataFile, RankFile, make_manifest
+from rayzero.engine.checkpoint.store import join_url, open_store, split_url
 from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
 from rayzero.engine.comm.collectives import Collectives, run_on_all_ranks
 from rayzero.engine.layout.state_index import BlockIndex
@@ -58,27 +60,40 @@ def save_state(
         metadata = json.loads(state.metadata()) | {"client_state": client_state, "frozen": frozen}
         rank, world_size = collectives.rank, collectives.world_size
         written = write_rank_file(
-            url, rank, block.index, metadata, memory, generation=0, world_size=world_size
+            url,
+            rank,
+            block.index,
+            metadata,
+            memory,
+            generation=0,
+            world_size=world_size,
+            share_base=True,
         )
-        return vars(written) | {"block_index": block.index.to_json()}
+        base = vars(written.base) if written.base else None
+        return vars(written) | {"block_index": block.index.to_json(), "base": base}
 
-    documents = run_on_all_ranks(collectives, device, write)
-    files = [
-        RankFile(**document | {"block_index": BlockIndex.from_json(document["block_index"])})
-        for document in documents
-    ]
+    files = [_rank_file(document) for document in run_on_all_ranks(collectives, device, write)]
 
     def commit() -> None:
         if collectives.rank:
             return
         stage = settings.config.zero_optimization.stage
         manifest = make_manifest(tag, files[0].metadata["step"], 0, files, stage=stage)
+        job = open_store(split_url(url)[0])
+        unused = unused_bases(job, manifest.base_names)  # by the checkpoints before this one
         commit_checkpoint(url, manifest)
         if latest:
             open_store(folder).replace(LATEST_FILE, tag.encode())
         _remove_stale(url, {file.name for file in files})
+        for entry in unused:
+            job.remove(entry.name)
 
     run_on_all_ranks(collectives, device, commit)
+
+
+def _rank_file(document: dict[str, Any]) -> RankFile:
+    index, base = BlockIndex.from_json(document["block_index"]), document["base"]
+    return RankFile(**document | {"block_index": index, "base": DataFile(**base) if base else None})
 
 
 def _remove_stale(url: str, names: set[str]) -> None:
