@@ -14,6 +14,7 @@ import ray
 
 from rayzero.workers.messages import WorkerInfo, WorkerSpec
 from rayzero.workers.nccl_settings import use_interface
+from rayzero.workers.vault.process_end import enable_crash_report
 
 if TYPE_CHECKING:
     from rayzero.workers.worker import WorkerProcess
@@ -28,6 +29,7 @@ class WorkerActor:
     """One rank's process. Created with `max_concurrency=COMMAND_THREADS`."""
 
     def __init__(self, spec: WorkerSpec, index: int) -> None:
+        enable_crash_report()
         gc.disable()  # until `describe`: imports with collections take a quarter more CPU time
         process: type[WorkerProcess] = import_module("rayzero.workers.worker").WorkerProcess
         self._process = process(spec, index)

@@ -33,6 +33,7 @@ from rayzero.orchestrator.policies.membership import WorkerLimits
 from rayzero.orchestrator.policies.placement import spare_cores
 from rayzero.orchestrator.results import JobResult, JobStatus
 from rayzero.workers.messages import WorkerInfo
+from rayzero.workers.vault.process_end import ProcessEnd
 
 
 class Controller:
@@ -224,10 +225,10 @@ class Controller:
         await self._context.deps.workers.release()
         await self._context.deps.vaults.release()
 
-    def _on_process_died(self, worker: int) -> None:
+    def _on_process_died(self, worker: int, end: ProcessEnd) -> None:
         """A vault saw a worker's process end; its earlier messages are dispatched first."""
         self._inbox.deliver(worker)
-        self._failures.on_worker_lost(worker, "")
+        self._failures.on_worker_lost(worker, end.status, end.stack)
 
     def _on_task_error(self, error: Exception) -> None:
         """Turns every error of a background task into an event."""

@@ -25,6 +25,8 @@ COLLECTIVE_GRACE_S = 3.0
 """How long the decision about a failed collective waits for its cause, such as a dead worker."""
 KILL_TIMEOUT_S = 2.0
 """How long a recovery waits for killed processes to exit."""
+_RAY_KILLED_FOR_MEMORY = "running low on memory"
+"""In the report of Ray's memory monitor, which kills with SIGKILL."""
 EXIT_POLL_S = 0.1
 """How often a vault is asked whether a killed process has exited."""
 
@@ -84,11 +86,12 @@ class FailureHandler:
                     return
                 await ctx.deps.clock.sleep(EXIT_POLL_S)
 
-    def on_worker_lost(self, worker: int, detail: str) -> None:
+    def on_worker_lost(self, worker: int, detail: str, stack: str = "") -> None:
         """A worker's process ended, or does not respond and counts as lost.
 
         Args:
             detail: the cause, if it is known; empty when it may still be reported.
+            stack: of a crash in native code.
         """
         ctx = self._context
         if not ctx.registry.is_alive(worker):
@@ -98,7 +101,7 @@ class FailureHandler:
         self._kill(worker)  # a process that stopped responding must not come back
         cause = self._loss_cause(worker)
         crash = self._device_failures.get(worker)
-        frames = "" if crash is None else crash.traceback
+        frames = stack if crash is None else crash.traceback
         fault = ctx.generation.on_lost(worker, cause, detail, ctx.now_s(), frames)
         if fault is not None:
             self._announce(fault)
@@ -181,12 +184,14 @@ class FailureHandler:
         ctx.post_event(machine.FaultRecoverable(generation.number))
 
     def _add_detail(self, worker: int, detail: str) -> None:
-        """The cluster reports why a worker died whose loss is known already."""
+        """The cluster reports why a worker died whose loss is known already. What it knows of a
+        process is less than what the kernel says, unless it killed the process itself."""
         if not detail:
             return
+        better = _RAY_KILLED_FOR_MEMORY in detail
         for faults in (self._context.generation.pending_faults, self.history):
             for index, fault in enumerate(faults):
-                if fault.worker.index == worker and not fault.detail:
+                if fault.worker.index == worker and (better or not fault.detail):
                     faults[index] = replace(fault, detail=detail)
                     self._context.warn(failure.describe_fault(faults[index]))
         self.evaluate()
@@ -227,4 +232,6 @@ class FailureHandler:
 
     def _announce(self, fault: Fault) -> None:
         text = failure.describe_fault(fault)
+        if fault.cause is FaultCause.PROCESS_LOST and fault.traceback:
+            text = f"{text}\n{fault.traceback}"
         self._context.emit(FaultDetected(fault.cause, fault.worker, fault.rank, fault.step, text))

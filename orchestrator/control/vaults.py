@@ -10,6 +10,7 @@ from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
 from rayzero.orchestrator.policies.recovery import StoredSlot, newest_complete_in_vaults
 from rayzero.workers.chaos.spec import FaultFired
+from rayzero.workers.vault.process_end import ProcessEnd
 from rayzero.workers.vault.records import VaultGoneError
 from rayzero.workers.vault.vault import Vault
 
@@ -25,7 +26,7 @@ REOPEN_BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 class VaultManager:
     """Owns one poll task per vault. While a node has no vault, mirroring there fails softly."""
 
-    def __init__(self, context: JobContext, on_lost: Callable[[int], None]) -> None:
+    def __init__(self, context: JobContext, on_lost: Callable[[int, ProcessEnd], None]) -> None:
         self._context = context
         self._on_lost = on_lost
         self._used_addresses: dict[str, str] = {}
@@ -131,7 +132,7 @@ class VaultManager:
                 if isinstance(event, FaultFired):
                     ctx.emit(event)
                 elif ctx.registry.owns_process(event.worker, event.pid):
-                    self._on_lost(event.worker)
+                    self._on_lost(event.worker, event.end)
 
     async def _reopen(self, node: str) -> None:
         """Retries until it is up again, or its node has no workers. Its slots are lost: a resize

@@ -22,6 +22,7 @@ from rayzero.workers.vault import images
 from rayzero.workers.vault.images import MappedSlotReader, RemoteSlotReader, SlotReader, VaultSource
 from rayzero.workers.vault.mappings import SlotMapping
 from rayzero.workers.vault.peers import Peer
+from rayzero.workers.vault.process_end import crash_report_fd
 from rayzero.workers.vault.records import Restore, SlotRef, VaultGoneError
 from rayzero.workers.vault.requests import (
     MAX_PACKET_BYTES,
@@ -72,8 +73,8 @@ class VaultClient:
         try:
             self._socket.connect(abstract_socket_name(address))
             self._socket.settimeout(_CALL_TIMEOUT_S)
-            own_thread = liveness.native_id or 0
-            self._call(_CALL_TIMEOUT_S, WorkerRequests.register, worker, os.getpid(), own_thread)
+            process = (os.getpid(), liveness.native_id or 0, crash_report_fd())
+            self._call(_CALL_TIMEOUT_S, WorkerRequests.register, worker, *process)
         except (OSError, VaultGoneError) as error:
             self._closed.set()
             self._socket.close()

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
 
+from rayzero.workers.vault.process_end import open_crash_report
+
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 MAX_SLOW_REQUESTS = 16
 """Of one connection at once, queued ones included."""
@@ -30,6 +32,7 @@ class Peer:
         pid: in the process's own pid namespace.
         thread_fd: refers to a thread that exits when the process dies or deregisters; -1:
             unavailable.
+        report_fd: the process's crash report; -1: none.
         slow_requests: limits what the connection may have in flight.
         allocating: held while a buffer is allocated for it.
     """
@@ -40,17 +43,19 @@ class Peer:
     worker: int = -1
     pid: int = 0
     thread_fd: int = -1
+    report_fd: int = -1
     closed: bool = False
     slow_requests: BoundedSemaphore = field(
         default_factory=lambda: BoundedSemaphore(MAX_SLOW_REQUESTS), repr=False
     )
     allocating: Lock = field(default_factory=Lock, repr=False)
 
-    def register(self, worker: int, pid: int, thread: int) -> None:
+    def register(self, worker: int, pid: int, thread: int, report_fd: int) -> None:
         self.worker, self.pid = worker, pid
         own_thread = Path(f"/proc/{pid}/task/{thread}").exists()
         if self.thread_fd < 0 and pid == self.host_pid and own_thread:
             self.thread_fd = _open_pidfd(thread, _PIDFD_THREAD)
+            self.report_fd = open_crash_report(pid, report_fd)
 
 
 def accept_peer(connection: socket.socket) -> Peer | None:

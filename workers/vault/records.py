@@ -6,11 +6,12 @@ them in every recovery, and a dataclass costs three times as much.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.workers.chaos.spec import FaultFired
+from rayzero.workers.vault.process_end import ProcessEnd
 
 
 class SlotRef(NamedTuple):
@@ -56,10 +57,12 @@ class SlotInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class ConnectionLost:
-    """A worker's process died: its connection to its node's vault closed."""
+    """A worker's process died, or closed its connection to its node's vault; `end` says how it
+    died, as far as that is known at once."""
 
     worker: int
     pid: int
+    end: ProcessEnd = field(default_factory=ProcessEnd, compare=False)
 
 
 VaultEvent: TypeAlias = ConnectionLost | FaultFired

@@ -34,10 +34,13 @@ class WorkerRequests:
         self._registry = registry
         self._fetch = fetch
 
-    def register(self, peer: Peer, worker: int, pid: int, thread: int) -> Descriptors:
+    def register(
+        self, peer: Peer, worker: int, pid: int, thread: int, report_fd: int
+    ) -> Descriptors:
         """Identifies the worker behind a connection. `thread` is the native id of one that exits
-        with the process, or after `deregister`."""
-        peer.register(worker, pid, thread)
+        with the process, or after `deregister`; `report_fd` is that of the process's crash report,
+        or -1."""
+        peer.register(worker, pid, thread, report_fd)
         return []
 
     def reserve(

@@ -24,6 +24,7 @@ from typing import Any, TypeVarTuple
 
 from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.workers.vault.peers import Peer, accept_peer
+from rayzero.workers.vault.process_end import read_process_end
 from rayzero.workers.vault.records import ConnectionLost, VaultGoneError
 from rayzero.workers.vault.requests import (
     MAX_PACKET_BYTES,
@@ -244,7 +245,8 @@ class VaultServer:
         if peer.closed:
             return
         if peer.worker >= 0:
-            self._losses.put(ConnectionLost(peer.worker, peer.pid))
+            end = read_process_end((peer.thread_fd, peer.pidfd), peer.report_fd)
+            self._losses.put(ConnectionLost(peer.worker, peer.pid, end))
         self._disconnect(peer)
 
     def _disconnect(self, peer: Peer) -> None:
@@ -255,7 +257,7 @@ class VaultServer:
             self._peers.remove(peer)
             peer.closed = True
             peer.socket.close()
-            _close_fds(peer.thread_fd)
+            _close_fds(peer.thread_fd, peer.report_fd)
             unneeded = [peer] if peer.worker < 0 else []
             if peer.worker >= 0:
                 self._disconnected.append(peer)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 
 from rayzero.workers.vault.client import VaultClient
+from rayzero.workers.vault.process_end import enable_crash_report
 from tests.workers.vault.support import table, write
 
 
@@ -30,6 +32,21 @@ def mirror(address: str, worker: int) -> None:
     first.data[:3] = b"new"
     print_and_wait()
     client.close()
+
+
+def end_on_request(address: str, worker: int) -> None:
+    """Ends in the way that the next line of stdin names."""
+    enable_crash_report()
+    client = VaultClient(address, worker)
+    print("ready", flush=True)
+    how = input()
+    if how == "segfault":
+        read_address_zero()
+    os._exit(int(how) if client else 1)  # it lives until then
+
+
+def read_address_zero() -> None:
+    ctypes.string_at(0)
 
 
 def fork(address: str, worker: int) -> None:

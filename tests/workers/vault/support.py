@@ -103,13 +103,21 @@ class WorkerProcess:
             f"from tests.workers.vault.functions import {function} as f; f({address!r}, {worker})"
         )
         self.process = subprocess.Popen(
-            [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.first_line = self._line()
 
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    def send(self, line: str) -> None:
+        if self.process.stdin:
+            print(line, file=self.process.stdin, flush=True)
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -132,8 +140,9 @@ class WorkerProcess:
     ) -> None:
         self.kill()
         self.wait()
-        if self.process.stdout:
-            self.process.stdout.close()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream:
+                stream.close()
 
 
 def steps_of(vault: Vault, generation: int | None = None) -> list[tuple[int, int]]:

@@ -51,6 +51,36 @@ def test_killed_worker_is_reported_immediately_and_once(cluster: VaultCluster):
     assert min(took_s) < NOTICE_S
 
 
+@pytest.mark.parametrize(
+    ("how", "status", "stack"),
+    [
+        ("3", "its process exited with code 3", None),
+        ("kill", "its process was killed by SIGKILL, by a person, ", None),
+        ("segfault", "its process was killed by SIGSEGV", "in read_address_zero"),
+    ],
+)
+def test_loss_says_how_the_process_ended(
+    cluster: VaultCluster, how: str, status: str, stack: str | None
+):
+    vault = cluster.vault()
+    with WorkerProcess("end_on_request", vault.address()) as worker:
+        worker.kill() if how == "kill" else worker.send(how)
+        [loss] = vault.poll(60.0)
+    assert isinstance(loss, ConnectionLost)
+    if _kernel_tells_exit_status():
+        assert loss.end.status.startswith(status)
+    if stack is None:
+        assert loss.end.stack == ""
+    else:
+        assert loss.end.stack.startswith("Fatal Python error: Segmentation fault")
+        assert stack in loss.end.stack
+        assert "Extension modules" not in loss.end.stack
+
+
+def _kernel_tells_exit_status() -> bool:
+    return tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 15)
+
+
 def test_death_is_detected_before_socket_closes(cluster: VaultCluster):
     """The threads of a dying process exit first, its sockets close last."""
     if not _kernel_watches_threads():
@@ -194,7 +224,7 @@ def test_malformed_packets_affect_no_other_connection(cluster: VaultCluster, lin
         (b'{"id": 2, "call": "_fetch", "arguments": []}', "vault request '_fetch'"),
         (b'{"id": 3, "call": "open_version"}', "open_version with None"),
         (b'{"id": 4, "call": "open_version", "arguments": [1]}', r"open_version with \[1\]"),
-        (b'{"id": 5, "call": "register", "arguments": [null, 1, 1]}', r"with \[None, 1, 1\]"),
+        (b'{"id": 5, "call": "register", "arguments": [null, 1, 1, 1]}', r"with \[None, 1, 1, 1\]"),
     ],
 )
 def test_invalid_requests_get_an_error_reply(cluster: VaultCluster, line: bytes, answer: str):

@@ -1,0 +1,122 @@
+"""How a worker's process ended: its signal or exit code, and the stack of a crash in native code.
+
+A crashing process writes its Python stack into a file in memory before it dies, and its vault has
+opened that file before. The vault is not the process's parent; Linux 6.15 and newer tell the exit
+status to whoever holds a pidfd, also while the process's memory is still being freed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from select import POLLIN, poll
+from signal import SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGKILL, SIGSEGV, Signals
+from typing import TextIO
+
+_MAX_REPORT_BYTES = 16 * 1024
+_EXIT_WAIT_MS = 10
+_CALLERS = "/rayzero/workers/worker.py"
+_PIDFD_INFO = struct.Struct("QQ11Ii")  # include/uapi/linux/pidfd.h: mask, ..., exit_code
+_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
+_INFO_EXIT = 1 << 3
+_REPORTED_SIGNALS = frozenset({SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV})  # faulthandler's
+_SIGKILL_CAUSES = (
+    ", by a person, the kernel's out-of-memory killer (`dmesg` tells) or a container's limit"
+)
+
+
+@dataclass(frozen=True)
+class ProcessEnd:
+    """Empty where it is unknown.
+
+    Attributes:
+        status: `killed by SIGSEGV`, `exited with code 3`.
+        stack: of a crash in native code, as faulthandler writes it.
+    """
+
+    status: str = ""
+    stack: str = ""
+
+
+@cache
+def enable_crash_report() -> TextIO:
+    """From now on a fatal signal, such as SIGSEGV, writes the stack of its thread into the returned
+    file, which exists in memory as long as this process or a vault has it open."""
+    report = os.fdopen(os.memfd_create("rayzero-crash"), "w")
+    faulthandler.enable(report, all_threads=False)
+    return report
+
+
+def crash_report_fd() -> int:
+    """-1 in a process without one."""
+    return enable_crash_report().fileno() if enable_crash_report.cache_info().currsize else -1
+
+
+def open_crash_report(pid: int, fd: int) -> int:
+    """A descriptor of our own for another process's report; -1 if it has none."""
+    if fd >= 0:
+        with suppress(OSError):
+            return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    return -1
+
+
+def read_process_end(pidfds: tuple[int, ...], report_fd: int) -> ProcessEnd:
+    """What is known at once of a process that has just died.
+
+    Args:
+        pidfds: of the process, or of its threads; -1: none.
+        report_fd: of `open_crash_report`.
+    """
+    _wait_exited(pidfds)
+    known = (status for fd in pidfds if (status := _exit_status(fd)) is not None)
+    status = next(known, None)
+    stack = b""
+    # A child that it forked, such as a DataLoader's, writes into the same file.
+    if report_fd >= 0 and (status is None or os.WTERMSIG(status) in _REPORTED_SIGNALS):
+        with suppress(OSError):
+            stack = os.pread(report_fd, _MAX_REPORT_BYTES, 0)
+    return ProcessEnd(_describe(status), _users_part(stack.decode(errors="replace")))
+
+
+def _users_part(report: str) -> str:
+    """Without the list of loaded modules, and our own callers of the user's function."""
+    lines = report.partition("\nExtension modules:")[0].strip().splitlines()
+    own = (number for number, line in enumerate(lines) if _CALLERS in line)
+    return "\n".join(lines[: next(own, None)])
+
+
+def _wait_exited(pidfds: tuple[int, ...]) -> None:
+    """Waits for the first one, at most `_EXIT_WAIT_MS`: a process closes its sockets, which may be
+    what was seen of its end, just before its last thread exits."""
+    exits = poll()
+    for fd in pidfds:
+        if fd >= 0:
+            exits.register(fd, POLLIN)
+    exits.poll(_EXIT_WAIT_MS)
+
+
+def _exit_status(pidfd: int) -> int | None:
+    """As of `waitpid`; None if the process lives, or the kernel does not tell."""
+    if pidfd < 0:
+        return None
+    try:
+        request = _PIDFD_INFO.pack(_INFO_EXIT, *[0] * 13)
+        reply = _PIDFD_INFO.unpack(fcntl.ioctl(pidfd, _PIDFD_GET_INFO, request))
+    except OSError:
+        return None
+    return reply[-1] if reply[0] & _INFO_EXIT else None
+
+
+def _describe(status: int | None) -> str:
+    if status is None:
+        return ""
+    if not os.WIFSIGNALED(status):
+        return f"its process exited with code {os.WEXITSTATUS(status)}"
+    number = os.WTERMSIG(status)
+    name = Signals(number).name if number in set(Signals) else f"signal {number}"
+    return f"its process was killed by {name}{_SIGKILL_CAUSES if number == SIGKILL else ''}"
