@@ -5,10 +5,7 @@ Also what it shares with the command threads: stop flags and the progress record
 
 from __future__ import annotations
 
-import gc
 import sys
-import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Event, Lock, Thread
@@ -28,38 +25,10 @@ from rayzero.workers.messages import (
     Stopped,
     WorkerMessage,
 )
+from rayzero.workers.stacks import TRAINING_THREAD, current_frames
 
 THREAD_EXIT_S = 10.0
 """The time for a thread to exit after it has posted its end message."""
-
-
-_frames_lock = Lock()
-
-
-def current_frames() -> dict[int, FrameType]:
-    """Every thread's current frame, by its ident.
-
-    Without garbage collection meanwhile: before Python 3.11.9, one that begins in
-    `sys._current_frames` can deadlock the process (python/cpython#106883). The lock keeps another
-    call from turning it on too early.
-    """
-    with _frames_lock:
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            return sys._current_frames()
-        finally:
-            if enabled:
-                gc.enable()
-
-
-def format_stacks() -> str:
-    """Every thread's stack, below its name."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in current_frames().items()
-    )
 
 
 class Interrupted(BaseException):
@@ -188,7 +157,7 @@ class TrainingThread:
         with self._start_lock:
             self._end_posted = False
             self._thread = Thread(
-                target=self._run, args=(channel, body), name="rayzero-train", daemon=True
+                target=self._run, args=(channel, body), name=TRAINING_THREAD, daemon=True
             )
             self._thread.start()
 

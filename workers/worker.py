@@ -42,13 +42,9 @@ from rayzero.workers.output import Outbox, tee_output
 from rayzero.workers.rendezvous_store import open_store
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import Context, JobSession
+from rayzero.workers.stacks import format_stacks
 from rayzero.workers.torch_startup import defer_dynamo_import, warm_up_torch
-from rayzero.workers.training_thread import (
-    THREAD_EXIT_S,
-    GenerationChannel,
-    TrainingThread,
-    format_stacks,
-)
+from rayzero.workers.training_thread import THREAD_EXIT_S, GenerationChannel, TrainingThread
 from rayzero.workers.vault.records import SlotInfo
 
 FENCE_INTERVAL_S = 0.1

@@ -217,13 +217,30 @@ def test_missing_gpu_is_config_error(make_worker: MakeWorker, monkeypatch: pytes
     assert "workers.gpus" in crash.error
 
 
-def test_stacks_show_training_thread(make_worker: MakeWorker):
+def test_stacks_show_the_users_code(make_worker: MakeWorker):
+    def users_function() -> None:
+        done.wait()
+
+    done = Event()
+    own = Thread(target=users_function, name="my-loader")
+    idle = Thread(target=done.wait, name="some-library")
+    for thread in (own, idle):
+        thread.start()
     worker = make_worker("endless")
     begin(worker)
     poll_until(worker.poll, StepReport)
-    stacks = worker.dump_stack()
-    assert "thread rayzero-train" in stacks
-    assert "in endless" in stacks
+    try:
+        stacks = worker.dump_stack()
+    finally:
+        done.set()
+        own.join()
+        idle.join()
+    first, *others = stacks.split("thread ")[1:]
+    assert first.startswith("rayzero-train\n  File ")
+    assert "in endless" in first.splitlines()[1], "it begins with the user's function"
+    assert any("my-loader\n" in text and "in users_function" in text for text in others)
+    assert "some-library" in stacks.splitlines()[-1]
+    assert len(stacks.splitlines()) < 40
 
 
 class CyclicEngine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import struct
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
 
+from rayzero.workers.stacks import TRAINING_THREAD
 from rayzero.workers.vault.process_end import open_crash_report
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -115,4 +117,8 @@ def _dump_stacks(pid: int) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"no stacks: {error}"
-    return done.stdout.strip() if done.returncode == 0 else f"no stacks: {done.stderr.strip()}"
+    if done.returncode:
+        return f"no stacks: {done.stderr.strip()}"
+    threads = re.split(r"^(?=Thread )", done.stdout.strip(), flags=re.MULTILINE)
+    training = [stack for stack in threads if f'"{TRAINING_THREAD}"' in stack]
+    return "".join(training or threads).strip()

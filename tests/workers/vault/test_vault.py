@@ -188,6 +188,11 @@ def test_stopped_process_is_inspected(cluster: VaultCluster):
     ("script", "answer"),
     [
         ("echo 'Thread 1 (idle)'", "Thread 1 (idle)"),
+        (
+            "printf 'Process 7\\nThread 7 (idle): \"MainThread\"\\n  a\\n'\n"
+            "printf 'Thread 8 (active): \"rayzero-train\"\\n  b\\n'",
+            'Thread 8 (active): "rayzero-train"\n  b',
+        ),
         ("echo 'Permission denied' >&2; exit 1", "no stacks: Permission denied"),
         ("exec sleep 99", "no stacks: "),
     ],
@@ -201,7 +206,9 @@ def test_stacks_come_from_py_spy_in_limited_time(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(peers, "_STACK_TIMEOUT_S", 0.3 if "sleep" in script else 60.0)
     started = time.monotonic()
-    assert answer in peers.inspect_process(os.getpid())
+    text = peers.inspect_process(os.getpid())
+    assert answer in text
+    assert "MainThread" not in text, "only the training thread's, if there is one"
     assert time.monotonic() - started < 60.0
 
 
