@@ -18,6 +18,7 @@ from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.checkpoint.store import join_url, open_store
 from rayzero.engine.comm.collectives import run_on_all_ranks
 from rayzero.engine.errors import ConfigError, DataError
+from rayzero.engine.layout.packed import plain_tensors
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.state.client_state import decode_client_state, encode_client_state
 from rayzero.engine.state.load import LoadOptions
@@ -154,9 +155,10 @@ def load_model_state(
     """Loads weights and buffers from a full state dict, equal on every rank. Collective."""
     buffers = {name for name, _ in model.named_buffers()}
     tensors = [
-        FlatTensor.from_tensor(f"{'buffers' if name in buffers else 'weights'}/{name}", value.cpu())
+        FlatTensor.from_tensor(f"{'buffers' if name in buffers else 'weights'}/{part}", it.cpu())
         for name, value in values.items()
         if isinstance(value, Tensor)
+        for part, it in plain_tensors(name, value).items()
     ]
     source = TensorSource(tensors, {"step": 0})
     options = LoadOptions(strict=strict, optimizer=False, scheduler=False, progress=False)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rayzero.engine.errors import DataError
+from rayzero.engine.layout.packed import is_wrapper
 from rayzero.engine.layout.reshard import RangeCopy, plan_copies
 from rayzero.engine.layout.state_index import LogicalTensor, StateSource, TensorRange
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, scalar_from_json
@@ -138,6 +139,10 @@ def write_model_file(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write a state dict durably: safetensors by suffix, otherwise for `torch.load`. Raises
     DataError if the file cannot be written. Several processes may write the same file: each writes
     a file of its own, and the last to rename it wins."""
+    other = next((name for name, it in tensors.items() if is_wrapper(it)), None)
+    if other is not None and path.suffix == ".safetensors":
+        kind = type(tensors[other]).__name__
+        raise DataError(f"{path} cannot hold {other}, a {kind}", fix="a suffix such as .bin")
     partial = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,4 +156,7 @@ def write_model_file(tensors: Mapping[str, Tensor], path: Path) -> None:
         partial.rename(path)
     except (OSError, RuntimeError) as error:
         partial.unlink(missing_ok=True)
-        raise DataError(f"{path} cannot be written: {error}", fix="save_dir") from error
+        fix = (
+            "save_dir" if isinstance(error, OSError) else "another suffix, for torch.load's format"
+        )
+        raise DataError(f"{path} cannot be written: {error}", fix=fix) from error

@@ -41,7 +41,14 @@ def stays_whole(param: Tensor) -> bool:
     return is_wrapper(param) or (param.dtype is torch.int8 and hasattr(param, "SCB"))
 
 
-def scale_tensors(param: nn.Parameter, module: nn.Module | None = None) -> dict[str, Tensor]:
+def plain_tensors(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A state dict's entry as it is in the state: a tensor subclass as the tensors in it."""
+    if not is_wrapper(tensor):
+        return {name: tensor}
+    return {f"{name}.{path}": part for path, part in scale_tensors(tensor).items()}
+
+
+def scale_tensors(param: Tensor, module: nn.Module | None = None) -> dict[str, Tensor]:
     """What belongs to the values of a parameter of `module` besides the parameter's own memory, by
     a path: flat views, as bytes."""
     if is_wrapper(param):

@@ -39,6 +39,7 @@ class NibbleLinear(nn.Module):
         outer = Scales(torch.rand(1, dtype=torch.float64), torch.rand((), dtype=torch.float64))
         inner = Scales(torch.rand(WIDTH, 1, dtype=torch.float64), torch.rand(()).double(), outer)
         self.weight.quant_state, self.weight.bnb_quantized = inner, True
+        self.support_avx512bf16_for_cpu = True  # as bitsandbytes finds on some CPUs
 
     def forward(self, x: Tensor) -> Tensor:
         state, packed = self.weight.quant_state, self.weight.view(torch.uint8).view(-1)

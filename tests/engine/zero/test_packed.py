@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import rayzero
 from rayzero import deepspeed
-from rayzero.engine.errors import ConfigError
+from rayzero.engine.errors import ConfigError, DataError
 from tests.engine.zero.packed_models import WIDTH, Model, NibbleLinear, ScaledLinear, ScaledTensor
 from tests.support.ranks import run_ranks
 
@@ -24,14 +24,14 @@ def make_batch(step: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def make_engine(stage: int, model: nn.Module, **options: Any) -> rayzero.Engine:
+def make_engine(stage: int, model: nn.Module, **options: Any) -> Any:
     config = {
         "train_batch_size": 4,
         "zero_optimization": {"stage": stage, **options.pop("zero", {})},
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "gradient_clipping": 0.0,
     }
-    return rayzero.initialize(model=model, config=config | options)[0]
+    return deepspeed.initialize(model=model, config=config | options)[0]
 
 
 def train_plainly() -> tuple[list[float], float]:
@@ -83,6 +83,8 @@ def check_stage(rank: int, world: int, stage: int, folder: Path) -> None:
         engine.state_dict()
     sharded = [unit for unit in engine._runtime.units if "quantized" in unit.name]
     assert len(sharded) == (3 if stage == 3 else 0)
+    layers = [it for it in model.modules() if isinstance(it, NibbleLinear)]
+    assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
     engine.save(folder, f"stage-{stage}")
     engine.close()
 
@@ -175,6 +177,18 @@ class UnquantizedLinear(NibbleLinear):
     def to(self, *args: Any, **kwargs: Any) -> UnquantizedLinear:
         self.weight = self.packed
         return self
+
+
+def test_state_dict_of_tensor_subclasses(tmp_path: Path) -> None:
+    model, other = (nn.Sequential(nn.Linear(WIDTH, WIDTH), ScaledLinear()) for _ in range(2))
+    engine, second = make_engine(3, model), make_engine(0, other)
+    second.load_module_state_dict(engine.module_state_dict())
+    assert_equal(all_bits(second.module_state_dict()), all_bits(engine.module_state_dict()))
+    engine.save_16bit_model(tmp_path)
+    loaded = torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
+    assert_equal(all_bits(loaded), all_bits(engine.module_state_dict()))
+    with pytest.raises(DataError, match=r"cannot hold 1.weight, a ScaledTensor"):
+        engine.save_16bit_model(tmp_path, "model.safetensors")
 
 
 def test_trainable_quantized_parameter_is_refused() -> None:
