@@ -76,6 +76,11 @@ class MirrorSession:
     def resume_from(self) -> Any:
         return nullcontext()
 
+    def adapt_config(self, config: Any) -> Any:
+        return config
+
+    def on_model(self, model: Any) -> None: ...
+
     def on_engine_ready(self, engine: rayzero.Engine) -> None:
         self.engine = engine
 

@@ -55,6 +55,8 @@ def build_training_step(
     """Builds an engine's parts from a checked config; the host's session may have a state to
     restore. Collective."""
     check_packages(config)
+    if session is not None:
+        session.on_model(model)
     with session.resume_from() if session is not None else nullcontext() as source:
         if source is not None:
             config = _with_saved_batch_sizes(config, source.metadata(0))

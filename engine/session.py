@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from rayzero.engine.config.parse import ConfigSource
     from rayzero.engine.layout.state_index import StateSource
 
 
@@ -56,6 +59,12 @@ class HostSession(Protocol):
     @property
     def shares(self) -> Sequence[float]:
         """Each rank's share of a step's samples; empty for even shares."""
+
+    def adapt_config(self, config: ConfigSource | None) -> ConfigSource | None:
+        """The config of an engine that is about to be built, of the one that was given."""
+
+    def on_model(self, model: nn.Module) -> None:
+        """An engine is about to be built of this model."""
 
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
         """The state to restore into a new engine; None for a fresh start."""

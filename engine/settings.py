@@ -52,8 +52,13 @@ def resolve_config(
             "neither a config nor an optimizer was given: AdamW with a learning rate of 1e-3, and "
             "the default of every other setting, are used"
         )
-        return parse_with_provenance({"optimizer": DEFAULT_OPTIMIZER})
-    parsed = parse_with_provenance(config)
+        config = {"optimizer": DEFAULT_OPTIMIZER}
+    parsed = parse_with_provenance(config if session is None else session.adapt_config(config))
+    if parsed.config.autotuning.enabled:
+        _warn_once_per_job(
+            "config: autotuning is enabled, and this run tries nothing: "
+            "`rayzero launch --autotuning run SCRIPT` does"
+        )
     if optimizer is None and parsed.config.optimizer is None:
         has_scheduler = lr_scheduler is not None or parsed.config.scheduler is not None
         _check_evaluation_only(in_job=session is not None, has_scheduler=has_scheduler)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -34,6 +34,15 @@ class LaunchSpec(SpecSection):
     deepspeed_config: str | None = Field(
         default=None, description="DeepSpeed config file, where the script has no config"
     )
+    overrides: dict[str, Any] = Field(
+        default_factory=dict,
+        description="keys that replace those of the config that the script brings",
+    )
+    timed_steps: list[Annotated[int, Field(ge=1)]] | None = Field(
+        default=None,
+        description="of a try: its first and last timed step, with which the script ends; [] ends "
+        "it where it builds its engine; the summary has what was measured",
+    )
 
     @field_validator("args", mode="before")
     @classmethod
@@ -46,6 +55,9 @@ class LaunchSpec(SpecSection):
     def _check_target(self) -> LaunchSpec:
         if bool(self.script) == bool(self.module):
             raise ValueError("set either script or module")
+        steps = self.timed_steps
+        if steps and (len(steps) != 2 or steps[0] > steps[1]):
+            raise ValueError("timed_steps has two numbers, the first step and the last")
         return self
 
 

@@ -33,7 +33,9 @@ from rayzero.workers.step_report import StepReporter, worker_metrics
 from rayzero.workers.training_thread import GenerationChannel
 
 if TYPE_CHECKING:
+    from rayzero.engine.config.parse import ConfigSource
     from rayzero.engine.engine import Engine
+    from rayzero.workers.launch.tries import ScriptSettings
 
 
 log = logging.getLogger("rayzero.workers")
@@ -49,6 +51,7 @@ class JobSession:
 
     Attributes:
         engine: None until `initialize` has built it.
+        script_settings: those of a launched script; None before it runs, and without one.
         reporter: collects the metrics of the engine and of the user.
         await_group: returns when the process group has formed; a thread joins it beside the build.
     """
@@ -63,7 +66,7 @@ class JobSession:
         await_group: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine_config = spec.engine_config
-        self.seed = spec.seed
+        self.script_settings: ScriptSettings | None = None
         self.shares = assignment.shares
         self.engine: Engine | None = None
         self.reporter = StepReporter(channel)
@@ -82,6 +85,18 @@ class JobSession:
         if spec.ledger:
             self._ledger = self._retry_ledger(lambda: _open_ledger(spec, assignment))
         self._hooks: list[RemovableHandle] = []
+
+    @property
+    def seed(self) -> int:
+        return self._spec.seed
+
+    def adapt_config(self, config: ConfigSource | None) -> ConfigSource | None:
+        settings = self.script_settings
+        return config if settings is None else settings.adapt_config(config)
+
+    def on_model(self, model: nn.Module) -> None:
+        if self.script_settings is not None:
+            self.script_settings.on_model(model)
 
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
         self.on_phase("load")
@@ -150,6 +165,8 @@ class JobSession:
         self._mirror.post(self.reporter.build(step))
         self._retained.collect_garbage()
         self.check()
+        if self.script_settings is not None:
+            self.script_settings.on_step_end(metrics)
         if agreed.drain:
             self.settle()
             self._channel.interrupt.leave()

@@ -24,7 +24,7 @@ _ENGINE_NAMES = {
         "flops_profiler_module_depth flops_profiler_output_file flops_profiler_profile_step "
         "flops_profiler_recompute_fwd_factor flops_profiler_top_modules"
     ),
-    "rayzero plan": (
+    "rayzero launch --autotuning tune": (
         "autotuning_end_profile_step autotuning_metric autotuning_metric_path "
         "autotuning_model_info autotuning_model_info_path autotuning_profile_model_info "
         "autotuning_start_profile_step"

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator
 
+from rayzero.engine.config.autotuning import AutotuningConfig
 from rayzero.engine.config.compile import CompileConfig
 from rayzero.engine.config.data_efficiency import (
     CurriculumConfig,
@@ -202,6 +203,7 @@ class EngineConfig(UnsupportedKeys):
     curriculum_learning: CurriculumConfig = CurriculumConfig()
     progressive_layer_drop: LayerDropConfig = LayerDropConfig()
     data_efficiency: DataEfficiencyConfig = DataEfficiencyConfig()
+    autotuning: AutotuningConfig = AutotuningConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     aio: AioConfig = AioConfig()
     rayzero: RayzeroConfig = RayzeroConfig()

@@ -46,6 +46,20 @@ def read_config(source: ConfigSource) -> dict[str, Any]:
     return _read_named(source)[1]
 
 
+def merge_config(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a config in which sections are merged; None removes a key."""
+    merged = dict(document)
+    for key, value in changes.items():
+        if value is None:
+            merged.pop(key, None)
+        elif isinstance(value, Mapping):
+            section = merged.get(key)
+            merged[key] = merge_config(section if isinstance(section, Mapping) else {}, value)
+        else:
+            merged[key] = value
+    return merged
+
+
 def _read_named(source: ConfigSource) -> tuple[str, dict[str, Any]]:
     """(the document's name in messages, its plain values)"""
     name, value = "engine config", source

@@ -145,11 +145,6 @@ class UnsupportedKeys(ConfigSection):
         alternative="train_batch_size, and workers.min and workers.max in the job file",
         group="the run",
     )
-    autotuning: Any = _refused_section(
-        "settings are tried out before training",
-        alternative="`rayzero plan`, which estimates the stages and what fits; "
-        "rayzero.gather_buffers and train_micro_batch_size_per_gpu bound memory",
-    )
     model_info: Any = no_op(
         None, "the autotuner's model description", "only the autotuner reads it"
     )

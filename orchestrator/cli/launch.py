@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -23,6 +25,13 @@ if TYPE_CHECKING:
 
 commands = new_group()
 
+AutotuningMode: TypeAlias = Annotated[
+    Literal["tune", "run"] | None,
+    typer.Option(
+        help="Choose stage and micro-batch by short runs, as `autotuning` in the config says; "
+        "`run` then trains with the best.",
+    ),
+]
 _IGNORED = "Accepted for deepspeed's command line, and not used: "
 
 
@@ -52,6 +61,7 @@ def launch(
             help="DeepSpeed config, for scripts that bring none.",
         ),
     ] = None,
+    autotuning: AutotuningMode = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the job. Default: the script's.")
     ] = None,
@@ -83,9 +93,30 @@ def launch(
     document = {"launch": launched, "name": name or _name_of(command[0])}
     unused = {"--master_port": master_port, "--master_addr": master_addr}
     limits = _workers_of(workers, num_gpus, num_nodes, unused)
-    from rayzero.orchestrator.cli.run import run_with_console
+    return _run(lambda: _make_spec(document, limits, overrides), autotuning, address, as_json)
 
-    return run_with_console(lambda: _make_spec(document, limits, overrides), address, as_json)
+
+def _run(
+    make_spec: Callable[[], JobSpec],
+    autotuning: str | None,
+    address: str | None,
+    as_json: bool,
+) -> int:
+    """Runs the job, with the best settings if it is tuned before; the exit code."""
+    from rayzero.orchestrator.cli.run import StopSignals, run_with_console
+
+    if autotuning is None:
+        return run_with_console(make_spec, address, as_json)
+    from rayzero.orchestrator.cli.autotuning import tune_and_report
+
+    with StopSignals() as signals:
+        try:
+            best = tune_and_report(make_spec(), address, as_json)
+        except (KeyboardInterrupt, SystemExit):  # the latter after Ray replaced the handler
+            return signals.exit_code or 128 + signal.SIGTERM
+    if best is None or autotuning == "tune":
+        return int(best is None)
+    return run_with_console(lambda: best, address, as_json)
 
 
 def _workers_of(

@@ -113,7 +113,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
 """Names that can be imported and raise ConfigError when they are called."""
 
 REFUSED_PACKAGES: Mapping[str, str] = {
-    "autotuning": "rayzero plan",
+    "autotuning": "rayzero launch --autotuning tune",
     "elasticity": "rayzero's jobs, whose worker count may change while they run",
     "inference": _INFERENCE,
     "linear": "PEFT's LoRA: engine.module's frozen weights are sharded at stage 3",

@@ -117,6 +117,9 @@ class MinimalSession:
 
     engine_config = None
 
+    def adapt_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        return config
+
 
 def test_job_requires_an_optimizer() -> None:
     session: HostSession = MinimalSession()  # type: ignore[assignment]

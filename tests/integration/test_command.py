@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -293,3 +294,41 @@ def test_ray_job_submit(shell: Shell, head: Head):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[rank 0] hello from 0 True" in done.stdout
     assert json.loads((shell.folder / "job" / "summary.json").read_text())["steps"] == 1
+
+
+TUNED_SCRIPT = """\
+import deepspeed, torch
+from torch.utils.data import TensorDataset
+tuning = {
+    "enabled": True, "num_tuning_micro_batch_sizes": 2,
+    "start_profile_step": 1, "end_profile_step": 2,
+}
+engine, _, loader, _ = deepspeed.initialize(
+    model=torch.nn.Linear(8, 1), training_data=TensorDataset(torch.ones(32, 8)),
+    config={"train_micro_batch_size_per_gpu": 16, "optimizer": {"type": "SGD"},
+            "zero_optimization": {"stage": 2}, "autotuning": tuning},
+)
+for (rows,) in loader:
+    if len(rows) == 2:  # the memory of a device that is smaller than was estimated
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    engine.backward(engine(rows).mean())
+    engine.step()
+    print("micro-batch", len(rows), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_autotuning_tries_settings_and_trains_with_the_best(shell: Shell, head: Head):
+    (shell.folder / "train.py").write_text(TUNED_SCRIPT)
+    flags = ("--autotuning", "run", "--address", head.address)
+    done = shell.run("launch", *flags, "train.py", cwd=shell.folder)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"z2-mbs1: \S+ samples/s, \S+ s a step", lines[0])
+    assert lines[1] == "z2-mbs2: out of memory"
+    assert "[rank 0] micro-batch 1" in lines  # the job itself, in whose config it is 16
+    assert "steps: 32" in lines
+    best = json.loads((shell.folder / "autotuning_results/ds_config_optimal.json").read_text())
+    assert best["train_micro_batch_size_per_gpu"] == 1
+    kept = json.loads((shell.folder / "autotuning_exps/train-z2-mbs2.json").read_text())
+    assert kept["out_of_memory"]

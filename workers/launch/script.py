@@ -27,6 +27,7 @@ from rayzero.workers.entrypoint import EntryPointError
 from rayzero.workers.launch.accelerated import patch_accelerator
 from rayzero.workers.launch.process_state import ProcessState, own_process_group
 from rayzero.workers.launch.trainer import patch_trainer
+from rayzero.workers.launch.tries import ScriptSettings, TryEndedError
 from rayzero.workers.session import Context, JobSession
 
 _PRELOADED = frozenset({"transformers", "accelerate", "peft", "trl", "lightning", "deepspeed"})
@@ -40,11 +41,11 @@ class ScriptExitError(Exception):
     """The script called `sys.exit` with a code other than 0."""
 
 
-def run_script(ctx: Context) -> None:
-    """Runs the script once, to its end.
+def run_script(ctx: Context) -> dict[str, Any] | None:
+    """Runs the script once, to its end. Returns what a try has measured; None of any other run.
 
     Args:
-        ctx: `args` are the fields of `launch:`: script or module, args, stage, deepspeed_config.
+        ctx: `args` are the fields of `launch:`, see `LaunchSpec`.
 
     Raises:
         EntryPointError: there is no such script or module; or its arguments are wrong.
@@ -57,10 +58,13 @@ def run_script(ctx: Context) -> None:
         raise EntryPointError("a script can only be launched in a job", fix=_FIX)
     state.restore()
     _apply_settings(ctx.args, session)
+    session.script_settings = ScriptSettings(
+        ctx.args["overrides"], ctx.args["timed_steps"], ctx.device, ctx.world_size
+    )
     _import_deepspeed()
     _tell_start(ctx, session)
     target = ctx.args["module"] or ctx.args["script"]
-    finished = False
+    finished, result = False, None
     try:
         with own_process_group(), _program(ctx.args, target):
             state.watch()
@@ -69,8 +73,11 @@ def run_script(ctx: Context) -> None:
     except SystemExit as exited:
         _check_exit(exited, target)
         finished = True
+    except TryEndedError as ended:
+        finished, result = True, ended.result
     finally:
         state.leave(finished=finished)
+    return result
 
 
 def preload(args: dict[str, Any]) -> None:

@@ -67,6 +67,11 @@ class StateSession:
         self.source = BlocksSource(self.blocks) if self.blocks else None
         yield self.source
 
+    def adapt_config(self, config: Any) -> Any:
+        return config
+
+    def on_model(self, model: Any) -> None: ...
+
     def on_engine_ready(self, engine: Engine) -> None:
         return
 

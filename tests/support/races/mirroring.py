@@ -218,6 +218,11 @@ class MirroringSession:
     def resume_from(self) -> Any:
         return nullcontext(None)
 
+    def adapt_config(self, config: Any) -> Any:
+        return config
+
+    def on_model(self, model: Any) -> None: ...
+
     def on_engine_ready(self, engine: Any) -> None:
         self._engine = engine
         confirm = engine.state.confirm

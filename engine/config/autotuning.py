@@ -1,0 +1,74 @@
+"""`autotuning`: how `rayzero launch --autotuning` chooses stage and micro-batch by short runs."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from rayzero.engine.config.fields import ConfigSection, PositiveInt
+from rayzero.engine.config.keys import implemented, no_op, refused
+
+_COUNTS_ITSELF = "the planner counts the model that the script builds"
+
+
+class AutotuningConfig(ConfigSection):
+    """DeepSpeed's autotuning, without its search over bucket sizes."""
+
+    enabled: bool = implemented(
+        False,
+        "the other keys apply to `rayzero launch --autotuning tune|run`, which chooses stage and "
+        "micro-batch; a run without that option trains with the config as it is",
+        group="autotuning",
+    )
+    fast: bool = no_op(True, "only stages and micro-batches are tuned", "others are never tuned")
+    metric: Literal["throughput", "latency", "flops"] = implemented(
+        "throughput",
+        "what is best: throughput: samples per second; latency: seconds per step; flops: flop/s "
+        "of a rank, which are known where rayzero.peak_flops is",
+    )
+    start_profile_step: PositiveInt = implemented(3, "the first step of a try that is timed")
+    end_profile_step: PositiveInt = implemented(5, "the last one, with which the try ends")
+    min_train_batch_size: PositiveInt = implemented(1, "smallest global batch that is tried")
+    max_train_batch_size: PositiveInt | None = implemented(None, "the largest one")
+    min_train_micro_batch_size_per_gpu: PositiveInt = implemented(1, "smallest micro-batch")
+    max_train_micro_batch_size_per_gpu: PositiveInt = implemented(1024, "the largest one")
+    num_tuning_micro_batch_sizes: PositiveInt = implemented(
+        3,
+        "micro-batches tried at each stage, each twice the one before: the largest that fit by "
+        "estimate; on a CPU, which has none, from the smallest",
+    )
+    tuner_type: Literal["gridsearch", "random", "model_based"] = implemented(
+        "gridsearch",
+        "order of the tries: by stage and size; random: any; the planner's estimates bound all",
+    )
+    tuner_early_stopping: PositiveInt = implemented(
+        5, "tuning ends after so many tries in a row without a better one"
+    )
+    tuner_num_trials: PositiveInt = implemented(50, "most tries")
+    arg_mappings: dict[str, str] | None = implemented(
+        None,
+        "arguments of the script that hold train_micro_batch_size_per_gpu and "
+        "gradient_accumulation_steps; by default --KEY, and those of transformers' Trainer, where "
+        "the command line has them",
+    )
+    results_dir: str = implemented(
+        "autotuning_results", "folder of the table, the best config, and the command that uses it"
+    )
+    exps_dir: str = implemented("autotuning_exps", "folder of the tries: result, log, journal")
+    overwrite: bool = implemented(True, "false: a try with a result in exps_dir is not repeated")
+    metric_path: str | None = no_op(None, "file of a try's metrics", "they are in exps_dir")
+    model_info: Any = no_op(None, "parameters of the model", _COUNTS_ITSELF)
+    model_info_path: str | None = no_op(None, "file with them", _COUNTS_ITSELF)
+    mp_size: PositiveInt = refused(
+        1, "ranks that share a model", "all ranks are data-parallel: ZeRO is the only axis"
+    )
+
+    @model_validator(mode="after")
+    def _check_order(self) -> AutotuningConfig:
+        if self.end_profile_step < self.start_profile_step:
+            raise ValueError("end_profile_step must not be less than start_profile_step")
+        least = self.min_train_micro_batch_size_per_gpu
+        if least > self.max_train_micro_batch_size_per_gpu:
+            raise ValueError(f"max_train_micro_batch_size_per_gpu must be at least {least}")
+        return self
