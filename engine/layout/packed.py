@@ -96,9 +96,9 @@ def place_packed(model: nn.Module, device: torch.device) -> None:
             if param is None or not (_may_quantize(param) or is_packed(param)):
                 continue
             full = f"{path}.{name}" if path else name
-            if param.requires_grad:
+            if param.requires_grad or hasattr(param, "device_mesh"):  # a DTensor
                 raise ConfigError(
-                    f"{full} is quantized ({type(param).__name__}) and requires gradients",
+                    f"{full}, a {type(param).__name__}, requires gradients or is distributed",
                     allowed="quantized parameters that are frozen",
                     fix="requires_grad_(False), and adapters such as PEFT's beside it",
                 )
