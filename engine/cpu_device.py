@@ -91,7 +91,7 @@ class Device:
 
     def read(self, tensor: Tensor) -> list[float]:
         """The elements of a tensor, by `to_host`: the only wait of the host in a training step
-        without offload, once in it."""
+        without offload: once in it, twice in a job's first steps."""
         values: list[float] = self.to_host(tensor).reshape(-1).tolist()
         return values
 

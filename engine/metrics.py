@@ -60,6 +60,7 @@ class PhaseTimer:
         self._phase, self._since_s = phase, now
 
 
+_COMPARED_STEPS = 3
 _WARMUP_STEPS = 3
 _RECOUNT_STEPS = 50
 """Persistent bytes rarely change after a run's first steps. From then on they are counted every
@@ -143,8 +144,17 @@ class StepMeter:
         """The host's requests for the vote of this step."""
         return self._session.step_requests() if self._session is not None else NO_REQUESTS
 
-    def end_step(self, vote: StepVote, lr: float, loss: float | None) -> None:
-        """Called when a step has finished or was skipped. `loss`: None if it is not known."""
+    @property
+    def compares_rank_losses(self) -> bool:
+        """Whether the host should see this rank's own loss: in a job's first steps, where equal
+        ones mean that the ranks train on the same samples."""
+        return self._session is not None and self._progress.step < _COMPARED_STEPS
+
+    def end_step(
+        self, vote: StepVote, lr: float, loss: float | None, rank_loss: float | None = None
+    ) -> None:
+        """Called when a step has finished or was skipped. `loss`: None if it is not known;
+        `rank_loss`: this rank's share of it, if it was read."""
         now, exposed_s = perf_counter(), self._runtime.collectives.counters.exposed_s
         data_wait_s = self._progress.data_wait_s
         self.last_step = {
@@ -161,8 +171,10 @@ class StepMeter:
             self.monitors.write_step(self._progress.sample_cursor, loss, lr, scale)
         if self._session is not None:
             self._applied_steps += vote.finite
-            metrics = self._collect(self._cached_bytes())
-            self._session.on_step_end(metrics.to_flat_dict(), vote.agreed)
+            metrics = self._collect(self._cached_bytes()).to_flat_dict()
+            if rank_loss is not None:
+                metrics["rank_loss"] = rank_loss
+            self._session.on_step_end(metrics, vote.agreed)
         self._log_step(vote)
 
     @property

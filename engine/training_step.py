@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.engine.curriculum import ScheduledInputs
+from rayzero.engine.device import get_device
 from rayzero.engine.errors import EngineError
 from rayzero.engine.metrics import StepMeter
 from rayzero.engine.optim.build import NoOptimizer, no_optimizer_error
@@ -44,6 +45,7 @@ class TrainingStep:
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.settings.device)
         self._scaled: list[Tensor] = []  # losses given to `scale` since the last own backward
         self._loss_known = True  # whether every backward of this step told its loss
+        self._rank_loss: float | None = None  # of this step, between its vote and its end
         self.own_backward = OwnBackward(self.runtime, self)
         if not self.settings.config.managed_gradient_accumulation:
             self.tracker.boundary = Boundary.STEP
@@ -182,7 +184,8 @@ class TrainingStep:
             self.runtime.sync_model_weights(lazy=True)
         loss = vote.loss if self._loss_known else None
         self._loss_known = True
-        self.meter.end_step(vote, lr, loss)
+        rank_loss, self._rank_loss = self._rank_loss, None
+        self.meter.end_step(vote, lr, loss, rank_loss)
 
     def close(self) -> None:
         """Removes the model's hooks, ends threads and closes files."""
@@ -201,6 +204,9 @@ class TrainingStep:
         self.meter.enter_phase("reduce")
         factor = self.settings.post_reduce_scale / self.loss_scale
         vote = self.runtime.vote(self._loss_sum, factor, self.meter.step_requests())
+        if self.meter.compares_rank_losses and self._loss_known:
+            # The vote has waited for the device; the update is not queued yet.
+            (self._rank_loss,) = get_device(self._loss_sum.device).read(self._loss_sum.reshape(1))
         lr = self.optimizer.lr
         if vote.finite:
             self.meter.enter_phase("update")

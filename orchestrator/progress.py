@@ -139,6 +139,8 @@ class JobProgress:
         """Finished steps that the job's state contains: steps lost by a recovery do not count."""
         self.steps_executed = 0
         """Steps finished by this run, including redone ones."""
+        self.steps_skipped = 0
+        """Those of them that changed nothing: their gradient was not finite."""
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.tokens = 0.0
@@ -210,7 +212,8 @@ class JobProgress:
         maxima, means = done.gauges.maxima(), done.gauges.means()
         self._update_byte_peaks(maxima)
         mirrored = done.gauges.minima(self._world_size).get("replica_step")
-        means.pop("step_s", None)
+        for name in ("step_s", "rank_loss"):  # of single ranks
+            means.pop(name, None)
         record = StepRecord(
             step=step,
             world_size=self._world_size,
@@ -226,6 +229,7 @@ class JobProgress:
         )
         self.steps = max(self.steps, step)
         self.steps_executed += 1
+        self.steps_skipped += record.gauges.get("skipped", 0.0) > 0
         self.tokens += record.tokens
         if self._first_step is None:
             self._first_step = record

@@ -14,6 +14,7 @@ from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.policies.usefulness import check_trained
 
 
 class JobCompletion:
@@ -45,6 +46,12 @@ class JobCompletion:
         )
         if ctx.generation is not generation:
             return
+        problem = check_trained(ctx.progress, ctx.plan.spec.steps)
+        if isinstance(problem, RayzeroError):
+            ctx.post_event(machine.FaultFatal(problem))
+            return
+        if problem is not None:
+            ctx.warn(problem)
         step = self._due_step()
         if step is not None and not self._checkpoints.covers(step):
             await self._store(step)

@@ -14,6 +14,7 @@ from rayzero.orchestrator.control.context import JobContext, timeout_reason
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.policies.usefulness import EqualLosses
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import (
@@ -204,6 +205,7 @@ class MessageDispatcher:
     ) -> None:
         self._context = context
         self._on_all_finished = on_all_finished
+        self._equal_losses = EqualLosses()
         self._failures = failures
         self._replication = replication
         self._vaults = vaults
@@ -237,6 +239,8 @@ class MessageDispatcher:
             ctx.generation.advance_to(report.step + 1)
             ctx.emit(report)
             if text := ctx.speeds.add_report(worker, report):
+                ctx.warn(text)
+            if text := self._equal_losses.add_report(report, ctx.generation.world_size):
                 ctx.warn(text)
         record = ctx.progress.add_report(report)
         if record is not None:
