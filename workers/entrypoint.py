@@ -80,13 +80,8 @@ def _import_object(entrypoint: str) -> Any:
     target = module = _import_module(entrypoint, module_name)
     for part in path.split("."):
         if not hasattr(target, part):
-            names = [name for name in vars(target) if not name.startswith("_")]
-            raise EntryPointError(
-                f"entrypoint {entrypoint!r}: {part!r} is not in "
-                f"{module.__file__ or module_name}{did_you_mean(part, names)}",
-                allowed="a function of one argument, ctx",
-                fix=_FIX_HINT,
-            )
+            place = module.__file__ or module_name
+            raise missing_name_error(entrypoint, part, place, list(vars(target)))
         target = getattr(target, part)
     return target
 
@@ -99,15 +94,30 @@ def _import_module(entrypoint: str, module_name: str) -> Any:
         # user's code, and its traceback shows where.
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
-            raise EntryPointError(
-                f"entrypoint {entrypoint!r}: no module named {missing!r}",
-                allowed=f"a module that can be imported from {os.getcwd()}",
-                fix=f"{_FIX_HINT}, or run from the folder that holds the module",
-            ) from None
+            raise missing_module_error(entrypoint, missing, os.getcwd()) from None
         raise EntryPointError(
             f"entrypoint {entrypoint!r} cannot be imported: {type(error).__name__}: {error}",
             fix=_FIX_HINT,
         ) from error
+
+
+def missing_module_error(entrypoint: str, missing: str, folder: str) -> EntryPointError:
+    return EntryPointError(
+        f"entrypoint {entrypoint!r}: no module named {missing!r}",
+        allowed=f"a module that can be imported from {folder}",
+        fix=f"{_FIX_HINT}, or run from the folder that holds the module",
+    )
+
+
+def missing_name_error(
+    entrypoint: str, missing: str, place: str, names: list[str]
+) -> EntryPointError:
+    public = [name for name in names if not name.startswith("_")]
+    return EntryPointError(
+        f"entrypoint {entrypoint!r}: {missing!r} is not in {place}{did_you_mean(missing, public)}",
+        allowed="a function of one argument, ctx",
+        fix=_FIX_HINT,
+    )
 
 
 def _unpickle(entrypoint: bytes) -> Any:

@@ -8,16 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import ray
 from ray import cloudpickle
 
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator import job_file
-from rayzero.orchestrator.cluster.connect import connect
+from rayzero.orchestrator.cluster.connect import connect, head_address
 from rayzero.orchestrator.console import open_console
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.client import JobProcess, JobProcessLostError, JobUnavailableError
+from rayzero.orchestrator.job.entrypoint_check import check_entrypoint
 from rayzero.orchestrator.job.handle import JobHandle, stop_limit_s
 from rayzero.orchestrator.job.lookup import find_any
 from rayzero.orchestrator.job.recorder import LATEST
@@ -96,6 +98,10 @@ class Job:
                 does not answer.
         """
         plan = self._make_plan()
+        if self._function is None:
+            is_local = head_address(address) in ("", "local") and not ray.is_initialized()
+            folder = plan.worker_spec.working_dir
+            check_entrypoint(self.spec.entrypoint, folder, only_here=is_local)
         cluster = connect(address)
         try:
             process = start_or_attach(plan, cluster.can_grow)
