@@ -8,12 +8,15 @@ message names the alternative.
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from rayzero.engine.config.fields import FiniteFloat, NonNegativeFloat, PositiveInt, StrictModel
 from rayzero.engine.config.keys import refused
+
+log = logging.getLogger("rayzero.engine")
 
 Beta: TypeAlias = Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)]
 Betas: TypeAlias = tuple[Beta, Beta]
@@ -220,6 +223,11 @@ class ZeroOneAdamParams(OneBitAdamParams):
     # repair could continue from.
     local_step_scaler: Annotated[PositiveInt, NO_EFFECT] = 32_678
     local_step_clipper: Annotated[PositiveInt, NO_EFFECT] = 16
+
+    def arguments(self) -> dict[str, Any]:
+        if given := sorted({"local_step_scaler", "local_step_clipper"} & self.model_fields_set):
+            log.warning("optimizer.params: no effect: %s: every step is synchronized", given)
+        return super().arguments()
 
 
 class OneBitLambParams(LambParams):

@@ -73,14 +73,6 @@ def value_for_group(value: float | tuple[float, ...], group: int) -> float:
     return value[group] if isinstance(value, tuple) else value
 
 
-def warmup_fraction(kind: str, num_steps: int, iteration: int) -> float:
-    """Progress of the warm-up, 0 to 1; a warm-up has at least two steps."""
-    length, iteration = max(2, num_steps), max(iteration, 0)
-    if iteration >= length:
-        return 1.0
-    return iteration / length if kind == "linear" else math.log(iteration + 1) / math.log(length)
-
-
 def _known_warmup_type(value: Any) -> Any:
     """DeepSpeed's fallback for a type that it does not know."""
     if isinstance(value, str) and value not in ("log", "linear"):
@@ -92,6 +84,19 @@ def _known_warmup_type(value: Any) -> Any:
 class _Warmup(LRCurve):
     warmup_num_steps: NonNegativeInt = 1000  # at least 2 are used
     warmup_type: Annotated[Literal["log", "linear"], BeforeValidator(_known_warmup_type)] = "log"
+
+    @property
+    def length(self) -> int:
+        """Steps of the warm-up."""
+        return max(2, self.warmup_num_steps)
+
+    def _fraction(self, iteration: int) -> float:
+        """Progress of the warm-up, 0 to 1."""
+        length, iteration = self.length, max(iteration, 0)
+        if iteration >= length:
+            return 1.0
+        linear = self.warmup_type == "linear"
+        return iteration / length if linear else math.log(iteration + 1) / math.log(length)
 
 
 class WarmupLR(_Warmup):
@@ -106,9 +111,6 @@ class WarmupLR(_Warmup):
             top = value_for_group(self.warmup_max_lr, group)
         return low + (top - low) * self._fraction(iteration)
 
-    def _fraction(self, iteration: int) -> float:
-        return warmup_fraction(self.warmup_type, self.warmup_num_steps, iteration)
-
 
 class WarmupDecayLR(WarmupLR):
     """Warm-up to the maximum, then linear decay to the minimum. Unlike WarmupLR it has a default
@@ -118,11 +120,10 @@ class WarmupDecayLR(WarmupLR):
     total_num_steps: PositiveInt
 
     def _fraction(self, iteration: int) -> float:
-        length = max(2, self.warmup_num_steps)
-        if iteration < length:
+        if iteration < self.length:
             return super()._fraction(iteration)
         remaining = self.total_num_steps - iteration
-        return max(0.0, remaining / max(1, self.total_num_steps - length))
+        return max(0.0, remaining / max(1, self.total_num_steps - self.length))
 
 
 class WarmupCosineLR(_Warmup):
@@ -138,12 +139,10 @@ class WarmupCosineLR(_Warmup):
     def _lr_ratio(self, iteration: int) -> float:
         if iteration < 0:
             return 0.0
-        length = max(2, self.warmup_num_steps)
-        if iteration < length:
-            fraction = warmup_fraction(self.warmup_type, length, iteration)
-            return self.warmup_min_ratio + fraction * (1 - self.warmup_min_ratio)
-        decay = max(1, self.total_num_steps - length)
-        wave = (1 + math.cos(math.pi * min(1.0, (iteration - length + 1) / decay))) / 2
+        if iteration < self.length:
+            return self.warmup_min_ratio + self._fraction(iteration) * (1 - self.warmup_min_ratio)
+        decay = max(1, self.total_num_steps - self.length)
+        wave = (1 + math.cos(math.pi * min(1.0, (iteration - self.length + 1) / decay))) / 2
         return self.cos_min_ratio + (1 - self.cos_min_ratio) * wave
 
 

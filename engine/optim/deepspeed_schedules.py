@@ -8,7 +8,7 @@ from the parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -117,9 +117,9 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     )
 
 
-def _param(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Any:
+def _param(name: str) -> Any:
     """A parameter of the schedule as an attribute."""
-    return property(lambda schedule: convert(getattr(schedule.curve, name)))
+    return property(lambda schedule: getattr(schedule.curve, name))
 
 
 def _per_group(name: str) -> Any:
@@ -128,7 +128,7 @@ def _per_group(name: str) -> Any:
 
 
 class _Warmup(ConfiguredSchedule):
-    warmup_num_steps = _param("warmup_num_steps", lambda steps: max(2, steps))
+    warmup_num_steps = _param("length")
     warmup_type = _param("warmup_type")
     inverse_log_warm_up = property(lambda self: 1.0 / math.log(self.warmup_num_steps))
 

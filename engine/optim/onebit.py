@@ -87,20 +87,19 @@ class ZeroOneAdam(OneBitAdam):
     learned ever more rarely.
 
     The first `var_update_scaler` updates of variances are one step apart, the next as many two,
-    then four, and so on; after `var_freeze_step` there are none.
+    then four, and so on; after `var_freeze_step` there are none. `options` are `OneBitAdam`'s.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        *,
         var_freeze_step: int = 100_000,
         var_update_scaler: int = 16,
+        **options: Any,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, var_freeze_step)
+        super().__init__(params, lr, freeze_step=var_freeze_step, **options)
         self.var_update_scaler = var_update_scaler
 
     def freezes_after(self, steps: float) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rayzero.orchestrator.cli.plan import PIPE_WIDTH
 
@@ -55,14 +55,9 @@ def _to_table(tuned: Tuned) -> str:
         table.add_column(name, justify="right")
     table.add_column("")
     for it in tuned.results:
-        numbers: list[tuple[Any, str]] = [
-            (it.global_batch or None, "{:d}"),
-            (it.samples_per_s or None, "{:.4g}"),
-            (it.step_s, "{:.3g}"),
-            (it.flops_per_s and it.flops_per_s / 1e12, "{:.3g}"),
-            (it.peak_bytes and it.peak_bytes / 2**30, "{:.2f}"),
-        ]
-        cells = ["" if value is None else text.format(value) for value, text in numbers]
+        numbers = (it.global_batch, it.samples_per_s, it.step_s, it.flops_per_s, it.peak_bytes)
+        scaled = zip(numbers, (1, 1, 1, 1e12, 2**30), strict=True)
+        cells = [f"{number / unit:.4g}" if number else "" for number, unit in scaled]
         table.add_row(it.candidate.name, *cells, "best" if it is tuned.best else it.failure)
     console = Console(width=PIPE_WIDTH, no_color=True)
     with console.capture() as captured:
@@ -75,8 +70,8 @@ def _best_command(words: Sequence[str], spec: JobSpec, best: JobSpec) -> str:
     if spec.launch is None or best.launch is None:
         return ""
     options = [*words[: len(words) - len(spec.launch.args)]]
-    if "--autotuning" in options:
-        at = options.index("--autotuning")
-        overrides = json.dumps(best.launch.overrides)
-        options[at : at + 2] = ["--set", f"launch.overrides={overrides}"]
+    at = next(i for i, word in enumerate(options) if word.startswith("--autotuning"))
+    overrides = json.dumps(best.launch.overrides)
+    end = at + 1 + (options[at] == "--autotuning")
+    options[at:end] = ["--set", f"launch.overrides={overrides}"]
     return shlex.join(["rayzero", *options, *best.launch.args])

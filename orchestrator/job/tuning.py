@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job_events import NullObserver
 from rayzero.orchestrator.policies.tuning import Candidate, ScriptFacts, TryResult, Tuner
 from rayzero.orchestrator.spec import JobSpec
-from rayzero.orchestrator.spec_sections import LaunchSpec, MetricsSpec
+from rayzero.orchestrator.spec_sections import LaunchSpec
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 _BATCH_FLAGS = (f"--{MICRO_BATCH}", "--per_device_train_batch_size")  # ours, Trainer's
@@ -32,11 +32,9 @@ _MAX_NAME = 48  # of a job's 63 characters, for the script's part
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning has found.
+    """What tuning has found: every try's result, in order, and the best one, if any succeeded.
 
     Args:
-        results: of every try, in order.
-        best: None if none succeeded.
         spec: the job with the best settings.
         config: the script's config with them.
     """
@@ -49,50 +47,46 @@ class Tuned:
 
 
 class ScriptTuner:
-    """Runs the tries of one job, each as a job of its own in `exps_dir`.
+    """Runs the tries of a job that launches a script, each as a job of its own in `exps_dir`, with
+    the largest number of workers.
 
     Args:
-        spec: a job that launches a script; tries have its largest number of workers.
         address: of the Ray cluster; by default each try has a local one of its own.
         show: called with a line for each try.
     """
 
     def __init__(self, spec: JobSpec, address: str | None, show: Callable[[str], None]) -> None:
+        if spec.launch is None:
+            raise ConfigError("there is no script to tune", fix="`rayzero launch SCRIPT`")
         self._spec = spec
+        self._launch = spec.launch
         self._address = address
         self._show = show
 
     def tune(self) -> Tuned:
         """Raises ConfigError or JobFailedError if the script fails before it builds an engine, or
         its batches do not follow the settings; JobStoppedError if a try was stopped."""
-        # Until the script has told its config, results go where that says by default.
-        probing = self._launch().model_copy(update={"timed_steps": []})
-        probed = self._run("plan", AutotuningConfig().exps_dir, probing)
+        # Until the script has told its config, the folder is that of the default.
+        folder = AutotuningConfig().exps_dir
+        probed = self._run("plan", folder, self._launch, timed_steps=[])
         document = self._value(probed, "document", "builds no engine")
-        settings = validate_document(
-            AutotuningConfig, document.get("autotuning") or {}, "autotuning"
-        )
-        flag = find_batch_flag(self._launch().args, settings)
+        section = document.get("autotuning") or {}
+        settings = validate_document(AutotuningConfig, section, "autotuning")
+        flag = find_batch_flag(self._launch.args, settings)
         tuner = Tuner(settings, script_facts(probed, flag))
         while (candidate := tuner.next()) is not None:
-            launch = apply(candidate, self._launch(), document, flag)
+            launch = apply(candidate, self._launch, document, flag)
             result = self._try(candidate, launch, settings)
             tuner.record(result)
-            self._show(f"{candidate.name}: {describe(result)}")
-        best = tuner.best
-        spec, config = self._spec, document
-        if best is not None:
-            launch = apply(best.candidate, self._launch(), document, flag)
-            spec = spec.model_copy(update={"launch": launch})
-            sizes = {"train_batch_size": None, MICRO_BATCH: best.candidate.micro_batch}
-            config = merge_config(document, launch.overrides | (sizes if flag else {}))
-            config.pop("autotuning", None)
-        return Tuned(settings, tuner.results, best, spec, config)
-
-    def _launch(self) -> LaunchSpec:
-        if self._spec.launch is None:
-            raise ConfigError("there is no script to tune", fix="`rayzero launch SCRIPT`")
-        return self._spec.launch
+            speed = f"{result.samples_per_s:.4g} samples/s, {result.step_s or 0.0:.3g} s a step"
+            self._show(f"{candidate.name}: {result.failure or speed}")
+        if (best := tuner.best) is None:
+            return Tuned(settings, tuner.results, None, self._spec, document)
+        launch = apply(best.candidate, self._launch, document, flag)
+        sizes = {"train_batch_size": None, MICRO_BATCH: best.candidate.micro_batch}
+        changes = {**launch.overrides, **(sizes if flag else {}), "autotuning": None}
+        spec = self._spec.model_copy(update={"launch": launch})
+        return Tuned(settings, tuner.results, best, spec, merge_config(document, changes))
 
     def _try(
         self, candidate: Candidate, launch: LaunchSpec, settings: AutotuningConfig
@@ -100,17 +94,13 @@ class ScriptTuner:
         path = Path(settings.exps_dir, f"{self._name(candidate.name)}.json")
         if not settings.overwrite and path.exists():
             saved = json.loads(path.read_text(encoding="utf-8"))
-            return TryResult(**saved | {"candidate": Candidate(**saved["candidate"])})
+            return TryResult(**saved | {"candidate": candidate})
         steps = [settings.start_profile_step, settings.end_profile_step]
-        timed = launch.model_copy(update={"timed_steps": steps})
         try:
-            metrics = self._run(candidate.name, settings.exps_dir, timed)
-            result = TryResult(
-                candidate,
-                self._value(metrics, "step_s", f"ends before step {steps[1]}"),
-                *(metrics["global_batch"], metrics["flops_per_s"], metrics["peak_bytes"]),
-                tuple(metrics["input_shape"]),
-            )
+            metrics = self._run(candidate.name, settings.exps_dir, launch, timed_steps=steps)
+            step_s = self._value(metrics, "step_s", f"ends before step {steps[1]}")
+            rest = ("global_batch", "flops_per_s", "peak_bytes", "input_shape")
+            result = TryResult(candidate, step_s, *(metrics[key] for key in rest))
         except JobStoppedError:
             raise
         except RayzeroError as error:
@@ -120,28 +110,25 @@ class ScriptTuner:
         path.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
         return result
 
-    def _run(self, name: str, folder: str, launch: LaunchSpec) -> dict[str, Any]:
+    def _run(
+        self, name: str, folder: str, launch: LaunchSpec, *, timed_steps: list[int]
+    ) -> dict[str, Any]:
         """A try's summary."""
-        spec = self._spec
-        job = spec.model_copy(
-            update={
-                "name": self._name(name),
-                "launch": launch,
-                "workers": spec.workers.model_copy(
-                    update={"min": spec.workers.most, "max": None, "spares": 0}
-                ),
-                "checkpoint": spec.checkpoint.model_copy(
-                    update={"path": folder, "every_steps": None, "resume": "auto"}
-                ),
-                # A fault would be in the measurement.
-                "recovery": spec.recovery.model_copy(update={"max_faults": 0}),
-                "metrics": MetricsSpec(),
-                "faults": [],
-                "ledger": False,
-            }
-        )
-        shutil.rmtree(Path(folder, job.name), ignore_errors=True)  # of an earlier tuning
-        return Job.from_spec(job).run(self._address, NullObserver()).metrics
+        workers, spec = self._spec.workers, self._spec
+        changes: dict[str, dict[str, Any]] = {
+            "workers": {"min": workers.most, "max": None, "spares": 0},
+            "checkpoint": {"path": folder, "every_steps": None, "resume": "auto"},
+            "recovery": {"max_faults": 0},  # a repair would be in the measurement
+            "metrics": {"port": None},
+        }
+        sections = {
+            key: getattr(spec, key).model_copy(update=change) for key, change in changes.items()
+        }
+        tried = launch.model_copy(update={"timed_steps": timed_steps})
+        own = {"name": self._name(name), "launch": tried, "faults": [], "ledger": False}
+        shutil.rmtree(Path(folder, self._name(name)), ignore_errors=True)  # of an earlier tuning
+        job = Job.from_spec(spec.model_copy(update={**sections, **own}))
+        return job.run(self._address, NullObserver()).metrics
 
     def _name(self, name: str) -> str:
         return f"{self._spec.name[:_MAX_NAME]}-{name}"
@@ -149,9 +136,8 @@ class ScriptTuner:
     def _value(self, metrics: dict[str, Any], key: str, otherwise: str) -> Any:
         if key in metrics:
             return metrics[key]
-        launch = self._launch()
         raise ConfigError(
-            f"{launch.script or launch.module} {otherwise}",
+            f"{self._launch.script or self._launch.module} {otherwise}",
             allowed="a script that trains through deepspeed.initialize, Accelerate or Trainer",
             fix="autotuning.end_profile_step in its config, or the script",
         )
@@ -160,20 +146,14 @@ class ScriptTuner:
 def script_facts(probed: dict[str, Any], flag: str | None) -> ScriptFacts:
     """The facts of the script's run up to its engine; `flag` as `find_batch_flag` returns it."""
     document, world_size = probed["document"], probed["world_size"]
-    stage = (document.get("zero_optimization") or {}).get("stage", "all")
-    wanted = {0, 1, 2, 3} if stage == "all" else set(stage if isinstance(stage, list) else [stage])
-    sizes = {int(key): value for key, value in probed["stage_bytes"].items()}
+    named = (document.get("zero_optimization") or {}).get("stage", "all")
+    wanted = range(4) if named == "all" else named if isinstance(named, list) else [named]
+    sizes = {int(key): it for key, it in probed["stage_bytes"].items() if int(key) in wanted}
     total, steps = document.get("train_batch_size"), document.get("gradient_accumulation_steps")
     if flag is None and isinstance(total, int):
-        return ScriptFacts(
-            {key: value for key, value in sizes.items() if key in wanted},
-            *(probed["device_bytes"], world_size, total),
-        )
-    return ScriptFacts(
-        {key: value for key, value in sizes.items() if key in wanted},
-        probed["device_bytes"],
-        world_size * (steps if isinstance(steps, int) else 1),
-    )
+        return ScriptFacts(sizes, probed["device_bytes"], world_size, total)
+    micro_steps = steps if isinstance(steps, int) else 1
+    return ScriptFacts(sizes, probed["device_bytes"], world_size * micro_steps)
 
 
 def find_batch_flag(args: Sequence[str], settings: AutotuningConfig) -> str | None:
@@ -191,38 +171,16 @@ def apply(
         "zero_optimization": {"stage": candidate.stage},
         "autotuning": {"enabled": False},
     }
+    args, size = launch.args, candidate.micro_batch
     if flag is None:
-        changes[MICRO_BATCH] = candidate.micro_batch
         # A global batch that is given is kept; else it follows.
-        derived = isinstance(document.get("train_batch_size"), int)
-        changes["gradient_accumulation_steps" if derived else "train_batch_size"] = None
-        args = launch.args
+        kept = isinstance(document.get("train_batch_size"), int)
+        derived = "gradient_accumulation_steps" if kept else "train_batch_size"
+        changes |= {MICRO_BATCH: size, derived: None}
+    elif flag in args:
+        at = args.index(flag)
+        args = [*args[: at + 1], str(size), *args[at + 2 :]]
     else:
-        args = [*_replaced(launch.args, flag, str(candidate.micro_batch))]
+        args = [*(arg for arg in args if not arg.startswith(f"{flag}=")), f"{flag}={size}"]
     overrides = launch.overrides | changes
     return launch.model_copy(update={"args": args, "overrides": overrides})
-
-
-def _replaced(args: Sequence[str], flag: str, value: str) -> Iterator[str]:
-    """The arguments with another value of a flag, which is added if it is not among them."""
-    is_value = found = False
-    for arg in args:
-        if is_value:
-            is_value = False
-        elif arg == flag:
-            is_value = found = True
-            yield from (flag, value)
-        elif arg.startswith(f"{flag}="):
-            found = True
-            yield f"{flag}={value}"
-        else:
-            yield arg
-    if not found:
-        yield from (flag, value)
-
-
-def describe(result: TryResult) -> str:
-    """A line for the console."""
-    if result.step_s is None:
-        return result.failure
-    return f"{result.samples_per_s:.4g} samples/s, {result.step_s:.3g} s a step"

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from rayzero.engine.compression import select
 from rayzero.engine.compression.codecs import CastCodec
+from rayzero.engine.config.model import parse_params
+from rayzero.engine.config.optimizers import ZeroOneAdamParams
 from rayzero.engine.optim.onebit import OneBitLamb, ZeroOneAdam
 from tests.engine import zoo
 from tests.engine.state.blocks import Block
@@ -144,3 +146,10 @@ def test_elements_without_a_gradient_do_not_change() -> None:
         weight.grad = torch.tensor(signs)
         optimizer.step()
     assert weight[2:].tolist() == [1.0, 1.0]
+
+
+def test_local_steps_are_said_to_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    parse_params("optimizer", ZeroOneAdamParams, {"lr": LR}).arguments()
+    assert caplog.text == ""
+    parse_params("optimizer", ZeroOneAdamParams, ADAM).arguments()
+    assert "no effect: ['local_step_clipper']: every step is synchronized" in caplog.text

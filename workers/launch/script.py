@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rayzero.engine.device import get_device
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import current_session
 from rayzero.workers.entrypoint import EntryPointError
@@ -59,7 +60,8 @@ def run_script(ctx: Context) -> dict[str, Any] | None:
     state.restore()
     _apply_settings(ctx.args, session)
     session.script_settings = ScriptSettings(
-        ctx.args["overrides"], ctx.args["timed_steps"], ctx.device, ctx.world_size
+        *(ctx.args["overrides"], ctx.args["timed_steps"]),
+        *(get_device(ctx.device), ctx.world_size),
     )
     _import_deepspeed()
     _tell_start(ctx, session)

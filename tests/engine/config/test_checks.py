@@ -10,6 +10,7 @@ from rayzero.engine.config import EngineConfig, parse_config
 from rayzero.engine.config.parse import parse_with_provenance
 from rayzero.engine.config.sections import Bf16Config, Fp16Config
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.settings import resolve_config
 
 ZERO = "zero_optimization"
 
@@ -61,3 +62,30 @@ def test_config_objects_are_checked() -> None:
     config_object = EngineConfig(fp16=Fp16Config(enabled=True), bf16=Bf16Config(enabled=True))
     with pytest.raises(ConfigError, match="fp16 and bf16: both are enabled"):
         parse_with_provenance(config_object)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"start_profile_step": 6}, "end_profile_step must not be less than start_profile_step"),
+        (
+            {
+                "min_train_micro_batch_size_per_gpu": 8,
+                "max_train_micro_batch_size_per_gpu": 4,
+            },
+            "max_train_micro_batch_size_per_gpu must be at least 8",
+        ),
+        ({"metric": "forward"}, r"autotuning\.metric: .*'throughput', 'latency' or 'flops'"),
+        ({"enabled": True, "mp_size": 2}, r"autotuning\.mp_size: refused: all ranks are data-par"),
+        ({"tuner_typ": "random"}, "tuner_type"),
+    ],
+)
+def test_autotuning_section_is_checked(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"autotuning": section})
+
+
+def test_enabled_autotuning_warns_where_nothing_is_tried(caplog: pytest.LogCaptureFixture) -> None:
+    document = {"autotuning": {"enabled": True}, "optimizer": {"type": "SGD"}}
+    resolve_config(document, None, None, None)
+    assert "rayzero launch --autotuning run" in caplog.text

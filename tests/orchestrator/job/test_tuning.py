@@ -25,15 +25,17 @@ class FakeRuns(ScriptTuner):
 
     document: ClassVar[dict[str, Any]] = {"autotuning": {"num_tuning_micro_batch_sizes": 2}}
 
-    def _run(self, name: str, folder: str, launch: LaunchSpec) -> dict[str, Any]:
+    def _run(
+        self, name: str, folder: str, launch: LaunchSpec, *, timed_steps: list[int]
+    ) -> dict[str, Any]:
         assert folder == "autotuning_exps"
         Path(folder).mkdir(exist_ok=True)
         if name == "plan":
-            assert launch.timed_steps == []
+            assert timed_steps == []
             sizes = {"0": 1, "1": 1, "2": 1}
             told = {"document": self.document, "stage_bytes": sizes, "device_bytes": None}
             return told | {"world_size": 2}
-        assert launch.timed_steps == [3, 5]
+        assert timed_steps == [3, 5]
         stage = launch.overrides["zero_optimization"]["stage"]
         if stage == 0:
             raise JobFailedError("rank 0: OutOfMemoryError: CUDA out of memory. Tried to ...")
@@ -78,9 +80,9 @@ def test_results_are_used_again_without_overwrite(monkeypatch: pytest.MonkeyPatc
     first = FakeRuns(spec, None, print).tune()
     run = FakeRuns._run
 
-    def only_plan(self: Any, name: str, folder: str, launch: LaunchSpec) -> dict[str, Any]:
+    def only_plan(self: Any, name: str, *rest: Any, **steps: Any) -> dict[str, Any]:
         assert name == "plan"
-        return run(self, name, folder, launch)
+        return run(self, name, *rest, **steps)
 
     monkeypatch.setattr(FakeRuns, "_run", only_plan)
     again = FakeRuns(spec, None, print).tune()
@@ -91,12 +93,14 @@ def test_results_are_used_again_without_overwrite(monkeypatch: pytest.MonkeyPatc
 
 def test_script_without_engine_and_short_scripts_are_told(monkeypatch: pytest.MonkeyPatch):
     spec, run = JobSpec.model_validate(SPEC), FakeRuns._run
-    monkeypatch.setattr(FakeRuns, "_run", lambda *_: {})
+    monkeypatch.setattr(FakeRuns, "_run", lambda *_, **__: {})
     with pytest.raises(ConfigError, match=r"train\.py builds no engine"):
         FakeRuns(spec, None, print).tune()
-    monkeypatch.setattr(
-        FakeRuns, "_run", lambda self, name, *rest: run(self, name, *rest) if name == "plan" else {}
-    )
+
+    def plan_only(self: Any, name: str, *rest: Any, **steps: Any) -> dict[str, Any]:
+        return run(self, name, *rest, **steps) if name == "plan" else {}
+
+    monkeypatch.setattr(FakeRuns, "_run", plan_only)
     tuned = FakeRuns(spec, None, print).tune()
     assert tuned.best is None
     assert "ends before step 5" in tuned.results[-1].failure
@@ -125,7 +129,7 @@ def test_batch_sizes_and_arguments_of_a_try():
     flag = "--per_device_train_batch_size"
     for given, expected in (
         (["--lr", "1", flag, "2", "-v"], ["--lr", "1", flag, "8", "-v"]),
-        ([f"{flag}=2", "-v"], [f"{flag}=8", "-v"]),
+        ([f"{flag}=2", "-v"], ["-v", f"{flag}=8"]),
     ):
         launch = LaunchSpec(script="t.py", args=given)
         assert find_batch_flag(given, AutotuningConfig()) == flag
@@ -134,5 +138,5 @@ def test_batch_sizes_and_arguments_of_a_try():
         assert "train_micro_batch_size_per_gpu" not in mapped.overrides
     mapping = AutotuningConfig(arg_mappings={"train_micro_batch_size_per_gpu": "--b"})
     assert find_batch_flag(plain.args, mapping) == "--b"
-    assert apply(candidate, plain, {}, "--b").args == ["--lr", "1", "--b", "8"]
+    assert apply(candidate, plain, {}, "--b").args == ["--lr", "1", "--b=8"]
     assert find_batch_flag(plain.args, AutotuningConfig()) is None

@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def facts(**changes: Any) -> ScriptFacts:
-    given = {"stage_bytes": {0: 4 * GIB, 2: 2 * GIB}, "device_bytes": None, "steps_batch": 2}
+    given = {"stage_bytes": {0: 4 * GIB, 2: 2 * GIB}, "device_bytes": None, "unit_batch": 2}
     return ScriptFacts(**given | changes)
 
 
