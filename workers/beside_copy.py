@@ -45,7 +45,12 @@ from rayzero.workers.mirror_cost import BesideCost, CopyCost
 from rayzero.workers.state_copy import SlotWrite, StateCopier
 from rayzero.workers.training_thread import StopFlag
 from rayzero.workers.vault.client import VaultClient
-from rayzero.workers.vault.slots import CHUNK_BYTES, SlotWriter, combine_checksums
+from rayzero.workers.vault.slots import (
+    CHUNK_BYTES,
+    SlotWriter,
+    chunk_spans,
+    combine_checksums,
+)
 
 log = logging.getLogger("rayzero.workers")
 
@@ -195,7 +200,12 @@ class BesideCopier(StateCopier):
 
     def _complete(self, job: _Job) -> None:
         """Commits and posts, unless the job is interrupted before its copies are done."""
-        data = job.write.slot.data if job.write is not None else memoryview(b"")
+        data, spans, constants = memoryview(b""), list[slice](), 0
+        if job.write is not None:
+            data, size = job.write.slot.data, job.write.slot.constant_bytes
+            spans = chunk_spans(0, size) if job.write.constants else []
+            constants = len(spans)
+            spans += chunk_spans(size, len(data))
         checksums: list[Future[int]] = []
         with torch.no_grad():
             for part, target in job.on_host:
@@ -204,16 +214,17 @@ class BesideCopier(StateCopier):
         for stop, event in job.groups:
             if not self._is_reached(event):
                 return
-            while (start := len(checksums) * CHUNK_BYTES) < stop:
-                if start + CHUNK_BYTES > stop < len(data):
-                    break
-                chunk = data[start : start + CHUNK_BYTES]
+            while len(checksums) < len(spans) and spans[len(checksums)].stop <= stop:
+                chunk = data[spans[len(checksums)]]
                 checksums.append(self._checksums.submit(xxh3_64_intdigest, chunk))
         job.state.confirm()
         if (write := job.write) is not None:
             with self._device.use_stream(self._stream):  # nothing is before its reads any more
                 metadata = write.metadata()
-            checksum = combine_checksums([future.result() for future in checksums])
+            digests = [future.result() for future in checksums]
+            if write.constants:
+                write.slot.constants_checksum = combine_checksums(digests[:constants])
+            checksum = combine_checksums(digests[constants:])
             write.slot.commit(write.step, metadata, write.pin, checksum)
         with job.lock:
             job.genuine = True

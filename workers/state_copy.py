@@ -55,7 +55,10 @@ class StateCopier:
         write.slot.begin()
         write.block.copy_to(write.slot.data, constants=write.constants)
         self.confirm(state)
-        checksum = checksum_of(write.slot.data)
+        size = write.slot.constant_bytes
+        if write.constants:
+            write.slot.constants_checksum = checksum_of(write.slot.data[:size])
+        checksum = checksum_of(write.slot.data[size:])
         if not write.constants:  # the first write into new memory is slower
             self.cost.mirror_finished(perf_counter() - started)
         write.slot.commit(write.step, write.metadata(), write.pin, checksum)

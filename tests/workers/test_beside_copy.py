@@ -34,11 +34,12 @@ ELEMENTS = 1000
 class State(TrainingState):
     """Weights that updates change, a buffer that forward changes."""
 
+    constants_version = 0
+
     def __init__(self, device: LateDevice, *, collective: bool = False) -> None:
         self.device = device
         self.update_is_collective = collective
         self.copied_by = None
-        self.constants_version = 0
         self._is_updating = False
         self._runtime: Any = SimpleNamespace(wait_state=lambda: None)
         self.weights, self.buffer = torch.zeros(ELEMENTS), torch.zeros(8)

@@ -31,6 +31,8 @@ class Buffer:
     pinned: bool = False
     checksum: int | None = None
     constants_version: int = -1
+    constants_checksum: int = 0
+    constant_bytes: int = 0
 
     def begin(self) -> None:
         assert not self.pinned

@@ -100,7 +100,7 @@ class VaultClient:
             table.nbytes,
         )
         try:
-            return SlotWriter(self._map(fd), table_json)
+            return SlotWriter(self._map(fd), table_json, table.constant_bytes)
         finally:
             os.close(fd)
 

@@ -137,9 +137,15 @@ class MappedSlotReader(SlotReader):
         copy_bytes(into, self._bytes[offset : offset + len(into)])
 
     def verify(self) -> None:
-        expected = self.header.data_checksum
-        if expected is not None and checksum_of(self.data, VERIFY_THREADS) != expected:
-            raise self._damaged("its data")
+        header, size = self.header, self.header.constant_bytes
+        if header.data_checksum is None:
+            return
+        for part, expected in (
+            (self.data[size:], header.data_checksum),
+            (self.data[:size], header.constants_checksum),
+        ):
+            if checksum_of(part, VERIFY_THREADS) != expected:
+                raise self._damaged("its data")
 
     def close(self) -> None:
         self._bytes.release()

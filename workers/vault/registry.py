@@ -14,13 +14,15 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from mmap import PROT_READ, mmap
 from threading import Lock
 
 from rayzero.workers.vault.buffers import BufferPool, SharedBuffer
-from rayzero.workers.vault.images import require_version, slot_gone_error
+from rayzero.workers.vault.images import copy_bytes, require_version, slot_gone_error
 from rayzero.workers.vault.records import SlotInfo, SlotRef
 from rayzero.workers.vault.slots import (
     SlotHeader,
+    checksum_of,
     read_header,
     read_pin,
     write_header,
@@ -97,14 +99,9 @@ class SlotRegistry:
         with self._lock:
             entry = self._find_entry(ref)
             entry.readers += 1
-        try:
+        with self._reading(entry):
             yield entry.buffer.fd
             require_version(read_header(entry.buffer.fd), ref)
-        finally:
-            with self._lock:
-                entry.readers -= 1
-                if entry.dropped:
-                    self._release([entry])
 
     @contextmanager
     def receive_replica(self, header: SlotHeader) -> Iterator[int]:
@@ -131,6 +128,28 @@ class SlotRegistry:
             raise
         with self._lock:
             self._entries.append(_Entry(buffer, header.generation, header.rank, None))
+
+    def copy_constants(self, header: SlotHeader, into: memoryview) -> bool:
+        """Fills `into` with the constants of that version, of the image of another replica that has
+        the same; False if there is none, or it is damaged."""
+        with self._lock:
+            wanted = header.constant_bytes, header.constants_checksum
+            same = [
+                (entry, version)
+                for entry, version in self._complete_versions()
+                if (version.constant_bytes, version.constants_checksum) == wanted
+                and version.data_checksum is not None
+                and entry.owner is None
+            ]
+            if not into or not same or header.data_checksum is None:
+                return False
+            entry, version = same[-1]
+            entry.readers += 1
+        with self._reading(entry), mmap(entry.buffer.fd, version.nbytes, prot=PROT_READ) as image:
+            start = version.data_offset
+            with memoryview(image) as held, held[start : start + len(into)] as constants:
+                copy_bytes(into, constants)
+        return checksum_of(into) == header.constants_checksum
 
     def has_version(self, ref: SlotRef) -> bool:
         with self._lock:
@@ -211,6 +230,17 @@ class SlotRegistry:
         with self._lock:
             self._drop_entries(self._entries)
         self._pool.trim()
+
+    @contextmanager
+    def _reading(self, entry: _Entry) -> Iterator[None]:
+        """While the entry's buffer, already counted in `readers`, is read."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                entry.readers -= 1
+                if entry.dropped:
+                    self._release([entry])
 
     # The methods below are called with the lock held.
 

@@ -16,6 +16,7 @@ import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from struct import Struct
 from typing import NamedTuple
 
@@ -35,11 +36,12 @@ METADATA_CAPACITY = 256 * 1024
 """Space for the JSON metadata in bytes."""
 
 CHUNK_BYTES = 64 * 2**20
-"""The data's checksum is that of the checksums of its chunks, so that threads can share it."""
+"""A checksum of data is that of the checksums of its chunks, so that threads can share it. What
+training never changes, which comes first, has one of its own: it is not hashed again."""
 
 _MAGIC = b"RZ slot\0"
-_FORMAT_VERSION = 3
-_HEADER_STRUCT = Struct("<8sIqIIQQqQQQ?Q")
+_FORMAT_VERSION = 4
+_HEADER_STRUCT = Struct("<8sIqIIQQQqQQQQ?Q")
 _CHECKSUM_STRUCT = Struct("<Q")
 HEADER_BYTES = _HEADER_STRUCT.size + _CHECKSUM_STRUCT.size
 
@@ -49,8 +51,10 @@ class SlotHeader(NamedTuple):
 
     Attributes:
         step: finished steps of the state; -1 if there is no complete version.
+        constant_bytes: of the data, at its beginning; training never changes them.
         table_checksum, metadata_checksum: xxh3-64.
-        data_checksum: `checksum_of` the data; None if it was not computed.
+        constants_checksum, data_checksum: `checksum_of` the constant bytes of the data, and of the
+            others; the latter is None if they were not computed.
     """
 
     generation: int
@@ -58,10 +62,12 @@ class SlotHeader(NamedTuple):
     world_size: int
     table_bytes: int
     data_bytes: int
+    constant_bytes: int = 0
     step: int = -1
     table_checksum: int = 0
     metadata_bytes: int = 0
     metadata_checksum: int = 0
+    constants_checksum: int = 0
     data_checksum: int | None = None
 
     @property
@@ -135,12 +141,17 @@ def encode_table(table: BlockIndex) -> bytes:
 
 def checksum_of(data: memoryview, threads: int = 1) -> int:
     """The checksum of a slot's data; `threads`: of so many chunks at once, without the GIL."""
-    starts = range(0, max(1, len(data)), CHUNK_BYTES)
-    chunks = [data[it : it + CHUNK_BYTES] for it in starts]
+    chunks = [data[span] for span in chunk_spans(0, len(data))]
     if threads == 1 or len(chunks) == 1:
         return combine_checksums([xxh3_64_intdigest(chunk) for chunk in chunks])
     with ThreadPoolExecutor(threads, "rayzero-checksum") as pool:
         return combine_checksums([*pool.map(xxh3_64_intdigest, chunks)])
+
+
+def chunk_spans(start: int, stop: int) -> list[slice]:
+    """The chunks of bytes that have one checksum together; at least one, which may be empty."""
+    edges = [*range(start, max(stop, start + 1), CHUNK_BYTES), stop]
+    return [slice(*pair) for pair in pairwise(edges)]
 
 
 def combine_checksums(chunks: Sequence[int]) -> int:
@@ -156,19 +167,24 @@ class SlotWriter:
     Args:
         mapping: a buffer reserved by the vault; its contents stay there.
         table_json: the table of the state to be written.
+        constant_bytes: of its data.
     """
 
-    def __init__(self, mapping: SlotMapping, table_json: bytes) -> None:
+    def __init__(self, mapping: SlotMapping, table_json: bytes, constant_bytes: int = 0) -> None:
         self.mapping = mapping
         self._map = mapping.memory
         header = SlotHeader.decode(self._map[:HEADER_BYTES])
         if header is None:
             raise SlotGoneError("the vault returned a buffer without a valid header")
         self._map[PAGE_BYTES : PAGE_BYTES + len(table_json)] = table_json
-        self._header = header._replace(table_checksum=xxh3_64_intdigest(table_json))
+        self._header = header._replace(
+            table_checksum=xxh3_64_intdigest(table_json), constant_bytes=constant_bytes
+        )
         self._begun = False
         self.constants_version = -1
         """Of the constants in `data` (`TrainingState.constants_version`), for whoever writes it."""
+        self.constants_checksum = checksum_of(memoryview(b""))
+        """Of the constants in `data`; set by whoever writes them, before `commit`."""
         with memoryview(self._map) as image:
             self.data = image[header.data_offset : header.data_offset + header.data_bytes]
             """The state's bytes. May be changed between `begin` and `commit` only."""
@@ -177,6 +193,11 @@ class SlotWriter:
     def step(self) -> int:
         """Finished steps of the stored state; -1 if there is no complete version."""
         return self._header.step
+
+    @property
+    def constant_bytes(self) -> int:
+        """The first bytes of `data`, which training never changes."""
+        return self._header.constant_bytes
 
     @property
     def pinned(self) -> bool:
@@ -200,7 +221,7 @@ class SlotWriter:
         Args:
             metadata: the state's JSON metadata.
             pin: keep the version until the vault unpins it.
-            checksum: `checksum_of` `data`; None if it was not computed.
+            checksum: `checksum_of` `data` behind its constants; None if it was not computed.
         """
         if not self._begun:
             raise EngineError("SlotWriter.commit without a SlotWriter.begin before it")
@@ -218,6 +239,7 @@ class SlotWriter:
                 step=step,
                 metadata_bytes=len(metadata),
                 metadata_checksum=xxh3_64_intdigest(metadata),
+                constants_checksum=self.constants_checksum,
                 data_checksum=checksum,
             )
         )

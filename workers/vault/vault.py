@@ -127,8 +127,8 @@ class Vault:
             return data
 
     def replicate(self, slots: Sequence[SlotRef]) -> int:
-        """Copies the versions that this vault does not have from other nodes' vaults, in chunks;
-        returns the bytes copied.
+        """Copies the versions that this vault does not have from other nodes' vaults, in chunks,
+        but for constants that an older replica has; returns the bytes copied.
 
         Raises:
             SlotGoneError: a version no longer exists; those before it were copied.
@@ -166,10 +166,23 @@ class Vault:
 
     def _pull(self, ref: SlotRef) -> int:
         source = RemoteSlotReader(ref, self._fetch_while_open)
-        nbytes = source.header.nbytes
-        with self._registry.receive_replica(source.header) as fd:  # it writes the header last
-            with mmap.mmap(fd, nbytes) as buffer, memoryview(buffer)[PAGE_BYTES:] as rest:
-                source.read(PAGE_BYTES, rest)
+        header, start = source.header, source.header.data_offset
+        stop = start + header.constant_bytes
+        nbytes = header.nbytes
+        with self._registry.receive_replica(header) as fd:  # it writes the header last
+            with (
+                mmap.mmap(fd, header.nbytes) as buffer,
+                memoryview(buffer) as whole,
+                whole[PAGE_BYTES:start] as front,
+                whole[start:stop] as constants,
+                whole[stop:] as rest,
+            ):
+                source.read(PAGE_BYTES, front)
+                if self._registry.copy_constants(header, constants):
+                    nbytes -= header.constant_bytes  # of a replica that is here
+                else:
+                    source.read(start, constants)
+                source.read(stop, rest)
             with closing(MappedSlotReader(ref, fd, source.header)) as image:
                 image.table()
                 image.metadata()

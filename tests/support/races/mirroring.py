@@ -167,7 +167,7 @@ class FakeVault:
         try:
             os.ftruncate(fd, header.nbytes)
             write_header(fd, header)
-            return SlotWriter(SlotMapping(fd), encoded)
+            return SlotWriter(SlotMapping(fd), encoded, table.constant_bytes)
         finally:
             os.close(fd)
 

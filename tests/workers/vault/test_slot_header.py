@@ -32,6 +32,8 @@ HEADERS = st.builds(
     table_checksum=WORDS,
     metadata_bytes=SIZES,
     metadata_checksum=WORDS,
+    constant_bytes=SIZES,
+    constants_checksum=WORDS,
     data_checksum=st.none() | WORDS,
 )
 
