@@ -182,8 +182,8 @@ def main(arguments: list[str]) -> int:
         print(
             f"stage {stage}: {facts['params']:,} parameters, {facts['trained']:,} trained; a later "
             f"checkpoint over adapter and optimizer state ({state:,} bytes): job {ratios[0]}, "
-            f"save_checkpoint {ratios[1]}; first {facts['job'][0]:,} bytes; step {step_s:.3f} s of a core, "
-            f"mirror {mirror_s * 1e3:.2f} ms: {mirror_s / step_s:.2%}"
+            f"save_checkpoint {ratios[1]}; first {facts['job'][0]:,} bytes; "
+            f"step {step_s:.3f} s of a core, mirror {mirror_s * 1e3:.2f} ms: {mirror_s / step_s:.2%}"
         )
     if options.json:
         text = json.dumps(describe_run(Plan([], 0, 0, RANKS, 1)) | {"stages": measured}, indent=2)
