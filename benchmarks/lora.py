@@ -177,13 +177,13 @@ def main(arguments: list[str]) -> int:
     for stage, facts in measured.items():
         facts["job"] = jobs[stage]
         state = 12 * facts["trained"]  # fp32 weights and AdamW's two averages
-        ratios = [f"{facts[kind][-1] / state:.4f}" for kind in ("job", "save_checkpoint")]
+        job, script = (facts[kind][-1] / state for kind in ("job", "save_checkpoint"))
         step_s, mirror_s = median(facts["step_s"]), median(facts["mirror_s"])
         print(
             f"stage {stage}: {facts['params']:,} parameters, {facts['trained']:,} trained; a later "
-            f"checkpoint over adapter and optimizer state ({state:,} bytes): job {ratios[0]}, "
-            f"save_checkpoint {ratios[1]}; first {facts['job'][0]:,} bytes; "
-            f"step {step_s:.3f} s of a core, mirror {mirror_s * 1e3:.2f} ms: {mirror_s / step_s:.2%}"
+            f"checkpoint over adapter and optimizer state ({state:,} bytes): job {job:.4f}, "
+            f"save_checkpoint {script:.4f}; "
+            f"step {step_s:.3f} s of a core, mirror {mirror_s:.4f} s: {mirror_s / step_s:.2%}"
         )
     if options.json:
         text = json.dumps(describe_run(Plan([], 0, 0, RANKS, 1)) | {"stages": measured}, indent=2)
