@@ -99,6 +99,7 @@ def test_session_receives_engine_phases_and_steps() -> None:
     assert session.phases == [*micro_step, *micro_step, "reduce", "update", "publish", "gather"]
     (metrics,) = session.steps
     assert (metrics["step"], metrics["samples"]) == (1, 4)
+    assert metrics.pop("rank_loss") == pytest.approx(metrics["loss"])  # of the first steps
     assert metrics == engine.metrics.to_flat_dict()
     assert all(isinstance(value, int | float) for value in metrics.values())
 
