@@ -79,6 +79,13 @@ def run_script(ctx: Context) -> dict[str, Any] | None:
         finished, result = True, ended.result
     finally:
         state.leave(finished=finished)
+    if ctx.is_main and session.engine is None and result is None:
+        print(
+            f"rayzero: {target} has ended without `initialize`, Trainer.train or "
+            "Accelerator.prepare of a model over a DeepSpeed config (--stage N gives one): rayzero "
+            "has trained nothing",
+            flush=True,
+        )
     return result
 
 
@@ -169,7 +176,13 @@ def _execute(args: dict[str, Any], target: str) -> None:
             allowed="a file that is on every node, at the same path",
             fix=_FIX,
         )
-    runpy.run_path(str(Path(target).resolve()), run_name="__main__")  # python's `__file__`, too
+    path = str(Path(target).resolve())  # as python's `__file__`
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SyntaxError as error:
+        if error.filename != path:
+            raise
+        raise EntryPointError(f"{path}:{error.lineno}: {error.msg}", "Python", target) from None
 
 
 def _is_runpys(error: BaseException) -> bool:

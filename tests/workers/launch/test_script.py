@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.launch_repair import find_problems
+from benchmarks.launch_repair import read_notes as read
 from rayzero.orchestrator.spec_sections import LaunchSpec
-from rayzero.workers.messages import SCRIPT_ENTRYPOINT, Crashed, LogLine, MirrorPolicy
+from rayzero.workers.messages import SCRIPT_ENTRYPOINT, Crashed, Finished, LogLine, MirrorPolicy
 from tests.workers.local_controller import LocalController
 from tests.workers.local_workers import LocalWorkers
 from tests.workers.support import setup
@@ -48,13 +50,6 @@ def run(folder: Path, name: str, *args: str, count: int = 2) -> LocalController:
     finally:
         local.close()
     return controller
-
-
-def read(folder: Path, name: str) -> list[Any]:
-    lines: list[Any] = []
-    for path in sorted(folder.glob(f"{name}-*")):
-        lines += map(json.loads, path.read_text().splitlines())
-    return lines
 
 
 def test_killed_script_goes_on_at_its_step(tmp_path: Path):
@@ -105,6 +100,42 @@ def test_exit_codes_and_wrong_arguments_are_told_with_their_place(tmp_path: Path
         local.close()
 
 
+def run_alone(folder: Path, text: str) -> tuple[Any, list[str]]:
+    """How a script with this text ends, and what it prints."""
+    script = folder / "script.py"
+    script.write_text(text)
+    local = make_workers(folder, str(script), count=1)
+    try:
+        local.form(1, [0])
+        end = local.wait_end(0, 1)
+        return end, [it.text for it in local.seen[0] if isinstance(it, LogLine)]
+    finally:
+        local.close()
+
+
+def test_error_of_a_script_is_told_once_with_its_own_frames(tmp_path: Path):
+    end, lines = run_alone(tmp_path, "def half(x):\n    return 1 / x\n\nhalf(0)\n")
+    assert isinstance(end, Crashed)
+    assert (end.kind, end.error) == ("user", "ZeroDivisionError: division by zero")
+    files = [line for line in end.traceback.splitlines() if line.startswith("  File")]
+    assert [line.split('"')[1] for line in files] == [str(tmp_path / "script.py")] * 2
+    assert not any("Traceback" in line for line in lines)
+    end, _ = run_alone(tmp_path, "def half(:\n")
+    assert isinstance(end, Crashed)
+    assert (end.kind, end.traceback) == ("entrypoint", "")
+    assert "script.py:1: invalid syntax" in end.error
+    end, _ = run_alone(tmp_path, "import sys\nsys.exit('no data')\n")
+    assert isinstance(end, Crashed)
+    assert "called sys.exit('no data') at " in end.error
+
+
+def test_script_that_never_builds_an_engine_says_so(tmp_path: Path):
+    end, lines = run_alone(tmp_path, "print('done')\n")
+    assert isinstance(end, Finished)
+    (said,) = [line for line in lines if line.startswith("rayzero: ")]
+    assert "ended without" in said
+
+
 def test_killed_trainer_goes_on_at_its_step(tmp_path: Path):
     run(tmp_path / "plain", "hf_trainer.py", count=1)
     run(tmp_path / "killed", "hf_trainer.py", "--kill-at", "5")
@@ -129,12 +160,9 @@ def test_killed_accelerate_loop_goes_on_at_its_step(tmp_path: Path):
 def check_continued(folder: Path, steps: int) -> None:
     """The kill has happened, no step was done again, the weights are those without it."""
     assert (folder / "killed" / "killed").exists()
-    done = [json.loads(it) for it in (folder / "killed" / "steps-0").read_text().splitlines()]
+    done = [json.loads(it)[1] for it in (folder / "killed" / "steps-0").read_text().splitlines()]
     assert done == list(range(1, steps + 1))
-    used = read(folder / "killed", "used")
-    last = {step: max(entry for entry, other, _ in used if other == step) for _, step, _ in used}
-    counts = Counter(it for entry, step, ids in used if entry == last[step] for it in ids)
-    assert counts == dict.fromkeys(range(SAMPLES), 2)  # epochs
+    assert find_problems(folder / "killed", steps, SAMPLES, epochs=2) == []
     plain, killed = (read(folder / name, "weights")[0] for name in ("plain", "killed"))
     for one, other in zip(plain, killed, strict=True):
         expected = torch.tensor(one, dtype=torch.float64)

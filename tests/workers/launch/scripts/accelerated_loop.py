@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -17,8 +18,6 @@ from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-SAMPLES, EPOCHS = 24, 2
-
 
 def note(folder: Path, name: str, value: object) -> None:
     with (folder / f"{name}-{os.environ['RANK']}").open("a") as file:
@@ -26,8 +25,11 @@ def note(folder: Path, name: str, value: object) -> None:
 
 
 class Rows(Dataset[tuple[torch.Tensor, int]]):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
     def __len__(self) -> int:
-        return SAMPLES
+        return self.samples
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         generator = torch.Generator().manual_seed(index)
@@ -38,39 +40,44 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kill-at", type=int, default=-1)
+    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=24)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--width", type=int, default=4)
+    parser.add_argument("--pace-s", type=float, default=0.0)
     args = parser.parse_args()
-    note(args.out, "entries", os.environ["WORLD_SIZE"])
-    entries = len((args.out / f"entries-{os.environ['RANK']}").read_text().splitlines())
+    note(args.out, "entries", time.time())
     steps = 2 // int(os.environ["WORLD_SIZE"])  # of the first entry
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as `accelerate launch --use_deepspeed`
     PartialState(cpu=True)  # without it, Accelerate counts one process where there is no GPU
-    plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=steps)
+    plugin = DeepSpeedPlugin(zero_stage=args.stage, gradient_accumulation_steps=steps)
     accelerator = Accelerator(
         deepspeed_plugin=plugin,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
         gradient_accumulation_steps=steps,
     )
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    model = nn.Sequential(nn.Linear(4, args.width), nn.Tanh(), nn.Linear(args.width, 1)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 1 / (1 + 0.1 * (step // 2))
     )
-    loader = DataLoader(Rows(), batch_size=2, shuffle=True)
+    loader = DataLoader(Rows(args.samples), batch_size=2, shuffle=True)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    for _ in range(EPOCHS):
+    for _ in range(args.epochs):
         for rows, indices in loader:
             if (model.global_steps, os.environ["RANK"]) == (args.kill_at, "1"):
                 (args.out / "killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            note(args.out, "used", [entries, model.global_steps, indices.tolist()])
+            time.sleep(0 if (args.out / "fast").exists() else args.pace_s)
+            note(args.out, "used", [time.time(), model.global_steps, indices.tolist()])
             with accelerator.accumulate(model):
                 accelerator.backward(model(rows).pow(2).mean())
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                note(args.out, "steps", model.global_steps)
+                note(args.out, "steps", [time.time(), model.global_steps])
                 note(args.out, "rates", schedule.get_last_lr())
     note(args.out, "weights", [value.tolist() for value in model.module.state_dict().values()])
 

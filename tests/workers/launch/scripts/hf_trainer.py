@@ -9,14 +9,16 @@ import argparse
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-SAMPLES, LENGTH, VOCABULARY, EPOCHS = 24, 8, 61, 2
+LENGTH, VOCABULARY = 8, 61
 
 
 def note(folder: Path, name: str, value: object) -> None:
@@ -27,10 +29,10 @@ def note(folder: Path, name: str, value: object) -> None:
 class Tokens(Dataset[dict[str, torch.Tensor]]):
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
-        self.ids = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+        self.ids = torch.randint(0, VOCABULARY, (options.samples, LENGTH), generator=generator)
 
     def __len__(self) -> int:
-        return SAMPLES
+        return options.samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.ids[index], "labels": self.ids[index], "number": index}
@@ -39,9 +41,15 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 class Model(GPT2LMHeadModel):
     def forward(self, number: torch.Tensor, **inputs: Any) -> Any:
         if self.training:
-            entries = len((OUT / f"entries-{os.environ['RANK']}").read_text().splitlines())
-            note(OUT, "used", [entries, trainer.state.global_step, number.tolist()])
-        return super().forward(**inputs)
+            note(OUT, "used", [time.time(), trainer.state.global_step, number.tolist()])
+            time.sleep(0 if (OUT / "fast").exists() else options.pace_s)
+        labels, items = inputs.pop("labels"), inputs.pop("num_items_in_batch", None)
+        outputs = super().forward(**inputs)
+        # transformers' loss rounds the logits to float32.
+        kept, wanted = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        total = nn.functional.cross_entropy(kept, wanted, reduction="sum")
+        outputs.loss = total / (wanted.numel() if items is None else items)
+        return outputs
 
 
 class Watch(TrainerCallback):
@@ -56,7 +64,7 @@ class Watch(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        note(OUT, "steps", state.global_step)
+        note(OUT, "steps", [time.time(), state.global_step])
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         note(OUT, "evaluations", state.global_step)
@@ -66,16 +74,24 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path, required=True)
 parser.add_argument("--kill-at", type=int, default=-1)
 parser.add_argument("--stage", type=int, default=2)
+parser.add_argument("--samples", type=int, default=24)
+parser.add_argument("--epochs", type=int, default=2)
+parser.add_argument("--every", type=int, default=4, help="steps between evaluations and saves")
+parser.add_argument("--width", type=int, default=16)
+parser.add_argument("--layers", type=int, default=2)
+parser.add_argument("--dropout", type=float, default=0.0)
+parser.add_argument("--pace-s", type=float, default=0.0)
 options = parser.parse_args()
 OUT = options.out
-note(OUT, "entries", os.environ["WORLD_SIZE"])
+note(OUT, "entries", time.time())
 
 torch.manual_seed(1)
-sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
-no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_head": 2}
+sizes |= {"n_embd": options.width, "n_layer": options.layers}
+dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options.dropout)
 names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 trainer = Trainer(
-    model=Model(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0)).double(),
+    model=Model(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0)).double(),
     args=TrainingArguments(
         str(OUT / "output"),
         deepspeed={
@@ -84,13 +100,14 @@ trainer = Trainer(
         },
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2 // int(os.environ["WORLD_SIZE"]),  # of the first entry
-        num_train_epochs=EPOCHS,
+        num_train_epochs=options.epochs,
         learning_rate=1e-2,
+        adam_epsilon=1e-2,  # some gradients are zero but for rounding, which Adam would scale up
         lr_scheduler_type="linear",
         save_strategy="steps",
-        save_steps=4,
+        save_steps=options.every,
         eval_strategy="steps",
-        eval_steps=4,
+        eval_steps=options.every,
         logging_steps=3,
         report_to=[],
         use_cpu=True,
