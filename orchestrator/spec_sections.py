@@ -27,7 +27,11 @@ class LaunchSpec(SpecSection):
     module: str | None = Field(
         default=None, description="module that is run instead of a script, as by `python -m`"
     )
-    args: list[str] = Field(default_factory=list, description="its arguments, sys.argv[1:]")
+    args: list[str] = Field(
+        default_factory=list,
+        description="its arguments, sys.argv[1:]",
+        json_schema_extra={"items": {"type": ["string", "number"]}},  # `_write_numbers`
+    )
     stage: int | None = Field(
         default=None, ge=0, le=3, description="ZeRO stage, where the script has no config"
     )

@@ -234,6 +234,18 @@ def job_config_map(scenario: str) -> Object:
     return data
 
 
+def test_script_takes_the_place_of_the_example(tmp_path: Path) -> None:
+    launch = {"script": "/app/train.py", "args": ["--epochs", 3]}
+    texts = render_text({"job": {"spec": {"name": "script", "launch": launch}}})
+    (tmp_path / "job.yaml").write_text(
+        yaml.safe_load(texts["templates/job.yaml"])["data"]["job.yaml"], encoding="utf-8"
+    )
+    spec = load_job(tmp_path / "job.yaml")
+    assert spec.launch is not None
+    assert (spec.launch.script, spec.launch.args) == ("/app/train.py", ["--epochs", "3"])
+    assert (spec.args, spec.steps, spec.engine) == ({}, None, None)
+
+
 def test_numbers_in_job_file_keep_type_and_value(tmp_path: Path) -> None:
     args = {"small": 1e-7, "large": 123456789012, "text": "1e3", "flag": True, "none": None}
     texts = render_text({"job": {"spec": {"args": args, "steps": 20000000}}})

@@ -19,7 +19,9 @@
 
 {{- define "rayzero.job" -}}
 {{- $job := deepCopy .Values.job.spec -}}
-{{- if not $job.engine -}}{{- $_ := set $job "engine" "engine.json" -}}{{- end -}}
+{{- if $job.launch -}}{{/* instead of the example's function; a script has its own steps and config */}}
+{{- $job = omit $job "entrypoint" "args" "steps" -}}
+{{- else if not $job.engine -}}{{- $_ := set $job "engine" "engine.json" -}}{{- end -}}
 {{- $path := include "rayzero.storage.path" . -}}
 {{- if and $path (not (dig "checkpoint" "path" "" $job)) -}}
 {{- $_ := set $job "checkpoint" (merge (dict "path" $path) ($job.checkpoint | default dict)) -}}
