@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
@@ -263,3 +263,11 @@ class ZeroConfig(ConfigSection):
         "it changes the training result: updates would be stale",
         alternative="zero_optimization.offload_optimizer",
     )
+
+    if not TYPE_CHECKING:  # which would then know of no misspelled attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """DeepSpeed's attributes have no `stage3_` before their names."""
+            if f"stage3_{name}" in type(self).model_fields:
+                return getattr(self, f"stage3_{name}")
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")

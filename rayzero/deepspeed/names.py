@@ -204,7 +204,7 @@ WORKS: Mapping[str, Mapping[str, str]] = {
     "runtime.zero": _ZERO,
     "runtime.zero.config": {
         "rayzero.engine.config.zero": "DeepSpeedZeroConfig=ZeroConfig",
-        f"{_HERE}.typed_config": "ZeroStageEnum get_zero_config",
+        f"{_HERE}.typed_config": "OffloadDeviceEnum ZeroStageEnum get_zero_config",
     },
     "runtime.zero.offload_config": {
         "rayzero.engine.config.zero": (

@@ -15,6 +15,7 @@ from torch import nn
 from rayzero.deepspeed import comm, estimates, expert_groups, groups, typed_config
 from rayzero.deepspeed import runtime_utils as utils
 from rayzero.deepspeed.accelerator import get_accelerator
+from rayzero.engine.config.zero import ZeroConfig
 from rayzero.engine.errors import ConfigError
 from tests.support.ranks import run_ranks
 
@@ -90,6 +91,8 @@ def test_typed_readers() -> None:
     assert typed_config.get_optimizer_name(config) == "Adam"
     assert typed_config.get_scheduler_name(config) is None
     assert typed_config.get_zero_config(config).stage == typed_config.ZeroStageEnum.gradients
+    typed: Any = ZeroConfig.model_validate({"stage3_param_persistence_threshold": 7})
+    assert (typed.param_persistence_threshold, hasattr(typed, "persistence")) == (7, False)
 
     class Section(typed_config.DeepSpeedConfigModel):
         size: int = 3
