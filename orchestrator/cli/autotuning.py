@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 def tune_and_report(spec: JobSpec, address: str | None, as_json: bool) -> JobSpec | None:
     """Tries the settings of a job and writes `results_dir`. Returns the job with the best ones;
     None if every try failed. Raises as `ScriptTuner.tune`."""
-    from rayzero.orchestrator.job.tuning import ScriptTuner  # imports Ray, which takes a second
+    from rayzero.orchestrator.cluster.connect import connect  # imports Ray, which takes a second
+    from rayzero.orchestrator.job.tuning import ScriptTuner
 
     show = (lambda line: None) if as_json else partial(print, flush=True)
-    tuned = ScriptTuner(spec, address, show).tune()
+    cluster = connect(address)
+    try:
+        tuned = ScriptTuner(spec, cluster, show).tune()
+    finally:
+        cluster.close()
     table = _to_table(tuned)
     folder = Path(tuned.settings.results_dir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from ray import cloudpickle
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator import job_file
-from rayzero.orchestrator.cluster.connect import connect, head_address
+from rayzero.orchestrator.cluster.connect import ClusterConnection, connect, head_address
 from rayzero.orchestrator.console import open_console
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job.actor import JobActor
@@ -102,14 +102,20 @@ class Job:
             is_local = head_address(address) in ("", "local") and not ray.is_initialized()
             folder = plan.worker_spec.working_dir
             check_entrypoint(self.spec.entrypoint, folder, only_here=is_local)
-        cluster = connect(address)
+        return self._start(plan, connect(address), observer or NullObserver())
+
+    def submit_to(self, cluster: ClusterConnection, observer: JobObserver) -> JobHandle:
+        """As `submit`, to a cluster that is connected to."""
+        return self._start(self._make_plan(), cluster, observer)
+
+    def _start(self, plan: JobPlan, cluster: ClusterConnection, observer: JobObserver) -> JobHandle:
         try:
             process = start_or_attach(plan, cluster.can_grow)
         except BaseException:
             cluster.close()
             raise
         limit_s = stop_limit_s(self.spec)
-        return JobHandle(process, cluster, observer or NullObserver(), 0, limit_s)
+        return JobHandle(process, cluster, observer, 0, limit_s)
 
     @classmethod
     def attach(

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rayzero.engine.config.autotuning import AutotuningConfig
 from rayzero.engine.config.parse import merge_config
 from rayzero.engine.errors import ConfigError, RayzeroError, first_line
 from rayzero.engine.validation import validate_document
+from rayzero.orchestrator.cluster.connect import ClusterConnection
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job_events import NullObserver
@@ -51,16 +52,18 @@ class ScriptTuner:
     the largest number of workers.
 
     Args:
-        address: of the Ray cluster; by default each try has a local one of its own.
+        cluster: stays connected.
         show: called with a line for each try.
     """
 
-    def __init__(self, spec: JobSpec, address: str | None, show: Callable[[str], None]) -> None:
+    def __init__(
+        self, spec: JobSpec, cluster: ClusterConnection, show: Callable[[str], None]
+    ) -> None:
         if spec.launch is None:
             raise ConfigError("there is no script to tune", fix="`rayzero launch SCRIPT`")
         self._spec = spec
         self._launch = spec.launch
-        self._address = address
+        self._cluster = replace(cluster, owned=False)  # or the handle of a try would close it
         self._show = show
 
     def tune(self) -> Tuned:
@@ -128,7 +131,11 @@ class ScriptTuner:
         own = {"name": self._name(name), "launch": tried, "faults": [], "ledger": False}
         shutil.rmtree(Path(folder, self._name(name)), ignore_errors=True)  # of an earlier tuning
         job = Job.from_spec(spec.model_copy(update={**sections, **own}))
-        return job.run(self._address, NullObserver()).metrics
+        handle = job.submit_to(self._cluster, NullObserver())
+        try:
+            return handle.result().metrics
+        finally:
+            handle.end()
 
     def _name(self, name: str) -> str:
         return f"{self._spec.name[:_MAX_NAME]}-{name}"

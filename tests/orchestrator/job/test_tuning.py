@@ -11,12 +11,14 @@ import pytest
 from rayzero.engine.config.autotuning import AutotuningConfig
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cli.autotuning import tune_and_report
+from rayzero.orchestrator.cluster.connect import ClusterConnection
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job.tuning import ScriptTuner, apply, find_batch_flag, script_facts
 from rayzero.orchestrator.policies.tuning import Candidate, ScriptFacts
 from rayzero.orchestrator.spec import JobSpec
 from rayzero.orchestrator.spec_sections import LaunchSpec
 
+NOWHERE = ClusterConnection(owned=False, can_grow=False)
 SPEC = {"name": "train", "workers": {"min": 1, "max": 2}, "launch": {"script": "train.py"}}
 
 
@@ -48,6 +50,7 @@ class FakeRuns(ScriptTuner):
 def fake_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rayzero.orchestrator.job.tuning.ScriptTuner", FakeRuns)
+    monkeypatch.setattr("rayzero.orchestrator.cluster.connect.connect", lambda address: NOWHERE)
     words = ["rayzero", "launch", "--autotuning", "run", "train.py"]
     monkeypatch.setattr("sys.argv", words)
 
@@ -77,7 +80,7 @@ def test_results_are_used_again_without_overwrite(monkeypatch: pytest.MonkeyPatc
     spec = JobSpec.model_validate(SPEC)
     kept = {"autotuning": {"num_tuning_micro_batch_sizes": 2, "overwrite": False}}
     monkeypatch.setattr(FakeRuns, "document", kept)
-    first = FakeRuns(spec, None, print).tune()
+    first = FakeRuns(spec, NOWHERE, print).tune()
     run = FakeRuns._run
 
     def only_plan(self: Any, name: str, *rest: Any, **steps: Any) -> dict[str, Any]:
@@ -85,7 +88,7 @@ def test_results_are_used_again_without_overwrite(monkeypatch: pytest.MonkeyPatc
         return run(self, name, *rest, **steps)
 
     monkeypatch.setattr(FakeRuns, "_run", only_plan)
-    again = FakeRuns(spec, None, print).tune()
+    again = FakeRuns(spec, NOWHERE, print).tune()
     assert [it.candidate for it in again.results] == [it.candidate for it in first.results]
     assert again.best is not None
     assert again.best.candidate == Candidate(1, 2)
@@ -95,13 +98,13 @@ def test_script_without_engine_and_short_scripts_are_told(monkeypatch: pytest.Mo
     spec, run = JobSpec.model_validate(SPEC), FakeRuns._run
     monkeypatch.setattr(FakeRuns, "_run", lambda *_, **__: {})
     with pytest.raises(ConfigError, match=r"train\.py builds no engine"):
-        FakeRuns(spec, None, print).tune()
+        FakeRuns(spec, NOWHERE, print).tune()
 
     def plan_only(self: Any, name: str, *rest: Any, **steps: Any) -> dict[str, Any]:
         return run(self, name, *rest, **steps) if name == "plan" else {}
 
     monkeypatch.setattr(FakeRuns, "_run", plan_only)
-    tuned = FakeRuns(spec, None, print).tune()
+    tuned = FakeRuns(spec, NOWHERE, print).tune()
     assert tuned.best is None
     assert "ends before step 5" in tuned.results[-1].failure
 
