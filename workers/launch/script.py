@@ -202,7 +202,8 @@ def _check_exit(exited: SystemExit, target: str) -> None:
     if any(frame.filename.endswith("/argparse.py") for frame in frames):
         seen = exited.__context__ or "see its usage above"
         raise EntryPointError(f"{target}: wrong arguments ({seen}){place}", fix=_FIX) from None
-    raise ScriptExitError(f"{target} called sys.exit({exited.code!r}){place}") from None
+    error = ScriptExitError(f"{target} called sys.exit({exited.code!r}){place}")
+    raise error.with_traceback(exited.__traceback__) from None
 
 
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.launch_repair import find_problems
+from benchmarks.launch_repair import find_problems, weight_difference
 from benchmarks.launch_repair import read_notes as read
 from rayzero.orchestrator.spec_sections import LaunchSpec
 from rayzero.workers.messages import SCRIPT_ENTRYPOINT, Crashed, Finished, LogLine, MirrorPolicy
@@ -127,6 +127,8 @@ def test_error_of_a_script_is_told_once_with_its_own_frames(tmp_path: Path):
     end, _ = run_alone(tmp_path, "import sys\nsys.exit('no data')\n")
     assert isinstance(end, Crashed)
     assert "called sys.exit('no data') at " in end.error
+    files = [line for line in end.traceback.splitlines() if line.startswith("  File")]
+    assert [line.split('"')[1] for line in files] == [str(tmp_path / "script.py")]
 
 
 def test_script_that_never_builds_an_engine_says_so(tmp_path: Path):
@@ -149,6 +151,17 @@ def test_killed_trainer_goes_on_at_its_step(tmp_path: Path):
     saved = [json.loads(it.read_text()) for it in tmp_path.glob("*/output/*/trainer_state.json")]
     assert sorted(it["global_step"] for it in saved) == [4, 4, 8, 8, 12, 12]
     assert all(it["save_steps"] == 4 for it in saved)
+
+
+def test_trainer_that_resumed_from_a_checkpoint_goes_on_after_a_kill(tmp_path: Path):
+    run(tmp_path / "plain", "hf_trainer.py", "--stage", "3")
+    checkpoint = str(tmp_path / "plain" / "output" / "checkpoint-8")
+    args = ("--stage", "3", "--resume", checkpoint, "--kill-at", "10")
+    run(tmp_path / "killed", "hf_trainer.py", *args)
+    assert (tmp_path / "killed" / "killed").exists()
+    done = [json.loads(it)[1] for it in (tmp_path / "killed" / "steps-0").read_text().splitlines()]
+    assert done == [9, 10, 11, 12]
+    assert weight_difference(tmp_path / "plain", tmp_path / "killed") <= 1e-9
 
 
 def test_killed_accelerate_loop_goes_on_at_its_step(tmp_path: Path):

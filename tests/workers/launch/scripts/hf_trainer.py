@@ -74,6 +74,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path, required=True)
 parser.add_argument("--kill-at", type=int, default=-1)
 parser.add_argument("--stage", type=int, default=2)
+parser.add_argument("--resume", help="a checkpoint of Trainer's")
 parser.add_argument("--samples", type=int, default=24)
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--every", type=int, default=4, help="steps between evaluations and saves")
@@ -118,7 +119,7 @@ trainer = Trainer(
     eval_dataset=Tokens(),
     callbacks=[Watch(options.kill_at)],
 )
-trainer.train()
+trainer.train(options.resume)
 note(OUT, "weights", [value.tolist() for value in trainer.model.state_dict().values()])
 history = [{**it, "loss": it.get("loss", it.get("eval_loss"))} for it in trainer.state.log_history]
 note(OUT, "log", [(it["step"], it["loss"]) for it in history if it["loss"] is not None])
