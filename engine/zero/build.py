@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,7 +28,7 @@ from rayzero.engine.zero.parameters import (
 )
 from rayzero.engine.zero.placement import Placement, Stage
 from rayzero.engine.zero.reducer import GradReduction, UnitGradSpec
-from rayzero.engine.zero.scratch import ScratchBuffer
+from rayzero.engine.zero.scratch import ScratchBuffer, map_zeros
 from rayzero.engine.zero.unit import Unit
 
 
@@ -113,10 +112,9 @@ def make_unit(
 def _untouched_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A flat tensor of zeros; in host memory, its pages are not there until they are written: while
     a model is loaded, gradients take no room."""
-    if device.type != "cpu" or get_device(device).asynchronous or not numel:
+    if device.type != "cpu" or get_device(device).asynchronous:
         return torch.zeros(numel, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype)
+    return map_zeros(numel * dtype.itemsize).view(dtype)
 
 
 def _make_weights(plan: UnitPlan, original: Tensor, context: BuildContext) -> WeightStore:

@@ -21,7 +21,7 @@ from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.errors import EngineError
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
 
-_CHUNK_BYTES = 4 << 20  # read at a time
+_CHUNK_BYTES = 1 << 20  # read at a time, if it is converted or sent to a device
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class FileValues:
     def read(self, start: int, into: Tensor) -> None:
         """Reads the elements from `start` on into a flat tensor of any dtype and device. Raises
         EngineError if the file is shorter than it was."""
-        step = _CHUNK_BYTES // self.dtype.itemsize
-        chunk = torch.empty(min(step, into.numel()), dtype=self.dtype)
+        direct = into.device.type == "cpu" and into.dtype is self.dtype
+        step = max(into.numel(), 1) if direct else _CHUNK_BYTES // self.dtype.itemsize
+        chunk = into if direct else torch.empty(min(step, into.numel()), dtype=self.dtype)
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.offset + start * self.dtype.itemsize)
             for begin in range(0, into.numel(), step):
@@ -59,7 +60,8 @@ class FileValues:
                     if not count:
                         raise EngineError(f"{self.path} has become shorter while it was read")
                     raw = raw[count:]
-                into[begin : begin + len(part)].copy_(part)
+                if not direct:
+                    into[begin : begin + len(part)].copy_(part)
 
 
 class MappedFiles:
