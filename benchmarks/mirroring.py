@@ -73,6 +73,9 @@ class MirrorSession:
         self.copy_s: list[float] = []
         self._step = 0
 
+    def admits_engine(self, *, trains: bool) -> bool:
+        return True
+
     def resume_from(self) -> Any:
         return nullcontext()
 

@@ -21,7 +21,7 @@ from rayzero.engine.config.explain import log_explanation
 from rayzero.engine.data.loader import MapDataset, StepLoader
 from rayzero.engine.metrics import StepMetrics
 from rayzero.engine.optim.build import NoOptimizer, OptimizerLike
-from rayzero.engine.session import current_session
+from rayzero.engine.session import current_session, session_of_engine
 from rayzero.engine.settings import ConfigLike, Settings, resolve_config
 from rayzero.engine.state.load import LOAD_ALL, LoadOptions
 from rayzero.engine.state.save import full_state_dict
@@ -88,8 +88,7 @@ class Engine:
             model_parameters: parameters or parameter groups to train; by default the optimizer's,
                 or all that require gradients.
             training_data: a map-style dataset; None if the script makes its own batches.
-            lr_scheduler: a scheduler of the optimizer, or a function that makes one from it. It is
-                stepped once per optimizer step.
+            lr_scheduler: a scheduler of the optimizer, or a function that makes one: of each step.
             collate_fn: makes a batch from a list of samples.
 
         Raises:
@@ -98,6 +97,7 @@ class Engine:
         """
         session = current_session()
         parsed = resolve_config(config, optimizer, lr_scheduler, session)
+        session = session_of_engine(session, optimizer, parsed.config.optimizer)
         module = make_model(model)
         step = build_training_step(
             parsed.config, module, optimizer, model_parameters, lr_scheduler, session

@@ -8,7 +8,7 @@ Under torchrun or alone there is no session.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -66,6 +66,10 @@ class HostSession(Protocol):
     def on_model(self, model: nn.Module) -> None:
         """An engine is about to be built of this model."""
 
+    def admits_engine(self, *, trains: bool) -> bool:
+        """Whether the engine that is about to be built is the host's. Others are beside it: their
+        state is neither restored nor preserved. Raises ConfigError if there can be no other."""
+
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
         """The state to restore into a new engine; None for a fresh start."""
 
@@ -87,6 +91,46 @@ class HostSession(Protocol):
     def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
         """An optimizer step has finished on this rank. `metrics` is `Engine.metrics` flattened to
         numbers, `agreed` the ranks' common decision."""
+
+
+class BesideSession:
+    """The session of an engine beside the host's own: a GAN's second one, DPO's reference model.
+    The host hears of its phases and waits, as signs of life, not of its state and steps."""
+
+    def __init__(self, host: HostSession) -> None:
+        self.engine_config, self.seed, self.shares = host.engine_config, host.seed, host.shares
+        self.on_phase = host.on_phase
+        self.on_collective_wait = host.on_collective_wait
+
+    def adapt_config(self, config: ConfigSource | None) -> ConfigSource | None:
+        return config
+
+    def on_model(self, model: nn.Module) -> None:
+        return
+
+    def admits_engine(self, *, trains: bool) -> bool:
+        return True
+
+    def resume_from(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def on_engine_ready(self, engine: Any) -> None:
+        return
+
+    def on_samples_consumed(self, samples: Sequence[int]) -> None:
+        return
+
+    def step_requests(self) -> StepRequests:
+        return NO_REQUESTS
+
+    def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
+        return
+
+
+def session_of_engine(host: HostSession | None, *optimizers: object) -> HostSession | None:
+    """The session of an engine that is about to be built; it trains if any of these is not None."""
+    trains = any(it is not None for it in optimizers)
+    return host if host is None or host.admits_engine(trains=trains) else BesideSession(host)
 
 
 _current_session: ContextVar[HostSession | None] = ContextVar("rayzero_session", default=None)

@@ -61,7 +61,8 @@ def resolve_config(
         )
     if optimizer is None and parsed.config.optimizer is None:
         has_scheduler = lr_scheduler is not None or parsed.config.scheduler is not None
-        _check_evaluation_only(in_job=session is not None, has_scheduler=has_scheduler)
+        in_job = session is not None and session.admits_engine(trains=False)
+        _check_evaluation_only(in_job=in_job, has_scheduler=has_scheduler)
     return parsed
 
 

@@ -80,7 +80,8 @@ def _error_line(model: type[BaseModel], error: ErrorDetails) -> str:
             hint = f"; known keys: {', '.join(known)}"
         return f"{name}: unknown key{hint}"
     if error["type"] == "missing":
-        return f"{name}: this key is required"
+        auto = ": a number; auto is filled in by transformers, Accelerate, or a job's `steps`"
+        return f"{name}: this key is required{auto if path[-1:] == ['total_num_steps'] else ''}"
     reason = error["msg"].removeprefix("Value error, ")
     seen = repr_value(redact_document(error["input"], path[-1] if path else "", _SHOWN_LEVELS))
     return f"{name}: {reason[:1].lower()}{reason[1:]} (seen: {seen})"

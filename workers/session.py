@@ -98,6 +98,17 @@ class JobSession:
         if self.script_settings is not None:
             self.script_settings.on_model(model)
 
+    def admits_engine(self, *, trains: bool) -> bool:
+        """The first that trains; in a function, also one that does not, which is refused."""
+        if trains and self.engine is not None and self.restored_step:
+            raise ConfigError(
+                f"a second engine that trains, in a job that continues at step "
+                f"{self.restored_step}: the state of the first only is preserved",
+                allowed="one engine, for a job that is to survive faults",
+                fix="one model that holds both, with parameter groups",
+            )
+        return self.engine is None and (trains or not self.replays_epochs)
+
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
         self.on_phase("load")
         return self._retained.open_source(self._assignment.restore)

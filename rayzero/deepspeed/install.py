@@ -71,8 +71,8 @@ def add_alias_modules() -> None:
 
 
 def install() -> None:
-    """Makes `import deepspeed`, and its submodules, mean this package in this process. Logged once,
-    on rank 0. Safe to repeat. Raises ConfigError if DeepSpeed itself has been imported already."""
+    """Makes `import deepspeed`, and its submodules, mean this package in this process. Logged once
+    on rank 0, as information. Safe to repeat. Raises ConfigError if DeepSpeed itself has been imported already."""
     package = import_module(_PACKAGE)
     loaded = sys.modules.get("deepspeed")
     if loaded is package:
@@ -87,7 +87,7 @@ def install() -> None:
         sys.modules[f"deepspeed.{name}"] = sys.modules[f"{_PACKAGE}.{name}"]
     sys.meta_path.insert(0, _Finder())
     if int(os.environ.get("RANK", "0")) == 0:
-        log.warning("`import deepspeed` means rayzero's engine in this process")
+        log.info("`import deepspeed` means rayzero's engine in this process")
 
 
 class _Distribution(Distribution):

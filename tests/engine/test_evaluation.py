@@ -120,6 +120,9 @@ class MinimalSession:
     def adapt_config(self, config: dict[str, Any]) -> dict[str, Any]:
         return config
 
+    def admits_engine(self, *, trains: bool) -> bool:
+        return True
+
 
 def test_job_requires_an_optimizer() -> None:
     session: HostSession = MinimalSession()  # type: ignore[assignment]

@@ -104,6 +104,24 @@ def test_session_receives_engine_phases_and_steps() -> None:
     assert all(isinstance(value, int | float) for value in metrics.values())
 
 
+def test_an_engine_beside_the_hosts_is_neither_restored_nor_reported() -> None:
+    class FirstThatTrains(RecordingSession):
+        def admits_engine(self, *, trains: bool) -> bool:
+            return trains and not self.engines
+
+    session = FirstThatTrains(CONFIG | {"train_batch_size": 2})
+    with use_session(session):
+        frozen, *_ = rayzero.initialize(model=nn.Linear(3, 1), config={"train_batch_size": 2})
+        engines = [rayzero.initialize(model=nn.Linear(3, 1))[0] for _ in range(2)]
+    assert session.engines == engines[:1]
+    for step in range(1, 3):
+        for engine in engines:
+            engine.backward(engine(frozen(torch.ones(2, 3)) * torch.ones(2, 3)).sum())
+            engine.step()
+        assert len(session.steps) == step
+        assert session.phases.count("backward") == 2 * step  # both engines' are signs of life
+
+
 def test_skipped_step_is_reported_without_update() -> None:
     session = RecordingSession(CONFIG | {"train_batch_size": 2})
     with use_session(session):

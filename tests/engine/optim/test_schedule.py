@@ -120,7 +120,7 @@ class TestWarmupCosineLR:
         ("WarmupLR", {"warmup_steps": 3}, r"scheduler\.params\.warmup_steps: .*'warmup_num_steps'"),
         ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps: .*greater than"),
         ("WarmupLR", {"warmup_type": 3}, "warmup_type: .*'log' or 'linear'"),
-        ("WarmupDecayLR", {}, r"scheduler\.params\.total_num_steps: this key is required"),
+        ("WarmupDecayLR", {}, r"scheduler\.params\.total_num_steps: this key is required.*auto"),
         ("WarmupCosineLR", {"total_num_steps": "many"}, r"total_num_steps: .*seen: 'many'"),
         ("WarmupCosineLR", {"total_num_steps": 9, "warmup_max_lr": 1}, "warmup_max_lr: unknown"),
     ],

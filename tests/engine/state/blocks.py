@@ -62,6 +62,9 @@ class StateSession:
     agreed: list[StepRequests] = field(default_factory=list)
     source: BlocksSource | None = None
 
+    def admits_engine(self, *, trains: bool) -> bool:
+        return True
+
     @contextmanager
     def resume_from(self) -> Iterator[BlocksSource | None]:
         self.source = BlocksSource(self.blocks) if self.blocks else None

@@ -215,6 +215,9 @@ class MirroringSession:
         self._engine: Any = None
         self._updated = 0  # kernels of the compute stream, until the end of the last update
 
+    def admits_engine(self, *, trains: bool) -> bool:
+        return True
+
     def resume_from(self) -> Any:
         return nullcontext(None)
 
