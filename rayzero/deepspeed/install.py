@@ -71,8 +71,12 @@ def add_alias_modules() -> None:
 
 
 def install() -> None:
-    """Makes `import deepspeed`, and its submodules, mean this package in this process. Logged once
-    on rank 0, as information. Safe to repeat. Raises ConfigError if DeepSpeed itself has been imported already."""
+    """Makes `import deepspeed`, and its submodules, mean this package in this process. Logged once,
+    on rank 0, as information. Safe to repeat.
+
+    Raises:
+        ConfigError: DeepSpeed itself has been imported already.
+    """
     package = import_module(_PACKAGE)
     loaded = sys.modules.get("deepspeed")
     if loaded is package:
