@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rayzero.engine.api.absent_values import refuse_absent_values
 from rayzero.engine.api.deepspeed_engine import DeepSpeedEngine
 from rayzero.engine.api.sharded_params import add_stage3_names
 from rayzero.engine.builder import SchedulerLike
@@ -76,6 +77,7 @@ def initialize(
         collate_fn=collate_fn,
     )
     add_stage3_names(engine)
+    refuse_absent_values(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

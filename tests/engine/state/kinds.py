@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import rayzero
+from rayzero.engine.api.params import GatheredParameters
 from rayzero.engine.layout.state_index import TensorRange
 from rayzero.engine.offload import plan
 from rayzero.engine.offload.transfer import HostTransfer
@@ -39,6 +40,7 @@ class Kind:
         limit: largest relative error of weights, against an uninterrupted run, after a change of
             the world size; None if compression makes the runs incomparable.
         separate_memory: copy between device and host memory, as on a GPU.
+        frozen: two layers are, as a base under LoRA; at step 0 one of them is written.
     """
 
     stage: int
@@ -48,6 +50,7 @@ class Kind:
     extra: Mapping[str, Any] = field(default_factory=dict)
     limit: float | None = 1e-4
     separate_memory: bool = False
+    frozen: bool = False
 
     def config(self, stage: int, nvme_path: str) -> dict[str, Any]:
         zero = {"reduce_bucket_size": 200, "sub_group_size": 64} | dict(self.zero)
@@ -148,6 +151,7 @@ KINDS = {
         3, 2, ("momentum", "adam"), zero=CPU | PARAM, extra=_optimizer("Muon"), separate_memory=True
     ),
     "secondary shards": Kind(3, 2, ("adam",), zero={"zero_hpz_partition_size": 2}),
+    "frozen weights": Kind(3, 1, ("adam",), frozen=True),
     "int8 weights": Kind(3, 3, ("adam",), zero={"zero_quantized_weights": True}, limit=2e-2),
 }
 
@@ -181,10 +185,16 @@ def make_engine(kind: Kind, config: dict[str, Any] | None) -> tuple[rayzero.Engi
     model = nn.Sequential(
         nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 1)
     )
+    if kind.frozen:
+        model[0].requires_grad_(False)
+        model[2].requires_grad_(False)
     with host_memory(kind):
         engine, _, loader, _ = rayzero.initialize(
             model=model, training_data=RegressionDataset(), config=config
         )
+    if kind.frozen and engine.progress.step == 0:  # one that resumes reads this from the state
+        with GatheredParameters([model[2].weight], modifier_rank=0):
+            model[2].weight.data.mul_(1.5)
     return engine, loader
 
 

@@ -1,0 +1,69 @@
+"""`model.state_dict()` at stage 3 where a weight is not gathered: its use is refused.
+
+There is no value to return, and gathering is collective, which a call on one rank is not. So the
+dictionary has names, shapes and dtypes, which scripts read, and tensors that refuse all else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rayzero.engine.api.sharded_params import ZeroParamStatus
+from rayzero.engine.engine import Engine
+from rayzero.engine.errors import EngineError
+
+_READABLE = {
+    *("shape", "size", "numel", "nelement", "ndim", "dim", "__len__", "dtype", "element_size"),
+    *("is_floating_point", "is_complex", "device", "layout", "is_sparse", "is_quantized"),
+    *("is_meta", "requires_grad", "__hash__"),
+}
+"""Names of a tensor's methods and properties that do not need its values."""
+
+
+class AbsentValue(Tensor):
+    """A weight's shape and dtype. Raises EngineError where its values are used."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        is_property = func.__name__ == "__get__"
+        name = getattr(func, "__self__", func).__name__ if is_property else func.__name__
+        if name in _READABLE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if name == "__repr__":
+            return f"AbsentValue({tuple(args[0].shape)}, {args[0].dtype})"
+        raise EngineError(
+            "a weight of model.state_dict() was used, and at stage 3 each rank holds a part of it",
+            allowed="its shape and dtype; its values inside zero.GatheredParameters",
+            fix="engine.state_dict() on all ranks, or save_pretrained(state_dict=...) of that",
+        )
+
+
+def refuse_absent_values(engine: Engine) -> None:
+    """Does it for the model of a stage-3 engine, also where one of its modules is asked. Without
+    effect on gathered weights and on the parameters of `keep_vars=True`."""
+    if engine.settings.config.zero_optimization.stage != 3:
+        return
+    for module in engine.module.modules():
+        if module._parameters and _replace not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(_replace)
+
+
+def _replace(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, param in module._parameters.items():
+        value = state.get(prefix + name)
+        if param is None or not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+            continue
+        available = ZeroParamStatus.AVAILABLE
+        if getattr(param, "ds_status", available) is not available:
+            state[prefix + name] = value.as_subclass(AbsentValue)
