@@ -142,6 +142,14 @@ class Restored(RankMessage):
 
 
 @dataclass(frozen=True)
+class StepDivided(RankMessage):
+    """The training function cuts a step into this many equal parts over all ranks, as Trainer and
+    Accelerate do: only numbers of ranks that divide it can continue."""
+
+    parts: int
+
+
+@dataclass(frozen=True)
 class StepReport(RankMessage):
     """A rank finished a step.
 

@@ -24,6 +24,7 @@ from rayzero.workers.messages import (
     SCRIPT_ENTRYPOINT,
     Assignment,
     Restored,
+    StepDivided,
     WorkerMessage,
     WorkerSpec,
 )
@@ -118,6 +119,11 @@ class JobSession:
         """The function is a script, which begins each of its loops again: a loader's first
         iteration is the first epoch, also when that is finished."""
         return self._spec.entrypoint == SCRIPT_ENTRYPOINT
+
+    def divide_step(self, parts: int) -> None:
+        """Posts `StepDivided`, by rank 0."""
+        if self._assignment.rank == 0:
+            self._channel.post(StepDivided(self._assignment.generation, 0, parts))
 
     @property
     def restored_step(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from rayzero.orchestrator import machine
@@ -115,6 +115,19 @@ class JobContext(ObservedState):
 
     def post_event(self, event: machine.Event) -> None:
         self.events.put_nowait(event)
+
+    def divide_step(self, parts: int) -> None:
+        """From now on only numbers of ranks that divide `parts` train."""
+        limits = replace(self.registry.limits, parts=parts)
+        if limits == self.registry.limits:
+            return
+        self.registry.limits = limits
+        if (most := limits.size(limits.max)) != limits.max:
+            self.warn(
+                f"a step has {parts} micro-batches, which Trainer and Accelerate give to ranks in "
+                f"equal parts: of up to {limits.max} workers (workers.max) {most or 'none'} can "
+                "train; gradient_accumulation_steps decides it"
+            )
 
     def warn(self, text: str) -> None:
         self.emit(JobWarning(text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rayzero.engine.config import parse_config
@@ -29,7 +30,6 @@ from rayzero.orchestrator.job_file import check_batch_sizes
 from rayzero.orchestrator.journal.run_history import RunHistory, faults_on_clock
 from rayzero.orchestrator.machine import Instruction, State
 from rayzero.orchestrator.plan import JobPlan
-from rayzero.orchestrator.policies.membership import WorkerLimits
 from rayzero.orchestrator.policies.placement import spare_cores
 from rayzero.orchestrator.results import JobResult, JobStatus
 from rayzero.workers.messages import WorkerInfo
@@ -150,7 +150,8 @@ class Controller:
         self._checkpoints.failed = past.checkpoints_failed
         self._failures.history = faults_on_clock(past, now_s, unix_s)
         if past.scaled_limits is not None:
-            ctx.registry.limits = WorkerLimits(*past.scaled_limits, ctx.registry.limits.spares)
+            least, most = past.scaled_limits
+            ctx.registry.limits = replace(ctx.registry.limits, min=least, max=most)
         ctx.emit(RunAdopted(past.step, past.generation, unix_s - past.last_at_s))
 
     async def _handle_event(self, event: machine.Event) -> None:

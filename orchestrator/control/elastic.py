@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 from contextlib import suppress
+from dataclasses import replace
 
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
@@ -14,7 +15,6 @@ from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.orchestrator.job_events import LimitsChanged, WorkersReady
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies import placement
-from rayzero.orchestrator.policies.membership import WorkerLimits
 from rayzero.workers.messages import WorkerInfo
 
 JOIN_BATCH_S = 0.5
@@ -57,9 +57,9 @@ class ElasticScaler:
 
     def set_limits(self, min_workers: int, max_workers: int) -> None:
         ctx = self._context
-        spares = ctx.registry.limits.spares
-        ctx.registry.limits = WorkerLimits(min_workers, max_workers, spares)
-        ctx.deps.workers.resize(min_workers, max_workers + spares)
+        limits = replace(ctx.registry.limits, min=min_workers, max=max_workers)
+        ctx.registry.limits = limits
+        ctx.deps.workers.resize(min_workers, max_workers + limits.spares)
         ctx.emit(LimitsChanged(min_workers, max_workers))
 
     def release_not_chosen(self) -> None:

@@ -26,6 +26,7 @@ from rayzero.workers.messages import (
     Pinned,
     Restored,
     Shrunk,
+    StepDivided,
     StepReport,
     StopCaught,
     Stopped,
@@ -222,6 +223,7 @@ class MessageDispatcher:
             Crashed: self._on_crashed,
             Shrunk: shrink.on_shrunk,
             Pinned: replication.on_pinned,
+            StepDivided: lambda _, message: context.divide_step(message.parts),
             LogLine: self._forward,
             FaultFired: self._forward,
         }

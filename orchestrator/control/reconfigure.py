@@ -192,7 +192,8 @@ class Reconfiguration:
         limit_s = ctx.plan.resources.timeout_s
         if registry.select_members() is None:
             ctx.warn(
-                f"{len(registry.ready)} of at least {registry.limits.min} workers are left: "
+                f"{len(registry.ready)} of at least "
+                f"{registry.limits.least_above(len(registry.ready))} workers are left: "
                 f"waiting up to {limit_s:g} s for replacements (workers.start_timeout_s)"
             )
             await ctx.wait_for(limit_s, lambda: registry.select_members() is not None)

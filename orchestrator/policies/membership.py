@@ -13,11 +13,34 @@ from rayzero.workers.messages import WorkerInfo
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """How many members a generation has, and how many more workers are kept ready."""
+    """How many members a generation has, and how many more workers are kept ready.
+
+    Args:
+        parts: of a step that cannot be cut in other ways: only numbers of members that divide it
+            can train. 0: any number can.
+    """
 
     min: int
     max: int
     spares: int = 0
+    parts: int = 0
+
+    def size(self, available: int) -> int | None:
+        """How many of `available` workers should be members; None: more are to be waited for."""
+        most = min(self.max, max(self.min, available))
+        if available < self.min:
+            return None
+        if not self.parts:
+            return most
+        fitting = [n for n in range(self.min, self.max + 1) if self.parts % n == 0]
+        if not fitting:
+            return most  # the script says what it needs
+        return max((n for n in fitting if n <= most), default=None)
+
+    def least_above(self, available: int) -> int:
+        """How many workers there must be, where `available` are too few."""
+        more = range(max(self.min, available + 1), self.max + 1)
+        return next((n for n in more if self.size(n) is not None), self.min)
 
 
 @dataclass(frozen=True)
@@ -46,7 +69,7 @@ def select_members(
     draining_nodes: Collection[str] = (),
 ) -> Selected | None:
     """Members first, because they hold the state, then other ready workers; workers on draining
-    nodes only if there are no others. None if there are fewer than `limits.min`.
+    nodes only if there are no others. None if there are too few.
 
     Stable: with the selected workers as members, it selects the same ones again.
 
@@ -55,9 +78,9 @@ def select_members(
         members: indices of the present members.
         draining_nodes: ids of nodes.
     """
-    if len(ready) < limits.min:
+    if limits.size(len(ready)) is None:
         return None
-    if not draining_nodes and len(ready) <= limits.max:
+    if not draining_nodes and len(ready) == limits.size(len(ready)):
         return Selected(tuple(ready))  # the usual case: all of them
     draining = [worker for worker in ready if worker.node_id in draining_nodes]
     staying = [worker for worker in ready if worker.node_id not in draining_nodes]
@@ -65,20 +88,23 @@ def select_members(
         *sorted(staying, key=lambda worker: worker.index not in members),
         *sorted(draining, key=lambda worker: worker.index not in members),
     ]
-    size = min(limits.max, max(limits.min, len(staying)))
+    size = limits.size(max(limits.min, len(staying))) or limits.size(len(ready)) or limits.min
+    # What does not divide the step waits for the workers that it needs.
+    most = max(size, min(limits.max, len(staying)))
     return Selected(
         tuple(sorted(order[:size], key=lambda worker: worker.index)),
         displaced=tuple(order[max(size, len(staying)) :]),
-        surplus=tuple(order[size + limits.spares : len(staying)]),
+        surplus=tuple(order[most + limits.spares : len(staying)]),
     )
 
 
 def not_enough_error(available: int, limits: WorkerLimits, waited_s: float) -> JobFailedError:
     """The error of a job that has too few workers, and got no replacements in time."""
     return JobFailedError(
-        f"{available} of at least {limits.min} workers are left, and no replacement was "
-        f"ready within {waited_s:g} s",
-        allowed=f"{limits.min} to {limits.max} workers (workers.min, workers.max)",
+        f"{available} of at least {limits.least_above(available)} workers are left, and no "
+        f"replacement was ready within {waited_s:g} s",
+        allowed=f"{limits.min} to {limits.max} workers (workers.min, workers.max)"
+        + f", a number that divides {limits.parts} micro-batches" * bool(limits.parts),
         fix="workers.min or workers.start_timeout_s in the job file, or the size of the cluster",
     )
 

@@ -85,6 +85,7 @@ def _continuing_prepare(prepare: Callable[..., Any]) -> Callable[..., Any]:
             ranks = dist.get_world_size()
             _first.update(ranks=ranks, batches=steps * ranks, now=ranks)
         _first["now"] = dist.get_world_size()
+        session.divide_step(_first["batches"])
         loaders = [it for it, given in zip(result, args, strict=True) if _is_loader(given)]
         if loaders and engine.global_steps:
             steps_per_epoch = math.ceil(len(loaders[0]) / steps)

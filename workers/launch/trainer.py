@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import current_session
@@ -136,8 +137,10 @@ def _keeping_loop(loop: Callable[..., Any], module: ModuleType) -> Callable[...,
 
     @wraps(loop)
     def keeping(self: Any, *args: Any, **options: Any) -> Any:
-        if not isinstance(current_session(), JobSession):
+        session = current_session()
+        if not isinstance(session, JobSession):
             return loop(self, *args, **options)
+        session.divide_step(self.args.gradient_accumulation_steps * dist.get_world_size())
         self._rayzero_recorder = Recorder(self)
         self.add_callback(callback := KeepState(self))
         try:

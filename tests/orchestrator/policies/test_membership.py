@@ -44,6 +44,12 @@ def indices(workers: Iterable[WorkerInfo]) -> list[int]:
         ("mMr", WorkerLimits(2, 3), [0, 2], [1], []),
         ("MMM", WorkerLimits(2, 3), [0, 1], [2], []),
         ("MMr", WorkerLimits(1, 3), [2], [0, 1], []),
+        # Of a step in 4 parts: 1, 2 or 4 ranks; another worker waits for the fourth.
+        ("mmm", WorkerLimits(2, 4, parts=4), [0, 1], [], []),
+        ("mmrr", WorkerLimits(2, 4, parts=4), [0, 1, 2, 3], [], []),
+        ("mmrrr", WorkerLimits(2, 4, parts=4), [0, 1, 2, 3], [], [4]),
+        ("mMmm", WorkerLimits(2, 4, parts=4), [0, 2], [1], []),
+        ("mm", WorkerLimits(2, 2, parts=3), [0, 1], [], []),  # no number fits: the script says so
     ],
 )
 def test_selection(
@@ -63,11 +69,25 @@ def test_too_few_workers():
     assert "workers.start_timeout_s" in text
 
 
-@given(st.text("mrMR", max_size=9), st.integers(1, 5), st.integers(0, 5), st.integers(0, 2))
+def test_ranks_that_do_not_divide_the_step_wait():
+    limits = WorkerLimits(2, 3, parts=3)
+    assert select("mm", limits) is None
+    assert "2 of at least 3 workers are left" in str(not_enough_error(2, limits, 300.0))
+
+
+@given(
+    st.text("mrMR", max_size=9),
+    st.integers(1, 5),
+    st.integers(0, 5),
+    st.integers(0, 2),
+    st.integers(0, 12),
+)
 def test_selection_is_within_limits_and_stable(
-    workers: str, min_workers: int, extra: int, spares: int
+    workers: str, min_workers: int, extra: int, spares: int, parts: int
 ):
-    limits = WorkerLimits(min_workers, min_workers + extra, spares)
+    limits = WorkerLimits(min_workers, min_workers + extra, spares, parts)
+    if parts and select(workers, limits) is None:
+        return
     selection = select(workers, limits)
     if len(workers) < min_workers:
         assert selection is None
