@@ -13,6 +13,7 @@ from rayzero.orchestrator.control.vaults import CLOSE_UNUSED_AFTER_S
 from rayzero.orchestrator.errors import JobStoppedError, WorkerLostError
 from rayzero.orchestrator.job_events import FaultDetected, JobWarning, Resized, WorkersReady
 from rayzero.orchestrator.machine import State
+from rayzero.workers.messages import StepDivided
 from tests.orchestrator.fake_cluster import FakeCluster
 from tests.orchestrator.support import Harness, async_test, settle
 
@@ -50,6 +51,42 @@ async def test_spare_replaces_lost_worker(folder: Path):
     assert harness.states[-2:] == [State.RECOVERING, State.RUNNING]
     assert sorted(harness.assignments) == [1, 2]
     assert {a.world_size for a in harness.assignments.values()} == {2}
+    await harness.finish()
+
+
+@async_test
+async def test_only_ranks_that_divide_the_step_train(folder: Path):
+    """Trainer's step of 4 micro-batches: after a loss 2 of 3 train, and 4 with a replacement."""
+    harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
+    cluster = harness.cluster
+    await harness.steps(2)
+    cluster.send(0, StepDivided(harness.assignments[0].generation, 0, 4))
+    await harness.steps(1)
+    cluster.kill(1)
+    await settle()
+    assert harness.states[-1] is State.RUNNING
+    await harness.steps(2)
+    assert len(harness.assignments) == 2
+    cluster.join()
+    await harness.clock.advance(JOIN_BATCH_S)
+    await harness.steps(2)
+    assert len(harness.assignments) == 4
+    result = await harness.finish()
+    assert result.metrics["world_sizes"] == [4, 2, 4]
+    assert result.metrics["steps_redone"] == 0
+    (warning,) = harness.log.of(JobWarning)
+    assert "was lost" in warning.text, "and nothing about workers that cannot train"
+
+
+@async_test
+async def test_workers_that_can_never_train_are_told(folder: Path):
+    harness = Harness(folder, FakeCluster(2), workers={"min": 2, "max": 4})
+    await harness.steps(1)
+    harness.cluster.send(0, StepDivided(harness.assignments[0].generation, 0, 2))
+    await harness.steps(1)
+    (warning,) = harness.log.of(JobWarning)
+    assert "a step has 2 micro-batches" in warning.text
+    assert "of up to 4 workers (workers.max) 2 can train" in warning.text
     await harness.finish()
 
 
