@@ -40,8 +40,14 @@ SAMPLES, BATCH = 240, 4
 UNDISTURBED_STEPS = 8
 TIMEOUT_S = 280.0
 TOLERANCE = 1e-9
+# At the learning rate of the script's test (1e-2) training is chaotic: a difference of 1e-15 after
+# 120 steps is 2e-11 after 240, and 0.05 after 600.
 EXAMPLES = {
-    "trainer": ("hf_trainer.py", "--every", "25", "--width", "128", "--layers", "4"),
+    "trainer": (
+        "hf_trainer.py",
+        *("--every", "25", "--width", "128", "--layers", "4"),
+        "--lr=1e-3",
+    ),
     "accelerate": ("accelerated_loop.py", "--width", "512"),
 }
 
@@ -79,14 +85,16 @@ def read_notes(folder: Path, name: str) -> list[Any]:
     return lines
 
 
-def find_problems(folder: Path, steps: int, samples: int, epochs: int) -> list[str]:
+def find_problems(folder: Path, steps: int, samples: int, epochs: int, kills: int = 0) -> list[str]:
     """What a script's notes say against: each step is finished once, with each sample once an
-    epoch. Samples of a step that was interrupted count in its last attempt only."""
+    epoch. Samples of a step that was interrupted count in its last attempt only. `kills`: a loop
+    that was interrupted between a finished step and its note has no note of it."""
     problems = []
     done_at_s: dict[int, float] = {}
     for at_s, step in sorted(read_notes(folder, "steps")):
         done_at_s.setdefault(step, at_s)
-    if sorted(done_at_s) != list(range(1, steps + 1)):
+    missing = set(range(1, steps + 1)) - done_at_s.keys()
+    if len(missing) > kills or len(done_at_s) + len(missing) != steps:
         problems.append(f"{len(done_at_s)} steps were finished, not {steps}")
     entries = sorted(read_notes(folder, "entries"))
     used = read_notes(folder, "used")
@@ -216,7 +224,9 @@ def measure(example: str, folder: Path, kills: int, steps: int, seed: int) -> li
     process = launch(script, [*args, "--pace-s", "0.02"], killed, "--workers", "1:2")
     disturbance = Disturbance(process, killed, kills, seed)
     disturbance.run()
-    problems = find_problems(killed, epochs * SAMPLES // BATCH, SAMPLES, epochs)
+    without_note = 0 if example == "trainer" else kills
+    total = epochs * SAMPLES // BATCH
+    problems = find_problems(killed, total, SAMPLES, epochs, without_note)
     if redone := sum(repair.steps_redone for repair in disturbance.repairs):
         problems.append(f"{redone} finished steps were done again")
     if (difference := weight_difference(plain, killed)) > TOLERANCE:

@@ -81,6 +81,7 @@ parser.add_argument("--every", type=int, default=4, help="steps between evaluati
 parser.add_argument("--width", type=int, default=16)
 parser.add_argument("--layers", type=int, default=2)
 parser.add_argument("--dropout", type=float, default=0.0)
+parser.add_argument("--lr", type=float, default=1e-2)
 parser.add_argument("--pace-s", type=float, default=0.0)
 options = parser.parse_args()
 OUT = options.out
@@ -102,7 +103,7 @@ trainer = Trainer(
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2 // int(os.environ["WORLD_SIZE"]),  # of the first entry
         num_train_epochs=options.epochs,
-        learning_rate=1e-2,
+        learning_rate=options.lr,
         adam_epsilon=1e-2,  # some gradients are zero but for rounding, which Adam would scale up
         lr_scheduler_type="linear",
         save_strategy="steps",
