@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import time
+from multiprocessing import resource_tracker
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -79,8 +80,13 @@ class Run:
         return [p for p in processes if not any(name in _command_line(p) for name in _HELPERS)]
 
     def _find_shared_files(self) -> list[str]:
-        """New shared-memory files that no process has open. Those of other runs are in use."""
+        """New shared-memory files that no process has open. Those of other runs are in use.
+
+        Semaphores of killed child processes, such as the lock of a progress bar, are not among
+        them: this process's resource tracker removes those when it ends."""
         new = set(_list_names(_SHARED_MEMORY)) - self._initial_shared
+        if getattr(resource_tracker._resource_tracker, "_pid", None) is not None:
+            new = {name for name in new if not name.startswith("sem.mp-")}
         return sorted(new - _in_use(_SHARED_MEMORY)) if new else []
 
 
