@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,9 +26,8 @@ commands = new_group(
     "rayzero config explain ds_config.json",
 )
 
-_STATUS_STYLES = {"implemented": "green", "no-op": "yellow", "refused": "red"}
 _MAX_VALUE_CHARACTERS = 40
-_PIPE_WIDTH = 240  # columns where stdout is no terminal: one line for each key
+_MIN_COLUMNS = 40
 
 
 @commands.command("explain", epilog="Example: rayzero config explain ds_config.json --all")
@@ -43,7 +44,7 @@ def explain_config(
     ] = False,
     as_json: JsonLinesFlag = False,
 ) -> None:
-    """Print every key in effect: its status, its value, and where the value comes from.
+    """Print every key in effect: its value, where that comes from, and what it does.
 
     Exit code 0: the config is valid. 2: it is not; every mistake is listed.
     """
@@ -59,7 +60,7 @@ def explain_config(
         for info in infos:
             print(json.dumps(asdict(info)))
     else:
-        _print_table(infos)
+        _print_keys(infos)
 
 
 @commands.command("schema", epilog="Example: rayzero config schema > engine.schema.json")
@@ -86,22 +87,18 @@ def _parse_file(file: Path) -> ParsedConfig:
     return parse_with_provenance(engine)
 
 
-def _print_table(infos: Sequence[KeyInfo]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("key", "status", "value"):
-        table.add_column(title, no_wrap=True)
-    table.add_column("from")
+def _print_keys(infos: Sequence[KeyInfo]) -> None:
+    """`  key = value  (source): what it does`, below the name of its group; as long as it takes
+    where stdout is no terminal."""
     for group, members in groupby(infos, key=lambda info: info.group):
-        table.add_row(Text(group, style="bold"))
+        print(group)
         for info in members:
-            status = Text(str(info.status), style=_STATUS_STYLES[str(info.status)])
             value = "-" if info.value is None else json.dumps(info.value)
             if len(value) > _MAX_VALUE_CHARACTERS:
                 value = f"{value[: _MAX_VALUE_CHARACTERS - 3]}..."
-            source = f"{info.source} ({info.reason})" if info.reason else info.source
-            table.add_row(Text(f"  {info.key}"), status, Text(value), Text(source))
-    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
+            what = f"{info.status}: {info.reason}" if info.reason else info.what
+            text = f"  {info.key} = {value}  ({info.source}): {what}"
+            if sys.stdout.isatty():
+                width = max(get_terminal_size().columns, _MIN_COLUMNS)
+                text = fill(text, width, subsequent_indent=" " * 6)
+            print(text)
