@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from examples.gpt import train as gpt
-from rayzero.workers.session import Context
+from rayzero.workers.context import Context
 
 
 def train(ctx: Context) -> dict[str, Any]:

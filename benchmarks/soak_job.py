@@ -16,7 +16,7 @@ from benchmarks.soak_control import RankState, SoakControl, parse_disruption
 from rayzero.engine.data.sampling import SampleOrder
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired, parse_fault
-from rayzero.workers.session import Context
+from rayzero.workers.context import Context
 
 SAMPLES, LENGTH = 12, 50  # per step, per epoch: epochs end within a step
 SHORT_PAUSE_S, PAUSE_S, LONG_PAUSE_S = 0.02, 0.2, 1.0

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rayzero.orchestrator.job.handle import JobHandle
     from rayzero.orchestrator.results import JobResult
     from rayzero.orchestrator.spec import Workers
-    from rayzero.workers.session import Context
+    from rayzero.workers.context import Context
 
 __version__ = "0.1.0"
 
@@ -33,7 +33,7 @@ _HOMES = {
     "RayzeroError": "rayzero.engine.errors",
     "ConfigError": "rayzero.engine.errors",
     "EngineError": "rayzero.engine.errors",
-    "Context": "rayzero.workers.session",
+    "Context": "rayzero.workers.context",
     "Job": "rayzero.orchestrator.job.api",
     "JobHandle": "rayzero.orchestrator.job.api",
     "JobResult": "rayzero.orchestrator.job.api",

@@ -21,6 +21,7 @@ from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
 from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.communicator_shrink import CommunicatorShrinker
+from rayzero.workers.context import Context
 from rayzero.workers.entrypoint import TrainFunction, load_train_function
 from rayzero.workers.function_result import encode_result
 from rayzero.workers.group_errors import polled_group_errors
@@ -41,7 +42,7 @@ from rayzero.workers.nccl_settings import apply_nccl_settings, check_nccl_settin
 from rayzero.workers.output import Outbox, tee_output
 from rayzero.workers.rendezvous_store import open_store
 from rayzero.workers.retained_state import RetainedState
-from rayzero.workers.session import Context, JobSession
+from rayzero.workers.session import JobSession
 from rayzero.workers.stacks import format_stacks
 from rayzero.workers.torch_startup import defer_dynamo_import, warm_up_torch
 from rayzero.workers.training_thread import THREAD_EXIT_S, GenerationChannel, TrainingThread

@@ -12,9 +12,10 @@ from rayzero.engine.errors import ConfigError, DataError, EngineError
 from rayzero.engine.session import NO_REQUESTS, StepRequests
 from rayzero.workers import session as session_module
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
+from rayzero.workers.context import Context
 from rayzero.workers.messages import Restored, StepReport, WorkerMessage
 from rayzero.workers.retained_state import RetainedState
-from rayzero.workers.session import Context, JobSession
+from rayzero.workers.session import JobSession
 from rayzero.workers.training_thread import GenerationChannel, Interrupted
 from tests.workers import recovery_jobs
 from tests.workers.support import ASSIGN, setup

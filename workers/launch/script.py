@@ -24,12 +24,13 @@ from typing import Any
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import current_session
+from rayzero.workers.context import Context
 from rayzero.workers.entrypoint import EntryPointError
 from rayzero.workers.launch.accelerated import patch_accelerator
 from rayzero.workers.launch.process_state import ProcessState, own_process_group
 from rayzero.workers.launch.trainer import patch_trainer
 from rayzero.workers.launch.tries import ScriptSettings, TryEndedError
-from rayzero.workers.session import Context, JobSession
+from rayzero.workers.session import JobSession
 
 _PRELOADED = frozenset({"transformers", "accelerate", "peft", "trl", "lightning", "deepspeed"})
 """Imported before a worker joins its first generation, where it would make its peers wait."""

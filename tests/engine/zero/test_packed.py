@@ -33,7 +33,7 @@ def make_engine(stage: int, model: nn.Module, **options: Any) -> Any:
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "gradient_clipping": 0.0,
     }
-    return deepspeed.initialize(model=model, config=config | options)[0]
+    return rayzero.initialize(model=model, config=config | options)[0]
 
 
 def train_plainly() -> tuple[list[float], float]:

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from rayzero.workers.session import Context
+from rayzero.workers.context import Context
 from tests.integration.jobs.linear import Points
 
 LONG_CALL_S = 11.0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rayzero.workers.session import Context
+from rayzero.workers.context import Context
 
 
 def train(ctx: Context) -> dict[str, Any]:

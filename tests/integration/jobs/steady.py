@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import mse_loss
 
-from rayzero.workers.session import Context
+from rayzero.workers.context import Context
 from tests.integration.jobs.linear import Points
 
 ENGINE = {

@@ -1,0 +1,82 @@
+"""`ctx`: the user's side of a training run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rayzero.engine.api.initialize import initialize
+from rayzero.engine.errors import ConfigError
+from rayzero.workers.messages import Assignment, WorkerSpec
+
+if TYPE_CHECKING:
+    from rayzero.workers.session import JobSession
+
+
+class Context:
+    """`ctx`, the training function's argument: one rank's view of the job in one generation.
+
+    Used by the training thread only.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, assignment: Assignment, device: torch.device, session: JobSession
+    ) -> None:
+        self.name = spec.name
+        self.args = spec.args
+        self.seed = spec.seed
+        self.engine_config = spec.engine_config
+        self.output_dir = Path(spec.output_dir)
+        self.device = device
+        self.rank = assignment.rank
+        self.is_main = assignment.rank == 0
+        self.world_size = assignment.world_size
+        self.local_rank = assignment.local_rank
+        """The rank among the workers of this node."""
+        self.generation = assignment.generation
+        """The number of the current membership, and process group, of the job, from 1."""
+        self._steps = spec.steps
+        self._session = session
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the job.
+
+        Raises:
+            ConfigError: the job file does not set `steps`.
+        """
+        if self._steps is None:
+            raise ConfigError(
+                "the training function reads ctx.steps, but the job does not set `steps`",
+                allowed="a number of optimizer steps",
+                fix="`steps:` in the job file",
+            )
+        return self._steps
+
+    def initialize(self, **kwargs: Any) -> tuple[Any, ...]:
+        """`rayzero.initialize` with the job's config: (engine, optimizer, loader, scheduler)."""
+        return initialize(**kwargs)
+
+    def report(self, **metrics: float) -> None:
+        """Adds metrics to the report of the current step.
+
+        `tokens` is a counter: it is summed over micro-steps and ranks. All others are gauges of
+        this rank; the last value in a step is used. The engine finishes the step. Without an
+        engine, `step=k`, counted from 1, finishes step k; with an engine, `step` is ignored.
+
+        Gauges are exported in /metrics as `rayzero_user_value{name=...}`, the mean over ranks, for
+        up to 100 names; in metrics.jsonl; and in TensorBoard under user/.
+
+        Raises:
+            EngineError: a value is not a number; a name is empty, longer than 128 characters, or
+                has a prefix of the engine's metrics (`phases/`, `bytes/`, `collectives/`); or
+                `step` did not increase.
+        """
+        self._session.check()
+        self._session.reporter.add_user_metrics(metrics)
+        if "step" in metrics and self._session.engine is None:
+            self._session.await_group()
+            self._session.post(self._session.reporter.build(int(metrics["step"])))
+            self._session.check()
