@@ -232,7 +232,7 @@ def test_failed_job_exits_with_1_and_prints_user_frames(shell: Shell, head: Head
 def test_import_error_exits_with_2_and_prints_user_frames(shell: Shell, head: Head):
     done = shell.run(
         "run",
-        shell.job_file("train", entrypoint="tests.workers.broken:train", workers={"min": 1}),
+        shell.job_file("train", entrypoint="tests.workers.broken:helper", workers={"min": 1}),
         "--address",
         head.address,
     )

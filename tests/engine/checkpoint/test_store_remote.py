@@ -73,7 +73,8 @@ def test_each_read_is_one_request(job, monkeypatch):
     sizes: list[int] = []
     source = CheckpointSource(folder)
     source.read(0, 0, memoryview(bytearray(1)))
-    file = source._readers[0]._file  # counts the requests to the store
+    (reader,) = source._readers.values()
+    file = reader._file  # counts the requests to the store
     real = file.read
     monkeypatch.setattr(
         file,

@@ -69,7 +69,7 @@ def test_journal_contains_every_transition(job_plan: JobPlan):
         events.emit(StateEntered(State(state), number, 2, 10 * number, "e"))
     events.emit(Repaired("lost", ("rank 1",), 20, 3, 2, 2, {"load": 1.0}))
     events.emit(Checkpointed(40, "f", 1, 0.1, 0.0))
-    recorder.end(JobResult("job", {}, Path()))
+    recorder.end(JobResult("job", {"steps": 6}, Path()))
     assert writer.close(60)
     store = open_store(join_url(job_plan.job_folder, SEGMENTS_FOLDER))
     (file,) = store.list_folder()
