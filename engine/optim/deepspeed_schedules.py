@@ -69,9 +69,8 @@ class StepSchedule:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restores the position. The groups' rates are the optimizer's to restore, as in torch."""
         self.last_batch_iteration = state["last_batch_iteration"]
-        if self.last_batch_iteration != self.curve.last_batch_iteration:
-            self._set_group_options()
 
     def _set_group_options(self) -> None:
         groups = self.optimizer.param_groups

@@ -64,8 +64,8 @@ def test_all_scripts_run(printed: dict[str, list[dict[str, Any]]]) -> None:
 
 
 # (script, run) whose losses are not DeepSpeed's. LoRA at stage 3 differs from the first batch on,
-# by up to 1 %, and a run resumed with more steps by 7e-5 in its last loss; neither cause is known.
-NOT_COMPARED = {("trl_sft", 1), ("peft_lora", 1), ("hf_run_clm", 1)}
+# by up to 1 %; the cause is not known.
+NOT_COMPARED = {("trl_sft", 1), ("peft_lora", 1)}
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_losses_equal_deepspeeds(printed: dict[str, list[dict[str, Any]]]) -> No
                 ours = printed[name][index]["losses"]
                 assert ours == pytest.approx(theirs, rel=1e-5), (name, index)
                 compared += 1
-    assert compared >= 12
+    assert compared >= 13
 
 
 @pytest.mark.slow

@@ -157,7 +157,22 @@ def test_state_dict_resumes_the_iteration() -> None:
         first.step()
     second = StepSchedule(optimizer(1.0), LinearCurve())
     second.load_state_dict(first.state_dict())
-    assert second.get_last_lr() == first.get_last_lr() == [5.0]
+    second.step()
+    first.step()
+    assert second.get_last_lr() == first.get_last_lr() == [6.0]
+
+
+def test_loading_leaves_the_rates_to_the_optimizer() -> None:
+    """As torch's schedulers do: the step after a load uses the lr in the optimizer's groups."""
+    ours, plain = optimizer(1.0), optimizer(1.0)
+    schedule = StepSchedule(ours, LinearCurve())
+    torchs = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: float(step))
+    states = {**schedule.state_dict(), "last_batch_iteration": 4}, torchs.state_dict()
+    for group in (*ours.param_groups, *plain.param_groups):
+        group["lr"] = 0.25  # restored from a checkpoint of another schedule
+    schedule.load_state_dict(states[0])
+    torchs.load_state_dict({**states[1], "last_epoch": 4})
+    assert ours.param_groups[0]["lr"] == plain.param_groups[0]["lr"] == 0.25
 
 
 def test_engine_advances_schedule_once_per_step() -> None:
