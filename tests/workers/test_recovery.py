@@ -159,7 +159,9 @@ def test_fence_does_not_wait_for_stopped_worker(start_workers):
     started = time.monotonic()
     for index in (0, 1):
         local.workers[index].call("fence", 1)
-        assert isinstance(local.wait_end(index, 1), Stopped), local.texts(index)
+    assert isinstance(local.wait_end(0, 1), Stopped), local.texts(0)
+    # Rank 0 may have closed its connections before rank 1 was told to stop.
+    assert isinstance(local.wait_end(1, 1), Stopped | Crashed), local.texts(1)
     assert time.monotonic() - started < MAX_FENCE_S
     local.form(2, [1, 0], local.slots(1, 3))
     for index in (0, 1):
