@@ -72,7 +72,9 @@ def read_process_end(pidfds: tuple[int, ...], report_fd: int) -> ProcessEnd:
         pidfds: of the process, or of its threads; -1: none.
         report_fd: of `open_crash_report`.
     """
-    _wait_exited(pidfds)
+    pidfds = tuple(fd for fd in pidfds if fd >= 0)
+    if pidfds:
+        _wait_exited(pidfds)
     known = (status for fd in pidfds if (status := _exit_status(fd)) is not None)
     status = next(known, None)
     stack = b""
@@ -95,15 +97,12 @@ def _wait_exited(pidfds: tuple[int, ...]) -> None:
     what was seen of its end, just before its last thread exits."""
     exits = poll()
     for fd in pidfds:
-        if fd >= 0:
-            exits.register(fd, POLLIN)
+        exits.register(fd, POLLIN)
     exits.poll(_EXIT_WAIT_MS)
 
 
 def _exit_status(pidfd: int) -> int | None:
     """As of `waitpid`; None if the process lives, or the kernel does not tell."""
-    if pidfd < 0:
-        return None
     try:
         request = _PIDFD_INFO.pack(_INFO_EXIT, *[0] * 13)
         reply = _PIDFD_INFO.unpack(fcntl.ioctl(pidfd, _PIDFD_GET_INFO, request))
