@@ -96,6 +96,11 @@ def _warn_once(line: str) -> None:
     log.warning("%s", line)
 
 
+# What pydantic leaves by its own name where a validator comes before the bound. Upper bounds are
+# those of 64-bit integers, and infinity is accepted as their largest.
+_BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum"}
+
+
 def json_schema() -> dict[str, Any]:
     """A JSON schema (draft 2020-12) that accepts what the parser accepts, as far as types go."""
     schema = EngineConfig.model_json_schema(mode="validation")
@@ -139,6 +144,8 @@ def _loosen(node: dict[str, Any], path: str) -> None:
             for option in options:  # sizes may be written as `15099494.4`
                 if option.get("type") == "integer":
                     option["type"] = "number"
+                for bound in _BOUNDS.keys() & option.keys():
+                    option[_BOUNDS[bound]] = option.pop(bound)
             options.append({"type": "string"})
         if full in SHORTHANDS:
             options.append({"type": "boolean"})

@@ -41,6 +41,17 @@ SCHEMA_VIOLATIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"job": {"spec": {"checkpoint": {"grace_period_s": 0}}}},
         "/job/spec/checkpoint/grace_period_s",
     ),
+    "engine's unknown key": ({"job": {"engine": {"zero_optimisation": {}}}}, "'zero_optimisation'"),
+    "engine's unknown key in a section": (
+        {"job": {"engine": {"zero_optimization": {"offload_optimizer": {"devic": "cpu"}}}}},
+        "/job/engine/zero_optimization/offload_optimizer': additional properties 'devic'",
+    ),
+    "engine's value": (
+        {"job": {"engine": {"zero_optimization": {"stage": 7}}}},
+        "/job/engine/zero_optimization/stage",
+    ),
+    "engine's number": ({"job": {"engine": {"train_batch_size": -1}}}, "/train_batch_size"),
+    "job's engine": ({"job": {"spec": {"engine": {"bf61": {}}}}}, "/job/spec/engine"),
     "engine as text": ({"job": {"engine": "engine.json"}}, "/job/engine"),
     "no memory limit": ({"head": {"resources": {"limits": {"memory": None}}}}, "/head/resources"),
     "quantity": (
@@ -187,7 +198,22 @@ CONFLICTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "too few GPUs": (
         {"job": {"spec": {"workers": {"min": 5, "max": 8}}}},
-        ("job.spec.workers.min", "5 workers", "have 4"),
+        ("job.spec.workers", "5 workers", "4 of workers with 4 CPUs and 1 GPUs"),
+    ),
+    "pods too small": (
+        {"job": {"spec": {"workers": {"cpus": 16}}}},
+        ("job.spec.workers", "of 16 CPUs", "with 4 CPUs", "room for 0 workers", "resources.limits"),
+    ),
+    "fewer pods without the autoscaler": (
+        {"job": {"spec": {"workers": {"min": 3}}}, "autoscaler": {"enabled": False}},
+        ("3 workers", "at most 2 of workers", "workers.min"),
+    ),
+    "thousandths of a CPU": (
+        {
+            "job": {"spec": {"workers": {"gpus": 0, "min": 4}}},
+            "workers": {"max": 2, "resources": {"limits": {"cpu": "500m"}}},
+        },
+        ("4 workers", "2 of workers with 1 CPUs"),
     ),
 }
 
@@ -208,6 +234,18 @@ def test_chart_rejects_conflicting_values(values: dict[str, Any], words: tuple[s
 
 def test_number_of_schema_violations() -> None:
     assert len(SCHEMA_VIOLATIONS) >= 25
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        {"resources": {"limits": {"nvidia.com/gpu": None}}, "rayStartParams": {"num-gpus": "2"}},
+        {"resources": {"limits": {"cpu": None, "nvidia.com/gpu": 2}}},
+    ],
+)
+def test_room_for_workers_is_what_kuberay_tells_ray(workers: dict[str, Any]) -> None:
+    """A resource claim's GPUs are in rayStartParams; without a limit CPUs are the request's."""
+    assert render({"job": {"spec": {"workers": {"min": 8}}}, "workers": workers})
 
 
 def test_global_values_are_accepted() -> None:

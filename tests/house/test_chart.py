@@ -1,4 +1,5 @@
-"""Parts of the chart that derive from the code: versions, the job file's schema, the README.
+"""Parts of the chart that derive from the code: versions, the schemas of the job file and of the
+engine config, the README.
 
 `python -m tests.house.test_chart` updates the schema and the README.
 """
@@ -8,11 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import reduce
 from typing import Any
 
 import yaml
 
+from rayzero.engine.config.explain import json_schema
 from rayzero.orchestrator.spec import JobSpec
 from tests.house.source import ROOT
 
@@ -29,11 +32,34 @@ def pinned_version(package: str) -> str:
     return pin[1]
 
 
-def update_job_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """The values' schema with the current schema of the job file."""
+def update_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """The values' schema with the current schemas of the job file and of the engine config."""
     job = JobSpec.model_json_schema()
     sections = job.pop("$defs")
-    return schema | {"$defs": schema["$defs"] | sections | {"JobSpec": job}}
+    engine = json_schema()
+    del engine["$schema"]
+    reference = {"$ref": "#/$defs/EngineConfig"}
+    inline = {"if": {"type": "object"}, "then": reference, "else": {"type": ["string", "null"]}}
+    job["properties"]["engine"] = inline
+    schema["properties"]["job"]["properties"]["engine"] = reference
+    sections |= {"JobSpec": job, "EngineConfig": _by_type(engine)}
+    return schema | {"$defs": schema["$defs"] | sections}
+
+
+def _by_type(node: Any) -> Any:
+    """Whether a section is refused depends on its own schema alone: of `anyOf`, Helm would report
+    every alternative."""
+    if isinstance(node, list):
+        return [_by_type(inner) for inner in node]
+    if not isinstance(node, dict):
+        return node
+    out = {key: _by_type(inner) for key, inner in node.items()}
+    options = out.get("anyOf", [])
+    objects = [option for option in options if "properties" in option]
+    if len(objects) == 1:
+        others = [option for option in out.pop("anyOf") if option is not objects[0]]
+        out |= {"if": {"type": "object"}, "then": objects[0], "else": {"anyOf": others}}
+    return out
 
 
 def update_values_table(page: str) -> str:
@@ -95,9 +121,9 @@ def test_chart_versions_match_project() -> None:
     assert values["rayVersion"] == pinned_version("ray")
 
 
-def test_schema_of_job_file_is_up_to_date() -> None:
+def test_schemas_of_job_and_engine_are_up_to_date() -> None:
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    assert schema == update_job_schema(schema), HINT
+    assert schema == update_schema(deepcopy(schema)), HINT
 
 
 def test_values_table_is_up_to_date() -> None:
@@ -113,6 +139,6 @@ def test_every_value_is_described() -> None:
 
 
 if __name__ == "__main__":
-    schema = update_job_schema(json.loads(SCHEMA.read_text(encoding="utf-8")))
+    schema = update_schema(json.loads(SCHEMA.read_text(encoding="utf-8")))
     SCHEMA.write_text(json.dumps(schema, indent=2) + "\n", encoding="utf-8")
     README.write_text(update_values_table(README.read_text(encoding="utf-8")), encoding="utf-8")

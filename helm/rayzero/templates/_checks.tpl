@@ -48,26 +48,50 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- include "rayzero.check.gpus" . -}}
+{{- include "rayzero.check.room" . -}}
 {{- include "rayzero.check.secrets" . -}}
 {{- end -}}
 
-{{/* The job's workers must fit the pods there may be at most. Fractions of a GPU are left to Ray. */}}
-{{- define "rayzero.check.gpus" -}}
-{{- $least := dig "workers" "min" 1 .Values.job.spec | int -}}
-{{- $gpus := dig "workers" "gpus" 0 .Values.job.spec | float64 -}}
-{{- if and (eq .Values.mode "job") (eq $gpus 1.0) -}}
+{{/* The job's workers must fit the pods there may be at most, by CPUs and GPUs as KubeRay tells Ray of
+     them: rayStartParams, else the limits. */}}
+{{- define "rayzero.check.room" -}}
+{{- $workers := .Values.job.spec.workers | default dict -}}
+{{- $least := $workers.min | default 1 | int -}}
+{{- $cpus := $workers.cpus | default 1 | float64 -}}
+{{- $gpus := $workers.gpus | default 0 | float64 -}}
+{{- if eq .Values.mode "job" -}}
 {{- $room := 0 -}}
+{{- $pods := list -}}
 {{- range include "rayzero.groups" . | fromJsonArray -}}
-{{- $each := 0 -}}
-{{- range $name, $count := (.resources.limits | default dict) -}}
-{{- if and $count (regexMatch "gpu$" $name) -}}{{- $each = int $count -}}{{- end -}}
-{{- end -}}
 {{- $most := ternary (int .max) (int .min) $.Values.autoscaler.enabled -}}
-{{- $room = add $room (mul $each $most) -}}
+{{- $has := include "rayzero.room" (dict "pod" . "cpus" $cpus "gpus" $gpus) | fromJson -}}
+{{- $room = add $room (mul $most (int $has.workers)) -}}
+{{- $pods = append $pods (printf "%d of %s with %v CPUs and %v GPUs each, room for %d workers" $most .name $has.cpus $has.gpus (int $has.workers)) -}}
+{{- end -}}
+{{- if gt (int .Values.head.numCpus) 0 -}}
+{{- $params := merge (deepCopy .Values.head.rayStartParams) (dict "num-cpus" .Values.head.numCpus) -}}
+{{- $head := dict "rayStartParams" $params "resources" .Values.head.resources -}}
+{{- $has := include "rayzero.room" (dict "pod" $head "cpus" $cpus "gpus" $gpus) | fromJson -}}
+{{- $room = add $room (int $has.workers) -}}
 {{- end -}}
 {{- if lt (int $room) $least -}}
-{{- fail (printf "job.spec.workers.min: %d workers need a GPU each, and all worker pods together have %d (workers.max, workers.resources.limits)" $least (int $room)) -}}
+{{- fail (printf "job.spec.workers: %d workers (min) of %v CPUs (cpus) and %v GPUs (gpus) each do not fit the pods: there are at most %s. Lower job.spec.workers, or raise workers.resources.limits, workers.max (without the autoscaler workers.min), or workers.rayStartParams (num-cpus, num-gpus) where a device plugin or a resource claim gives them" $least $cpus $gpus (join "; " $pods)) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* What one pod has, and how many workers fit it, as JSON: (dict "pod" "cpus" "gpus") */}}
+{{- define "rayzero.room" -}}
+{{- $limits := .pod.resources.limits | default dict -}}
+{{- $params := .pod.rayStartParams | default dict -}}
+{{- $text := get $params "num-cpus" | default $limits.cpu | default .pod.resources.requests.cpu | default "0" | toString -}}
+{{- $cpus := ternary (divf (trimSuffix "m" $text | float64) 1000) (float64 $text) (hasSuffix "m" $text) | ceil -}}
+{{- $gpus := 0 -}}
+{{- range $name, $count := $limits -}}
+{{- if and $count (regexMatch "gpu$" $name) -}}{{- $gpus = int $count -}}{{- end -}}
+{{- end -}}
+{{- with get $params "num-gpus" -}}{{- $gpus = int . -}}{{- end -}}
+{{- $workers := divf $cpus .cpus | floor | int -}}
+{{- if gt .gpus 0.0 -}}{{- $workers = min $workers (divf $gpus .gpus | floor | int) -}}{{- end -}}
+{{- dict "cpus" $cpus "gpus" $gpus "workers" $workers | toJson -}}
 {{- end -}}
