@@ -15,9 +15,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
-KUBERNETES = ("1.27", "1.32", "1.37")
+KUBERNETES = tuple(f"1.{minor}" for minor in range(27, 38))
 CRDS = Path(os.environ["RAYZERO_CRDS"]) if "RAYZERO_CRDS" in os.environ else None
-BUILT_IN_GROUPS = ("apps", "batch", "networking.k8s.io", "policy", "rbac.authorization.k8s.io")
+BUILT_IN_GROUPS = (
+    *("apps", "batch", "networking.k8s.io", "policy", "rbac.authorization.k8s.io"),
+    "resource.k8s.io",
+)
 
 _METADATA = {
     "type": "object",
@@ -55,6 +58,8 @@ def _validate(text: str, version: str) -> list[str]:
     if version:
         try:
             kubernetes_validate.validate(obj, version, strict=True)
+        except kubernetes_validate.SchemaNotFoundError:
+            return [f"Kubernetes {version} has no {obj['kind']} in {obj['apiVersion']}"]
         except (jsonschema.ValidationError, kubernetes_validate.ValidationError) as error:
             return [str(error).splitlines()[0]]
         return []

@@ -80,6 +80,31 @@ SCHEMA_VIOLATIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"head": {"volumes": [{"name": "tmp", "emptyDir": {}}]}},
         "/head/volumes/0/name",
     ),
+    "pod template": ({"head": {"podTemplate": {"spec": {"runtimeClas": "x"}}}}, "'runtimeClas'"),
+    "pod template's container": (
+        {"workers": {"podTemplate": {"spec": {"containers": [{"image": "a"}]}}}},
+        "/workers/podTemplate/spec/containers/0",
+    ),
+    "pod template's security": (
+        {
+            "workerGroups": [
+                {"name": "a", "podTemplate": {"spec": {"securityContext": {"runAsUser": "root"}}}}
+            ]
+        },
+        "/workerGroups/0/podTemplate/spec/securityContext/runAsUser",
+    ),
+    "pod template's selector": (
+        {"head": {"podTemplate": {"metadata": {"labels": {"app.kubernetes.io/instance": "a"}}}}},
+        "/head/podTemplate/metadata/labels",
+    ),
+    "pod template's host network": (
+        {"workers": {"podTemplate": {"spec": {"hostNetwork": "yes"}}}},
+        "/workers/podTemplate/spec/hostNetwork",
+    ),
+    "extra object": ({"extraObjects": [{"kind": "ConfigMap"}]}, "/extraObjects/0"),
+    "branch as commit": ({"code": {"git": {"commit": "main"}}}, "/code/git/commit"),
+    "no commit": ({"code": {"git": {"repository": "https://host/code"}}}, "/code/git/commit"),
+    "gang scheduler": ({"gang": {"scheduler": "kueue"}}, "/gang/scheduler"),
     "no groups": ({"workerGroups": []}, "/workerGroups"),
     "group's name": ({"workerGroups": [{"name": "GPU"}]}, "/workerGroups/0/name"),
     "autoscaler": ({"autoscaler": {"version": "v3"}}, "/autoscaler/version"),
@@ -203,6 +228,37 @@ CONFLICTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "pods too small": (
         {"job": {"spec": {"workers": {"cpus": 16}}}},
         ("job.spec.workers", "of 16 CPUs", "with 4 CPUs", "room for 0 workers", "resources.limits"),
+    ),
+    "elastic queue without autoscaler": (
+        {"kueue": {"queueName": "q", "elastic": True}, "autoscaler": {"enabled": False}},
+        ("kueue.elastic", "autoscaler.enabled"),
+    ),
+    "two queues": (
+        {
+            "kueue": {"queueName": "q"},
+            "gang": {"scheduler": "volcano"},
+            "autoscaler": {"enabled": False},
+        },
+        ("kueue.queueName", "gang.scheduler"),
+    ),
+    "queue of no scheduler": ({"gang": {"queueName": "q"}}, ("gang.queueName", "gang.scheduler")),
+    "priority with YuniKorn": (
+        {"gang": {"scheduler": "yunikorn", "priorityClass": "p"}},
+        ("gang.priorityClass", "workers.priorityClassName"),
+    ),
+    "secret among extra objects": (
+        {"extraObjects": [{"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "key"}}]},
+        ("extraObjects", "Secret key"),
+    ),
+    "privileged without escalation": (
+        {
+            "workers": {
+                "podTemplate": {
+                    "spec": {"containers": [{"name": "a", "securityContext": {"privileged": True}}]}
+                }
+            }
+        },
+        ("container a", "allowPrivilegeEscalation: true"),
     ),
     "fewer pods without the autoscaler": (
         {"job": {"spec": {"workers": {"min": 3}}}, "autoscaler": {"enabled": False}},

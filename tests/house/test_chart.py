@@ -11,12 +11,15 @@ import re
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import yaml
 
 from rayzero.engine.config.explain import json_schema
 from rayzero.orchestrator.spec import JobSpec
+from tests.deploy.schemas import KUBERNETES
 from tests.house.source import ROOT
 
 CHART = ROOT / "helm/rayzero"
@@ -42,8 +45,59 @@ def update_schema(schema: dict[str, Any]) -> dict[str, Any]:
     inline = {"if": {"type": "object"}, "then": reference, "else": {"type": ["string", "null"]}}
     job["properties"]["engine"] = inline
     schema["properties"]["job"]["properties"]["engine"] = reference
-    sections |= {"JobSpec": job, "EngineConfig": _by_type(engine)}
+    sections |= {"JobSpec": job, "EngineConfig": _by_type(engine)} | pod_schema()
     return schema | {"$defs": schema["$defs"] | sections}
+
+
+def pod_schema() -> dict[str, Any]:
+    """Definitions of PodTemplate and of what it refers to, by Kubernetes' newest schema.
+
+    As a part of a pod it has no required containers, and null removes a key of the chart's.
+    """
+    folder = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema"
+    (path,) = folder.glob(f"v{KUBERNETES[-1]}.*-strict/_definitions.json")
+    known = json.loads(path.read_text(encoding="utf-8"))["$defs"]
+    out: dict[str, Any] = {}
+    missing = ["io.k8s.api.core.v1.PodSpec"]
+    while missing:
+        name = missing.pop()
+        if _short(name) not in out:
+            out[_short(name)] = _without_texts(known[name])
+            text = json.dumps(known[name])
+            missing += re.findall(r'#/\$defs/([^"]+)"', text)
+    for required in ("containers", "image", "serviceName"):
+        for definition in out.values():
+            if required in definition.get("required", ()):
+                definition["required"].remove(required)
+    own = ["app.kubernetes.io/instance", "app.kubernetes.io/part-of", "app.kubernetes.io/component"]
+    labels = {"allOf": [{"$ref": "#/$defs/labels"}, {"propertyNames": {"not": {"enum": own}}}]}
+    metadata = {"labels": labels, "annotations": {"$ref": "#/$defs/strings"}}
+    spec = {"$ref": f"#/$defs/{_short('io.k8s.api.core.v1.PodSpec')}"}
+    return out | {"PodTemplate": _object({"metadata": _object(metadata), "spec": spec})}
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _short(name: str) -> str:
+    return f"k8s.{name.rsplit('.', 1)[-1]}"
+
+
+def _without_texts(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_without_texts(inner) for inner in node]
+    if not isinstance(node, dict):
+        return node
+    if isinstance(reference := node.get("$ref"), str):
+        target = {"$ref": f"#/$defs/{_short(reference.rsplit('/', 1)[-1])}"}
+        return {"if": {"not": {"type": "null"}}, "then": target}
+    dropped = ("description", "format", "default", "title")
+    return {
+        key: _without_texts(value)
+        for key, value in node.items()
+        if not key.startswith("x-kubernetes-") and not (key in dropped and isinstance(value, str))
+    }
 
 
 def _by_type(node: Any) -> Any:

@@ -23,8 +23,27 @@
 {{- fail "kueue.queueName and job.shutdownAfterJobFinishes: Kueue takes only jobs whose cluster ends with them" -}}
 {{- end -}}
 {{- end -}}
-{{- if and .Values.kueue.queueName .Values.autoscaler.enabled -}}
-{{- fail "kueue.queueName and autoscaler.enabled: Kueue admits a cluster as a whole; set autoscaler.enabled to false" -}}
+{{- with .Values.kueue -}}
+{{- if and .queueName $.Values.autoscaler.enabled (not .elastic) -}}
+{{- fail "kueue.queueName and autoscaler.enabled: Kueue admits a cluster as a whole; set autoscaler.enabled to false, or kueue.elastic to true if Kueue has the feature gate ElasticJobsViaWorkloadSlices" -}}
+{{- end -}}
+{{- if and .elastic (not (and .queueName $.Values.autoscaler.enabled)) -}}
+{{- fail "kueue.elastic: needs kueue.queueName, and autoscaler.enabled, which changes the number of pods" -}}
+{{- end -}}
+{{- if and .queueName $.Values.gang.scheduler -}}
+{{- fail "kueue.queueName and gang.scheduler: one of them admits the pods together; set one" -}}
+{{- end -}}
+{{- end -}}
+{{- if and (not .Values.gang.scheduler) (or .Values.gang.queueName .Values.gang.priorityClass) -}}
+{{- fail "gang.queueName and gang.priorityClass: they need gang.scheduler, volcano or yunikorn" -}}
+{{- end -}}
+{{- if and .Values.gang.priorityClass (ne .Values.gang.scheduler "volcano") -}}
+{{- fail "gang.priorityClass: KubeRay knows it with volcano only; with yunikorn set workers.priorityClassName and head.priorityClassName" -}}
+{{- end -}}
+{{- range .Values.extraObjects -}}
+{{- if eq .kind "Secret" -}}
+{{- fail (printf "extraObjects: the Secret %s would lie in the values and in the release; make it with kubectl or an ExternalSecret" .metadata.name) -}}
+{{- end -}}
 {{- end -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (include "rayzero.fullname" .)) -}}
 {{- fail (printf "fullnameOverride: KubeRay takes no name like %s; it begins with a letter, and has letters, digits and -" (include "rayzero.fullname" .)) -}}

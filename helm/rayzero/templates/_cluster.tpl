@@ -1,12 +1,16 @@
 {{/* The spec of a RayCluster, of its own or inside a RayJob. */}}
 
-{{/* The worker groups, each with all its values, as JSON: what a group gives wins, and its resources
-     replace the others' as a whole. */}}
+{{/* The worker groups, each with all its values, as JSON: what a group gives wins, its resources replace
+     the others' as a whole, and its podTemplate is merged by the rule of podTemplate. */}}
 {{- define "rayzero.groups" -}}
 {{- $groups := list -}}
 {{- range .Values.workerGroups -}}
 {{- $group := mustMergeOverwrite (deepCopy $.Values.workers) (deepCopy .) -}}
 {{- if .resources -}}{{- $_ := set $group "resources" .resources -}}{{- end -}}
+{{- if .podTemplate -}}
+{{- $merged := include "rayzero.merge" (dict "old" $.Values.workers.podTemplate "new" .podTemplate "key" "") | fromJson -}}
+{{- $_ := set $group "podTemplate" $merged.out -}}
+{{- end -}}
 {{- $groups = append $groups $group -}}
 {{- end -}}
 {{- toJson $groups -}}
@@ -78,7 +82,25 @@ workerGroupSpecs:
   {{- end }}
 {{- end -}}
 
+{{/* Labels that Kueue, or KubeRay for a batch scheduler, reads of a RayJob or RayCluster. */}}
 {{- define "rayzero.queue" -}}
+{{- with .Values.gang }}
+{{- if eq .scheduler "volcano" }}
+ray.io/scheduler-name: volcano
+{{- with .queueName }}
+volcano.sh/queue-name: {{ . }}
+{{- end }}
+{{- with .priorityClass }}
+ray.io/priority-class-name: {{ . }}
+{{- end }}
+{{- else if eq .scheduler "yunikorn" }}
+ray.io/gang-scheduling-enabled: "true"
+yunikorn.apache.org/app-id: {{ include "rayzero.jobname" $ }}-{{ sha256sum $.Release.Namespace | trunc 8 }}
+{{- with .queueName }}
+yunikorn.apache.org/queue: {{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- with .Values.kueue }}
 {{- if .queueName }}
 kueue.x-k8s.io/queue-name: {{ .queueName }}
@@ -86,5 +108,15 @@ kueue.x-k8s.io/queue-name: {{ .queueName }}
 {{- if .priorityClass }}
 kueue.x-k8s.io/priority-class: {{ .priorityClass }}
 {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Annotations of a RayJob or RayCluster. */}}
+{{- define "rayzero.annotations" -}}
+{{- $annotations := deepCopy .Values.commonAnnotations -}}
+{{- if .Values.kueue.elastic -}}{{- $_ := set $annotations "kueue.x-k8s.io/elastic-job" "true" -}}{{- end -}}
+{{- with $annotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}

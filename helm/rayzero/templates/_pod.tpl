@@ -5,7 +5,75 @@
 {{- $checkpoint.grace_period_s | default $checkpoint.notice_s | default 30 | float64 | ceil | int -}}
 {{- end -}}
 
+{{/* With podTemplate on top. Containers that are new in it are as locked down as the chart's own, unless
+     they say otherwise. */}}
 {{- define "rayzero.pod" -}}
+{{- $base := include "rayzero.pod.base" . -}}
+{{- if .pod.podTemplate -}}
+{{- $old := fromYaml $base -}}
+{{- $pod := get (include "rayzero.merge" (dict "old" $old "new" .pod.podTemplate "key" "") | fromJson) "out" -}}
+{{- $security := include "rayzero.container.security" .root | fromYaml -}}
+{{- range $kind := list "containers" "initContainers" -}}
+{{- $known := list -}}
+{{- range index $old.spec $kind | default list -}}{{- $known = append $known .name -}}{{- end -}}
+{{- range index $pod.spec $kind | default list -}}
+{{- if not (has .name $known) -}}
+{{- $merged := include "rayzero.merge" (dict "old" $security "new" (.securityContext | default dict) "key" "") | fromJson -}}
+{{- $_ := set . "securityContext" $merged.out -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range concat (index $pod.spec "containers" | default list) (index $pod.spec "initContainers" | default list) -}}
+{{- $has := .securityContext | default dict -}}
+{{- if and $has.privileged (hasKey $has "allowPrivilegeEscalation") (not $has.allowPrivilegeEscalation) -}}
+{{- fail (printf "podTemplate: container %s is privileged, which Kubernetes takes only with securityContext.allowPrivilegeEscalation: true" .name) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $pod -}}
+{{- else -}}
+{{- $base -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The rule of podTemplate, as JSON {"out": ...}: (dict "old" "new" "key" the list's name). Maps are merged
+     key by key, null removes a key; lists of maps are merged by `name` (mounts by `mountPath`), what is new in
+     them is appended; other lists, and empty ones, replace. */}}
+{{- define "rayzero.merge" -}}
+{{- $out := .new -}}
+{{- if and (kindIs "map" .old) (kindIs "map" .new) -}}
+{{- $out = deepCopy .old -}}
+{{- range $key, $value := .new -}}
+{{- if kindIs "invalid" $value -}}
+{{- $_ := unset $out $key -}}
+{{- else if hasKey $out $key -}}
+{{- $merged := include "rayzero.merge" (dict "old" (get $out $key) "new" $value "key" $key) | fromJson -}}
+{{- $_ := set $out $key $merged.out -}}
+{{- else -}}
+{{- $_ := set $out $key $value -}}
+{{- end -}}
+{{- end -}}
+{{- else if and (kindIs "slice" .old) (kindIs "slice" .new) .new (kindIs "map" (first (append .new 0))) -}}
+{{- $by := ternary "mountPath" "name" (eq .key "volumeMounts") -}}
+{{- $out = .old -}}
+{{- range $item := .new -}}
+{{- $next := list -}}
+{{- $found := false -}}
+{{- range $out -}}
+{{- if and (hasKey . $by) (eq (get . $by) (get $item $by)) -}}
+{{- $merged := include "rayzero.merge" (dict "old" . "new" $item "key" "") | fromJson -}}
+{{- $next = append $next $merged.out -}}
+{{- $found = true -}}
+{{- else -}}
+{{- $next = append $next . -}}
+{{- end -}}
+{{- end -}}
+{{- $out = ternary $next (append $next $item) $found -}}
+{{- end -}}
+{{- end -}}
+{{- dict "out" $out | toJson -}}
+{{- end -}}
+
+{{- define "rayzero.pod.base" -}}
 {{- $root := .root -}}
 {{- $gracePeriod := include "rayzero.gracePeriod" $root | int -}}
 metadata:
@@ -43,6 +111,37 @@ spec:
   {{- with index $.pod $key }}
   {{ $key }}:
     {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- end }}
+  {{- with $root.Values.code.git }}
+  {{- if .repository }}
+  initContainers:
+    - name: code
+      image: {{ .image }}
+      args:
+        - --repo={{ .repository }}
+        - --ref={{ .commit }}
+        - --root=/code
+        - --link=current
+        - --depth=1
+        - --one-time
+        {{- if .secretName }}
+        - --username={{ .username }}
+        - --password-file=/etc/git/token
+        {{- end }}
+      securityContext:
+        {{- include "rayzero.container.security" $root | nindent 8 }}
+      resources:
+        requests: {cpu: 100m, memory: 256Mi}
+        limits: {memory: 1Gi}
+      env:
+        - {name: HOME, value: /tmp}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: code, mountPath: /code}
+        {{- if .secretName }}
+        - {name: git, mountPath: /etc/git, readOnly: true}
+        {{- end }}
   {{- end }}
   {{- end }}
   containers:
@@ -100,6 +199,9 @@ spec:
         {{- if and (eq .role "head") (eq $root.Values.mode "job") }}
         - {name: job, mountPath: /etc/rayzero, readOnly: true}
         {{- end }}
+        {{- if $root.Values.code.git.repository }}
+        - {name: code, mountPath: /code, readOnly: true}
+        {{- end }}
         {{- include "rayzero.storage.mounts" $root | nindent 8 }}
         {{- with .pod.volumeMounts }}
         {{- toYaml . | nindent 8 }}
@@ -115,6 +217,16 @@ spec:
     - name: job
       configMap: {name: {{ include "rayzero.jobname" $root }}-job}
     {{- end }}
+    {{- with $root.Values.code.git }}
+    {{- if .repository }}
+    - name: code
+      emptyDir: {sizeLimit: 5Gi}
+    {{- if .secretName }}
+    - name: git
+      secret: {secretName: {{ .secretName }}, defaultMode: 0440}
+    {{- end }}
+    {{- end }}
+    {{- end }}
     {{- include "rayzero.storage.volumes" $root | nindent 4 }}
     {{- with .pod.volumes }}
     {{- toYaml . | nindent 4 }}
@@ -128,6 +240,11 @@ spec:
 - {name: USER, value: rayzero}
 - {name: LOGNAME, value: rayzero}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+{{- with $values.code.git }}
+{{- if .repository }}
+- {name: PYTHONPATH, value: {{ trimSuffix "/" (printf "/code/current/%s" .path) }}:/app}
+{{- end }}
+{{- end }}
 {{- with $values.healthCheck }}
 - {name: RAY_health_check_initial_delay_ms, value: {{ int .initialDelayMs | quote }}}
 - {name: RAY_health_check_period_ms, value: {{ int .periodMs | quote }}}
