@@ -116,6 +116,27 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return peak / 2 if dtype is torch.float32 else None
 
 
+class _NoModules:
+    """In place of a `ModuleTracker`: all operations belong to the model."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *exc_info: object) -> None:
+        return
+
+
+class FlopCount(FlopCounterMode):
+    """Counts without regard to modules: the hooks that tell them apart hold what activation
+    checkpointing recomputes until the end of backward."""
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        self.mod_tracker: Any = _NoModules()
+
+
 class StepWork:
     """Sums a step's work on this rank, from which that of all ranks is estimated.
 
@@ -167,9 +188,9 @@ class StepWork:
         if not self.micro_step_flops:
             self.micro_step_flops = 3 * self._forward_flops
 
-    def _counter(self, *, enabled: bool) -> AbstractContextManager[FlopCounterMode | None]:
+    def _counter(self, *, enabled: bool) -> AbstractContextManager[FlopCount | None]:
         if enabled and not self.micro_step_flops:
-            return FlopCounterMode(display=False)
+            return FlopCount()
         return nullcontext()
 
     def end_step(self, step_s: float) -> dict[str, float]:

@@ -76,6 +76,14 @@ def _format_recovery(recovery: job_events.Repaired | job_events.Resized) -> str:
     return f"repaired in {recovery.total_s:.2f} s: {sizes}, {recomputed} ({parts})"
 
 
+def plain_class(name: str) -> str:
+    """A memory class of `engine.accounting` in words; its name stays in metrics and files."""
+    prefix = next((it for it in ("host_", "disk_") if name.startswith(it)), "")
+    words = {"slots": "gather buffers", "grad_slots": "gradient buffers"}
+    own = name.removeprefix(prefix)
+    return f"{prefix}{words.get(own, own)}".replace("_", " ")
+
+
 def summary_lines(result: JobResult) -> Iterator[str]:
     """How the job went, where its results are, and what can be done with them; then what the
     training function returned."""
@@ -87,7 +95,7 @@ def summary_lines(result: JobResult) -> Iterator[str]:
         recomputed = count_of(redone, "step") if redone else "no step"
         yield f"faults: {counts}; {count_of(own.get('repairs', 0), 'repair')}, {recomputed} redone"
     if held := {name: size for name, size in own.get("peak_bytes", {}).items() if size}:
-        sizes = (f"{name} {format_size(size)}" for name, size in held.items())
+        sizes = (f"{plain_class(name)} {format_size(size)}" for name, size in held.items())
         yield f"memory of the largest rank: {', '.join(sizes)}"
     if folder := own.get("newest_checkpoint"):
         yield f"checkpoint: {folder}"

@@ -7,6 +7,9 @@ arithmetic.
 
 from __future__ import annotations
 
+import copy
+import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,11 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.compiler import set_stance
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from rayzero.engine.device import local_device
 from rayzero.engine.errors import ConfigError, first_line
@@ -27,7 +32,10 @@ from rayzero.engine.tensor_tree import iter_tensors, storage_id
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that are allocated while it is active.
+    """Counts the bytes of storages that are allocated while it is active, and flops.
+
+    `FlopCounterMode` beside it would hold what activation checkpointing recomputes, and allocate
+    what its decomposition of operations needs.
 
     Args:
         known: tensors that are accounted for elsewhere, such as parameters.
@@ -35,18 +43,23 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         live_bytes: currently allocated.
         peak_bytes: maximum of `live_bytes`.
+        flops: as `torch.utils.flop_counter` counts.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.flops = 0
         self._counted = set(map(storage_id, known))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = _run(func, *args, **(kwargs or {}))
+        count = flop_registry.get(getattr(func, "overloadpacket", None))
+        if count is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
         for tensor in iter_tensors(out):
             self._count_storage(tensor)
         return out
@@ -63,6 +76,26 @@ class LiveBytes(TorchDispatchMode):
     def _on_freed(self, key: int, nbytes: int) -> None:
         self._counted.discard(key)
         self.live_bytes -= nbytes
+
+
+def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
+    args_fp32 = bool(args) and isinstance(args[0], FakeTensor) and args[0].dtype is torch.float32
+    if func is torch.ops.aten._grouped_mm.default and args_fp32:
+        # Torch infers its output for bf16 only.
+        return func(*(it.bfloat16() for it in args[:2]), *args[2:], **kwargs).float()
+    return func(*args, **kwargs)
+
+
+def fake_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model on the meta device. Call within `fake_tensors`."""
+    device = local_device()
+    tensors = (*model.parameters(), *model.buffers())
+    memo: dict[int, Tensor] = {}
+    for tensor in tensors:
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        is_param = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_param else fake
+    return copy.deepcopy(model, memo)
 
 
 MakeBatch = Callable[[int], Any]
@@ -90,16 +123,24 @@ def fake_tensors() -> Iterator[None]:
 
     They are on a GPU if there is one, because some kernels, such as attention's, differ.
     """
-    device = local_device()
-    with FakeTensorMode(allow_non_fake_inputs=True), device:
-        yield
+    device, log = local_device(), logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    with FakeTensorMode(allow_non_fake_inputs=True), device, warnings.catch_warnings():
+        # Of the tracing itself: a run has none of them. What fails is raised as well.
+        warnings.filterwarnings("ignore", "(?s).*(FakeTensor|almost definitely a bug)")
+        log.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            log.setLevel(level)
 
 
 def trace_micro_step(
     model: nn.Module, precision: Precision, batch: Any, recomputed: Sequence[nn.Module] = ()
 ) -> MicroStepTrace:
-    """Runs forward and backward once. Call within the `fake_tensors` that created the model. Raises
-    ConfigError if the model returns no loss, or reads values, which fake tensors do not have.
+    """Runs forward and backward once, without `torch.compile`. Call within the `fake_tensors` that
+    created the model. Raises ConfigError if the model returns no loss, or reads values, which fake
+    tensors do not have.
 
     Args:
         model: its parameters are cast to the dtypes of `precision`.
@@ -118,8 +159,8 @@ def trace_micro_step(
         if param.requires_grad
     ]
     try:
-        with LiveBytes(known) as live, FlopCounterMode(display=False) as flops:
-            with precision.forward_context():
+        with LiveBytes(known) as live:
+            with set_stance("force_eager"), precision.forward_context():
                 loss = _find_loss(model, precision.cast_inputs(batch))
             loss.backward()
     except (RuntimeError, NotImplementedError) as error:
@@ -131,7 +172,7 @@ def trace_micro_step(
     finally:
         for handle in handles:
             handle.remove()
-    return MicroStepTrace(live.peak_bytes, flops.get_total_flops())
+    return MicroStepTrace(live.peak_bytes, live.flops)
 
 
 def _free_grad(param: Tensor) -> None:

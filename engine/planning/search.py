@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from rayzero.engine.compression.select import check_compression
 from rayzero.engine.config import EngineConfig, parse_config, resolve_batch_sizes
@@ -17,6 +18,7 @@ from rayzero.engine.layout.units import name_params, plan_blocks
 from rayzero.engine.planning.activations import (
     MakeBatch,
     MicroStepTrace,
+    fake_copy,
     fake_tensors,
     trace_micro_step,
 )
@@ -115,11 +117,17 @@ class MemoryPlanner:
         key = precision.model_dtype(torch.float32), micro_batch, recomputed
         if key not in self._traces:
             with fake_tensors():
-                model, batch = self._make_model(), self._make_batch(micro_batch)
+                model, batch = self._make_fake_model(), self._make_batch(micro_batch)
                 blocks = _innermost_blocks(model) if recomputed else []
                 self._traces[key] = trace_micro_step(model, precision, batch, blocks)
         traced = self._traces[key]
         return MemoryEstimate(sizes | {"activations": traced.activation_bytes}, traced.flops)
+
+    def _make_fake_model(self) -> nn.Module:
+        try:
+            return self._make_model()
+        except DataDependentOutputException:  # it reads a tensor of its own, on a named device
+            return fake_copy(self._meta_model)
 
     @cached_property
     def _meta_model(self) -> nn.Module:
@@ -155,8 +163,8 @@ class PlanSetting:
     def name(self) -> str:
         parts = [f"stage {self.stage}"]
         parts += ["activation checkpointing"] * self.recomputed
-        parts += ["optimizer on the CPU"] * self.offload_optimizer
-        parts += ["parameters on the CPU"] * self.offload_param
+        offloaded = ["optimizer"] * self.offload_optimizer + ["parameters"] * self.offload_param
+        parts += [f"{' and '.join(offloaded)} on the CPU"] * bool(offloaded)
         return ", ".join(parts)
 
     def apply_to(self, document: dict[str, Any]) -> EngineConfig:
@@ -197,6 +205,10 @@ class SearchResult:
     setting: PlanSetting
     estimate: MemoryEstimate
     fits: bool | None
+
+    @staticmethod
+    def usable_bytes(gpu_bytes: int) -> int:
+        return int((1 - RESERVED_FRACTION) * gpu_bytes)
 
 
 def evaluate_settings(

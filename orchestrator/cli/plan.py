@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
+import textwrap
 import traceback
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,28 +15,48 @@ import typer
 
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.orchestrator.cli.command import JsonValueFlag, local_command, new_group
+from rayzero.orchestrator.event_text import plain_class
+from rayzero.orchestrator.top.format import format_size
 
 commands = new_group()
 
 GIB, MIB = 2**30, 2**20
-PIPE_WIDTH = 200  # columns where stdout is no terminal
-MEMORY_CLASSES = (
-    "model_weights",
-    "main_weights",
-    "main_grads",
-    "optimizer_state",
-    "slots",
-    "grad_slots",
-    "activations",
-    "unit_grads",
-    *("error_feedback", "second_shards", "staging", "grad_copies"),
-)
-"""Columns of the table, without those that no setting needs."""
+PIPE_WIDTH = 200  # columns of other commands' tables where stdout is no terminal
+COLUMNS = {
+    "weights": ("model_weights", "main_weights", "second_shards"),
+    "gradients": ("main_grads", "unit_grads"),
+    "optimizer": ("optimizer_state", "grad_copies"),
+    "buffers": ("slots", "grad_slots", "error_feedback", "staging"),
+    "activations": ("activations",),
+}
+"""The table's columns, and the classes of `engine.accounting` and the planner that each sums."""
+GPU_GIB = {
+    "b200": 178.3,
+    "h200": 139.7,
+    "h100": 79.1,
+    "a100": 79.1,
+    "a100-40gb": 39.4,
+    "a40": 44.3,
+    "l40s": 44.3,
+    "l40": 44.3,
+    "a10": 22.0,
+    "a10g": 22.0,
+    "l4": 21.9,
+    "v100": 15.7,
+    "v100-32gb": 31.7,
+    "t4": 14.5,
+    "rtx5090": 31.3,
+    "rtx4090": 23.5,
+    "rtx3090": 23.5,
+    "a6000": 47.4,
+}
+"""What CUDA lets a process use (`torch.cuda.mem_get_info`), as torch's error messages tell it: less
+than the name says where the memory's error correction takes some."""
 DEFAULT_CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 
 @commands.command(
-    epilog="Example: rayzero plan models:make --batch models:batch --world 8 --gpu 80GB"
+    epilog="Example: rayzero plan models:make --batch models:batch --world 8 --gpu h100"
 )
 @local_command
 def plan(
@@ -63,7 +84,11 @@ def plan(
     ] = None,
     world: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
     gpu: Annotated[
-        str | None, typer.Option(help="Memory of one GPU, to find what fits.", metavar="80GB")
+        str | None,
+        typer.Option(
+            help="One GPU, to find what fits: its name (h100), or its memory (80, 80GB, 24GiB).",
+            metavar="GPU",
+        ),
     ] = None,
     as_json: JsonValueFlag = False,
 ) -> int:
@@ -73,7 +98,7 @@ def plan(
     """
     from rayzero.engine.config import read_config
 
-    gpu_bytes = None if gpu is None else _parse_bytes(gpu)
+    gpu_bytes = None if gpu is None else _parse_gpu(gpu)
     sys.path.insert(0, "")  # the user's modules, as for `rayzero run`
     document = DEFAULT_CONFIG if engine is None else read_config(engine)
     # By name: it imports torch, which the orchestrator must not (see the import contracts).
@@ -124,26 +149,34 @@ def _user_code_error(error: Exception) -> ConfigError:
     )
 
 
-def _parse_bytes(text: str) -> int:
+def _parse_gpu(text: str) -> int:
+    """Bytes of a GPU by its name, or of a size; a number alone is in GB."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
+    name = text.lower().replace(" ", "").replace("_", "-").removeprefix("nvidia-")
+    name = name.removesuffix("-80gb")
+    if name in GPU_GIB:
+        return int(GPU_GIB[name] * GIB)
+    size = f"{text}GB" if text.strip().replace(".", "", 1).isdigit() else text
     try:
-        return int(TypeAdapter(ByteSize).validate_python(text))
+        if number := int(TypeAdapter(ByteSize).validate_python(size)):
+            return number
     except ValidationError:
-        raise ConfigError(
-            f"--gpu {text!r} is not a size",
-            allowed="a number with a unit: 80GB, 24GiB",
-            fix="--gpu",
-        ) from None
+        pass
+    raise ConfigError(
+        f"--gpu {text!r} is neither a size nor a GPU that is known",
+        allowed=f"a size, such as 80GB or 24GiB (without a unit: GB), or {', '.join(GPU_GIB)}",
+        fix="--gpu",
+    )
 
 
 def _result_json(result: Any, chosen: bool) -> dict[str, Any]:
     estimate = result.estimate
     return {
         "setting": result.setting.name,
-        "device_bytes": estimate.device_bytes,
-        "host_bytes": estimate.host_bytes,
-        "disk_bytes": estimate.disk_bytes,
+        "device_bytes": _plain_names(estimate.device_bytes),
+        "host_bytes": _plain_names(estimate.host_bytes),
+        "disk_bytes": _plain_names(estimate.disk_bytes),
         "device_total_bytes": estimate.device_total_bytes,
         "host_total_bytes": estimate.host_total_bytes,
         "flops": estimate.flops,
@@ -153,43 +186,72 @@ def _result_json(result: Any, chosen: bool) -> dict[str, Any]:
     }
 
 
-def _print_table(results: list[Any], best: Any, traced: bool, gpu_bytes: int | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _plain_names(sizes: dict[str, int]) -> dict[str, int]:
+    return {plain_class(name).replace(" ", "_"): size for name, size in sizes.items()}
 
+
+def _print_table(results: list[Any], best: Any, traced: bool, gpu_bytes: int | None) -> None:
+    """At most 80 columns wide: a setting's name has a line of its own."""
     largest = max(result.estimate.device_total_bytes for result in results)
     unit, unit_name = (GIB, "GiB") if largest >= GIB // 10 else (MIB, "MiB")
-    table = Table("setting", title=f"{unit_name} on each rank", title_justify="left")
-    classes = [
-        name
-        for name in MEMORY_CLASSES
-        if any(result.estimate.device_bytes.get(name) for result in results)
-    ]
-    for name in (*classes, "total", "host"):
-        table.add_column(name.replace("_", " "), justify="right")
+    print(f"{unit_name} on each rank; host: of its node's memory\n")
+    names = (*COLUMNS, "total", "host")
+    widths = [max(len(name), 10) + 1 for name in names]
+    print("".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True)))
     for result in results:
         estimate = result.estimate
-        sizes = [estimate.device_bytes.get(name, 0) for name in classes]
+        sizes = [
+            sum(estimate.device_bytes.get(name, 0) for name in names) for names in COLUMNS.values()
+        ]
         sizes += [estimate.device_total_bytes, estimate.host_total_bytes]
-        style = "bold" if result is best else "dim" if result.fits is False else None
-        table.add_row(result.setting.name, *(f"{size / unit:.2f}" for size in sizes), style=style)
-    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(width=None if has_width else PIPE_WIDTH)
-    console.print(table)
-    if not traced:
-        console.print("Activations are not included: they need --batch.")
+        note = {True: "fits", False: "too big", None: ""}[result.fits]
+        print(result.setting.name + (": " if note else "") + note)
+        cells = zip(sizes, widths, strict=True)
+        print("".join(f"{size / unit:{width}.2f}" for size, width in cells))
+    print()
+    for line in _remarks(results, best, traced, gpu_bytes):
+        print(textwrap.fill(line, 80))
+
+
+def _remarks(results: list[Any], best: Any, traced: bool, gpu_bytes: int | None) -> Iterator[str]:
+    if traced:
+        yield (
+            "Activations are those of eager mode: torch.compile changes them, to less or, with "
+            "activation checkpointing, to more."
+        )
+    else:
+        yield "Activations are not included: they need --batch."
     offloaded = results if gpu_bytes is None else [best] if best else []
     one_s = max((it.estimate.cpu_update_s for it in offloaded), default=0.0)
     if one_s:
-        console.print(
+        yield (
             f"An optimizer on the CPU takes about {one_s:.2g} s a step on one thread of each rank, "
             f"{one_s / 12:.2g} s on 12: leave workers.cpus unset, or set it to the node's CPUs / "
             "its GPUs."
         )
     if gpu_bytes is None:
         return
-    size = f"{gpu_bytes / unit:.1f} {unit_name}"
-    if best is None:
-        console.print(f"Nothing fits in {size}: use more ranks or a smaller micro-batch.")
+    if best is not None:
+        yield f"Use {best.setting.name}: the first that fits in {format_size(gpu_bytes)}."
+        return
+    least = min(results, key=lambda it: int(it.estimate.device_total_bytes))
+    needed, usable = least.estimate.device_total_bytes, least.usable_bytes(gpu_bytes)
+    yield (
+        f"Nothing fits in {format_size(gpu_bytes)}, of which {format_size(usable)} are for the "
+        "model (the rest is left to CUDA, NCCL and fragmentation): the least, "
+        f"{least.setting.name}, needs {format_size(needed)}, {format_size(needed - usable)} "
+        "too much."
+    )
+    activations = least.estimate.device_bytes.get("activations", 0)
+    if 2 * activations > needed:
+        yield (
+            f"Most of it, {format_size(activations)}, are activations: set a smaller "
+            "train_micro_batch_size_per_gpu (more gradient_accumulation_steps keep the batch), or "
+            "shorten the sequences that --batch makes."
+        )
     else:
-        console.print(f"Use {best.setting.name}: the first that fits in {size}.")
+        yield (
+            f"Most of it, {format_size(needed - activations)}, are weights, gradients and their "
+            "buffers: use more ranks (--world), of which each holds less at stage 3, a dtype of 16 "
+            "bits (bf16 in --engine), or GPUs with more memory."
+        )

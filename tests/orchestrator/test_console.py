@@ -141,7 +141,7 @@ def test_summary_says_how_it_went_and_what_to_do_next():
         "steps_redone": 0,
         "tokens_per_s": 8192.4,
         "loss": {"first": 8.25, "last": 2.5},
-        "peak_bytes": {"slots": 0, "process": 662740992},
+        "peak_bytes": {"slots": 0, "grad_slots": 2**20, "process": 662740992},
         "checkpoints": {"written": 1, "failed": 0},
         "newest_checkpoint": "runs/job/step-1200",
     }
@@ -155,7 +155,7 @@ def test_summary_says_how_it_went_and_what_to_do_next():
     assert list(summary_lines(result)) == [
         "succeeded: 1,200 steps in 1 min 15 s, 2 then 1 workers, loss 8.25 to 2.5, 8,192 tokens/s",
         "faults: process 1; 1 repair, no step redone",
-        "memory of the largest rank: process 632 MiB",
+        "memory of the largest rank: gradient buffers 1 MiB, process 632 MiB",
         "checkpoint: runs/job/step-1200",
         "  to export it: rayzero ckpt export runs/job/step-1200 --to FOLDER",
         "  to train on from it: the same job with more steps",

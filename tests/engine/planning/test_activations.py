@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from rayzero.engine.accounting import FlopCount
 from rayzero.engine.planning.activations import LiveBytes
 
 
@@ -43,3 +48,29 @@ def test_saved_tensors_count_until_backward():
         del loss
         assert live.live_bytes == 0
         assert live.peak_bytes >= 256 * 256 * 4, "includes the weight's gradient"
+
+
+def test_flop_count_holds_nothing_that_checkpointing_recomputes():
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8))
+    known = [*layers.parameters()]
+
+    def peak(*, counted: bool) -> int:
+        x = torch.ones(256, 64, requires_grad=True)
+        with LiveBytes([*known, x]) as live, FlopCount() if counted else nullcontext():
+            for layer in layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            x.sum().backward()
+        return live.peak_bytes
+
+    assert peak(counted=True) == peak(counted=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
+@pytest.mark.parametrize("family", ["GPT-2", "Llama", "ViT"])
+def test_activations_equal_those_of_torch(family: str, checkpointing: str):
+    pytest.importorskip("transformers")
+    from benchmarks.plan import measured_peak, planned_peak
+
+    planned = planned_peak(family, checkpointing, "fp32")
+    assert planned == pytest.approx(measured_peak(family, checkpointing, "fp32"), rel=0.1)

@@ -44,8 +44,19 @@ def test_table_and_recommended_setting(tmp_path: Path):
     )
     assert result.returncode == 0, result.stderr
     assert "activations" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
     assert "MiB on each rank" in result.stdout
-    assert "Use stage 1: the first that fits in 9.5 MiB" in result.stdout
+    assert "Use stage 1: the first that fits in 9.54 MiB" in result.stdout
+
+
+@pytest.mark.slow
+def test_nothing_fits_says_by_how_much(tmp_path: Path):
+    result = plan(tmp_path, "models:make", "--world", "2", "--gpu", "0.001")
+    assert result.returncode == 1, result.stderr
+    said = " ".join(result.stdout.split())
+    assert "Nothing fits in 977 KiB, of which 879 KiB are for the model" in said
+    assert "too much. Most of it" in said
+    assert "use more ranks (--world)" in said
 
 
 @pytest.mark.slow
@@ -68,7 +79,8 @@ def test_json_when_nothing_fits(tmp_path: Path):
         (("models:mak",), "did you mean 'make'?"),
         (("models:broken",), "KeyError: 'depth' ("),
         (("models:batch",), "missing 1 required positional argument"),
-        (("models:make", "--gpu", "8x"), "--gpu '8x' is not a size"),
+        (("models:make", "--gpu", "8x"), "--gpu '8x' is neither a size nor a GPU that is known"),
+        (("models:make", "--gpu", "h300"), "or b200, h200, h100,"),
         (("models:make", "--engine", "no.json"), "cannot be read"),
     ],
 )
