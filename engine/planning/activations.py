@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.compiler import set_stance
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -29,6 +36,14 @@ from rayzero.engine.device import local_device
 from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.tensor_tree import iter_tensors, storage_id
+
+_WITHOUT_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -163,11 +178,17 @@ def trace_micro_step(
             with set_stance("force_eager"), precision.forward_context():
                 loss = _find_loss(model, precision.cast_inputs(batch))
             loss.backward()
-    except (RuntimeError, NotImplementedError) as error:
+    except _WITHOUT_VALUES as error:
         raise ConfigError(
             f"the model cannot be traced without data: {type(error).__name__}: {first_line(error)}",
             allowed="a forward that does not read the values of tensors (.item(), `if tensor`)",
             fix="leave the batch out: everything but activations is estimated",
+        ) from error
+    except RuntimeError as error:
+        raise ConfigError(
+            f"forward or backward of the model failed on its batch: {first_line(error)}",
+            allowed="a batch that the model takes, here without values (fake tensors)",
+            fix="the function of --batch, or leave it out: all but activations is estimated",
         ) from error
     finally:
         for handle in handles:

@@ -223,7 +223,7 @@ def _remarks(results: list[Any], best: Any, traced: bool, gpu_bytes: int | None)
         yield "Activations are not included: they need --batch."
     offloaded = results if gpu_bytes is None else [best] if best else []
     one_s = max((it.estimate.cpu_update_s for it in offloaded), default=0.0)
-    if one_s:
+    if one_s >= 1e-3:
         yield (
             f"An optimizer on the CPU takes about {one_s:.2g} s a step on one thread of each rank, "
             f"{one_s / 12:.2g} s on 12: leave workers.cpus unset, or set it to the node's CPUs / "

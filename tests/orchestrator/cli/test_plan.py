@@ -20,6 +20,9 @@ def make():
 def batch(samples):
     return torch.ones(samples, 256)
 
+def narrow(samples):
+    return torch.ones(samples, 255)
+
 def broken():
     return {}["depth"]
 """
@@ -77,6 +80,7 @@ def test_json_when_nothing_fits(tmp_path: Path):
     [
         (("models",), "'models' is not the name of a function"),
         (("models:mak",), "did you mean 'make'?"),
+        (("models:make", "--batch", "models:narrow"), "failed on its batch: "),
         (("models:broken",), "KeyError: 'depth' ("),
         (("models:batch",), "missing 1 required positional argument"),
         (("models:make", "--gpu", "8x"), "--gpu '8x' is neither a size nor a GPU that is known"),
