@@ -2,11 +2,14 @@
 # The image of head, workers and submitter, for the chart, or to build on with your own code:
 #
 #   docker build -t rayzero:0.1.0 .
-#   docker build -t rayzero:0.1.0-cuda --build-arg VARIANT=cuda .
+#   docker build -t rayzero:0.1.0-cu130 --build-arg VARIANT=cu130 .
 #
-# A digest pins the base for good: --build-arg PYTHON_IMAGE=python:3.11.14-slim-bookworm@sha256:...
+# VARIANT is a folder of torch's index that has the torch of constraints.txt; a mirror of that index is
+# --build-arg TORCH_INDEX=https://..., one of PyPI PIP_INDEX_URL. A digest pins the base for good:
+# --build-arg PYTHON_IMAGE=python:3.11.14-slim-bookworm@sha256:...
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 ARG VARIANT=cpu
+ARG TORCH_INDEX=https://download.pytorch.org/whl/${VARIANT}
 
 FROM ${PYTHON_IMAGE} AS base
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -14,15 +17,15 @@ WORKDIR /src
 COPY constraints.txt ./
 RUN python -m venv /opt/rayzero
 
-# torch in a layer of its own: it is most of the image, and changes seldom. The CUDA libraries come
-# with its wheels; the driver comes from the host.
-FROM base AS torch-cpu
-RUN /opt/rayzero/bin/pip install --constraint constraints.txt --index-url https://download.pytorch.org/whl/cpu torch
+# torch in a layer of its own: it is most of the image, and changes seldom. Its index has torch and some
+# version of what torch needs, CUDA's libraries included; the driver comes from the host. Only torch is
+# pinned here: the index does not have all versions of the rest, which the next stage's pins replace.
+FROM base AS torch
+ARG TORCH_INDEX
+RUN /opt/rayzero/bin/pip install --index-url "${TORCH_INDEX}" "$(grep ^torch== constraints.txt)"
 
-FROM base AS torch-cuda
-RUN /opt/rayzero/bin/pip install --constraint constraints.txt torch
-
-FROM torch-${VARIANT} AS build
+FROM torch AS build
+ARG PIP_INDEX_URL=https://pypi.org/simple
 COPY pyproject.toml README.md LICENSE ./
 COPY rayzero rayzero
 COPY engine engine
@@ -33,9 +36,11 @@ RUN /opt/rayzero/bin/pip install --constraint constraints.txt .
 FROM ${PYTHON_IMAGE} AS runtime
 LABEL org.opencontainers.image.title="rayzero" \
       org.opencontainers.image.licenses="Apache-2.0"
-# wget: KubeRay's probes ask with it. gcc: torch.compile makes its kernels with it.
+# wget: KubeRay's probes ask with it. gcc: torch.compile makes its kernels with it. The others are RDMA's user
+# space, without which NCCL does not see InfiniBand and RoCE.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev wget \
+    && apt-get install --yes --no-install-recommends \
+        gcc libc6-dev wget rdma-core libibverbs1 ibverbs-providers librdmacm1 \
     && rm -rf /var/lib/apt/lists/*
 # Any uid will do, as long as its group is 0: nothing else is written to.
 # Where KubeRay starts Ray in a login shell (ENABLE_LOGIN_SHELL), /etc/profile would lose the PATH below.

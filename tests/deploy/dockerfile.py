@@ -37,9 +37,13 @@ def parse_dockerfile(path: Path) -> list[Instruction]:
 
 
 def build_args(instructions: list[Instruction]) -> dict[str, str]:
-    """Default values of the build arguments that have one."""
-    defaults = [line.arguments for line in instructions if line.keyword == "ARG"]
-    return dict(default.split("=", 1) for default in defaults if "=" in default)
+    """Default values of the build arguments that have one, which may refer to earlier ones."""
+    out: dict[str, str] = {}
+    for line in instructions:
+        if line.keyword == "ARG" and "=" in line.arguments:
+            name, _, value = line.arguments.partition("=")
+            out[name] = re.sub(r"\$\{(\w+)\}", lambda match: out[match[1]], value)
+    return out
 
 
 def copied_paths(instructions: list[Instruction]) -> list[str]:

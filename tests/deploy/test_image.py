@@ -6,12 +6,15 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+import yaml
 
 from tests.deploy.chart import objects_of_kind, render_scenario
 from tests.deploy.dockerfile import (
@@ -24,7 +27,7 @@ from tests.deploy.dockerfile import (
 from tests.house.source import ROOT
 
 INSTRUCTIONS = parse_dockerfile(ROOT / "Dockerfile")
-INSTALL_STAGES = ("base", "torch-cpu", "build")
+INSTALL_STAGES = ("base", "torch", "build")
 MAX_CONTEXT_BYTES = 5 * 2**20
 
 
@@ -43,9 +46,9 @@ def test_base_images_are_pinned_and_stages_exist() -> None:
     stages = [line.stage for line in from_lines]
     for line in from_lines:
         base = line.arguments.partition(" AS ")[0]
-        assert base in {"${PYTHON_IMAGE}", "torch-${VARIANT}", *stages}
-    assert {f"torch-{variant}" for variant in ("cpu", "cuda")} <= set(stages)
-    assert f"torch-{defaults['VARIANT']}" in stages
+        assert base in {"${PYTHON_IMAGE}", *stages}
+    assert defaults["TORCH_INDEX"] == "https://download.pytorch.org/whl/cpu"
+    assert set(INSTALL_STAGES) < set(stages)
 
 
 def test_copied_paths_are_in_build_context() -> None:
@@ -84,7 +87,7 @@ def test_image_provides_what_chart_uses() -> None:
     chart_ports = {port["containerPort"] for port in head["ports"]} - {8080}
     assert chart_ports == set(map(int, ports.split()))
     (packages,) = [line for line in arguments_of("RUN") if "apt-get" in line]
-    assert "wget" in packages.split()
+    assert {"wget", "rdma-core", "libibverbs1", "ibverbs-providers"} <= set(packages.split())
     (entry,) = {job["spec"]["entrypoint"].split()[0]}
     assert entry in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 
@@ -105,37 +108,71 @@ def test_dependencies_are_pinned() -> None:
     assert required - pinned == set()
     for instruction in INSTRUCTIONS:
         if instruction.keyword == "RUN" and "pip install" in instruction.arguments:
-            assert "--constraint constraints.txt" in instruction.arguments
+            pins = ("--constraint constraints.txt", "$(grep ^torch== constraints.txt)")
+            assert any(pin in instruction.arguments for pin in pins)
+
+
+def test_release_workflow_uses_what_is_here() -> None:
+    """Its make targets exist, and its check of the tag accepts this version only."""
+    text = (ROOT / ".github/workflows/release.yaml").read_text(encoding="utf-8")
+    jobs = yaml.safe_load(text)["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for command in commands:
+        for target in re.findall(r"^make (\w+)", command, re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+    variants = [item["variant"] for item in jobs["image"]["strategy"]["matrix"]["include"]]
+    assert build_args(INSTRUCTIONS)["VARIANT"] in variants
+    (check,) = [command for command in commands if "${TAG#v}" in command]
+    version = yaml.safe_load((ROOT / "helm/rayzero/Chart.yaml").read_text())["version"]
+    for tag, accepted in ((f"v{version}", True), ("v99.0.0", False)):
+        done = subprocess.run(["bash", "-ec", check], cwd=ROOT, env=os.environ | {"TAG": tag})
+        assert (done.returncode == 0) is accepted
+    assert all("timeout-minutes" in job for job in jobs.values())
 
 
 @pytest.mark.slow
 def test_install_steps_run(tmp_path: Path) -> None:
-    """Run every RUN of the stages that make the virtual environment, in a copy of the context.
+    """Every RUN of the stages that make the virtual environment, as it is in the Dockerfile.
 
-    torch is resolved from this environment's index but not downloaded. rayzero is installed
-    without its dependencies, whose pins are tested above.
+    Each has the build arguments, the ENV and the files that it has in a build, on this machine's
+    system. Where torch's index is out of reach, pip's own stands in for it by the build argument.
     """
-    source, environment = tmp_path / "src", tmp_path / "venv"
+    folders = {"/opt/rayzero": tmp_path / "venv", "/src": tmp_path / "src"}
+    for folder in folders.values():
+        folder.mkdir()
+    variables = build_args(INSTRUCTIONS)
+    if not is_reachable(variables["TORCH_INDEX"]):
+        variables["TORCH_INDEX"] = "https://pypi.org/simple"
+    del variables["PIP_INDEX_URL"]  # this machine's own
     for instruction in INSTRUCTIONS:
         if instruction.stage not in INSTALL_STAGES:
             continue
+        if instruction.keyword == "ENV":
+            variables |= dict(item.split("=", 1) for item in shlex.split(instruction.arguments))
         if instruction.keyword == "COPY":
-            copy(instruction, source)
+            copy(instruction, folders["/src"])
         if instruction.keyword == "RUN":
-            run(command_outside_docker(instruction.arguments, environment), source)
-    assert (environment / "bin/rayzero").exists()
-    (packages,) = environment.glob("lib/python3*/site-packages")
-    assert (packages / "rayzero/orchestrator/machine.py").exists()
-    assert (packages / "rayzero/engine/engine.py").exists()
+            run_in_build(instruction.arguments, tmp_path / "root", folders, variables)
+    modules = "torch, rayzero.engine.engine, rayzero.orchestrator.machine"
+    check = f"import {modules}; print(torch.__version__)"
+    version = run_in_build(
+        f'/opt/rayzero/bin/python -c "{check}"', tmp_path / "root", folders, variables
+    )
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert f"torch=={version.partition('+')[0].strip()}" in pins
+    frozen = run_in_build("/opt/rayzero/bin/pip freeze", tmp_path / "root", folders, variables)
+    installed = {line.partition("+")[0].lower() for line in frozen.splitlines() if "==" in line}
+    unpinned = {line for line in installed if not line.startswith(("nvidia-", "triton=="))}
+    assert unpinned - {line.lower() for line in pins} == set()
 
 
-def command_outside_docker(command: str, environment: Path) -> str:
-    command = command.replace("/opt/rayzero", str(environment))
-    command = re.sub(r"--index-url \S+ ", "", command)
-    command = re.sub(r"^python ", f"{shlex.quote(sys.executable)} ", command)
-    if command.endswith(" torch"):
-        return f"{command} --dry-run --no-deps"
-    return f"{command} --no-deps" if "pip install" in command else command
+def is_reachable(url: str) -> bool:
+    try:
+        socket.getaddrinfo(urlsplit(url).hostname, 443)
+    except OSError:
+        return False
+    return True
 
 
 def copy(instruction: Instruction, folder: Path) -> None:
@@ -149,10 +186,28 @@ def copy(instruction: Instruction, folder: Path) -> None:
             shutil.copy(ROOT / name, folder)
 
 
-def run(command: str, folder: Path) -> None:
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+def run_in_build(
+    command: str, root: Path, folders: dict[str, Path], variables: dict[str, str]
+) -> str:
+    """The output of a command that is run as RUN does it, with `folders` in their places."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root and unshare")
+    root.mkdir(exist_ok=True)
+    namespace = ["unshare", "--mount", "--propagation", "private"]
+    if subprocess.run([*namespace, "mount", "-t", "tmpfs", "tmpfs", str(root)]).returncode:
+        pytest.skip("needs permission to mount")
+    mounts = [text for place, folder in folders.items() for text in (place, str(folder))]
+    script = ROOT / "tests/deploy/build.sh"
+    ignored = ("PYTHONPATH", "VIRTUAL_ENV")
+    env = {key: value for key, value in os.environ.items() if key not in ignored} | variables
+    env["PATH"] = f"{sys.base_prefix}/bin:{env['PATH']}"
     env["PIP_NO_COMPILE"] = "1"  # bytecode, which the test does not need, takes seconds
     done = subprocess.run(
-        shlex.split(command), cwd=folder, env=env, capture_output=True, text=True, timeout=300
+        [*namespace, "sh", str(script), str(root), *mounts, "--", command],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
