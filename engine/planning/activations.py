@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -32,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
+from rayzero.engine.compiling import is_compiled
 from rayzero.engine.device import local_device
 from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.precision.policy import Precision
@@ -46,6 +48,9 @@ _WITHOUT_VALUES = (
 )
 
 
+_GRAPHS_ONLY = "aot_eager_decomp_partition"  # a backend without kernels
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that are allocated while it is active, and flops.
 
@@ -57,9 +62,11 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         live_bytes: currently allocated.
-        peak_bytes: maximum of `live_bytes`.
+        peak_bytes: maximum of `live_bytes` since the last `take_peak`.
         flops: as `torch.utils.flop_counter` counts.
     """
+
+    supports_higher_order_operators = True  # of compiled graphs
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -68,16 +75,34 @@ class LiveBytes(TorchDispatchMode):
         self.flops = 0
         self._counted = set(map(storage_id, known))
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs, and is counted: with other modes, torch runs it in eager mode."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = _run(func, *args, **(kwargs or {}))
-        count = flop_registry.get(getattr(func, "overloadpacket", None))
-        if count is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        self._count_flops(func, args, kwargs or {}, out)
         for tensor in iter_tensors(out):
             self._count_storage(tensor)
         return out
+
+    def _count_flops(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
+        if isinstance(func, HigherOrderOperator):  # runs an operation with a random state
+            inner = next((i for i, it in enumerate(args) if isinstance(it, OpOverload)), None)
+            if inner is None:
+                return
+            func, args = args[inner], args[inner + 1 :]
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=out)
+
+    def take_peak(self) -> int:
+        """The maximum of `live_bytes` since the last call."""
+        peak, self.peak_bytes = self.peak_bytes, self.live_bytes
+        return peak
 
     def _count_storage(self, tensor: Tensor) -> None:
         storage, key = tensor.untyped_storage(), storage_id(tensor)
@@ -122,14 +147,43 @@ class MicroStepTrace:
     """Memory and work of one rank's micro-step.
 
     Attributes:
-        activation_bytes: peak of forward and backward beside weights and what `engine.accounting`
-            counts: activations, their gradients, and one parameter's gradient.
         flops: of forward and backward, as `torch.utils.flop_counter` counts: matrix products,
             convolutions and attention, including recomputation.
+        grads: (parameter's name, peak bytes since the gradient before it), in the order in which
+            gradients arrive. The bytes are those beside weights and what `engine.accounting`
+            counts: activations, their gradients, and this parameter's gradient.
+        last_bytes: the peak after the last gradient.
     """
 
-    activation_bytes: int
     flops: int
+    grads: tuple[tuple[str, int], ...]
+    last_bytes: int
+
+    @property
+    def activation_bytes(self) -> int:
+        """The peak of the micro-step, if each gradient is freed at once."""
+        return max(self.last_bytes, *(peak for _, peak in self.grads))
+
+    def held_grad_bytes(self, units: Sequence[Mapping[str, int]]) -> int:
+        """By how many bytes the peak is higher because a unit's gradients are held until its last
+        one, and those of all units before it, have arrived (`Reducer`).
+
+        Args:
+            units: bytes of the gradients by name, in launch order.
+        """
+        missing = [set(unit) for unit in units]
+        number = {name: index for index, unit in enumerate(units) for name in unit}
+        peak = held = launched = 0
+        for name, bytes_before in self.grads:
+            peak = max(peak, held + bytes_before)
+            unit = number[name]
+            if name in missing[unit]:
+                missing[unit].remove(name)
+                held += units[unit][name]
+            while launched < len(units) and not missing[launched]:
+                held -= sum(units[launched].values())
+                launched += 1
+        return max(peak, held + self.last_bytes) - self.activation_bytes
 
 
 @contextmanager
@@ -153,9 +207,13 @@ def fake_tensors() -> Iterator[None]:
 def trace_micro_step(
     model: nn.Module, precision: Precision, batch: Any, recomputed: Sequence[nn.Module] = ()
 ) -> MicroStepTrace:
-    """Runs forward and backward once, without `torch.compile`. Call within the `fake_tensors` that
-    created the model. Raises ConfigError if the model returns no loss, or reads values, which fake
-    tensors do not have.
+    """Runs forward and backward of a micro-step. Call within the `fake_tensors` that created the
+    model. Raises ConfigError if the model returns no loss, or reads values, which fake tensors do
+    not have.
+
+    What is compiled runs as the graphs of AOTAutograd, whose min-cut partitioner decides what
+    backward recomputes (He and Yu, "Transcending runtime-memory tradeoffs in checkpointing by being
+    fusion aware", 2023), operation by operation: kernels that fuse them allocate less.
 
     Args:
         model: its parameters are cast to the dtypes of `precision`.
@@ -168,16 +226,13 @@ def trace_micro_step(
         run = partial(checkpoint, module.forward, use_reentrant=False)
         object.__setattr__(module, "forward", run)
     known = [*model.parameters(), *model.buffers(), *iter_tensors(batch)]
-    handles = [
-        param.register_post_accumulate_grad_hook(_free_grad)
-        for param in model.parameters()
-        if param.requires_grad
-    ]
+
+    def compute_loss() -> Tensor:
+        with precision.forward_context():
+            return _find_loss(model, precision.cast_inputs(batch))
+
     try:
-        with LiveBytes(known) as live:
-            with set_stance("force_eager"), precision.forward_context():
-                loss = _find_loss(model, precision.cast_inputs(batch))
-            loss.backward()
+        return _trace(model, compute_loss, known)
     except _WITHOUT_VALUES as error:
         raise ConfigError(
             f"the model cannot be traced without data: {type(error).__name__}: {first_line(error)}",
@@ -190,15 +245,35 @@ def trace_micro_step(
             allowed="a batch that the model takes, here without values (fake tensors)",
             fix="the function of --batch, or leave it out: all but activations is estimated",
         ) from error
+
+
+def _trace(
+    model: nn.Module, compute_loss: Callable[[], Tensor], known: Iterable[Tensor]
+) -> MicroStepTrace:
+    live = LiveBytes(known)
+    grads: list[tuple[str, int]] = []
+
+    def on_grad(name: str, param: Tensor) -> None:
+        grads.append((name, live.take_peak()))
+        param.grad = None
+
+    handles = [
+        param.register_post_accumulate_grad_hook(partial(on_grad, name))
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    ]
+    try:
+        with set_stance("default", force_backend=_GRAPHS_ONLY):
+            if any(map(is_compiled, model.modules())):
+                torch.compiler.reset()  # beyond a number of models, torch would not compile
+                compute_loss().backward()
+                grads.clear()
+            with live:
+                compute_loss().backward()
     finally:
         for handle in handles:
             handle.remove()
-    return MicroStepTrace(live.peak_bytes, live.flops)
-
-
-def _free_grad(param: Tensor) -> None:
-    """Frees a gradient, as the engine does after accumulating it."""
-    param.grad = None
+    return MicroStepTrace(live.flops, tuple(grads), live.take_peak())
 
 
 def _find_loss(model: nn.Module, batch: Any) -> Tensor:

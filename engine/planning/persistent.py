@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from rayzero.engine.offload.transfer import MemoryKind
 from rayzero.engine.optim.build import optimizer_factory, regroup_for_optimizer
 from rayzero.engine.optim.param_groups import ParamGroups, find_param_groups, freeze_all_params
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
+from rayzero.engine.planning.activations import MicroStepTrace
 from rayzero.engine.runtime_builder import NUM_GRAD_BUFFERS, make_runtime
 from rayzero.engine.zero.parameters import set_param_data
 from rayzero.engine.zero.runtime import ZeroRuntime
+from rayzero.engine.zero.unit import Unit
 
 _STEPS = 3  # buffers are allocated in the first two
 
@@ -51,32 +54,58 @@ class AbsentRanks:
         return
 
 
-def persistent_bytes(model: nn.Module, config: EngineConfig, world_size: int) -> dict[str, int]:
+def persistent_bytes(
+    model: nn.Module, config: EngineConfig, world_size: int, trace: MicroStepTrace | None = None
+) -> dict[str, int]:
     """Bytes by class of the rank that holds most, as `bytes_by_class` names them, of a model on the
     meta device, which is not changed. Raises ConfigError if the config does not fit the model or
     the world.
 
-    A device with separate memory is assumed. Two classes do not persist: `unit_grads` are those of
-    the longest unit in backward, held until the last has arrived; `grad_copies` and
-    `host_grad_copies` exist only during an update: gradients in the dtype of the main weights.
+    A device with separate memory is assumed. Two classes do not persist: `unit_grads` are gradients
+    that are held until the last of their unit has arrived: beside the peak of the activations in
+    `trace`, else those of the longest unit; `grad_copies` and `host_grad_copies` exist only during
+    an update: gradients in the dtype of the main weights.
     """
     trains = any(param.requires_grad for param in model.parameters())
     given = find_param_groups(model, None, None) if trains else freeze_all_params(model)
     groups = regroup_for_optimizer(config.optimizer, model, given)
     # A group is contiguous in a unit. If one of two has more state, the first or last rank does.
     ranks = {0, world_size - 1} if len(groups.options) > 1 else {0}
+    names = {param: name for name, param in model.named_parameters()}
     values = [(param, param.detach()) for param in model.parameters()]
     try:
         with torch.device("meta"):
-            counts = [_count_rank(model, groups, config, world_size, it) for it in sorted(ranks)]
+            counts = [
+                _count_rank(model, groups, config, world_size, rank, _held_grads(trace, names))
+                for rank in sorted(ranks)
+            ]
         return max(counts, key=Counter.total)
     finally:
         for param, value in values:
             set_param_data(param, value)
 
 
+def _held_grads(
+    trace: MicroStepTrace | None, names: dict[nn.Parameter, str]
+) -> Callable[[list[Unit]], int]:
+    """Counts the bytes of units' gradients that are held in backward."""
+
+    def count(units: list[Unit]) -> int:
+        grads = [{names[it]: it.nbytes for it in unit.params} for unit in units if unit.grads]
+        if trace is None:
+            return max((sum(unit.values()) for unit in grads), default=0)
+        return trace.held_grad_bytes(grads)
+
+    return count
+
+
 def _count_rank(
-    model: nn.Module, groups: ParamGroups, config: EngineConfig, world_size: int, rank: int
+    model: nn.Module,
+    groups: ParamGroups,
+    config: EngineConfig,
+    world_size: int,
+    rank: int,
+    held_grads: Callable[[list[Unit]], int],
 ) -> Counter[str]:
     device, collectives = torch.device("meta"), Collectives(AbsentRanks(rank, world_size))
     context = make_build_context(config, model, collectives, device, restoring=True, elastic=False)
@@ -86,9 +115,7 @@ def _count_rank(
         micro_steps = resolve_batch_sizes(config, world_size).micro_steps
         for _ in range(_STEPS):
             copies = _take_step(runtime, optimizer, min(micro_steps, NUM_GRAD_BUFFERS))
-        copies["unit_grads"] = max(
-            (sum(p.nbytes for p in unit.params) for unit in runtime.units if unit.grads), default=0
-        )
+        copies["unit_grads"] = held_grads(runtime.units)
         return Counter(bytes_by_class(runtime, optimizer)) + copies
     finally:
         runtime.close()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from rayzero.engine.builder import compile_model
 from rayzero.engine.compression.select import check_compression
 from rayzero.engine.config import EngineConfig, parse_config, resolve_batch_sizes
 from rayzero.engine.errors import ConfigError
@@ -101,7 +102,7 @@ class MemoryPlanner:
     ) -> None:
         self._make_model = make_model
         self._make_batch = make_batch
-        self._traces: dict[tuple[torch.dtype, int, bool], MicroStepTrace] = {}
+        self._traces: dict[tuple[torch.dtype, int, bool, bool | None], MicroStepTrace] = {}
 
     def estimate(
         self, config: EngineConfig, world_size: int, *, recomputed: bool = False
@@ -109,19 +110,22 @@ class MemoryPlanner:
         """Estimates one setting; `recomputed`: with activation checkpointing of every block (stage
         3's unit of gathering). Raises ConfigError if the config does not fit the world, or the
         model cannot be traced."""
-        sizes = persistent_bytes(self._meta_model, config, world_size)
         if self._make_batch is None:
-            return MemoryEstimate(sizes)
+            return MemoryEstimate(persistent_bytes(self._meta_model, config, world_size))
         precision = choose_precision(config, torch.device("cpu"))
         micro_batch = resolve_batch_sizes(config, world_size).micro_batch
-        key = precision.model_dtype(torch.float32), micro_batch, recomputed
+        by_block = config.zero_optimization.stage == 3 if config.compile.enabled else None
+        key = precision.model_dtype(torch.float32), micro_batch, recomputed, by_block
         if key not in self._traces:
             with fake_tensors():
                 model, batch = self._make_fake_model(), self._make_batch(micro_batch)
                 blocks = _innermost_blocks(model) if recomputed else []
+                if config.compile.enabled:
+                    compile_model(model, config)
                 self._traces[key] = trace_micro_step(model, precision, batch, blocks)
-        traced = self._traces[key]
-        return MemoryEstimate(sizes | {"activations": traced.activation_bytes}, traced.flops)
+        trace = self._traces[key]
+        sizes = persistent_bytes(self._meta_model, config, world_size, trace)
+        return MemoryEstimate(sizes | {"activations": trace.activation_bytes}, trace.flops)
 
     def _make_fake_model(self) -> nn.Module:
         try:

@@ -50,8 +50,9 @@ GPU_GIB = {
     "rtx3090": 23.5,
     "a6000": 47.4,
 }
-"""What CUDA lets a process use (`torch.cuda.mem_get_info`), as torch's error messages tell it: less
-than the name says where the memory's error correction takes some."""
+"""About what a process can use: of an A100, L40, V100 and RTX 4090 as messages of torch.cuda report
+it; of the others the memory that the name promises, less what error correction and the driver take
+of those."""
 DEFAULT_CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 
@@ -214,12 +215,7 @@ def _print_table(results: list[Any], best: Any, traced: bool, gpu_bytes: int | N
 
 
 def _remarks(results: list[Any], best: Any, traced: bool, gpu_bytes: int | None) -> Iterator[str]:
-    if traced:
-        yield (
-            "Activations are those of eager mode: torch.compile changes them, to less or, with "
-            "activation checkpointing, to more."
-        )
-    else:
+    if not traced:
         yield "Activations are not included: they need --batch."
     offloaded = results if gpu_bytes is None else [best] if best else []
     one_s = max((it.estimate.cpu_update_s for it in offloaded), default=0.0)

@@ -178,6 +178,7 @@ def steps(shape, count, more):
         engine.step()
 
 torch.set_num_threads(1)
+torch.backends.mkldnn.set_flags(False)  # its bf16 kernels have memory that torch does not count
 for name, more in PEAKS.items():
     child = os.fork()
     if not child:
@@ -225,7 +226,7 @@ def test_process_peak_equals_estimate(precision: str):
     document |= PEAKS[precision]
     planner = MemoryPlanner(lambda: GPT(LARGE), lambda samples: batch(samples, LARGE))
     planned = planner.estimate(parse_config(document), 1).device_total_bytes
-    assert planned == pytest.approx(measure_peaks()[precision], rel=0.1)
+    assert planned == pytest.approx(measure_peaks()[precision], rel=0.05)
 
 
 def test_activation_checkpointing_trades_flops_for_memory():
