@@ -66,11 +66,12 @@ class CheckpointStore:
         """Writes the manifest, which makes the checkpoint exist. Its files are durable already."""
         await asyncio.to_thread(self._write_manifest, step, generation, files)
 
-    async def prune(self) -> None:
-        """Removes checkpoints by `checkpoint.keep` and `keep_every`."""
+    async def prune(self) -> tuple[int, ...]:
+        """Removes checkpoints by `checkpoint.keep` and `keep_every`. Returns their steps."""
         keep, keep_every = self._settings.keep, self._settings.keep_every
         await asyncio.to_thread(self._check_lease)
-        await asyncio.to_thread(prune_checkpoints, self._plan.job_folder, keep, keep_every)
+        folder = self._plan.job_folder
+        return (await asyncio.to_thread(prune_checkpoints, folder, keep, keep_every)).removed
 
     def _write_manifest(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
         name, stage = self._plan.spec.name, self._plan.stage

@@ -145,6 +145,13 @@ class CheckpointFailed:
 
 
 @dataclass(frozen=True)
+class CheckpointsPruned:
+    """The checkpoints of these steps were removed, by `checkpoint.keep`."""
+
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class FaultRecorded:
     """A fault was classified, and counts against the fault budget. A fatal one ends the job."""
 
@@ -216,6 +223,7 @@ ControlEvent: TypeAlias = (
     | ReplicationChanged
     | StepReplicated
     | GenerationStarted
+    | CheckpointsPruned
 )
 """What only the job's own process uses."""
 

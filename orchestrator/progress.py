@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rayzero.workers.messages import StepReport
@@ -77,6 +77,17 @@ class RowAggregator:
 _BYTES_PREFIX = "bytes/"
 _WAIT_GAUGES = ("phases/data", "phases/mirror", "checkpoint_s")
 
+BUILTIN_GAUGES = frozenset(
+    {
+        *("step", "step_s", "samples", "step_samples", "step_tokens", "tokens_per_s"),
+        *("lr", "grad_norm", "loss_scale", "mfu", "flops_per_s", "skipped", "skipped_steps"),
+        *("exposed_comm_s", "checkpoint_s", "replica_step", "replica_bytes"),
+        *("resident_bytes", "device_peak_bytes"),
+    }
+)
+"""Names that engines and workers report."""
+_BUILTIN_PREFIXES = ("phases/", _BYTES_PREFIX, "collectives/")
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -109,6 +120,12 @@ class StepRecord:
     @property
     def tokens_per_s(self) -> float | None:
         return self.tokens / self.step_s if self.tokens and self.step_s > 0 else None
+
+    def user_gauges(self) -> Iterator[tuple[str, float]]:
+        """The values that the training function reports: those that no engine or worker does."""
+        for name, value in self.gauges.items():
+            if name not in BUILTIN_GAUGES and not name.startswith(_BUILTIN_PREFIXES):
+                yield name, value
 
 
 class _OpenStep:

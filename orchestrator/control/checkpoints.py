@@ -12,7 +12,12 @@ from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
-from rayzero.orchestrator.job_events import Checkpointed, CheckpointFailed, Resumed
+from rayzero.orchestrator.job_events import (
+    Checkpointed,
+    CheckpointFailed,
+    CheckpointsPruned,
+    Resumed,
+)
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.workers.messages import Pinned
 from rayzero.workers.vault.records import Restore, SlotRef
@@ -245,7 +250,8 @@ class CheckpointWriter:
         nbytes, seconds = sum(file.nbytes for file in files), ctx.now_s() - started_s
         ctx.emit(Checkpointed(pin.step, folder, nbytes, seconds, pin.stopped_s))
         try:
-            await store.prune()
+            if removed := await store.prune():
+                ctx.emit(CheckpointsPruned(removed))
         except RayzeroError as error:
             ctx.warn(f"old checkpoints cannot be removed: {error.seen}")
 

@@ -126,13 +126,9 @@ def apply_entry(history: RunHistory | None, entry: Mapping[str, Any]) -> RunHist
     if history is None:
         return None
     kind, at_s = entry["kind"], float(entry["at_s"])
-    changes: dict[str, Any] = {"last_at_s": at_s}
+    changes: dict[str, Any] = {"last_at_s": at_s, "entries": _list_entry(history.entries, entry)}
     if isinstance(counters := entry.get("counted"), dict):
         changes["counters"] = counters
-    if kind in _LISTED_KINDS or entry.get("state") == "running":
-        listed = {key: value for key, value in entry.items() if key != "counted"}
-        newest = (*history.entries.get(kind, ()), listed)[-MAX_ENTRIES:]
-        changes["entries"] = {**history.entries, kind: newest}
     match kind:
         case "moved":
             state = str(entry["state"])
@@ -174,6 +170,21 @@ def apply_entry(history: RunHistory | None, entry: Mapping[str, Any]) -> RunHist
             changes["error"] = str(entry.get("error", ""))
     changes["best_step"] = max(history.best_step, changes.get("step", 0))
     return replace(history, **changes)
+
+
+def _list_entry(
+    lists: Mapping[str, tuple[dict[str, Any], ...]], entry: Mapping[str, Any]
+) -> Mapping[str, tuple[dict[str, Any], ...]]:
+    """`RunHistory.entries` after one more entry."""
+    kind = entry["kind"]
+    if kind == "pruned":
+        written, removed = lists.get("checkpoint", ()), set(entry["steps"])
+        left = tuple(item for item in written if item["step"] not in removed)
+        return {**lists, "checkpoint": left}
+    if kind not in _LISTED_KINDS and entry.get("state") != "running":
+        return lists
+    listed = {key: value for key, value in entry.items() if key != "counted"}
+    return {**lists, kind: (*lists.get(kind, ()), listed)[-MAX_ENTRIES:]}
 
 
 def _begin(history: RunHistory | None, entry: Mapping[str, Any]) -> RunHistory:

@@ -77,6 +77,8 @@ class JournalWriter:
                 self.append("checkpointfailed", **asdict(event))
             case job_events.Checkpointed():
                 self.append("checkpoint", **asdict(event))
+            case job_events.CheckpointsPruned(steps):
+                self.append("pruned", steps=list(steps))
 
 
 def write_end(job_folder: str, history: RunHistory, state: str, error: str) -> None:

@@ -10,85 +10,89 @@ from typing import Any
 from rayzero.orchestrator import job_events
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.policies.failure import describe_fault
+from rayzero.orchestrator.metrics.curves import CurveSet
+from rayzero.orchestrator.policies.failure import FaultCause, describe_fault
 from rayzero.orchestrator.progress import StepRecord
 
-MAX_POINTS = 512
-"""Maximum number of points of a curve."""
 MAX_HISTORY_ENTRIES = 256
 """Maximum length of each list; the oldest entries are dropped."""
 
 Entry = dict[str, Any]
 
 
-class BoundedCurve:
-    """A curve that drops every other point when it has too many."""
-
-    def __init__(self, max_points: int = MAX_POINTS) -> None:
-        self._max_points = max_points
-        self._points: list[tuple[int, float]] = []
-        self._stride = 1
-        self._count = 0
-        self._last: tuple[int, float] | None = None
-
-    def add(self, x: int, y: float) -> None:
-        """Replaces the points from x on, if there are any."""
-        while self._points and self._points[-1][0] >= x:
-            self._points.pop()
-        self._last = (x, y)
-        if self._count % self._stride == 0:
-            self._points.append(self._last)
-            if len(self._points) > self._max_points:
-                self._points = self._points[::2]
-                self._stride *= 2
-        self._count += 1
-
-    def points(self) -> list[tuple[int, float]]:
-        """In the order they were added, always with the newest one."""
-        if self._last is None or (self._points and self._points[-1] == self._last):
-            return list(self._points)
-        return [*self._points, self._last]
-
-
 class DisplayHistory:
     """Entries as JSON values, oldest first; times are Unix seconds."""
 
     def __init__(self) -> None:
-        self.loss = BoundedCurve()
+        self.curves = CurveSet()
         self.generations: deque[Entry] = deque(maxlen=MAX_HISTORY_ENTRIES)
+        """One entry where a generation begins, and one where it loses a rank: with those left."""
         self.faults: deque[Entry] = deque(maxlen=MAX_HISTORY_ENTRIES)
         self.recoveries: deque[Entry] = deque(maxlen=MAX_HISTORY_ENTRIES)
         """Repairs and resizes."""
         self.checkpoints: deque[Entry] = deque(maxlen=MAX_HISTORY_ENTRIES)
+        """Without those that were removed since."""
+        self._lost_ranks: set[int] = set()
 
-    def on_event(self, event: job_events.JobEvent, unix_s: float) -> None:
+    def on_event(self, event: job_events.JobEvent, unix_s: float, began_s: float) -> None:
         match event:
-            case StepRecord() if event.loss is not None:
-                self.loss.add(event.step, event.loss)
+            case StepRecord():
+                self.curves.add_step(event, unix_s - began_s)
             case job_events.StateEntered() if event.state is State.RUNNING:
-                self.generations.append({"at_s": unix_s, **_generation_entry(vars(event))})
+                self._begin_generation({"at_s": unix_s, **_generation_entry(vars(event))})
             case job_events.FaultDetected():
                 entry = _fault_entry(unix_s, event.cause, event.rank, event.step, event.text)
                 self.faults.append(entry)
+                self._lose_rank(entry)
             case job_events.Repaired() | job_events.Resized():
                 kind = "repaired" if isinstance(event, job_events.Repaired) else "resized"
                 fields = {**vars(event), "kind": kind, "total_s": event.total_s}
                 self.recoveries.append({"at_s": unix_s, **_recovery_entry(fields)})
             case job_events.Checkpointed():
                 self.checkpoints.append({"at_s": unix_s, **_checkpoint_entry(vars(event))})
+            case job_events.CheckpointsPruned():
+                kept = [item for item in self.checkpoints if item["step"] not in event.steps]
+                self.checkpoints = deque(kept, MAX_HISTORY_ENTRIES)
 
     def restore(self, past: RunHistory) -> None:
-        """Adds the entries of a run's journal, which has no losses."""
-        for fault in past.faults:
-            text = describe_fault(fault)
-            self.faults.append(_fault_entry(fault.at_s, fault.cause, fault.rank, fault.step, text))
-        self.generations.extend(_parse_entries(past, "moved", _generation_entry))
+        """Adds the entries of a run's journal, which has no curves. Its ranks ended with its
+        controller."""
+        began = _parse_entries(past, "moved", _generation_entry)
+        faults = [
+            _fault_entry(it.at_s, it.cause, it.rank, it.step, describe_fault(it))
+            for it in past.faults
+        ]
+        for entry in sorted([*began, *faults], key=lambda entry: float(entry["at_s"])):
+            if "cause" in entry:
+                self.faults.append(entry)
+                self._lose_rank(entry)
+            else:
+                self._begin_generation(entry)
+        if self.generations:
+            self.generations.append(
+                self.generations[-1] | {"at_s": past.last_at_s, "world_size": 0}
+            )
         recoveries = [
             *_parse_entries(past, "repaired", _recovery_entry),
             *_parse_entries(past, "resized", _recovery_entry),
         ]
         self.recoveries.extend(sorted(recoveries, key=lambda entry: float(entry["at_s"])))
         self.checkpoints.extend(_parse_entries(past, "checkpoint", _checkpoint_entry))
+
+    def _begin_generation(self, entry: Entry) -> None:
+        self._lost_ranks.clear()
+        self.generations.append(entry)
+
+    def _lose_rank(self, fault: Entry) -> None:
+        """A failed collective is not the loss of its rank."""
+        rank = fault["rank"]
+        if rank is None or fault["cause"] == FaultCause.COLLECTIVE or rank in self._lost_ranks:
+            return
+        self._lost_ranks.add(rank)
+        if self.generations:
+            newest = self.generations[-1]
+            left = max(0, newest["world_size"] - 1)
+            self.generations.append(newest | {"at_s": fault["at_s"], "world_size": left})
 
 
 def _parse_entries(

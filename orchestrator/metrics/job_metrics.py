@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -32,25 +32,6 @@ STEP_PHASES = ("data", "forward", "backward", "reduce", "update", "publish", "mi
 
 MAX_USER_METRICS = 100
 """Maximum number of user metric names of a job; bounds the number of Prometheus series."""
-
-BUILTIN_GAUGES = frozenset(
-    {
-        *("step", "step_s", "samples", "step_samples", "step_tokens", "tokens_per_s"),
-        *("lr", "grad_norm", "loss_scale", "mfu", "flops_per_s", "skipped", "skipped_steps"),
-        *("exposed_comm_s", "checkpoint_s", "replica_step", "replica_bytes"),
-        *("resident_bytes", "device_peak_bytes"),
-    }
-)
-"""Names that engines and workers report."""
-_BUILTIN_PREFIXES = (_PHASE_PREFIX, "bytes/", "collectives/")
-
-
-def user_gauges(gauges: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """The values that the training function reports: those that no engine or worker does."""
-    for name, value in gauges.items():
-        if name not in BUILTIN_GAUGES and not name.startswith(_BUILTIN_PREFIXES):
-            yield name, value
-
 
 JOURNALED_TOTALS = ("done", "tokens", "samples", "skipped", "nonfinite")
 """The fields of `StepTotals` that continue when another controller adopts the run."""
@@ -106,7 +87,7 @@ class StepTotals:
             if name.startswith(_PHASE_PREFIX):
                 phase = name.removeprefix(_PHASE_PREFIX)
                 self.phase_times.setdefault(phase, _StepHistogram()).add(seconds)
-        for name, value in user_gauges(gauges):
+        for name, value in record.user_gauges():
             if name in self.user_values or len(self.user_values) < MAX_USER_METRICS:
                 self.user_values[name] = value
             else:
@@ -151,7 +132,7 @@ class JobMetrics:
 
     def on_event(self, event: job_events.JobEvent) -> None:
         now = self.now()
-        self.history.on_event(event, now.unix_s)
+        self.history.on_event(event, now.unix_s, self.started.unix_s)
         match event:
             case job_events.GenerationStarted():
                 self.ranks.start_generation(event.nodes)

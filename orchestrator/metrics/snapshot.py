@@ -17,7 +17,8 @@ SNAPSHOT_FORMAT = 2
 def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
     """The job without its ranks. Times are Unix seconds; unknown values, inf and nan are None.
 
-    `loss` is [[step, loss], ...], downsampled; lists hold the newest entries, oldest first.
+    `loss` is [[first step, mean], ...], of as many steps each as it takes; lists hold the newest
+    entries, oldest first. `generations` has an entry where a rank is lost, too.
     """
     steps, history, times = metrics.steps, metrics.history, metrics.time_breakdown()
     record, target, replica = steps.last_record, metrics.spec.steps, metrics.replicas.own_node
@@ -51,7 +52,7 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
             "model_flops_utilization": steps.gauge("mfu"),
             "skipped_steps": steps.skipped,
         },
-        "loss": history.loss.points(),
+        "loss": history.curves.loss.means(),
         "goodput": {
             "ratio": times.goodput,
             "wall_s": times.wall_s,

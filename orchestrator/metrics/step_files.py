@@ -21,7 +21,6 @@ from pathlib import Path
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.background_writer import BackgroundWriter, WriteQueue
-from rayzero.orchestrator.metrics.job_metrics import user_gauges
 from rayzero.orchestrator.metrics.snapshot import finite_json
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
@@ -173,7 +172,7 @@ def _tensorboard_scalars(record: StepRecord) -> dict[str, float]:
             scalars[_TENSORBOARD_TAGS[name]] = value
         elif prefix is not None:
             scalars[_TAG_PREFIXES[prefix] + name.removeprefix(prefix)] = value
-    return scalars | {f"user/{name}": value for name, value in user_gauges(record.gauges)}
+    return scalars | {f"user/{name}": value for name, value in record.user_gauges()}
 
 
 def open_step_files(plan: JobPlan, now_s: float, writer: BackgroundWriter) -> list[WriteQueue]:

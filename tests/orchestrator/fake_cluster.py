@@ -7,6 +7,7 @@ sender died, and from generations that have ended.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -758,6 +759,7 @@ class FakeCheckpointStore:
     def __init__(self, *steps: int) -> None:
         self.steps = list(steps)
         self.prunes = 0
+        self.keep = sys.maxsize
         self.resume_error: RayzeroError | None = None
         self.errors: list[Exception] = []
 
@@ -780,5 +782,7 @@ class FakeCheckpointStore:
         assert sorted(file.rank for file in files) == list(range(len(files)))
         self.steps.append(step)
 
-    async def prune(self) -> None:
+    async def prune(self) -> tuple[int, ...]:
         self.prunes += 1
+        removed, self.steps = self.steps[: -self.keep], self.steps[-self.keep :]
+        return tuple(removed)

@@ -37,9 +37,11 @@ def pinned_steps(harness: Harness) -> set[int]:
 @async_test
 async def test_pinned_step_is_written_and_unpinned(folder: Path):
     harness = start_job(folder)
+    harness.store.keep = 1
     await harness.steps(5)
-    assert harness.store.steps == [2, 4]
+    assert harness.store.steps == [4]
     assert harness.store.prunes == 2
+    assert [it["step"] for it in harness.telemetry.snapshot()["checkpoints"]] == [4]
     assert pinned_steps(harness) == set()
     events = harness.log.of(Checkpointed)
     assert [(event.step, event.nbytes, event.stopped_s) for event in events] == [

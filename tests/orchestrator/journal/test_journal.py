@@ -21,6 +21,7 @@ from rayzero.orchestrator.job.lease import LeaseLostError
 from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,
+    CheckpointsPruned,
     FaultDetected,
     JobWarning,
     Repaired,
@@ -382,20 +383,26 @@ async def test_page_entries_continue_in_adopted_run(folder: Path):
     await harness.steps(2)
     await harness.clock.advance(5)
     await harness.steps(2)
-    harness.events.emit(Checkpointed(4, "f", 7, 0.5, 0.0))
+    for step in (3, 4):
+        harness.events.emit(Checkpointed(step, "f", 7, 0.5, 0.0))
+    harness.events.emit(CheckpointsPruned((3,)))
     before = harness.telemetry.snapshot()
     harness.run.cancel()
     await settle()
     adopted = Harness(folder, past=history_of(journal), workers={"min": 1, "max": 2})
     after = adopted.telemetry.snapshot()
+    assert [entry["world_size"] for entry in before["generations"]][:3] == [2, 1, 1]
+    lost = after["generations"].pop()  # the ranks ended with their controller
+    assert lost["world_size"] == 0
+    assert [entry["step"] for entry in after["checkpoints"]] == [4]
     for key in ("generations", "faults", "recoveries", "checkpoints"):
         assert len(before[key]) > 0, key
         assert list(map(untimed, after[key])) == list(map(untimed, before[key])), key
     await adopted.steps(1)
     entries = adopted.telemetry.snapshot()["generations"]
     generations = [entry["generation"] for entry in entries]
-    assert generations == sorted(set(generations))
-    assert len(generations) == len(before["generations"]) + 1
+    assert generations == sorted(generations)
+    assert generations[-1] == max(entry["generation"] for entry in before["generations"]) + 1
     adopted.run.cancel()
     await settle()
 

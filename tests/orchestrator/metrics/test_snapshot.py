@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from math import isfinite, nan
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.orchestrator.job_events import FaultDetected
+from rayzero.orchestrator.job_events import Checkpointed, CheckpointsPruned, FaultDetected
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.metrics.history import MAX_HISTORY_ENTRIES, BoundedCurve
+from rayzero.orchestrator.metrics.curves import Curve
+from rayzero.orchestrator.metrics.history import MAX_HISTORY_ENTRIES
 from rayzero.orchestrator.metrics.snapshot import make_snapshot, snapshot_ranks
 from tests.orchestrator.metrics.simulated_job import UNIX, WORKER, SimulatedJob, eventful_job
 
@@ -24,7 +26,7 @@ def test_snapshot_is_json_with_history_of_job():
     assert (snapshot["progress"]["step"], snapshot["progress"]["steps"]) == (3, 100)
     assert snapshot["training"]["loss"] is None  # nan
     assert snapshot["loss"] == [[1, 2.5], [2, 2.5], [3, None]]  # step 2 was recomputed
-    assert [entry["world_size"] for entry in snapshot["generations"]] == [2, 1, 1]
+    assert [entry["world_size"] for entry in snapshot["generations"]] == [2, 1, 1, 1]
     assert [entry["kind"] for entry in snapshot["recoveries"]] == ["repair", "resize"]
     assert snapshot["faults"] == [
         {"at_s": UNIX + 108, "cause": "lost", "rank": 1, "step": 3, "text": "rank 1 was lost"}
@@ -58,27 +60,66 @@ def test_snapshot_of_long_job_is_bounded():
     snapshot = make_snapshot(job.metrics)
     assert len(snapshot["faults"]) == len(snapshot["generations"]) == MAX_HISTORY_ENTRIES
     assert snapshot["faults"][-1]["step"] == 2999
-    assert len(snapshot["loss"]) <= 514
+    assert len(snapshot["loss"]) <= 512
     assert snapshot["loss"][0][0] == 1
-    assert snapshot["loss"][-1][0] == 2999
+    assert snapshot["loss"][-1][0] > 2990
 
 
-@given(st.integers(1, 400), st.integers(1, 20))
-def test_downsampled_curve_keeps_ends_and_order(count: int, max_points: int):
-    curve = BoundedCurve(max_points)
-    for x in range(count):
-        curve.add(x, float(x))
-    points = curve.points()
-    assert len(points) <= max_points + 1
-    assert points == sorted(set(points))
-    assert (points[0][0], points[-1][0]) == (0, count - 1)
-    gaps = {after[0] - before[0] for before, after in pairwise(points[:-1])}
-    assert len(gaps) <= 1  # evenly
+def test_page_shows_ranks_that_are_left_until_next_generation():
+    job = SimulatedJob()
+    job.form(1, 4, 0)
+    at_s = []
+    for cause, rank in (("collective", 0), ("lost", 1), ("lost", 1), ("node", 3), ("lost", None)):
+        job.now_s += 1
+        at_s.append(UNIX + job.now_s)
+        job.emit(FaultDetected(cause, WORKER, rank, 3, "text"))
+    job.form(2, 2, 3)
+    entries = make_snapshot(job.metrics)["generations"]
+    assert [(it["generation"], it["world_size"]) for it in entries] == [
+        (1, 4),
+        (1, 3),
+        (1, 2),
+        (2, 2),
+    ]
+    assert [it["at_s"] for it in entries[1:3]] == [at_s[1], at_s[3]]
 
 
-def test_recomputed_points_replace_earlier_ones():
-    curve = BoundedCurve()
+def test_removed_checkpoints_leave_the_list():
+    job = SimulatedJob()
+    for step in (2, 4, 6):
+        job.emit(Checkpointed(step, f"step-{step}", 10, 0.1, 0.0))
+    job.emit(CheckpointsPruned((2, 4)))
+    assert [it["step"] for it in make_snapshot(job.metrics)["checkpoints"]] == [6]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.floats(-9, 9) | st.just(nan)), max_size=300))
+def test_curve_keeps_every_extreme_within_its_bound(gaps: list[tuple[int, float]]):
+    curve, step, points = Curve(8), 0, []
+    for gap, value in gaps:
+        step += gap
+        curve.add(step, value)
+        points.append((step, value))
+    rows = [
+        row if len(row) == 5 else [*row, row[1], row[1], int(row[1] is None)]
+        for row in curve.rows()
+    ]
+    assert len(rows) <= 8
+    begins = [*(row[0] for row in rows), step + 1]
+    for (first, mean, low, high, nonfinite), after in zip(rows, begins[1:], strict=True):
+        inside = [value for at, value in points if first <= at < after]
+        finite = [value for value in inside if isfinite(value)]
+        assert nonfinite == len(inside) - len(finite)
+        if not finite:
+            assert (mean, low, high) == (None, None, None)
+            continue
+        expected = (sum(finite) / len(finite), min(finite), max(finite))
+        assert (mean, low, high) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    assert rows == [] or (rows[0][0], begins[-1]) == (points[0][0], points[-1][0] + 1)
+
+
+def test_redone_steps_replace_earlier_ones():
+    curve = Curve()
     for x in (1, 2, 3, 4):
         curve.add(x, 1.0)
     curve.add(3, 2.0)
-    assert curve.points() == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    assert curve.rows() == [[1, 1.0], [2, 1.0], [3, 2.0]]

@@ -1,0 +1,152 @@
+"""What a job's values were, step by step, in bounded memory. No clock, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from rayzero.orchestrator.progress import StepRecord
+
+MAX_BUCKETS = 512
+"""Maximum number of buckets of the loss curve, and of any curve on its own."""
+MAX_SET_BUCKETS = 256
+"""The same for all other curves of a job."""
+MAX_USER_CURVES = 40
+"""Curves of values that the training function reports; further names have none."""
+
+_GAUGES = ("lr", "grad_norm", "loss_scale", "mfu", "exposed_comm_s")
+_BYTES = ("resident_bytes", "device_peak_bytes")
+_PHASE_PREFIX, _USER_PREFIX = "phases/", "user/"
+
+Row = list[float | int | None]
+"""[first step, mean, minimum, maximum, number of inf and nan]; [step, value] of a single number.
+The values are None where no step had a finite one."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Consecutive steps."""
+
+    first_step: int
+    low: float = inf
+    high: float = -inf
+    total: float = 0.0
+    finite: int = 0
+    nonfinite: int = 0
+
+    def add(self, value: float) -> None:
+        if isfinite(value):
+            self.low, self.high = min(self.low, value), max(self.high, value)
+            self.total += value
+            self.finite += 1
+        else:
+            self.nonfinite += 1
+
+    def absorb(self, after: _Bucket) -> None:
+        """Adds the values of the bucket that follows."""
+        self.low, self.high = min(self.low, after.low), max(self.high, after.high)
+        self.total += after.total
+        self.finite += after.finite
+        self.nonfinite += after.nonfinite
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.finite if self.finite else None
+
+
+class Curve:
+    """A value by step. Buckets of as many steps as it takes: no spike and no nan is left out."""
+
+    def __init__(self, max_buckets: int = MAX_BUCKETS) -> None:
+        self._max_buckets = max_buckets
+        self._buckets: list[_Bucket] = []
+        self._stride = 1
+
+    def add(self, step: int, value: float) -> None:
+        """Replaces the buckets that begin with this step or a later one: it is done again. In a
+        bucket that begins before, both values count."""
+        buckets = self._buckets
+        while buckets and buckets[-1].first_step >= step:
+            buckets.pop()
+        if not buckets or buckets[-1].first_step // self._stride != step // self._stride:
+            buckets.append(_Bucket(step))
+        buckets[-1].add(value)
+        while len(self._buckets) > self._max_buckets:
+            self._stride *= 2
+            self._buckets = list(self._merged())
+
+    def rows(self) -> list[Row]:
+        return [_row(bucket) for bucket in self._buckets]
+
+    def means(self) -> list[tuple[int, float | None]]:
+        """(first step, mean) of each bucket."""
+        return [(bucket.first_step, bucket.mean) for bucket in self._buckets]
+
+    def _merged(self) -> Iterator[_Bucket]:
+        current: _Bucket | None = None
+        for bucket in self._buckets:
+            if current and current.first_step // self._stride == bucket.first_step // self._stride:
+                current.absorb(bucket)
+                continue
+            if current:
+                yield current
+            current = bucket
+        if current:
+            yield current
+
+
+class CurveSet:
+    """The curves of a job by name: its loss, what engines report, and what the training function
+    does (`user/NAME`)."""
+
+    def __init__(self) -> None:
+        self.loss = Curve()
+        self.dropped_names: set[str] = set()
+        """User values without a curve, because there are too many; at most as many again."""
+        self._others: dict[str, Curve] = {}
+
+    def add_step(self, record: StepRecord, elapsed_s: float) -> None:
+        """`elapsed_s`: from the beginning of the run to this step."""
+        if record.loss is not None:
+            self.loss.add(record.step, record.loss)
+        self._add("elapsed_s", record.step, elapsed_s)
+        self._add("step_s", record.step, record.step_s)
+        if record.tokens_per_s is not None:
+            self._add("tokens_per_s", record.step, record.tokens_per_s)
+        for name, value in record.gauges.items():
+            if name in _GAUGES or name in _BYTES or name.startswith(_PHASE_PREFIX):
+                self._add(name, record.step, value)
+        for name, value in record.user_gauges():
+            self._add_user(_USER_PREFIX + name, record.step, value)
+
+    def rows(self) -> dict[str, list[Row]]:
+        """By name, the loss first."""
+        curves = {"loss": self.loss, **self._others}
+        return {name: rows for name, curve in curves.items() if (rows := curve.rows())}
+
+    def _add(self, name: str, step: int, value: float) -> None:
+        curve = self._others.get(name)
+        if curve is None:
+            curve = self._others[name] = Curve(MAX_SET_BUCKETS)
+        curve.add(step, value)
+
+    def _add_user(self, name: str, step: int, value: float) -> None:
+        is_new = name not in self._others
+        if not is_new or sum(it.startswith(_USER_PREFIX) for it in self._others) < MAX_USER_CURVES:
+            self._add(name, step, value)
+        elif len(self.dropped_names) < MAX_USER_CURVES:
+            self.dropped_names.add(name.removeprefix(_USER_PREFIX))
+
+
+def _row(bucket: _Bucket) -> Row:
+    mean = None if bucket.mean is None else _short(bucket.mean)
+    if bucket.finite + bucket.nonfinite == 1:
+        return [bucket.first_step, mean]
+    low, high = (_short(bucket.low), _short(bucket.high)) if bucket.finite else (None, None)
+    return [bucket.first_step, mean, low, high, bucket.nonfinite]
+
+
+def _short(value: float) -> float:
+    """With as many digits as a chart can show."""
+    return float(f"{value:.7g}")
