@@ -112,9 +112,14 @@ def test_dependencies_are_pinned() -> None:
             assert any(pin in instruction.arguments for pin in pins)
 
 
-def test_release_workflow_uses_what_is_here() -> None:
-    """Its make targets exist, and its check of the tag accepts this version only."""
-    text = (ROOT / ".github/workflows/release.yaml").read_text(encoding="utf-8")
+def test_release_workflow_is_valid_and_uses_what_is_here() -> None:
+    """It fits GitHub's schema, its make targets exist, and its check of the tag accepts this
+    version only."""
+    path = ROOT / ".github/workflows/release.yaml"
+    schema = ["check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    done = subprocess.run([sys.executable, "-m", *schema, path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    text = path.read_text(encoding="utf-8")
     jobs = yaml.safe_load(text)["jobs"]
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
