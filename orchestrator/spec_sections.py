@@ -72,7 +72,7 @@ class MetricsSpec(SpecSection):
         default=None,
         ge=0,
         le=65535,
-        description="port of /metrics and /snapshot.json on the controller's machine; 0: any "
+        description="port of the page and /metrics on the controller's machine; 0: any "
         "free port, which is printed; default: no endpoint",
     )
     ports: int = Field(
@@ -90,6 +90,13 @@ class MetricsSpec(SpecSection):
     per_rank: bool = Field(
         default=True,
         description="16 metrics with a series for each rank: 1 MB a scrape at 1,000 ranks",
+    )
+    log_lines: int = Field(
+        default=200,
+        ge=0,
+        le=2000,
+        description="lines of the log that the page shows, the newest; 0: none, for jobs whose "
+        "output is not for everyone who can read the endpoint",
     )
     tensorboard: bool = Field(
         default=False,

@@ -61,6 +61,7 @@ class Curve:
     def __init__(self, max_buckets: int = MAX_BUCKETS) -> None:
         self._max_buckets = max_buckets
         self._buckets: list[_Bucket] = []
+        self._rows: list[Row] = []  # of the buckets that are complete, as far as they were read
         self._stride = 1
 
     def add(self, step: int, value: float) -> None:
@@ -72,12 +73,16 @@ class Curve:
         if not buckets or buckets[-1].first_step // self._stride != step // self._stride:
             buckets.append(_Bucket(step))
         buckets[-1].add(value)
+        del self._rows[len(buckets) - 1 :]
         while len(self._buckets) > self._max_buckets:
             self._stride *= 2
             self._buckets = list(self._merged())
+            self._rows.clear()
 
     def rows(self) -> list[Row]:
-        return [_row(bucket) for bucket in self._buckets]
+        complete = self._buckets[len(self._rows) : -1]
+        self._rows += map(_row, complete)
+        return [*self._rows, *map(_row, self._buckets[-1:])]
 
     def means(self) -> list[tuple[int, float | None]]:
         """(first step, mean) of each bucket."""
@@ -105,6 +110,7 @@ class CurveSet:
         self.dropped_names: set[str] = set()
         """User values without a curve, because there are too many; at most as many again."""
         self._others: dict[str, Curve] = {}
+        self._user_curves = 0
 
     def add_step(self, record: StepRecord, elapsed_s: float) -> None:
         """`elapsed_s`: from the beginning of the run to this step."""
@@ -132,21 +138,20 @@ class CurveSet:
         curve.add(step, value)
 
     def _add_user(self, name: str, step: int, value: float) -> None:
-        is_new = name not in self._others
-        if not is_new or sum(it.startswith(_USER_PREFIX) for it in self._others) < MAX_USER_CURVES:
+        if name in self._others or self._user_curves < MAX_USER_CURVES:
+            self._user_curves += name not in self._others
             self._add(name, step, value)
         elif len(self.dropped_names) < MAX_USER_CURVES:
             self.dropped_names.add(name.removeprefix(_USER_PREFIX))
 
 
 def _row(bucket: _Bucket) -> Row:
-    mean = None if bucket.mean is None else _short(bucket.mean)
+    mean = _short(bucket.mean)
     if bucket.finite + bucket.nonfinite == 1:
         return [bucket.first_step, mean]
-    low, high = (_short(bucket.low), _short(bucket.high)) if bucket.finite else (None, None)
-    return [bucket.first_step, mean, low, high, bucket.nonfinite]
+    return [bucket.first_step, mean, _short(bucket.low), _short(bucket.high), bucket.nonfinite]
 
 
-def _short(value: float) -> float:
-    """With as many digits as a chart can show."""
-    return float(f"{value:.7g}")
+def _short(value: float | None) -> float | None:
+    """With as many digits as a chart can show; None for inf and nan, which JSON does not have."""
+    return None if value is None or not isfinite(value) else float(f"{value:.7g}")

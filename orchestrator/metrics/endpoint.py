@@ -1,4 +1,5 @@
-"""The job's HTTP endpoint, read-only: its page, /metrics for Prometheus, /snapshot.json.
+"""The job's HTTP endpoint, read-only: its page, /metrics for Prometheus, /snapshot.json,
+/history.json.
 
 A job that fails between two scrapes would never be seen as failed, and no alert could fire. So the
 end of a job waits, for a limited time, until regular clients have read its final state.
@@ -7,6 +8,8 @@ end of a job waits, for a limited time, until regular clients have read its fina
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import socket
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -38,6 +41,10 @@ _HEADERS = [
     ("Referrer-Policy", "no-referrer"),
     ("Content-Security-Policy", "frame-ancestors 'none'"),
 ]
+
+_AWAITED_PATHS = ("/metrics", "/snapshot.json")
+"""Paths with the job's state; the end of a job waits for their regular readers only."""
+MIN_GZIP_BYTES = 4096
 
 PageHandler = Callable[[], tuple[str, bytes]]
 """Returns (content type, body)."""
@@ -114,10 +121,11 @@ class Endpoint:
         if method == "HEAD":
             start("200 OK", list(_HEADERS))
             return []
-        self._scrapes.record_scrape(path, monotonic())
+        if path in _AWAITED_PATHS:
+            self._scrapes.record_scrape(path, monotonic())
         if path == "/metrics":
             return self._metrics_app(environ, start)
-        return _respond(start, "200 OK", *self._pages[path]())
+        return respond(environ, start, *self._pages[path]())
 
 
 def _listen(host: str, ports: range) -> BoundedHttpServer:
@@ -137,10 +145,24 @@ def _listen(host: str, ports: range) -> BoundedHttpServer:
     raise ConfigError("metrics.ports: no port to listen on", fix="set metrics.ports to 1 or more")
 
 
-def _refuse(start: StartResponse, status: str, text: str) -> list[bytes]:
-    return _respond(start, status, "text/plain; charset=utf-8", f"{status}: {text}\n".encode())
+def json_response(value: Any) -> tuple[str, bytes]:
+    """(content type, body) of a value without inf and nan."""
+    body = json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    return "application/json; charset=utf-8", body
 
 
-def _respond(start: StartResponse, status: str, content_type: str, body: bytes) -> list[bytes]:
-    start(status, [("Content-Type", content_type), *_HEADERS])
+def respond(
+    environ: dict[str, Any], start: StartResponse, content_type: str, body: bytes
+) -> list[bytes]:
+    """Sends a body, compressed if the client takes that."""
+    headers = [("Content-Type", content_type), *_HEADERS]
+    if len(body) >= MIN_GZIP_BYTES and "gzip" in environ.get("HTTP_ACCEPT_ENCODING", ""):
+        body = gzip.compress(body, 3)
+        headers.append(("Content-Encoding", "gzip"))
+    start("200 OK", headers)
     return [body]
+
+
+def _refuse(start: StartResponse, status: str, text: str) -> list[bytes]:
+    start(status, [("Content-Type", "text/plain; charset=utf-8"), *_HEADERS])
+    return [f"{status}: {text}\n".encode()]

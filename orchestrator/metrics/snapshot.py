@@ -1,17 +1,26 @@
-"""The job at one moment as a JSON value (/snapshot.json), and its counters across an adoption."""
+"""The job as JSON values: at one moment (/snapshot.json), what led there (/history.json), and its
+counters across an adoption."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from math import isfinite
 from typing import Any
 
+from rayzero.engine.redact import redact_document, redact_url
+from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.journal.run_history import RunHistory, faults_on_clock
 from rayzero.orchestrator.metrics.job_metrics import JOURNALED_TOTALS, JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTable
+from rayzero.orchestrator.spec import JobSpec
 
 SNAPSHOT_FORMAT = 2
 """Incremented when readers of the previous format could misread the value."""
+HISTORY_FORMAT = 1
+"""The same, of /history.json."""
+MAX_LINE_CHARACTERS = 500
+"""Of a line of the log in /history.json."""
 
 
 def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
@@ -73,6 +82,25 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
         },
     }
     return {key: finite_json(item) for key, item in value.items()}
+
+
+def make_history(metrics: JobMetrics) -> dict[str, Any]:
+    """What is too large to be read every second. `curves` by name: rows as of `Curve.rows`;
+    `elapsed_s` has the time of each step, in seconds since the run began."""
+    curves = metrics.history.curves
+    return {
+        "format": HISTORY_FORMAT,
+        "job": metrics.spec.name,
+        "at_s": metrics.now().unix_s,
+        "curves": curves.rows(),
+        "names_without_curve": sorted(curves.dropped_names),
+    }
+
+
+def history_texts(spec: JobSpec, log: Sequence[str]) -> dict[str, Any]:
+    """The value's `log` and `config`, without secrets."""
+    lines = [redact_url(line)[:MAX_LINE_CHARACTERS] for line in log]
+    return {"log": lines, "config": redact_document(to_document(spec))}
 
 
 def snapshot_ranks(ranks: RankMetricsTable) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ only while they copy the rows of the ranks, of which there may be thousands.
 
 from __future__ import annotations
 
-import json
+from collections import deque
 from collections.abc import Callable
 from threading import Lock
 from time import time
@@ -19,13 +19,16 @@ from prometheus_client.registry import CollectorRegistry
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.background_writer import BackgroundWriter
+from rayzero.orchestrator.console import PlainConsole
 from rayzero.orchestrator.job_events import JOB_EVENTS, EventBus, JobEvent
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.metrics.catalog import job_families, rank_families
-from rayzero.orchestrator.metrics.endpoint import Endpoint
+from rayzero.orchestrator.metrics.endpoint import Endpoint, json_response
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.snapshot import (
     dump_counters,
+    history_texts,
+    make_history,
     make_snapshot,
     restore_metrics,
     snapshot_ranks,
@@ -62,6 +65,8 @@ class Telemetry:
         self._metrics = JobMetrics(plan.spec, plan.stage, lambda: Timestamps(clock.now(), unix()))
         if past is not None:
             restore_metrics(self._metrics, past)
+        self._log: deque[str] = deque(maxlen=plan.spec.metrics.log_lines)
+        self._console = PlainConsole(self._log.append)
         self._endpoint = self._open_endpoint(plan.spec.metrics)
         self.url = self._endpoint.url if self._endpoint is not None else None
         try:
@@ -90,6 +95,7 @@ class Telemetry:
     def on_event(self, event: JobEvent) -> None:
         with self._lock:
             self._metrics.on_event(event)
+            self._console.on_event(event)
         if isinstance(event, StepRecord):
             for queue in self._step_queues:
                 queue.put(event)
@@ -109,15 +115,17 @@ class Telemetry:
             ranks = self._metrics.ranks.copy()
         return {**value, "ranks": snapshot_ranks(ranks)}
 
+    def history(self) -> dict[str, Any]:
+        """The job's curves, the end of its log and its config as JSON-ready data. Thread-safe."""
+        with self._lock:
+            value, log = make_history(self._metrics), list(self._log)
+        return {**value, **history_texts(self._metrics.spec, log)}
+
     def outlook(self) -> tuple[float | None, float]:
         """Estimated seconds to the last step (None if unknown), and the goodput so far."""
         with self._lock:
             steps = self._metrics.spec.steps
             return self._metrics.steps.remaining_s(steps), self._metrics.time_breakdown().goodput
-
-    def _snapshot_page(self) -> tuple[str, bytes]:
-        body = json.dumps(self.snapshot(), allow_nan=False).encode()
-        return "application/json; charset=utf-8", body
 
     def dump_counters(self) -> dict[str, Any]:
         """The counters for the journal; a run that adopts this one continues them."""
@@ -138,6 +146,10 @@ class Telemetry:
             return None
         registry = CollectorRegistry()
         registry.register(self)
-        pages = {"/": page_response, "/snapshot.json": self._snapshot_page}
+        pages = {
+            "/": page_response,
+            "/snapshot.json": lambda: json_response(self.snapshot()),
+            "/history.json": lambda: json_response(self.history()),
+        }
         ports = range(config.port, min(config.port + config.ports, _PORT_LIMIT))
         return Endpoint(config.host, ports, registry, pages)

@@ -1,6 +1,6 @@
 """The live page of a job: one HTML file, assembled from the sources in this folder.
 
-It reads /snapshot.json and nothing else, and cannot change the job.
+It reads /snapshot.json and /history.json, and cannot change the job.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hashlib import sha256
 from importlib.resources import files
 
 STYLES = ("page.css",)
-SCRIPTS = ("format.js", "charts.js", "parts.js", "page.js")
+SCRIPTS = ("format.js", "charts.js", "parts.js", "curves.js", "page.js")
 CONTENT_TYPE = "text/html; charset=utf-8"
 
 

@@ -23,7 +23,7 @@ function figure(value, digits = 4) {
   if (!known(value)) return "–";
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e9) return value.toLocaleString("en");
-  if (value !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
+  if (value !== 0 && (size < 1e-3 || size >= 1e6)) return Number(value.toPrecision(3)).toExponential();
   return Number(value.toPrecision(digits)).toLocaleString("en");
 }
 

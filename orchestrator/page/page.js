@@ -1,11 +1,15 @@
 // Polls the snapshot and shows it. Nothing here can change the job.
 
 const FORMAT = 2;
+const HISTORY_FORMAT = 1;
 const INTERVAL_MS = 1000;
+const HISTORY_INTERVAL_MS = 4000;
 const HIDDEN_MS = 15000;
 const TIMEOUT_MS = 5000;
 const FINAL = ["succeeded", "failed", "stopped"];
 let newest = null;
+let newestHistory = null;
+let historyReadAt = -Infinity;
 let updatedAt = null;
 
 function show(now) {
@@ -59,13 +63,26 @@ function showProgress(now) {
 }
 
 function draw(now) {
-  render("loss", [byId("loss").clientWidth, now.loss], () => lossChart(now.loss));
   const until = FINAL.includes(now.state) ? now.state_since_s : now.at_s;
   const history = {
     began: now.began_s, until, generations: now.generations, faults: now.faults,
     checkpoints: now.checkpoints, maxWorkers: now.workers.max,
   };
-  render("world", [byId("world").clientWidth, history], () => worldChart(history));
+  worldChart(byId("world"), history);
+}
+
+function showHistory(history) {
+  showCurves([history]);
+  showLog(history.log);
+  render("config", history.config, (config) => [outline(config).join("\n")]);
+}
+
+// Follows the end, unless the reader has scrolled up.
+function showLog(lines) {
+  const log = byId("log-tail");
+  const follows = log.scrollTop + log.clientHeight >= log.scrollHeight - 8;
+  render("log-tail", lines, () => [lines.length ? lines.join("\n") : "No line yet, or metrics.log_lines is 0."]);
+  if (follows) log.scrollTop = log.scrollHeight;
 }
 
 function showConnection(kind, text) {
@@ -75,28 +92,35 @@ function showConnection(kind, text) {
   document.body.classList.toggle("stale", kind === "lost");
 }
 
+async function fetchJson(url, format) {
+  const response = await fetch(url, { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
+  if (!response.ok) throw new Error(`HTTP ${response.status}`);
+  const value = await response.json();
+  if (value.format !== format) throw new RangeError("the job runs another version than this page: reload it");
+  return value;
+}
+
 async function poll() {
-  const stop = new AbortController();
-  const limit = setTimeout(() => stop.abort(), TIMEOUT_MS);
   try {
-    const response = await fetch("snapshot.json", { cache: "no-store", signal: stop.signal });
-    if (!response.ok) throw new Error(`HTTP ${response.status}`);
-    const now = await response.json();
-    if (now.format !== FORMAT) {
-      showConnection("lost", "the job runs another version than this page: reload it");
-      return;
-    }
+    const now = await fetchJson("snapshot.json", FORMAT);
+    const hasEnded = FINAL.includes(now.state) && !(newest && FINAL.includes(newest.state));
     newest = now;
     updatedAt = new Date();
     show(now);
     showConnection(FINAL.includes(now.state) ? "ended" : "", "connected");
-  } catch {
+    if (hasEnded || performance.now() - historyReadAt >= HISTORY_INTERVAL_MS) await pollHistory();
+  } catch (error) {
     const since = updatedAt ? `since ${updatedAt.toLocaleTimeString()}` : "yet";
-    if (newest && FINAL.includes(newest.state)) showConnection("ended", "the job has ended");
+    if (error instanceof RangeError) showConnection("lost", error.message);
+    else if (newest && FINAL.includes(newest.state)) showConnection("ended", "the job has ended");
     else showConnection("lost", updatedAt ? `no response ${since}: these values are out of date` : "no response yet");
-  } finally {
-    clearTimeout(limit);
   }
+}
+
+async function pollHistory() {
+  newestHistory = await fetchJson("history.json", HISTORY_FORMAT);
+  historyReadAt = performance.now();
+  showHistory(newestHistory);
 }
 
 async function follow() {
@@ -104,6 +128,12 @@ async function follow() {
   setTimeout(follow, document.hidden ? HIDDEN_MS : INTERVAL_MS);
 }
 
-addEventListener("resize", () => { if (newest) draw(newest); });
+function redraw() {
+  if (newest) draw(newest);
+  if (newestHistory) showCurves([newestHistory]);
+}
+
+onSettings(redraw);
+addEventListener("resize", redraw);
 document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
 follow();

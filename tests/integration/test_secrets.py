@@ -85,7 +85,7 @@ def test_secrets_are_not_exposed_or_written(head: TokenHead, options: str, tmp_p
     while_running = dict(
         chain(read_metrics_server(url), read_ray_state(head), read_command_lines())
     )
-    assert {"/", "/metrics", "/snapshot.json"} <= while_running.keys()
+    assert {"/", "/metrics", "/snapshot.json", "/history.json"} <= while_running.keys()
     other = job_file(tmp_path / "job", options, port, api_key=ARGUMENT + "-other")
     rejected = head.rayzero("submit", str(other))
     assert rejected.returncode == 2

@@ -31,7 +31,10 @@ def endpoint() -> Iterator[Endpoint]:
 def open_endpoint(host: str = "127.0.0.1", port: int = 0, ports: int = 1) -> Endpoint:
     registry = CollectorRegistry()
     Gauge("rayzero_step", "Steps.", registry=registry).set(7)
-    pages = {"/snapshot.json": lambda: ("application/json", b'{"step": 7}')}
+    pages = {
+        "/snapshot.json": lambda: ("application/json", b'{"step": 7}'),
+        "/history.json": lambda: ("application/json", b"[" + b"1," * 9999 + b"1]"),
+    }
     return Endpoint(host, range(port, port + ports), registry, pages)
 
 
@@ -51,6 +54,10 @@ def test_metrics_and_snapshot(endpoint: Endpoint):
     assert gzip.decompress(packed) == body
     status, body = get(endpoint, "/snapshot.json")
     assert (status, json.loads(body)) == (200, {"step": 7})
+    body = get(endpoint, "/history.json")[1]
+    packed = get(endpoint, "/history.json", **{"Accept-Encoding": "gzip"})[1]
+    assert gzip.decompress(packed) == body
+    assert len(packed) < len(body) / 10
 
 
 @pytest.mark.parametrize("path", ["/", "/metrics/", "/etc/passwd", "/../job.yaml", "/favicon.ico"])
@@ -104,7 +111,10 @@ def test_foreign_host_address_is_an_error():
 
 
 def test_close_waits_for_regular_clients(endpoint: Endpoint):
-    assert final_wait_s(endpoint) < 5  # without clients
+    for _ in range(3):
+        get(endpoint, "/history.json")  # has no state of the job
+        time.sleep(0.1)
+    assert final_wait_s(endpoint) < 0.1
     for _ in range(3):
         get(endpoint, "/metrics")
         time.sleep(0.3)

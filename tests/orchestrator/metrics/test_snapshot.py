@@ -99,6 +99,8 @@ def test_curve_keeps_every_extreme_within_its_bound(gaps: list[tuple[int, float]
         step += gap
         curve.add(step, value)
         points.append((step, value))
+        if step % 3 == 0:
+            curve.rows()  # keeps those of complete buckets
     rows = [
         row if len(row) == 5 else [*row, row[1], row[1], int(row[1] is None)]
         for row in curve.rows()
@@ -121,5 +123,6 @@ def test_redone_steps_replace_earlier_ones():
     curve = Curve()
     for x in (1, 2, 3, 4):
         curve.add(x, 1.0)
+    assert curve.rows() == [[1, 1.0], [2, 1.0], [3, 1.0], [4, 1.0]]
     curve.add(3, 2.0)
     assert curve.rows() == [[1, 1.0], [2, 1.0], [3, 2.0]]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,13 @@ from prometheus_client.core import Metric
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.machine import State, StopRequested
+from rayzero.orchestrator.metrics.curves import MAX_USER_CURVES
+from rayzero.orchestrator.metrics.endpoint import json_response
 from rayzero.orchestrator.metrics.telemetry import Telemetry
-from rayzero.workers.messages import Pinned
+from rayzero.orchestrator.progress import StepRecord
+from rayzero.workers.messages import LogLine, Pinned
 from tests.orchestrator.fake_cluster import FakeCluster
+from tests.orchestrator.metrics.simulated_job import GAUGES
 from tests.orchestrator.support import NO_FILES, Harness, VirtualClock, async_test, plan, settle
 
 
@@ -137,6 +143,36 @@ def test_endpoint_lives_as_long_as_telemetry(tmp_path: Path):
     assert writer.close(10)
     names = {path.name for path in job_plan.output_dir.iterdir()}
     assert {"metrics.jsonl", "tensorboard"} <= names
+
+
+REPORTED = {name: value for name, value in GAUGES.items() if name != "loss"}
+
+
+def test_history_is_bounded_and_redacted(tmp_path: Path):
+    """The limits are those that docs/metrics.md states."""
+    args = {"password": "hunter2", "data": "s3://key:hunter2@bucket/x"}
+    job_plan = plan(tmp_path, args=args, metrics={"log_lines": 20})
+    names, seconds = [f"name-{index}" for index in range(60)], count()
+    with closing(Telemetry(job_plan, VirtualClock(), NO_FILES, seconds.__next__)) as telemetry:
+        for step in range(1, 3001):
+            gauges = REPORTED | dict.fromkeys(names, step * 1.000123456789)
+            telemetry.on_event(StepRecord(step, 2, 1, step / 7, 256.0, 0.5, gauges))
+            telemetry.on_event(LogLine(0, "stdout", "s3://key:hunter2@bucket" + "x" * 900))
+        body = json_response(telemetry.history())[1]
+    history = json.loads(body)
+    assert "hunter2" not in body.decode()
+    assert (len(history["log"]), {len(line) for line in history["log"]}) == (20, {500})
+    assert history["config"]["args"]["password"] == "***"
+    curves = history["curves"]
+    assert len([name for name in curves if name.startswith("user/")]) == MAX_USER_CURVES
+    assert len(history["names_without_curve"]) == 61 - MAX_USER_CURVES
+    assert {"loss", "lr", "grad_norm", "tokens_per_s", "mfu", "step_s", "elapsed_s"} < curves.keys()
+    assert {"resident_bytes", "device_peak_bytes", "phases/forward"} < curves.keys()
+    assert curves["tokens_per_s"][0] == [1, 512.0, 512.0, 512.0, 0]
+    assert curves["elapsed_s"][-1][3] > 2999
+    assert max(map(len, curves.values())) <= 512
+    assert len(body) < 750_000
+    assert len(gzip.compress(body, 3)) < 220_000
 
 
 def test_no_endpoint_or_file_by_default(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import exp, sin
 from typing import Any
 
@@ -50,10 +51,6 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
             "model_flops_utilization": 0.412,
             "skipped_steps": 3.0,
         },
-        "loss": [
-            [step, None if step == 4800 else 2.2 + 5 * exp(-step / 2000) + 0.1 * sin(step / 90)]
-            for step in range(0, 12_346, 60)
-        ],
         "goodput": {
             "ratio": seconds["productive"] / at_s,
             "wall_s": at_s,
@@ -63,6 +60,7 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
         "ranks": [rank(number) for number in range(ranks)],
         "generations": [
             {"at_s": START_S + 31, "generation": 1, "world_size": ranks},
+            {"at_s": START_S + 1400, "generation": 1, "world_size": ranks - 2},
             {"at_s": START_S + 1410, "generation": 2, "world_size": ranks - 1},
             {"at_s": START_S + 2100, "generation": 3, "world_size": ranks},
         ],
@@ -109,6 +107,43 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
     }
 
 
+def history(job: str = "gpt-stdlib", shift: float = 0.0) -> dict[str, Any]:
+    """Its /history.json."""
+    steps = range(0, 12_346, 60)
+
+    def curve(value: Callable[[int], float], spread: float = 0.0) -> list[list[float | int | None]]:
+        return [[at, value(at), value(at) - spread, value(at) + spread, 0] for at in steps]
+
+    curves = {
+        "loss": curve(lambda at: 2.2 + shift + 5 * exp(-at / 2000) + 0.1 * sin(at / 90), 0.2),
+        "lr": [[at, 3e-4 * min(1.0, at / 1000)] for at in steps],
+        "grad_norm": curve(lambda at: 0.9 + 0.3 * sin(at / 50), 0.3),
+        "tokens_per_s": curve(lambda at: 81_920 + 2000 * sin(at / 300), 1500.0),
+        "step_s": curve(lambda at: 0.324 + 0.01 * sin(at / 300), 0.01),
+        "mfu": curve(lambda at: 0.41 + 0.01 * sin(at / 300)),
+        "resident_bytes": curve(lambda at: 2.1e9),
+        "device_peak_bytes": curve(lambda at: 6.1e9 + 1e9 * (at > 3000)),
+        "elapsed_s": [
+            [at, 31 + at * 0.32, 31 + at * 0.32, 31 + (at + 59) * 0.32, 0] for at in steps
+        ],
+        "user/accuracy": curve(lambda at: 1 - exp(-at / 5000) + 0.01 * sin(at)),
+        f"user/{HTML}": [[1, 1.0]],
+    }
+    curves["loss"][80][1:] = [None, None, None, 60]
+    for index, phase in enumerate(("data", "forward", "backward", "reduce", "update", "mirror")):
+        seconds = (0.02, 0.09, 0.14, 0.03, 0.03, 0.01)[index]
+        curves[f"phases/{phase}"] = curve(lambda at, s=seconds: s * (1 + 0.05 * sin(at / 200)))
+    return {
+        "format": 1,
+        "job": job,
+        "at_s": START_S + 4000,
+        "curves": curves,
+        "names_without_curve": ["one/too/many"],
+        "log": [f"step {step}/20000 | loss 2.{step} | {HTML}" for step in range(12_000, 12_200)],
+        "config": {"name": job, "steps": 20_000, "workers": {"min": 2, "max": 4, "gpus": 1}},
+    }
+
+
 def rank(number: int) -> dict[str, Any]:
     return {
         "rank": number,
@@ -127,7 +162,7 @@ def empty() -> dict[str, Any]:
     value = sample(at_s=2.0, state="pending")
     no_entries: list[Any] = []
     value |= dict.fromkeys(
-        ("loss", "ranks", "generations", "faults", "recoveries", "checkpoints"), no_entries
+        ("ranks", "generations", "faults", "recoveries", "checkpoints"), no_entries
     )
     value |= {"stage": None, "generation": 0, "world_size": 0}
     value["progress"] = dict.fromkeys(value["progress"]) | {"step": 0}
@@ -135,3 +170,7 @@ def empty() -> dict[str, Any]:
     value["goodput"] = {"ratio": 0.0, "wall_s": 2.0, "unattributed_s": 2.0, "seconds": {}}
     value["replicas"] = {"step": None, "at_s": None, "bytes": 0.0}
     return value
+
+
+def empty_history() -> dict[str, Any]:
+    return history() | {"curves": {}, "log": [], "names_without_curve": []}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import log
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -16,11 +17,11 @@ import pytest
 
 from rayzero.orchestrator.page import page_response, render_page
 from tests.orchestrator.page.browser import Browser, start_browser
-from tests.orchestrator.page.sample import empty, sample
+from tests.orchestrator.page.sample import HTML, empty, empty_history, history, sample
 
 OpenPage = Callable[[str], None]
 TEXT = "(document.body?.innerText ?? '')"
-SIZES = {"phone": (390, 844), "desktop": (1280, 900)}
+SIZES = {"phone": (390, 844), "desktop": (1440, 900)}
 
 
 @dataclass
@@ -28,6 +29,7 @@ class ServerState:
     """The snapshot that the server returns, or None to close the connection; requested paths."""
 
     snapshot: dict[str, Any] | None = field(default_factory=sample)
+    history: dict[str, Any] = field(default_factory=history)
     paths: list[str] = field(default_factory=list)
 
 
@@ -42,6 +44,8 @@ class Handler(BaseHTTPRequestHandler):
             self._respond(*page_response())
         elif self.path == "/snapshot.json" and self._state.snapshot is not None:
             self._respond("application/json", json.dumps(self._state.snapshot).encode())
+        elif self.path == "/history.json" and self._state.snapshot is not None:
+            self._respond("application/json", json.dumps(self._state.history).encode())
         else:
             self.close_connection = True
 
@@ -84,7 +88,10 @@ def open_page(tab: Browser, url: str) -> OpenPage:
     def open_and_wait(text: str) -> None:
         tab.errors.clear()
         tab.open(url)
-        tab.wait_for(f"location.href == '{url}' && {TEXT}.includes({json.dumps(text)})")
+        is_drawn = "document.readyState == 'complete' && newestHistory"
+        tab.wait_for(
+            f"location.href == '{url}' && {is_drawn} && {TEXT}.includes({json.dumps(text)})"
+        )
 
     return open_and_wait
 
@@ -129,14 +136,22 @@ def test_page_shows_all_values(tab: Browser, open_page: OpenPage, state: ServerS
         "repaired",
         "resized",
         "2.98 GiB",
+        "Learning rate",
+        "Phases of a step",
+        "accuracy",
+        HTML,  # a name of a value, and text in the log
+        "one/too/many",
+        "step 12199/20000",
+        "gpus: 1",
     ):
         assert part in text, part
-    assert tab.evaluate("document.querySelectorAll('#loss path.curve').length") == 1
+    assert tab.evaluate("document.querySelectorAll('#chart-loss path.curve').length") == 1
+    assert tab.evaluate("document.querySelectorAll('#chart-loss path.fault').length") == 1  # nan
     assert tab.evaluate("document.querySelectorAll('#world path.fault').length") == 1
     assert tab.evaluate("document.querySelectorAll('#world line.saved').length") == 5
     assert tab.evaluate("document.getElementById('bar').getAttribute('aria-valuenow')") == "62"
     assert tab.evaluate("document.title") == "running · gpt-stdlib"
-    assert set(state.paths) <= {"/", "/snapshot.json"}
+    assert set(state.paths) <= {"/", "/snapshot.json", "/history.json"}
 
 
 def test_values_are_not_interpreted_as_html(
@@ -165,8 +180,8 @@ def test_content_security_policy_blocks_scripts(tab: Browser, open_page: OpenPag
 
 
 def test_job_without_values(tab: Browser, open_page: OpenPage, state: ServerState) -> None:
-    state.snapshot = empty()
-    open_page("No loss has been reported yet.")
+    state.snapshot, state.history = empty(), empty_history()
+    open_page("no value yet")
     for part in ("No process group has formed yet.", "no rank has reported yet", "pending"):
         assert part in tab.evaluate(TEXT)
     assert "NaN" not in tab.evaluate(TEXT)
@@ -219,10 +234,12 @@ def test_unknown_format_asks_for_reload(tab: Browser, url: str, state: ServerSta
 def test_scrollable_regions_are_reachable_by_tab(tab: Browser, open_page: OpenPage) -> None:
     open_page("12,345 of 20,000")
     focused = []
-    for _ in range(3):
+    for _ in range(40):
         tab.press_key("Tab")
         focused.append(tab.evaluate("document.activeElement.getAttribute('aria-label')"))
-    assert focused == [None, "Events", "Checkpoints"]
+    regions = ["Events", "Checkpoints", "End of the log", "Job file, with all defaults"]
+    assert [name for name in focused if name in regions][:4] == regions
+    assert {"Loss", "accuracy", "World size; 1 faults, 5 checkpoints"} <= set(focused)
 
 
 def test_accessible_names(tab: Browser, open_page: OpenPage) -> None:
@@ -233,24 +250,93 @@ def test_accessible_names(tab: Browser, open_page: OpenPage) -> None:
         for node in tree
         if "role" in node and not node.get("ignored")
     }
-    for title in ("Progress", "Loss", "World size and faults", "Goodput", "Ranks"):
+    for title in ("Progress", "Curves", "World size and faults", "Goodput", "Ranks"):
         assert ("heading", title) in named
         assert ("region", title) in named
     assert ("progressbar", "Progress") in named
-    images = [name for role, name in named if role in ("image", "img")]
-    assert len(images) == 3
-    assert all(images)
-    assert any(name.startswith("Loss from") for name in images)
+    charts = {name for role, name in named if role == "slider"}
+    assert {"Loss", "Phases of a step", "accuracy"} <= charts
+    assert any(name.startswith("Smoothing") for name in charts)
+    assert all(charts)
+
+
+def test_cursor_of_pointer_and_keys_is_in_all_charts(tab: Browser, open_page: OpenPage) -> None:
+    tab.set_viewport(*SIZES["desktop"], dark=False)
+    open_page("12,345 of 20,000")
+    visible = "document.querySelectorAll('#charts .cursor[visibility=visible]').length"
+    readout = "document.querySelector('#chart-loss .readout').textContent"
+    box = tab.evaluate(
+        "(() => { const box = document.querySelector('#chart-loss .plot').getBoundingClientRect();"
+        " return [box.left, box.top, box.width, box.height]; })()"
+    )
+    x, y = box[0] + 54 + (box[2] - 54 - 12) * 6000 / 12_300, box[1] + box[3] / 2
+    tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    loss = history()["curves"]["loss"][100][1]
+    assert tab.evaluate(readout).startswith(f"{loss:.4g} ")
+    assert tab.evaluate(readout).endswith("step 6,000")
+    assert (
+        tab.evaluate(visible)
+        == tab.evaluate("document.getElementById('charts').children.length") - 1
+    )
+    tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=2, y=2)
+    assert tab.evaluate(visible) == 0
+    tab.evaluate("document.querySelector('#chart-lr .plot, #chart-rate .plot').focus()")
+    for key in ("Home", "ArrowRight", "ArrowRight"):
+        tab.press_key(key)
+    assert (
+        tab.evaluate("document.activeElement.getAttribute('aria-valuetext')") == "step 120: 3.6e-5"
+    )
+    assert tab.evaluate(readout).endswith("step 120")
+    tab.press_key("Escape")
+    assert tab.evaluate(visible) == 0
+    assert tab.errors == []
+
+
+def test_log_scale_smoothing_and_time(tab: Browser, open_page: OpenPage) -> None:
+    open_page("12,345 of 20,000")
+    points = (
+        "document.querySelector('#chart-loss path.curve:not(.raw)').getAttribute('d')"
+        ".split(/[ML]/).slice(1).map((pair) => pair.split(' ').map(Number))"
+    )
+    loss = [row[1] for row in history()["curves"]["loss"]]
+
+    def heights(values: list[float]) -> list[float]:
+        """Of a few points, as shares of the way from the first to the last."""
+        picked = [values[index] for index in (0, 20, 40, 79)]
+        return [(value - picked[0]) / (picked[-1] - picked[0]) for value in picked]
+
+    def drawn() -> list[float]:
+        return heights([point[1] for point in tab.evaluate(points)])
+
+    assert drawn() == pytest.approx(heights(loss), abs=0.01)
+    tab.evaluate("document.getElementById('log').click()")
+    assert drawn() == pytest.approx(heights([log(value) for value in loss[:80]]), abs=0.01)
+    tab.evaluate("document.getElementById('log').click()")
+    tab.evaluate(
+        "(() => { const input = document.getElementById('smoothing'); input.value = 0.9;"
+        " input.dispatchEvent(new Event('input')); })()"
+    )
+    smooth, total = [], 0.0
+    for index, value in enumerate(loss[:80], start=1):  # as TensorBoard does
+        total = 0.9 * total + 0.1 * value
+        smooth.append(total / (1 - 0.9**index))
+    assert drawn() == pytest.approx(heights(smooth), abs=0.01)
+    assert tab.evaluate("document.querySelectorAll('#chart-loss path.curve.raw').length") == 1
+    tab.evaluate("document.getElementById('by-time').click()")
+    tab.evaluate("moveCursor({ axis: 'time', at: 31 + 6000 * 0.32 })")
+    text = tab.evaluate("document.querySelector('#chart-loss .readout').textContent")
+    assert text.endswith("step 6,000, after 32 min 31 s")
+    assert tab.errors == []
 
 
 def test_page_is_small_and_self_contained() -> None:
     text = render_page()
-    assert len(text.encode()) < 40_000
+    assert len(text.encode()) < 64_000
     assert "@@" not in text
     assert not re.search(r"(src|href)=[\"'](?!snapshot\.json|metrics|#|data:,)", text)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
     assert "innerHTML" not in text
-    for control in ("<form", "<button", "<input", "method:", "POST"):
+    for control in ("<form", "<button", "method:", "POST"):
         assert control not in text
 
 

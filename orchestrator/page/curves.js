@@ -1,0 +1,98 @@
+// Which curves are shown together, and the settings of their display.
+
+const CHARTS = [
+  { id: "loss", title: "Loss", curves: { loss: "loss" }, format: figure },
+  { id: "rate", title: "Learning rate", curves: { lr: "learning rate" }, format: figure },
+  { id: "norm", title: "Gradient norm", curves: { grad_norm: "norm" }, format: figure },
+  { id: "speed", title: "Tokens/s", curves: { tokens_per_s: "tokens/s" }, format: count },
+  { id: "step", title: "Step time", curves: { step_s: "step" }, format: duration },
+  { id: "utilization", title: "Flops utilization", curves: { mfu: "utilization" }, format: percent },
+  { id: "memory", title: "Memory of a rank", curves: { resident_bytes: "process, resident", device_peak_bytes: "device, peak" }, format: bytes },
+  { id: "waits", title: "Waiting for other ranks", curves: { exposed_comm_s: "seconds of a step" }, format: duration },
+];
+const STEP_PHASES = ["data", "forward", "backward", "reduce", "update", "publish", "mirror", "other"];
+const LINE_COLOURS = ["c1", "c3", "c4", "c2", "c6", "c5", "c8", "c7"];
+
+const userChart = (name) => ({
+  id: `user-${name}`, title: name.slice("user/".length), curves: { [name]: name }, format: figure, colour: "c4",
+});
+
+// Those that have a curve, and the loss. The phases of one job are a chart of their own.
+function chartsOf(names, histories) {
+  const charts = CHARTS.filter((chart) => chart.id === "loss" || Object.keys(chart.curves).some((name) => names.has(name)));
+  const users = [...names].filter((name) => name.startsWith("user/")).sort().map(userChart);
+  const phases = histories.length > 1 ? [] : STEP_PHASES.filter((phase) => names.has(`phases/${phase}`));
+  return [
+    ...[...charts, ...users].map((chart) => ({ ...chart, series: seriesOf(chart, histories) })),
+    ...(phases.length ? [{
+      id: "phases", title: "Phases of a step", format: duration, stacked: true,
+      series: phases.map((phase) => line(histories[0], `phases/${phase}`, phase, `c${PHASES[phase] || 7}`)),
+    }] : []),
+  ];
+}
+
+// One line for each curve of a job; with several jobs, one for each job.
+function showCurves(histories) {
+  const names = new Set(histories.flatMap((history) => Object.keys(history.curves)));
+  const charts = chartsOf(names, histories);
+  const wanted = charts.map((chart) => `chart-${chart.id}`);
+  for (const old of [...byId("charts").children]) {
+    if (!wanted.includes(old.id)) { plots.delete(old.id); old.remove(); }
+  }
+  charts.forEach((chart, index) => {
+    const shown = document.getElementById(wanted[index]) || newFigure(wanted[index], chart.title);
+    if (byId("charts").children[index] !== shown) byId("charts").insertBefore(shown, byId("charts").children[index] || null);
+    lineChart(shown, chart);
+  });
+  const dropped = histories.flatMap((history) => history.names_without_curve || []);
+  byId("dropped").textContent = dropped.length ? `Without a curve, because there are too many: ${dropped.join(", ")}` : "";
+}
+
+function seriesOf(chart, histories) {
+  if (histories.length > 1) {
+    const [name] = Object.keys(chart.curves);
+    return histories.map((history, index) => line(history, name, history.job, LINE_COLOURS[index % LINE_COLOURS.length]));
+  }
+  return histories.flatMap((history) => Object.entries(chart.curves)
+    .filter(([name]) => history.curves[name])
+    .map(([name, label], index) => line(history, name, label, index ? "c3" : chart.colour || "c1")));
+}
+
+function line(history, curve, name, colour) {
+  return { name, colour, rows: history.curves[curve] || [], times: history.curves.elapsed_s || [] };
+}
+
+function newFigure(id, title) {
+  return element("figure", { id, class: "chart" },
+    element("figcaption", {}, element("b", {}, title), element("span", { class: "readout" })),
+    element("div", { class: "plot" }), element("ul", { class: "legend" }));
+}
+
+function onSettings(redraw) {
+  byId("smoothing").addEventListener("input", (event) => {
+    view.smoothing = Number(event.target.value);
+    byId("smoothing-value").textContent = view.smoothing.toFixed(2);
+    redraw();
+  });
+  for (const [id, name] of [["log", "log"], ["by-time", "byTime"]]) {
+    byId(id).addEventListener("change", (event) => {
+      view[name] = event.target.checked;
+      cursor = null;
+      redraw();
+    });
+  }
+}
+
+// A document as indented lines, without what is empty or null.
+function outline(value, indent = "") {
+  const lines = [];
+  for (const [key, inner] of Object.entries(value)) {
+    if (inner === null || (typeof inner === "object" && !Object.keys(inner).length)) continue;
+    if (typeof inner === "object" && !(Array.isArray(inner) && inner.every((item) => item === null || typeof item !== "object"))) {
+      lines.push(`${indent}${key}:`, ...outline(inner, `${indent}  `));
+    } else {
+      lines.push(`${indent}${key}: ${Array.isArray(inner) ? `[${inner.join(", ")}]` : inner}`);
+    }
+  }
+  return lines;
+}
