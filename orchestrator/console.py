@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator import job_events
 from rayzero.orchestrator.event_text import event_lines, format_step, print_error, summary_lines
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import JobResult
 from rayzero.workers.chaos.spec import FaultFired
@@ -40,6 +41,9 @@ class PlainConsole:
         """A job of that name starts; `steps` is None if their number is unknown."""
         self._steps = steps
         self._write(f"job {name}")
+
+    def await_next(self, text: str) -> None:
+        """The job waits for that."""
 
     def on_event(self, event: job_events.JobEvent) -> None:
         if isinstance(event, StepRecord):
@@ -86,19 +90,32 @@ class LiveConsole(PlainConsole):
         )
         self._task = self._bar.add_task("", total=None, text="")
         self._name = ""
+        self.awaited = ""
+        self._has_stepped = False
 
     def start(self, name: str, steps: int | None) -> None:
         self._name = name
-        self._bar.update(self._task, total=steps, description=f"{name}: pending")
+        self._bar.update(self._task, total=steps)
+        self.await_next("starting the job's process")
         self._bar.start()
+
+    def await_next(self, text: str) -> None:
+        self.awaited = text
+        self._bar.update(self._task, description=f"{self._name}: {text}")
 
     def on_event(self, event: job_events.JobEvent) -> None:
         if isinstance(event, StepRecord):
+            if not self._has_stepped:
+                self._has_stepped = True
+                self.await_next(State.RUNNING)
             self._bar.update(self._task, completed=event.step, text=format_step(event))
         elif isinstance(event, job_events.StateEntered):
-            self._bar.update(self._task, description=f"{self._name}: {event.state}")
+            awaited = event.state if self._has_stepped else _BEFORE_FIRST_STEP.get(event.state)
+            self.await_next(awaited or event.state)
         else:
             super().on_event(event)
+            if isinstance(event, job_events.WorkersReady) and not self._has_stepped:
+                self.await_next("workers form a group")
 
     def finish_ok(self, result: JobResult) -> None:
         self.stop()
@@ -120,6 +137,9 @@ class JsonConsole:
 
     def start(self, name: str, steps: int | None) -> None:
         self._emit("job", {"name": name, "steps": steps})
+
+    def await_next(self, text: str) -> None:
+        """Only for people."""
 
     def on_event(self, event: job_events.JobEvent) -> None:
         fields = asdict(event)
@@ -172,6 +192,9 @@ def open_console(out: TextIO) -> Iterator[PlainConsole]:
 def _line_writer(out: TextIO) -> WriteLine:
     return partial(print, file=out, flush=True)
 
+
+_BEFORE_FIRST_STEP = {State.STARTING: "workers start", State.RUNNING: "first step"}
+"""What a job waits for in a state."""
 
 _EVENT_NAMES: dict[type[job_events.JobEvent], str] = {
     StepRecord: "step",

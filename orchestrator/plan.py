@@ -153,6 +153,12 @@ def _threads(spec: JobSpec) -> int:
     return max(1, int(spec.workers.reserved_cpus))
 
 
+def forked_worker_env(spec: JobSpec) -> dict[str, str]:
+    """The environment variables that the libraries of a worker on this machine read on import."""
+    threads = _threads(spec) or os.cpu_count() or 1
+    return {**spec.workers.env, "OMP_NUM_THREADS": str(threads)}
+
+
 def _refuse_temporary_folder(spec: JobSpec, cwd: str) -> None:
     """Refuses checkpoints in a folder that Ray removes: no run could resume from them."""
     checkpoint = spec.checkpoint

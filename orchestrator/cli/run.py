@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -127,16 +127,26 @@ def resume(
 
 def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: bool) -> int:
     """Runs the job that `load` returns, and shows its events; the exit code."""
+    from rayzero.orchestrator.cluster.local_cluster import LocalCluster
     from rayzero.orchestrator.console import console_for
     from rayzero.orchestrator.errors import JobStoppedError
+    from rayzero.orchestrator.plan import forked_worker_env
 
-    with console_for(as_json) as console, StopSignals() as signals:
+    with console_for(as_json) as console, ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
         try:
             spec = load()
+            console.start(spec.name, spec.steps)
+            local = None
+            if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
+                console.await_next("starting Ray on this machine")
+                local = LocalCluster(forked_worker_env(spec))
+                stack.callback(local.stop)
+                signals.on_exit = local.kill
             from rayzero.orchestrator.job.api import Job  # imports Ray, which takes a second
 
-            console.start(spec.name, spec.steps)
-            handle = Job.from_spec(spec).submit(address, console)
+            handle = Job.from_spec(spec).submit_with(local, address, console)
+            console.await_next("starting the job's process")
             signals.graceful()  # after submit: Ray replaces the SIGTERM handler when it starts
             _wait_stoppable(handle, signals, console)
             console.finish_ok(handle.result())
@@ -156,12 +166,14 @@ def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: 
 class StopSignals:
     """Handles SIGINT and SIGTERM inside a `with`, in the main thread.
 
-    Until `graceful`, a signal raises KeyboardInterrupt. After it the first signal is only recorded,
-    and the main thread's loop acts on it. The second ends this process: a local Ray cluster ends
-    with it, and on any other cluster the job's process completes the stop by itself.
+    Until `graceful`, the first signal raises KeyboardInterrupt; after it, it is only recorded, and
+    the main thread's loop acts on it. The second ends this process: a local Ray cluster with it,
+    and on any other cluster the job's process completes the stop by itself.
     """
 
     def __init__(self) -> None:
+        self.on_exit: Callable[[], object] = lambda: None
+        """Called by the second signal."""
         self.first: signal.Signals | None = None
         self._is_graceful = False
         self._previous_handlers: dict[int, Any] = {}
@@ -189,7 +201,8 @@ class StopSignals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self._is_graceful and self.first is not None:
+        if self.first is not None:
+            self.on_exit()
             os._exit(128 + number)
         self.first = self.first or signal.Signals(number)
         if not self._is_graceful:

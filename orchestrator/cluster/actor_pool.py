@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.orchestrator.policies.placement import Capacity, ResourceRequest, preferred_nodes
 from rayzero.workers.actor import COMMAND_THREADS
+from rayzero.workers.fork_server import worker_executable
 from rayzero.workers.messages import WorkerInfo, WorkerSpec
 
 _NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
@@ -233,7 +235,10 @@ class ActorPool:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 reservation.group, placement_group_bundle_index=0
             ),
-            runtime_env={"env_vars": {**need.env, "OMP_NUM_THREADS": str(threads)}},
+            runtime_env={
+                "env_vars": {**need.env, "OMP_NUM_THREADS": str(threads)},
+                **worker_executable(os.environ),
+            },
         )
         index = next(self._indices)
         worker = WorkerHandle(index, actor.remote(self._worker_spec, index), reservation, node_id)

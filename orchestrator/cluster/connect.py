@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
@@ -16,16 +15,15 @@ from types import FrameType
 import ray
 
 from rayzero.engine.errors import ConfigError, first_line
+from rayzero.orchestrator.cluster.local_cluster import LocalCluster
 from rayzero.orchestrator.cluster.ray_api import (
     AuthRefusedError,
     check_auth,
+    join_cluster,
     local_head_addresses,
     stop_error_printer,
 )
-from rayzero.orchestrator.errors import JobFailedError
 
-_log = logging.getLogger(__name__)
-_OBJECT_STORE_BYTES = 128 * 2**20  # of a local cluster; only small objects go through it
 _CONNECT_TIMEOUT_S = 5.0
 
 
@@ -57,38 +55,43 @@ def _exit_on_sigterm(number: int, frame: FrameType | None) -> None:
 @dataclass(frozen=True)
 class ClusterConnection:
     """A connection to Ray. It is `owned` if `connect` opened it; then `close` closes it. The
-    cluster `can_grow` if nodes may join it, which they may not if it is a local one."""
+    cluster `can_grow` if nodes may join it, which they may not if it is a `local` one."""
 
     owned: bool
     can_grow: bool
+    local: LocalCluster | None = None
 
     @property
     def is_local(self) -> bool:
         """Whether this process started the cluster, which then ends with it."""
-        return self.owned and not self.can_grow
+        return self.local is not None
 
     def close(self) -> None:
         """Closes the connection if it is owned, and ends a local cluster. Idempotent."""
-        if self.owned and ray.is_initialized():
+        if self.local is not None:
+            self.local.stop()
+        elif self.owned and ray.is_initialized():
             ray.shutdown()
 
 
-def connect(address: str | None) -> ClusterConnection:
-    """Connects to the cluster at `address` or RAY_ADDRESS; without either starts a local cluster.
-    In a process that is connected to Ray already it returns that connection. Raises ConfigError if
-    there is no cluster at that address; JobFailedError if a local one could not be started."""
+def connect(address: str | None, local: LocalCluster | None = None) -> ClusterConnection:
+    """Connects to the cluster at `address` or RAY_ADDRESS; without either starts a local cluster:
+    `local`, which it takes over, or one without a fork server. In a process that is connected to
+    Ray already it returns that connection. Raises ConfigError if there is no cluster at that
+    address; JobFailedError if a local one could not be started."""
     if ray.is_initialized():
         return ClusterConnection(owned=False, can_grow=True)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = head_address(address) or "local"
     if address == "local":
+        local = local or LocalCluster(worker_env=None)
         with preserve_process_state():
-            _start_local_cluster()
-        return ClusterConnection(owned=True, can_grow=False)
+            local.start()
+        return ClusterConnection(owned=True, can_grow=False, local=local)
     check_reachable(address)
     try:
         with preserve_process_state():
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            join_cluster(address)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise _version_mismatch_error(address, error) or _no_cluster_error(address, error) from None
     return ClusterConnection(owned=True, can_grow=True)
@@ -191,34 +194,3 @@ def _version_mismatch_error(address: str, error: Exception) -> ConfigError | Non
         allowed="exactly the same versions",
         fix="install them here, or use --address http://HOST:8265, which runs the command there",
     )
-
-
-def _start_local_cluster() -> None:
-    """Starts a cluster that listens on the loopback interface only and ends with this process.
-
-    Authentication is disabled, also if there is a token in the home folder, which would enable it.
-    """
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    for tries_left in (2, 1, 0):
-        try:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                _node_ip_address="127.0.0.1",
-            )
-            return
-        except Exception as error:  # noqa: BLE001  # Ray raises Exception itself: slow start, full disk
-            ray.shutdown()  # stops what has started; the rest ends with this process
-            seen = first_line(error)
-            if tries_left and "timed out" in seen:
-                # Ray allows 30 s, which a busy machine may exceed.
-                _log.warning("Ray did not start in time, trying again: %s", seen)
-                continue
-            raise JobFailedError(
-                f"a Ray cluster could not be started on this machine: {seen}",
-                allowed="an idle core for some seconds, and free space in /tmp and /dev/shm",
-                fix="`rayzero doctor` finds the cause; or use a running cluster: --address",
-            ) from None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import node as ray_node
 from ray._private import ray_constants, services, worker
 from ray._private import state as ray_state
 from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
@@ -37,6 +38,12 @@ ACTOR_LOST = (RayActorError, ActorUnschedulableError, ActorPlacementGroupRemoved
 
 _CHECK_ALIVE_RPC = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty request names no node
 _AUTH_RPC_TIMEOUT_S = 2.0
+_LOOPBACK = "127.0.0.1"
+_CONNECT_RETRIES = {
+    "raylet_client_connect_timeout_milliseconds": 20,
+    "raylet_client_num_connect_attempts": 500,
+}
+"""By default every second: the raylet's first try, of its own object store, often is too early."""
 _GONE_TIMEOUT_S = 3.0
 _PING_INTERVAL_S = 0.05
 _EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes include|$)")
@@ -46,6 +53,68 @@ def local_head_addresses() -> set[str]:
     """Addresses of the clusters whose head node runs on this machine."""
     addresses: set[str] = services.find_gcs_addresses()  # type: ignore[no-untyped-call]
     return addresses
+
+
+class _BareHead(ray_node.Node):
+    """A head node on the loopback interface, without what no job on one machine needs: the
+    autoscaler's monitor, which also takes a second to end, the log monitor, the dashboard."""
+
+    newest: _BareHead | None = None
+
+    def __init__(self, ray_params: Any, **options: Any) -> None:
+        _BareHead.newest = self
+        ray_params.update(no_monitor=True, include_log_monitor=False, node_ip_address=_LOOPBACK)
+        super().__init__(ray_params, **options)
+
+    def start_api_server(self, **_: Any) -> None:
+        self._webui_url = ""
+
+
+def start_head(object_store_bytes: int) -> None:
+    """`ray.init` of a cluster on this machine alone. Raises Exception itself, as Ray does."""
+    original = ray_node.Node
+    ray_node.Node = _BareHead  # type: ignore[assignment, misc]
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=object_store_bytes,
+            _system_config=_CONNECT_RETRIES,
+        )
+    finally:
+        ray_node.Node = original  # type: ignore[misc]
+
+
+def join_cluster(address: str) -> None:
+    """`ray.init` of a running cluster. Raises ConnectionError, ValueError, RuntimeError."""
+    is_loopback = address.startswith(f"{_LOOPBACK}:") and address in local_head_addresses()
+    resolve = services.resolve_ip_for_localhost
+    if is_loopback:  # Ray would replace it by an address on which `start_head`'s does not listen
+        services.resolve_ip_for_localhost = lambda host: host
+    try:
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address=_LOOPBACK if is_loopback else None,
+        )
+    finally:
+        services.resolve_ip_for_localhost = resolve
+
+
+def head_pids() -> list[int]:
+    """Of the processes that `start_head` has started, also if it was interrupted."""
+    processes = {} if _BareHead.newest is None else _BareHead.newest.all_processes
+    started = [info.process for infos in processes.values() for info in infos]
+    return [process.pid for process in started if process.poll() is None]
+
+
+def stop_ray() -> None:
+    """Closes the connection to Ray; ends what `start_head` has started. Idempotent."""
+    ray.shutdown()
+    _BareHead.newest = None
 
 
 def stop_error_printer() -> None:

@@ -15,6 +15,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator import job_file
 from rayzero.orchestrator.cluster.connect import ClusterConnection, connect, head_address
+from rayzero.orchestrator.cluster.local_cluster import LocalCluster
 from rayzero.orchestrator.console import open_console
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job.actor import JobActor
@@ -24,7 +25,7 @@ from rayzero.orchestrator.job.handle import JobHandle, stop_limit_s
 from rayzero.orchestrator.job.lookup import find_any
 from rayzero.orchestrator.job.recorder import LATEST
 from rayzero.orchestrator.job_events import JobObserver, NullObserver
-from rayzero.orchestrator.plan import JobPlan, make_plan
+from rayzero.orchestrator.plan import JobPlan, forked_worker_env, make_plan
 from rayzero.orchestrator.results import EndedJob, JobResult
 from rayzero.orchestrator.spec import JobSpec, Workers
 
@@ -97,12 +98,24 @@ class Job:
             JobFailedError: the local cluster could not be started, or the running job of that name
                 does not answer.
         """
+        return self.submit_with(None, address, observer or NullObserver())
+
+    def submit_with(
+        self, local: LocalCluster | None, address: str | None, observer: JobObserver
+    ) -> JobHandle:
+        """As `submit`.
+
+        Args:
+            local: a local cluster to start, if it comes to that; by default one is made.
+        """
         plan = self._make_plan()
+        is_local = head_address(address) in ("", "local") and not ray.is_initialized()
         if self._function is None:
-            is_local = head_address(address) in ("", "local") and not ray.is_initialized()
             folder = plan.worker_spec.working_dir
             check_entrypoint(self.spec.entrypoint, folder, only_here=is_local)
-        return self._start(plan, connect(address), observer or NullObserver())
+        if is_local and local is None:
+            local = LocalCluster(forked_worker_env(self.spec))
+        return self._start(plan, connect(address, local), observer)
 
     def submit_to(self, cluster: ClusterConnection, observer: JobObserver) -> JobHandle:
         """As `submit`, to a cluster that is connected to."""

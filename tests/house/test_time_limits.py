@@ -59,6 +59,7 @@ REASONS = {
         workers.training_thread: THREAD_EXIT_S
         workers.worker: DEVICE_EXIT_S
         workers.vault.server: _STOP_TIMEOUT_S
+        orchestrator.cluster.local_cluster: _STOP_TIMEOUT_S
         orchestrator.job.handle: FOLLOWER_CLOSE_S LOG_READ_S
         orchestrator.job.api: EXIT_TIMEOUT_S
         orchestrator.job.actor: FETCH_LINGER_S UNWATCHED_LINGER_S LOG_READ_LINGER_S
@@ -75,6 +76,7 @@ REASONS = {
         workers.vault.peers: _STACK_TIMEOUT_S
         workers.vault.vault: STORE_WAIT_S
         workers.prestop: _RPC_TIMEOUT_S
+        workers.fork_server: REQUEST_TIMEOUT_S
         orchestrator.top.follow: _HTTP_TIMEOUT_S LOST_CONTACT_S
         orchestrator.job.client: CALL_TIMEOUT_S HEAD_TASK_TIMEOUT_S
         orchestrator.job.actor: RECORD_TIMEOUT_S

@@ -204,7 +204,7 @@ def test_interrupt_during_cluster_start(shell: Shell):
 
 
 @pytest.mark.slow
-def test_second_sigint_kills_job(shell: Shell):
+def test_second_sigint_kills_job_and_its_cluster(shell: Shell):
     process = start_job(shell, "ignore_interrupts", 1)
     os.kill(process.pid, signal.SIGINT)
     time.sleep(0.5)
@@ -215,6 +215,8 @@ def test_second_sigint_kills_job(shell: Shell):
         with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=1)
     assert process.returncode == 130
+    time.sleep(5)
+    assert shell.find_processes() == []
 
 
 @pytest.mark.slow

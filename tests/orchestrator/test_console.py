@@ -203,11 +203,14 @@ def test_errors_go_to_stderr(
 def test_bar_prints_lines_above_itself_and_shows_step():
     out = io.StringIO()
     bar = LiveConsole(rich.console.Console(file=out, force_terminal=True, width=140))
+    awaited = []
     bar.start("job", 10)
-    for shown_event in (*SHOWN_EVENTS, record(4)):
+    for shown_event in (StateEntered(State.STARTING, 0, 0), *SHOWN_EVENTS, record(4)):
         bar.on_event(shown_event)
+        awaited.append(bar.awaited)
     bar.finish_ok(RESULT)
     shown = out.getvalue()
+    assert awaited[:3] == ["workers start", "workers form a group", "first step"]
     assert "[rank 1] [bold]not markup[/bold]" in shown
     assert "job: running" in shown
     assert "4/10" in shown

@@ -7,7 +7,10 @@ from importlib import import_module
 import pytest
 
 PRIVATE = (
+    ("ray._private.node", "Node.start_api_server"),
+    ("ray._private.parameter", "RayParams.update"),
     ("ray._private.services", "find_gcs_addresses"),
+    ("ray._private.services", "resolve_ip_for_localhost"),
     ("ray._private.worker", "global_worker"),
     ("ray._private.state", "available_resources_per_node"),
     ("ray._private.state", "state.get_draining_nodes"),

@@ -1,0 +1,152 @@
+"""Starts workers from a process that has imported torch, so that each starts in a fraction of it.
+
+The server imports what a worker needs, starts no threads of its own, runs no code of the user, and
+forks for each request. Ray starts this file where it would start Python for a worker
+(`py_executable` of the runtime environment): the client, which imports nothing slow, hands over
+what Ray gave it: arguments, environment, folder, limits, standard files. The forked process
+continues as Ray's worker.
+
+For a cluster on one machine that ends with the process that started it: the server ends when its
+standard input is closed, by that process or by its death.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import runpy
+import select
+import shlex
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+ADDRESS_VARIABLE = "RAYZERO_FORK_SERVER"
+"""The server's socket, for the processes of a cluster that has one: a name in Linux's abstract
+namespace, without its leading NUL."""
+REQUEST_TIMEOUT_S = 5.0  # for a client to send a request, or the server to fork
+_HEADER = struct.Struct("!I")
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+def worker_executable(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a worker's runtime environment needs to be forked from the server, if there is one."""
+    if not (address := environ.get(ADDRESS_VARIABLE)):
+        return {}
+    # -I -S: the client needs only the standard library.
+    words = [sys.executable, "-IS", os.path.abspath(__file__), address]
+    return {"py_executable": shlex.join(words)}
+
+
+def serve(address: str) -> None:
+    """Serves until the standard input is closed. In a forked process it returns, too: as a Ray
+    worker that has ended."""
+    gc.disable()  # a worker enables it
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("\0" + address)  # before the imports: early clients wait
+    listener.listen(64)
+    import numpy as np
+
+    # Not Ray, which reads a worker's environment on import. By name: the orchestrator has no torch.
+    import_module("rayzero.workers.worker")
+
+    gc.freeze()  # a collection in a child would copy all pages
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
+    is_child = False
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
+            return
+        connection, _ = listener.accept()
+        with connection, suppress(OSError, ValueError):
+            connection.settimeout(REQUEST_TIMEOUT_S)
+            request, files = _receive(connection)
+            try:
+                if is_child := os.fork() == 0:
+                    break
+                connection.sendall(b"\0")
+            finally:
+                for file in () if is_child else files:
+                    os.close(file)
+    listener.close()
+    np.random.seed()  # otherwise every worker would draw the same numbers
+    _continue_as(request, files)
+
+
+def _continue_as(request: dict[str, Any], files: list[int]) -> None:
+    """Becomes what the client would have become by executing Python with the same arguments."""
+    for target, file in enumerate(files):
+        os.dup2(file, target)
+        os.close(file)
+    os.setpgid(0, 0)  # as Ray starts its workers
+    resource.setrlimit(resource.RLIMIT_NOFILE, request["nofile"])
+    with suppress(OSError):  # lower than the server's: only the administrator may
+        os.setpriority(os.PRIO_PROCESS, 0, request["priority"])
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file_:
+        file_.write(request["oom_score_adj"])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    sys.argv = request["arguments"]
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """A request with its three files. Raises OSError if there is none in time, ValueError if it is
+    of another user: an abstract socket has no permissions."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    if _CREDENTIALS.unpack(raw)[1] != os.geteuid():
+        raise ValueError("another user")
+    header, files, _, _ = socket.recv_fds(connection, _HEADER.size, 3)
+    try:
+        (missing,) = _HEADER.unpack(header)
+        content = bytearray()
+        while len(content) < missing:
+            if not (part := connection.recv(missing - len(content))):
+                raise ConnectionError("incomplete request")
+            content += part
+        return json.loads(content), files
+    except (OSError, ValueError, struct.error) as error:
+        for file in files:
+            os.close(file)
+        raise ValueError(str(error)) from None
+
+
+def _request_fork(address: str, arguments: list[str]) -> None:
+    """Raises OSError if the server does not fork."""
+    with open("/proc/self/oom_score_adj") as file:
+        oom_score_adj = file.read()
+    request = {
+        "arguments": arguments,
+        "environ": dict(os.environ),
+        "folder": os.getcwd(),
+        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "priority": os.getpriority(os.PRIO_PROCESS, 0),
+        "oom_score_adj": oom_score_adj,
+        "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+    }
+    content = json.dumps(request).encode()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect("\0" + address)  # the server may still be importing: no limit
+        socket.send_fds(connection, [_HEADER.pack(len(content))], [0, 1, 2])
+        connection.sendall(content)
+        if not connection.recv(1):
+            raise ConnectionError("the server has refused or ended")
+
+
+if __name__ == "__main__":
+    try:
+        _request_fork(sys.argv[1], sys.argv[2:])
+    except OSError as error:
+        print(f"the fork server is not used: {error}; this worker imports torch", file=sys.stderr)
+        os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
