@@ -26,7 +26,7 @@ from benchmarks.soak_target import NotHeldError, Target
 from benchmarks.store_attack import AttackReport, attack_stores
 from rayzero.engine.checkpoint.catalogue import CheckpointInfo, list_checkpoints, newest_complete
 from rayzero.engine.checkpoint.format import MANIFEST_NAME
-from rayzero.engine.checkpoint.reader import verify_checkpoint
+from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.workers.vault.slots import PAGE_BYTES, SlotHeader, read_header
 
 BURST_S = 2.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from rayzero.engine.checkpoint.catalogue import (
 from rayzero.engine.checkpoint.format import step_folder_name
 from rayzero.engine.checkpoint.manifest import RankFile, make_manifest
 from rayzero.engine.checkpoint.store import join_url
+from rayzero.engine.checkpoint.verify import mark_damaged
 from rayzero.engine.checkpoint.writer import commit_checkpoint
-from rayzero.engine.errors import ConfigError
+from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 
@@ -53,7 +55,8 @@ class CheckpointStore:
         """The checkpoint that this run starts from, by `checkpoint.resume`.
 
         Raises:
-            ConfigError: there is no such checkpoint, or there are some and resume is `never`.
+            ConfigError: there is no such checkpoint; or there are some and resume is `never`; or
+                none of those that exist can be used, and resume is not `scratch`.
         """
         return await asyncio.to_thread(self._find_resume_point)
 
@@ -61,6 +64,24 @@ class CheckpointStore:
         """The newest complete checkpoint, without those of the excluded steps."""
         newest = await asyncio.to_thread(newest_complete, self._plan.job_folder, excluding)
         return None if newest is None else CheckpointRef(newest.step, newest.folder)
+
+    async def mark_damaged(self, checkpoint: CheckpointRef, problem: str) -> None:
+        """Marks a checkpoint in which a load found a problem, if a file of it is damaged and it is
+        this job's own."""
+        if checkpoint.folder != self.folder(checkpoint.step):
+            return
+        cancelled = threading.Event()
+
+        def stop_reading(_: int) -> None:
+            if cancelled.is_set():
+                raise EngineError("the job ends")
+
+        try:
+            await asyncio.to_thread(
+                mark_damaged, checkpoint.folder, problem, self._check_lease, stop_reading
+            )
+        finally:
+            cancelled.set()
 
     async def commit(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
         """Writes the manifest, which makes the checkpoint exist. Its files are durable already."""
@@ -83,13 +104,31 @@ class CheckpointStore:
     def _find_resume_point(self) -> CheckpointRef | None:
         resume, own_folder = self._settings.resume, self._plan.job_folder
         if self._adopting or resume == "auto":
-            newest = self._newest_usable(list_checkpoints(own_folder))
-            if newest is not None or resume in ("auto", "never"):
+            checkpoints = list_checkpoints(own_folder)
+            newest = self._newest_usable(checkpoints)
+            if newest is None and resume != "scratch":
+                self._refuse_unusable(checkpoints)
+            if newest is not None or resume in ("auto", "never", "scratch"):
                 return newest
-        elif resume == "never":
+        elif resume in ("never", "scratch"):
             self._refuse_existing(list_checkpoints(own_folder))
             return None
         return self._resume_from(resume)
+
+    def _refuse_unusable(self, checkpoints: Sequence[CheckpointInfo]) -> None:
+        """To begin anew although there are checkpoints is the user's decision."""
+        unusable = [info for info in checkpoints if info.status != "unfinished"]
+        if not unusable:
+            return
+        info = unusable[-1]
+        instead = "upgrade rayzero" if info.status == "newer" else "copy its files back"
+        raise ConfigError(
+            f"no checkpoint in {self._plan.job_folder} can be used; the newest is that of step "
+            f"{info.step}: {info.problem}",
+            allowed="a complete checkpoint, or to begin anew with --from-scratch",
+            fix=f"see `rayzero ckpt ls {self._plan.job_folder}`; {instead}, or pass --from-scratch "
+            "(checkpoint.resume: scratch)",
+        )
 
     def _newest_usable(self, checkpoints: Sequence[CheckpointInfo]) -> CheckpointRef | None:
         """The newest complete one. Warns of unusable newer ones, because their steps are lost."""
@@ -101,13 +140,17 @@ class CheckpointStore:
         return None
 
     def _refuse_existing(self, checkpoints: Sequence[CheckpointInfo]) -> None:
-        existing = [info for info in checkpoints if info.status != "unfinished"]
+        """Beside usable checkpoints of another run, a new one's would not be the newest."""
+        resume = self._settings.resume
+        harmless = ("unfinished", "damaged") if resume == "scratch" else ("unfinished",)
+        existing = [info for info in checkpoints if info.status not in harmless]
         if existing:
             plural = "s" * (len(existing) != 1)
+            damage = " that can be used" * (resume == "scratch")
             raise ConfigError(
-                f"{self._plan.job_folder} holds {len(existing)} checkpoint{plural}, "
-                f"the newest of step {existing[-1].step}, and checkpoint.resume is never",
-                allowed="a folder without checkpoints",
+                f"{self._plan.job_folder} holds {len(existing)} checkpoint{plural}{damage}, "
+                f"the newest of step {existing[-1].step}, and checkpoint.resume is {resume}",
+                allowed=f"a folder without checkpoints{damage}",
                 fix="another name or checkpoint.path, checkpoint.resume: auto, or remove them",
             )
 

@@ -124,7 +124,8 @@ class CheckpointSpec(SpecSection):
         min_length=1,
         max_length=_MAX_PATH,
         description="checkpoint to start from: `auto` is the newest complete one in the job's "
-        "folder, if any; `never` fails if the folder has checkpoints; or the path of a checkpoint",
+        "folder, if any, and fails if none of those can be used; `scratch` begins anew beside "
+        "damaged ones; `never` fails if the folder has checkpoints; or the path of a checkpoint",
     )
     grace_period_s: _Seconds = Field(
         default=30, description="seconds that a stop may take, including a last checkpoint"

@@ -10,6 +10,7 @@ from rayzero.engine.checkpoint.base import file_sizes
 from rayzero.engine.checkpoint.errors import CheckpointVersionError
 from rayzero.engine.checkpoint.format import (
     BASE_FOLDER,
+    DAMAGE_NAME,
     MANIFEST_NAME,
     base_file_step,
     is_checkpoint_file,
@@ -20,6 +21,7 @@ from rayzero.engine.checkpoint.manifest import Manifest
 from rayzero.engine.checkpoint.reader import read_manifest
 from rayzero.engine.checkpoint.store import join_url, open_store, split_url
 from rayzero.engine.checkpoint.store_local import Store, StoreEntry
+from rayzero.engine.checkpoint.verify import marked_damage
 from rayzero.engine.errors import ConfigError, DataError
 
 Status: TypeAlias = Literal["whole", "unfinished", "damaged", "newer"]
@@ -66,7 +68,8 @@ def list_checkpoints(path: str) -> list[CheckpointInfo]:
 def newest_complete(path: str, excluding: Collection[int] = ()) -> CheckpointInfo | None:
     """The newest complete checkpoint in a job's folder, ignoring the steps in `excluding`.
 
-    Complete: the manifest's checksum matches and every file has its size. Older checkpoints are not
+    Complete: the manifest's checksum matches, every file has its size, and none is marked as
+    damaged. Older checkpoints are not
     inspected. Raises as `list_checkpoints`.
     """
     store = open_store(path)
@@ -97,6 +100,8 @@ def _inspect_folder(store: Store, name: str) -> CheckpointInfo:
             manifest = read_manifest(store, name)
             sizes = file_sizes(open_store(join_url(store.url, name)), manifest)
             problem = _find_damage(manifest, step, sizes)
+            if not problem and any(entry.name == DAMAGE_NAME for entry in entries):
+                problem = marked_damage(store, name, manifest)
             status = "damaged" if problem else "whole"
     except CheckpointVersionError as error:
         status, problem = "newer", error.seen

@@ -24,6 +24,8 @@ BLOCK_BYTES = 256 * 1024
 """Bytes of data per checksum; reads that verify are rounded out to such blocks."""
 
 MANIFEST_NAME = "manifest.json"
+DAMAGE_NAME = "damaged.json"
+"""Says which file of a checkpoint was found damaged, for readers that compare sizes only."""
 PARTIAL_SUFFIX = ".partial"
 """Suffix of a local file that is not durable yet."""
 
@@ -76,7 +78,8 @@ def partial_name(name: str, token: str = "") -> str:
 def is_checkpoint_file(name: str) -> bool:
     """Whether a file name in a step's folder is one of rayzero's, complete or partial."""
     name = name.removesuffix(PARTIAL_SUFFIX).removeprefix(".")
-    return re.fullmatch(rf"{_MANIFEST_PATTERN}|{RANK_FILE_PATTERN}", name) is not None
+    pattern = rf"{_MANIFEST_PATTERN}|{RANK_FILE_PATTERN}|{re.escape(DAMAGE_NAME)}(\.[0-9a-f]{{8}})?"
+    return re.fullmatch(pattern, name) is not None
 
 
 def block_count(nbytes: int) -> int:

@@ -1,11 +1,10 @@
-"""Reads a checkpoint: only the requested bytes, rounded out to blocks, or every byte; verified."""
+"""Reads a checkpoint: only the requested bytes, rounded out to blocks, and verified."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rayzero.engine.checkpoint.base import file_sizes, store_of
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError, StoreError
@@ -13,11 +12,8 @@ from rayzero.engine.checkpoint.format import (
     BASE_FOLDER,
     BLOCK_BYTES,
     MANIFEST_NAME,
-    PARTIAL_SUFFIX,
     block_count,
-    is_checkpoint_file,
 )
-from rayzero.engine.checkpoint.hashing import find_damage
 from rayzero.engine.checkpoint.manifest import DataFile, Manifest
 from rayzero.engine.checkpoint.store import join_url, open_store
 from rayzero.engine.checkpoint.store_local import ReadStream, Store
@@ -192,78 +188,3 @@ def _damaged(store: Store, name: str, text: str) -> CheckpointDamagedError:
     fix = f"copy {BASE_FOLDER}/, which checkpoints share, together with their folders"
     is_base = name.startswith(f"{BASE_FOLDER}/")
     return CheckpointDamagedError(f"{join_url(store.url, name)} {text}", fix=fix if is_base else "")
-
-
-@dataclass(frozen=True)
-class FileProblem:
-    """A problem with a file in a checkpoint's folder.
-
-    Attributes:
-        file: name in the folder.
-        kind: flipped: bytes differ; cut: the size differs; foreign: not part of the checkpoint,
-            harmless.
-        text: the problem.
-    """
-
-    file: str
-    kind: Literal["flipped", "cut", "missing", "foreign"]
-    text: str
-
-    @property
-    def makes_unusable(self) -> bool:
-        """Whether the checkpoint cannot be used because of it."""
-        return self.kind != "foreign"
-
-    def __str__(self) -> str:
-        return f"{self.file} {self.text}"
-
-
-def verify_checkpoint(
-    folder: str, progress: Callable[[int], None] = lambda _: None
-) -> list[FileProblem]:
-    """Read every byte of the checkpoint in `folder`, a path or a URL; `progress` is called with the
-    number of bytes read since the last call. Raises CheckpointVersionError if the format is newer,
-    StoreError if the store cannot be read."""
-    store = open_store(folder)
-    sizes = {entry.name: entry.nbytes for entry in store.list_folder()}
-    if MANIFEST_NAME not in sizes:
-        return [FileProblem(MANIFEST_NAME, "missing", "is missing, so there is no checkpoint")]
-    try:
-        manifest = read_manifest(store)
-    except DataError as error:
-        return [FileProblem(MANIFEST_NAME, "flipped", error.seen.partition(f"{MANIFEST_NAME} ")[2])]
-    sizes = file_sizes(store, manifest)
-    wrong = manifest.wrong_sizes(sizes)
-    problems = [
-        FileProblem(name, "cut" if name in sizes else "missing", text)
-        for name, text in wrong.items()
-    ]
-    for file in manifest.data_files:
-        if file.name not in wrong:
-            problems += _verify_file(store_of(store, file.name), file, progress)
-    expected = {MANIFEST_NAME, *(file.name for file in manifest.data_files)}
-    for name in sorted(sizes.keys() - expected):
-        if name.startswith(f"{BASE_FOLDER}/"):
-            continue  # another checkpoint's
-        leftover = is_checkpoint_file(name) or name.endswith(PARTIAL_SUFFIX)
-        text = "is left from an interrupted save" if leftover else "is not part of the checkpoint"
-        problems.append(FileProblem(name, "foreign", text))
-    return problems
-
-
-def _verify_file(
-    store: Store, file: DataFile, progress: Callable[[int], None]
-) -> Iterator[FileProblem]:
-    try:
-        damaged, header_damaged = find_damage(store, file, progress)
-    except StoreError as error:
-        if not error.damage:
-            raise
-        yield FileProblem(file.name, "missing", error.damage)
-        return
-    for number in damaged:
-        begin = file.data_offset + number * BLOCK_BYTES
-        end = min(begin + BLOCK_BYTES, file.nbytes)
-        yield FileProblem(file.name, "flipped", f"is damaged between bytes {begin} and {end}")
-    if header_damaged:
-        yield FileProblem(file.name, "flipped", "is damaged in its header")

@@ -22,7 +22,7 @@ from rayzero.orchestrator.top.format import format_duration, format_size
 
 if TYPE_CHECKING:
     from rayzero.engine.checkpoint.catalogue import CheckpointInfo
-    from rayzero.engine.checkpoint.reader import FileProblem
+    from rayzero.engine.checkpoint.verify import FileProblem
 
 PROGRESS_INTERVAL_S = 10.0
 
@@ -173,7 +173,7 @@ def _require_checkpoints(path: str) -> Sequence[CheckpointInfo]:
 
 def _find_problems(checkpoint: CheckpointInfo, as_json: bool) -> list[FileProblem]:
     """Reads a checkpoint completely."""
-    from rayzero.engine.checkpoint.reader import verify_checkpoint
+    from rayzero.engine.checkpoint.verify import verify_checkpoint
 
     if checkpoint.status == "newer":
         raise ConfigError(

@@ -44,6 +44,13 @@ SpecOverrides: TypeAlias = Annotated[
         help="Override a key of the job file: steps=10, engine.zero_optimization.stage=3.",
     ),
 ]
+FromScratchFlag: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--from-scratch",
+        help="Begin anew although the job's checkpoints are damaged (checkpoint.resume: scratch).",
+    ),
+]
 JobsPath: TypeAlias = Annotated[
     str, typer.Option("--path", help="checkpoint.path of the job file, for jobs that do not run.")
 ]
@@ -124,6 +131,11 @@ def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
         return cluster.follow(cluster.submit(words, upload), partial(print, flush=True))
 
     return local_command(run)
+
+
+def spec_overrides(given: list[str] | None, from_scratch: bool) -> list[str]:
+    """The values of `--set`, and what `--from-scratch` stands for."""
+    return [*(given or ()), *(["checkpoint.resume=scratch"] * from_scratch)]
 
 
 def _command_line(command: Callable[..., object], values: dict[str, Any]) -> Iterator[str]:

@@ -13,11 +13,13 @@ import typer
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cli.command import (
+    FromScratchFlag,
     JsonLinesFlag,
     SpecOverrides,
     StartAddress,
     cluster_command,
     new_group,
+    spec_overrides,
 )
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ def launch(
     ] = None,
     address: StartAddress = None,
     overrides: SpecOverrides = None,
+    from_scratch: FromScratchFlag = False,
     as_json: JsonLinesFlag = False,
     num_gpus: Annotated[
         int | None,
@@ -93,7 +96,8 @@ def launch(
     document = {"launch": launched, "name": name or _name_of(command[0])}
     unused = {"--master_port": master_port, "--master_addr": master_addr}
     limits = _workers_of(workers, num_gpus, num_nodes, unused)
-    return _run(lambda: _make_spec(document, limits, overrides), autotuning, address, as_json)
+    changes = spec_overrides(overrides, from_scratch)
+    return _run(lambda: _make_spec(document, limits, changes), autotuning, address, as_json)
 
 
 def _run(
@@ -141,7 +145,7 @@ def _workers_of(
 
 
 def _make_spec(
-    document: dict[str, Any], limits: tuple[str | None, dict[str, Any]], overrides: list[str] | None
+    document: dict[str, Any], limits: tuple[str | None, dict[str, Any]], overrides: list[str]
 ) -> JobSpec:
     from rayzero.orchestrator.job_file import make_spec, parse_worker_limits
 
@@ -154,7 +158,7 @@ def _make_spec(
     if number is not None:
         least, most = parse_worker_limits(number)
         document["workers"] = {**resources, "min": least, "max": most}
-    return make_spec(document, "rayzero launch", Path(), overrides or ())
+    return make_spec(document, "rayzero launch", Path(), overrides)
 
 
 def _name_of(target: str) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.orchestrator.cli.command import (
     ClusterAddress,
+    FromScratchFlag,
     JobFile,
     JobName,
     JobsPath,
@@ -23,6 +24,7 @@ from rayzero.orchestrator.cli.command import (
     cluster_command,
     exit_code_of,
     new_group,
+    spec_overrides,
 )
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ def run(
     job: JobFile,
     address: StartAddress = None,
     overrides: SpecOverrides = None,
+    from_scratch: FromScratchFlag = False,
     as_json: JsonLinesFlag = False,
 ) -> int:
     """Run a job and wait until it ends.
@@ -53,12 +56,18 @@ def run(
     """
     from rayzero.orchestrator.job_file import load_job
 
-    return run_with_console(lambda: load_job(job, overrides or ()), address, as_json)
+    changes = spec_overrides(overrides, from_scratch)
+    return run_with_console(lambda: load_job(job, changes), address, as_json)
 
 
 @commands.command(epilog="Example: rayzero submit job.yaml --address http://head:8265")
 @cluster_command
-def submit(job: JobFile, address: ClusterAddress = None, overrides: SpecOverrides = None) -> None:
+def submit(
+    job: JobFile,
+    address: ClusterAddress = None,
+    overrides: SpecOverrides = None,
+    from_scratch: FromScratchFlag = False,
+) -> None:
     """Start a job that keeps running after this command has ended.
 
     Exit code 0: the job was accepted. 1: it failed while starting. 2: a mistake in the job file, or
@@ -66,7 +75,7 @@ def submit(job: JobFile, address: ClusterAddress = None, overrides: SpecOverride
     """
     from rayzero.orchestrator.job_file import load_job
 
-    spec = load_job(job, overrides or ())
+    spec = load_job(job, spec_overrides(overrides, from_scratch))
     # Import Ray, which takes a second.
     from rayzero.orchestrator.cluster.connect import find_clusters
     from rayzero.orchestrator.cluster.job_submission import CLIENT_ADDRESS_VARIABLE
@@ -96,6 +105,7 @@ def resume(
     name: JobName,
     address: ClusterAddress = None,
     path: JobsPath = "runs",
+    from_scratch: FromScratchFlag = False,
     as_json: JsonLinesFlag = False,
 ) -> int:
     """Run a job again with the spec in its journal; a lost run continues at its last state.
@@ -120,6 +130,9 @@ def resume(
             fix="submit its job file or run its script again; it continues at its last state",
         )
     spec = validate_document(JobSpec, last_run.spec, f"the journal of job {name!r}")
+    if from_scratch:
+        checkpoint = spec.checkpoint.model_copy(update={"resume": "scratch"})
+        spec = spec.model_copy(update={"checkpoint": checkpoint})
     if Path(last_run.working_dir).is_dir():
         os.chdir(last_run.working_dir)
     return run_with_console(lambda: spec, address, as_json)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.errors import DataError, RayzeroError
@@ -18,98 +18,10 @@ from rayzero.orchestrator.job_events import (
     CheckpointsPruned,
     Resumed,
 )
+from rayzero.orchestrator.policies.pinned_steps import PinnedStep
 from rayzero.orchestrator.policies.recovery import CheckpointRef
-from rayzero.workers.messages import Pinned
 from rayzero.workers.vault.records import Restore, SlotRef
 from rayzero.workers.vault.vault import Vault
-
-ALL_STEPS = 2**62
-
-
-@dataclass(frozen=True, order=True)
-class PinnedStep:
-    """A step that every rank of a generation has pinned.
-
-    Args:
-        slots: one per rank, by rank.
-        checkpoint: whether it becomes a checkpoint.
-        stopped_s: how long training was blocked for it, on the slowest rank.
-        rank_bytes: the size of the largest slot, as far as it is known.
-    """
-
-    generation: int
-    step: int
-    slots: tuple[SlotRef, ...]
-    checkpoint: bool
-    stopped_s: float
-    rank_bytes: int = 0
-
-
-class PinnedSteps:
-    """Which steps are pinned in the vaults, and up to which they may be released. Pure.
-
-    A step that is being processed is never released. A replicated one is kept until a newer one is
-    replicated: otherwise, for a while, no redundancy level would hold a complete step. One that
-    only became a checkpoint is released at once, because the vaults hold newer steps anyway.
-    """
-
-    def __init__(self) -> None:
-        # Keys are (generation, step); values are ranks' messages and nodes.
-        self._incomplete: dict[tuple[int, int], dict[int, tuple[Pinned, str]]] = {}
-        self._in_progress: set[tuple[int, int]] = set()
-        self._limits: dict[int, int] = {}
-        self._released: dict[int, int] = {}
-
-    def add_rank(self, message: Pinned, node_id: str, world_size: int) -> PinnedStep | None:
-        """Returns the pinned step that this message completes, if any; it is then in progress."""
-        generation, step = key = (message.generation, message.step)
-        self._limits.setdefault(generation, -1)
-        ranks = self._incomplete.setdefault(key, {})
-        ranks[message.rank] = (message, node_id)
-        if len(ranks) < world_size:
-            return None
-        del self._incomplete[key]
-        self._in_progress.add(key)
-        return PinnedStep(
-            generation,
-            step,
-            tuple(
-                SlotRef(generation, rank, step, node) for rank, (_, node) in sorted(ranks.items())
-            ),
-            checkpoint=any(message.checkpoint for message, _ in ranks.values()),
-            stopped_s=max(message.stopped_s for message, _ in ranks.values()),
-            rank_bytes=max(message.nbytes for message, _ in ranks.values()),
-        )
-
-    def complete(self, pin: PinnedStep, *, hold: bool) -> None:
-        """A pin is processed. `hold`: it is now complete on every redundancy level."""
-        self._in_progress.discard((pin.generation, pin.step))
-        limit = self._limits.get(pin.generation, -1)
-        self._limits[pin.generation] = max(limit, pin.step - hold)
-        if hold:
-            self.release_older(pin.generation)
-
-    def copy_failed(self, pin: PinnedStep) -> None:
-        """A pin was not replicated completely: it is kept until a newer one is."""
-        self._in_progress.discard((pin.generation, pin.step))
-
-    def releasable(self) -> Iterator[tuple[int, int]]:
-        """Yields (generation, step): all pins up to both may be released. Each is yielded once."""
-        for generation, limit in sorted(self._limits.items()):
-            busy = [step for other, step in self._in_progress if other <= generation]
-            limit = min([limit, *(step - 1 for step in busy)])
-            if limit > self._released.get(generation, 0):
-                self._released[generation] = limit
-                yield generation, limit
-
-    def release_older(self, generation: int) -> None:
-        """The pins of generations before this one are useless from now on."""
-        for older in self._limits:
-            if older < generation:
-                self._limits[older] = ALL_STEPS
-        for key in [key for key in self._incomplete if key[0] < generation]:
-            del self._incomplete[key]
-
 
 TRANSFER_GRACE_S = 600.0
 SLOWEST_TRANSFER_BYTES_PER_S = 10e6
@@ -142,6 +54,8 @@ class CheckpointWriter:
         self._on_committed = on_committed
         self._context = context
         self._newest: CheckpointRef | None = None
+        self._unreadable: CheckpointRef | None = None
+        self._marking: asyncio.Task[None] | None = None
         self._write_lock = asyncio.Lock()
         self._rank_bytes = 0
 
@@ -156,8 +70,9 @@ class CheckpointWriter:
             self._context.emit(Resumed(self._newest.step, self._newest.folder))
         return self._newest is not None
 
-    async def select_newest(self, unreadable: frozenset[int]) -> CheckpointRef | None:
-        """The newest complete checkpoint; the store is asked only if the known one is unreadable.
+    async def select_newest(self, unreadable: Mapping[int, str]) -> CheckpointRef | None:
+        """The newest complete checkpoint; the store is asked only if the known one is among the
+        `unreadable`, by step with what a load reported. It is then marked as damaged.
 
         Raises:
             JobFailedError: the unreadable one is `checkpoint.resume`.
@@ -171,12 +86,40 @@ class CheckpointWriter:
                 fix="checkpoint.resume in the job file; `rayzero ckpt verify` shows what is wrong",
             )
         ctx.warn(f"the checkpoint {known.folder} cannot be read and is skipped")
+        self._unreadable, problem = known, unreadable[known.step]
+        self._marking = ctx.tasks.spawn(self._mark_damaged(known, problem))
         try:
-            self._newest = await ctx.deps.checkpoint_store.newest(unreadable)
+            self._newest = await ctx.deps.checkpoint_store.newest(frozenset(unreadable))
         except RayzeroError as error:
             self._newest = None
             ctx.warn(f"checkpoints cannot be listed: {error.seen}")
         return self._newest
+
+    async def _mark_damaged(self, checkpoint: CheckpointRef, problem: str) -> None:
+        """Makes later listings show the damage; reads the checkpoint's files to find it."""
+        try:
+            await self._context.deps.checkpoint_store.mark_damaged(checkpoint, problem)
+        except RayzeroError as error:
+            self._context.warn(
+                f"{checkpoint.folder} cannot be marked as damaged, and will be tried again by the "
+                f"next run: {error.seen}"
+            )
+
+    async def no_state_error(self) -> JobFailedError:
+        """All checkpoints are unreadable, and no state is in memory: to begin anew is the user's
+        decision. Waits until the last one is marked, at most `checkpoint.grace_period_s`."""
+        ctx = self._context
+        if self._marking is not None:
+            with suppress(TimeoutError):
+                limit_s = ctx.plan.spec.checkpoint.grace_period_s
+                await with_timeout(ctx.deps.clock, limit_s, asyncio.wait({self._marking}))
+        folder = self._unreadable.folder if self._unreadable else ctx.plan.job_folder
+        return JobFailedError(
+            f"the checkpoint {folder} cannot be read, and no other copy of the state is left",
+            allowed="a complete checkpoint, or to begin anew with --from-scratch",
+            fix=f"see `rayzero ckpt verify {folder}`; copy its files back, or pass --from-scratch "
+            "(checkpoint.resume: scratch)",
+        )
 
     @property
     def newest(self) -> CheckpointRef | None:

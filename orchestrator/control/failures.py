@@ -173,7 +173,7 @@ class FailureHandler:
         for fault in losses if root in losses else [*losses, root]:
             self._record(fault)
         if root.cause is FaultCause.STATE and generation.restore is not None:
-            self.excluded.add(generation.restore)
+            self.excluded.add(generation.restore, root.detail)
         lost = [fault for fault in faults if not ctx.registry.is_alive(fault.worker.index)]
         ctx.timer.fault_detected(
             root.cause,

@@ -8,15 +8,11 @@ from contextlib import suppress
 from itertools import count
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.orchestrator.control.checkpoints import (
-    CheckpointWriter,
-    PinnedStep,
-    PinnedSteps,
-    transfer_limit_s,
-)
+from rayzero.orchestrator.control.checkpoints import CheckpointWriter, transfer_limit_s
 from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.errors import VaultLostError
 from rayzero.orchestrator.job_events import ReplicationChanged, StepReplicated
+from rayzero.orchestrator.policies.pinned_steps import PinnedStep, PinnedSteps
 from rayzero.orchestrator.policies.recovery import replica_targets
 from rayzero.workers.messages import Pinned
 from rayzero.workers.vault.records import SlotRef

@@ -44,11 +44,11 @@ class RestoreSelector:
         """The state; None: a fresh start. Copies workers' memories into vaults where it needs them.
 
         Raises:
-            JobFailedError: the configured checkpoint cannot be read.
+            JobFailedError: the configured checkpoint cannot be read, or none of those that exist.
         """
         ctx, excluded = self._context, self._failures.excluded
         held = await self._vaults.inventory()
-        stored = await self._checkpoints.select_newest(frozenset(excluded.checkpoints))
+        stored = await self._checkpoints.select_newest(excluded.checkpoints)
         generation, vaults = ctx.generation, ctx.vault_addresses
         in_process = {  # what can still be copied into a vault
             worker: state
@@ -58,6 +58,8 @@ class RestoreSelector:
         source = select_recovery_step(held, in_process, generation.world_size, stored, excluded)
         if isinstance(source, FromWorkers):
             source = await self._salvage(source) or newest_stored(held, stored, excluded)
+        if source is None and excluded.checkpoints:
+            raise await self._checkpoints.no_state_error()
         step = source.step if source is not None else 0
         redone = ctx.progress.rewind(step)
         ctx.emit(Rewound(step, redone))

@@ -36,15 +36,16 @@ class FromWorkers:
 
 @dataclass
 class Excluded:
-    """States that could not be loaded: slots by (generation, step), checkpoints by step."""
+    """States that could not be loaded: slots by (generation, step), checkpoints by step, with what
+    the load reported."""
 
     versions: set[tuple[int, int]] = field(default_factory=set)
-    checkpoints: set[int] = field(default_factory=set)
+    checkpoints: dict[int, str] = field(default_factory=dict)
 
-    def add(self, restore: Restore) -> None:
+    def add(self, restore: Restore, problem: str) -> None:
         self.versions |= {(slot.generation, slot.step) for slot in restore.slots}
         if restore.checkpoint:
-            self.checkpoints.add(restore.step)
+            self.checkpoints[restore.step] = problem
 
 
 def select_recovery_step(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.engine.checkpoint.reader import verify_checkpoint
+from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job.handle import JobHandle

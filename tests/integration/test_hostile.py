@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 from benchmarks import hostile
 from benchmarks.store_attack import attack_stores, is_store, listening_sockets, owns
 from rayzero.engine.checkpoint.catalogue import newest_complete
-from rayzero.engine.checkpoint.reader import verify_checkpoint
+from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.workers import rendezvous_store
 from rayzero.workers.rendezvous_store import AuthenticatedStore, ForgedKeyError, open_store
 from rayzero.workers.vault.buffers import BufferPool

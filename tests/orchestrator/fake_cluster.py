@@ -758,6 +758,7 @@ class FakeCheckpointStore:
 
     def __init__(self, *steps: int) -> None:
         self.steps = list(steps)
+        self.marked: dict[int, str] = {}
         self.prunes = 0
         self.keep = sys.maxsize
         self.resume_error: RayzeroError | None = None
@@ -774,6 +775,10 @@ class FakeCheckpointStore:
     async def newest(self, excluding: frozenset[int]) -> CheckpointRef | None:
         steps = [step for step in self.steps if step not in excluding]
         return CheckpointRef(max(steps), self.folder(max(steps))) if steps else None
+
+    async def mark_damaged(self, checkpoint: CheckpointRef, problem: str) -> None:
+        await asyncio.sleep(0)
+        self.marked[checkpoint.step] = problem
 
     async def commit(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
         await asyncio.sleep(0)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from rayzero.engine.checkpoint.catalogue import list_checkpoints
+from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.checkpoint.writer import write_rank_file
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
@@ -24,10 +26,12 @@ TABLE = BlockIndex(
 class StoreInFolder:
     """A checkpoint store in a folder, with its warnings."""
 
-    def __init__(self, folder: Path, **checkpoint: Any) -> None:
+    def __init__(self, folder: Path, *, adopting: bool = False, **checkpoint: Any) -> None:
         self.warnings: list[str] = []
         settings = {"path": str(folder), **checkpoint}
-        self.store = CheckpointStore(plan(folder, checkpoint=settings), self.warnings.append)
+        self.store = CheckpointStore(
+            plan(folder, checkpoint=settings), self.warnings.append, adopting=adopting
+        )
 
     def save(self, *steps: int) -> None:
         for step in steps:
@@ -69,6 +73,85 @@ def test_damaged_and_incomplete_checkpoints_are_skipped(
     assert newest.step == 10
     (warning,) = folder_store.warnings
     assert "step-20 is skipped" in warning
+
+
+def flip_last_byte(step_folder: Path) -> None:
+    (data,) = step_folder.glob("rank-*")
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+
+
+def mark(folder_store: StoreInFolder, step: int, problem: str = "") -> None:
+    ref = CheckpointRef(step, folder_store.store.folder(step))
+    asyncio.run(folder_store.store.mark_damaged(ref, problem))
+
+
+def test_flipped_bytes_are_listed_once_a_load_has_found_them(tmp_path: Path):
+    folder_store, folder = StoreInFolder(tmp_path), tmp_path / "job"
+    folder_store.save(10, 20)
+    flip_last_byte(folder / "step-20")
+    assert folder_store.resume_point() == CheckpointRef(20, str(folder / "step-20"))
+    for step in (10, 20):
+        mark(folder_store, step, "a load failed")
+    whole, damaged = list_checkpoints(str(folder))
+    assert (whole.status, damaged.status) == ("whole", "damaged")
+    assert "is damaged between bytes" in damaged.problem
+    assert folder_store.resume_point() == CheckpointRef(10, str(folder / "step-10"))
+    assert asyncio.run(folder_store.store.newest(frozenset())) == folder_store.resume_point()
+    assert {it.kind for it in verify_checkpoint(damaged.folder)} == {"flipped"}
+    flip_last_byte(folder / "step-20")  # copied back
+    (problem,) = verify_checkpoint(damaged.folder)
+    assert (problem.file, problem.makes_unusable) == ("damaged.json", False)
+    folder_store.save(20)
+    assert list_checkpoints(str(folder))[1].is_complete, "the mark is of an older file"
+
+
+def test_mark_of_a_damaged_checkpoint_is_removed_with_it(tmp_path: Path):
+    folder_store = StoreInFolder(tmp_path, keep=1)
+    folder_store.save(10)
+    flip_last_byte(tmp_path / "job" / "step-10")
+    mark(folder_store, 10)
+    folder_store.save(20)
+    assert asyncio.run(folder_store.store.prune()) == (10,)
+    assert not (tmp_path / "job" / "step-10").exists()
+
+
+def test_only_the_lease_owner_marks_and_only_its_own_checkpoints(tmp_path: Path):
+    folder_store = StoreInFolder(tmp_path)
+    folder_store.save(10)
+    flip_last_byte(folder := tmp_path / "job" / "step-10")
+    other = CheckpointStore(plan(tmp_path, checkpoint={"path": str(tmp_path / "other")}), print)
+    asyncio.run(other.mark_damaged(CheckpointRef(10, str(folder)), ""))
+
+    def refuse() -> None:
+        raise ConfigError("another process owns it")
+
+    settings = {"path": str(tmp_path)}
+    fenced = CheckpointStore(plan(tmp_path, checkpoint=settings), print, check_lease=refuse)
+    with pytest.raises(ConfigError, match="owns it"):
+        asyncio.run(fenced.mark_damaged(CheckpointRef(10, str(folder)), ""))
+    assert not (folder / "damaged.json").exists()
+
+
+@pytest.mark.parametrize("adopting", [False, True])
+def test_a_folder_with_damaged_checkpoints_only_needs_a_decision(tmp_path: Path, adopting: bool):
+    folder_store = StoreInFolder(tmp_path, adopting=adopting)
+    folder_store.save(10)
+    (tmp_path / "job" / "step-20").mkdir()
+    flip_last_byte(tmp_path / "job" / "step-10")
+    mark(folder_store, 10)
+    with pytest.raises(ConfigError, match=r"step 10: rank-.* is damaged") as refused:
+        folder_store.resume_point()
+    assert "--from-scratch" in str(refused.value)
+    anew = StoreInFolder(tmp_path, adopting=adopting, resume="scratch")
+    assert anew.resume_point() is None
+    anew.save(5)
+    if adopting:  # the run that began anew
+        assert anew.resume_point() == CheckpointRef(5, str(tmp_path / "job" / "step-5"))
+    else:
+        with pytest.raises(ConfigError, match="1 checkpoint that can be used, the newest of ste"):
+            anew.resume_point()
 
 
 def test_never_resume_rejects_existing_checkpoints(tmp_path: Path):

@@ -14,7 +14,7 @@ import pytest
 from rayzero.engine.checkpoint import store_local
 from rayzero.engine.checkpoint.catalogue import list_checkpoints
 from rayzero.engine.checkpoint.manifest import RankFile
-from rayzero.engine.checkpoint.reader import verify_checkpoint
+from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.checkpoint.writer import write_rank_file
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.checkpoint_store import CheckpointStore

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import rayzero
 from rayzero.engine.checkpoint import export_model
 from rayzero.engine.checkpoint.errors import CheckpointMismatchError
-from rayzero.engine.checkpoint.reader import verify_checkpoint
+from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.errors import ConfigError, DataError, EngineError
 from rayzero.engine.state.client_state import decode_client_state, encode_client_state
 from tests.engine import zoo

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import rayzero
 from rayzero.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from rayzero.engine.checkpoint.catalogue import prune_checkpoints
-from rayzero.engine.checkpoint.reader import CheckpointSource, verify_checkpoint
+from rayzero.engine.checkpoint.reader import CheckpointSource
+from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.errors import DataError
 from tests.support.ranks import run_ranks
 

@@ -11,7 +11,8 @@ import pytest
 from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complete, prune_checkpoints
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError
 from rayzero.engine.checkpoint.manifest import make_manifest
-from rayzero.engine.checkpoint.reader import CheckpointSource, verify_checkpoint
+from rayzero.engine.checkpoint.reader import CheckpointSource
+from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
 from tests.engine.checkpoint.saving import read_manifest

@@ -21,7 +21,7 @@ from rayzero.engine.checkpoint.catalogue import (
 )
 from rayzero.engine.checkpoint.errors import CheckpointVersionError
 from rayzero.engine.checkpoint.manifest import Manifest
-from rayzero.engine.checkpoint.reader import verify_checkpoint
+from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.errors import ConfigError
 from tests.engine.checkpoint.saving import read_manifest, save, write_files
 

@@ -13,7 +13,8 @@ from safetensors import safe_open
 
 from rayzero.engine.checkpoint import store_local
 from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complete, prune_checkpoints
-from rayzero.engine.checkpoint.reader import CheckpointSource, verify_checkpoint
+from rayzero.engine.checkpoint.reader import CheckpointSource
+from rayzero.engine.checkpoint.verify import verify_checkpoint
 from tests.engine.checkpoint import killed
 from tests.engine.checkpoint.saving import blocks, save
 

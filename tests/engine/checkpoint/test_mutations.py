@@ -21,7 +21,7 @@ import rayzero
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError
 from rayzero.engine.checkpoint.export import export_checkpoint
 from rayzero.engine.checkpoint.imports.weights_only import InertObject, load_weights_only
-from rayzero.engine.checkpoint.reader import verify_checkpoint
+from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.cli.ckpt import list_command
 from tests.engine.checkpoint import make_deepspeed

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import rayzero
-from rayzero.engine.checkpoint.reader import verify_checkpoint
+from rayzero.engine.checkpoint.verify import verify_checkpoint
 from tests.engine.checkpoint.make_released import CLIENT_STATE, CONFIG, STEPS, Model, batch
 from tests.support.ranks import run_ranks
 

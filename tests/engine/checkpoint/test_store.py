@@ -24,9 +24,10 @@ from rayzero.engine.checkpoint.catalogue import (
 )
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError, StoreError
 from rayzero.engine.checkpoint.manifest import make_manifest
-from rayzero.engine.checkpoint.reader import CheckpointSource, _verify_file, verify_checkpoint
+from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.checkpoint.store import is_remote, join_url, open_store, split_url
 from rayzero.engine.checkpoint.store_local import LocalStore
+from rayzero.engine.checkpoint.verify import _verify_file, verify_checkpoint
 from rayzero.engine.checkpoint.writer import commit_checkpoint
 from rayzero.engine.checkpoint_io import resolve_checkpoint
 from rayzero.engine.errors import ConfigError

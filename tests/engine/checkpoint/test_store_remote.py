@@ -15,9 +15,10 @@ from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complet
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.format import BLOCK_BYTES
 from rayzero.engine.checkpoint.manifest import make_manifest
-from rayzero.engine.checkpoint.reader import CheckpointSource, verify_checkpoint
+from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.checkpoint.store import join_url, open_store
 from rayzero.engine.checkpoint.store_remote import RemoteStore
+from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.checkpoint.writer import commit_checkpoint
 from rayzero.orchestrator.doctor.probes import check_storage
 from tests.engine.checkpoint.saving import blocks, read_manifest, save, write_files

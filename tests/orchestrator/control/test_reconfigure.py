@@ -503,6 +503,25 @@ async def test_damaged_checkpoint_is_excluded(folder: Path):
 
 
 @async_test
+async def test_job_does_not_begin_anew_if_all_checkpoints_are_damaged(folder: Path):
+    store, cluster = FakeCheckpointStore(10, 20), FakeCluster(2, mirrors=False)
+    for process in cluster.processes.values():
+        process.engine = False  # it holds no state in memory
+    harness = Harness(folder, cluster, store)
+    for step in (20, 10):
+        await settle()
+        cluster.crash(1, "state", f"step-{step}/rank-0 is damaged", 0)
+    await settle()
+    with pytest.raises(JobFailedError, match="/runs/job/step-10 cannot be read") as caught:
+        await harness.result()
+    assert "--from-scratch" in str(caught.value)
+    assert {step: text.partition(" ")[0] for step, text in store.marked.items()} == {
+        20: "step-20/rank-0",
+        10: "step-10/rank-0",
+    }
+
+
+@async_test
 async def test_damaged_slots_are_excluded(folder: Path):
     harness = Harness(folder, FakeCluster(3), FakeCheckpointStore(1), workers=TWO_OF_THREE)
     await harness.steps(3)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.orchestrator.control.checkpoints import ALL_STEPS, PinnedStep, PinnedSteps
+from rayzero.orchestrator.policies.pinned_steps import ALL_STEPS, PinnedStep, PinnedSteps
 from rayzero.orchestrator.policies.recovery import (
     CheckpointRef,
     Excluded,

@@ -1,0 +1,172 @@
+"""Reads every byte of a checkpoint, and marks a damaged one.
+
+Listing a folder compares sizes, and a load reads a part of the files. So that flipped bytes which a
+load has found are known to all later listings, `damaged.json` in the checkpoint's folder names the
+file. The mark holds as long as the manifest lists that file: names are not reused, so a checkpoint
+that is written anew has none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rayzero.engine.checkpoint.base import file_sizes, store_of
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.checkpoint.format import (
+    BASE_FOLDER,
+    BLOCK_BYTES,
+    DAMAGE_NAME,
+    MANIFEST_NAME,
+    PARTIAL_SUFFIX,
+    is_checkpoint_file,
+)
+from rayzero.engine.checkpoint.hashing import find_damage
+from rayzero.engine.checkpoint.manifest import DataFile, Manifest
+from rayzero.engine.checkpoint.reader import read_manifest
+from rayzero.engine.checkpoint.store import open_store
+from rayzero.engine.checkpoint.store_local import Store
+from rayzero.engine.errors import DataError
+
+
+@dataclass(frozen=True)
+class FileProblem:
+    """A problem with a file in a checkpoint's folder.
+
+    Attributes:
+        file: name in the folder.
+        kind: flipped: bytes differ; cut: the size differs; foreign: not part of the checkpoint,
+            harmless.
+        text: the problem.
+    """
+
+    file: str
+    kind: Literal["flipped", "cut", "missing", "foreign"]
+    text: str
+
+    @property
+    def makes_unusable(self) -> bool:
+        """Whether the checkpoint cannot be used because of it."""
+        return self.kind != "foreign"
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.text}"
+
+
+def verify_checkpoint(
+    folder: str, progress: Callable[[int], None] = lambda _: None
+) -> list[FileProblem]:
+    """Read every byte of the checkpoint in `folder`, a path or a URL; `progress` is called with the
+    number of bytes read since the last call. Raises CheckpointVersionError if the format is newer,
+    StoreError if the store cannot be read."""
+    return list(find_problems(folder, progress))
+
+
+def find_problems(
+    folder: str, progress: Callable[[int], None], likely: str = ""
+) -> Iterator[FileProblem]:
+    """As `verify_checkpoint`, one by one; files that are named in the text `likely` come first."""
+    store = open_store(folder)
+    sizes = {entry.name: entry.nbytes for entry in store.list_folder()}
+    if MANIFEST_NAME not in sizes:
+        yield FileProblem(MANIFEST_NAME, "missing", "is missing, so there is no checkpoint")
+        return
+    try:
+        manifest = read_manifest(store)
+    except DataError as error:
+        yield FileProblem(MANIFEST_NAME, "flipped", error.seen.partition(f"{MANIFEST_NAME} ")[2])
+        return
+    sizes = file_sizes(store, manifest)
+    intact = True
+    for problem in _verify_files(store, manifest, sizes, progress, likely):
+        intact = False
+        yield problem
+    yield from _find_foreign(manifest, sizes, intact=intact)
+
+
+def _verify_files(
+    store: Store,
+    manifest: Manifest,
+    sizes: Mapping[str, int],
+    progress: Callable[[int], None],
+    likely: str,
+) -> Iterator[FileProblem]:
+    wrong = manifest.wrong_sizes(sizes)
+    for name, text in wrong.items():
+        yield FileProblem(name, "cut" if name in sizes else "missing", text)
+    for file in sorted(manifest.data_files, key=lambda file: file.name not in likely):
+        if file.name not in wrong:
+            yield from _verify_file(store_of(store, file.name), file, progress)
+
+
+def _find_foreign(
+    manifest: Manifest, sizes: Mapping[str, int], *, intact: bool
+) -> Iterator[FileProblem]:
+    expected = {MANIFEST_NAME, *(file.name for file in manifest.data_files)}
+    for name in sorted(sizes.keys() - expected):
+        if name.startswith(f"{BASE_FOLDER}/"):
+            continue  # another checkpoint's
+        if name == DAMAGE_NAME:
+            if intact:
+                text = "says that the checkpoint is damaged, and it is not: remove this file"
+                yield FileProblem(name, "foreign", text)
+            continue
+        leftover = is_checkpoint_file(name) or name.endswith(PARTIAL_SUFFIX)
+        text = "is left from an interrupted save" if leftover else "is not part of the checkpoint"
+        yield FileProblem(name, "foreign", text)
+
+
+def _verify_file(
+    store: Store, file: DataFile, progress: Callable[[int], None]
+) -> Iterator[FileProblem]:
+    try:
+        damaged, header_damaged = find_damage(store, file, progress)
+    except StoreError as error:
+        if not error.damage:
+            raise
+        yield FileProblem(file.name, "missing", error.damage)
+        return
+    for number in damaged:
+        begin = file.data_offset + number * BLOCK_BYTES
+        end = min(begin + BLOCK_BYTES, file.nbytes)
+        yield FileProblem(file.name, "flipped", f"is damaged between bytes {begin} and {end}")
+    if header_damaged:
+        yield FileProblem(file.name, "flipped", "is damaged in its header")
+
+
+def mark_damaged(
+    folder: str,
+    likely: str,
+    check: Callable[[], object],
+    progress: Callable[[int], None] = lambda _: None,
+) -> str:
+    """Reads the checkpoint in `folder` until a damaged file is found, and marks it. Returns the
+    problem; empty if the checkpoint is intact. Raises StoreError if the store cannot be read or
+    written.
+
+    Args:
+        likely: a text that may name the damaged file.
+        check: called before the mark is written; raises if the folder has another owner.
+        progress: called with the number of bytes read since the last call; may raise to stop.
+    """
+    problems = find_problems(folder, progress, likely)
+    problem = next((it for it in problems if it.makes_unusable), None)
+    if problem is None:
+        return ""
+    if problem.kind == "flipped" and problem.file != MANIFEST_NAME:  # the others are listed
+        mark = json.dumps({"file": problem.file, "problem": str(problem)})
+        check()
+        open_store(folder).replace(DAMAGE_NAME, mark.encode(), check)
+    return str(problem)
+
+
+def marked_damage(store: Store, folder: str, manifest: Manifest) -> str:
+    """The problem that the mark in a folder of a store states; empty if it has none that holds."""
+    try:
+        mark = json.loads(store.read(f"{folder}/{DAMAGE_NAME}"))
+        file, problem = str(mark["file"]), str(mark["problem"])
+    except (StoreError, ValueError, TypeError, KeyError):
+        return ""
+    return problem if any(it.name == file for it in manifest.data_files) else ""

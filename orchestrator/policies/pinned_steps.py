@@ -1,0 +1,96 @@
+"""Steps that the vaults keep: which are complete, and which may be released."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rayzero.workers.messages import Pinned
+from rayzero.workers.vault.records import SlotRef
+
+ALL_STEPS = 2**62
+
+
+@dataclass(frozen=True, order=True)
+class PinnedStep:
+    """A step that every rank of a generation has pinned.
+
+    Args:
+        slots: one per rank, by rank.
+        checkpoint: whether it becomes a checkpoint.
+        stopped_s: how long training was blocked for it, on the slowest rank.
+        rank_bytes: the size of the largest slot, as far as it is known.
+    """
+
+    generation: int
+    step: int
+    slots: tuple[SlotRef, ...]
+    checkpoint: bool
+    stopped_s: float
+    rank_bytes: int = 0
+
+
+class PinnedSteps:
+    """Which steps are pinned in the vaults, and up to which they may be released. Pure.
+
+    A step that is being processed is never released. A replicated one is kept until a newer one is
+    replicated: otherwise, for a while, no redundancy level would hold a complete step. One that
+    only became a checkpoint is released at once, because the vaults hold newer steps anyway.
+    """
+
+    def __init__(self) -> None:
+        # Keys are (generation, step); values are ranks' messages and nodes.
+        self._incomplete: dict[tuple[int, int], dict[int, tuple[Pinned, str]]] = {}
+        self._in_progress: set[tuple[int, int]] = set()
+        self._limits: dict[int, int] = {}
+        self._released: dict[int, int] = {}
+
+    def add_rank(self, message: Pinned, node_id: str, world_size: int) -> PinnedStep | None:
+        """Returns the pinned step that this message completes, if any; it is then in progress."""
+        generation, step = key = (message.generation, message.step)
+        self._limits.setdefault(generation, -1)
+        ranks = self._incomplete.setdefault(key, {})
+        ranks[message.rank] = (message, node_id)
+        if len(ranks) < world_size:
+            return None
+        del self._incomplete[key]
+        self._in_progress.add(key)
+        return PinnedStep(
+            generation,
+            step,
+            tuple(
+                SlotRef(generation, rank, step, node) for rank, (_, node) in sorted(ranks.items())
+            ),
+            checkpoint=any(message.checkpoint for message, _ in ranks.values()),
+            stopped_s=max(message.stopped_s for message, _ in ranks.values()),
+            rank_bytes=max(message.nbytes for message, _ in ranks.values()),
+        )
+
+    def complete(self, pin: PinnedStep, *, hold: bool) -> None:
+        """A pin is processed. `hold`: it is now complete on every redundancy level."""
+        self._in_progress.discard((pin.generation, pin.step))
+        limit = self._limits.get(pin.generation, -1)
+        self._limits[pin.generation] = max(limit, pin.step - hold)
+        if hold:
+            self.release_older(pin.generation)
+
+    def copy_failed(self, pin: PinnedStep) -> None:
+        """A pin was not replicated completely: it is kept until a newer one is."""
+        self._in_progress.discard((pin.generation, pin.step))
+
+    def releasable(self) -> Iterator[tuple[int, int]]:
+        """Yields (generation, step): all pins up to both may be released. Each is yielded once."""
+        for generation, limit in sorted(self._limits.items()):
+            busy = [step for other, step in self._in_progress if other <= generation]
+            limit = min([limit, *(step - 1 for step in busy)])
+            if limit > self._released.get(generation, 0):
+                self._released[generation] = limit
+                yield generation, limit
+
+    def release_older(self, generation: int) -> None:
+        """The pins of generations before this one are useless from now on."""
+        for older in self._limits:
+            if older < generation:
+                self._limits[older] = ALL_STEPS
+        for key in [key for key in self._incomplete if key[0] < generation]:
+            del self._incomplete[key]
