@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class StepRequests:
     """What ranks agree on in a step's vote, without a further collective."""
 
-    # Leave the training function after this step. Agreed if any rank requests it.
+    # Leave the training function between this step and the next. Agreed if any rank requests it.
     drain: bool = False
     # Ready to keep a copy of this step until it is stored. Agreed if all ranks are.
     pin: bool = False
@@ -90,7 +90,8 @@ class HostSession(Protocol):
 
     def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
         """An optimizer step has finished on this rank. `metrics` is `Engine.metrics` flattened to
-        numbers, `agreed` the ranks' common decision."""
+        numbers, `agreed` the ranks' common decision. After a drain, the host ends the function in
+        the `on_phase` with which the next step begins."""
 
 
 class BesideSession:

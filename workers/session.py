@@ -10,6 +10,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -139,8 +140,17 @@ class JobSession:
         self.post(Restored(self._channel.generation, self._channel.rank, step))
 
     def on_phase(self, name: str) -> None:
+        """After a drain, raises Interrupted where the next step begins: what the function does
+        after its last step (notes, a schedule, an evaluation, a file) is done, on all ranks."""
         self._enter_phase(name)
+        if self._channel.drained and self._begins_step(name):
+            self._channel.interrupt.leave()
         self.check()
+
+    def _begins_step(self, phase: str) -> bool:
+        if phase not in ("data", "forward") or self.engine is None:
+            return True
+        return self.engine.module.training and torch.is_grad_enabled()
 
     def post(self, message: WorkerMessage) -> None:
         self._channel.post(message)
@@ -184,7 +194,7 @@ class JobSession:
             self.script_settings.on_step_end(metrics)
         if agreed.drain:
             self.settle()
-            self._channel.interrupt.leave()
+            self._channel.drained = True
 
     def settle(self) -> None:
         """Returns when the last step is mirrored and reported, where that runs beside training."""

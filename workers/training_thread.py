@@ -106,7 +106,8 @@ class GenerationChannel:
 
     Attributes:
         interrupt: unwinds the training function at its next report, phase or step.
-        drain: unwinds it after a step that all ranks agree on and have mirrored.
+        drain: unwinds it before the step after one that all ranks agree on and have mirrored.
+        drained: whether they have: no further step begins.
         fenced: whether waits for peers are being aborted until the training thread has left.
         sockets: the process group's connections; shutting them down aborts a wait for peers.
     """
@@ -119,6 +120,7 @@ class GenerationChannel:
         self.interrupt = StopFlag(lambda place: post(StopCaught(generation, rank, place)))
         self.drain = Event()
         self.sockets = SocketTracker()
+        self.drained = False
         self.fenced = False
 
 

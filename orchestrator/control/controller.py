@@ -111,7 +111,8 @@ class Controller:
             check_batch_sizes(parse_config(engine), min_workers, max_workers)
         self._scaler.set_limits(min_workers, max_workers)
         name, now = ctx.plan.spec.name, ctx.generation.world_size
-        return f"{name}: {min_workers} to {max_workers} workers; now {now}"
+        wanted = f"{min_workers} to {max_workers}" if min_workers != max_workers else max_workers
+        return f"{name}: {wanted} worker{'s' * (max_workers != 1)} wanted; it has {now}"
 
     def status(self) -> JobStatus:
         """A snapshot of the job."""

@@ -190,7 +190,8 @@ def _assert_lost_run_is_adopted(cluster: TokenCluster, path: Path, lost: dict[st
 
 def _assert_running_job_is_scaled_and_listed(cluster: TokenCluster) -> None:
     assert (
-        cluster.run_inside("scale", "adopted", "1:2").stdout == "adopted: 1 to 2 workers; now 1\n"
+        cluster.run_inside("scale", "adopted", "1:2").stdout
+        == "adopted: 1 to 2 workers wanted; it has 1\n"
     )
     listed = json.loads(cluster.run_inside("ls", "--json", "--path", cluster.runs).stdout)
     assert sorted((job["name"], job["state"]) for job in listed) == [

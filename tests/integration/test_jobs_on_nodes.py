@@ -90,12 +90,12 @@ def test_job_moves_off_drained_node_survives_lost_node_and_is_resized(nodes: Nod
         assert not event_log.of(FaultDetected)
         assert not event_log.of(Repaired)
         check_lost_node(handle, event_log)
-        assert handle.scale("1:3") == "steady: 1 to 3 workers; now 1"
+        assert handle.scale("1:3") == "steady: 1 to 3 workers wanted; it has 1"
         check_growth(handle, event_log, nodes.add(cpus=2), world_size_after=3)
         fault_count = len(event_log.of(FaultDetected))
-        assert handle.scale("1:2") == "steady: 1 to 2 workers; now 3"
+        assert handle.scale("1:2") == "steady: 1 to 2 workers wanted; it has 3"
         wait_for(handle, lambda: world_size(event_log) == 2)
-        assert handle.scale("1") == "steady: 1 to 1 workers; now 2"
+        assert handle.scale("1") == "steady: 1 worker wanted; it has 2"
         wait_for(handle, lambda: world_size(event_log) == 1)
     assert [(r.world_size_before, r.world_size) for r in event_log.of(Resized)][-2:] == [
         (3, 2),

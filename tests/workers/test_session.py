@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from rayzero.engine.api.initialize import initialize
 from rayzero.engine.errors import ConfigError, DataError, EngineError
@@ -140,14 +142,26 @@ def test_interrupt_is_raised_at_next_report_phase_or_step():
     assert [report.step for report in reports] == [1]  # the step that was finished counts
 
 
-def test_agreed_drain_ends_function_after_step():
+def test_agreed_drain_ends_function_where_the_next_step_begins():
     job_session, channel, posted = session()
     assert not job_session.step_requests().drain
     channel.drain.set()
     assert job_session.step_requests().drain
-    with pytest.raises(Interrupted):
-        job_session.on_step_end({"step": 1.0}, StepRequests(drain=True))
+    job_session.on_step_end({"step": 1.0}, StepRequests(drain=True))
     assert isinstance(posted[-1], StepReport)
+    engine: Any = SimpleNamespace(module=nn.Linear(1, 1))
+    job_session.engine = engine
+    with torch.no_grad():
+        job_session.on_phase("forward")
+    engine.module.eval()
+    job_session.on_phase("data")
+    job_session.on_collective_wait(1, entered=True)
+    engine.module.train()
+    for phase in ("data", "forward", "backward", "reduce"):
+        with pytest.raises(Interrupted):
+            job_session.on_phase(phase)
+    assert channel.interrupt.times_raised, "and it was a drain"
+    assert not channel.interrupt.is_set()
 
 
 def session_with_ledger(folder: Path, hang_timeout_s: float = 60.0) -> JobSession:

@@ -87,10 +87,10 @@ def _continuing_prepare(prepare: Callable[..., Any]) -> Callable[..., Any]:
         _first["now"] = dist.get_world_size()
         session.divide_step(_first["batches"])
         loaders = [it for it, given in zip(result, args, strict=True) if _is_loader(given)]
-        if loaders and engine.global_steps:
+        if loaders:
             steps_per_epoch = math.ceil(len(loaders[0]) / steps)
             epoch, done = divmod(engine.global_steps, steps_per_epoch)
-            _skip(loaders[0], epoch, done * steps)
+            _continue_loader(loaders[0], epoch, done * steps)
         for schedule in result:
             if type(schedule).__name__ == "AcceleratedScheduler":
                 _continue_schedule(schedule, engine.global_steps)
@@ -103,8 +103,9 @@ def _is_loader(given: Any) -> bool:
     return isinstance(given, DataLoader)
 
 
-def _skip(loader: Any, epochs: int, batches: int) -> None:
-    """Makes its first `epochs` iterations empty, and the next one begin after `batches`."""
+def _continue_loader(loader: Any, epochs: int, batches: int) -> None:
+    """Makes its first `epochs` iterations empty, and the next one begin after `batches`. A drain
+    ends the script where it asks for the batch after a step."""
     if type(loader) not in _patched:
         _patched.add(type(loader))
         type(loader).__iter__ = _continuing_iter(type(loader).__iter__)
@@ -119,10 +120,19 @@ def _continuing_iter(iterate: Callable[..., Iterator[Any]]) -> Callable[..., Ite
 
     def continuing(self: Any) -> Iterator[Any]:
         skips = getattr(self, "rayzero_skips", None)
+        if skips is None:
+            return iterate(self)
         batches = skips.pop(0) if skips else 0
-        return iterate(self) if batches == 0 else _rest(self, batches)
+        return _announce_batches(iterate(self) if batches == 0 else _rest(self, batches))
 
     return continuing
+
+
+def _announce_batches(batches: Iterator[Any]) -> Iterator[Any]:
+    for batch in batches:
+        yield batch
+        if (session := current_session()) is not None:
+            session.on_phase("data")
 
 
 def _rest(loader: Any, batches: int | None) -> Iterator[Any]:

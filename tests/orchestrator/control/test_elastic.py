@@ -135,7 +135,7 @@ async def test_lost_spare_is_replaced_without_repair(folder: Path):
 async def test_scaling_down_releases_workers_after_resize(folder: Path):
     harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
     await harness.steps(2)
-    assert harness.controller.scale(2, 2) == "job: 2 to 2 workers; now 4"
+    assert harness.controller.scale(2, 2) == "job: 2 workers wanted; it has 4"
     await settle()
     assert harness.cluster.resized == [(2, 2)]
     assert harness.states[-1] is State.RESIZING

@@ -13,7 +13,15 @@ import torch
 from benchmarks.launch_repair import find_problems, weight_difference
 from benchmarks.launch_repair import read_notes as read
 from rayzero.orchestrator.spec_sections import LaunchSpec
-from rayzero.workers.messages import SCRIPT_ENTRYPOINT, Crashed, Finished, LogLine, MirrorPolicy
+from rayzero.workers.messages import (
+    SCRIPT_ENTRYPOINT,
+    Crashed,
+    Finished,
+    LogLine,
+    MirrorPolicy,
+    StepReport,
+    Stopped,
+)
 from tests.workers.local_controller import LocalController
 from tests.workers.local_workers import LocalWorkers
 from tests.workers.support import setup
@@ -164,10 +172,35 @@ def test_trainer_that_resumed_from_a_checkpoint_goes_on_after_a_kill(tmp_path: P
     assert weight_difference(tmp_path / "plain", tmp_path / "killed") <= 1e-9
 
 
-def test_killed_accelerate_loop_goes_on_at_its_step(tmp_path: Path):
-    run(tmp_path / "plain", "accelerated_loop.py", count=2)
-    run(tmp_path / "killed", "accelerated_loop.py", "--kill-at", "8")
-    check_continued(tmp_path, steps=12)
+@pytest.fixture(scope="module")
+def accelerated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the Accelerate script, undisturbed."""
+    folder = tmp_path_factory.mktemp("accelerated") / "plain"
+    run(folder, "accelerated_loop.py")
+    return folder
+
+
+def test_killed_accelerate_loop_goes_on_at_its_step(accelerated: Path):
+    run(accelerated.parent / "killed", "accelerated_loop.py", "--kill-at", "8")
+    check_continued(accelerated.parent, steps=12)
+
+
+def test_resized_accelerate_loop_leaves_nothing_out(accelerated: Path, tmp_path: Path):
+    """A drain ends the script where the next step begins: each step's notes are written."""
+    args = ("--out", str(tmp_path), "--pace-s", "0.1")
+    local = make_workers(tmp_path, "accelerated_loop.py", *args)
+    try:
+        local.form(1, [0, 1])
+        local.wait(1, lambda message: isinstance(message, StepReport))
+        local.workers[1].call("drain", 1)
+        ends = [local.wait_end(rank, 1) for rank in (0, 1)]
+        assert all(isinstance(end, Stopped) for end in ends), ends
+        local.form(2, [1], local.slots(1, 2))
+        assert isinstance(local.wait_end(1, 2), Finished), local.texts(1)
+    finally:
+        local.close()
+    assert find_problems(tmp_path, 12, SAMPLES, epochs=2) == []
+    assert weight_difference(accelerated, tmp_path) <= 1e-9
 
 
 def check_continued(folder: Path, steps: int) -> None:
