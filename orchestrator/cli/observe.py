@@ -95,6 +95,40 @@ def top(
     return 0
 
 
+@commands.command(epilog="Example: rayzero page --path /shared/runs --port 9500")
+@local_command
+def page(
+    path: Annotated[
+        Path, typer.Option("--path", help="checkpoint.path of the job files: a folder.")
+    ] = Path("runs"),
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the page; 0: any free one.")
+    ] = 9500,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0: all interfaces.")
+    ] = "127.0.0.1",
+) -> None:
+    """Serve one page of all jobs in a folder, running and ended, with a comparison of their runs,
+    until Ctrl-C. It reads what the jobs write there, and needs no cluster.
+
+    Exit code 2: no such folder, or the port is taken. 130: ended by Ctrl-C.
+    """
+    from threading import Event
+
+    from rayzero.orchestrator.metrics.jobs_page import JobsPage
+
+    if not path.is_dir():
+        raise ConfigError(
+            f"{str(path)!r} is not a folder on this machine",
+            allowed="checkpoint.path of the job files; for a URL `runs` in the folder where the "
+            "jobs were submitted, on the head node",
+            fix="--path",
+        )
+    with closing(JobsPage(path.resolve(), host, port)) as served:
+        print(f"page: {served.url} (jobs in {path}; Ctrl-C ends it)", flush=True)
+        Event().wait()
+
+
 def _log_parts(
     job: RunningJob | EndedJob | JobStatus, address: str | None, follow: bool
 ) -> Iterator[bytes]:

@@ -20,6 +20,7 @@ from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
 from rayzero.orchestrator.job_events import EventBus, MetricsServed
 from rayzero.orchestrator.journal.files import read_journal
 from rayzero.orchestrator.journal.run_history import RunHistory, why_not_adoptable
+from rayzero.orchestrator.metrics.run_files import RunFiles
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.results import JobResult, write_summary
@@ -78,6 +79,7 @@ async def open_run(
     events = EventBus()
     telemetry.subscribe_to(events)  # before the journal, whose entries include its counters
     recorder.begin(events, adopted=history is not None)
+    RunFiles(plan.output_dir, telemetry, writer).subscribe_to(events)
     if telemetry.url is not None:
         events.emit(MetricsServed(telemetry.url))
     if plan.output_is_temporary:

@@ -33,7 +33,7 @@ MAX_END_WAIT_S = 30.0
 
 _MAX_INTERVALS = 4
 _SLACK_S = 0.5
-_STOP_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.1
 _HEADERS = [
     ("Cache-Control", "no-store"),
@@ -92,7 +92,8 @@ class Endpoint:
     def __init__(
         self, host: str, ports: range, registry: CollectorRegistry, pages: dict[str, PageHandler]
     ) -> None:
-        self._server = _listen(host, ports)
+        settings = "metrics.port, metrics.ports and metrics.host in the job file"
+        self._server = listen(host, ports, "metrics.port", settings)
         self.port = int(self._server.server_address[1])
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self._metrics_app: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
@@ -109,15 +110,15 @@ class Endpoint:
 
     def close(self) -> None:
         """Stops listening at once; open connections end with the process at the latest."""
-        self._server.stop(_STOP_TIMEOUT_S)
+        self._server.stop(STOP_TIMEOUT_S)
 
     def _handle_request(self, environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
         path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
         paths = ["/metrics", *self._pages]
         if path not in paths:
-            return _refuse(start, "404 Not Found", "available: " + ", ".join(paths))
+            return refuse(start, "404 Not Found", "available: " + ", ".join(paths))
         if method not in ("GET", "HEAD"):
-            return _refuse(start, "405 Method Not Allowed", "use GET or HEAD")
+            return refuse(start, "405 Method Not Allowed", "use GET or HEAD")
         if method == "HEAD":
             start("200 OK", list(_HEADERS))
             return []
@@ -128,7 +129,9 @@ class Endpoint:
         return respond(environ, start, *self._pages[path]())
 
 
-def _listen(host: str, ports: range) -> BoundedHttpServer:
+def listen(host: str, ports: range, setting: str, settings: str) -> BoundedHttpServer:
+    """A server on the first free one of these ports. Raises ConfigError, which names the setting of
+    the port and those to change, if there is none."""
     for port in ports:
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -138,9 +141,9 @@ def _listen(host: str, ports: range) -> BoundedHttpServer:
                 continue  # another job's
             where = f"{host}:{port}" if len(ports) == 1 else f"{host}:{ports[0]} to {ports[-1]}"
             raise ConfigError(
-                f"metrics.port: cannot listen on {where}: {error.strerror or error}",
-                allowed="a free port of the controller's machine; 0 takes any free one",
-                fix="metrics.port, metrics.ports and metrics.host in the job file",
+                f"{setting}: cannot listen on {where}: {error.strerror or error}",
+                allowed="a free port of this machine; 0 takes any free one",
+                fix=settings,
             ) from None
     raise ConfigError("metrics.ports: no port to listen on", fix="set metrics.ports to 1 or more")
 
@@ -163,6 +166,7 @@ def respond(
     return [body]
 
 
-def _refuse(start: StartResponse, status: str, text: str) -> list[bytes]:
+def refuse(start: StartResponse, status: str, text: str) -> list[bytes]:
+    """Answers with an error status and why."""
     start(status, [("Content-Type", "text/plain; charset=utf-8"), *_HEADERS])
     return [f"{status}: {text}\n".encode()]

@@ -1,6 +1,6 @@
-"""The live page of a job: one HTML file, assembled from the sources in this folder.
+"""The live page of a job, and of all jobs: one HTML file, assembled from the sources here.
 
-It reads /snapshot.json and /history.json, and cannot change the job.
+It reads /snapshot.json and /history.json (of all jobs also /jobs.json), and cannot change the job.
 """
 
 from __future__ import annotations
@@ -11,28 +11,30 @@ from hashlib import sha256
 from importlib.resources import files
 
 STYLES = ("page.css",)
-SCRIPTS = ("format.js", "charts.js", "parts.js", "curves.js", "page.js")
+SCRIPTS = ("format.js", "charts.js", "parts.js", "curves.js", "jobs.js", "page.js")
 CONTENT_TYPE = "text/html; charset=utf-8"
 
 
 @cache
-def render_page() -> str:
-    """The HTML text. Its content security policy allows its own style and script, by their hashes,
-    and requests to its own origin."""
+def render_page(all_jobs: bool = False) -> str:
+    """The HTML text, of one job's endpoint or of `rayzero page`. Its content security policy allows
+    its own style and script, by their hashes, and requests to its own origin."""
     style, script = _concat_assets(STYLES), _concat_assets(SCRIPTS)
     policy = (
         f"default-src 'none'; style-src '{_csp_hash(style)}'; script-src '{_csp_hash(script)}'; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
     )
     text = _read_asset("page.html")
-    for mark, content in (("POLICY", policy), ("STYLE", style), ("SCRIPT", script)):
+    scope = "jobs" if all_jobs else "job"
+    marks = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "SCOPE": scope}
+    for mark, content in marks.items():
         text = text.replace(f"@@{mark}@@", content)
     return text
 
 
-def page_response() -> tuple[str, bytes]:
+def page_response(all_jobs: bool = False) -> tuple[str, bytes]:
     """(content type, body)."""
-    return CONTENT_TYPE, render_page().encode()
+    return CONTENT_TYPE, render_page(all_jobs).encode()
 
 
 def _concat_assets(names: tuple[str, ...]) -> str:

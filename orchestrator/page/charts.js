@@ -169,13 +169,15 @@ function lineChart(figure, { title, series, format, stacked }) {
       d: areaPath(line.points, x, y, (at) => above(at.high), (at) => above(at.low)) }));
     if (view.smoothing) drawing.append(shape("path", { class: "curve raw", stroke: colour, d: linePath(line.points, x, y, (at) => above(at.mean)) }));
     drawing.append(shape("path", { class: "curve", stroke: colour, d: linePath(line.points, x, y, (at) => above(at.shown)) }));
+    const [only] = line.points;
+    if (line.points.length === 1 && known(only.mean)) drawing.append(shape("circle", { cx: x(only.x), cy: y(only.mean), r: 3, fill: colour }));
     for (const point of line.points.filter((at) => at.nonfinite)) {
       drawing.append(shape("path", { class: "fault", d: `M${x(point.x) - 4} ${box.bottom}h8l-4 -7z` },
         shape("title", {}, `step ${count(point.step)}: ${count(point.nonfinite)} inf or nan`)));
     }
   }
   const items = lines.map((line) => element("b", {}));
-  legend.replaceChildren(...(lines.length < 2 ? [] : lines.map((line, index) =>
+  legend.replaceChildren(...(series.length < 2 ? [] : lines.map((line, index) =>
     element("li", {}, element("span", { class: `spot k${line.colour.slice(1)}` }), line.name, items[index]))));
   const describe = (point) => format(point.mean) +
     (point.high > point.low ? ` (${format(point.low)} to ${format(point.high)})` : "") +
@@ -191,7 +193,7 @@ function lineChart(figure, { title, series, format, stacked }) {
       const points = lines.map((line) => (at === null ? line.points[line.points.length - 1] : line.points[nearest(line.points, at)]));
       points.forEach((point, index) => { items[index].textContent = format(point.mean); });
       const where = at === null ? "" : `${axisText("step", points[0].step)}${view.byTime ? `, ${axisText("time", points[0].x)}` : ""}`;
-      const value = lines.length > 1 ? "" : describe(points[0]);
+      const value = series.length > 1 ? "" : describe(points[0]);
       readout.textContent = [value, where].filter(Boolean).join(" · ");
       return `${where}: ${lines.map((line, index) => `${lines.length > 1 ? `${line.name} ` : ""}${format(points[index].mean)}`).join(", ")}`;
     },

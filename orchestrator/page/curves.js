@@ -17,11 +17,14 @@ const userChart = (name) => ({
   id: `user-${name}`, title: name.slice("user/".length), curves: { [name]: name }, format: figure, colour: "c4",
 });
 
+// The lines of jobs that are compared have the colours of their rows.
+const isComparison = (histories) => histories.some((history) => history.colour);
+
 // Those that have a curve, and the loss. The phases of one job are a chart of their own.
 function chartsOf(names, histories) {
   const charts = CHARTS.filter((chart) => chart.id === "loss" || Object.keys(chart.curves).some((name) => names.has(name)));
   const users = [...names].filter((name) => name.startsWith("user/")).sort().map(userChart);
-  const phases = histories.length > 1 ? [] : STEP_PHASES.filter((phase) => names.has(`phases/${phase}`));
+  const phases = isComparison(histories) ? [] : STEP_PHASES.filter((phase) => names.has(`phases/${phase}`));
   return [
     ...[...charts, ...users].map((chart) => ({ ...chart, series: seriesOf(chart, histories) })),
     ...(phases.length ? [{
@@ -44,14 +47,14 @@ function showCurves(histories) {
     if (byId("charts").children[index] !== shown) byId("charts").insertBefore(shown, byId("charts").children[index] || null);
     lineChart(shown, chart);
   });
-  const dropped = histories.flatMap((history) => history.names_without_curve || []);
+  const dropped = [...new Set(histories.flatMap((history) => history.names_without_curve))];
   byId("dropped").textContent = dropped.length ? `Without a curve, because there are too many: ${dropped.join(", ")}` : "";
 }
 
 function seriesOf(chart, histories) {
-  if (histories.length > 1) {
+  if (isComparison(histories)) {
     const [name] = Object.keys(chart.curves);
-    return histories.map((history, index) => line(history, name, history.job, LINE_COLOURS[index % LINE_COLOURS.length]));
+    return histories.map((history) => line(history, name, history.job, history.colour));
   }
   return histories.flatMap((history) => Object.entries(chart.curves)
     .filter(([name]) => history.curves[name])

@@ -1,6 +1,8 @@
 "use strict";
 // Formatting of numbers, and creation of DOM elements. Values from the job are only ever inserted as text.
 
+const FINAL = ["succeeded", "failed", "stopped"];
+
 const byId = (id) => document.getElementById(id);
 
 function element(tag, attributes, ...children) {

@@ -1,14 +1,17 @@
-// Polls the snapshot and shows it. Nothing here can change the job.
+// Polls what the address names, and shows it: one job, all jobs, or a comparison. Nothing here can change a job.
 
 const FORMAT = 2;
 const HISTORY_FORMAT = 1;
+const INDEX_FORMAT = 1;
 const INTERVAL_MS = 1000;
 const HISTORY_INTERVAL_MS = 4000;
+const COMPARISON_INTERVAL_MS = 10000;
 const HIDDEN_MS = 15000;
 const TIMEOUT_MS = 5000;
-const FINAL = ["succeeded", "failed", "stopped"];
+const MAX_COMPARED = 8;
+let place = null;
 let newest = null;
-let newestHistory = null;
+let histories = [];
 let historyReadAt = -Infinity;
 let updatedAt = null;
 
@@ -92,35 +95,95 @@ function showConnection(kind, text) {
   document.body.classList.toggle("stale", kind === "lost");
 }
 
+class UnreadableError extends Error {}
+
 async function fetchJson(url, format) {
   const response = await fetch(url, { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
+  if (response.status === 404) throw new UnreadableError(`there is no ${url}: the job has written none yet`);
   if (!response.ok) throw new Error(`HTTP ${response.status}`);
   const value = await response.json();
-  if (value.format !== format) throw new RangeError("the job runs another version than this page: reload it");
-  return value;
+  if (value.format !== format) throw new UnreadableError("the job runs another version than this page: reload it");
+  return { value, age: Date.parse(response.headers.get("Date")) / 1000 - value.at_s };
+}
+
+// What the address names: of one job's endpoint always that job, whose files have no folder.
+function readPlace() {
+  if (document.body.dataset.scope === "job") return { view: "job", jobs: [""] };
+  const [, view, names] = location.hash.split("/");
+  const jobs = (names || "").split(",").filter(Boolean).map(decodeURIComponent);
+  if (view === "job" && jobs.length) return { view, jobs: jobs.slice(0, 1) };
+  if (view === "compare" && jobs.length) return { view, jobs: jobs.slice(0, MAX_COMPARED) };
+  return { view: "jobs", jobs: [] };
+}
+
+const fileOf = (job, name) => (job ? `jobs/${encodeURIComponent(job)}/${name}` : name);
+
+function enter() {
+  place = readPlace();
+  newest = null;
+  histories = [];
+  historyReadAt = -Infinity;
+  for (const part of document.querySelectorAll("[data-views]")) part.hidden = !part.dataset.views.split(" ").includes(place.view);
+  byId("all-jobs").hidden = document.body.dataset.scope === "job" || place.view === "jobs";
+  byId("compare").hidden = true;
+  byId("charts").replaceChildren();
+  for (const id of ["log-tail", "config", "jobs"]) { rendered.delete(id); byId(id).replaceChildren(); }
+  plots.clear();
+  cursor = null;
+  byId("job").textContent = { jobs: "Jobs", compare: "Comparison", job: place.jobs[0] || "rayzero" }[place.view];
+  byId("version").textContent = "";
+  document.title = `rayzero · ${byId("job").textContent}`;
+}
+
+async function pollJob(here) {
+  const { value: now, age } = await fetchJson(fileOf(here.jobs[0], "snapshot.json"), FORMAT);
+  if (place !== here) return;
+  const hasEnded = FINAL.includes(now.state) && !(newest && FINAL.includes(newest.state));
+  newest = now;
+  updatedAt = new Date();
+  show(now);
+  if (FINAL.includes(now.state)) showConnection("ended", "connected");
+  else if (here.jobs[0] && age > STALE_S) showConnection("lost", `no news of the job for ${duration(age)}`);
+  else showConnection("", "connected");
+  if (!hasEnded && performance.now() - historyReadAt < HISTORY_INTERVAL_MS) return;
+  const { value: history } = await fetchJson(fileOf(here.jobs[0], "history.json"), HISTORY_FORMAT);
+  if (place !== here) return;
+  historyReadAt = performance.now();
+  histories = [history];
+  showHistory(history);
+}
+
+async function pollJobs(here) {
+  const { value: index } = await fetchJson("jobs.json", INDEX_FORMAT);
+  if (place !== here) return;
+  updatedAt = new Date();
+  showConnection("", "connected");
+  if (here.view === "jobs") {
+    byId("version").textContent = index.folder;
+    showJobs(index, index.jobs, null);
+    return;
+  }
+  const colours = Object.fromEntries(here.jobs.map((name, at) => [name, LINE_COLOURS[at % LINE_COLOURS.length]]));
+  showJobs(index, index.jobs.filter((job) => here.jobs.includes(job.name)), colours);
+  if (performance.now() - historyReadAt < COMPARISON_INTERVAL_MS) return;
+  const read = await Promise.allSettled(here.jobs.map((job) => fetchJson(fileOf(job, "history.json"), HISTORY_FORMAT)));
+  if (place !== here) return;
+  historyReadAt = performance.now();
+  histories = here.jobs.flatMap((job, at) => (read[at].value ? [{ ...read[at].value.value, job, colour: colours[job] }] : []));
+  showCurves(histories);
 }
 
 async function poll() {
+  const here = place;
   try {
-    const now = await fetchJson("snapshot.json", FORMAT);
-    const hasEnded = FINAL.includes(now.state) && !(newest && FINAL.includes(newest.state));
-    newest = now;
-    updatedAt = new Date();
-    show(now);
-    showConnection(FINAL.includes(now.state) ? "ended" : "", "connected");
-    if (hasEnded || performance.now() - historyReadAt >= HISTORY_INTERVAL_MS) await pollHistory();
+    await (here.view === "job" ? pollJob(here) : pollJobs(here));
   } catch (error) {
+    if (place !== here) return;
     const since = updatedAt ? `since ${updatedAt.toLocaleTimeString()}` : "yet";
-    if (error instanceof RangeError) showConnection("lost", error.message);
+    if (error instanceof UnreadableError) showConnection("lost", error.message);
     else if (newest && FINAL.includes(newest.state)) showConnection("ended", "the job has ended");
     else showConnection("lost", updatedAt ? `no response ${since}: these values are out of date` : "no response yet");
   }
-}
-
-async function pollHistory() {
-  newestHistory = await fetchJson("history.json", HISTORY_FORMAT);
-  historyReadAt = performance.now();
-  showHistory(newestHistory);
 }
 
 async function follow() {
@@ -130,10 +193,12 @@ async function follow() {
 
 function redraw() {
   if (newest) draw(newest);
-  if (newestHistory) showCurves([newestHistory]);
+  if (histories.length) showCurves(histories);
 }
 
+enter();
 onSettings(redraw);
 addEventListener("resize", redraw);
+addEventListener("hashchange", () => { enter(); poll(); });
 document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
 follow();

@@ -88,7 +88,7 @@ def open_page(tab: Browser, url: str) -> OpenPage:
     def open_and_wait(text: str) -> None:
         tab.errors.clear()
         tab.open(url)
-        is_drawn = "document.readyState == 'complete' && newestHistory"
+        is_drawn = "document.readyState == 'complete' && histories.length"
         tab.wait_for(
             f"location.href == '{url}' && {is_drawn} && {TEXT}.includes({json.dumps(text)})"
         )
@@ -105,8 +105,8 @@ def test_layout_fits_and_text_is_legible(
     open_page("12,345 of 20,000")
     width = SIZES[size][0]
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
-    assert tab.evaluate(_OVERFLOWING) == []
-    assert tab.evaluate(_LOW_CONTRAST) == []
+    assert tab.evaluate(OVERFLOWING) == []
+    assert tab.evaluate(LOW_CONTRAST) == []
     tab.screenshot(tmp_path / f"{size}.png")
     assert (tmp_path / f"{size}.png").stat().st_size > 20_000
     assert tab.errors == []
@@ -340,7 +340,7 @@ def test_page_is_small_and_self_contained() -> None:
         assert control not in text
 
 
-_OVERFLOWING = """
+OVERFLOWING = """
 [...document.querySelectorAll('section, section *')].filter((element) => {
   const scrolls = element.closest('.scroll');
   const box = element.getBoundingClientRect();
@@ -348,7 +348,7 @@ _OVERFLOWING = """
 }).map((element) => element.outerHTML.slice(0, 200))
 """
 
-_LOW_CONTRAST = """
+LOW_CONTRAST = """
 (() => {
   const luminance = (text) => {
     const parts = text.match(/[\\d.]+/g).map(Number);
@@ -370,7 +370,7 @@ _LOW_CONTRAST = """
   for (const element of document.querySelectorAll('body *')) {
     const hasText = [...element.childNodes].some(
       (node) => node.nodeType === 3 && node.data.trim());
-    if (!hasText || element.closest('script, style, svg, .skip')) continue;
+    if (!hasText || element.closest('script, style, svg, .skip, [hidden]')) continue;
     const [a, b] = [luminance(getComputedStyle(element).color), background(element)]
       .sort((x, y) => y - x);
     if ((a + 0.05) / (b + 0.05) < 4.5) low.push(element.outerHTML.slice(0, 120));

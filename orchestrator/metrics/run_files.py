@@ -1,0 +1,163 @@
+"""What the page shows of a run, as files in its folder, which outlive it: for `rayzero page`.
+
+A page of many jobs reads files and not the jobs' processes, because Ray ends its clients with their
+cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.background_writer import BackgroundWriter, WriteQueue
+from rayzero.orchestrator.job_events import EventBus, JobEvent, StateEntered
+from rayzero.orchestrator.journal.files import STATE_FILE, read_journal
+from rayzero.orchestrator.journal.run_history import RunHistory
+from rayzero.orchestrator.metrics.snapshot import SNAPSHOT_FORMAT
+from rayzero.orchestrator.metrics.telemetry import Telemetry
+from rayzero.orchestrator.progress import StepRecord
+from rayzero.workers.messages import Heartbeat
+
+SNAPSHOT_FILE, HISTORY_FILE = "snapshot.json", "history.json"
+SNAPSHOT_INTERVAL_S = 2.0
+HISTORY_INTERVAL_S = 20.0
+MAX_FILE_BYTES = 32 * 2**20
+"""Larger files are not of a job."""
+
+Row = dict[str, Any]
+
+
+class RunFiles:
+    """Writes a run's two files while something happens in it, and at its end."""
+
+    def __init__(self, folder: Path, telemetry: Telemetry, writer: BackgroundWriter) -> None:
+        self._queues: list[WriteQueue] = [
+            writer.add_queue(f"the page's {name}", partial(_replace, folder / name, value), every_s)
+            for name, value, every_s in (
+                (SNAPSHOT_FILE, telemetry.snapshot, SNAPSHOT_INTERVAL_S),
+                (HISTORY_FILE, telemetry.history, HISTORY_INTERVAL_S),
+            )
+        ]
+
+    def subscribe_to(self, events: EventBus) -> None:
+        events.subscribe(self._on_event, (StepRecord, StateEntered, Heartbeat))
+
+    def _on_event(self, event: JobEvent | Heartbeat) -> None:
+        """There are thousands of these a second. The end is written even if a write is going on."""
+        is_end = isinstance(event, StateEntered) and event.state.is_final
+        for queue in self._queues:
+            if queue.is_empty or is_end:
+                queue.put(None)
+
+
+def _replace(path: Path, value: Callable[[], dict[str, Any]], _: Sequence[None]) -> None:
+    """Writes what the value is now; readers see the old file or the new one."""
+    new = path.with_name(f".{path.name}")
+    new.write_bytes(json.dumps(value(), allow_nan=False, separators=(",", ":")).encode())
+    os.replace(new, path)
+
+
+class RunIndex:
+    """The runs in a folder of jobs (`checkpoint.path`). Files are read again when they change.
+    Thread-safe: a lost update of the cache is read once more."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._cache: dict[Path, tuple[tuple[int, int], Any]] = {}
+
+    def rows(self) -> list[Row]:
+        """Every run, the newest first."""
+        try:
+            names = sorted(entry.name for entry in os.scandir(self._folder) if entry.is_dir())
+        except OSError:
+            names = []
+        rows = [row for name in names if (row := self._row(name)) is not None]
+        return sorted(rows, key=lambda row: -float(row["began_s"]))
+
+    def file(self, job: str, name: str) -> bytes | None:
+        """The content of a run's file; None if there is none. `job` is a name, not a path."""
+        path = self._folder / job / name
+        with suppress(OSError):
+            if path.stat().st_size <= MAX_FILE_BYTES:
+                return path.read_bytes()
+        return None
+
+    def _row(self, job: str) -> Row | None:
+        snapshot = self._cached(self._folder / job / SNAPSHOT_FILE, self._read_snapshot)
+        past = self._cached(self._folder / job / STATE_FILE, self._read_journal)
+        if snapshot is None:
+            return None if past is None else _row_of_journal(job, past)
+        row = _row_of_snapshot(snapshot) | {"name": job}
+        if past is None:
+            return row
+        return row | {
+            "state": past.end_state or row["state"],
+            "error": past.error.partition("\n")[0],
+        }
+
+    def _cached(self, path: Path, read: Callable[[Path], Any]) -> Any:
+        try:
+            status = path.stat()
+        except OSError:
+            return None
+        key = (status.st_mtime_ns, status.st_size)
+        cached = self._cache.get(path)
+        if cached is None or cached[0] != key:
+            cached = self._cache[path] = (key, read(path))
+        return cached[1]
+
+    def _read_snapshot(self, path: Path) -> Row | None:
+        try:
+            value = json.loads(self.file(path.parent.name, path.name) or b"")
+            return value if value["format"] == SNAPSHOT_FORMAT else None
+        except (ValueError, LookupError, TypeError):
+            return None
+
+    def _read_journal(self, path: Path) -> RunHistory | None:
+        with suppress(StoreError, ConfigError):
+            return read_journal(str(path.parent))
+        return None
+
+
+def _row_of_snapshot(value: Row) -> Row:
+    progress, training = value["progress"], value["training"]
+    return {
+        **{key: value[key] for key in ("state", "began_s", "at_s", "world_size", "stage")},
+        **{
+            key: progress[key] for key in ("step", "steps", "step_s", "tokens_per_s", "remaining_s")
+        },
+        "loss": training["loss"],
+        "goodput": value["goodput"]["ratio"],
+        "faults": len(value["faults"]),
+        "wall_s": value["goodput"]["wall_s"],
+        "has_curves": True,
+    }
+
+
+def _row_of_journal(job: str, past: RunHistory) -> Row:
+    """Of a run of an earlier version, or whose other files are elsewhere."""
+    seconds = dict(past.counters.get("seconds", {}))
+    wall_s = max(0.0, past.last_at_s - past.began_at_s)
+    unknown = ("stage", "step_s", "tokens_per_s", "remaining_s", "loss")
+    return {
+        **dict.fromkeys(unknown),
+        "name": job,
+        "state": past.end_state or past.state,
+        "error": past.error.partition("\n")[0],
+        "began_s": past.began_at_s,
+        "at_s": past.last_at_s,
+        "world_size": past.world_size,
+        "step": past.step,
+        "steps": past.spec.get("steps"),
+        "goodput": seconds.get("productive", 0.0) / wall_s if wall_s else None,
+        "faults": len(past.fault_entries),
+        "wall_s": wall_s,
+        "has_curves": False,
+    }
