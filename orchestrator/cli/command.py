@@ -107,7 +107,7 @@ def local_command(command: Callable[P, int | None]) -> Callable[P, None]:
 
 def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
     """`local_command`, but if `address`, or without it RAY_ADDRESS, is a dashboard's the same
-    command line runs in its cluster.
+    command line runs in its cluster: at its door, or as a Ray job.
 
     The folder of a job file is uploaded with it, `launch`'s script with the working directory.
     """
@@ -117,10 +117,18 @@ def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
         address: Any = kwargs.get("address") or os.environ.get("RAY_ADDRESS", "")
         if not address.startswith(DASHBOARD_SCHEMES):
             return command(*args, **kwargs)
+        from rayzero.orchestrator.cluster.door_client import DOOR_COMMANDS, run_at_door
+
+        words, show = (
+            [command.__name__, *_command_line(command, kwargs)],
+            partial(print, flush=True),
+        )
+        at_door = command.__name__ in DOOR_COMMANDS
+        if at_door and (code := run_at_door(address, words, show)) is not None:
+            return code
         from rayzero.orchestrator.cluster.job_submission import RemoteJobClient
         from rayzero.orchestrator.cluster.upload import select_upload
 
-        words = [command.__name__, *_command_line(command, kwargs)]
         paths = [value for value in kwargs.values() if isinstance(value, Path)]
         cluster = RemoteJobClient(address)
         folder = paths[0].resolve().parent if paths else None
@@ -128,7 +136,7 @@ def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
         upload = None if folder is None else select_upload(folder)
         for line in () if upload is None else upload.describe():
             print(f"warning: {line}", file=sys.stderr, flush=True)
-        return cluster.follow(cluster.submit(words, upload), partial(print, flush=True))
+        return cluster.follow(cluster.submit(words, upload), show)
 
     return local_command(run)
 
@@ -151,7 +159,9 @@ def _command_line(command: Callable[..., object], values: dict[str, Any]) -> Ite
         if isinstance(info, ArgumentInfo):
             arguments += texts
         else:
-            flag = (info.param_decls or (f"--{name.replace('_', '-')}",))[0]
+            # typer.Option's first argument is `default`, but in an annotation a name.
+            names = [word for word in (info.default, *(info.param_decls or ())) if word is not ...]
+            flag = (names or [f"--{name.replace('_', '-')}"])[0]
             yield from (
                 [flag] if value is True else [word for text in texts for word in (flag, text)]
             )

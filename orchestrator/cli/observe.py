@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -85,6 +86,7 @@ def top(
     if "://" in job:
         follow_job(endpoint_source(job), as_json, once)
         return 0
+    address = address or os.environ.get("RAY_ADDRESS")
     if address is not None and address.startswith(DASHBOARD_SCHEMES):
         return _watch_remotely(job, address, once, as_json)
     from rayzero.orchestrator.job.lookup import find_running  # imports ray, which a URL needs not
@@ -166,27 +168,30 @@ def _log_parts(
 
 
 def _watch_remotely(name: str, address: str, once: bool, as_json: bool) -> int:
-    """Shows the snapshots that the same command prints in the cluster, and stops it at the end."""
-    from rayzero.orchestrator.cluster.job_submission import RemoteJobClient
+    """Shows the snapshots that the same command prints in the cluster; a Ray job is stopped."""
+    from rayzero.orchestrator.cluster.door_client import run_at_door
     from rayzero.orchestrator.top.follow import open_display, parse_snapshot
 
-    cluster = RemoteJobClient(address)
-    job = cluster.submit(["top", name, "--json", *(["--once"] if once else [])], None)
+    words = ["top", name, "--json", *(["--once"] if once else [])]
     other_lines: deque[str] = deque(maxlen=50)
-    code: int | None = None
-    try:
-        with open_display(as_json, once) as show:
+    with open_display(as_json, once) as show:
 
-            def show_line(line: str) -> None:
-                if (snapshot := parse_snapshot(line, f"job {name!r}")) is not None:
-                    show(snapshot, None)
-                elif line.strip():
-                    other_lines.append(line)
+        def show_line(line: str) -> None:
+            if (snapshot := parse_snapshot(line, f"job {name!r}")) is not None:
+                show(snapshot, None)
+            elif line.strip():
+                other_lines.append(line)
 
-            code = cluster.follow(job, show_line)
-    finally:
-        if code is None:
-            cluster.stop(job)
+        if (code := run_at_door(address, words, show_line)) is None:
+            from rayzero.orchestrator.cluster.job_submission import RemoteJobClient  # slow
+
+            cluster = RemoteJobClient(address)
+            job = cluster.submit(words, None)
+            try:
+                code = cluster.follow(job, show_line)
+            finally:
+                if code is None:
+                    cluster.stop(job)
     if code:
         print("\n".join(other_lines), file=sys.stderr)
     return code

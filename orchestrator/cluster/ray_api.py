@@ -29,6 +29,8 @@ from ray.exceptions import (
     RayActorError,
     RayError,
 )
+from ray.experimental.internal_kv import _internal_kv_get
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.policies.placement import Capacity
@@ -36,6 +38,9 @@ from rayzero.orchestrator.policies.placement import Capacity
 ACTOR_LOST = (RayActorError, ActorUnschedulableError, ActorPlacementGroupRemoved)
 """Raised by a call of an actor whose process or node is lost or unreachable."""
 
+NAMESPACE = "rayzero"
+"""Of named actors."""
+_HEAD_RESOURCE = "node:__internal_head__"  # a resource that Ray gives the head's node alone
 _CHECK_ALIVE_RPC = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty request names no node
 _AUTH_RPC_TIMEOUT_S = 2.0
 _LOOPBACK = "127.0.0.1"
@@ -140,6 +145,23 @@ def visit_uploaded_files(
     packaging._dir_travel(folder, [is_excluded], visit, uses_gitignore, silent)
 
 
+def auth_headers() -> dict[str, str]:
+    """Of requests to the cluster's dashboard; empty without token authentication."""
+    return dict(get_auth_headers_if_auth_enabled({}))
+
+
+def dashboard_address() -> str:
+    """host:port of the connected cluster's dashboard; empty if it has none."""
+    space = ray_constants.KV_NAMESPACE_DASHBOARD
+    address = _internal_kv_get(ray_constants.DASHBOARD_ADDRESS, namespace=space)
+    return address.decode() if address else ""
+
+
+def log_folder() -> str:
+    """Where Ray's processes on this node log."""
+    return str(worker.global_worker.node.get_logs_dir_path())  # type: ignore[union-attr]
+
+
 class AuthRefusedError(ConfigError):
     """The cluster rejected the auth token."""
 
@@ -210,6 +232,14 @@ def node_names() -> dict[str, str]:
     """Host names of all nodes, lost ones included, by id."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     return {node["NodeID"]: node["NodeManagerHostname"] for node in nodes}
+
+
+def on_head_node() -> NodeAffinitySchedulingStrategy | None:
+    """None if the cluster has no live head node."""
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        if node["Alive"] and _HEAD_RESOURCE in node["Resources"]:
+            return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    return None
 
 
 def draining_node_ids() -> frozenset[str]:

@@ -17,10 +17,9 @@ from ray.exceptions import (
     RayTaskError,
 )
 from ray.util import list_named_actors
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayzero.engine.errors import RayzeroError, first_line
-from rayzero.orchestrator.cluster.ray_api import death_cause
+from rayzero.orchestrator.cluster.ray_api import NAMESPACE, death_cause, on_head_node
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.log import LogPosition, read_log
@@ -29,9 +28,7 @@ from rayzero.orchestrator.plan import JobPlan
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-NAMESPACE = "rayzero"
 _ACTOR_PREFIX = "job-"
-_HEAD_RESOURCE = "node:__internal_head__"  # a resource that Ray gives the head's node alone
 
 MAX_RESTARTS = 20  # how often Ray restarts a job's process; each time it adopts its own run
 CALL_TIMEOUT_S = 15.0  # limit for a reply of a job's process, which a recovery may keep busy
@@ -67,7 +64,7 @@ class JobProcess:
             num_cpus=0,
             max_concurrency=_MAX_CONCURRENT_CALLS,
             max_restarts=MAX_RESTARTS,
-            scheduling_strategy=_on_head_node(),
+            scheduling_strategy=on_head_node(),
         )
         return cls(name, actor.remote(plan, can_grow))
 
@@ -148,7 +145,7 @@ def read_ended_log(path: str, position: LogPosition | None = None) -> Iterator[b
 def _read_log_on_head(path: Path, position: LogPosition) -> tuple[bytes, LogPosition]:
     if not ray.is_initialized():
         raise JobFailedError("the connection to the cluster is closed")
-    if (strategy := _on_head_node()) is None:
+    if (strategy := on_head_node()) is None:
         raise JobFailedError("the cluster has no live head node")
     task = ray.remote(read_log).options(num_cpus=0, scheduling_strategy=strategy)
     try:
@@ -160,11 +157,3 @@ def _read_log_on_head(path: Path, position: LogPosition) -> tuple[bytes, LogPosi
         raise JobFailedError(
             f"the cluster's head node does not answer: {first_line(error)}"
         ) from None
-
-
-def _on_head_node() -> NodeAffinitySchedulingStrategy | None:
-    """None if the cluster has no live head node."""
-    for node in ray.nodes():  # type: ignore[no-untyped-call]
-        if node["Alive"] and _HEAD_RESOURCE in node["Resources"]:
-            return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-    return None

@@ -90,14 +90,19 @@ class CpuBudget:
 
 class BoundedHttpServer(ThreadingMixIn, WSGIServer):
     """Owns the accept thread, from `start` to `stop`, and one daemon thread for each connection,
-    which ends with it: after `CONNECTION_LIFETIME_S` at the latest."""
+    which ends with it: after `lifetime_s` at the latest."""
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, family: socket.AddressFamily, address: tuple[str, int]) -> None:
+    def __init__(
+        self,
+        family: socket.AddressFamily,
+        address: tuple[str, int],
+        lifetime_s: float = CONNECTION_LIFETIME_S,
+    ) -> None:
         self.address_family = family
-        self._connections = ConnectionLimiter()
+        self._connections = ConnectionLimiter(lifetime_s=lifetime_s)
         self._cpu_budget = CpuBudget()
         self._stopping = Event()
         self._accept_cpu_s = 0.0

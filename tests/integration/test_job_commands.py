@@ -120,8 +120,10 @@ def test_job_commands_and_runs_that_survive_a_lost_head(cluster: TokenCluster):
     assert submitted.stderr == ""
     assert cluster.run_inside("submit", cluster.job_file("abandoned")).returncode == 0
     wait_until(lambda: journal_step(cluster.runs / "adopted") > 25)
+    listing = ("ls", "--json", "--address", cluster.head.dashboard)
+    wait_until(lambda: cluster.run_outside(*listing).stderr == "")  # its door is open: no Ray job
     status = cluster.run_outside("status", "adopted", "--address", cluster.head.dashboard)
-    assert status.returncode == 0, status.stdout + status.stderr
+    assert (status.returncode, status.stderr) == (0, ""), status.stdout
     assert "adopted: running at step " in status.stdout
     lost = _assert_head_is_lost(cluster, path)
     _assert_lost_run_is_adopted(cluster, path, lost)

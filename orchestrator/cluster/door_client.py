@@ -1,0 +1,118 @@
+"""Runs a command at a cluster's door (`rayzero.orchestrator.job.door`), found by its dashboard."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from urllib.error import HTTPError
+from urllib.parse import quote, urlsplit
+from urllib.request import Request, urlopen
+
+from rayzero.engine.redact import redact_url
+from rayzero.orchestrator.errors import JobFailedError
+
+DOOR_COMMANDS = frozenset({"ls", "status", "stop", "scale", "logs", "top", "chaos"})
+"""Commands that need no files of the client."""
+DOOR_FILE = "rayzero-door.json"
+ARGUMENTS_HEADER = "Rayzero-Arguments"
+_NO_DOOR = "the cluster has no door, which its first job opens"
+_REPLY_TIMEOUT_S = 5.0  # for the dashboard to answer, and for a connection to the door
+_MAX_REPLY_BYTES = 1 << 20
+
+
+class DoorClosedError(Exception):
+    """The door cannot be reached. The message says why, unless the dashboard cannot be either, of
+    which Ray's client will tell."""
+
+
+def prove(secret: str, nonce: str, text: str) -> str:
+    """That its sender, who knows the secret, means this command, once."""
+    return hmac.new(secret.encode(), f"{nonce}\n{text}".encode(), hashlib.sha256).hexdigest()
+
+
+def run_at_door(
+    dashboard: str, arguments: Sequence[str], show_out: Callable[[str], object]
+) -> int | None:
+    """Runs `rayzero ARGUMENTS` at the door of the cluster with that dashboard, and shows its output
+    line by line; its exit code. None, and a line on stderr, if there is no door to reach. Raises
+    JobFailedError if the connection is lost later."""
+    try:
+        response = _request(dashboard, json.dumps(list(arguments)))
+    except DoorClosedError as closed:
+        if text := str(closed):
+            text = redact_url(f"note: {text}; the command becomes a Ray job, which takes longer")
+            print(text, file=sys.stderr, flush=True)
+        return None
+    with response:
+        try:
+            for line in response:
+                (((kind, value),)) = json.loads(line).items()
+                if kind == "code":
+                    return int(value)
+                if kind == "out":
+                    show_out(value.removesuffix("\n"))
+                else:
+                    print(value, end="", file=sys.stderr, flush=True)
+        except (OSError, HTTPException, ValueError) as error:
+            text = f"the connection to the cluster's door was lost: {error}"
+            raise JobFailedError(text) from None
+    raise JobFailedError("the cluster's door has ended while the command ran")
+
+
+def _request(dashboard: str, text: str) -> HTTPResponse:
+    """The output of a command that was accepted. Raises DoorClosedError."""
+    parts = urlsplit(dashboard)
+    if parts.scheme != "http" or parts.hostname is None:
+        raise DoorClosedError("the cluster's door does not speak HTTPS")
+    port, secret = _find(dashboard.rstrip("/"))
+    connection = HTTPConnection(parts.hostname, port, timeout=_REPLY_TIMEOUT_S)
+    try:
+        connection.request("GET", "/nonce")
+        nonce = connection.getresponse().read(64).decode()
+        headers = {
+            "Authorization": f"{nonce}:{prove(secret, nonce, text)}",
+            ARGUMENTS_HEADER: text,
+        }
+        connection.request("POST", "/command", headers=headers)
+        own_end = connection.sock  # the response takes it over
+        response = connection.getresponse()
+        if response.status != HTTPStatus.OK:
+            raise DoorClosedError(f"the cluster's door has refused: {response.reason}")
+        own_end.settimeout(None)  # a job may print nothing for hours
+        own_end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return response
+    except (OSError, HTTPException) as error:
+        where = f"{parts.hostname}:{port}"
+        raise DoorClosedError(f"the cluster's door at {where} is out of reach: {error}") from None
+
+
+def _find(dashboard: str) -> tuple[int, str]:
+    """The door's port and secret, from its file among the head's logs. Raises DoorClosedError."""
+    try:
+        nodes = json.loads(_get(f"{dashboard}/api/v0/nodes"))["data"]["result"]["result"]
+        head = next(node["node_id"] for node in nodes if node["is_head_node"])
+        query = f"node_id={quote(head)}&filename={DOOR_FILE}&lines=10"
+        door = json.loads(_get(f"{dashboard}/api/v0/logs/file?{query}"))
+        return int(door["port"]), str(door["secret"])
+    except HTTPError as error:
+        refused = error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+        raise DoorClosedError("" if refused else _NO_DOOR) from None
+    except (OSError, HTTPException):
+        raise DoorClosedError("") from None
+    except (ValueError, KeyError, TypeError, StopIteration):
+        raise DoorClosedError(_NO_DOOR) from None
+
+
+def _get(url: str) -> bytes:
+    from rayzero.orchestrator.cluster.ray_api import auth_headers
+
+    request = Request(url, headers=auth_headers())
+    with urlopen(request, timeout=_REPLY_TIMEOUT_S) as response:
+        content: bytes = response.read(_MAX_REPLY_BYTES)
+        return content
