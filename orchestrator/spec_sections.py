@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -65,6 +65,25 @@ class LaunchSpec(SpecSection):
         return self
 
 
+class WandbSpec(SpecSection):
+    """A run in Weights & Biases; the head node's environment has the key, `WANDB_API_KEY`."""
+
+    project: str = Field(default="rayzero", min_length=1, description="name of the project")
+    entity: str | None = Field(default=None, description="team or user; default: the key's")
+    mode: Literal["online", "offline"] = Field(
+        default="online", description="offline: into wandb/ in the job's folder, for `wandb sync`"
+    )
+
+
+class MlflowSpec(SpecSection):
+    """A run in MLflow; credentials are in the head node's environment."""
+
+    tracking_uri: str | None = Field(
+        default=None, description="URL of the tracking server; default: MLFLOW_TRACKING_URI"
+    )
+    experiment: str = Field(default="rayzero", min_length=1, description="name of the experiment")
+
+
 class MetricsSpec(SpecSection):
     """Metrics endpoint and metric files."""
 
@@ -104,4 +123,10 @@ class MetricsSpec(SpecSection):
     )
     jsonl: bool = Field(
         default=False, description="write a line for each step to metrics.jsonl in the job's folder"
+    )
+    wandb: WandbSpec | None = Field(
+        default=None, description="log every step to Weights & Biases; {} for the defaults"
+    )
+    mlflow: MlflowSpec | None = Field(
+        default=None, description="log every step to MLflow; {} for the defaults"
     )

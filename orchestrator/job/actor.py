@@ -203,6 +203,7 @@ class JobActor:
         """Makes the end durable before clients see it, within limits."""
         if self._run is not None:
             self._run.recorder.end(outcome)
+            await asyncio.to_thread(self._run.trackers.close)
         await asyncio.to_thread(self._writer.close, self._disk_limit_s)
         error = first_line(outcome) if isinstance(outcome, RayzeroError) else ""
         status = replace(await self.status(), state=final_state(outcome), error=error)

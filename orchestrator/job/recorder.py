@@ -163,6 +163,11 @@ class JobRecorder:
         self._journal_queue.discard()
 
     @property
+    def began_at_s(self) -> float:
+        """Unix time of the run's first entry, in whatever process it was; 0 before `begin`."""
+        return self._journal.history.began_at_s if self._journal.history else 0.0
+
+    @property
     def is_journal_written(self) -> bool:
         return self._journal_queue.is_empty
 

@@ -22,6 +22,7 @@ from rayzero.orchestrator.journal.files import read_journal
 from rayzero.orchestrator.journal.run_history import RunHistory, why_not_adoptable
 from rayzero.orchestrator.metrics.run_files import RunFiles
 from rayzero.orchestrator.metrics.telemetry import Telemetry
+from rayzero.orchestrator.metrics.trackers import Trackers
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.results import JobResult, write_summary
 
@@ -34,6 +35,7 @@ class JobRun:
 
     recorder: JobRecorder
     telemetry: Telemetry
+    trackers: Trackers
     controller: Controller
 
 
@@ -79,6 +81,8 @@ async def open_run(
     events = EventBus()
     telemetry.subscribe_to(events)  # before the journal, whose entries include its counters
     recorder.begin(events, adopted=history is not None)
+    trackers = Trackers(plan, recorder.began_at_s, warn)
+    trackers.subscribe_to(events)
     RunFiles(plan.output_dir, telemetry, writer).subscribe_to(events)
     if telemetry.url is not None:
         events.emit(MetricsServed(telemetry.url))
@@ -91,7 +95,7 @@ async def open_run(
     workers = WorkerGroup(plan.worker_spec, clock, can_grow, vaults)
     store = CheckpointStore(plan, warn, adopting=history is not None, check_lease=lease.check)
     dependencies = Dependencies(workers, vaults, store, events, clock)
-    return JobRun(recorder, telemetry, Controller(plan, dependencies, history))
+    return JobRun(recorder, telemetry, trackers, Controller(plan, dependencies, history))
 
 
 async def save_summary(

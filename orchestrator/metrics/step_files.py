@@ -141,7 +141,7 @@ class TensorBoardFile:
                 start = _key(1, _VARINT) + _varint(1)  # SessionLog.status = START
                 events += encode_event(at_s, step, _SESSION_LOG, start)
             last_step = step
-            summary = encode_summary(_tensorboard_scalars(record))
+            summary = encode_summary(scalars_of(record))
             events += encode_event(at_s, step, _SUMMARY, summary)
         _append(self._path, events)
         self._last_step = last_step
@@ -159,8 +159,8 @@ def _append(path: Path, data: bytes) -> None:
         raise
 
 
-def _tensorboard_scalars(record: StepRecord) -> dict[str, float]:
-    """By TensorBoard tag; the metrics of user code are under `user/`."""
+def scalars_of(record: StepRecord) -> dict[str, float]:
+    """By TensorBoard tag, which other trackers get too; values of user code are under `user/`."""
     scalars = {"speed/step_seconds": record.step_s, "job/world_size": float(record.world_size)}
     if record.loss is not None:
         scalars["train/loss"] = record.loss

@@ -35,6 +35,7 @@ REASONS = {
         orchestrator.job.run: SUMMARY_RETRY_S
         orchestrator.metrics.http_server: _MAX_THROTTLE_S
         orchestrator.metrics.endpoint: _POLL_S _SLACK_S
+        orchestrator.metrics.trackers: FLUSH_INTERVAL_S
         orchestrator.metrics.run_files: SNAPSHOT_INTERVAL_S HISTORY_INTERVAL_S
         orchestrator.console: STEP_INTERVAL_S
         orchestrator.background_writer: RETRY_DELAYS_S _CLOSING_RETRY_S
@@ -67,6 +68,7 @@ REASONS = {
             _LOG_READER_IDLE_S _RECENT_POLL_S
         orchestrator.job.lease: RELEASE_TIMEOUT_S
         orchestrator.metrics.endpoint: MAX_END_WAIT_S STOP_TIMEOUT_S
+        orchestrator.metrics.trackers: END_LIMIT_S
         orchestrator.control.failures: KILL_TIMEOUT_S
         orchestrator.cluster.worker_group: _KILL_TIMEOUT_S
         orchestrator.cluster.ray_api: _GONE_TIMEOUT_S

@@ -1,0 +1,168 @@
+"""A job's run in W&B and MLflow: what their packages are called with, and what these then hold."""
+
+from __future__ import annotations
+
+import sys
+import time
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from threading import Event
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.job_events import EventBus, StateEntered
+from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.metrics import trackers
+from rayzero.orchestrator.metrics.trackers import Trackers
+from rayzero.orchestrator.progress import StepRecord
+from tests.orchestrator.support import plan
+
+BEGAN_S = 1_700_000_000.9
+LOSSES = [(1, 2.5), (2, 2.25), (3, float("nan")), (2, 2.125), (3, 2.0)]
+"""Steps 2 and 3 are done again."""
+
+
+class FakeWandb(ModuleType):
+    """Records what it is called with. `gate`: its `log` waits for this event."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None, origin="wandb/__init__.py")
+        self.inits: list[dict[str, Any]] = []
+        self.rows: list[dict[str, float]] = []
+        self.exit_codes: list[int] = []
+        self.axes: list[tuple[str, str | None]] = []
+        self.gate = Event()
+        self.gate.set()
+        self.failures = 0
+
+    def init(self, **settings: Any) -> FakeWandb:
+        self.inits.append(settings)
+        return self
+
+    def Settings(self, **settings: Any) -> dict[str, Any]:  # noqa: N802
+        return settings
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes.append((name, step_metric))
+
+    def log(self, row: dict[str, float]) -> None:
+        self.gate.wait(30)
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("no route to host")
+        self.rows.append(row)
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_codes.append(exit_code)
+
+    def teardown(self, exit_code: int) -> None:
+        assert exit_code == self.exit_codes[-1]
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(trackers, "FLUSH_INTERVAL_S", 0.01)
+    return fake
+
+
+def run_job(folder: Path, state: State = State.SUCCEEDED, **metrics: Any) -> list[str]:
+    """Emits a job's steps and its end. Returns the warnings."""
+    warnings: list[str] = []
+    job_plan = plan(folder, metrics=metrics, steps=3, args={"api_key": "hunter2", "depth": 4})
+    opened, events = Trackers(job_plan, BEGAN_S, warnings.append), EventBus()
+    opened.subscribe_to(events)
+    for step, loss in LOSSES:
+        gauges = {"lr": 0.125, "accuracy": step / 4, "bytes/model_weights": 64.0}
+        events.emit(StepRecord(step, 2, 1, loss, 256.0, 0.5, gauges, at_s=BEGAN_S + step))
+    events.emit(StateEntered(State.RECOVERING, 1, 2))
+    events.emit(StateEntered(state, 1, 2))
+    opened.close()
+    return warnings
+
+
+def test_wandb_run_has_every_step_and_how_the_job_ended(tmp_path: Path, wandb: FakeWandb):
+    settings = {"project": "gpt", "entity": "team", "mode": "offline"}
+    assert run_job(tmp_path, wandb=settings) == []
+    (init,) = wandb.inits
+    assert settings.items() <= init.items()
+    assert (init["id"], init["resume"], init["group"]) == ("job-1700000000", "allow", "job")
+    assert (init["config"]["args"]["depth"], init["config"]["args"]["api_key"]) == (4, "***")
+    assert ("*", "step") in wandb.axes
+    assert [row["step"] for row in wandb.rows] == [1, 2, 3, 2, 3]
+    assert wandb.rows[0] == {
+        "step": 1,
+        "train/loss": 2.5,
+        "train/learning_rate": 0.125,
+        "user/accuracy": 0.25,
+        "speed/step_seconds": 0.5,
+        "speed/tokens_per_second": 512.0,
+        "job/world_size": 2.0,
+        "memory_bytes/model_weights": 64.0,
+    }
+    run_job(tmp_path, State.FAILED, wandb={})  # as a process that adopts the job
+    assert wandb.inits[1]["id"] == init["id"]
+    assert wandb.exit_codes == [0, 1]
+
+
+def test_unreachable_tracker_costs_a_warning(tmp_path: Path, wandb: FakeWandb):
+    wandb.failures = 1
+    (warning,) = run_job(tmp_path, wandb={})
+    assert warning == "the job's run in W&B cannot be written, retrying: no route to host"
+    assert [row["step"] for row in wandb.rows] == [1, 2, 3, 2, 3]
+
+
+def test_end_of_job_waits_for_a_silent_tracker_with_a_limit(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(trackers, "END_LIMIT_S", 0.2)
+    wandb.gate.clear()
+    started_s = time.monotonic()
+    (warning,) = run_job(tmp_path, wandb={})
+    assert time.monotonic() - started_s < 10
+    assert warning == "the last values did not reach a tracker within 0.2 s"
+    wandb.gate.set()
+
+
+@pytest.mark.parametrize("found", [None, SimpleNamespace(origin=None)])
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_missing_package_is_an_error_that_names_the_setting(
+    tmp_path: Path, name: str, found: object, monkeypatch: pytest.MonkeyPatch
+):
+    """A folder of that name, which wandb leaves in a project, is no package."""
+    monkeypatch.setattr(trackers, "find_spec", lambda _: found)
+    with pytest.raises(ConfigError, match=rf"metrics\.{name}: the package {name} is not installed"):
+        Trackers(plan(tmp_path, metrics={name: {}}), BEGAN_S, print)
+
+
+def test_no_thread_without_trackers(tmp_path: Path):
+    assert run_job(tmp_path) == []
+
+
+def test_mlflow_holds_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "mlruns").as_uri()
+    for state in (State.FAILED, State.SUCCEEDED):  # the second one as a process that adopts the job
+        assert run_job(tmp_path, state, mlflow={"tracking_uri": uri, "experiment": "gpt"}) == []
+    client = mlflow.MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("gpt").experiment_id])
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "job")
+    assert (run.data.params["args.depth"], run.data.params["args.api_key"]) == ("4", "***")
+    losses = client.get_metric_history(run.info.run_id, "train/loss")
+    finite = [(step, loss) for step, loss in LOSSES if loss == loss]
+    assert [(it.step, it.value) for it in losses] == finite * 2
+    assert losses[0].timestamp == int((BEGAN_S + 1) * 1000)
+    assert run.data.metrics["user/accuracy"] == 0.75
+
+
+def test_wandb_package_takes_the_run(tmp_path: Path):
+    pytest.importorskip("wandb.sdk", reason="wandb is not installed")
+    assert run_job(tmp_path, wandb={"mode": "offline"}) == []
+    (file,) = tmp_path.rglob("run-job-1700000000.wandb")
+    assert b"train/learning_rate" in file.read_bytes()
