@@ -20,7 +20,7 @@ from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
 from rayzero.orchestrator.job_events import EventBus, MetricsServed
 from rayzero.orchestrator.journal.files import read_journal
 from rayzero.orchestrator.journal.run_history import RunHistory, why_not_adoptable
-from rayzero.orchestrator.metrics.run_files import RunFiles
+from rayzero.orchestrator.metrics.run_files import RunFiles, restore_curves
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.metrics.trackers import Trackers
 from rayzero.orchestrator.plan import JobPlan
@@ -77,6 +77,8 @@ async def open_run(
     await asyncio.to_thread(plan.summary_path.unlink, missing_ok=True)
     clock = Clock()
     telemetry = await asyncio.to_thread(lambda: Telemetry(plan, clock, writer, past=history))
+    if history is not None:
+        await asyncio.to_thread(restore_curves, plan.output_dir, telemetry, warn)
     recorder = JobRecorder(plan, buffer, writer, telemetry.dump_counters, history, lease.check)
     events = EventBus()
     telemetry.subscribe_to(events)  # before the journal, whose entries include its counters

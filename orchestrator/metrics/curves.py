@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import inf, isfinite
+from typing import Any
 
 from rayzero.orchestrator.progress import StepRecord
 
@@ -19,7 +21,7 @@ _GAUGES = ("lr", "grad_norm", "loss_scale", "mfu", "exposed_comm_s")
 _BYTES = ("resident_bytes", "device_peak_bytes")
 _PHASE_PREFIX, _USER_PREFIX = "phases/", "user/"
 
-Row = list[float | int | None]
+Row = list[Any]
 """[first step, mean, minimum, maximum, number of inf and nan]; [step, value] of a single number.
 The values are None where no step had a finite one."""
 
@@ -79,6 +81,22 @@ class Curve:
             self._buckets = list(self._merged())
             self._rows.clear()
 
+    def restore(self, rows: Sequence[Row]) -> None:
+        """Begins with these rows, as of `rows`, of an earlier process. Raises ValueError or
+        TypeError if they are none."""
+        ends = [row[0] for row in rows[1:]]
+        for row, end in zip_longest(rows, ends):
+            first, mean, low, high, nonfinite = row if len(row) == 5 else (*row, *row[1:] * 2, 0)
+            bucket = _Bucket(int(first), nonfinite=int(nonfinite))
+            if mean is None:
+                bucket.nonfinite = max(1, bucket.nonfinite)
+            else:
+                steps = 1 if end is None or len(row) == 2 else int(end) - int(first)
+                bucket.finite = max(1, steps - bucket.nonfinite)
+                bucket.total = mean * bucket.finite
+                bucket.low, bucket.high = float(low), float(high)
+            self._buckets.append(bucket)
+
     def rows(self) -> list[Row]:
         complete = self._buckets[len(self._rows) : -1]
         self._rows += map(_row, complete)
@@ -130,6 +148,17 @@ class CurveSet:
         """By name, the loss first."""
         curves = {"loss": self.loss, **self._others}
         return {name: rows for name, curve in curves.items() if (rows := curve.rows())}
+
+    def restore(self, rows: Mapping[str, Sequence[Row]]) -> None:
+        """As `Curve.restore`, with the value of `rows`."""
+        restored = CurveSet()
+        for name, curve_rows in rows.items():
+            curve = restored.loss if name == "loss" else Curve(MAX_SET_BUCKETS)
+            curve.restore(curve_rows)
+            if name != "loss":
+                restored._others[name] = curve
+        self.loss, self._others = restored.loss, restored._others
+        self._user_curves = sum(name.startswith(_USER_PREFIX) for name in self._others)
 
     def _add(self, name: str, step: int, value: float) -> None:
         curve = self._others.get(name)

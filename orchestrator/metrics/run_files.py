@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rayzero.engine.checkpoint.errors import StoreError
-from rayzero.engine.errors import ConfigError
+from rayzero.engine.errors import ConfigError, first_line
 from rayzero.orchestrator.background_writer import BackgroundWriter, WriteQueue
 from rayzero.orchestrator.job_events import EventBus, JobEvent, StateEntered
 from rayzero.orchestrator.journal.files import STATE_FILE, read_journal
@@ -55,6 +55,19 @@ class RunFiles:
         for queue in self._queues:
             if queue.is_empty or is_end:
                 queue.put(None)
+
+
+def restore_curves(folder: Path, telemetry: Telemetry, warn: Callable[[str], None]) -> None:
+    """Continues the curves of a run that is adopted. Without its file they begin here."""
+    path = folder / HISTORY_FILE
+    try:
+        telemetry.restore_curves(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        warn(
+            f"the curves of the adopted run begin anew: {path} cannot be read: {first_line(error)}"
+        )
 
 
 def _replace(path: Path, value: Callable[[], dict[str, Any]], _: Sequence[None]) -> None:

@@ -8,7 +8,7 @@ only while they copy the rows of the ranks, of which there may be thousands.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import Lock
 from time import time
 from typing import Any
@@ -120,6 +120,12 @@ class Telemetry:
         with self._lock:
             value, log = make_history(self._metrics), list(self._log)
         return {**value, **history_texts(self._metrics.spec, log)}
+
+    def restore_curves(self, history: Mapping[str, Any]) -> None:
+        """Continues those of `history`, which the adopted run's process has left. Raises KeyError,
+        ValueError, TypeError or AttributeError if it is none."""
+        with self._lock:
+            self._metrics.history.curves.restore(history["curves"])
 
     def outlook(self) -> tuple[float | None, float]:
         """Estimated seconds to the last step (None if unknown), and the goodput so far."""

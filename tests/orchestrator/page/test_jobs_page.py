@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from math import nan
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -18,12 +19,14 @@ from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.journal.files import JournalFiles
 from rayzero.orchestrator.journal.writer import JournalWriter
 from rayzero.orchestrator.metrics.jobs_page import JobsPage
-from rayzero.orchestrator.metrics.run_files import RunFiles
+from rayzero.orchestrator.metrics.run_files import RunFiles, restore_curves
+from rayzero.orchestrator.metrics.telemetry import Telemetry
+from rayzero.orchestrator.progress import StepRecord
 from tests.orchestrator.fake_cluster import FakeCluster
 from tests.orchestrator.page.browser import Browser, start_browser
 from tests.orchestrator.page.sample import HTML, START_S, history, sample
 from tests.orchestrator.page.test_page import LOW_CONTRAST, OVERFLOWING, SIZES, TEXT
-from tests.orchestrator.support import Harness, async_test
+from tests.orchestrator.support import NO_FILES, Harness, VirtualClock, async_test, plan
 
 LOST_AT_S = START_S + 4000.0
 
@@ -140,6 +143,43 @@ async def test_run_writes_its_end(tmp_path: Path):
     assert (snapshot["state"], snapshot["progress"]["step"]) == ("succeeded", 4)
     curves = json.loads((harness.plan.output_dir / "history.json").read_bytes())["curves"]
     assert [row[0] for row in curves["elapsed_s"]] == [1, 2, 3, 4]
+
+
+def test_curves_continue_in_adopted_run(tmp_path: Path) -> None:
+    """As if one process had seen all steps, up to the mean of the bucket that was open."""
+    losses = [3.0 / step if step % 50 else nan for step in range(1, 1601)]
+    whole, warnings = open_telemetry(tmp_path), list[str]()
+    feed(whole, losses, 1)
+    first = open_telemetry(tmp_path)
+    feed(first, losses[:1001], 1)
+    (tmp_path / "history.json").write_text(json.dumps(first.history()))
+    second = open_telemetry(tmp_path)
+    restore_curves(tmp_path, second, warnings.append)
+    feed(second, losses[900:], 901)  # it goes on from the last checkpoint
+    expected, curves = whole.history()["curves"], second.history()["curves"]
+    assert warnings == []
+    assert curves.keys() == expected.keys()
+    for name, rows in curves.items():
+        assert len(rows) <= 512
+        assert [row[0] for row in rows] == sorted({row[0] for row in rows}), name
+        assert sum(row[4] for row in rows if len(row) == 5) >= (31 if name == "loss" else 0)
+    assert curves["loss"][:200] == [pytest.approx(row, rel=1e-6) for row in expected["loss"][:200]]
+    assert curves["user/accuracy"][-1][0] > 1590
+    for content in ("{", '{"curves": {"loss": [[1]]}}', '{"curves": 3}'):
+        (tmp_path / "history.json").write_text(content)
+        restore_curves(tmp_path, second, warnings.append)
+    assert len(warnings) == 3
+    assert "history.json cannot be read" in warnings[0]
+    assert second.history()["curves"] == curves
+
+
+def open_telemetry(folder: Path) -> Telemetry:
+    return Telemetry(plan(folder), VirtualClock(), NO_FILES, lambda: START_S)
+
+
+def feed(telemetry: Telemetry, losses: list[float], first: int) -> None:
+    for step, loss in enumerate(losses, start=first):
+        telemetry.on_event(StepRecord(step, 2, 1, loss, 0.0, 0.5, {"accuracy": 0.5}))
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

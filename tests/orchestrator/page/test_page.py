@@ -329,6 +329,19 @@ def test_log_scale_smoothing_and_time(tab: Browser, open_page: OpenPage) -> None
     assert tab.errors == []
 
 
+def test_fault_is_a_visible_dip(tab: Browser, open_page: OpenPage) -> None:
+    """Two of four ranks for 10 s of an hour are wide enough to be seen."""
+    tab.set_viewport(*SIZES["phone"], dark=False)
+    open_page("12,345 of 20,000")
+    path = tab.evaluate("document.querySelector('#world path.size').getAttribute('d')")
+    ends = [tuple(map(float, pair)) for pair in re.findall(r"V([\d.]+)H([\d.]+)", path)]
+    (full, fault), (dip, formed), (less, _), (again, _) = ends
+    bottom = float(path.rsplit("V", 1)[1])
+    shares = [(bottom - y) / (bottom - full) for y in (full, dip, less, again)]
+    assert shares == pytest.approx([1, 0.5, 0.75, 1])
+    assert formed - fault >= 4
+
+
 def test_page_is_small_and_self_contained() -> None:
     text = render_page()
     assert len(text.encode()) < 64_000
