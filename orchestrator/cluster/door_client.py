@@ -22,6 +22,7 @@ DOOR_COMMANDS = frozenset({"ls", "status", "stop", "scale", "logs", "top", "chao
 DOOR_FILE = "rayzero-door.json"
 ARGUMENTS_HEADER = "Rayzero-Arguments"
 _NO_DOOR = "the cluster has no door, which its first job opens"
+_REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _REPLY_TIMEOUT_S = 5.0  # for the dashboard to answer, and for a connection to the door
 _MAX_REPLY_BYTES = 1 << 20
 
@@ -101,8 +102,7 @@ def _find(dashboard: str) -> tuple[int, str]:
         door = json.loads(_get(f"{dashboard}/api/v0/logs/file?{query}"))
         return int(door["port"]), str(door["secret"])
     except HTTPError as error:
-        refused = error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-        raise DoorClosedError("" if refused else _NO_DOOR) from None
+        raise DoorClosedError("" if error.code in _REFUSALS else _NO_DOOR) from None
     except (OSError, HTTPException):
         raise DoorClosedError("") from None
     except (ValueError, KeyError, TypeError, StopIteration):
@@ -110,9 +110,17 @@ def _find(dashboard: str) -> tuple[int, str]:
 
 
 def _get(url: str) -> bytes:
-    from rayzero.orchestrator.cluster.ray_api import auth_headers
+    try:
+        return _read(Request(url))
+    except HTTPError as error:
+        if error.code not in _REFUSALS:
+            raise
+    from rayzero.orchestrator.cluster.ray_api import auth_headers  # Ray's import takes long
 
-    request = Request(url, headers=auth_headers())
+    return _read(Request(url, headers=auth_headers()))
+
+
+def _read(request: Request) -> bytes:
     with urlopen(request, timeout=_REPLY_TIMEOUT_S) as response:
         content: bytes = response.read(_MAX_REPLY_BYTES)
         return content
