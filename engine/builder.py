@@ -29,6 +29,7 @@ from rayzero.engine.optim.param_groups import ParamGroups, find_param_groups, fr
 from rayzero.engine.optim.schedule import Scheduler, check_schedule, make_schedule
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer, optimizer_shards
 from rayzero.engine.optim.whole_param_exchange import ShardedWholeParamOps
+from rayzero.engine.own_backward import follow_zero_grad
 from rayzero.engine.precision.policy import choose_precision, post_reduce_scale
 from rayzero.engine.runtime_builder import make_runtime
 from rayzero.engine.session import HostSession
@@ -99,7 +100,9 @@ def build_training_step(
     if config.compile.enabled:
         compile_model(model, config)
     meter = StepMeter(runtime, sharded, progress, session, config, work)
-    return TrainingStep(runtime, sharded, schedule, state, settings, meter)
+    step = TrainingStep(runtime, sharded, schedule, state, settings, meter)
+    follow_zero_grad(model, step.tracker)
+    return step
 
 
 def compile_model(

@@ -12,13 +12,16 @@ Inside another backward (reentrant checkpoints) hooks find the pass running, and
 from __future__ import annotations
 
 import weakref
+from types import MethodType
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from rayzero.engine.errors import EngineError
+from rayzero.engine.step_tracker import StepTracker
 from rayzero.engine.tensor_tree import iter_tensors
 from rayzero.engine.zero.reducer import Running, never
 from rayzero.engine.zero.runtime import ZeroRuntime
@@ -114,6 +117,25 @@ class OwnBackward:
         self._running = never
         if has_gradients:
             self._step.finish_own()
+
+
+_trackers: WeakKeyDictionary[nn.Module, weakref.ref[StepTracker]] = WeakKeyDictionary()
+
+
+def follow_zero_grad(model: nn.Module, tracker: StepTracker) -> None:
+    """From now on the model's own `zero_grad()` is the engine's, too: of gradients that another
+    engine's loss has brought, as in a GAN."""
+    _trackers[model] = weakref.ref(tracker)
+    # Bound to the model: copying or pickling the model binds the copy's, which has no engine.
+    model.__dict__["zero_grad"] = MethodType(zero_grad, model)
+
+
+def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+    """nn.Module.zero_grad, and the engine's."""
+    type(module).zero_grad(module, set_to_none)
+    reference = _trackers.get(module)
+    if reference is not None and (tracker := reference()) is not None:
+        tracker.zero_grad()
 
 
 def check_loss(loss: Any, call: str) -> None:

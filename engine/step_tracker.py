@@ -89,6 +89,11 @@ class StepTracker:
         """Whether `step()` has nothing to do, because the script declared that more follows."""
         return self.boundary is Boundary.NOT_LAST and not self.no_sync
 
+    def zero_grad(self) -> None:
+        """Between two backwards without a `step()`, the next one forgets the gradients of those
+        before. Elsewhere nothing: the first backward of a step replaces the previous step's."""
+        self.zeroed = self.step_pending
+
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around one backward. If it fails, the script may call it again."""

@@ -163,7 +163,7 @@ class DeepSpeedEngine(ConfigGetters, FixedNames, ModelExport, CompileMethods, Sc
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Between two backwards without a `step`, forgets the gradients of the first. Elsewhere
         does nothing: the first backward of a step replaces the previous step's gradients."""
-        self._step.tracker.zeroed = self._step.tracker.step_pending
+        self._step.tracker.zero_grad()
 
     def to(self, device: torch.device | str | int) -> Self:
         """Does nothing: the model is on its device already. Raises EngineError for another one."""

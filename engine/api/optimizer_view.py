@@ -94,6 +94,10 @@ class DeepSpeedOptimizer:
 
     bit16_groups = fp16_groups
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """`engine.zero_grad`: gradients are the engine's."""
+        self._live_engine._step.tracker.zero_grad()
+
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """`engine.backward`."""
         self._live_engine.backward(loss, retain_graph=retain_graph)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -185,7 +187,11 @@ def test_equal_to_plain_torch(stage: int) -> None:
         torch.testing.assert_close(next(results), expected, rtol=1e-12, atol=1e-12, msg=str(script))
 
 
-def adversaries(rank: int, world: int, stage: int) -> dict[str, Tensor]:
+def adversaries(rank: int, world: int, stage: int) -> list[dict[str, Tensor]]:
+    return [train_adversaries(rank, world, stage, who) for who in ("engine", "module", "optimizer")]
+
+
+def train_adversaries(rank: int, world: int, stage: int, who: str) -> dict[str, Tensor]:
     """The generator's loss brings the discriminator gradients, which its `zero_grad` forgets."""
     torch.manual_seed(0)
     nets = [Net().double(), Net().double()]
@@ -196,7 +202,8 @@ def adversaries(rank: int, world: int, stage: int) -> dict[str, Tensor]:
     )
     for batch in batches(STEPS):
         part = batch.chunk(world)[rank]
-        judge.zero_grad()
+        zeroed = {"engine": judge, "module": nets[1], "optimizer": judge.optimizer}[who]
+        zeroed.zero_grad()
         (1 - judge(part)).square().mean().backward()
         judge.backward(judge(made(part).detach()).square().mean())
         judge.step()
@@ -227,8 +234,22 @@ def plain_adversaries() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_engines_in_one_loss(stage: int) -> None:
-    result = run_ranks(2, adversaries, stage)[0]
-    torch.testing.assert_close(result, plain_adversaries(), rtol=1e-12, atol=1e-12)
+    for result in run_ranks(2, adversaries, stage)[0]:
+        torch.testing.assert_close(result, plain_adversaries(), rtol=1e-12, atol=1e-12)
+
+
+def test_copies_of_a_model_with_an_engine_have_torch_s_zero_grad() -> None:
+    torch.manual_seed(0)
+    engine = make_engine(1, model := Net().double())
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    engine.backward(engine(batches(1)[0]).square().mean())
+    for it in copies:
+        it(batches(1)[0]).square().mean().backward()
+        it.zero_grad()
+        assert all(param.grad is None for param in it.parameters())
+    assert not engine._step.tracker.zeroed
+    model.zero_grad()
+    assert engine._step.tracker.zeroed
 
 
 def odd_uses(rank: int, world: int, stage: int) -> None:
