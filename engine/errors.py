@@ -59,10 +59,22 @@ class CollectiveError(RayzeroError):
     """A collective failed: a peer died, or the process group was aborted."""
 
 
+_LEAST_BEGINNING = 4
+
+
 def did_you_mean(word: str, allowed: list[str]) -> str:
-    """` (did you mean 'x'?)`, or an empty string if no allowed word is similar."""
-    close = get_close_matches(word, allowed, n=1, cutoff=0.6)
+    """` (did you mean 'x'?)`, or an empty string if no allowed word is similar: `every` begins
+    every_steps, `lr` abbreviates learning_rate, or the other way round."""
+    close = [it for it in allowed if len(word) >= _LEAST_BEGINNING and it.startswith(f"{word}_")]
+    close += [it for it in allowed if word and (_initials(it) == word or it == _initials(word))]
+    close += get_close_matches(word, allowed, n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _initials(name: str) -> str:
+    """`lr` of learning_rate; nothing of a single word."""
+    parts = [part for part in name.split("_") if part]
+    return "".join(part[0] for part in parts) if len(parts) > 1 else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from reprlib import Repr
 from typing import Any, NoReturn, TypeVar, get_args
 
@@ -56,9 +57,16 @@ def validate_model(
 
 
 def error_lines(model: type[BaseModel], error: ValidationError) -> list[str]:
-    """A line for each location: the errors of a union's members count as one."""
+    """A line for each location: the errors of a union's members count as one. The keys that a
+    section knows are listed once."""
     by_location = {entry["loc"]: entry for entry in reversed(error.errors(include_url=False))}
-    return [_error_line(model, entry) for entry in reversed(by_location.values())]
+    lines: list[str] = []
+    listed: set[str] = set()
+    for entry in reversed(by_location.values()):
+        line, separator, keys = _error_line(model, entry).partition("; known keys: ")
+        lines.append(line if keys in listed else line + separator + keys)
+        listed.add(keys)
+    return lines
 
 
 def raise_config_error(what: str, mistakes: Sequence[str]) -> NoReturn:
@@ -75,27 +83,81 @@ def _error_line(model: type[BaseModel], error: ErrorDetails) -> str:
     name = ".".join(f"{part:.100}" for part in path) or "(top level)"
     if error["type"] == "extra_forbidden":
         known = _allowed_keys(model, path[:-1])
-        hint = did_you_mean(path[-1], known)
+        hint = did_you_mean(path[-1], known) or _place_hint(model, path[-1])
         if not hint and len(known) <= _MAX_LISTED_KEYS:
             hint = f"; known keys: {', '.join(known)}"
         return f"{name}: unknown key{hint}"
     if error["type"] == "missing":
         auto = ": a number; auto is filled in by transformers, Accelerate, or a job's `steps`"
         return f"{name}: this key is required{auto if path[-1:] == ['total_num_steps'] else ''}"
+    reason = _reason(model, path, error)
+    if not path:
+        return f"{name}: {reason}"
+    seen = repr_value(redact_document(error["input"], path[-1], _SHOWN_LEVELS))
+    return f"{name}: {reason} (seen: {seen})"
+
+
+def _reason(model: type[BaseModel], path: list[str], error: ErrorDetails) -> str:
+    """What is wrong with a value, and what is allowed."""
+    match error["type"]:
+        case "model_type" | "model_attributes_type" | "dataclass_type":
+            return f"keys and values were expected{_example(_section_at(model, path), error)}"
+        case "dict_type":
+            return "keys and values were expected"
+        case "list_type":
+            example = json.dumps([error["input"]]) if isinstance(error["input"], str) else "[...]"
+            return f"a list was expected, such as {example:.200}"
+        case "string_type" if type(error["input"]) in (int, float):
+            return f"text was expected: in quotes, {json.dumps(str(error['input']))}"
     reason = error["msg"].removeprefix("Value error, ")
-    seen = repr_value(redact_document(error["input"], path[-1] if path else "", _SHOWN_LEVELS))
-    return f"{name}: {reason[:1].lower()}{reason[1:]} (seen: {seen})"
+    return reason[:1].lower() + reason[1:]
+
+
+def _example(section: type[BaseModel] | None, error: ErrorDetails) -> str:
+    """The section with the value at the first of its keys that takes it, as in `workers: 16`."""
+    if section is None:
+        return ""
+    for name, field in (
+        section.model_fields.items() if isinstance(error["input"], str | int) else ()
+    ):
+        example = {field.alias or name: error["input"]}
+        try:
+            section.model_validate(example)
+        except ValueError:
+            continue
+        return f", such as {json.dumps(example):.200}"
+    return f": {', '.join(_allowed_keys(section, []))}"
+
+
+def _place_hint(model: type[BaseModel], name: str) -> str:
+    """Where in the document a key of that name belongs."""
+    places = sorted(_paths_of(model, name, ""), key=lambda path: path.count("."))
+    return f" (did you mean {places[0]!r}?)" if places else ""
+
+
+def _paths_of(section: type[BaseModel], name: str, prefix: str) -> Iterator[str]:
+    for key, field in section.model_fields.items():
+        path = prefix + (field.alias or key)
+        if path.endswith(f".{name}"):
+            yield path
+        if inner := nested_section(field.annotation):
+            yield from _paths_of(inner, name, f"{path}.")
 
 
 def _allowed_keys(model: type[BaseModel], path: list[str]) -> list[str]:
     """The keys that the document allows at `path`."""
+    section = _section_at(model, path)
+    if section is None:
+        return []
+    return sorted(field.alias or name for name, field in section.model_fields.items())
+
+
+def _section_at(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
     section: type[BaseModel] | None = model
     for part in path:
         field = section.model_fields.get(part) if section else None
         section = nested_section(field.annotation) if field else None
-    if section is None:
-        return []
-    return sorted(field.alias or name for name, field in section.model_fields.items())
+    return section
 
 
 def nested_section(annotation: Any) -> type[BaseModel] | None:

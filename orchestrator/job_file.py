@@ -20,6 +20,7 @@ from rayzero.engine.redact import REDACTED, is_secret_key, redact_url
 from rayzero.engine.validation import repr_value, validate_document
 from rayzero.orchestrator.spec import MAX_WORKERS, JobSpec
 from rayzero.orchestrator.yaml_document import MAX_DEPTH, parse_yaml
+from rayzero.workers.chaos.spec import parse_fault
 
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
@@ -32,6 +33,12 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
             file and its engine config: `engine.zero_optimization.stage=3`.
     """
     name = f"job file {str(path)!r:.300}"
+    if path.suffix == ".py":
+        raise ConfigError(
+            f"{name} is a Python script",
+            allowed="a YAML file with `name:` and `entrypoint:`",
+            fix=f"`rayzero launch {path!s:.300}` runs the script itself",
+        )
     return make_spec(_read_yaml(path, name), name, path.parent, overrides)
 
 
@@ -52,6 +59,8 @@ def resolve_engine_config(spec: JobSpec, engine_folder: Path) -> JobSpec:
     ConfigError if the engine config cannot be read or is invalid, or its global batch would change
     with the number of workers."""
     _check_args(spec)
+    for fault in spec.faults:
+        parse_fault(fault)
     if spec.engine is None:
         return spec
     source = engine_folder / spec.engine if isinstance(spec.engine, str) else spec.engine

@@ -25,6 +25,9 @@ SCHEMES = ("file", "s3", "gs", "gcs", "hdfs")  # URL schemes of checkpoint folde
 _SCHEMES = ", ".join(f"{scheme}://" for scheme in SCHEMES)
 _ENTRYPOINT = re.compile(r"[\w.]+:[\w.<>]+")
 
+JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+JOB_NAME_RULE = "letters, digits, '.', '_' and '-', at most 63, a letter or digit first"
+
 
 MAX_WORKERS = 100_000
 _MAX_PATH = 4096  # Linux' limit
@@ -204,8 +207,9 @@ class JobSpec(SpecSection):
 
     model_config = ConfigDict(json_schema_extra=_need_no_entrypoint)
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=63)] = Field(
-        description="letters, digits, '.', '_' and '-'; also the name of the job's output folder"
+    name: str = Field(
+        description="letters, digits, '.', '_' and '-'; also the name of the job's output folder",
+        json_schema_extra={"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$", "maxLength": 63},
     )
     entrypoint: str = Field(description="module:function, imported on the workers")
     launch: LaunchSpec | None = Field(
@@ -243,9 +247,22 @@ class JobSpec(SpecSection):
             raise ValueError("launch takes the place of entrypoint and args: leave those out")
         return value | {"entrypoint": SCRIPT_ENTRYPOINT}
 
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, value: str) -> str:
+        if not JOB_NAME.fullmatch(value):
+            raise ValueError(f"must be {JOB_NAME_RULE}")
+        return value
+
     @field_validator("entrypoint")
     @classmethod
     def _check_entrypoint(cls, value: str) -> str:
         if not _ENTRYPOINT.fullmatch(value):
-            raise ValueError("must be module:function, such as examples.gpt.train:train")
+            path, _, function = value.partition(":")
+            path, is_file = path.removesuffix(".py"), path.endswith(".py")
+            if not function and not is_file:
+                path, _, function = path.rpartition(".")
+            near = f"{path.strip('./').replace('/', '.')}:{function or 'train'}"
+            example = near if _ENTRYPOINT.fullmatch(near) else "examples.gpt.train:train"
+            raise ValueError(f"must be module:function, such as {example}")
         return value

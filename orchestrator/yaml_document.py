@@ -53,13 +53,48 @@ def parse_yaml(text: str, source: str) -> Any:
     to_plain(text, source)
     try:
         _check_yaml_nodes(text)
-        value = yaml.load(text, _YamlLoader)
+        value = _load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or first_line(error)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        if (
+            mark
+            and text.splitlines()[mark.line : mark.line + 1]
+            and "\t" in (text.splitlines()[mark.line][: mark.column + 1])
+        ):
+            problem = "a tab; YAML is indented with spaces"
         raise ConfigError(f"{source} is not YAML: {where}{problem}") from None
     return to_plain(value, source, MAX_DEPTH)
+
+
+def _load(text: str) -> Any:
+    """The document's values. Raises YAMLError, also for a key that is given twice, of which
+    PyYAML would keep the second."""
+    loader = _YamlLoader(text)
+    try:
+        node = loader.get_single_node()
+        _check_keys(node, set())
+        return None if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _check_keys(node: yaml.Node | None, done: set[int]) -> None:
+    if not isinstance(node, yaml.CollectionNode) or id(node) in done:
+        return
+    done.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_keys(item, done)
+        return
+    names = set()
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.value in names:
+            problem = f"the key {key.value!r:.200} is given twice"
+            raise MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        names.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        _check_keys(value, done)
 
 
 def _check_yaml_nodes(text: str) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from rayzero.engine.config.model import KEYS
 from rayzero.engine.config.normalize import OLD_NAMES, get_path
+from rayzero.engine.config.optimizers import OPTIMIZER_PARAMS
+from rayzero.engine.config.schedules import LR_CURVES
 from rayzero.engine.errors import did_you_mean
 
 _IGNORING_SECTIONS = (
@@ -13,6 +15,14 @@ _IGNORING_SECTIONS = (
     *("activation_checkpointing", "checkpoint"),
 )
 """What DeepSpeed reads key by key; it validates the other sections as a whole."""
+
+_PARAMS = {
+    f"{section}.{param}"
+    for section, models in (("optimizer", OPTIMIZER_PARAMS), ("scheduler", LR_CURVES))
+    for model in models.values()
+    for param in model.model_fields
+}
+"""What belongs in `params`: beside them it would be left out, and training go on without it."""
 
 _PATHS = {*KEYS, *(name.old for name in OLD_NAMES)}
 
@@ -33,10 +43,12 @@ def drop_unknown(document: dict[str, Any]) -> list[str]:
         known = _names_in(section)
         for name in [*values] if isinstance(values, dict) else ():
             near = sorted(_PATHS) if "." in name else sorted(known)
-            if name in known or did_you_mean(name, near) or _belongs_elsewhere(name):
+            path = f"{section}.{name}" if section else name
+            is_misplaced = path in _PARAMS or _belongs_elsewhere(name)
+            if name in known or did_you_mean(name, near) or is_misplaced:
                 continue
             del values[name]
-            dropped.append(f"{section}.{name}" if section else name)
+            dropped.append(path)
     return dropped
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import grp
 import os
 import pwd
-import re
 import stat
 import time
 from contextlib import suppress
@@ -32,11 +31,9 @@ from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import LOG_FILE
 from rayzero.orchestrator.results import EndedJob, JobStatus
-from rayzero.orchestrator.spec import JobSpec
+from rayzero.orchestrator.spec import JOB_NAME, JOB_NAME_RULE, JobSpec
 
 DEFAULT_CHECKPOINT_PATH = "runs"  # default of `checkpoint.path` in the job file
-
-_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # as in the job file
 
 
 class NoJournalError(ConfigError):
@@ -46,10 +43,10 @@ class NoJournalError(ConfigError):
 def check_job_name(name: str) -> str:
     """The name itself, if a job may have it; such a name cannot leave the folder of jobs. Raises
     ConfigError if it is not a valid job name."""
-    if not _JOB_NAME.fullmatch(name):
+    if not JOB_NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} is not a valid job name",
-            allowed="letters, digits, '.', '_' and '-', at most 63, a letter or digit first",
+            allowed=JOB_NAME_RULE,
             fix="the name",
         )
     return name
@@ -108,7 +105,7 @@ def _is_own_group(gid: int) -> bool:
 def list_journaled_jobs(path: str) -> list[str]:
     """Names of the jobs with a journal in a `checkpoint.path`."""
     folders = [entry.name for entry in open_store(path).list_folder() if entry.is_folder]
-    names = [name for name in folders if _JOB_NAME.fullmatch(name)]
+    names = [name for name in folders if JOB_NAME.fullmatch(name)]
     return sorted(name for name in names if has_journal(join_url(path, name)))
 
 

@@ -172,7 +172,7 @@ for _ in range(3000):
     [
         ({"args": {"a": object()}}, "args: .*object"),
         ({"args": {"a": DEEP}}, "args: "),
-        ({"args": DEEP}, r"args: .*valid dictionary"),
+        ({"args": DEEP}, r"args: keys and values were expected"),
         ({"args": {"a": {"b": float("inf")}}}, "args: a.b: a finite number"),
         ({"args": {"a": 10**5000}}, "args: a: a number of"),
         ({"steps": 10**5000}, "steps: .*too large to print"),

@@ -105,7 +105,7 @@ def test_inline_engine_config(folder: Path):
         ({"workers": {"min": 3, "max": 2}}, ["workers.max:", "workers.min, which is 3"]),
         ({"workers": {"gpus": 2}}, ["workers.gpus:", "less than or equal to 1"]),
         ({"workers": 4}, ["workers:", "(seen: 4)"]),
-        ({"workers": {"env": {"NCCL_DEBUG": 1}}}, ["workers.env.NCCL_DEBUG:", "valid string"]),
+        ({"workers": {"env": {"NCCL_DEBUG": 1}}}, ["workers.env.NCCL_DEBUG:", 'in quotes, "1"']),
         ({"workers": {"env": {"A-B": "1"}}}, ["workers.env:", "'A-B' is not the name"]),
         ({"workers": {"env": {"A": "\0"}}}, ["workers.env:", "NUL"]),
         ({"workers": {"env": {"RANK": "1"}}}, ["must not set RANK: each generation sets it"]),
