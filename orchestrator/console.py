@@ -91,7 +91,7 @@ class LiveConsole(PlainConsole):
         self._task = self._bar.add_task("", total=None, text="")
         self._name = ""
         self.awaited = ""
-        self._has_stepped = False
+        self._has_events = self._has_stepped = False
 
     def start(self, name: str, steps: int | None) -> None:
         self._name = name
@@ -100,22 +100,27 @@ class LiveConsole(PlainConsole):
         self._bar.start()
 
     def await_next(self, text: str) -> None:
+        if not self._has_events:  # which come in another thread, and know better
+            self._show_awaited(text)
+
+    def _show_awaited(self, text: str) -> None:
         self.awaited = text
         self._bar.update(self._task, description=f"{self._name}: {text}")
 
     def on_event(self, event: job_events.JobEvent) -> None:
+        self._has_events = True
         if isinstance(event, StepRecord):
             if not self._has_stepped:
                 self._has_stepped = True
-                self.await_next(State.RUNNING)
+                self._show_awaited(State.RUNNING)
             self._bar.update(self._task, completed=event.step, text=format_step(event))
         elif isinstance(event, job_events.StateEntered):
             awaited = event.state if self._has_stepped else _BEFORE_FIRST_STEP.get(event.state)
-            self.await_next(awaited or event.state)
+            self._show_awaited(awaited or event.state)
         else:
             super().on_event(event)
             if isinstance(event, job_events.WorkersReady) and not self._has_stepped:
-                self.await_next("workers form a group")
+                self._show_awaited("workers form a group")
 
     def finish_ok(self, result: JobResult) -> None:
         self.stop()

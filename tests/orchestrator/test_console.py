@@ -207,6 +207,7 @@ def test_bar_prints_lines_above_itself_and_shows_step():
     bar.start("job", 10)
     for shown_event in (StateEntered(State.STARTING, 0, 0), *SHOWN_EVENTS, record(4)):
         bar.on_event(shown_event)
+        bar.await_next("starting Ray")  # of another thread, too late
         awaited.append(bar.awaited)
     bar.finish_ok(RESULT)
     shown = out.getvalue()

@@ -59,6 +59,17 @@ def test_forked_worker_has_what_ray_gave_the_client(server: ForkServer, tmp_path
     assert len(draws) == 2, "numpy draws other numbers in each"
 
 
+def test_imports_of_the_fork_server_ask_no_device() -> None:
+    """A GPU that the parent has asked cannot be used by what it forks."""
+    code = (
+        "import torch\n"
+        "torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = None\n"
+        "torch.accelerator.is_available = torch.accelerator.current_accelerator = None\n"
+        "import rayzero.workers.worker"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_worker_starts_without_its_fork_server(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text("import sys; print(sys.argv[1:])")
     worker = start_worker("rayzero-no-such-server", tmp_path)
