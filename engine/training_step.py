@@ -25,6 +25,10 @@ from rayzero.engine.zero.reducer import Running
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.step_vote import StepVote
 
+_CHECK_STEPS = 50
+"""Between two looks for parameters that the model got after `initialize`: a millisecond for each
+thousand."""
+
 
 @dataclass
 class TrainingStep:
@@ -45,6 +49,7 @@ class TrainingStep:
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.settings.device)
         self._scaled: list[Tensor] = []  # losses given to `scale` since the last own backward
         self._loss_known = True  # whether every backward of this step told its loss
+        self._check_at_step = 0  # the model's parameters
         self._rank_loss: float | None = None  # of this step, between its vote and its end
         self.own_backward = OwnBackward(self.runtime, self)
         if not self.settings.config.managed_gradient_accumulation:
@@ -79,6 +84,9 @@ class TrainingStep:
         """See `Engine.__call__`."""
         self.own_backward.abandon_failed()
         self.meter.enter_phase("forward")
+        if self._progress.step >= self._check_at_step:
+            self.runtime.check_params(module)
+            self._check_at_step = self._progress.step + _CHECK_STEPS
         context = self.runtime.precision.forward_context()
         args, kwargs = self.forward_inputs(module, args, kwargs)
         with self.meter.step_work.track_forward((args, kwargs)), context:

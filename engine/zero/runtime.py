@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rayzero.engine.comm.backend import Work
 from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.errors import EngineError
 from rayzero.engine.offload.plan import Offload
 from rayzero.engine.precision.loss_scale import LossScaler
 from rayzero.engine.precision.policy import Precision
@@ -49,6 +50,24 @@ class ZeroRuntime:
     unshard_scheduler: UnshardScheduler | None
     lazy_weights: LazyWeights | None
     hooks: list[RemovableHandle]
+
+    def check_params(self, model: nn.Module) -> None:
+        """Raises EngineError if the model has trainable parameters that it had not when this was
+        built: they would differ between the ranks, and be in no step and no checkpoint."""
+        known = set(map(id, self.ungrouped_params.values()))
+        known.update(id(param) for unit in self.units for param in unit.params)
+        added = [
+            name
+            for name, param in model.named_parameters()
+            if param.requires_grad and param.numel() and id(param) not in known
+        ]
+        if added:
+            names = ", ".join(added[:3]) + ", ..." * (len(added) > 3)
+            raise EngineError(
+                f"the model has trainable parameters that it had not at `initialize`: {names}",
+                allowed="the parameters of then; later ones with requires_grad=False",
+                fix="attach modules and replace parameters before `initialize`",
+            )
 
     @property
     def in_backward(self) -> bool:

@@ -196,6 +196,20 @@ def test_batch_size_can_change_between_steps() -> None:
     assert engine.get_batch_info() == (9, 3, 3)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_that_come_later_are_refused_unless_frozen(stage: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": stage}}
+    engine, *_ = rayzero.initialize(model=model, config=config)
+    model.frozen = nn.Linear(1, 1).requires_grad_(False)
+    x = torch.ones(2, 3)
+    assert engine(x).shape == (2, 1)
+    other, *_ = rayzero.initialize(model=(late := nn.Sequential(nn.Linear(3, 1))), config=config)
+    late.head = nn.Linear(1, 1)
+    with pytest.raises(EngineError, match=r"had not at `initialize`: head.weight, head.bias"):
+        other(x)
+
+
 def test_names_with_one_value_or_no_effect() -> None:
     engine = make_engine()
     train_step(engine)
