@@ -88,6 +88,7 @@ class LocalCluster:
             self._start_ray()
         except BaseException:  # such as Ctrl-C
             self.kill()
+            self.stop()
             raise
         finally:
             os.environ.pop(ADDRESS_VARIABLE, None)
