@@ -180,6 +180,8 @@ def test_all_metrics_are_exposed_and_killed_controller_adopts_its_run(head: Head
     check_metrics(event_log, "steady", steps=1_000_000)
     wait_until(handle, lambda: files_have_steps(tmp_path / "steady"))
     wait_until(handle, lambda: is_journaled(str(tmp_path / "steady"), generation))
+    curves = tmp_path / "steady" / "history.json"
+    wait_until(handle, lambda: curves.exists() and b'"loss"' in curves.read_bytes())
     (controller,) = head.processes("ray::JobActor")
     step_before = latest_step(event_log)
     pids = [worker.pid for event in event_log.of(WorkersReady) for worker in event.workers]
@@ -199,6 +201,9 @@ def test_all_metrics_are_exposed_and_killed_controller_adopts_its_run(head: Head
     stop(handle)
     handle.end()
     check_endpoint_is_closed(event_log)
+    rows = json.loads(curves.read_bytes())["curves"]["loss"]
+    assert rows[0][0] == 1, "the curves are those of both processes"
+    assert rows[-1][0] > step_before
 
 
 def is_journaled(folder: str, generation: int) -> bool:
