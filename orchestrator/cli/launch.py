@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import signal
 import sys
@@ -154,11 +155,27 @@ def _make_spec(
         file = launched.get(key)
         if file is not None and not Path(file).exists():
             raise ConfigError(f"there is no file {file!r}", "a path from here", f"{key} of launch")
+    if launched.get("script") is not None:
+        _check_syntax(launched["script"])
     number, resources = limits
     if number is not None:
         least, most = parse_worker_limits(number)
         document["workers"] = {**resources, "min": least, "max": most}
     return make_spec(document, "rayzero launch", Path(), overrides)
+
+
+def _check_syntax(script: str) -> None:
+    """Raises ConfigError at a syntax error, before a cluster or a worker starts."""
+    try:
+        ast.parse(Path(script).read_bytes(), script)
+        return
+    except OSError as error:
+        problem = f"{script!r} cannot be read: {error.strerror}"
+    except (SyntaxError, ValueError) as error:
+        line, text = getattr(error, "lineno", None), getattr(error, "text", None)
+        place = f"{script}:{line}" if line else script
+        problem = f"{place}: {getattr(error, 'msg', error)}" + (f": {text.strip()}" if text else "")
+    raise ConfigError(problem, "a script in Python", "`rayzero launch SCRIPT.py`")
 
 
 def _name_of(target: str) -> str:

@@ -146,6 +146,8 @@ COMMANDS: list[tuple[str, tuple[str, ...]]] = [
     ("plan first.py --batch first:train", ("'first.py' is not the name of a function", "models:")),
     ("plan first:train --batch first:train --gpu h900", ("--gpu 'h900'", "80GB", "h100")),
     ("launch nope.py", ("there is no file 'nope.py'",)),
+    ("launch .", ("'.' cannot be read: Is a directory",)),
+    ("launch job.yaml", ("job.yaml:2: invalid syntax: entry", "in Python")),
     ("launch --workers 2-4 first.py", ("'2-4' is not a number of workers", "2:8")),
     ("launch --stage 5 first.py", ("launch.stage", "less than or equal to 3", "seen: 5")),
 ]
