@@ -61,6 +61,9 @@ _FRAGMENTS = (
     "safe_update_full_grad_vectorized"
 )
 
+_CALLABLES = {
+    "collections.abc": "DeepSpeedOptimizerCallable=Callable DeepSpeedSchedulerCallable=Callable",
+}
 _LEAVES = {
     "rayzero.engine.layout.leaf_modules": (
         "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
@@ -76,9 +79,7 @@ WORKS: Mapping[str, Mapping[str, str]] = {
             "init_distributed initialize log_dist logger ops utils checkpointing runtime zero "
             "dist=comm git_branch git_hash version=__version__"
         ),
-        "collections.abc": (
-            "DeepSpeedOptimizerCallable=Callable DeepSpeedSchedulerCallable=Callable"
-        ),
+        **_CALLABLES,
         f"{_API}.config_reader": "DeepSpeedConfig",
         f"{_API}.sharded_params": "OnDevice",
         f"{_API}.optimizer_view": "DeepSpeedOptimizer",
@@ -169,12 +170,15 @@ WORKS: Mapping[str, Mapping[str, str]] = {
         f"{_HERE}.utils": "RepeatingLoader",
         "rayzero.engine.data.loader": "DeepSpeedDataLoader=StepLoader",
     },
-    "runtime.engine": {_HERE: "DeepSpeedEngine"},
+    "runtime.engine": {_HERE: "DeepSpeedEngine", **_CALLABLES},
     "runtime.fp16": {},
     "runtime.fp16.fused_optimizer": {
         f"{_API}.optimizer_view": "FP16_Optimizer=DeepSpeedOptimizer",
     },
     "runtime.fp16.loss_scaler": {f"{_API}.optimizer_view": "DynamicLossScaler LossScaler"},
+    "runtime.fp16.unfused_optimizer": {
+        f"{_API}.optimizer_view": "FP16_UnfusedOptimizer=DeepSpeedOptimizer",
+    },
     "runtime.lr_schedules": {
         "rayzero.engine.optim.deepspeed_schedules": (
             "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR"
@@ -193,6 +197,7 @@ WORKS: Mapping[str, Mapping[str, str]] = {
         "rayzero.engine.config.sections": (
             "DeepSpeedBF16Config=Bf16Config DeepSpeedFP16Config=Fp16Config"
         ),
+        f"{_HERE}.typed_config": "get_bfloat16_config get_float16_config",
     },
     "runtime.utils": {
         f"{_HERE}.runtime_utils": (
@@ -218,6 +223,7 @@ WORKS: Mapping[str, Mapping[str, str]] = {
         f"{_HERE}.accelerator": "get_accelerator",
         f"{_HERE}.constructors": "_orig_torch_arange zero_wrapper_for_fp_tensor_constructor",
     },
+    "runtime.zero.utils": {f"{_API}.sharded_params": "is_zero_param"},
     "runtime.zero.stage3": {
         f"{_API}.optimizer_view": "DeepSpeedZeroOptimizer_Stage3",
         f"{_HERE}.estimates": (
@@ -247,6 +253,8 @@ WORKS: Mapping[str, Mapping[str, str]] = {
         **_GROUPS,
     },
     "utils.groups": _GROUPS,
+    "utils.init_on_device": {f"{_API}.sharded_params": "OnDevice"},
+    "utils.nvtx": {f"{_HERE}.utils": "instrument_w_nvtx"},
     "utils.z3_leaf_module": _LEAVES,
     "utils.logging": {
         f"{_HERE}.utils": (

@@ -27,6 +27,12 @@ _ZERO = {
     "deepspeed.zero.Init()": "DeepSpeedTensorOverride",
     "deepspeed.zero.GatheredParameters": "DeepSpeedZeRoOffload unwrap_model_for_generation",
 }
+_CHECKPOINTING = {
+    _DATA_PARALLEL: (
+        "get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed"
+    ),
+    "deepspeed.checkpointing.checkpoint": "CheckpointFunction",
+}
 _COMM = {
     "engine.metrics: traffic of the last step": (
         "configure get_comm_operation_count get_logged_comm_ops has_comm_data log_summary "
@@ -34,7 +40,7 @@ _COMM = {
     ),
     "torch.distributed.device_mesh.init_device_mesh": "initialize_mesh_device",
     "torch.distributed._symmetric_memory": "enable_symm_mem_for_group",
-    "deepspeed.init_distributed": "init_deepspeed_backend set_backend",
+    "deepspeed.init_distributed": "TorchBackend init_deepspeed_backend set_backend",
     "torchrun, which sets the variables that init_distributed reads": (
         "in_aml in_aws_sm in_dlts mpi_discovery patch_aml_env_for_torch_nccl_backend "
         "patch_aws_sm_env_for_torch_nccl_backend"
@@ -62,6 +68,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
             "get_zero_ckpt_name_for_rank merge_state model_3d_desc reshape_meg_2d_parallel"
         ),
     },
+    "checkpointing": _CHECKPOINTING,
     "comm": _COMM,
     "comm.comm": _COMM,
     "comm.torch": {"deepspeed.init_distributed": "TorchBackend"},
@@ -75,6 +82,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
             "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"
         ),
     },
+    "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "runtime.config_utils": {
         "Python's json, and pydantic": (
             "DeepSpeedConfigObject ScientificNotationEncoder get_config_default pp_int"
@@ -88,11 +96,18 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "runtime.utils": {
-        _DATA_PARALLEL: "PartitionedTensor",
-        "engine.get_global_grad_norm()": "CheckOverflow get_flattened_grad_norm get_weight_norm",
+        _DATA_PARALLEL: (
+            "PartitionedTensor bwc_pipeline_parallel_world_size bwc_tensor_model_parallel_rank "
+            "bwc_tensor_model_parallel_world_size"
+        ),
+        "engine.get_global_grad_norm()": (
+            "CheckOverflow get_flattened_grad_norm get_grad_norm get_weight_norm"
+        ),
+        "see_memory_usage, of this module": "memory_status",
     },
     "runtime.zero": _ZERO,
     "runtime.zero.partition_parameters": _ZERO,
+    "utils.tensor_fragment": {_FRAGMENTS: "fragment_address"},
     "utils": {
         _LEAF_MODULES: "z3_leaf_parameter",
         _FRAGMENTS: (
@@ -113,8 +128,13 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
 """Names that can be imported and raise ConfigError when they are called."""
 
 REFUSED_PACKAGES: Mapping[str, str] = {
+    "accelerator.cpu_accelerator": "deepspeed.get_accelerator()",
+    "accelerator.cuda_accelerator": "deepspeed.get_accelerator()",
     "autotuning": "rayzero launch --autotuning tune",
+    "checkpoint.ds_to_universal": _READ_CHECKPOINT,
+    "checkpoint.universal_checkpoint": _READ_CHECKPOINT,
     "elasticity": "rayzero's jobs, whose worker count may change while they run",
+    "env_report": "rayzero doctor",
     "inference": _INFERENCE,
     "linear": "PEFT's LoRA: engine.module's frozen weights are sharded at stage 3",
     "model_implementations": _INFERENCE,
@@ -125,6 +145,7 @@ REFUSED_PACKAGES: Mapping[str, str] = {
     "monitor": "the config's sections tensorboard, csv_monitor, wandb, comet; engine.monitor",
     "nebula": "engine.save_checkpoint",
     "ops.aio": _KERNELS,
+    "ops.deepspeed4science": _KERNELS,
     "ops.fp_quantizer": _KERNELS,
     "ops.op_builder": _KERNELS,
     "ops.quantizer": _KERNELS,
@@ -133,10 +154,20 @@ REFUSED_PACKAGES: Mapping[str, str] = {
     "ops.transformer": _TRANSFORMER,
     "pipe": _PIPELINE,
     "profiling": "engine.metrics, and torch.profiler",
+    "runtime.compiler": "engine.compile(), or torch.compile",
+    "runtime.data_pipeline.curriculum_scheduler": "data_efficiency in the config",
+    "runtime.data_pipeline.data_sampling": "data_efficiency in the config",
     "runtime.domino": _DATA_PARALLEL,
+    "runtime.fp16.onebit": "optimizer.type in the config: OneBitAdam, OneBitLamb, ZeroOneAdam",
     "runtime.hybrid_engine": _INFERENCE,
     "runtime.pipe": _PIPELINE,
+    "runtime.progressive_layer_drop": "progressive_layer_drop in the config",
     "runtime.sequence_parallel": _DATA_PARALLEL,
     "runtime.tensor_parallel": _DATA_PARALLEL,
+    "runtime.zero.parameter_offload": "deepspeed.zero.GatheredParameters",
+    "runtime.zero.tiling": "torch.nn.Linear under stage 3",
     "sequence": _DATA_PARALLEL,
+    "utils.numa": "torchrun, or a job's workers.cpus",
+    "utils.timer": "engine.metrics, and torch.profiler",
+    "utils.torch": "torch.__version__",
 }

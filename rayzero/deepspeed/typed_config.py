@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from rayzero.engine.config.sections import Bf16Config, Fp16Config
 from rayzero.engine.config.zero import ZeroConfig
 from rayzero.engine.errors import ConfigError
 
@@ -105,6 +106,17 @@ def load_ds_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
 def get_zero_config(param_dict: ParamDict) -> ZeroConfig:
     """The section `zero_optimization`, checked."""
     return ZeroConfig.model_validate(param_dict.get("zero_optimization", {}))
+
+
+def get_bfloat16_config(param_dict: ParamDict) -> Bf16Config:
+    """The section `bf16`, by its old name `bfloat16` too, checked."""
+    section = param_dict.get("bf16")
+    return Bf16Config.model_validate(param_dict.get("bfloat16", {}) if section is None else section)
+
+
+def get_float16_config(param_dict: ParamDict) -> Fp16Config:
+    """The section `fp16`, checked."""
+    return Fp16Config.model_validate(param_dict.get("fp16", {}))
 
 
 def _read(path: str, default: Any, param_dict: ParamDict) -> Any:

@@ -91,6 +91,10 @@ def test_typed_readers() -> None:
     assert typed_config.get_optimizer_name(config) == "Adam"
     assert typed_config.get_scheduler_name(config) is None
     assert typed_config.get_zero_config(config).stage == typed_config.ZeroStageEnum.gradients
+    precision = {"fp16": {"initial_scale_power": 8}, "bf16": None, "bfloat16": {"enabled": True}}
+    assert typed_config.get_float16_config(precision).initial_scale_power == 8
+    assert typed_config.get_bfloat16_config(precision).enabled
+    assert not typed_config.get_bfloat16_config({"bf16": {}, "bfloat16": {"enabled": True}}).enabled
     typed: Any = ZeroConfig.model_validate({"stage3_param_persistence_threshold": 7})
     assert (typed.param_persistence_threshold, hasattr(typed, "persistence")) == (7, False)
 
