@@ -16,8 +16,9 @@ from pathlib import Path
 
 from together import HERE, RUNS
 
-# `training_data=`: the order of the samples is ours; `critic.zero_grad()` on the module leaves the
-# generator's gradient in the critic's, there and here, by different amounts; no losses; float64.
+# `training_data=`: the order of the samples is ours; several backwards of two engines before a
+# step: they differ from the second step on, and ours are plain torch's (test_own_backward.py);
+# no losses; float64.
 OMITTED = ("ds_cifar", "ds_gan", "ds_zero3_generate", "check_equal")
 
 

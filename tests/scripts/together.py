@@ -68,6 +68,7 @@ def trainer(stage: int, *more: str) -> list[str]:
 CLM = trainer(3, "--do_train", "--do_eval", "--eval_strategy", "steps", "--eval_steps", "4")
 SHORT = ("--max_steps", "4", "--save_strategy", "no", "--bf16", "false")
 LORA = ("--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj")
+GRPO = ("--num_generations", "4", "--max_completion_length", "8", "--learning_rate", "1e-2")
 RUNS: dict[str, list[tuple[str, ...] | list[str]]] = {
     "check_equal": [("{out}",)],
     "ds_cifar": [("--stage", "1"), ("--stage", "2", "--dtype", "bf16"), ("--stage", "3")],
@@ -98,6 +99,7 @@ RUNS: dict[str, list[tuple[str, ...] | list[str]]] = {
     ],
     "trl_sft": [trainer(2, *SHORT), trainer(3, *SHORT, *LORA, "--learning_rate", "1e-2")],
     "trl_dpo": [trainer(3, *SHORT), trainer(2, *SHORT, *LORA)],
+    "trl_grpo": [trainer(2, *SHORT, *GRPO), trainer(3, *SHORT, *GRPO, "--beta", "0.1")],
     "trl_reward": [trainer(3, *SHORT)],
     "peft_lora": [("--stage", "2", "--output_dir", "{out}"), ("--output_dir", "{out}")],
     "llava_like": [
