@@ -144,6 +144,10 @@ class StepMeter:
         """The host's requests for the vote of this step."""
         return self._session.step_requests() if self._session is not None else NO_REQUESTS
 
+    def admits_load(self, step: int) -> bool:
+        """As the session's."""
+        return self._session is None or self._session.admits_load(step, self._progress.step)
+
     @property
     def compares_rank_losses(self) -> bool:
         """Whether the host should see this rank's own loss: in a job's first steps, where equal

@@ -73,6 +73,10 @@ class HostSession(Protocol):
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
         """The state to restore into a new engine; None for a fresh start."""
 
+    def admits_load(self, step: int, engine_step: int) -> bool:
+        """Whether a checkpoint of `step` takes the place of the engine's state; otherwise that,
+        which is newer and was restored, stays. Raises ConfigError if neither is right."""
+
     def on_engine_ready(self, engine: Any) -> None:
         """Called once with the finished `Engine`, its state loaded. (It imports this module.)"""
 
@@ -114,6 +118,9 @@ class BesideSession:
 
     def resume_from(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def admits_load(self, step: int, engine_step: int) -> bool:
+        return True
 
     def on_engine_ready(self, engine: Any) -> None:
         return

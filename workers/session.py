@@ -129,6 +129,17 @@ class JobSession:
         """Finished steps of the state that this generation starts from; 0 for a fresh start."""
         return self._assignment.restore.step if self._assignment.restore else 0
 
+    def admits_load(self, step: int, engine_step: int) -> bool:
+        """A job's steps only increase: peers and replicas know the later ones."""
+        if step >= engine_step:
+            return True
+        if engine_step == self.restored_step:
+            return False
+        raise ConfigError(
+            f"load_checkpoint of step {step}, in a job that has finished {engine_step} steps",
+            allowed="to go back, a new job, which loads it before its first step",
+        )
+
     def on_engine_ready(self, engine: Engine) -> None:
         self.engine = engine
         self._retained.retain(engine)

@@ -11,7 +11,7 @@ from torch import nn
 
 from rayzero.engine.api.initialize import initialize
 from rayzero.engine.errors import ConfigError, DataError, EngineError
-from rayzero.engine.session import NO_REQUESTS, StepRequests
+from rayzero.engine.session import NO_REQUESTS, StepRequests, use_session
 from rayzero.workers import session as session_module
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
 from rayzero.workers.context import Context
@@ -200,3 +200,34 @@ def test_ledger_of_another_run_is_no_outage(tmp_path: Path):
     session_with_ledger(tmp_path)
     with pytest.raises(DataError, match="cannot be written"):
         session_with_ledger(tmp_path)
+
+
+@pytest.mark.parametrize("restored", [0, 3])
+def test_checkpoint_older_than_the_job_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored: int
+):
+    """A script that is entered again loads its own: the engine stays at the job's step, and a
+    client state, which would say otherwise, is refused. So is going back later."""
+    job_session, _, _ = session()
+    monkeypatch.setattr(JobSession, "restored_step", restored)
+    with use_session(job_session):
+        config = recovery_jobs.engine_config(1)
+        engine, *_ = initialize(model=nn.Linear(1, 1), config=config)
+    for tag, step, client_state in (("new", 4, {"a": 1}), ("old", 2, {}), ("told", 2, {"a": 1})):
+        engine.progress.step = step
+        engine.save_checkpoint(str(tmp_path), tag, client_state)
+    engine.progress.step = 3
+    before = engine.module.weight.detach().clone()
+    with torch.no_grad():
+        engine.module.weight += 1
+    if restored:
+        assert engine.load_checkpoint(str(tmp_path), "old")[1] == {}
+        with pytest.raises(ConfigError, match=r"step 2, .*\['a'\].* 3 finished steps"):
+            engine.load_checkpoint(str(tmp_path), "told")
+    else:
+        with pytest.raises(ConfigError, match=r"step 2, in a job that has finished 3 steps"):
+            engine.load_checkpoint(str(tmp_path), "old")
+    assert engine.global_steps == 3
+    assert torch.equal(engine.module.weight, before + 1)
+    assert engine.load_checkpoint(str(tmp_path), "new")[1] == {"a": 1}
+    assert (engine.global_steps, engine.module.weight.item()) == (4, before.item())

@@ -75,6 +75,9 @@ class StateSession:
 
     def on_model(self, model: Any) -> None: ...
 
+    def admits_load(self, step: int, engine_step: int) -> bool:
+        return True
+
     def on_engine_ready(self, engine: Engine) -> None:
         return
 
