@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from tests.house.test_guides import commands
 from tests.huggingface.test_scripts import NOT_COMPARED, RECORDED
 from tests.scripts.together import FILES, HERE, RUNS
 
@@ -27,7 +29,7 @@ RUNS_ALL = os.environ.get("RAYZERO_ALL_SCRIPTS") == "1"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    context = ray.init(address="local", num_cpus=2, include_dashboard=False)
+    context = ray.init(address="local", num_cpus=4, include_dashboard=False)
     yield context.address_info["gcs_address"]
     ray.shutdown()
 
@@ -55,3 +57,62 @@ def test_script_runs_as_it_is(name: str, cluster: str, tmp_path: Path) -> None:
         losses, _ = json.JSONDecoder().raw_decode(rest)
         if name in RECORDED and (name, index) not in NOT_COMPARED:
             assert losses == pytest.approx(RECORDED[name][index], rel=1e-5), index
+
+
+GUIDES = ("README.md", "docs/huggingface.md", "docs/jobs.md")
+GUIDES_SCRIPT = """\
+import argparse, os
+import deepspeed, torch
+from torch.utils.data import TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=1)
+parser.add_argument("--deepspeed")
+options, _ = parser.parse_known_args()
+own = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}}
+is_given = "ACCELERATE_USE_DEEPSPEED" in os.environ
+model = torch.nn.Linear(4, 1)
+engine, _, loader, _ = deepspeed.initialize(
+    model=model,
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1) if is_given else None,
+    training_data=TensorDataset(torch.ones(8, 4)),
+    config=None if is_given else options.deepspeed or own,
+)
+for _ in range(options.epochs):
+    for (rows,) in loader:
+        engine.backward(engine(rows).mean())
+        engine.step()
+if engine.global_rank == 0:
+    print("stage", engine.zero_optimization_stage(), "epochs", options.epochs, flush=True)
+"""
+
+
+def test_launch_commands_of_the_guides_run_as_written(cluster: str, tmp_path: Path) -> None:
+    """But for those of tuning, which are in tests/integration/test_command.py."""
+    (tmp_path / "package").mkdir()
+    for name in ("train.py", "package/train.py"):
+        (tmp_path / name).write_text(GUIDES_SCRIPT)
+    for stage, name in ((1, "ds.json"), (2, "ds_config.json")):
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+        config["optimizer"] = {"type": "SGD"}
+        (tmp_path / name).write_text(json.dumps(config))
+    pages = [(HERE.parents[1] / page).read_text(encoding="utf-8") for page in GUIDES]
+    lines = [line for page in pages for line in commands(page)]
+    launched = [line for line in lines if line.startswith("rayzero launch ")]
+    launched = [line for line in launched if "--autotuning" not in line]
+    assert len(launched) >= 5
+    variables = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "RAY_ADDRESS": cluster}
+    for line in launched:
+        words = shlex.split(line, comments=True)[1:]
+        done = subprocess.run(
+            [sys.executable, "-m", "rayzero", *words],
+            cwd=tmp_path,
+            env=variables | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, (line, (done.stdout + done.stderr)[-3000:])
+        stage = 3 if "--stage 3" in line else 2 if "ds_config" in line else "ds.json" in line
+        epochs = 3 if "--epochs 3" in line else 1
+        assert f"stage {int(stage)} epochs {epochs}\n" in done.stdout, (line, done.stdout)
