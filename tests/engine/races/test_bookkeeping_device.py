@@ -64,4 +64,5 @@ def test_slots_of_a_large_model_have_the_planned_bytes(large):
     assert not large["refused"]
     assert large["grad_slots"] == large["plan"]["grad_slots"] <= 1.5e9
     assert large["gather_buffers"] == large["plan"]["slots"]
-    assert 0.85 * large["plan_peak"] < large["peak"] <= large["plan_peak"]
+    # The plan leaves out scalars, such as the vote's.
+    assert large["peak"] == pytest.approx(large["plan_peak"], rel=1e-3)
