@@ -51,7 +51,7 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
             "model_flops_utilization": 0.412,
             "skipped_steps": 3.0,
         },
-        "loss": [(step, None if step == 600 else 2.3) for step in range(0, 12_346, 60)],
+        "loss": [[step, None if step == 600 else 2.3] for step in range(0, 12_346, 60)],
         "goodput": {
             "ratio": seconds["productive"] / at_s,
             "wall_s": at_s,
