@@ -16,6 +16,7 @@ import ray
 
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job.api import Job
+from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job_events import (
     FaultDetected,
     JobWarning,
@@ -67,6 +68,11 @@ def find_running(pids: list[int]) -> list[str]:
             if process.status() != psutil.STATUS_ZOMBIE:
                 running.append(f"{pid} {process.status()} {process.cmdline()}")
     return running
+
+
+def wait_for_event(handle: JobHandle, event_log: EventLog, kind: type) -> None:
+    while not event_log.of(kind):
+        assert not handle.wait(0.05), "the job has ended"
 
 
 def make_job(function: Any, folder: Path, **changes: Any) -> Job:
@@ -160,12 +166,17 @@ def test_long_call_is_waited_for_and_function_that_catches_the_stop_is_named(
         "tests.integration.jobs.hostile:train",
         engine={"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}},
         workers=Workers(min=1, max=2),
-        steps=2000,
+        steps=500,
         recovery={"hang_timeout_s": 14.0},
         checkpoint={"path": str(tmp_path)},
     )
+    handle = job.submit(observer=event_log)
+    wait_for_event(handle, event_log, FaultDetected)
+    handle.scale(1)  # else a replacement may be there before the long call ends: no stop to catch
+    wait_for_event(handle, event_log, Repaired)
+    handle.scale("1:2")
     with pytest.raises(JobFailedError) as failure:
-        job.submit(observer=event_log).result()
+        handle.result()
     warnings = [warning.text for warning in event_log.of(JobWarning)]
     assert any("waiting since" in text and "to leave" in text for text in warnings)
     first_repair = event_log.of(Repaired)[0]

@@ -102,7 +102,8 @@ def heartbeat(local: LocalWorkers, index: int) -> Heartbeat:
 def test_aborted_vote_is_not_believed(start_workers, stage, garbage):
     """B2: survivors read the ballot when the peer dies, and what an abort leaves there."""
     fault = 'kill(rank=1, step=5, phase="reduce")'
-    local = start_workers(stage, NcclLike(garbage=garbage, watchdog_s=30), faults=(fault,))
+    settings = NcclLike(garbage=garbage, watchdog_s=30)
+    local = start_workers(stage, settings, faults=(fault,), args={"mirror": [1, "await", 4]})
     local.form(1, [0, 1, 2])
     assert wait_for_lost_worker(local) == 1
     wait_until_standing(local, 0, 2)
@@ -148,7 +149,12 @@ def test_two_threads_abort_one_group(start_workers):
 
 def test_survivor_of_a_stopped_rank_is_waiting(start_workers):
     """B9: a survivor's host waits in a read; the hang rule must not take it for the culprit."""
-    local = start_workers(3, NcclLike(), faults=('stop(rank=2, step=4, phase="backward")',))
+    local = start_workers(
+        3,
+        NcclLike(),
+        faults=('stop(rank=2, step=4, phase="backward")',),
+        args={"mirror": [2, "await", 3]},
+    )
     local.form(1, [0, 1, 2])
     for index in (0, 1):
         local.wait_step(index, 1, 3)

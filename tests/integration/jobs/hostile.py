@@ -22,18 +22,16 @@ def train(ctx: Context) -> None:
     engine, _, loader, _ = ctx.initialize(
         model=model, model_parameters=model.parameters(), training_data=Points()
     )
-    for x, y in loader.steps(ctx.steps):
+    while engine.metrics.step < ctx.steps:
         time.sleep(0.1)
         if ctx.generation == 1 and engine.metrics.step == 2:
             if ctx.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(LONG_CALL_S)
-        while True:
-            try:
-                engine.backward(torch.nn.functional.mse_loss(engine(x), y))
-                engine.step()
-                break
-            except BaseException:
-                if ctx.generation == 1:
-                    raise
-                time.sleep(0.1)
+        try:
+            x, y = next(loader.steps(ctx.steps))
+            engine.backward(torch.nn.functional.mse_loss(engine(x), y))
+            engine.step()
+        except BaseException:
+            if ctx.generation == 1:
+                raise
