@@ -78,3 +78,11 @@ def find_pod(objects: tuple[Object, ...] | list[Object], component: str) -> Obje
     """The first pod with this app.kubernetes.io/component label."""
     label = "app.kubernetes.io/component"
     return next(pod for pod in pods(objects) if pod["metadata"]["labels"][label] == component)
+
+
+def matches(selector: Object, pod: Object) -> bool:
+    return selector["matchLabels"].items() <= pod["metadata"]["labels"].items()
+
+
+def select_pods(scenario: str, selector: Object) -> list[Object]:
+    return [pod for pod in pods(render_scenario(scenario)) if matches(selector, pod)]

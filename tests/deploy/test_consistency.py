@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import yaml
 
 from rayzero.orchestrator.job_file import load_job
-from rayzero.orchestrator.spec_sections import MetricsSpec
 from tests.deploy.chart import (
     SCENARIOS,
     WITH_SCENARIOS,
@@ -25,6 +23,7 @@ from tests.deploy.chart import (
     render_scenario,
     render_text,
     scenario_values,
+    select_pods,
 )
 
 JOBS = tuple(name for name in SCENARIOS if scenario_values(name).get("mode") != "cluster")
@@ -42,22 +41,6 @@ def containers(scenario: str) -> Iterator[Object]:
     options = cluster_spec(render_scenario(scenario)).get("autoscalerOptions")
     if options:
         yield options
-
-
-def matches(selector: Object, pod: Object) -> bool:
-    return selector["matchLabels"].items() <= pod["metadata"]["labels"].items()
-
-
-def select_pods(scenario: str, selector: Object) -> list[Object]:
-    return [pod for pod in pods(render_scenario(scenario)) if matches(selector, pod)]
-
-
-def port_names(pod: Object) -> set[str]:
-    return {
-        port["name"]
-        for container in pod["spec"]["containers"]
-        for port in container.get("ports", ())
-    }
 
 
 @WITH_SCENARIOS
@@ -149,66 +132,6 @@ def test_referenced_objects_exist(scenario: str) -> None:
 
 def object_names(objects: tuple[Object, ...], kind: str) -> set[str]:
     return {item["metadata"]["name"] for item in objects_of_kind(objects, kind)}
-
-
-@WITH_SCENARIOS
-def test_network_policies_match_pods_and_ports(scenario: str) -> None:
-    policies = objects_of_kind(render_scenario(scenario), "NetworkPolicy")
-    all_pods = list(pods(render_scenario(scenario)))
-    cluster, head = sorted(policies, key=lambda policy: policy["metadata"]["name"])
-    assert select_pods(scenario, cluster["spec"]["podSelector"]) == all_pods
-    assert select_pods(scenario, head["spec"]["podSelector"]) == [
-        find_pod(render_scenario(scenario), "head")
-    ]
-    for policy in policies:
-        targets = select_pods(scenario, policy["spec"]["podSelector"])
-        for rule in policy["spec"]["ingress"]:
-            assert rule["from"], "a rule without peers allows all traffic"
-            for port in rule.get("ports", ()):
-                assert any(port["port"] in port_names(pod) for pod in targets)
-    (internal,) = [rule for rule in cluster["spec"]["ingress"] if "ports" not in rule]
-    assert select_pods(scenario, internal["from"][0]["podSelector"]) == all_pods
-    open_ports = {port["port"] for rule in head["spec"]["ingress"] for port in rule["ports"]}
-    assert open_ports == {"dashboard", *metrics_ports(scenario)}
-
-
-def metrics_ports(scenario: str) -> dict[str, int]:
-    """The head's ports for jobs' metrics, by name."""
-    (head,) = find_pod(render_scenario(scenario), "head")["spec"]["containers"]
-    ports = {port["name"]: port["containerPort"] for port in head["ports"]}
-    return {name: port for name, port in ports.items() if name.startswith("rayzero-")}
-
-
-def test_cluster_has_metrics_ports_for_several_jobs() -> None:
-    """The pod monitor scrapes all ports, and the notes show the job file's `metrics` section."""
-    assert list(metrics_ports("default").values()) == [9400]
-    assert list(metrics_ports("cluster").values()) == list(range(9400, 9408))
-    assert all(len(name) <= 15 for name in metrics_ports("cluster")), "limit of Kubernetes"
-    values = {"mode": "cluster", "metrics": {"podMonitor": {"enabled": True}, "ports": 2}}
-    (monitor,) = objects_of_kind(render(values), "PodMonitor")
-    scraped = [endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]]
-    assert scraped == ["rayzero-metrics", "rayzero-1", "metrics"]
-    notes = render_text(values)["templates/NOTES.txt"]
-    section = re.search(r"^  metrics: (.*)$", notes, re.MULTILINE)
-    assert section is not None
-    metrics = MetricsSpec.model_validate(yaml.safe_load(section[1]))
-    assert (metrics.host, metrics.port, metrics.ports) == ("0.0.0.0", 9400, 2)
-
-
-def test_network_policy_does_not_select_pods_of_other_releases() -> None:
-    (policy, *_) = objects_of_kind(render({}, release="other"), "NetworkPolicy")
-    assert select_pods("default", policy["spec"]["podSelector"]) == []
-
-
-@pytest.mark.parametrize("scenario", ["gpu", "locked-down"])
-def test_pod_monitor_matches_pods_and_ports(scenario: str) -> None:
-    (monitor,) = objects_of_kind(render_scenario(scenario), "PodMonitor")
-    targets = select_pods(scenario, monitor["spec"]["selector"])
-    assert find_pod(render_scenario(scenario), "head") in targets
-    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-        assert any(endpoint["port"] in port_names(pod) for pod in targets)
-        assert endpoint["honorLabels"], "the alerts and the dashboard need the job's `job` label"
-    assert "namespaceSelector" not in monitor["spec"], "the default is the monitor's namespace"
 
 
 @WITH_SCENARIOS

@@ -229,6 +229,10 @@ CONFLICTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"job": {"spec": {"workers": {"cpus": 16}}}},
         ("job.spec.workers", "of 16 CPUs", "with 4 CPUs", "room for 0 workers", "resources.limits"),
     ),
+    "two uses of a port": (
+        {"head": {"doorPort": 9400}},
+        ("head.doorPort", "9400 is the port of door"),
+    ),
     "elastic queue without autoscaler": (
         {"kueue": {"queueName": "q", "elastic": True}, "autoscaler": {"enabled": False}},
         ("kueue.elastic", "autoscaler.enabled"),

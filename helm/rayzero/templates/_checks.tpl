@@ -67,8 +67,19 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- include "rayzero.check.ports" . -}}
 {{- include "rayzero.check.room" . -}}
 {{- include "rayzero.check.secrets" . -}}
+{{- end -}}
+
+{{- define "rayzero.check.ports" -}}
+{{- $taken := dict -}}
+{{- range include "rayzero.head.ports" . | fromJsonArray -}}
+{{- with get $taken (int .port | toString) -}}
+{{- fail (printf "head.doorPort, metrics.port, metrics.ports: %s; each port of the head is for one thing: give other ports" .) -}}
+{{- end -}}
+{{- $_ := set $taken (int .port | toString) (printf "%d is the port of %s" (int .port) .name) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* The job's workers must fit the pods there may be at most, by CPUs and GPUs as KubeRay tells Ray of

@@ -73,6 +73,18 @@
 {{- dict "out" $out | toJson -}}
 {{- end -}}
 
+{{/* The ports of the Ray container of the head, which KubeRay's service also has, as a JSON list. */}}
+{{- define "rayzero.head.ports" -}}
+{{- $ports := list
+  (dict "name" "gcs-server" "port" 6379) (dict "name" "dashboard" "port" 8265)
+  (dict "name" "door" "port" .Values.head.doorPort) (dict "name" "client" "port" 10001)
+  (dict "name" "metrics" "port" 8080) -}}
+{{- if .Values.metrics.enabled -}}
+{{- $ports = concat $ports (include "rayzero.metrics.ports" . | fromJsonArray) -}}
+{{- end -}}
+{{- toJson $ports -}}
+{{- end -}}
+
 {{- define "rayzero.pod.base" -}}
 {{- $root := .root -}}
 {{- $gracePeriod := include "rayzero.gracePeriod" $root | int -}}
@@ -155,14 +167,8 @@ spec:
         {{- toYaml .pod.resources | nindent 8 }}
       {{- if eq .role "head" }}
       ports:
-        - {name: gcs-server, containerPort: 6379}
-        - {name: dashboard, containerPort: 8265}
-        - {name: client, containerPort: 10001}
-        - {name: metrics, containerPort: 8080}
-        {{- if $root.Values.metrics.enabled }}
-        {{- range include "rayzero.metrics.ports" $root | fromJsonArray }}
+        {{- range include "rayzero.head.ports" $root | fromJsonArray }}
         - {name: {{ .name }}, containerPort: {{ int .port }}}
-        {{- end }}
         {{- end }}
       {{- if .pod.stopJobsOnTermination }}
       lifecycle:
@@ -253,7 +259,9 @@ spec:
 - {name: RAY_grpc_client_keepalive_time_ms, value: {{ int .keepaliveTimeMs | quote }}}
 - {name: RAY_grpc_client_keepalive_timeout_ms, value: {{ int .keepaliveTimeoutMs | quote }}}
 {{- end }}
-{{- if eq .role "worker" }}
+{{- if eq .role "head" }}
+- {name: RAYZERO_DOOR_PORT, value: {{ int $values.head.doorPort | quote }}}
+{{- else }}
 {{- range $name, $value := $values.nccl }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}
