@@ -41,7 +41,7 @@ def _list_leaks(head: TokenHead) -> list[str]:
         for kind, final_state in (("actors", "DEAD"), ("placement_groups", "REMOVED"))
         for entry in _query_state(head, kind)
         if entry["state"] != final_state
-        and entry.get("class_name") != "DoorActor"  # lives as long as its cluster
+        and entry.get("class_name") != "CommandServerActor"  # lives as long as its cluster
     ]
     for process in head.processes():
         with suppress(psutil.Error):

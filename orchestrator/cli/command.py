@@ -107,7 +107,7 @@ def local_command(command: Callable[P, int | None]) -> Callable[P, None]:
 
 def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
     """`local_command`, but if `address`, or without it RAY_ADDRESS, is a dashboard's the same
-    command line runs in its cluster: at its door, or as a Ray job.
+    command line runs in its cluster: by its command server, or as a Ray job.
 
     The folder of a job file is uploaded with it, `launch`'s script with the working directory.
     """
@@ -115,17 +115,21 @@ def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> int | None:
         address: Any = kwargs.get("address") or os.environ.get("RAY_ADDRESS", "")
-        if not address.startswith(DASHBOARD_SCHEMES):
-            return command(*args, **kwargs)
-        from rayzero.orchestrator.cluster.door_client import DOOR_COMMANDS, run_at_door
+        from rayzero.orchestrator.cluster import command_client
 
-        words, show = (
-            [command.__name__, *_command_line(command, kwargs)],
-            partial(print, flush=True),
-        )
-        at_door = command.__name__ in DOOR_COMMANDS
-        if at_door and (code := run_at_door(address, words, show)) is not None:
-            return code
+        is_served = command.__name__ in command_client.SERVED_COMMANDS
+        if not address.startswith(DASHBOARD_SCHEMES):
+            if is_served and command_client.CLIENT_ADDRESS_VARIABLE in os.environ:
+                from rayzero.orchestrator.job.command_server import start_command_server
+
+                start_command_server()  # for the next one; this command is a Ray job
+            return command(*args, **kwargs)
+        words = [command.__name__, *_command_line(command, kwargs)]
+        show = partial(print, flush=True)
+        if is_served:
+            code = command_client.run_at_command_server(address, words, show)
+            if code is not None:
+                return code
         from rayzero.orchestrator.cluster.job_submission import RemoteJobClient
         from rayzero.orchestrator.cluster.upload import select_upload
 

@@ -169,7 +169,7 @@ def _log_parts(
 
 def _watch_remotely(name: str, address: str, once: bool, as_json: bool) -> int:
     """Shows the snapshots that the same command prints in the cluster; a Ray job is stopped."""
-    from rayzero.orchestrator.cluster.door_client import run_at_door
+    from rayzero.orchestrator.cluster.command_client import run_at_command_server
     from rayzero.orchestrator.top.follow import open_display, parse_snapshot
 
     words = ["top", name, "--json", *(["--once"] if once else [])]
@@ -182,7 +182,7 @@ def _watch_remotely(name: str, address: str, once: bool, as_json: bool) -> int:
             elif line.strip():
                 other_lines.append(line)
 
-        if (code := run_at_door(address, words, show_line)) is None:
+        if (code := run_at_command_server(address, words, show_line)) is None:
             from rayzero.orchestrator.cluster.job_submission import RemoteJobClient  # slow
 
             cluster = RemoteJobClient(address)

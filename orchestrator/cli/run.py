@@ -77,8 +77,8 @@ def submit(
 
     spec = load_job(job, spec_overrides(overrides, from_scratch))
     # Import Ray, which takes a second.
+    from rayzero.orchestrator.cluster.command_client import CLIENT_ADDRESS_VARIABLE
     from rayzero.orchestrator.cluster.connect import find_clusters
-    from rayzero.orchestrator.cluster.job_submission import CLIENT_ADDRESS_VARIABLE
     from rayzero.orchestrator.errors import JobFailedError
     from rayzero.orchestrator.job.api import Job
 

@@ -14,11 +14,10 @@ from ray.job_submission import JobSubmissionClient
 
 from rayzero.engine.errors import ConfigError, RayzeroError, first_line
 from rayzero.engine.redact import REDACTED, is_secret_key, redact_url
+from rayzero.orchestrator.cluster.command_client import CLIENT_ADDRESS_VARIABLE
 from rayzero.orchestrator.cluster.upload import Upload
 from rayzero.orchestrator.errors import JobFailedError
 
-CLIENT_ADDRESS_VARIABLE = "RAYZERO_CLIENT_ADDRESS"
-"""Set for a command that runs in the cluster: the `--address` that its user gave."""
 _RAY_LINE = re.compile(r"\d{4}-\d\d-\d\d \S+\s+\w+ job_manager\.py|Running entrypoint for job ")
 _RAY_LOGGERS = {
     "ray.dashboard.modules.job.sdk": logging.WARNING,  # the end of each connection

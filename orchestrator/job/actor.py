@@ -26,7 +26,7 @@ from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobFailedError, internal_error
-from rayzero.orchestrator.job.door import ensure_door
+from rayzero.orchestrator.job.command_server import ensure_command_server
 from rayzero.orchestrator.job.ended_jobs import delete_ended, store_ended
 from rayzero.orchestrator.job.lease import Lease, acquire_lease
 from rayzero.orchestrator.job.log import LogPosition, read_log
@@ -187,7 +187,7 @@ class JobActor:
         history = await load_adoptable_run(plan)
         self._has_begun = True
         with suppress(RayError):  # then commands from outside the cluster take longer, and say so
-            await asyncio.to_thread(ensure_door)
+            await asyncio.to_thread(ensure_command_server)
         with suppress(RayError):  # then the record of the last run is shown for a little longer
             await asyncio.to_thread(delete_ended, plan.spec.name)
         run = self._run = await open_run(

@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from rayzero.orchestrator.job.door import PORT_VARIABLE
+from rayzero.orchestrator.job.command_server import PORT_VARIABLE
 from rayzero.orchestrator.spec_sections import MetricsSpec
 from tests.deploy.chart import (
     WITH_SCENARIOS,
@@ -49,7 +49,7 @@ def test_network_policies_match_pods_and_ports(scenario: str) -> None:
     (internal,) = [rule for rule in cluster["spec"]["ingress"] if "ports" not in rule]
     assert select_pods(scenario, internal["from"][0]["podSelector"]) == all_pods
     open_ports = {port["port"] for rule in head["spec"]["ingress"] for port in rule["ports"]}
-    assert open_ports - {"door"} == {"dashboard", *metrics_ports(scenario)}
+    assert open_ports - {"commands"} == {"dashboard", *metrics_ports(scenario)}
 
 
 def metrics_ports(scenario: str) -> dict[str, int]:
@@ -92,23 +92,23 @@ def test_pod_monitor_matches_pods_and_ports(scenario: str) -> None:
 
 
 @pytest.mark.parametrize("callers", [[], [{"podSelector": {"matchLabels": {"role": "notebook"}}}]])
-def test_only_users_of_the_dashboard_reach_the_door(callers: list[Object]) -> None:
-    """At the port that the door listens on, which KubeRay's service takes from the container."""
-    values = {"head": {"doorPort": 8300}, "networkPolicy": {"dashboardFrom": callers}}
+def test_only_users_of_the_dashboard_reach_the_command_server(callers: list[Object]) -> None:
+    """At the port that it listens on, which KubeRay's service takes from the container."""
+    values = {"head": {"commandPort": 8300}, "networkPolicy": {"dashboardFrom": callers}}
     objects = render(values)
     (head,) = find_pod(objects, "head")["spec"]["containers"]
-    assert {"name": "door", "containerPort": 8300} in head["ports"]
+    assert {"name": "commands", "containerPort": 8300} in head["ports"]
     assert {"name": PORT_VARIABLE, "value": "8300"} in head["env"]
     policies = objects_of_kind(objects, "NetworkPolicy")
     rules = [rule for policy in policies for rule in policy["spec"]["ingress"]]
-    doors = [rule for rule in rules if "door" in str(rule.get("ports"))]
-    expected = {"from": callers, "ports": [{"port": "door", "protocol": "TCP"}]}
-    assert doors == ([expected] if callers else [])
+    opened = [rule for rule in rules if "commands" in str(rule.get("ports"))]
+    expected = {"from": callers, "ports": [{"port": "commands", "protocol": "TCP"}]}
+    assert opened == ([expected] if callers else [])
     for worker in (find_pod(objects, "worker"), find_pod(render({}), "worker")):
         assert PORT_VARIABLE not in str(worker)
 
 
-def test_forwarded_ports_include_the_door() -> None:
+def test_forwarded_ports_include_the_command_server() -> None:
     notes = render_text({"mode": "cluster"})["templates/NOTES.txt"]
     (forwarded,) = re.findall(r"port-forward svc/demo-rayzero-head-svc (.*)$", notes, re.MULTILINE)
     assert forwarded == "8265 8266"

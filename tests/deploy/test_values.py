@@ -230,8 +230,8 @@ CONFLICTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("job.spec.workers", "of 16 CPUs", "with 4 CPUs", "room for 0 workers", "resources.limits"),
     ),
     "two uses of a port": (
-        {"head": {"doorPort": 9400}},
-        ("head.doorPort", "9400 is the port of door"),
+        {"head": {"commandPort": 9400}},
+        ("head.commandPort", "9400 is the port of commands"),
     ),
     "elastic queue without autoscaler": (
         {"kueue": {"queueName": "q", "elastic": True}, "autoscaler": {"enabled": False}},

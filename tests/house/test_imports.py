@@ -33,7 +33,7 @@ RAY_MODULES = {
     "rayzero.orchestrator.cluster.connect",
     "rayzero.orchestrator.job.actor",
     "rayzero.orchestrator.job.client",
-    "rayzero.orchestrator.job.door",
+    "rayzero.orchestrator.job.command_server",
     "rayzero.orchestrator.job.ended_jobs",
     "rayzero.orchestrator.cluster.job_submission",
     "rayzero.orchestrator.cluster.actor_pool",

@@ -90,7 +90,7 @@ REASONS = {
         orchestrator.control.chaos: VAULT_REPLY_TIMEOUT_S
         orchestrator.cli.run: ACCEPT_TIMEOUT_S
         orchestrator.cluster.connect: _CONNECT_TIMEOUT_S
-        orchestrator.cluster.door_client: _REPLY_TIMEOUT_S
+        orchestrator.cluster.command_client: _REPLY_TIMEOUT_S
         orchestrator.cluster.ray_api: _AUTH_RPC_TIMEOUT_S
         orchestrator.cluster.vault_group: _START_TIMEOUT_S
     """,
@@ -126,7 +126,7 @@ REASONS = {
         orchestrator.doctor.collect: _TORCH_TIMEOUT_S _CLUSTER_TIMEOUT_S _STORAGE_TIMEOUT_S
             _KILL_TIMEOUT_S
         orchestrator.job.ended_jobs: MAX_RECORD_AGE_S
-        orchestrator.job.door: _FOLLOW_LIMIT_S
+        orchestrator.job.command_server: _FOLLOW_LIMIT_S
         orchestrator.metrics.components: STEP_BUCKETS_S RECOVERY_BUCKETS_S CHECKPOINT_BUCKETS_S
         orchestrator.metrics.endpoint: MAX_REGULAR_INTERVAL_S
     """,

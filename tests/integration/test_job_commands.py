@@ -112,6 +112,10 @@ def test_job_commands_and_runs_that_survive_a_lost_head(cluster: TokenCluster):
     stopped.
     """
     _assert_wrong_token_is_rejected(cluster)
+    listing = ("ls", "--json", "--address", cluster.head.dashboard)
+    first = cluster.run_outside(*listing)
+    assert (first.returncode, "has no command server yet" in first.stderr) == (0, True), first
+    wait_until(lambda: cluster.run_outside(*listing).stderr == "")  # the first one has started it
     path = cluster.job_file("adopted")
     submitted = cluster.run_outside("submit", path, "--address", cluster.head.dashboard)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
@@ -120,8 +124,6 @@ def test_job_commands_and_runs_that_survive_a_lost_head(cluster: TokenCluster):
     assert submitted.stderr == ""
     assert cluster.run_inside("submit", cluster.job_file("abandoned")).returncode == 0
     wait_until(lambda: journal_step(cluster.runs / "adopted") > 25)
-    listing = ("ls", "--json", "--address", cluster.head.dashboard)
-    wait_until(lambda: cluster.run_outside(*listing).stderr == "")  # its door is open: no Ray job
     status = cluster.run_outside("status", "adopted", "--address", cluster.head.dashboard)
     assert (status.returncode, status.stderr) == (0, ""), status.stdout
     assert "adopted: running at step " in status.stdout

@@ -75,8 +75,8 @@ def find_leaks(head: Head) -> list[str]:
     cpus = ray.available_resources().get("CPU")
     processes = head.processes("ray::JobActor", "ray::WorkerActor", "ray::VaultActor")
     leaks = [f"group {group['name']}" for group in groups]
-    door = {"name": "door", "namespace": "rayzero"}  # lives as long as the cluster
-    leaks += [str(it) for it in actors if it["namespace"] == "rayzero" and it != door]
+    server = {"name": "command_server", "namespace": "rayzero"}  # lives as long as the cluster
+    leaks += [str(it) for it in actors if it["namespace"] == "rayzero" and it != server]
     leaks += [str(process) for process in processes]
     return [*leaks, f"{cpus} CPUs"] if leaks or cpus != CPUS else []
 

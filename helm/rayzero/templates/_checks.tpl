@@ -76,7 +76,7 @@
 {{- $taken := dict -}}
 {{- range include "rayzero.head.ports" . | fromJsonArray -}}
 {{- with get $taken (int .port | toString) -}}
-{{- fail (printf "head.doorPort, metrics.port, metrics.ports: %s; each port of the head is for one thing: give other ports" .) -}}
+{{- fail (printf "head.commandPort, metrics.port, metrics.ports: %s; each port of the head is for one thing: give other ports" .) -}}
 {{- end -}}
 {{- $_ := set $taken (int .port | toString) (printf "%d is the port of %s" (int .port) .name) -}}
 {{- end -}}

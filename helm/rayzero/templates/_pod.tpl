@@ -77,7 +77,7 @@
 {{- define "rayzero.head.ports" -}}
 {{- $ports := list
   (dict "name" "gcs-server" "port" 6379) (dict "name" "dashboard" "port" 8265)
-  (dict "name" "door" "port" .Values.head.doorPort) (dict "name" "client" "port" 10001)
+  (dict "name" "commands" "port" .Values.head.commandPort) (dict "name" "client" "port" 10001)
   (dict "name" "metrics" "port" 8080) -}}
 {{- if .Values.metrics.enabled -}}
 {{- $ports = concat $ports (include "rayzero.metrics.ports" . | fromJsonArray) -}}
@@ -260,7 +260,7 @@ spec:
 - {name: RAY_grpc_client_keepalive_timeout_ms, value: {{ int .keepaliveTimeoutMs | quote }}}
 {{- end }}
 {{- if eq .role "head" }}
-- {name: RAYZERO_DOOR_PORT, value: {{ int $values.head.doorPort | quote }}}
+- {name: RAYZERO_COMMAND_PORT, value: {{ int $values.head.commandPort | quote }}}
 {{- else }}
 {{- range $name, $value := $values.nccl }}
 - {name: {{ $name }}, value: {{ $value | quote }}}

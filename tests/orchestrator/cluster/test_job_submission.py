@@ -14,7 +14,7 @@ from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cli.app import app
-from rayzero.orchestrator.cluster import door_client
+from rayzero.orchestrator.cluster import command_client
 from rayzero.orchestrator.cluster.connect import connect
 from rayzero.orchestrator.cluster.job_submission import RemoteJobClient
 from rayzero.orchestrator.cluster.upload import select_upload
@@ -105,7 +105,7 @@ def test_dashboard_address_runs_the_command_in_its_cluster(
     given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("rayzero.orchestrator.cluster.job_submission.JobSubmissionClient", Client)
-    monkeypatch.setattr(door_client, "run_at_door", lambda *_: None)
+    monkeypatch.setattr(command_client, "run_at_command_server", lambda *_: None)
     monkeypatch.setenv("RAY_ADDRESS", "http://head:8265" if given == "variable" else "auto")
     Client.output, Client.cut = "first: running\n", 100
     options = ["--address", "http://head:8265"] if given == "option" else []

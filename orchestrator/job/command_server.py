@@ -1,9 +1,10 @@
-"""The cluster's door: runs `rayzero` commands for clients that only reach the cluster's dashboard.
+"""The cluster's command server: `rayzero` commands for clients that only reach its dashboard.
 
-Without it such a command is a Ray job, which takes seconds to start. The door is one actor on the
-head node, started by the cluster's first job. Its port and secret are in a file among Ray's logs,
-which the dashboard serves to clients with the cluster's token. The secret itself is never sent: a
-request proves it by an HMAC over a nonce, which is valid once, and the command.
+Without it such a command is a Ray job, which takes seconds to start. It is one actor on the head
+node, started by the cluster's first job, or by the first command that had to be a Ray job. Its port
+and secret are in a file among Ray's logs, which the dashboard serves to clients with the cluster's
+token. The secret itself is never sent: a request proves it by an HMAC over a nonce, which is valid
+once, and the command.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from importlib import import_module
 from io import TextIOBase
 from pathlib import Path
@@ -24,21 +25,24 @@ from socket import AddressFamily
 from typing import Any, TextIO
 
 import ray
+from ray.exceptions import RayError
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.cluster import ray_api
-from rayzero.orchestrator.cluster.door_client import (
+from rayzero.orchestrator.cluster.command_client import (
     ARGUMENTS_HEADER,
-    DOOR_COMMANDS,
-    DOOR_FILE,
+    CLIENT_ADDRESS_VARIABLE,
+    SERVED_COMMANDS,
+    SERVER_FILE,
     prove,
 )
+from rayzero.orchestrator.cluster.connect import connect
 from rayzero.orchestrator.errors import internal_error
 from rayzero.orchestrator.metrics.http_server import BoundedHttpServer
 
-PORT_VARIABLE = "RAYZERO_DOOR_PORT"
-"""In the head's environment: the door's port, for a port-forward. Default: any free one."""
-_ACTOR_NAME = "door"
+PORT_VARIABLE = "RAYZERO_COMMAND_PORT"
+"""In the head's environment: the server's port, for a port-forward. Default: any free one."""
+_ACTOR_NAME = "command_server"
 _MAX_NONCES = 256
 _FOLLOW_LIMIT_S = 7 * 86400.0  # of one command: `logs -f` and `top` last as long as their job
 
@@ -46,13 +50,13 @@ Start = Callable[[str, list[tuple[str, str]]], Callable[[bytes], object]]
 RunCommand = Callable[[Sequence[str]], object]
 
 
-def ensure_door() -> None:
-    """Starts the door of the connected cluster, if that has a dashboard and no door yet. Does not
+def ensure_command_server() -> None:
+    """Starts the connected cluster's command server, if that has a dashboard and none yet. Does not
     wait for it. Raises RayError."""
     if not (dashboard := ray_api.dashboard_address()):
         return
     is_local = dashboard.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
-    actor = ray.remote(DoorActor).options(
+    actor = ray.remote(CommandServerActor).options(
         name=_ACTOR_NAME,
         namespace=ray_api.NAMESPACE,
         get_if_exists=True,
@@ -64,18 +68,27 @@ def ensure_door() -> None:
     actor.remote("127.0.0.1" if is_local else "0.0.0.0")  # as the dashboard listens
 
 
-class DoorActor:
-    """The door's process, which lives as long as the cluster."""
+def start_command_server() -> None:
+    """`ensure_command_server` in a process that is not connected; errors are ignored."""
+    with suppress(RayzeroError, RayError), closing(connect(None)):
+        ensure_command_server()
+
+
+class CommandServerActor:
+    """The command server's process, which lives as long as the cluster."""
 
     def __init__(self, host: str) -> None:
         app = import_module("rayzero.orchestrator.cli.app").app  # by name: it imports this module
-        os.environ.pop("RAY_ADDRESS", None)  # commands use this process's connection
+        for name in ("RAY_ADDRESS", CLIENT_ADDRESS_VARIABLE):  # commands use this connection
+            os.environ.pop(name, None)
         port = int(os.environ.get(PORT_VARIABLE, "0"))
-        door = Door(host, port, lambda arguments: app(list(arguments), prog_name="rayzero"))
-        door.publish(Path(ray_api.log_folder()))
+        server = CommandServer(
+            host, port, lambda arguments: app(list(arguments), prog_name="rayzero")
+        )
+        server.publish(Path(ray_api.log_folder()))
 
 
-class Door:
+class CommandServer:
     """Serves in threads of its own until the process ends, or `stop`.
 
     Args:
@@ -100,8 +113,8 @@ class Door:
         sys.stdout, sys.stderr = (output.other for output in self._outputs)
 
     def publish(self, folder: Path) -> None:
-        """Writes the file by which clients find the door; only this user may read it."""
-        path = folder / DOOR_FILE
+        """Writes the file by which clients find the command server; only this user may read it."""
+        path = folder / SERVER_FILE
         temporary = path.with_suffix(f".{os.getpid()}")
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             json.dump({"port": self.port, "secret": self.secret}, file)
@@ -136,7 +149,7 @@ class Door:
         text = environ.get(f"HTTP_{ARGUMENTS_HEADER.upper().replace('-', '_')}", "")
         if not self._is_proven(environ, text):
             start("403 Forbidden", [("Content-Type", "text/plain")])
-            return [b"not proven: the door's file has its secret\n"]
+            return [b"not proven: the command server's file has its secret\n"]
         arguments = json.loads(text)
         write = start("200 OK", [("Content-Type", "application/x-ndjson")])
         write(b"")  # the client knows that the command was accepted
@@ -155,10 +168,13 @@ class Door:
 
     def _run(self, arguments: list[str]) -> int:
         try:
-            if arguments[0] in DOOR_COMMANDS:
+            if arguments[0] in SERVED_COMMANDS:
                 self._run_command(arguments)
                 return 0
-            print(f"error: {arguments[0]} does not run at the door", file=sys.stderr)
+            print(
+                f"error: {arguments[0]} is not a command that the command server runs",
+                file=sys.stderr,
+            )
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else 1
         except OSError:

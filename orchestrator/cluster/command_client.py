@@ -1,4 +1,5 @@
-"""Runs a command at a cluster's door (`rayzero.orchestrator.job.door`), found by its dashboard."""
+"""Runs a command in a cluster by its command server (`rayzero.orchestrator.job.command_server`),
+found through its dashboard."""
 
 from __future__ import annotations
 
@@ -17,19 +18,21 @@ from urllib.request import Request, urlopen
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.errors import JobFailedError
 
-DOOR_COMMANDS = frozenset({"ls", "status", "stop", "scale", "logs", "top", "chaos"})
+CLIENT_ADDRESS_VARIABLE = "RAYZERO_CLIENT_ADDRESS"
+"""Set for a command that runs in the cluster: the `--address` that its user gave."""
+SERVED_COMMANDS = frozenset({"ls", "status", "stop", "scale", "logs", "top", "chaos"})
 """Commands that need no files of the client."""
-DOOR_FILE = "rayzero-door.json"
+SERVER_FILE = "rayzero-command-server.json"
 ARGUMENTS_HEADER = "Rayzero-Arguments"
-_NO_DOOR = "the cluster has no door, which its first job opens"
+_NO_SERVER = "the cluster has no command server yet, which its first job or command starts"
 _REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-_REPLY_TIMEOUT_S = 5.0  # for the dashboard to answer, and for a connection to the door
+_REPLY_TIMEOUT_S = 5.0  # for the dashboard to answer, and for a connection to the command server
 _MAX_REPLY_BYTES = 1 << 20
 
 
-class DoorClosedError(Exception):
-    """The door cannot be reached. The message says why, unless the dashboard cannot be either, of
-    which Ray's client will tell."""
+class ServerUnreachableError(Exception):
+    """The command server cannot be reached. The message says why, unless the dashboard cannot be
+    either, of which Ray's client will tell."""
 
 
 def prove(secret: str, nonce: str, text: str) -> str:
@@ -37,15 +40,15 @@ def prove(secret: str, nonce: str, text: str) -> str:
     return hmac.new(secret.encode(), f"{nonce}\n{text}".encode(), hashlib.sha256).hexdigest()
 
 
-def run_at_door(
+def run_at_command_server(
     dashboard: str, arguments: Sequence[str], show_out: Callable[[str], object]
 ) -> int | None:
-    """Runs `rayzero ARGUMENTS` at the door of the cluster with that dashboard, and shows its output
-    line by line; its exit code. None, and a line on stderr, if there is no door to reach. Raises
-    JobFailedError if the connection is lost later."""
+    """Runs `rayzero ARGUMENTS` by the command server of the cluster with that dashboard, and shows
+    its output line by line; its exit code. None, and a line on stderr, if that cannot be reached.
+    Raises JobFailedError if the connection is lost later."""
     try:
         response = _request(dashboard, json.dumps(list(arguments)))
-    except DoorClosedError as closed:
+    except ServerUnreachableError as closed:
         if text := str(closed):
             text = redact_url(f"note: {text}; the command becomes a Ray job, which takes longer")
             print(text, file=sys.stderr, flush=True)
@@ -61,16 +64,16 @@ def run_at_door(
                 else:
                     print(value, end="", file=sys.stderr, flush=True)
         except (OSError, HTTPException, ValueError) as error:
-            text = f"the connection to the cluster's door was lost: {error}"
+            text = f"the connection to the cluster's command server was lost: {error}"
             raise JobFailedError(text) from None
-    raise JobFailedError("the cluster's door has ended while the command ran")
+    raise JobFailedError("the cluster's command server has ended while the command ran")
 
 
 def _request(dashboard: str, text: str) -> HTTPResponse:
-    """The output of a command that was accepted. Raises DoorClosedError."""
+    """The output of a command that was accepted. Raises ServerUnreachableError."""
     parts = urlsplit(dashboard)
     if parts.scheme != "http" or parts.hostname is None:
-        raise DoorClosedError("the cluster's door does not speak HTTPS")
+        raise ServerUnreachableError("the cluster's command server does not speak HTTPS")
     port, secret = _find(dashboard.rstrip("/"))
     connection = HTTPConnection(parts.hostname, port, timeout=_REPLY_TIMEOUT_S)
     try:
@@ -84,29 +87,34 @@ def _request(dashboard: str, text: str) -> HTTPResponse:
         own_end = connection.sock  # the response takes it over
         response = connection.getresponse()
         if response.status != HTTPStatus.OK:
-            raise DoorClosedError(f"the cluster's door has refused: {response.reason}")
+            raise ServerUnreachableError(
+                f"the cluster's command server has refused: {response.reason}"
+            )
         own_end.settimeout(None)  # a job may print nothing for hours
         own_end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return response
     except (OSError, HTTPException) as error:
         where = f"{parts.hostname}:{port}"
-        raise DoorClosedError(f"the cluster's door at {where} is out of reach: {error}") from None
+        raise ServerUnreachableError(
+            f"the cluster's command server at {where} is out of reach: {error}"
+        ) from None
 
 
 def _find(dashboard: str) -> tuple[int, str]:
-    """The door's port and secret, from its file among the head's logs. Raises DoorClosedError."""
+    """The command server's port and secret, from its file among the head's logs. Raises
+    ServerUnreachableError."""
     try:
         nodes = json.loads(_get(f"{dashboard}/api/v0/nodes"))["data"]["result"]["result"]
         head = next(node["node_id"] for node in nodes if node["is_head_node"])
-        query = f"node_id={quote(head)}&filename={DOOR_FILE}&lines=10"
-        door = json.loads(_get(f"{dashboard}/api/v0/logs/file?{query}"))
-        return int(door["port"]), str(door["secret"])
+        query = f"node_id={quote(head)}&filename={SERVER_FILE}&lines=10"
+        found = json.loads(_get(f"{dashboard}/api/v0/logs/file?{query}"))
+        return int(found["port"]), str(found["secret"])
     except HTTPError as error:
-        raise DoorClosedError("" if error.code in _REFUSALS else _NO_DOOR) from None
+        raise ServerUnreachableError("" if error.code in _REFUSALS else _NO_SERVER) from None
     except (OSError, HTTPException):
-        raise DoorClosedError("") from None
+        raise ServerUnreachableError("") from None
     except (ValueError, KeyError, TypeError, StopIteration):
-        raise DoorClosedError(_NO_DOOR) from None
+        raise ServerUnreachableError(_NO_SERVER) from None
 
 
 def _get(url: str) -> bytes:
