@@ -99,6 +99,7 @@ def _warn_once(line: str) -> None:
 # What pydantic leaves by its own name where a validator comes before the bound. Upper bounds are
 # those of 64-bit integers, and infinity is accepted as their largest.
 _BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum"}
+_NUMBER = r"^(auto|[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)([eE][-+]?[0-9]+)?|[-+]?[Ii]nf(inity)?)$"
 
 
 def json_schema() -> dict[str, Any]:
@@ -144,9 +145,9 @@ def _loosen(node: dict[str, Any], path: str) -> None:
             for option in options:  # sizes may be written as `15099494.4`
                 if option.get("type") == "integer":
                     option["type"] = "number"
-                for bound in _BOUNDS.keys() & option.keys():
+                for bound in sorted(_BOUNDS.keys() & option.keys()):
                     option[_BOUNDS[bound]] = option.pop(bound)
-            options.append({"type": "string"})
+            options.append({"type": "string", "pattern": _NUMBER})
         if full in SHORTHANDS:
             options.append({"type": "boolean"})
         options += [{"type": "null"}, {"const": "auto"}]

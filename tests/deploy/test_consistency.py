@@ -280,7 +280,11 @@ def test_worker_groups_inherit_worker_values() -> None:
         steady["template"]["spec"]["containers"][0]["resources"]
         == spot["template"]["spec"]["containers"][0]["resources"]
     )
-    group = {"name": "cpu", "resources": {"requests": {"cpu": "1"}, "limits": {"memory": "1Gi"}}}
+    group: Object = {
+        "name": "cpu",
+        "shmSize": "500Mi",
+        "resources": {"requests": {"cpu": "1"}, "limits": {"memory": "1Gi"}},
+    }
     (cpu_group,) = cluster_spec(
         render({"workerGroups": [group], "job": {"spec": {"workers": {"gpus": 0}}}})
     )["workerGroupSpecs"]

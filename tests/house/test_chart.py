@@ -16,6 +16,7 @@ from typing import Any
 
 import kubernetes_validate
 import yaml
+from ray.runtime_env import RuntimeEnv
 
 from rayzero.engine.config.explain import json_schema
 from rayzero.orchestrator.spec import JobSpec
@@ -45,8 +46,12 @@ def update_schema(schema: dict[str, Any]) -> dict[str, Any]:
     inline = {"if": {"type": "object"}, "then": reference, "else": {"type": ["string", "null"]}}
     job["properties"]["engine"] = inline
     schema["properties"]["job"]["properties"]["engine"] = reference
-    sections |= {"JobSpec": job, "EngineConfig": _by_type(engine)} | pod_schema()
-    return schema | {"$defs": schema["$defs"] | sections}
+    schema["properties"]["job"]["properties"]["runtimeEnv"] = _object(
+        {name.lstrip("_"): {} for name in sorted(RuntimeEnv.known_fields)}
+    )
+    sections |= {"JobSpec": job, "EngineConfig": engine}
+    sections = {name: _by_type(section) for name, section in sections.items()} | pod_schema()
+    return _closed(schema | {"$defs": schema["$defs"] | sections})
 
 
 def pod_schema() -> dict[str, Any]:
@@ -69,9 +74,7 @@ def pod_schema() -> dict[str, Any]:
         for definition in out.values():
             if required in definition.get("required", ()):
                 definition["required"].remove(required)
-    own = ["app.kubernetes.io/instance", "app.kubernetes.io/part-of", "app.kubernetes.io/component"]
-    labels = {"allOf": [{"$ref": "#/$defs/labels"}, {"propertyNames": {"not": {"enum": own}}}]}
-    metadata = {"labels": labels, "annotations": {"$ref": "#/$defs/strings"}}
+    metadata = {"labels": {"$ref": "#/$defs/labels"}, "annotations": {"$ref": "#/$defs/strings"}}
     spec = {"$ref": f"#/$defs/{_short('io.k8s.api.core.v1.PodSpec')}"}
     return out | {"PodTemplate": _object({"metadata": _object(metadata), "spec": spec})}
 
@@ -101,18 +104,57 @@ def _without_texts(node: Any) -> Any:
 
 
 def _by_type(node: Any) -> Any:
-    """Whether a section is refused depends on its own schema alone: of `anyOf`, Helm would report
-    every alternative."""
+    """`anyOf` in terms of the value's type: of `anyOf`, Helm would report every alternative."""
     if isinstance(node, list):
         return [_by_type(inner) for inner in node]
     if not isinstance(node, dict):
         return node
-    out = {key: _by_type(inner) for key, inner in node.items()}
-    options = out.get("anyOf", [])
-    objects = [option for option in options if "properties" in option]
-    if len(objects) == 1:
-        others = [option for option in out.pop("anyOf") if option is not objects[0]]
-        out |= {"if": {"type": "object"}, "then": objects[0], "else": {"anyOf": others}}
+    if "anyOf" in node:
+        options = [_by_type(option) for option in _alternatives(node)]
+        node = {key: value for key, value in node.items() if key != "anyOf"}
+        return _by_type(node) | _merge(options)
+    return {key: _by_type(inner) for key, inner in node.items()}
+
+
+def _alternatives(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for option in node["anyOf"]:
+        yield from _alternatives(option) if "anyOf" in option else (option,)
+
+
+def _merge(options: list[dict[str, Any]]) -> dict[str, Any]:
+    """One schema for options of different types. All keywords but `enum` and `$ref` are of one type
+    only; a `pattern` has to allow the constants beside it."""
+    if {} in options:
+        return {}
+    allowed: dict[str, list[Any]] = {}
+    conditions, rest = [], {}
+    for option in options:
+        kind = option.get("type", "string" if "const" in option else "object")
+        values = option.get("enum", [option["const"]] if "const" in option else None)
+        allowed[kind] = [*allowed.get(kind, []), *(["*"] if values is None else values)]
+        if "$ref" in option:
+            conditions.append({"if": {"type": kind}, "then": option})
+        elif values is None:
+            described = ("type", "title", "description", "default")
+            rest |= {key: value for key, value in option.items() if key not in described}
+    for kind, values in allowed.items():
+        if "*" not in values:
+            conditions.append({"if": {"type": kind}, "then": {"enum": values}})
+    out = {"type": sorted(allowed)} | rest
+    for condition in conditions:
+        out = condition | {"else": out}
+    return out
+
+
+def _closed(node: Any) -> Any:
+    """Where keys are fixed, `propertyNames` names them: Helm then reports what is allowed."""
+    if isinstance(node, list):
+        return [_closed(inner) for inner in node]
+    if not isinstance(node, dict):
+        return node
+    out = {key: _closed(inner) for key, inner in node.items()}
+    if node.get("additionalProperties") is False and "properties" in node:
+        out["propertyNames"] = {"enum": sorted(node["properties"])}
     return out
 
 

@@ -13,9 +13,11 @@
 {{- $old := fromYaml $base -}}
 {{- $pod := get (include "rayzero.merge" (dict "old" $old "new" .pod.podTemplate "key" "") | fromJson) "out" -}}
 {{- $security := include "rayzero.container.security" .root | fromYaml -}}
+{{- $all := list -}}
 {{- range $kind := list "containers" "initContainers" -}}
 {{- $known := list -}}
 {{- range index $old.spec $kind | default list -}}{{- $known = append $known .name -}}{{- end -}}
+{{- $all = concat $all $known -}}
 {{- range index $pod.spec $kind | default list -}}
 {{- if not (has .name $known) -}}
 {{- $merged := include "rayzero.merge" (dict "old" $security "new" (.securityContext | default dict) "key" "") | fromJson -}}
@@ -23,10 +25,14 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- $path := ternary "head.podTemplate.spec" (printf "workers.podTemplate.spec (group %s)" (.pod.name | default "")) (eq .role "head") -}}
 {{- range concat (index $pod.spec "containers" | default list) (index $pod.spec "initContainers" | default list) -}}
+{{- if not .image -}}
+{{- fail (printf "%s: container %s has no image; give one, or name a container that is there: %s" $path .name (join ", " $all)) -}}
+{{- end -}}
 {{- $has := .securityContext | default dict -}}
 {{- if and $has.privileged (hasKey $has "allowPrivilegeEscalation") (not $has.allowPrivilegeEscalation) -}}
-{{- fail (printf "podTemplate: container %s is privileged, which Kubernetes takes only with securityContext.allowPrivilegeEscalation: true" .name) -}}
+{{- fail (printf "%s: container %s is privileged, which Kubernetes takes only with securityContext.allowPrivilegeEscalation: true" $path .name) -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml $pod -}}

@@ -96,6 +96,8 @@ def test_schema_accepts_valid_configs() -> None:
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     validator.validate(DOCUMENT)
+    for number in ("8", "auto", "5e8", "15099494.4", ".5", "Infinity", "1_000"):
+        validator.validate({"zero_optimization": {"reduce_bucket_size": number}})
     for path in FILES:
         if path.suffix == ".json":
             # The parser checks names of optimizers, because they are case-insensitive.
@@ -105,6 +107,7 @@ def test_schema_accepts_valid_configs() -> None:
         {"zero_optimization": {"stge": 1}},
         {"zero_optimization": {"stage": 7}},
         {"bf16": {"enabled": "perhaps"}},
+        {"train_batch_size": "many"},
         {"optimizer": {"params": {}}},
     ):
         with pytest.raises(jsonschema.ValidationError):

@@ -1,0 +1,119 @@
+{{/* What the chart or KubeRay sets in a pod, and no value may: (dict "path" "pod") */}}
+{{- define "rayzero.check.pod" -}}
+{{- $path := .path -}}
+{{- $volumes := list "tmp" "work" "shared-mem" "job" "code" "git" "checkpoints" "credentials" -}}
+{{- range $index, $volume := .pod.volumes -}}
+{{- if has $volume.name $volumes -}}
+{{- fail (printf "%s.volumes[%d].name: %s is a volume of the chart (as are %s); take another name, or change the chart's own by %s.podTemplate" $path $index $volume.name (join ", " $volumes) $path) -}}
+{{- end -}}
+{{- end -}}
+{{- $folders := list "/tmp" "/work" "/dev/shm" "/code" "/etc/rayzero" "/etc/rayzero-credentials" -}}
+{{- range $index, $mount := .pod.volumeMounts -}}
+{{- if has (trimSuffix "/" $mount.mountPath) $folders -}}
+{{- fail (printf "%s.volumeMounts[%d].mountPath: the chart mounts %s itself (also %s); take another folder, or change the chart's own by %s.podTemplate" $path $index $mount.mountPath (join ", " $folders) $path) -}}
+{{- end -}}
+{{- end -}}
+{{- $redis := "gcsFaultTolerance" -}}
+{{- $instead := dict "RAY_REDIS_ADDRESS" $redis "REDIS_PASSWORD" $redis "REDIS_USERNAME" $redis
+  "RAY_enable_autoscaler_v2" "autoscaler.version" "RAYZERO_COMMAND_PORT" "head.commandPort" "RAY_AUTH_MODE" "auth.enabled" -}}
+{{- range $index, $entry := .pod.env -}}
+{{- with get $instead $entry.name -}}
+{{- fail (printf "%s.env[%d].name: %s follows from %s; set that instead" $path $index $entry.name .) -}}
+{{- end -}}
+{{- end -}}
+{{- range $name := list "port" "dashboard-port" "ray-client-server-port" "metrics-export-port" "head" "block" "address" -}}
+{{- if hasKey ($.pod.rayStartParams | default dict) $name -}}
+{{- fail (printf "%s.rayStartParams.%s: KubeRay and the chart set it, and the ports of pods, service and network policy are made for it; leave it out" $path $name) -}}
+{{- end -}}
+{{- end -}}
+{{- $template := .pod.podTemplate | default dict -}}
+{{- range $name := list "app.kubernetes.io/instance" "app.kubernetes.io/part-of" "app.kubernetes.io/component" -}}
+{{- if hasKey (dig "metadata" "labels" dict $template) $name -}}
+{{- fail (printf "%s.podTemplate.metadata.labels: %s is what services and network policies find the pod by; take another label" $path $name) -}}
+{{- end -}}
+{{- end -}}
+{{- $spec := $template.spec | default dict -}}
+{{- if $spec.terminationGracePeriodSeconds -}}
+{{- fail (printf "%s.podTemplate.spec.terminationGracePeriodSeconds: set %s.terminationGracePeriodSeconds, which is checked against the last checkpoint's time" $path $path) -}}
+{{- end -}}
+{{- if $spec.restartPolicy -}}
+{{- fail (printf "%s.podTemplate.spec.restartPolicy: it follows from autoscaler.version and job.submissionMode, as KubeRay asks; leave it out" $path) -}}
+{{- end -}}
+{{- range $index, $container := $spec.containers -}}
+{{- $resources := $container.resources | default dict -}}
+{{- if and (has $container.name (list "ray-head" "ray-worker")) (or $resources.limits $resources.requests) -}}
+{{- fail (printf "%s.podTemplate.spec.containers[%d].resources: the limits and requests of %s are %s.resources, by which the chart checks that the job's workers fit; here only claims" $path $index $container.name $path) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What Kubernetes asks of requests and limits, and that /dev/shm fits in: (dict "path" "pod") */}}
+{{- define "rayzero.check.resources" -}}
+{{- $path := .path -}}
+{{- $limits := .pod.resources.limits -}}
+{{- range $name, $request := .pod.resources.requests -}}
+{{- $limit := get $limits $name -}}
+{{- if and $request $limit (gt (include "rayzero.number" $request | float64) (include "rayzero.number" $limit | float64)) -}}
+{{- fail (printf "%s.resources: requests.%s (%v) is more than limits.%s (%v); Kubernetes takes at most the limit: set both" $path $name $request $name $limit) -}}
+{{- end -}}
+{{- if and $request (contains "/" $name) (ne (toString $request) (toString $limit)) -}}
+{{- fail (printf "%s.resources: requests.%s is %v, limits.%s is %v; Kubernetes takes only equal ones of a device: set both" $path $name $request $name ($limit | default "not set")) -}}
+{{- end -}}
+{{- end -}}
+{{- if ge (include "rayzero.number" .pod.shmSize | float64) (include "rayzero.number" $limits.memory | float64) -}}
+{{- fail (printf "%s.shmSize: %s is no less than resources.limits.memory (%v), of which it is a part; lower it, or raise the limit" $path .pod.shmSize $limits.memory) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A quantity as a number */}}
+{{- define "rayzero.number" -}}
+{{- $factors := dict "m" 0.001 "k" 1e3 "K" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0
+  "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 -}}
+{{- $text := toString . -}}
+{{- $unit := regexFind "[A-Za-z]+$" $text -}}
+{{- if $unit -}}{{- mulf (trimSuffix $unit $text | float64) (get $factors $unit) -}}{{- else -}}{{- float64 $text -}}{{- end -}}
+{{- end -}}
+
+{{/* The job's workers must fit the pods there may be at most, by CPUs and GPUs as KubeRay tells Ray of
+     them: rayStartParams, else the limits. */}}
+{{- define "rayzero.check.room" -}}
+{{- $workers := .Values.job.spec.workers | default dict -}}
+{{- $least := $workers.min | default 1 | int -}}
+{{- $cpus := $workers.cpus | default 1 | float64 -}}
+{{- $gpus := $workers.gpus | default 0 | float64 -}}
+{{- if eq .Values.mode "job" -}}
+{{- $room := 0 -}}
+{{- $pods := list -}}
+{{- range include "rayzero.groups" . | fromJsonArray -}}
+{{- $most := ternary (int .max) (int .min) $.Values.autoscaler.enabled -}}
+{{- $has := include "rayzero.room" (dict "pod" . "cpus" $cpus "gpus" $gpus) | fromJson -}}
+{{- $room = add $room (mul $most (int $has.workers)) -}}
+{{- $pods = append $pods (printf "%d of %s with %v CPUs and %v GPUs each, room for %d workers" $most .name $has.cpus $has.gpus (int $has.workers)) -}}
+{{- end -}}
+{{- if gt (int .Values.head.numCpus) 0 -}}
+{{- $params := merge (deepCopy .Values.head.rayStartParams) (dict "num-cpus" .Values.head.numCpus) -}}
+{{- $head := dict "rayStartParams" $params "resources" .Values.head.resources -}}
+{{- $has := include "rayzero.room" (dict "pod" $head "cpus" $cpus "gpus" $gpus) | fromJson -}}
+{{- $room = add $room (int $has.workers) -}}
+{{- end -}}
+{{- if lt (int $room) $least -}}
+{{- fail (printf "job.spec.workers: %d workers (min) of %v CPUs (cpus) and %v GPUs (gpus) each do not fit the pods: there are at most %s. Lower job.spec.workers, or raise workers.resources.limits, workers.max (without the autoscaler workers.min), or workers.rayStartParams (num-cpus, num-gpus) where a device plugin or a resource claim gives them" $least $cpus $gpus (join "; " $pods)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What one pod has, and how many workers fit it, as JSON: (dict "pod" "cpus" "gpus") */}}
+{{- define "rayzero.room" -}}
+{{- $limits := .pod.resources.limits | default dict -}}
+{{- $params := .pod.rayStartParams | default dict -}}
+{{- $text := get $params "num-cpus" | default $limits.cpu | default .pod.resources.requests.cpu | default "0" | toString -}}
+{{- $cpus := ternary (divf (trimSuffix "m" $text | float64) 1000) (float64 $text) (hasSuffix "m" $text) | ceil -}}
+{{- $gpus := 0 -}}
+{{- range $name, $count := $limits -}}
+{{- if and $count (regexMatch "gpu$" $name) -}}{{- $gpus = int $count -}}{{- end -}}
+{{- end -}}
+{{- with get $params "num-gpus" -}}{{- $gpus = int . -}}{{- end -}}
+{{- $workers := divf $cpus .cpus | floor | int -}}
+{{- if gt .gpus 0.0 -}}{{- $workers = min $workers (divf $gpus .gpus | floor | int) -}}{{- end -}}
+{{- dict "cpus" $cpus "gpus" $gpus "workers" $workers | toJson -}}
+{{- end -}}
