@@ -62,7 +62,7 @@ ENV PATH=/opt/rayzero/bin:$PATH \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 1000:0
 WORKDIR /work
-EXPOSE 6379 8265 9400 10001
+EXPOSE 6379 8265 8266 9400 10001
 # Whatever runs here, there is a Ray node with it.
 HEALTHCHECK --interval=60s --timeout=20s --start-period=90s --retries=3 CMD ["ray", "health-check"]
 CMD ["rayzero", "--help"]
