@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.deploy.chart import (
     scenario_values,
     select_pods,
 )
+from tests.house.source import ROOT
 
 JOBS = tuple(name for name in SCENARIOS if scenario_values(name).get("mode") != "cluster")
 ROOTS = {"infiniband": {"IPC_LOCK"}, "gke-tcpx": {"IPC_LOCK", "NET_ADMIN"}}
@@ -296,6 +298,20 @@ def test_head_ray_start_params_override_defaults() -> None:
     params = {"num-cpus": "1", "object-store-memory": "1000000000"}
     head_group = cluster_spec(render({"head": {"rayStartParams": params}}))["headGroupSpec"]
     assert head_group["rayStartParams"] == {"dashboard-host": "0.0.0.0", **params}
+
+
+def test_gpu_pods_run_on_nodes_with_the_least_driver() -> None:
+    """As the guide has it for the image's CUDA."""
+    spec = find_pod(render_scenario("gpu"), "worker")["spec"]
+    cuda = re.search(r":\S+-cu(\d\d)\d$", spec["containers"][0]["image"])
+    assert cuda is not None
+    guide = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
+    least = re.search(rf"(\d+) for CUDA {cuda[1]}\b", guide)
+    assert least is not None
+    node = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    (term,) = node["nodeSelectorTerms"][0]["matchExpressions"]
+    assert (term["key"], term["operator"]) == ("nvidia.com/cuda.driver-version.major", "Gt")
+    assert term["values"] == [str(int(least[1]) - 1)]
 
 
 @WITH_SCENARIOS
