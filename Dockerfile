@@ -10,12 +10,16 @@
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 ARG VARIANT=cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/${VARIANT}
+ARG PIP_INDEX_URL=https://pypi.org/simple
 
 FROM ${PYTHON_IMAGE} AS base
+ARG PIP_INDEX_URL
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 COPY constraints.txt ./
-RUN python -m venv /opt/rayzero
+# Python's own pip takes twice as long for the rest.
+RUN python -m venv /opt/rayzero \
+    && /opt/rayzero/bin/pip install --constraint constraints.txt pip
 
 # torch in a layer of its own: it is most of the image, and changes seldom. Its index has torch and some
 # version of what torch needs, CUDA's libraries included; the driver comes from the host. Only torch is
@@ -25,7 +29,7 @@ ARG TORCH_INDEX
 RUN /opt/rayzero/bin/pip install --index-url "${TORCH_INDEX}" "$(grep ^torch== constraints.txt)"
 
 FROM torch AS build
-ARG PIP_INDEX_URL=https://pypi.org/simple
+ARG PIP_INDEX_URL
 COPY pyproject.toml README.md LICENSE ./
 COPY rayzero rayzero
 COPY engine engine
