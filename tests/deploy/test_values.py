@@ -112,6 +112,10 @@ SCHEMA_VIOLATIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"head": {"volumes": [{"name": "a", "nsf": {"server": "b", "path": "/"}}]}},
         "/head/volumes/0': additional properties 'nsf'",
     ),
+    "volume's name": (
+        {"head": {"volumes": [{"name": "My_data", "emptyDir": {}}]}},
+        "/head/volumes/0/name': 'My_data' does not match",
+    ),
     "network address": (
         {"networkPolicy": {"dashboardFrom": [{"ipBlock": {"cidr": "10.0.0.1"}}]}},
         "/networkPolicy/dashboardFrom/0/ipBlock/cidr",
