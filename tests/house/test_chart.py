@@ -18,13 +18,22 @@ import kubernetes_validate
 import yaml
 from ray.runtime_env import RuntimeEnv
 
+from rayzero.engine.config.checks import DEFAULTS, is_in_force
 from rayzero.engine.config.explain import json_schema
+from rayzero.engine.config.keys import REFUSED, is_enabled
+from rayzero.engine.config.model import KEYS
+from rayzero.engine.config.normalize import get_path
+from rayzero.engine.config.unsupported import _is_enabled_by_default
 from rayzero.orchestrator.spec import JobSpec
 from tests.deploy.schemas import KUBERNETES
 from tests.house.source import ROOT
 
 CHART = ROOT / "helm/rayzero"
 SCHEMA, README = CHART / "values.schema.json", CHART / "README.md"
+REFUSED_KEYS = CHART / "files/refused.json"
+# How the chart tells that a value of a refused key requests something, by `Key.is_active`. What has
+# no name here is left to the job's start.
+ACTIVE = {None: "set", is_enabled: "enabled", _is_enabled_by_default: "present"}
 MARKERS = ("<!-- table: values -->\n", "<!-- end of table -->")
 HINT = "run python -m tests.house.test_chart to update it"
 
@@ -158,6 +167,35 @@ def _closed(node: Any) -> Any:
     return out
 
 
+def refused_keys() -> list[dict[str, Any]]:
+    """The engine config's refused keys, for the chart's templates."""
+    return [
+        {
+            "path": key.path,
+            "active": ACTIVE[key.is_active],
+            "default": get_path(DEFAULTS, key.path),
+            "text": f"{key.reason}; use {key.alternative}" if key.alternative else key.reason,
+            **_conditions(key.path),
+        }
+        for key in KEYS.values()
+        if key.status is REFUSED and key.is_active in ACTIVE
+    ]
+
+
+def _conditions(path: str) -> dict[str, Any]:
+    """The defaults of the switches of its section that the key depends on."""
+    outer = path.rpartition(".")[0]
+    section = (get_path(DEFAULTS, outer) if outer else None) or {}
+    off = {"enabled": False, "device": "none"}
+    *names, last = outer.split(".")
+    document: dict[str, Any] = {last: off}
+    for name in reversed(names):
+        document = {name: document}
+    if is_in_force(document, path):
+        return {}
+    return {name: section[name] for name in off if name in section}
+
+
 def update_values_table(page: str) -> str:
     """The README with its table of values regenerated."""
     before, rest = page.split(MARKERS[0])
@@ -222,6 +260,10 @@ def test_schemas_of_job_and_engine_are_up_to_date() -> None:
     assert schema == update_schema(deepcopy(schema)), HINT
 
 
+def test_refused_keys_are_up_to_date() -> None:
+    assert json.loads(REFUSED_KEYS.read_text(encoding="utf-8")) == refused_keys(), HINT
+
+
 def test_values_table_is_up_to_date() -> None:
     page = README.read_text(encoding="utf-8")
     assert page == update_values_table(page), HINT
@@ -237,4 +279,5 @@ def test_every_value_is_described() -> None:
 if __name__ == "__main__":
     schema = update_schema(json.loads(SCHEMA.read_text(encoding="utf-8")))
     SCHEMA.write_text(json.dumps(schema, indent=2) + "\n", encoding="utf-8")
+    REFUSED_KEYS.write_text(json.dumps(refused_keys(), indent=2) + "\n", encoding="utf-8")
     README.write_text(update_values_table(README.read_text(encoding="utf-8")), encoding="utf-8")

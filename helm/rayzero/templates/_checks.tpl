@@ -83,6 +83,11 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- if kindIs "map" .Values.job.spec.engine -}}
+{{- include "rayzero.check.engine" (dict "root" . "path" "job.spec.engine" "engine" .Values.job.spec.engine) -}}
+{{- else if eq .Values.mode "job" -}}
+{{- include "rayzero.check.engine" (dict "root" . "path" "job.engine" "engine" .Values.job.engine) -}}
+{{- end -}}
 {{- include "rayzero.check.ports" . -}}
 {{- include "rayzero.check.pod" (dict "path" "head" "pod" .Values.head) -}}
 {{- include "rayzero.check.pod" (dict "path" "workers" "pod" .Values.workers) -}}
@@ -105,5 +110,47 @@
 {{- fail (printf "head.commandPort, metrics.port, metrics.ports: %s would be the port of %s and of %s; give ports that nothing else has" $port (get $taken $port) .name) -}}
 {{- end -}}
 {{- $_ := set $taken $port .name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Keys of the engine config that are refused if they request something, as they are when the job starts; without
+     it that would be on GPUs: (dict "root" "path" "engine") */}}
+{{- define "rayzero.check.engine" -}}
+{{- $path := .path -}}
+{{- $engine := .engine -}}
+{{- range $key := .root.Files.Get "files/refused.json" | fromJsonArray -}}
+{{- $section := $engine -}}
+{{- $names := splitList "." $key.path -}}
+{{- range initial $names -}}
+{{- $inner := get $section . -}}
+{{- $section = ternary $inner dict (kindIs "map" $inner) -}}
+{{- end -}}
+{{- $value := get $section (last $names) -}}
+{{- $unset := list "auto" "false" "False" -}}
+{{- $requested := and $value (not (has $value $unset)) (ne (toJson $value) (toJson $key.default)) -}}
+{{- if and $requested (kindIs "map" $value) (ne $key.active "set") -}}
+{{- $enabled := get $value "enabled" -}}
+{{- if not (hasKey $value "enabled") -}}{{- $enabled = eq $key.active "present" -}}{{- end -}}
+{{- $requested = and $enabled (not (has $enabled $unset)) -}}
+{{- end -}}
+{{- range $name := list "enabled" "device" -}}
+{{- if and $requested (hasKey $key $name) -}}
+{{- $switch := get $key $name -}}
+{{- if hasKey $section $name -}}{{- $switch = get $section $name -}}{{- end -}}
+{{- $requested = and $switch (not (has $switch (append $unset "none"))) -}}
+{{- end -}}
+{{- end -}}
+{{- if $requested -}}
+{{- fail (printf "%s.%s: refused: %s (seen: %s)" $path $key.path $key.text (toJson $value)) -}}
+{{- end -}}
+{{- end -}}
+{{- $both := true -}}
+{{- range list "fp16" "bf16" -}}
+{{- $enabled := get $engine . -}}
+{{- if kindIs "map" $enabled -}}{{- $enabled = get $enabled "enabled" -}}{{- end -}}
+{{- if ne (toJson $enabled) "true" -}}{{- $both = false -}}{{- end -}}
+{{- end -}}
+{{- if $both -}}
+{{- fail (printf "%s.fp16.enabled, %s.bf16.enabled: both are true; set one to false" $path $path) -}}
 {{- end -}}
 {{- end -}}
