@@ -81,36 +81,24 @@ def load_checkpoint(
 
     def read() -> Any:
         with closing(open_checkpoint(path)) as source:
-            loads = not options.progress or step.meter.admits_load(source.step)
+            encoded = source.metadata(0).get("client_state", {})
+            keys = list(encoded)
+            loads = not options.progress or step.meter.admits_load(source.step, keys)
             if loads:
                 step.state.load_from(source, options)
-            return loads, source.step, source.metadata(0).get("client_state", {})
+            return loads, source.step, encoded
 
     loads, saved_step, encoded = run_on_all_ranks(collectives, device, read)[0]
     if loads:
         step.state.sync_model_weights()
         step.discard_gradients()
-    with damaged_unless_valid("client_state"):
-        client_state = decode_client_state(encoded)
-    if not loads:
-        _check_older(step, saved_step, client_state)
-    return path, client_state
-
-
-def _check_older(step: TrainingStep, saved_step: int, client_state: dict[str, Any]) -> None:
-    """Raises ConfigError if a checkpoint that was not loaded, since the job has a newer state, says
-    in its client state where the data stood."""
-    finished = step.state.progress.step
-    if client_state:
-        raise ConfigError(
-            f"load_checkpoint of step {saved_step}, with the client state {list(client_state)}, "
-            f"in a job that continues with {finished} finished steps",
-            allowed="to go on from engine.global_steps: no finished step is done again",
-            fix="load_checkpoint only `if engine.global_steps == 0`; skip the data of those steps",
-        )
-    if step.runtime.collectives.rank == 0:
+        if options.progress:
+            step.meter.on_state_loaded(tells_place=bool(encoded))
+    elif collectives.rank == 0:
         text = "the checkpoint of step %d is not loaded: the job continues with %d finished steps"
-        log.warning(text, saved_step, finished)
+        log.warning(text, saved_step, step.state.progress.step)
+    with damaged_unless_valid("client_state"):
+        return path, decode_client_state(encoded)
 
 
 def check_tag(tag: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
@@ -144,9 +144,18 @@ class StepMeter:
         """The host's requests for the vote of this step."""
         return self._session.step_requests() if self._session is not None else NO_REQUESTS
 
-    def admits_load(self, step: int) -> bool:
+    def admits_load(self, step: int, client_keys: Sequence[str]) -> bool:
         """As the session's."""
-        return self._session is None or self._session.admits_load(step, self._progress.step)
+        session, progress = self._session, self._progress
+        return session is None or session.admits_load(step, progress.step, client_keys)
+
+    def on_state_loaded(self, *, tells_place: bool) -> None:
+        """The training function has loaded a checkpoint, whose client state tells it its place in
+        the data, or there is none."""
+        if tells_place:
+            self._progress.function_cursor = self._progress.sample_cursor
+        if self._session is not None:
+            self._session.on_state_loaded(self._progress.step)
 
     @property
     def compares_rank_losses(self) -> bool:

@@ -73,9 +73,13 @@ class HostSession(Protocol):
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
         """The state to restore into a new engine; None for a fresh start."""
 
-    def admits_load(self, step: int, engine_step: int) -> bool:
-        """Whether a checkpoint of `step` takes the place of the engine's state; otherwise that,
-        which is newer and was restored, stays. Raises ConfigError if neither is right."""
+    def admits_load(self, step: int, engine_step: int, client_keys: Sequence[str]) -> bool:
+        """Whether a checkpoint of `step`, with a client state of these keys, takes the place of the
+        engine's state; otherwise that, which is newer and was restored, stays. Raises ConfigError
+        if neither is right."""
+
+    def on_state_loaded(self, step: int) -> None:
+        """Called on all ranks when the training function has loaded a checkpoint of `step`."""
 
     def on_engine_ready(self, engine: Any) -> None:
         """Called once with the finished `Engine`, its state loaded. (It imports this module.)"""
@@ -119,8 +123,11 @@ class BesideSession:
     def resume_from(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def admits_load(self, step: int, engine_step: int) -> bool:
+    def admits_load(self, step: int, engine_step: int, client_keys: Sequence[str]) -> bool:
         return True
+
+    def on_state_loaded(self, step: int) -> None:
+        return
 
     def on_engine_ready(self, engine: Any) -> None:
         return

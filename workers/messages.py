@@ -142,6 +142,14 @@ class Restored(RankMessage):
 
 
 @dataclass(frozen=True)
+class WentBack(RankMessage):
+    """Before its first step, the training function has loaded a checkpoint of its own, of `step`
+    finished steps, which is older than the state restored. Sent by rank 0, for all."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class StepDivided(RankMessage):
     """The training function cuts a step into this many equal parts over all ranks, as Trainer and
     Accelerate do: only numbers of ranks that divide it can continue."""

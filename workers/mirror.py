@@ -67,6 +67,10 @@ class Mirror:
         self._last_mirror: bool | None = False  # of the step before; see `CopyCost.step_finished`
         self._interval_steps = float(policy.every_steps or 1)
 
+    def go_back(self, step: int) -> None:
+        """The function has loaded a state older than the one that the generation started from."""
+        self.newest_step = step
+
     def gauges(self) -> dict[str, float]:
         """The newest step in the vault, and the bytes there of this rank and generation; empty
         without a vault."""

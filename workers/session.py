@@ -24,6 +24,7 @@ from rayzero.workers.messages import (
     Assignment,
     Restored,
     StepDivided,
+    WentBack,
     WorkerMessage,
     WorkerSpec,
 )
@@ -79,7 +80,7 @@ class JobSession:
             *(spec.mirror, assignment, spec.steps),
             *(retained.vault, channel.post, channel.interrupt),
         )
-        self._skipped_steps = 0.0
+        self._divides_steps = False
         self._spec = spec
         self._ledger = None
         if spec.ledger:
@@ -121,6 +122,7 @@ class JobSession:
 
     def divide_step(self, parts: int) -> None:
         """Posts `StepDivided`, by rank 0."""
+        self._divides_steps = True
         if self._assignment.rank == 0:
             self._channel.post(StepDivided(self._assignment.generation, 0, parts))
 
@@ -129,25 +131,40 @@ class JobSession:
         """Finished steps of the state that this generation starts from; 0 for a fresh start."""
         return self._assignment.restore.step if self._assignment.restore else 0
 
-    def admits_load(self, step: int, engine_step: int) -> bool:
-        """A job's steps only increase: peers and replicas know the later ones."""
+    def admits_load(self, step: int, engine_step: int, client_keys: Sequence[str]) -> bool:
+        """Before its first step a function that was entered again may go back to a checkpoint that
+        tells its place: its loop can then not go on from memory. Any other one stays."""
         if step >= engine_step:
             return True
-        if engine_step == self.restored_step:
-            return False
-        raise ConfigError(
-            f"load_checkpoint of step {step}, in a job that has finished {engine_step} steps",
-            allowed="to go back, a new job, which loads it before its first step",
-        )
+        if engine_step != self.reporter.start_step:
+            raise ConfigError(
+                f"load_checkpoint of step {step}, in a job that has finished {engine_step} steps",
+                allowed="to go back, a new job, which loads it before its first step",
+            )
+        if client_keys and self._divides_steps:
+            raise ConfigError(
+                f"load_checkpoint of step {step}, with the client state {list(client_keys)}, in a "
+                f"job whose data and schedule continue after {engine_step} finished steps",
+                allowed="with Accelerate and Trainer: to go on from engine.global_steps",
+                fix="load_checkpoint only `if engine.global_steps == 0`",
+            )
+        return bool(client_keys)
+
+    def on_state_loaded(self, step: int) -> None:
+        if self.engine is None or step >= self.reporter.start_step:
+            return
+        self._mirror.go_back(step)
+        self.reporter.start_at(step, self.engine.progress.skipped_steps)
+        if self._assignment.rank == 0:
+            self.post(WentBack(self._channel.generation, 0, step))
 
     def on_engine_ready(self, engine: Engine) -> None:
         self.engine = engine
         self._retained.retain(engine)
-        self._skipped_steps = engine.progress.skipped_steps
         self._register_stop_hooks(engine)
         step = engine.progress.step
         self.await_group()  # a rank that has loaded its state has joined: the controller's order
-        self.reporter.start_at(step)
+        self.reporter.start_at(step, engine.progress.skipped_steps)
         self.post(Restored(self._channel.generation, self._channel.rank, step))
 
     def on_phase(self, name: str) -> None:
@@ -191,10 +208,8 @@ class JobSession:
         effect after both; before, if an abort may have changed the state."""
         step = int(metrics["step"])
         self._enter_phase("mirror")
-        skipped = metrics.get("skipped_steps", self._skipped_steps)
         self.reporter.add(metrics | worker_metrics(metrics, self._mirror))
-        self.reporter.add({"skipped": skipped - self._skipped_steps})
-        self._skipped_steps = skipped
+        self.reporter.add_skipped(metrics.get("skipped_steps"))
         if self.engine is not None:
             self._mirror.step_done(step, agreed, self.engine.state)
             self.reporter.add(self._mirror.gauges())

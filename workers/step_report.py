@@ -30,13 +30,18 @@ class StepReporter:
         self._channel = channel
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._gauges: dict[str, float] = {}
+        self.start_step = 0
+        """Finished steps of the state that this generation trains from."""
         self._last_step = 0
+        self._skipped_steps = 0.0
         self._last_at_s = monotonic()
         self._checked_names: set[str] = set()
 
-    def start_at(self, step: int) -> None:
-        """Sets the number of finished steps."""
-        self._last_step, self._last_at_s = step, monotonic()
+    def start_at(self, step: int, skipped_steps: int = 0) -> None:
+        """Sets the number of finished steps, and how many of them were skipped."""
+        self._skipped_steps = float(skipped_steps)
+        self.start_step = self._last_step = step
+        self._last_at_s = monotonic()
         self._channel.progress.begin_step(step + 1)
 
     def add_user_metrics(self, metrics: Mapping[str, Any]) -> None:
@@ -63,6 +68,13 @@ class StepReporter:
                 self._counters[name] += number
             elif name != "step":
                 self._gauges[name] = number
+
+    def add_skipped(self, skipped_steps: float | None) -> None:
+        """Adds whether the current step was skipped, from how many were until now; None: none
+        more."""
+        total = self._skipped_steps if skipped_steps is None else skipped_steps
+        self.add({"skipped": total - self._skipped_steps})
+        self._skipped_steps = total
 
     def build(self, step: int) -> StepReport:
         """Finishes the step and returns its report, to be posted once the step is mirrored.

@@ -113,7 +113,7 @@ class StepLoader:
 
     def _script_epoch_end(self) -> int:
         """The sample cursor at the end of the epoch that a script's next iteration is."""
-        start = self._script_cursor
+        start = max(self._script_cursor, self.progress.function_cursor)
         return start + self._steps_to_epoch_end(start) * self.progress.global_batch
 
     def steps(self, count: int) -> Iterator[Any]:

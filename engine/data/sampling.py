@@ -187,4 +187,6 @@ class TrainingProgress:
     skipped_steps: int = 0  # finished steps that changed nothing: a gradient was not finite
     # {monitor: its service's identifier of this run}, on rank 0; see `engine.monitors`.
     monitor_runs: dict[str, str] = field(default_factory=dict)
+    # Where the training function has taken its place in the data from a checkpoint of its own.
+    function_cursor: int = 0
     data_wait_s: float = 0.0  # total seconds that the training loop waited for loaders

@@ -18,7 +18,7 @@ from rayzero.orchestrator.aio import (
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
 from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
-from rayzero.orchestrator.job_events import EventBus, JobEvent, JobWarning, RankEvent
+from rayzero.orchestrator.job_events import EventBus, JobEvent, JobWarning, RankEvent, Rewound
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.observed import ObservedState
 from rayzero.orchestrator.plan import JobPlan
@@ -26,6 +26,7 @@ from rayzero.orchestrator.policies.membership import WorkerLimits, WorkerRegistr
 from rayzero.orchestrator.policies.stragglers import SpeedTracker
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.chaos.spec import FaultSpec
+from rayzero.workers.messages import WentBack
 
 if TYPE_CHECKING:  # they import Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.vault_group import VaultGroup
@@ -128,6 +129,25 @@ class JobContext(ObservedState):
                 f"equal parts: of up to {limits.max} workers (workers.max) {most or 'none'} can "
                 "train; gradient_accumulation_steps decides it"
             )
+
+    def rewind(self, step: int) -> int:
+        """Training continues from `step`. Returns the number of finished steps to redo."""
+        redone = self.progress.rewind(step)
+        self.emit(Rewound(step, redone))
+        self.timer.step_selected(step, redone)
+        return redone
+
+    def go_back(self, message: WentBack) -> None:
+        """The training function continues from its own checkpoint instead of the state restored."""
+        if message.generation != self.generation.number or self.generation.fenced:
+            return
+        self.generation.step = message.step + 1
+        redone = self.rewind(message.step)
+        self.warn(
+            f"the script has loaded its own checkpoint of step {message.step}, with a client state "
+            f"that tells its place: {redone} finished step{'s' * (redone != 1)} will be done again "
+            "(none, if it loads only `if engine.global_steps == 0`, and skips the data of those)"
+        )
 
     def warn(self, text: str) -> None:
         self.emit(JobWarning(text))

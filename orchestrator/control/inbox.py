@@ -30,6 +30,7 @@ from rayzero.workers.messages import (
     StepReport,
     StopCaught,
     Stopped,
+    WentBack,
     WorkerMessage,
 )
 from rayzero.workers.output import dropped_lines_text
@@ -223,6 +224,7 @@ class MessageDispatcher:
             Crashed: self._on_crashed,
             Shrunk: shrink.on_shrunk,
             Pinned: replication.on_pinned,
+            WentBack: lambda _, message: context.go_back(message),
             StepDivided: lambda _, message: context.divide_step(message.parts),
             LogLine: self._forward,
             FaultFired: self._forward,

@@ -10,7 +10,6 @@ from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.vaults import VaultManager
-from rayzero.orchestrator.job_events import Rewound
 from rayzero.orchestrator.policies.recovery import (
     Excluded,
     FromWorkers,
@@ -61,10 +60,7 @@ class RestoreSelector:
         if source is None and excluded.checkpoints:
             raise await self._checkpoints.no_state_error()
         step = source.step if source is not None else 0
-        redone = ctx.progress.rewind(step)
-        ctx.emit(Rewound(step, redone))
-        self._warn_lost_steps(source, redone)
-        ctx.timer.step_selected(step, redone)
+        self._warn_lost_steps(source, ctx.rewind(step))
         return source
 
     async def find(self, step: int) -> Restore | None:

@@ -10,12 +10,19 @@ import torch
 from torch import nn
 
 from rayzero.engine.api.initialize import initialize
+from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError, DataError, EngineError
 from rayzero.engine.session import NO_REQUESTS, StepRequests, use_session
 from rayzero.workers import session as session_module
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
 from rayzero.workers.context import Context
-from rayzero.workers.messages import Restored, StepReport, WorkerMessage
+from rayzero.workers.messages import (
+    SCRIPT_ENTRYPOINT,
+    Restored,
+    StepReport,
+    WentBack,
+    WorkerMessage,
+)
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import JobSession
 from rayzero.workers.training_thread import GenerationChannel, Interrupted
@@ -202,32 +209,59 @@ def test_ledger_of_another_run_is_no_outage(tmp_path: Path):
         session_with_ledger(tmp_path)
 
 
-@pytest.mark.parametrize("restored", [0, 3])
-def test_checkpoint_older_than_the_job_is_not_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored: int
-):
-    """A script that is entered again loads its own: the engine stays at the job's step, and a
-    client state, which would say otherwise, is refused. So is going back later."""
-    job_session, _, _ = session()
-    monkeypatch.setattr(JobSession, "restored_step", restored)
+def engine_with_checkpoints(job_session: JobSession, folder: Path, restored: int = 3) -> Engine:
+    """At step 3, in a generation that began at step `restored`, with other weights than its
+    checkpoints: of step 4, and of step 2 without a client state and with one."""
     with use_session(job_session):
         config = recovery_jobs.engine_config(1)
         engine, *_ = initialize(model=nn.Linear(1, 1), config=config)
+    size = engine.train_batch_size()
     for tag, step, client_state in (("new", 4, {"a": 1}), ("old", 2, {}), ("told", 2, {"a": 1})):
-        engine.progress.step = step
-        engine.save_checkpoint(str(tmp_path), tag, client_state)
-    engine.progress.step = 3
-    before = engine.module.weight.detach().clone()
+        engine.progress.step, engine.progress.sample_cursor = step, step * size
+        engine.save_checkpoint(str(folder), tag, client_state)
+    engine.progress.step, engine.progress.sample_cursor = 3, 3 * size
+    job_session.reporter.start_at(restored)
     with torch.no_grad():
         engine.module.weight += 1
+    return engine
+
+
+@pytest.mark.parametrize("restored", [0, 3])
+def test_checkpoint_older_than_the_job_is_not_loaded(tmp_path: Path, restored: int):
+    """A script that is entered again loads its own: the engine stays at the job's step, and with
+    Accelerate a client state, which would say otherwise, is refused. So is going back later."""
+    job_session, _, posted = session()
+    job_session.divide_step(1)
+    engine = engine_with_checkpoints(job_session, tmp_path, restored)
+    before = engine.module.weight.item()
     if restored:
         assert engine.load_checkpoint(str(tmp_path), "old")[1] == {}
         with pytest.raises(ConfigError, match=r"step 2, .*\['a'\].* 3 finished steps"):
             engine.load_checkpoint(str(tmp_path), "told")
     else:
         with pytest.raises(ConfigError, match=r"step 2, in a job that has finished 3 steps"):
-            engine.load_checkpoint(str(tmp_path), "old")
-    assert engine.global_steps == 3
-    assert torch.equal(engine.module.weight, before + 1)
+            engine.load_checkpoint(str(tmp_path), "told")
+    assert (engine.global_steps, engine.module.weight.item()) == (3, before)
     assert engine.load_checkpoint(str(tmp_path), "new")[1] == {"a": 1}
-    assert (engine.global_steps, engine.module.weight.item()) == (4, before.item())
+    assert (engine.global_steps, engine.module.weight.item()) == (4, pytest.approx(before - 1))
+    assert not any(isinstance(message, WentBack) for message in posted)
+
+
+def test_job_goes_back_to_a_checkpoint_that_tells_its_place(tmp_path: Path):
+    job_session, channel, posted = session(entrypoint=SCRIPT_ENTRYPOINT)
+    engine = engine_with_checkpoints(job_session, tmp_path)
+    before = engine.module.weight.item()
+    epoch = torch.arange(2 * engine.train_batch_size())
+    loader = engine.deepspeed_io(epoch)
+    assert engine.load_checkpoint(str(tmp_path), "told")[1] == {"a": 1}
+    # The script begins at the place that it was told: its next iteration is no finished epoch.
+    assert torch.cat([batch.cpu() for batch in loader]).sort().values.equal(epoch)
+    assert (engine.global_steps, engine.module.weight.item()) == (2, pytest.approx(before - 1))
+    assert posted[-1] == WentBack(1, 0, 2)
+    assert job_session._mirror.newest_step == 2
+    assert channel.progress.step == 3  # the one that is worked on
+    engine.progress.step = 3
+    job_session.on_step_end({"step": 3.0}, NO_REQUESTS)
+    assert report_of(posted[-1:]).step == 3
+    with pytest.raises(ConfigError, match=r"step 2, in a job that has finished 3 steps"):
+        engine.load_checkpoint(str(tmp_path), "told")

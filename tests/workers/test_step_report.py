@@ -56,7 +56,7 @@ def test_report_has_engines_metrics():
 
 def test_skipped_step_is_counted_once():
     job_session, _, posted = session()
-    job_session._skipped_steps = 3  # as loaded from a checkpoint
+    job_session.reporter.start_at(0, 3)  # as loaded from a checkpoint
     for step, count in enumerate((3, 4, 4), 1):
         job_session.on_step_end({"step": step, "skipped_steps": count}, NO_REQUESTS)
     assert [report.gauges["skipped"] for report in reports(posted)] == [0, 1, 0]

@@ -75,8 +75,10 @@ class StateSession:
 
     def on_model(self, model: Any) -> None: ...
 
-    def admits_load(self, step: int, engine_step: int) -> bool:
+    def admits_load(self, step: int, engine_step: int, client_keys: Sequence[str]) -> bool:
         return True
+
+    def on_state_loaded(self, step: int) -> None: ...
 
     def on_engine_ready(self, engine: Engine) -> None:
         return

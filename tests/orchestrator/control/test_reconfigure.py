@@ -15,6 +15,7 @@ from rayzero.orchestrator.control.vaults import VAULT_POLL_S
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
 from rayzero.orchestrator.job_events import FaultDetected, JobWarning, Repaired, StateEntered
 from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.messages import (
     Crashed,
     Finished,
@@ -22,6 +23,7 @@ from rayzero.workers.messages import (
     Joined,
     Restored,
     Stopped,
+    WentBack,
 )
 from rayzero.workers.vault.records import SlotInfo
 from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster
@@ -471,6 +473,30 @@ async def test_newest_checkpoint_is_used_if_all_replicas_are_lost(
     }
     result = await harness.finish()
     assert (result.steps, result.metrics["steps_redone"]) == (3, 3)
+
+
+@async_test
+async def test_script_goes_back_to_its_own_checkpoint(folder: Path):
+    """Within the generation that entered it again: the repair counts the steps done again."""
+    harness = start_three(folder)
+    await harness.steps(5)
+    cluster = harness.cluster
+    cluster.kill(1)
+    await settle()
+    cluster.send(0, WentBack(1, 0, 1))  # late, of the generation before
+    await settle()
+    assert "its own checkpoint" not in warnings(harness)
+    cluster.send(0, WentBack(2, 0, 3))
+    for index in (0, 2):
+        cluster.processes[index].step = 3
+    await harness.steps(1)
+    assert harness.log.of(StepRecord)[-1].step == 4
+    assert "its own checkpoint of step 3" in warnings(harness)
+    assert "2 finished steps will be done again" in warnings(harness)
+    (repaired,) = harness.log.of(Repaired)
+    assert (repaired.step, repaired.steps_redone) == (3, 2)
+    result = await harness.finish()
+    assert (result.steps, result.metrics["steps_redone"]) == (5, 2)
 
 
 @async_test

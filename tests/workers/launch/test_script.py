@@ -21,6 +21,7 @@ from rayzero.workers.messages import (
     MirrorPolicy,
     StepReport,
     Stopped,
+    WentBack,
 )
 from tests.workers.local_controller import LocalController
 from tests.workers.local_workers import LocalWorkers
@@ -82,6 +83,24 @@ def test_killed_script_goes_on_at_its_step(tmp_path: Path):
     assert first["pickled"]
     assert first["left"] is None
     assert read(tmp_path / "killed", "exits") == ["atexit"]
+
+
+def test_killed_script_with_a_loop_of_its_own_resumes_from_its_own_checkpoint(tmp_path: Path):
+    """The job goes back with it, and is told: in the history that counts each step is once."""
+    run(tmp_path / "plain", "own_loop.py", "--save-every", "5")
+    args = ("--save-every", "5", "--kill-at", "8")
+    controller = run(tmp_path / "killed", "own_loop.py", *args)
+    assert read(tmp_path / "killed", "loaded")[:2] == [[0, 0], [5, 5]]
+    told = [it for it in controller._local.seen[0] if isinstance(it, WentBack)]
+    assert told == [WentBack(2, 0, 5)]
+    steps = [json.loads(it) for it in (tmp_path / "killed/steps-0").read_text().splitlines()]
+    assert [step for step, _ in steps] == [*range(1, 9), *range(6, 19)]
+    lost = [json.loads(it) for it in (tmp_path / "killed/steps-1").read_text().splitlines()]
+    history = steps[:5] + lost[:5] + steps[8:]
+    assert Counter(index for _, indices in history for index in indices) == dict.fromkeys(
+        range(SAMPLES), EPOCHS
+    )
+    assert weight_difference(tmp_path / "plain", tmp_path / "killed") <= 1e-12
 
 
 def test_exit_codes_and_wrong_arguments_are_told_with_their_place(tmp_path: Path):

@@ -1,4 +1,5 @@
-"""A DeepSpeed script with `training_data=`; one of its ranks is killed once.
+"""A DeepSpeed script with `training_data=`, or with a loop and checkpoints of its own; one of its
+ranks is killed once.
 
 Writes what it sees to a folder: each step's samples, its process-wide state, its final weights.
 """
@@ -13,13 +14,15 @@ import os
 import pickle
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 SAMPLES, BATCH, EPOCHS = 24, 4, 3
 
@@ -38,11 +41,24 @@ def note(folder: Path, name: str, value: object) -> None:
         file.write(json.dumps(value) + "\n")
 
 
+def own_batches(engine: Any, folder: Path) -> Iterator[list[torch.Tensor]]:
+    """This rank's, from the place that its own checkpoint tells."""
+    client_state = {"batch": 0}
+    if (folder / "saved").exists():
+        _, client_state = engine.load_checkpoint(str(folder / "saved"))
+    note(folder, "loaded", [client_state["batch"], engine.global_steps])
+    each = BATCH // dist.get_world_size()
+    for batch in range(client_state["batch"], EPOCHS * SAMPLES // BATCH):
+        first = (batch * BATCH + dist.get_rank() * each) % SAMPLES
+        yield default_collate([Rows()[first + offset] for offset in range(each)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kill-at", type=int, default=-1)
     parser.add_argument("--exit", type=int, default=0)
+    parser.add_argument("--save-every", type=int, default=0)
     args = deepspeed.add_config_arguments(parser).parse_args()
     if args.exit:
         sys.exit(args.exit)
@@ -78,14 +94,20 @@ def main() -> None:
             "zero_optimization": {"stage": 2},
         },
     )
-    for _ in range(EPOCHS):
-        for rows, indices in loader:
+    epochs = [loader] * EPOCHS
+    if args.save_every:
+        epochs = [own_batches(engine, args.out)]
+    for epoch in epochs:
+        for rows, indices in epoch:
             if (engine.global_steps, engine.global_rank) == (args.kill_at, 1):
                 (args.out / "killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             engine.backward(engine(rows).pow(2).mean())
             engine.step()
             note(args.out, "steps", [engine.global_steps, indices.tolist()])
+            if args.save_every and engine.global_steps % args.save_every == 0:
+                state = {"batch": engine.global_steps}
+                engine.save_checkpoint(str(args.out / "saved"), client_state=state)
     weights = [value.tolist() for value in engine.module.state_dict().values()]
     note(args.out, "weights", weights)
     dist.destroy_process_group()
