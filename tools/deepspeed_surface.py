@@ -1,6 +1,6 @@
-"""Writes `deepspeed_surface.json`: names of DeepSpeed's engine and accelerator, what its
-packages export, and all names below `deepspeed` that transformers, accelerate, trl, peft and
-lightning use.
+"""Writes `deepspeed_surface.json`: DeepSpeed's modules, names of its engine and accelerator, what
+its packages export, its constants, and all names below `deepspeed` that transformers, accelerate,
+trl, peft and lightning use.
 
 Run where those and DeepSpeed 0.19 are installed, which the project does not need:
 `python -m tools.deepspeed_surface`. The sources are read, not imported.
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 FILE = Path(__file__).with_name("deepspeed_surface.json")
 PACKAGES = (
@@ -21,6 +23,8 @@ PACKAGES = (
 )
 MODULES = ("comm.comm", "moe.layer", "moe.utils", "runtime.config_utils", "runtime.lr_schedules")
 LIBRARIES = ("transformers", "accelerate", "trl", "peft", "lightning")
+
+_UNUSED = re.compile(r"inference|module_inject|model_implementations|ops\.\w+\.|.*\btest\b")
 
 
 def package_folder(name: str) -> Path:
@@ -79,6 +83,26 @@ def exported(deepspeed: Path) -> Iterator[str]:
                 yield f"{module}.{item.name}"
 
 
+def modules(deepspeed: Path) -> list[str]:
+    """DeepSpeed's modules that are not inference's, a kernel's or a test."""
+    paths = (path.relative_to(deepspeed).with_suffix("") for path in deepspeed.rglob("*.py"))
+    names = {".".join(part for part in path.parts if part != "__init__") for path in paths}
+    return sorted(name for name in names if name and not _UNUSED.match(name))
+
+
+def constants(path: Path) -> dict[str, Any]:
+    """Names and values of a module of constants, without its texts on how to write a config."""
+    tree = ast.parse(path.read_text())
+    tree.body = [it for it in tree.body if isinstance(it, ast.Assign | ast.ClassDef)]
+    values: dict[str, Any] = {}
+    exec(compile(tree, path, "exec"), values)
+    return {
+        name: value
+        for name, value in values.items()
+        if name.isupper() and not name.endswith("_FORMAT")
+    }
+
+
 def main() -> None:
     deepspeed = package_folder("deepspeed")
     public = (f"deepspeed.{it}" for it in exported(deepspeed) if "*" not in it and "._" not in it)
@@ -93,6 +117,8 @@ def main() -> None:
         "accelerator": class_names(
             deepspeed / "accelerator/abstract_accelerator.py", "DeepSpeedAccelerator"
         ),
+        "constants": constants(deepspeed / "runtime/constants.py"),
+        "modules": modules(deepspeed),
         "exported": sorted(set(public)),
         "used": sorted(used),
     }

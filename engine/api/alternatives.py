@@ -43,7 +43,6 @@ _ENGINE_NAMES = {
     "engine.optimizer_name() and engine.optimizer_params()": (
         "get_optimizer_configuration get_type optimizer_legacy_fusion"
     ),
-    "fp16 in the config": "dynamic_loss_scale_args",
     "zero_optimization.offload_optimizer in the config": "swap_tensor_config",
     "torch.distributed.all_gather_object": "all_gather_scalar",
     "gc.collect()": "collect_python_gc",

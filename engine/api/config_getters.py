@@ -97,7 +97,8 @@ GETTERS: dict[str, Callable[[Any], Any]] = {
     "bf16_master_weights_and_gradients": _at("bf16.bf16_master_weights_and_grads"),
     "bf16_optimizer_states": _at("bf16.bf16_optimizer_states"),
     "dynamic_loss_scale": lambda engine: _config(engine).fp16.loss_scale == 0,
-    "initial_dynamic_scale": lambda engine: 2 ** _config(engine).fp16.initial_scale_power,
+    "dynamic_loss_scale_args": lambda engine: _config(engine).fp16.dynamic_loss_scale_args(),
+    "initial_dynamic_scale": lambda engine: _config(engine).fp16.initial_dynamic_scale(),
     "torch_autocast_enabled": lambda engine: _config(engine).torch_autocast.enabled,
     "torch_autocast_lower_precision_safe_modules": _at(
         "torch_autocast.lower_precision_safe_modules"

@@ -55,6 +55,20 @@ class Fp16Config(ConfigSection):
         alternative="fp32 main weights, which offload_optimizer can keep in CPU memory",
     )
 
+    def initial_dynamic_scale(self) -> int:
+        """Where a dynamic scale starts."""
+        return 1 << self.initial_scale_power
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """A dynamic scale's settings, under the names of DeepSpeed's loss scaler."""
+        return {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": self.loss_scale_window,
+            "delayed_shift": self.hysteresis,
+            "consecutive_hysteresis": self.consecutive_hysteresis,
+            "min_scale": self.min_loss_scale,
+        }
+
 
 class Bf16Config(ConfigSection):
     """bfloat16 model weights with fp32 main weights, gradients and optimizer state."""

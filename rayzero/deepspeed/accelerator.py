@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rayzero.deepspeed.comm import get_local_rank
+from rayzero.deepspeed.lookup import resolve
 from rayzero.engine.api.alternatives import RefusedNameError
 from rayzero.engine.errors import ConfigError, did_you_mean
 
@@ -260,3 +261,7 @@ REFUSED_METHODS |= dict.fromkeys(
 @cache
 def get_accelerator() -> Accelerator:
     return Accelerator("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def __getattr__(name: str) -> Any:
+    return resolve("accelerator", name)

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
+
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
-ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT = "train", "eval", "predict"
+CROSS_RANK, CROSS_SIZE, LOCAL_RANK = "CROSS_RANK", "CROSS_SIZE", "LOCAL_RANK"
+NCCL_BACKEND, GLOO_BACKEND, MPI_BACKEND = "nccl", "gloo", "mpi"
+CCL_BACKEND, SCCL_BACKEND, HCCL_BACKEND = "ccl", "sccl", "hccl"
+
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"
 ADAGRAD_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "adagrad", "lion", "muon"
+MUADAM_OPTIMIZER, MUADAMW_OPTIMIZER, MUSGD_OPTIMIZER = "muadam", "muadamw", "musgd"
+DEEPSPEED_OPTIMIZERS = [
+    *(ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, MUADAM_OPTIMIZER),
+    *(MUADAMW_OPTIMIZER, MUSGD_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER),
+]
+TORCH_ADAM_PARAM, ADAM_W_MODE, ADAM_W_MODE_DEFAULT = "torch_adam", "adam_w_mode", True
 
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
@@ -26,3 +38,9 @@ WARMUP_NUM_STEPS, WARMUP_TYPE = "warmup_num_steps", "warmup_type"
 WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
 WARMUP_MIN_RATIO, COS_MIN_RATIO = "warmup_min_ratio", "cos_min_ratio"
 TOTAL_NUM_STEPS = "total_num_steps"
+
+
+def __getattr__(name: str) -> timedelta:
+    if name == "default_pg_timeout":  # as the environment is when it is asked for
+        return timedelta(minutes=int(os.getenv("DEEPSPEED_TIMEOUT", "10")))
+    raise AttributeError(name)

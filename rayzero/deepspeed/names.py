@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rayzero.deepspeed.config_constants import CONSTANTS
+
 _HERE = "rayzero.deepspeed"
 _API = "rayzero.engine.api"
 
@@ -87,7 +89,9 @@ WORKS: Mapping[str, Mapping[str, str]] = {
         f"{_HERE}.constant_values": "MUON_OPTIMIZER TORCH_DISTRIBUTED_DEFAULT_PORT",
         f"{_HERE}.typed_config": "load_ds_config",
     },
-    "accelerator": {f"{_HERE}.accelerator": "get_accelerator"},
+    "accelerator": {
+        f"{_HERE}.accelerator": "DeepSpeedAccelerator=Accelerator get_accelerator",
+    },
     "accelerator.abstract_accelerator": {
         f"{_HERE}.accelerator": "DeepSpeedAccelerator=Accelerator",
     },
@@ -97,7 +101,11 @@ WORKS: Mapping[str, Mapping[str, str]] = {
     "checkpointing": _CHECKPOINTING,
     "comm": _COMM,
     "comm.comm": _COMM,
-    "comm.constants": {},
+    "comm.constants": {
+        f"{_HERE}.constant_values": (
+            "CCL_BACKEND GLOO_BACKEND HCCL_BACKEND MPI_BACKEND NCCL_BACKEND SCCL_BACKEND"
+        ),
+    },
     "comm.reduce_op": {f"{_HERE}.comm": "ReduceOp"},
     "comm.torch": {},
     "compression": {},
@@ -118,7 +126,12 @@ WORKS: Mapping[str, Mapping[str, str]] = {
             "split_params_into_shared_and_expert_params"
         ),
     },
-    "constants": {f"{_HERE}.constant_values": "TORCH_DISTRIBUTED_DEFAULT_PORT"},
+    "constants": {
+        f"{_HERE}.constant_values": (
+            "CROSS_RANK CROSS_SIZE LOCAL_RANK TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout"
+        ),
+    },
+    "git_version_info": {_HERE: "git_branch git_hash version=__version__"},
     "ops": {},
     "ops.adagrad": {f"{_HERE}.ops": "DeepSpeedCPUAdagrad"},
     "ops.adagrad.cpu_adagrad": {f"{_HERE}.ops": "DeepSpeedCPUAdagrad"},
@@ -126,8 +139,10 @@ WORKS: Mapping[str, Mapping[str, str]] = {
     "ops.adam.cpu_adam": {f"{_HERE}.ops": "DeepSpeedCPUAdam"},
     "ops.adam.fused_adam": {f"{_HERE}.ops": "FusedAdam"},
     "ops.lamb": {f"{_HERE}.ops": "FusedLamb"},
+    "ops.lamb.fused_lamb": {f"{_HERE}.ops": "FusedLamb"},
     "ops.lion": {f"{_HERE}.ops": "DeepSpeedCPULion FusedLion"},
     "ops.lion.cpu_lion": {f"{_HERE}.ops": "DeepSpeedCPULion"},
+    "ops.lion.fused_lion": {f"{_HERE}.ops": "FusedLion"},
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
@@ -139,8 +154,9 @@ WORKS: Mapping[str, Mapping[str, str]] = {
         f"{_API}.config_reader": "DeepSpeedConfig",
         _HERE: "DeepSpeedConfigError",
         f"{_HERE}.constant_values": (
-            "ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER "
-            "MUON_OPTIMIZER"
+            "ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER ADAM_W_MODE ADAM_W_MODE_DEFAULT "
+            "DEEPSPEED_OPTIMIZERS LAMB_OPTIMIZER LION_OPTIMIZER MUADAMW_OPTIMIZER "
+            "MUADAM_OPTIMIZER MUON_OPTIMIZER MUSGD_OPTIMIZER TORCH_ADAM_PARAM"
         ),
         f"{_HERE}.typed_config": (
             "get_communication_data_type get_dataloader_drop_last get_disable_allgather "
@@ -160,7 +176,7 @@ WORKS: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "runtime.constants": {
-        f"{_HERE}.constant_values": "ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN",
+        f"{_HERE}.config_constants": " ".join(CONSTANTS),
         f"{_HERE}.typed_config": "ValidationMode",
     },
     "runtime.data_pipeline": {},
@@ -192,6 +208,9 @@ WORKS: Mapping[str, Mapping[str, str]] = {
             "WARMUP_DECAY_LR WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR WARMUP_MAX_LR "
             "WARMUP_MIN_LR WARMUP_MIN_RATIO WARMUP_NUM_STEPS WARMUP_TYPE"
         ),
+        f"{_HERE}.schedule_arguments": (
+            "add_tuning_arguments get_config_from_args get_lr_from_config parse_arguments"
+        ),
     },
     "runtime.precision_config": {
         "rayzero.engine.config.sections": (
@@ -200,10 +219,12 @@ WORKS: Mapping[str, Mapping[str, str]] = {
         f"{_HERE}.typed_config": "get_bfloat16_config get_float16_config",
     },
     "runtime.utils": {
+        "contextlib": "noop_context=nullcontext",
         f"{_HERE}.runtime_utils": (
-            "DummyOptim clip_grad_norm_ copy_to_device empty_cache ensure_directory_exists "
-            "get_global_norm get_only_unique_item move_to_device noop_decorator "
-            "partition_balanced partition_uniform prefix_sum_inc see_memory_usage set_random_seed"
+            "DummyOptim call_to_str clip_grad_norm_ copy_to_device empty_cache "
+            "ensure_directory_exists get_global_norm get_only_unique_item move_to_device "
+            "noop_decorator partition_balanced partition_uniform prefix_sum_inc "
+            "required_torch_version see_memory_usage set_random_seed"
         ),
     },
     "runtime.zero": _ZERO,
@@ -258,10 +279,12 @@ WORKS: Mapping[str, Mapping[str, str]] = {
     "utils.z3_leaf_module": _LEAVES,
     "utils.logging": {
         f"{_HERE}.utils": (
-            "log_dist log_dist_once logger print_json_dist set_log_level_from_string"
+            "get_current_level log_dist log_dist_once logger print_json_dist "
+            "set_log_level_from_string should_log_le warning_once"
         ),
     },
     "utils.module_utils": {f"{_HERE}.runtime_utils": "recursive_getattr recursive_setattr"},
+    "utils.torch": {f"{_HERE}.runtime_utils": "required_torch_version"},
     "utils.tensor_fragment": {f"{_API}.tensor_fragments": _FRAGMENTS},
     "utils.zero_to_fp32": {
         f"{_HERE}.zero_to_fp32": (

@@ -151,6 +151,23 @@ def noop_decorator(func: Any) -> Any:
     return func
 
 
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """A call as text."""
+    given = [repr(arg) for arg in args] + [f"{key}={arg!r}" for key, arg in kwargs.items()]
+    return f"{base}({', '.join(given)})"
+
+
+def required_torch_version(
+    min_version: float | str | None = None, max_version: float | str | None = None
+) -> bool:
+    """Whether torch's version is in this range."""
+    if not (min_version or max_version):
+        raise ValueError("required_torch_version() was called without min_version or max_version")
+    version = torch.torch_version.TorchVersion(torch.__version__.partition("+")[0])
+    too_old = min_version and version < str(min_version)
+    return not (too_old or (max_version and version > str(max_version)))
+
+
 def get_only_unique_item(items: Iterable[Any]) -> Any:
     """The value of items that are all equal. Raises ValueError if they are not."""
     values = set(items)

@@ -8,7 +8,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from logging import INFO, Formatter, Logger, StreamHandler, getLogger  # not `utils.logging`
+from functools import cache
+from logging import (  # not `utils.logging`
+    INFO,
+    Formatter,
+    Logger,
+    StreamHandler,
+    getLevelNamesMapping,
+    getLogger,
+)
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +99,28 @@ def print_json_dist(
         Path(path).write_text(text)
 
 
-def set_log_level_from_string(log_level_str: str) -> None:
-    """Sets the level of `logger`: debug, info, warning, error or critical."""
-    logger.setLevel(log_level_str.upper())
+def set_log_level_from_string(log_level_str: str, custom_logger: Logger | None = None) -> None:
+    """Sets the level of `logger`, or another one: debug, info, warning, error or critical."""
+    (custom_logger or logger).setLevel(log_level_str.upper())
+
+
+def get_current_level() -> int:
+    """The level of `logger`."""
+    return logger.getEffectiveLevel()
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Whether messages of this level are logged."""
+    return logger.isEnabledFor(getLevelNamesMapping()[max_log_level_str.upper()])
+
+
+@cache
+def warning_once(*args: Any) -> None:
+    """`logger.warning`, the first time that it is called so."""
+    logger.warning(*args)
+
+
+logger.warning_once = warning_once  # type: ignore[attr-defined]  # as in DeepSpeed
 
 
 def instrument_w_nvtx(func: Any) -> Any:

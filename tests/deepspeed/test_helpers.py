@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from argparse import ArgumentParser
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rayzero.deepspeed import comm, estimates, expert_groups, groups, typed_config
+from rayzero.deepspeed import (
+    comm,
+    estimates,
+    expert_groups,
+    groups,
+    schedule_arguments,
+    typed_config,
+)
 from rayzero.deepspeed import runtime_utils as utils
 from rayzero.deepspeed.accelerator import get_accelerator
+from rayzero.engine.config.model import SchedulerConfig
 from rayzero.engine.config.zero import ZeroConfig
 from rayzero.engine.errors import ConfigError
 from tests.support.ranks import run_ranks
@@ -92,7 +101,9 @@ def test_typed_readers() -> None:
     assert typed_config.get_scheduler_name(config) is None
     assert typed_config.get_zero_config(config).stage == typed_config.ZeroStageEnum.gradients
     precision = {"fp16": {"initial_scale_power": 8}, "bf16": None, "bfloat16": {"enabled": True}}
-    assert typed_config.get_float16_config(precision).initial_scale_power == 8
+    fp16 = typed_config.get_float16_config(precision)
+    assert fp16.initial_dynamic_scale() == 256
+    assert list(fp16.dynamic_loss_scale_args().values()) == [256, 1000, 2, False, 1]
     assert typed_config.get_bfloat16_config(precision).enabled
     assert not typed_config.get_bfloat16_config({"bf16": {}, "bfloat16": {"enabled": True}}).enabled
     typed: Any = ZeroConfig.model_validate({"stage3_param_persistence_threshold": 7})
@@ -102,10 +113,50 @@ def test_typed_readers() -> None:
         size: int = 3
 
     assert Section(size="auto").size == 3
+    assert utils.call_to_str("f", 1, "a", b=2) == "f(1, 'a', b=2)"
+    assert utils.required_torch_version(min_version=2, max_version="9.1")
+    assert not utils.required_torch_version(max_version=1.13)
     with pytest.raises(ValueError, match="extra"):
         Section(sizes=4)
     with pytest.raises(ValueError, match="Duplicate keys"):
         typed_config.dict_raise_error_on_duplicate_keys([("a", 1), ("a", 2)])
+
+
+WARMUP = {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 7, "warmup_type": "log"}
+RANGE = {"min_lr": 0.001, "step_rate": 1.0, "step_size": 1000, "staircase": False}
+RATIOS = {"warmup_min_ratio": 0.01, "cos_min_ratio": 0.01}
+CYCLE = {
+    "cycle_first_step_size": 1000,
+    "cycle_first_stair_count": -1,
+    "cycle_second_step_size": -1,
+    "cycle_second_stair_count": -1,
+    "decay_step_size": 1000,
+    "cycle_min_lr": 0.01,
+    "cycle_max_lr": 0.1,
+    "decay_lr_rate": 0.0,
+    "cycle_min_mom": 0.8,
+    "cycle_max_mom": 0.9,
+    "decay_mom_rate": 0.0,
+}
+SCHEDULES = {  # of DeepSpeed 0.19.8
+    "LRRangeTest": ({f"lr_range_test_{name}": value for name, value in RANGE.items()}, 0.001),
+    "OneCycle": (CYCLE, 0.1),
+    "WarmupLR": (WARMUP, 0.001),
+    "WarmupDecayLR": (WARMUP, 0.001),
+    "WarmupCosineLR": ({"warmup_num_steps": 7, "warmup_type": "log"} | RATIOS, None),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_from_the_command_line_equals_deepspeeds(kind: str) -> None:
+    params, rate = SCHEDULES[kind]
+    parser = schedule_arguments.add_tuning_arguments(ArgumentParser())
+    args = parser.parse_args(["--lr_schedule", kind, "--warmup_num_steps", "7", "--cycle_momentum"])
+    config, reason = schedule_arguments.get_config_from_args(args)
+    assert (config, reason) == ({"type": kind, "params": params}, None)
+    assert schedule_arguments.get_lr_from_config(config or {})[0] == rate
+    SchedulerConfig.model_validate(config)
+    assert schedule_arguments.get_config_from_args(parser.parse_args([]))[0] is None
 
 
 def test_accelerator_on_the_cpu() -> None:

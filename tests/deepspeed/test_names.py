@@ -59,6 +59,15 @@ from rayzero.engine.api.alternatives import ENGINE_ALTERNATIVES
 from tools.deepspeed_names import PAGE, render
 from tools.deepspeed_surface import FILE
 surface, wrong = json.loads(FILE.read_text()), []
+for module in surface["modules"]:
+    try:
+        importlib.import_module(f"deepspeed.{module}")
+    except ImportError as error:
+        wrong.append(str(error))
+for name, value in surface["constants"].items():
+    here = getattr(importlib.import_module("deepspeed.runtime.constants"), name)
+    if json.dumps(here) != json.dumps(value):
+        wrong.append(f"{name} is {here}, {value} in DeepSpeed")
 for full in surface["used"] + surface["exported"]:
     parts, value = full.split("."), None
     for count in range(len(parts), 0, -1):
@@ -88,7 +97,7 @@ print(json.dumps([len(surface["used"] + surface["exported"]), wrong]))
 
 @pytest.mark.slow
 def test_every_name_of_deepspeed_is_in_the_table() -> None:
-    """What its packages export and what transformers, accelerate, trl, peft and lightning use."""
+    """Its modules and constants, what its packages export, and what libraries use."""
     done = run_script("-c", SURFACE)
     assert done.returncode == 0, done.stderr[-3000:]
     count, wrong = json.loads(done.stdout)
