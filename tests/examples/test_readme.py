@@ -1,22 +1,31 @@
-"""The first script of README.md runs unchanged, and the kill of its job does what is shown."""
+"""Code blocks of README.md and docs run as written: the first script, its kill, and those that
+need no cluster. `tests/house/test_blocks.py` says which test runs which block.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from rayzero.orchestrator.cli.app import app
+from tests.house.test_blocks import blocks
 from tests.support.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = re.compile(r"^`([\w.]+)`[^\n]*:\n\n```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-KILL = re.compile(r"^\*\*Kill one now.*?```\n(.*?)```\n\n```\n(.*?)```", re.DOTALL | re.MULTILINE)
+KILL = re.compile(
+    r"^\*\*Kill one now.*?```bash\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL | re.MULTILINE
+)
 LOSS = 0.0959
 NUMBER = re.compile(r"[\d.]+")
 
@@ -34,13 +43,14 @@ def folder(tmp_path: Path) -> Path:
 def test_first_script_reproduces_documented_losses(folder: Path) -> None:
     documented = re.search(r"the same five losses, ([\d.]+) to ([\d.]+):", README)
     assert documented is not None
-    done = run_script("first.py", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    losses = re.findall(r"epoch \d: loss ([\d.]+)", done.stdout)
-    assert len(losses) == 5
-    assert [float(losses[0]), float(losses[-1])] == pytest.approx(
-        [float(loss) for loss in documented.groups()], rel=0.05
-    )
+    for ranks in (0, 2):
+        done = run_script("first.py", ranks=ranks, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        losses = re.findall(r"epoch \d: loss ([\d.]+)", done.stdout)
+        assert len(losses) == 5
+        assert [float(losses[0]), float(losses[-1])] == pytest.approx(
+            [float(loss) for loss in documented.groups()], rel=0.05
+        )
 
 
 @pytest.mark.slow
@@ -75,3 +85,120 @@ def test_kill_of_the_first_job_is_repaired_as_shown(folder: Path) -> None:
 def _without_numbers(line: str) -> str:
     """And without the name of the machine."""
     return NUMBER.sub("#", re.sub(r"on node \S+", "on node", line))
+
+
+def run_block(code: str, cwd: Path) -> str:
+    done = run_script("-c", code, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def block(page: str, language: str, containing: str) -> str:
+    (found,) = [
+        item.text for item in blocks(page) if item.language == language and containing in item.text
+    ]
+    return found
+
+
+def run_lines(page: str, beginning: str, cwd: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What each of the page's command lines that begin so prints."""
+    monkeypatch.chdir(cwd)
+    outputs = []
+    lines = [line for item in blocks(page) if item.language == "bash" for line in item.lines()]
+    for line in (line for line in lines if line.startswith(beginning)):
+        words, _, file = line.partition(" > ")
+        done = CliRunner().invoke(app, shlex.split(words, comments=True)[1:])
+        assert done.exit_code == 0, (line, done.output)
+        outputs.append(done.output)
+        if file:
+            Path(file.split()[0]).write_text(done.output, encoding="utf-8")
+    return outputs
+
+
+ENGINE = """
+import torch, rayzero
+model = torch.nn.Linear(3, 2)
+config = {"train_batch_size": 2, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 1}}
+engine, *_ = rayzero.initialize(model=model, config=config)
+"""
+TRAIN = """
+for _ in range(2):
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    engine.step()
+"""
+
+
+def test_checkpoint_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader of the format reads a checkpoint, then the commands are run on it."""
+    page = "docs/checkpoints.md"
+    save, read = block(page, "python", "save_checkpoint"), block(page, "python", "def read(")
+    check = """
+from pathlib import Path as P
+import numpy
+assert client_state == {"epoch": 3}, client_state
+folder = P("runs/mine/global_step2")
+want = engine.module.weight.detach().numpy()
+numpy.testing.assert_array_equal(read(folder, "weights/weight"), want)
+"""
+    run_block(ENGINE + TRAIN + save + read + check, tmp_path)
+    shutil.copytree(tmp_path / "runs/mine/global_step2", tmp_path / "runs/gpt/step-2")
+    run_lines(page, "rayzero ckpt", tmp_path, monkeypatch)
+    assert (tmp_path / "out/model.safetensors").is_file()
+
+
+def test_config_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    explained, every, of_job, _ = run_lines("docs/config.md", "rayzero", folder, monkeypatch)
+    assert len(every) > len(explained) > 0
+    assert "zero_optimization.stage" in of_job
+    schema = json.loads((folder / "engine.schema.json").read_text(encoding="utf-8"))
+    assert "zero_optimization" in schema["properties"]
+
+
+MODELS = """
+import torch
+def make(): return torch.nn.Linear(64, 64)
+def batch(samples): return torch.ones(samples, 64)
+"""
+
+
+def test_plan_block(tmp_path: Path) -> None:
+    (tmp_path / "models.py").write_text(MODELS)
+    line = next(line for line in README.splitlines() if line.startswith("rayzero plan"))
+    done = run_script("-m", *shlex.split(line), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "the first that fits in 79.1 GiB" in done.stdout
+
+
+def test_accelerate_block(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    code = block("docs/huggingface.md", "python", "Accelerator(")
+    check = "\nassert accelerator.num_processes == 2, accelerator.state\n"
+    done = run_script("-c", code + check, ranks=2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+LEDGER = """
+from pathlib import Path
+import pyarrow, pyarrow.parquet
+from rayzero.engine.data.sample_ledger import SampleLedger
+from rayzero.engine.data.sampling import SampleOrder
+Path("data/stdlib/train").mkdir(parents=True)
+tokens = pyarrow.array([1] * 1290, pyarrow.uint8())
+pyarrow.parquet.write_table(pyarrow.table({"tokens": tokens}), "data/stdlib/train/0.parquet")
+ledger = SampleLedger("runs/gpt-stdlib/ledger", 1, 0, 1)
+for step in (1, 2):
+    samples = SampleOrder(10, seed=0).indices(4 * (step - 1), 4).tolist()
+    ledger.add_samples(samples[SKIPPED:])
+    ledger.write_step(step)
+"""
+
+
+def test_ledger_block(tmp_path: Path) -> None:
+    """Of a ledger of two steps; a sample that is missing is reported."""
+    code = block("docs/faults.md", "python", "check_ledger")
+    for name, skipped, exit_code in (("whole", 0, 0), ("damaged", 1, 1)):
+        (tmp_path / name).mkdir()
+        ledger = LEDGER.replace("SKIPPED", str(skipped))
+        done = run_script("-c", ledger + code, cwd=tmp_path / name)
+        assert done.returncode == exit_code, done.stderr
+        assert ("1 missing" in done.stderr) == bool(skipped)
