@@ -101,14 +101,23 @@ class JobSession:
 
     def admits_engine(self, *, trains: bool) -> bool:
         """The first that trains; in a function, also one that does not, which is refused."""
-        if trains and self.engine is not None and self.restored_step:
+        if trains and self.engine is not None:
+            self._check_second_engine()
+        return self.engine is None and (trains or not self.replays_epochs)
+
+    def _check_second_engine(self) -> None:
+        """Its state is in no mirror: a job goes on with it as long as nothing happens."""
+        fix = "one model that holds both, with parameter groups"
+        if self.restored_step:
             raise ConfigError(
                 f"a second engine that trains, in a job that continues at step "
                 f"{self.restored_step}: the state of the first only is preserved",
                 allowed="one engine, for a job that is to survive faults",
-                fix="one model that holds both, with parameter groups",
+                fix=fix,
             )
-        return self.engine is None and (trains or not self.replays_epochs)
+        if self._assignment.rank == 0:
+            text = "the state of a second engine that trains is not preserved: this job ends with "
+            log.warning(text + "an error at its first fault or resize\n  to change it: %s", fix)
 
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
         self.on_phase("load")

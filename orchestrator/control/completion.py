@@ -46,7 +46,8 @@ class JobCompletion:
         )
         if ctx.generation is not generation:
             return
-        problem = check_trained(ctx.progress, ctx.plan.spec.steps)
+        spec = ctx.plan.spec
+        problem = check_trained(ctx.progress, spec.steps, launched=spec.launch is not None)
         if isinstance(problem, RayzeroError):
             ctx.post_event(machine.FaultFatal(problem))
             return

@@ -46,11 +46,20 @@ class EqualLosses:
         )
 
 
-def check_trained(progress: JobProgress, target: int | None) -> RayzeroError | str | None:
+NO_STEP_OF_SCRIPT = (
+    "the script ended without a step: rayzero trains what `initialize`, Trainer.train or "
+    "Accelerator.prepare of a model over a DeepSpeed config (--stage N gives one) hands out"
+)
+
+
+def check_trained(
+    progress: JobProgress, target: int | None, *, launched: bool = False
+) -> RayzeroError | str | None:
     """What is wrong with a run whose training function has returned on every rank.
 
     Args:
         target: the job's `steps`.
+        launched: the function runs a script.
 
     Returns:
         The error that it ends with, the text of a warning, or None.
@@ -73,4 +82,6 @@ def check_trained(progress: JobProgress, target: int | None) -> RayzeroError | s
     if target is not None and done != target:
         what = "before" if done < target else "after"
         return f"the training function returned {what} the job's {target} steps: it made {done}"
-    return None if done else "the training function returned without a step"
+    if done:
+        return None
+    return NO_STEP_OF_SCRIPT if launched else "the training function returned without a step"

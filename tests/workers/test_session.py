@@ -209,6 +209,22 @@ def test_ledger_of_another_run_is_no_outage(tmp_path: Path):
         session_with_ledger(tmp_path)
 
 
+def test_second_engine_that_trains_is_told_at_once_and_refused_after_a_fault(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    job_session, _, _ = session()
+    config = recovery_jobs.engine_config(1)
+    with use_session(job_session):
+        for _ in range(2):
+            initialize(model=nn.Linear(1, 1), config=config)
+        (said,) = [it.message for it in caplog.records if "second engine" in it.message]
+        assert "ends with an error at its first fault" in said
+        assert "parameter groups" in said
+        monkeypatch.setattr(JobSession, "restored_step", 3)
+        with pytest.raises(ConfigError, match=r"second engine .* continues at step 3"):
+            initialize(model=nn.Linear(1, 1), config=config)
+
+
 def engine_with_checkpoints(job_session: JobSession, folder: Path, restored: int = 3) -> Engine:
     """At step 3, in a generation that began at step `restored`, with other weights than its
     checkpoints: of step 4, and of step 2 without a client state and with one."""

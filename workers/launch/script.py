@@ -80,13 +80,6 @@ def run_script(ctx: Context) -> dict[str, Any] | None:
         finished, result = True, ended.result
     finally:
         state.leave(finished=finished)
-    if ctx.is_main and session.engine is None and result is None:
-        print(
-            f"rayzero: {target} has ended without `initialize`, Trainer.train or "
-            "Accelerator.prepare of a model over a DeepSpeed config (--stage N gives one): rayzero "
-            "has trained nothing",
-            flush=True,
-        )
     return result
 
 

@@ -64,6 +64,10 @@ def test_resumed_run_that_had_all_its_steps_is_no_problem():
     assert check_trained(resumed, 40) is None
 
 
+def test_script_without_a_step_is_told_what_makes_one():
+    assert "Accelerator.prepare" in str(check_trained(progress(), None, launched=True))
+
+
 def warnings(losses: list[list[float]]) -> list[str]:
     found = EqualLosses()
     texts = [

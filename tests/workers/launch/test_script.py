@@ -158,13 +158,6 @@ def test_error_of_a_script_is_told_once_with_its_own_frames(tmp_path: Path):
     assert [line.split('"')[1] for line in files] == [str(tmp_path / "script.py")]
 
 
-def test_script_that_never_builds_an_engine_says_so(tmp_path: Path):
-    end, lines = run_alone(tmp_path, "print('done')\n")
-    assert isinstance(end, Finished)
-    (said,) = [line for line in lines if line.startswith("rayzero: ")]
-    assert "ended without" in said
-
-
 def test_killed_trainer_goes_on_at_its_step(tmp_path: Path):
     run(tmp_path / "plain", "hf_trainer.py", count=1)
     run(tmp_path / "killed", "hf_trainer.py", "--kill-at", "5")
