@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rayzero.engine.api.param_access import StoredParam, restore_param, write_slices
 from rayzero.engine.engine import Engine, live_engines
-from rayzero.engine.zero.deferred_init import is_recorded
+from rayzero.engine.zero.deferred_init import has_recordings, is_recorded
 from rayzero.engine.zero.gather_buffers import BlockState
 from rayzero.engine.zero.parameters import ShardedWeights
 from rayzero.engine.zero.unshard import UnshardScheduler
@@ -157,8 +157,18 @@ def _partition(param: nn.Parameter) -> Callable[..., None]:
     return partition
 
 
+def _keeping_values(param: nn.Parameter, *args: Any, **options: Any) -> Tensor:
+    """`Tensor.to`, but that values are not lost to the meta device, where `zero.Init`'s model waits
+    for its engine: PEFT moves each adapter to the device of the weight that it is for."""
+    moved = Tensor.to(param, *args, **options)
+    if moved.is_meta and not param.is_meta and has_recordings():
+        return Tensor.to(param, moved.dtype)
+    return moved
+
+
 def add_param_attributes() -> None:
     """Gives `nn.Parameter` the attributes that DeepSpeed's parameters have. Safe to repeat."""
+    nn.Parameter.to = _keeping_values  # type: ignore[assignment]
     getters = {
         "ds_id": _id,
         "ds_shape": _shape,

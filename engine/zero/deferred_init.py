@@ -1,17 +1,15 @@
-"""Deferred initialization: models are built on the meta device and materialized unit by unit.
+"""Deferred initialization as torchdistX's: models on meta are materialized unit by unit.
 
 `zero_init` records the operations of a model's constructor on the meta device, and replays them for
 one parameter at a time when the engine builds that parameter's unit. The values equal those of an
 ordinary construction with the same seed: each random operation's RNG state is saved, and the
 operation also runs once on a scratch tensor to advance the generator.
-
-Method: torchdistX's `deferred_init`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -44,8 +42,7 @@ class _RecordedOp:
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs a constructor's operations on the meta device, and records them by the storages they
-    touched.
+    """Runs a constructor's operations on meta tensors, and records them by their storages.
 
     The recorded meta tensors keep all storages alive, so that no address is used twice.
     """
@@ -173,11 +170,9 @@ def _storage_keys(tensors: Iterable[Tensor]) -> set[int]:
     return set(map(storage_id, tensors))
 
 
-def _real_view(planned: Tensor, real: dict[int, Tensor]) -> Tensor:
+def _real_view(meta: Tensor, real: dict[int, Tensor]) -> Tensor:
     """The real counterpart of a meta tensor: the same view of the real storage."""
-    return real[storage_id(planned)].as_strided(
-        planned.size(), planned.stride(), planned.storage_offset()
-    )
+    return real[storage_id(meta)].as_strided(meta.size(), meta.stride(), meta.storage_offset())
 
 
 _recorders: list[_Recorder] = []  # of models that no engine has been built from
@@ -217,6 +212,11 @@ def recording(tensors: Iterable[Tensor]) -> Iterator[None]:
 def is_recorded(tensor: Tensor) -> bool:
     """Whether `zero_init` built this tensor, and no engine has been built from it."""
     return _is_unmaterialized(tensor) and any(it.has_recorded(tensor) for it in _recorders)
+
+
+def has_recordings() -> bool:
+    """Whether a model that `zero_init` built waits for its engine."""
+    return bool(_recorders)
 
 
 def _is_recording() -> bool:
@@ -283,12 +283,13 @@ class Materializer:
     def _value_from_reset(self, tensor: Tensor) -> Tensor:
         """Calls the owning module's `reset_parameters` on a real copy of it."""
         owner, name = self._owners[id(tensor)]
-        reset: Callable[[nn.Module], None] | None = getattr(type(owner), "reset_parameters", None)
-        if reset is None:
+        kind, reset = type(owner).__name__, getattr(type(owner), "reset_parameters", None)
+        if reset is None or self._recorders:  # what zero_init built is recorded, so this had values
+            lost = f"moving {kind}.{name} there lost its values"
+            none = f"{kind} has no reset_parameters() to give its weights values"
             raise ConfigError(
-                f"the model is on the meta device, and {type(owner).__name__} has no "
-                "reset_parameters() to give its weights values",
-                fix="build the model inside rayzero.zero_init(), or pass a function as `model`",
+                f"the model is on the meta device, and {lost if self._recorders else none}",
+                fix="build all of it inside rayzero.zero_init(), or pass a function as `model`",
             )
         if self._last_reset is None or self._last_reset[0] is not owner:
             real = copy.deepcopy(owner).to_empty(device=self._device)

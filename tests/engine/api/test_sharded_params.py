@@ -15,6 +15,7 @@ from rayzero.engine.api.sharded_params import (
     is_zero_param,
     register_external_parameter,
 )
+from tests.engine import zoo
 from tests.support.ranks import run_ranks
 
 
@@ -104,6 +105,19 @@ def test_attributes_and_idioms() -> None:
         assert not result["ordinary"]
     total = sum(value.numel() for value in initial.values())
     assert sum(result["local"] for result in results) == total
+
+
+def test_an_adapter_moved_to_the_models_device_keeps_its_values() -> None:
+    """PEFT's idiom: made after the model, initialized, moved to where the model's weights are."""
+    with Init():
+        model = make_model()
+    adapter = nn.Linear(3, 5, bias=False)
+    nn.init.zeros_(adapter.weight)
+    adapter.to(model[0].weight.device)
+    model.append(adapter.to(model[0].weight.device, dtype=torch.float64))
+    engine, *_ = rayzero.initialize(model=model, optimizer=zoo.sgd, config={})
+    assert torch.equal(engine.module[3].weight, torch.zeros(5, 3, dtype=torch.float64))
+    engine.close()
 
 
 def test_on_device() -> None:

@@ -303,3 +303,14 @@ def test_a_second_model_keeps_its_values_when_the_first_is_built() -> None:
         assert torch.equal(materializer.initial_value(model.weight), value)
         materializer.clear()
     assert len(deferred_init._recorders) == before - 2  # nothing of theirs is kept
+
+
+def test_values_lost_to_the_meta_device_are_an_error() -> None:
+    """An adapter that is made after the model and moved to its device, whose weights were not 0."""
+    with zero_init():
+        model = nn.Linear(4, 3, bias=False)
+    model.adapter = nn.Linear(4, 3, bias=False)
+    nn.init.zeros_(model.adapter.weight)
+    model.adapter.weight = nn.Parameter(model.adapter.weight.data.to(model.weight.device))
+    with pytest.raises(ConfigError, match=r"moving Linear.weight there lost its values"):
+        rayzero.initialize(model=model, optimizer=zoo.sgd, config={})
