@@ -10,6 +10,7 @@ step over all ranks, and the ranks of the first generation, which survivors know
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from functools import wraps
 from importlib import import_module
@@ -157,8 +158,10 @@ def _continue_schedule(schedule: Any, steps: int) -> None:
             if inner._step_count <= last:
                 inner.step()
 
-    for _ in range(steps):
-        advance()
+    with warnings.catch_warnings():  # torch's, of a schedule that is stepped before its optimizer
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        for _ in range(steps):
+            advance()
     if each != dist.get_world_size() and each > 1:
         skipped = schedule.optimizers
 

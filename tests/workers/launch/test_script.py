@@ -192,9 +192,14 @@ def accelerated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_killed_accelerate_loop_goes_on_at_its_step(accelerated: Path):
-    run(accelerated.parent / "killed", "accelerated_loop.py", "--kill-at", "8")
-    check_continued(accelerated.parent, steps=12)
+@pytest.mark.parametrize("where", ["--kill-at", "--save-at"])  # or within save_state
+def test_killed_accelerate_loop_goes_on_at_its_step(accelerated: Path, where: str):
+    folder = accelerated.parent / where.strip("-")
+    folder.mkdir()
+    (folder / "plain").symlink_to(accelerated)
+    controller = run(folder / "killed", "accelerated_loop.py", where, "8")
+    check_continued(folder, steps=12)
+    assert not [text for text in controller._local.texts(0) if "Warning" in text]
 
 
 def test_resized_accelerate_loop_leaves_nothing_out(accelerated: Path, tmp_path: Path):

@@ -36,10 +36,16 @@ class Rows(Dataset[tuple[torch.Tensor, int]]):
         return torch.randn(4, generator=generator, dtype=torch.float64), index
 
 
+def kill_itself(folder: Path) -> None:
+    (folder / "killed").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kill-at", type=int, default=-1)
+    parser.add_argument("--save-at", type=int, default=-1, help="is killed within save_state")
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--epochs", type=int, default=2)
@@ -66,9 +72,9 @@ def main() -> None:
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     for _ in range(args.epochs):
         for rows, indices in loader:
-            if (model.global_steps, os.environ["RANK"]) == (args.kill_at, "1"):
-                (args.out / "killed").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+            kills = os.environ["RANK"] == "1" and not (args.out / "killed").exists()
+            if kills and model.global_steps == args.kill_at:
+                kill_itself(args.out)
             time.sleep(0 if (args.out / "fast").exists() else args.pace_s)
             note(args.out, "used", [time.time(), model.global_steps, indices.tolist()])
             with accelerator.accumulate(model):
@@ -79,6 +85,10 @@ def main() -> None:
             if accelerator.sync_gradients:
                 note(args.out, "steps", [time.time(), model.global_steps])
                 note(args.out, "rates", schedule.get_last_lr())
+                if model.global_steps == args.save_at:
+                    if kills:
+                        model.save_checkpoint = lambda *_, **__: kill_itself(args.out)
+                    accelerator.save_state(str(args.out / "saved"))
     note(args.out, "weights", [value.tolist() for value in model.module.state_dict().values()])
 
 

@@ -59,7 +59,8 @@ class Watch(TrainerCallback):
         self.kill_at = kill_at
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (state.global_step, os.environ["RANK"]) == (self.kill_at, "1"):
+        due = (state.global_step, os.environ["RANK"]) == (self.kill_at, "1")
+        if due and not (OUT / "killed").exists():
             (OUT / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -53,6 +53,12 @@ def own_batches(engine: Any, folder: Path) -> Iterator[list[torch.Tensor]]:
         yield default_collate([Rows()[first + offset] for offset in range(each)])
 
 
+def kill_once(killed: Path) -> None:
+    if not killed.exists():
+        killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
@@ -100,8 +106,7 @@ def main() -> None:
     for epoch in epochs:
         for rows, indices in epoch:
             if (engine.global_steps, engine.global_rank) == (args.kill_at, 1):
-                (args.out / "killed").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill_once(args.out / "killed")
             engine.backward(engine(rows).pow(2).mean())
             engine.step()
             note(args.out, "steps", [engine.global_steps, indices.tolist()])
