@@ -29,12 +29,13 @@ PARSED = "tests/house/test_guides.py::test_commands_in_code_blocks_are_valid"
 README = "tests/examples/test_readme.py"
 FIRST = f"{README}::test_first_script_reproduces_documented_losses"
 KILL = f"{README}::test_kill_of_the_first_job_is_repaired_as_shown"
+QUICKSTART = "tests/integration/test_guide_sessions.py::test_quickstart_runs_as_written"
 LAUNCHED = "tests/huggingface/test_launched_scripts.py"
 HERE = "tests/house/test_blocks.py"
 NOT_RUN = "not run: "
 PYTHON = {
     "README.md": FIRST,
-    "docs/quickstart.md": PARSED,
+    "docs/quickstart.md": QUICKSTART,
     "docs/jobs.md": PARSED,
     "docs/checkpoints.md": f"{README}::test_checkpoint_blocks",
     "docs/faults.md": f"{README}::test_ledger_block",
@@ -58,13 +59,10 @@ BASH = {
         "helm": f"{HERE}::test_helm_and_kubectl_commands",
     },
     "docs/quickstart.md": {
-        "rayzero": PARSED,
+        "": QUICKSTART,
         "python3.11": f"{NOT_RUN}Makefile's setup, as CI starts it",
         "pip install": f"{NOT_RUN}tests/deploy/test_image.py installs by the same constraints",
         "rayzero doctor": "tests/integration/test_doctor.py",
-        "ray start": f"{NOT_RUN}takes a fixed port; the tests' heads are started with free ones",
-        "export": f"{NOT_RUN}the address of that head",
-        "kill -9": KILL,
     },
     "docs/jobs.md": {
         "rayzero": PARSED,
