@@ -63,15 +63,26 @@ def test_all_scripts_run(printed: dict[str, list[dict[str, Any]]]) -> None:
     assert printed["hf_run_clm"][1]["steps"] == 8  # resumed from the checkpoint of the first run
 
 
+# GRPO at stage 0: DeepSpeed reports no gradient norm there. Its stage 1 computes the same.
+SAME_AS = {("trl_grpo", 3): 2}
+
+
+def recorded(name: str, index: int) -> list[float] | None:
+    """What DeepSpeed's run of a script has to print; None where none was recorded."""
+    runs = dict(enumerate(RECORDED.get(name, [])))
+    return runs.get(SAME_AS.get((name, index), index))
+
+
 @pytest.mark.slow
 def test_losses_equal_deepspeeds(printed: dict[str, list[dict[str, Any]]]) -> None:
     compared = 0
-    for name, runs in RECORDED.items():
-        for index, theirs in enumerate(runs):
-            ours = printed[name][index]["losses"]
-            assert ours == pytest.approx(theirs, rel=1e-5), (name, index)
-            compared += 1
-    assert compared >= 20
+    for name, runs in printed.items():
+        for index, ours in enumerate(runs):
+            theirs = recorded(name, index)
+            if theirs is not None:
+                assert ours["losses"] == pytest.approx(theirs, rel=1e-5), (name, index)
+                compared += 1
+    assert compared == 26
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
 `python tests/scripts/record_deepspeed.py TORCHRUN [SCRIPT...]`, where TORCHRUN is that of an
 environment with deepspeed 0.19.8, ninja and the `hf` libraries. It compiles operators at first use,
-which takes minutes. A script that does not run there is left out, and named.
+which takes minutes. A run that fails there is left out with the script's later ones, and named.
+If it waits for ever, a compilation was killed: delete the `lock` in its folder of torch_extensions.
 """
 
 from __future__ import annotations

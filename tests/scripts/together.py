@@ -40,6 +40,7 @@ def config(stage: int, **more: object) -> dict:
 FILES = {
     "zero0": config(0),
     "zero1": config(1),
+    "zero3_torch": config(3),  # optimizer and schedule are Trainer's
     "zero2": config(2, optimizer=ADAMW, bf16={"enabled": "auto"}, fp16={"enabled": "auto"}),
     "zero3": config(
         3,
@@ -61,7 +62,7 @@ FILES = {
 DS = ["--deepspeed", "{configs}/zero%d.json"]
 
 
-def trainer(stage: int, *more: str) -> list[str]:
+def trainer(stage: int | str, *more: str) -> list[str]:
     return [*TRAINER, "--deepspeed", f"{{configs}}/zero{stage}.json", *more]
 
 
@@ -99,8 +100,13 @@ RUNS: dict[str, list[tuple[str, ...] | list[str]]] = {
     ],
     "trl_sft": [trainer(2, *SHORT), trainer(3, *SHORT, *LORA, "--learning_rate", "1e-2")],
     "trl_dpo": [trainer(3, *SHORT), trainer(2, *SHORT, *LORA)],
-    "trl_grpo": [trainer(2, *SHORT, *GRPO), trainer(3, *SHORT, *GRPO, "--beta", "0.1")],
-    "trl_reward": [trainer(3, *SHORT)],
+    "trl_grpo": [
+        trainer(2, *SHORT, *GRPO),
+        trainer(3, *SHORT, *GRPO, "--beta", "0.1"),
+        trainer(1, *SHORT, *GRPO),
+        trainer(0, *SHORT, *GRPO),
+    ],
+    "trl_reward": [*(trainer(stage, *SHORT) for stage in (0, 1, 2, "3_torch"))],
     "peft_lora": [("--stage", "2", "--output_dir", "{out}"), ("--output_dir", "{out}")],
     "llava_like": [
         ("--deepspeed", "{configs}/zero3.json", "--output_dir", "{out}", "--backend", "gloo",
