@@ -40,6 +40,11 @@ def save_checkpoint(
 ) -> None:
     """See `Engine.save`."""
     collectives, device = step.runtime.collectives, step.settings.device
+    if (progress := step.state.progress).is_ahead_of_script:
+        if collectives.rank == 0:
+            text = "checkpoint %s of an epoch that is finished is not written again, with step %d"
+            log.warning(text, tag, progress.step)
+        return
     answers = run_on_all_ranks(
         collectives, device, lambda: [check_tag(tag), encode_client_state(client_state)]
     )

@@ -189,4 +189,7 @@ class TrainingProgress:
     monitor_runs: dict[str, str] = field(default_factory=dict)
     # Where the training function has taken its place in the data from a checkpoint of its own.
     function_cursor: int = 0
+    # A launched script that was entered again iterates over an epoch before the current one:
+    # the state is not that of its place.
+    is_ahead_of_script: bool = False
     data_wait_s: float = 0.0  # total seconds that the training loop waited for loaders

@@ -263,12 +263,30 @@ def test_checkpoint_older_than_the_job_is_not_loaded(tmp_path: Path, restored: i
     assert not any(isinstance(message, WentBack) for message in posted)
 
 
+def test_checkpoint_of_a_finished_epoch_is_not_written_again(tmp_path: Path):
+    """A script that was entered again after two epochs repeats what it does after each."""
+    job_session, _, _ = session(entrypoint=SCRIPT_ENTRYPOINT)
+    engine = engine_with_checkpoints(job_session, tmp_path)
+    size = engine.train_batch_size()
+    with use_session(job_session):
+        loader = engine.deepspeed_io(torch.arange(size))
+    engine.progress.step, engine.progress.sample_cursor = 2, 2 * size
+    batches = list[int]()
+    for number in range(3):
+        batches.append(len(list(loader)))
+        engine.save_checkpoint(str(tmp_path), f"epoch-{number}")
+    assert batches == [0, 0, loader.micro_steps]
+    assert not (tmp_path / "epoch-0").exists()
+    assert (tmp_path / "epoch-1").exists()
+
+
 def test_job_goes_back_to_a_checkpoint_that_tells_its_place(tmp_path: Path):
     job_session, channel, posted = session(entrypoint=SCRIPT_ENTRYPOINT)
     engine = engine_with_checkpoints(job_session, tmp_path)
     before = engine.module.weight.item()
     epoch = torch.arange(2 * engine.train_batch_size())
-    loader = engine.deepspeed_io(epoch)
+    with use_session(job_session):
+        loader = engine.deepspeed_io(epoch)
     assert engine.load_checkpoint(str(tmp_path), "told")[1] == {"a": 1}
     # The script begins at the place that it was told: its next iteration is no finished epoch.
     assert torch.cat([batch.cpu() for batch in loader]).sort().values.equal(epoch)

@@ -35,6 +35,21 @@ def patch_accelerator(module: ModuleType) -> None:
     """Once, after the import of `accelerate.accelerator`. Without a job, nothing changes."""
     module.Accelerator.__init__ = _adapting_init(module.Accelerator.__init__)
     module.Accelerator.prepare = _continuing_prepare(module.Accelerator.prepare)
+    module.Accelerator.save_state = _saving_once(module.Accelerator.save_state)
+
+
+def _saving_once(save_state: Callable[..., Any]) -> Callable[..., Any]:
+    """`save_state`, but what the script saves after an epoch that was finished before it was
+    entered again is kept: its files beside the engine's checkpoint, too."""
+
+    @wraps(save_state)
+    def saving(self: Any, output_dir: str | None = None, *args: Any, **options: Any) -> Any:
+        engine = getattr(current_session(), "engine", None)
+        if output_dir is not None and engine is not None and engine.progress.is_ahead_of_script:
+            return output_dir
+        return save_state(self, output_dir, *args, **options)
+
+    return saving
 
 
 def _restored_step() -> int:
@@ -124,6 +139,8 @@ def _continuing_iter(iterate: Callable[..., Iterator[Any]]) -> Callable[..., Ite
         if skips is None:
             return iterate(self)
         batches = skips.pop(0) if skips else 0
+        if (engine := getattr(current_session(), "engine", None)) is not None:
+            engine.progress.is_ahead_of_script = batches is None and skips != [0]
         return _announce_batches(iterate(self) if batches == 0 else _rest(self, batches))
 
     return continuing

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.launch_repair import find_problems, weight_difference
 from benchmarks.launch_repair import read_notes as read
+from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.orchestrator.spec_sections import LaunchSpec
 from rayzero.workers.messages import (
     SCRIPT_ENTRYPOINT,
@@ -200,6 +201,8 @@ def test_killed_accelerate_loop_goes_on_at_its_step(accelerated: Path, where: st
     controller = run(folder / "killed", "accelerated_loop.py", where, "8")
     check_continued(folder, steps=12)
     assert not [text for text in controller._local.texts(0) if "Warning" in text]
+    saved = [folder / "killed" / f"epoch-{epoch}" / "pytorch_model" for epoch in (0, 1)]
+    assert [CheckpointSource(str(it)).step for it in saved] == [6, 12]
 
 
 def test_resized_accelerate_loop_leaves_nothing_out(accelerated: Path, tmp_path: Path):

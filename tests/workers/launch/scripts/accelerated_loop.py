@@ -70,7 +70,7 @@ def main() -> None:
     )
     loader = DataLoader(Rows(args.samples), batch_size=2, shuffle=True)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    for _ in range(args.epochs):
+    for epoch in range(args.epochs):
         for rows, indices in loader:
             kills = os.environ["RANK"] == "1" and not (args.out / "killed").exists()
             if kills and model.global_steps == args.kill_at:
@@ -89,6 +89,7 @@ def main() -> None:
                     if kills:
                         model.save_checkpoint = lambda *_, **__: kill_itself(args.out)
                     accelerator.save_state(str(args.out / "saved"))
+        accelerator.save_state(str(args.out / f"epoch-{epoch}"))
     note(args.out, "weights", [value.tolist() for value in model.module.state_dict().values()])
 
 
