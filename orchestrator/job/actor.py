@@ -44,6 +44,8 @@ UNWATCHED_LINGER_S = 2.0  # the same if none did
 LOG_READ_LINGER_S = 5.0  # how long the process waits for the readers of its log
 DISK_MARGIN_S = 10.0  # for the summary, and the journal's end, beyond an outage of the disk
 RECORD_TIMEOUT_S = 5.0  # limit for recording the end in the cluster
+START_WAIT_S = 10.0  # how long a command waits for a job that is starting
+_START_POLL_S = 0.05
 _LOG_READER_IDLE_S = 1.5  # a reader that has not asked for this long has stopped
 _RECENT_POLL_S = 10.0
 _REPLY_FLUSH_S = 0.2  # between the last reply and the end of the process
@@ -107,11 +109,11 @@ class JobActor:
 
     async def scale(self, min_workers: int, max_workers: int) -> str:
         """As `Controller.scale`; raises JobFailedError if the job is not running."""
-        return self._running_controller().scale(min_workers, max_workers)
+        return (await self._running_controller()).scale(min_workers, max_workers)
 
     async def inject(self, faults: Sequence[str]) -> str:
         """As `Controller.inject`; raises JobFailedError if the job is not running."""
-        return await self._running_controller().inject(faults)
+        return await (await self._running_controller()).inject(faults)
 
     async def log(self, position: LogPosition) -> tuple[bytes, LogPosition]:
         """As `read_log`. The process waits for its readers at the end."""
@@ -129,7 +131,11 @@ class JobActor:
             raise JobFailedError(f"job {self._plan.spec.name!r} is still starting")
         return self._run
 
-    def _running_controller(self) -> Controller:
+    async def _running_controller(self) -> Controller:
+        """Waits while the job starts: its client may ask right after `submit`."""
+        limit_s = self._clock.now() + START_WAIT_S
+        while self._run is None and self._events.ended is None and self._clock.now() < limit_s:
+            await asyncio.sleep(_START_POLL_S)
         if self._events.ended is not None:
             raise JobFailedError(f"job {self._plan.spec.name!r} has just ended")
         return self._started().controller

@@ -30,13 +30,14 @@ README = "tests/examples/test_readme.py"
 FIRST = f"{README}::test_first_script_reproduces_documented_losses"
 KILL = f"{README}::test_kill_of_the_first_job_is_repaired_as_shown"
 QUICKSTART = "tests/integration/test_guide_sessions.py::test_quickstart_runs_as_written"
+JOBS = "tests/integration/test_guide_sessions.py::test_jobs_in_python_run_as_written"
 LAUNCHED = "tests/huggingface/test_launched_scripts.py"
 HERE = "tests/house/test_blocks.py"
 NOT_RUN = "not run: "
 PYTHON = {
     "README.md": FIRST,
     "docs/quickstart.md": QUICKSTART,
-    "docs/jobs.md": PARSED,
+    "docs/jobs.md": JOBS,
     "docs/checkpoints.md": f"{README}::test_checkpoint_blocks",
     "docs/faults.md": f"{README}::test_ledger_block",
     "docs/huggingface.md": f"{README}::test_accelerate_block",
@@ -66,6 +67,10 @@ BASH = {
     },
     "docs/jobs.md": {
         "rayzero": PARSED,
+        "rayzero ls": JOBS,
+        "rayzero status": JOBS,
+        "rayzero scale": JOBS,
+        "rayzero chaos": JOBS,
         "rayzero launch": LAUNCHED,
         "rayzero launch --workers 4 --autotuning": "tests/integration/test_command.py",
         "ray job": "tests/integration/test_end_to_end.py",

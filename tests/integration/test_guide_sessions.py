@@ -1,4 +1,4 @@
-"""The quickstart's commands on a cluster, as written and in order, and what it shows of them."""
+"""The quickstart on a cluster, as written and in order, and what it shows; jobs made in Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from benchmarks.token_head import TokenHead, wait_for
-from tests.house.test_blocks import Block, blocks
+from tests.house.test_blocks import Block, blocks, where
 from tests.integration.command_server import CommandServer
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ class Terminal:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.head = TokenHead(folder, cpus=3)
+        self.head = TokenHead(folder, cpus=4)
         self._commands: CommandServer | None = None
         self._outputs: list[Path] = []
         self._followers: list[subprocess.Popen[bytes]] = []
@@ -48,7 +48,7 @@ class Terminal:
 
     def run(self, line: str) -> None:
         words = shlex.split(line, comments=True)
-        if words[:2] == ["ray", "start"]:
+        if words[:2] == ["ray", "start"] and not self.head.processes():
             self.head.start()
             env = {**self.head.env, "RAY_ADDRESS": self.head.address}
             if self._commands is not None:
@@ -64,7 +64,7 @@ class Terminal:
             if "submit" in words:  # a reader waits for it, too
                 wait_for(self._is_running, TIMEOUT_S, "both workers")
         else:
-            assert words[0] == "export", line  # the address: of the head that was started
+            assert words[0] in ("ray", "export"), line  # that head runs, and its address is known
 
     def rayzero(self, *words: str) -> str:
         assert self._commands is not None
@@ -97,6 +97,18 @@ class Terminal:
                 subprocess.Popen(command, cwd=self.folder, env=env, stdout=output, stderr=output)
             )
 
+    def python(self, code: str) -> subprocess.Popen[str]:
+        """A script beside the files that its job needs."""
+        (self.folder / "script.py").write_text(code, encoding="utf-8")
+        return subprocess.Popen(
+            [sys.executable, "script.py"],
+            cwd=self.folder,
+            env={**self.head.env, "RAY_ADDRESS": self.head.address},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
     def _end_followers(self) -> None:
         for follower in self._followers:
             follower.kill()
@@ -104,9 +116,10 @@ class Terminal:
         self._followers.clear()
 
 
-@pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[Terminal]:
-    terminal = Terminal(tmp_path)
+@pytest.fixture(scope="module")
+def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+    terminal = Terminal(tmp_path_factory.mktemp("guides"))
+    terminal.run("ray start --head")
     yield terminal
     terminal.close()
 
@@ -165,3 +178,44 @@ def test_quickstart_runs_as_written(terminal: Terminal) -> None:
         except TimeoutError:
             printed = terminal.new_text(before)
             pytest.fail(f"{wanted - without_numbers(printed)} not in:\n{printed}")
+
+
+TRAIN = """
+import time, torch, rayzero
+
+def train(ctx):
+    model = torch.nn.Linear(4, 1)
+    data = torch.utils.data.TensorDataset(torch.ones(64, 4))
+    engine, _, loader, _ = rayzero.initialize(model=model, training_data=data)
+    for (rows,) in loader.until(ctx.steps):
+        engine.backward(engine(rows).mean())
+        engine.step()
+        time.sleep(0.02)
+"""
+ENGINE = {"train_batch_size": 24, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}}
+
+
+@pytest.mark.timeout(300)
+def test_jobs_in_python_run_as_written(terminal: Terminal) -> None:
+    """README's, then that of the guide to jobs, with its commands about a running job."""
+    for block in blocks("README.md"):
+        if block.file:
+            (terminal.folder / block.file).write_text(block.text, encoding="utf-8")
+    (code,) = (block.text for block in blocks("README.md") if "rayzero.Job(" in block.text)
+    printed, _ = terminal.python(code).communicate(timeout=TIMEOUT_S)
+    assert re.search(r"'last': 0\.095\d+}$", printed.strip()), printed
+    (terminal.folder / "train.py").write_text(TRAIN, encoding="utf-8")
+    (terminal.folder / "engine.json").write_text(json.dumps(ENGINE), encoding="utf-8")
+    start, attach = (b.text for b in blocks("docs/jobs.md") if b.language == "python")
+    job = terminal.python(start)
+    wait_for(lambda: "gpt: running" in terminal.rayzero("ls"), TIMEOUT_S, "the job")
+    attached, _ = terminal.python(f"import rayzero\n{attach}").communicate(timeout=TIMEOUT_S)
+    assert re.search(r"^\d+ (running|resizing)$", attached, re.MULTILINE), attached
+    place = "tests/integration/test_guide_sessions.py::test_jobs_in_python_run_as_written"
+    lines = [line for b in blocks("docs/jobs.md") if b.language == "bash" for line in b.lines()]
+    for line in (line for line in lines if where("docs/jobs.md", line) == place):
+        terminal.run(line)
+    printed, _ = job.communicate(timeout=TIMEOUT_S)
+    assert job.returncode == 0, printed
+    assert "'steps': 500" in printed
+    assert "'faults': {'lost': 1}" in printed  # by `rayzero chaos`
