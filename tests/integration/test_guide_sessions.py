@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,13 +74,18 @@ class Terminal:
         return done.stdout
 
     def lose_cluster(self) -> None:
+        wait_for(self._is_running, TIMEOUT_S, "both workers")
+        time.sleep(2)  # the journal is written in the background: the last `scale`, too
+        self.kill_cluster()
+
+    def kill_cluster(self) -> None:
         self._end_followers()
         self.head.kill()
 
     def close(self) -> None:
         if self._commands is not None:
             self._commands.close()
-        self.lose_cluster()
+        self.kill_cluster()
 
     def _is_running(self) -> bool:
         status = json.loads(self.rayzero("status", "quick", "--json"))
