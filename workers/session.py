@@ -142,14 +142,10 @@ class JobSession:
 
     def admits_load(self, step: int, engine_step: int, client_keys: Sequence[str]) -> bool:
         """Before its first step a function that was entered again may go back to a checkpoint that
-        tells its place: its loop can then not go on from memory. Any other one stays."""
-        if step >= engine_step:
+        tells its place: its loop can then not go on from memory. Any other one stays. After its
+        last step it may load any, such as the best model, to evaluate or to save it."""
+        if step >= engine_step or self.reporter.has_steps:
             return True
-        if engine_step != self.reporter.start_step:
-            raise ConfigError(
-                f"load_checkpoint of step {step}, in a job that has finished {engine_step} steps",
-                allowed="to go back, a new job, which loads it before its first step",
-            )
         if client_keys and self._divides_steps:
             raise ConfigError(
                 f"load_checkpoint of step {step}, with the client state {list(client_keys)}, in a "
@@ -160,7 +156,7 @@ class JobSession:
         return bool(client_keys)
 
     def on_state_loaded(self, step: int) -> None:
-        if self.engine is None or step >= self.reporter.start_step:
+        if self.engine is None or step >= self.reporter.start_step or self.reporter.has_steps:
             return
         self._mirror.go_back(step)
         self.reporter.start_at(step, self.engine.progress.skipped_steps)
@@ -208,6 +204,12 @@ class JobSession:
         """Called just before the step's vote. The ledger is written here: a rank that continues
         from this step has passed the vote, so every rank has written its line."""
         step = self._channel.progress.step
+        if self.engine is not None and self.engine.progress.step < self.reporter.last_step:
+            raise ConfigError(
+                f"a step after load_checkpoint of step {self.engine.progress.step}, in a job that "
+                f"has finished {self.reporter.last_step} steps",
+                allowed="to go back, a new job, which loads it before its first step",
+            )
         if (ledger := self._ledger) is not None:
             self._retry_ledger(lambda: ledger.write_step(step))
         return replace(self._mirror.step_requests(step), drain=self._channel.drain.is_set())

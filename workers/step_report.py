@@ -32,15 +32,21 @@ class StepReporter:
         self._gauges: dict[str, float] = {}
         self.start_step = 0
         """Finished steps of the state that this generation trains from."""
-        self._last_step = 0
+        self.last_step = 0
+        """The last one that was finished: `start_step`, until this generation has finished one."""
         self._skipped_steps = 0.0
         self._last_at_s = monotonic()
         self._checked_names: set[str] = set()
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether this generation has finished a step."""
+        return self.last_step > self.start_step
+
     def start_at(self, step: int, skipped_steps: int = 0) -> None:
         """Sets the number of finished steps, and how many of them were skipped."""
         self._skipped_steps = float(skipped_steps)
-        self.start_step = self._last_step = step
+        self.start_step = self.last_step = step
         self._last_at_s = monotonic()
         self._channel.progress.begin_step(step + 1)
 
@@ -82,9 +88,9 @@ class StepReporter:
         Raises:
             EngineError: `step` is not larger than the last one.
         """
-        if step <= self._last_step:
+        if step <= self.last_step:
             raise EngineError(
-                f"ctx.report(step={step}) after step {self._last_step}",
+                f"ctx.report(step={step}) after step {self.last_step}",
                 allowed="each finished step once, in increasing order, from 1",
             )
         now_s = monotonic()
@@ -93,7 +99,7 @@ class StepReporter:
         report = StepReport(channel.generation, channel.rank, step, counters, gauges, at_s=time())
         self._counters.clear()
         self._gauges.clear()
-        self._last_step, self._last_at_s = step, now_s
+        self.last_step, self._last_at_s = step, now_s
         channel.progress.begin_step(step + 1)
         return report
 

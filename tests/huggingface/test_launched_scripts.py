@@ -22,7 +22,7 @@ from tests.huggingface.test_scripts import recorded
 from tests.scripts.together import FILES, HERE, RUNS
 
 pytestmark = pytest.mark.slow
-SAMPLE = ("ds_gan", "hf_run_clm", "trl_dpo", "peft_lora", "accelerate_nlp")
+SAMPLE = ("ds_gan", "hf_run_glue", "trl_dpo", "peft_lora", "accelerate_nlp")
 ALL = tuple(name for name in RUNS if name != "check_equal")  # that one is a test, not a script
 RUNS_ALL = os.environ.get("RAYZERO_ALL_SCRIPTS") == "1"
 

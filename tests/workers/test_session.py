@@ -237,30 +237,39 @@ def engine_with_checkpoints(job_session: JobSession, folder: Path, restored: int
         engine.save_checkpoint(str(folder), tag, client_state)
     engine.progress.step, engine.progress.sample_cursor = 3, 3 * size
     job_session.reporter.start_at(restored)
+    if restored < 3:
+        job_session.reporter.build(3)
     with torch.no_grad():
         engine.module.weight += 1
     return engine
 
 
-@pytest.mark.parametrize("restored", [0, 3])
-def test_checkpoint_older_than_the_job_is_not_loaded(tmp_path: Path, restored: int):
+def test_checkpoint_older_than_the_job_is_not_loaded(tmp_path: Path):
     """A script that is entered again loads its own: the engine stays at the job's step, and with
-    Accelerate a client state, which would say otherwise, is refused. So is going back later."""
+    Accelerate a client state, which would say otherwise, is refused."""
     job_session, _, posted = session()
     job_session.divide_step(1)
-    engine = engine_with_checkpoints(job_session, tmp_path, restored)
+    engine = engine_with_checkpoints(job_session, tmp_path)
     before = engine.module.weight.item()
-    if restored:
-        assert engine.load_checkpoint(str(tmp_path), "old")[1] == {}
-        with pytest.raises(ConfigError, match=r"step 2, .*\['a'\].* 3 finished steps"):
-            engine.load_checkpoint(str(tmp_path), "told")
-    else:
-        with pytest.raises(ConfigError, match=r"step 2, in a job that has finished 3 steps"):
-            engine.load_checkpoint(str(tmp_path), "told")
+    assert engine.load_checkpoint(str(tmp_path), "old")[1] == {}
+    with pytest.raises(ConfigError, match=r"step 2, .*\['a'\].* 3 finished steps"):
+        engine.load_checkpoint(str(tmp_path), "told")
     assert (engine.global_steps, engine.module.weight.item()) == (3, before)
     assert engine.load_checkpoint(str(tmp_path), "new")[1] == {"a": 1}
     assert (engine.global_steps, engine.module.weight.item()) == (4, pytest.approx(before - 1))
     assert not any(isinstance(message, WentBack) for message in posted)
+
+
+@pytest.mark.parametrize("tag", ["old", "told"])
+def test_best_model_is_loaded_after_the_last_step_and_not_trained(tmp_path: Path, tag: str):
+    job_session, _, posted = session(entrypoint=SCRIPT_ENTRYPOINT)
+    engine = engine_with_checkpoints(job_session, tmp_path, restored=0)
+    before = engine.module.weight.item()
+    assert engine.load_checkpoint(str(tmp_path), tag)[0]
+    assert engine.module.weight.item() == pytest.approx(before - 1)
+    assert not any(isinstance(message, WentBack) for message in posted)
+    with pytest.raises(ConfigError, match=r"load_checkpoint of step 2, .* has finished 3 steps"):
+        job_session.step_requests()
 
 
 def test_checkpoint_of_a_finished_epoch_is_not_written_again(tmp_path: Path):
@@ -297,5 +306,5 @@ def test_job_goes_back_to_a_checkpoint_that_tells_its_place(tmp_path: Path):
     engine.progress.step = 3
     job_session.on_step_end({"step": 3.0}, NO_REQUESTS)
     assert report_of(posted[-1:]).step == 3
-    with pytest.raises(ConfigError, match=r"step 2, in a job that has finished 3 steps"):
-        engine.load_checkpoint(str(tmp_path), "told")
+    assert engine.load_checkpoint(str(tmp_path), "told")[0]
+    assert sum(isinstance(message, WentBack) for message in posted) == 1
