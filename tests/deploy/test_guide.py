@@ -24,7 +24,7 @@ from tests.deploy.chart import (
 from tests.house.source import ROOT
 
 PAGE = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^ *```\n(.*?)^ *```", PAGE, re.DOTALL | re.MULTILINE)
+BLOCKS = re.findall(r"^ *```bash\n(.*?)^ *```", PAGE, re.DOTALL | re.MULTILINE)
 COMMANDS = [
     re.sub(r"\s&$|\s+#.*", "", line.strip())
     for block in BLOCKS

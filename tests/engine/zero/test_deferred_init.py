@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from unittest import mock
@@ -303,6 +304,34 @@ def test_a_second_model_keeps_its_values_when_the_first_is_built() -> None:
         assert torch.equal(materializer.initial_value(model.weight), value)
         materializer.clear()
     assert len(deferred_init._recorders) == before - 2  # nothing of theirs is kept
+
+
+def test_two_models_of_one_context_have_ordinary_values_each() -> None:
+    torch.manual_seed(2)
+    ordinary = [nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 3)]
+    before = list(deferred_init._recorders)
+    torch.manual_seed(2)
+    with zero_init():
+        models = [nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 3)]
+    for model, expected in zip(models, ordinary, strict=True):
+        values = Materializer(model, torch.device("cpu"))
+        for name, value in expected.named_parameters():
+            assert torch.equal(values.initial_value(model.get_parameter(name)), value), name
+        values.clear()
+    assert deferred_init._recorders == before
+
+
+def test_model_that_was_thrown_away_waits_for_no_engine() -> None:
+    before = [it for it in deferred_init._recorders if it.modules]
+    with zero_init():
+        model = nn.Linear(4, 3)
+    assert [it for it in deferred_init._recorders if it.modules] != before
+    del model
+    gc.collect()
+    assert [it for it in deferred_init._recorders if it.modules] == before
+    with pytest.raises(ZeroDivisionError), zero_init():
+        raise ZeroDivisionError
+    assert torch.empty(1, device="meta").is_meta
 
 
 def test_values_lost_to_the_meta_device_are_an_error() -> None:
