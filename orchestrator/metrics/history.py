@@ -62,7 +62,8 @@ class DisplayHistory:
             _fault_entry(it.at_s, it.cause, it.rank, it.step, describe_fault(it))
             for it in past.faults
         ]
-        for entry in sorted([*began, *faults], key=lambda entry: float(entry["at_s"])):
+        # Of the same moment, the fault is that of the generation before.
+        for entry in sorted([*faults, *began], key=lambda entry: float(entry["at_s"])):
             if "cause" in entry:
                 self.faults.append(entry)
                 self._lose_rank(entry)
