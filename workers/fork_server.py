@@ -45,13 +45,11 @@ def worker_executable(environ: Mapping[str, str]) -> dict[str, str]:
     return {"py_executable": shlex.join(words)}
 
 
-def serve(address: str) -> None:
+def serve(listening_file: int) -> None:
     """Serves until the standard input is closed. In a forked process it returns, too: as a Ray
     worker that has ended."""
     gc.disable()  # a worker enables it
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind("\0" + address)  # before the imports: early clients wait
-    listener.listen(64)
+    listener = socket.socket(fileno=listening_file)
     import numpy as np
 
     # Not Ray, which reads a worker's environment on import. By name: the orchestrator has no torch.

@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -25,7 +26,7 @@ import sys
 sys.path[0:1] = []  # the folder where the command was given: a user's module may have any name
 sys.path.append(sys.argv[1])
 from rayzero.workers.fork_server import serve
-serve(sys.argv[2])
+serve(int(sys.argv[2]))
 """
 _log = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 128 * 2**20  # only small objects go through it
@@ -44,14 +45,19 @@ class ForkServer:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.address = f"rayzero-fork-{secrets.token_hex(8)}"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVER_CODE, _PACKAGE_FOLDER, self.address],
-            stdin=subprocess.PIPE,  # its end is the server's
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**_RAY_SETTINGS, **os.environ, **env},
-            start_new_session=True,  # Ctrl-C is for this process
-        )
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind("\0" + self.address)
+            listener.listen(64)  # clients wait for the server's imports
+            file = listener.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _SERVER_CODE, _PACKAGE_FOLDER, str(file)],
+                stdin=subprocess.PIPE,  # its end is the server's
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[file],
+                env={**_RAY_SETTINGS, **os.environ, **env},
+                start_new_session=True,  # Ctrl-C is for this process
+            )
 
     def pids(self) -> list[int]:
         return [self._process.pid] if self._process.poll() is None else []

@@ -375,7 +375,8 @@ async def test_adopted_run_keeps_generation_and_fault_budget(folder: Path):
 
 @async_test
 async def test_page_entries_continue_in_adopted_run(folder: Path):
-    journal = start_journal(folder)
+    moments = count(1)  # no two entries have the same: the harness needs no millisecond for a step
+    journal = start_journal(folder, now_s=lambda: 1e9 + next(moments) / 100)
     harness = Harness(folder, journal=journal, workers={"min": 1, "max": 2})
     await harness.steps(3)
     harness.cluster.kill(1)
