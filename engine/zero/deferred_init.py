@@ -1,9 +1,11 @@
-"""Deferred initialization as torchdistX's: models on meta are materialized unit by unit.
+"""Deferred initialization: models are built on the meta device and materialized unit by unit.
 
 `zero_init` records the operations of a model's constructor on the meta device, and replays them for
 one parameter at a time when the engine builds that parameter's unit. The values equal those of an
 ordinary construction with the same seed: each random operation's RNG state is saved, and the
 operation also runs once on a scratch tensor to advance the generator.
+
+Method: torchdistX's `deferred_init`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ class _RecordedOp:
 
 
 class ConstructorRecorder(TorchDispatchMode):
-    """Runs a constructor's operations on meta tensors, and records them by their storages.
+    """Runs a constructor's operations on the meta device, and records them by the storages they
+    touched.
 
     The recorded meta tensors keep all storages alive, so that no address is used twice.
     """
@@ -43,7 +44,8 @@ class ConstructorRecorder(TorchDispatchMode):
         self._ops_by_storage: dict[int, list[int]] = {}
         self.scratch: ScratchBuffer | None = None  # while recording
         self.modules = WeakValueDictionary[int, nn.Module]()
-        """By id: those that were given something while it recorded, and wait for their engine."""
+        """By id: those that got a parameter, buffer or child while it recorded, and have no engine
+        yet. A copy by `copy.deepcopy` alone is not among them."""
 
     def add_module(self, module: nn.Module, name: str, item: object) -> None:
         self.modules[id(module)] = module
