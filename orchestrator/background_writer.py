@@ -19,7 +19,8 @@ _CLOSING_RETRY_S = 0.2
 @dataclass(eq=False)
 class WriteQueue:
     """Items for one destination; made by `BackgroundWriter.add_queue`. Guarded by its lock. Those
-    that do not fit are dropped, oldest first, with a warning."""
+    that do not fit are dropped, oldest first, with a warning. `written`: how many ever put are not
+    waited for any more."""
 
     changed: Condition
     subject: str
@@ -28,6 +29,7 @@ class WriteQueue:
     items: BoundedQueue[Any] = field(default_factory=BoundedQueue)
     failures: int = 0
     due_s: float = 0.0
+    written: int = 0
 
     def put(self, item: Any) -> None:
         """Queues one item. Never waits for a disk."""
@@ -39,6 +41,15 @@ class WriteQueue:
             if self.items.is_half_full and not self.failures and self.due_s > 0:
                 self.due_s = 0.0  # at once
                 self.changed.notify_all()
+
+    def flush(self, limit_s: float) -> bool:
+        """Blocks until what is queued now is written, for up to `limit_s`. Returns whether it is."""
+        with self.changed:
+            end = self.items.end
+            if not self.failures:
+                self.due_s = 0.0
+            self.changed.notify_all()
+            return self.changed.wait_for(lambda: self.written >= end, limit_s)
 
     def discard(self) -> None:
         """Drops what is not written yet."""
@@ -131,6 +142,8 @@ class BackgroundWriter:
             dropped -= max(0, min(end, oldest) - (end - len(items)))
             while len(queue.items) > queue.items.end - end:
                 queue.items.popleft()
+            queue.written = end
+            self._changed.notify_all()  # those who wait in `flush`
         if dropped > 0:
             self._warn(
                 f"{queue.subject}: {dropped} entries ({nbytes / 2**20:.1f} MiB) were dropped: they"

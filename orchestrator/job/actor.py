@@ -45,6 +45,7 @@ LOG_READ_LINGER_S = 5.0  # how long the process waits for the readers of its log
 DISK_MARGIN_S = 10.0  # for the summary, and the journal's end, beyond an outage of the disk
 RECORD_TIMEOUT_S = 5.0  # limit for recording the end in the cluster
 START_WAIT_S = 10.0  # how long a command waits for a job that is starting
+JOURNAL_WAIT_S = 3.0  # how long `scale` waits for the journal's disk; less than its client does
 _START_POLL_S = 0.05
 _LOG_READER_IDLE_S = 1.5  # a reader that has not asked for this long has stopped
 _RECENT_POLL_S = 10.0
@@ -108,8 +109,12 @@ class JobActor:
         return self._started().telemetry.snapshot()
 
     async def scale(self, min_workers: int, max_workers: int) -> str:
-        """As `Controller.scale`; raises JobFailedError if the job is not running."""
-        return (await self._running_controller()).scale(min_workers, max_workers)
+        """As `Controller.scale`, once the limits are in the journal: a job that is adopted keeps
+        them. Raises JobFailedError if the job is not running."""
+        reply = (await self._running_controller()).scale(min_workers, max_workers)
+        if await asyncio.to_thread(self._started().recorder.flush_journal, JOURNAL_WAIT_S):
+            return reply
+        return f"{reply}; not in the journal yet: if the head is lost now, repeat this command"
 
     async def inject(self, faults: Sequence[str]) -> str:
         """As `Controller.inject`; raises JobFailedError if the job is not running."""

@@ -171,6 +171,10 @@ class JobRecorder:
     def is_journal_written(self) -> bool:
         return self._journal_queue.is_empty
 
+    def flush_journal(self, limit_s: float) -> bool:
+        """Blocks until what has happened so far is durable. Returns whether it is, in time."""
+        return self._journal_queue.flush(limit_s)
+
     def _put_update(self, update: JournalUpdate) -> None:
         if self._owns_journal:
             self._journal_queue.put(update)

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,7 +74,6 @@ class Terminal:
 
     def lose_cluster(self) -> None:
         wait_for(self._is_running, TIMEOUT_S, "both workers")
-        time.sleep(2)  # the journal is written in the background: the last `scale`, too
         self.kill_cluster()
 
     def kill_cluster(self) -> None:

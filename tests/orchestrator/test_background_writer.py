@@ -56,6 +56,23 @@ def test_hanging_write_does_not_block_put_or_close():
     release.set()
 
 
+def test_flush_writes_at_once_and_gives_up_in_time():
+    written: list[str] = []
+    release = threading.Event()
+    writer = BackgroundWriter(lambda _: None)
+    quick = writer.add_queue("the journal", written.extend, 60.0)
+    quick.put("a")
+    assert quick.flush(10)
+    assert written == ["a"]
+    assert quick.flush(0), "all of it is written"
+    hanging = writer.add_queue("the log", lambda _: release.wait(10) and None, 60.0)
+    hanging.put("b")
+    assert not hanging.flush(0.05)
+    release.set()
+    assert hanging.flush(10)
+    assert writer.close(10)
+
+
 def test_failing_queue_does_not_delay_others(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(background_writer, "RETRY_DELAYS_S", (60.0,))
     written: list[str] = []
