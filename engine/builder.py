@@ -29,6 +29,7 @@ from rayzero.engine.optim.param_groups import ParamGroups, find_param_groups, fr
 from rayzero.engine.optim.schedule import Scheduler, check_schedule, make_schedule
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer, optimizer_shards
 from rayzero.engine.optim.whole_param_exchange import ShardedWholeParamOps
+from rayzero.engine.optim.whole_params import NeedsWholeParams
 from rayzero.engine.own_backward import follow_zero_grad
 from rayzero.engine.precision.policy import choose_precision, post_reduce_scale
 from rayzero.engine.runtime_builder import make_runtime
@@ -39,6 +40,7 @@ from rayzero.engine.training_step import TrainingStep
 from rayzero.engine.zero.build import BuildContext
 from rayzero.engine.zero.deferred_init import Materializer, zero_init
 from rayzero.engine.zero.placement import STAGES
+from rayzero.engine.zero.reducer import GradReduction
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.scratch import ScratchBuffer
 
@@ -259,7 +261,22 @@ def make_sharded_optimizer(
     )
     if isinstance(runtime.grad_reduction, OneBitAdamReduction):
         runtime.grad_reduction.track_optimizer(optimizer)
+    if config.rayzero.unused_gradients == "none":
+        _check_update_is_elementwise(optimizer, runtime.grad_reduction)
     return optimizer
+
+
+def _check_update_is_elementwise(optimizer: ShardedOptimizer, reduction: GradReduction) -> None:
+    """Raises ConfigError unless a gradient of zero changes nothing elsewhere."""
+    kind = type(optimizer.torch_optimizer)
+    whole = isinstance(optimizer.torch_optimizer, NeedsWholeParams)
+    if whole or type(reduction) is not GradReduction:
+        seen = kind.__name__ if whole else type(reduction).__name__
+        raise ConfigError(
+            f"rayzero.unused_gradients is none, and the update is not elementwise: {seen}",
+            allowed="optimizers such as AdamW or SGD, without compression of gradients",
+            fix='rayzero.unused_gradients: "zero"',
+        )
 
 
 def _make_schedule(

@@ -27,14 +27,16 @@ from rayzero.engine.zero.build import (
     make_unit,
     place_ungrouped,
 )
-from rayzero.engine.zero.gather_buffers import GatherBuffers
+from rayzero.engine.zero.gather_buffers import Block, GatherBuffers
 from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
 from rayzero.engine.zero.large_modules import blocks_kept_elsewhere
 from rayzero.engine.zero.lazy_weights import LazyWeights
 from rayzero.engine.zero.placement import Collective, Placement
 from rayzero.engine.zero.reducer import Reducer
 from rayzero.engine.zero.runtime import ZeroRuntime
+from rayzero.engine.zero.unit import Unit
 from rayzero.engine.zero.unshard import UnshardScheduler
+from rayzero.engine.zero.unused_params import UnusedParams
 
 log = logging.getLogger("rayzero.engine")
 
@@ -74,19 +76,14 @@ def make_runtime(
     hooks = hook_gradients(trainable, blocks, reducer)
     scheduler = None
     if blocks:
-        buffers = GatherBuffers(blocks, rayzero.gather_buffers)
-        scheduler = UnshardScheduler(
-            blocks,
-            buffers,
-            make_weight_gather(config, context),
-            kept_elsewhere=blocks_kept_elsewhere(model, blocks),
-            reshard_after_forward=rayzero.reshard_after_forward,
-        )
+        scheduler = _make_unshard_scheduler(model, blocks, config, context)
         hooks += hook_blocks(model, blocks, scheduler)
     lazy_weights = None
-    if config.rayzero.overlap_weight_gather and stage.weight_collective is Collective.ALL_GATHER:
+    if rayzero.overlap_weight_gather and stage.weight_collective is Collective.ALL_GATHER:
         lazy_weights = LazyWeights(model, units)
         hooks += lazy_weights.hooks
+    unused_params = _make_unused_params(trainable, config)
+    hooks += unused_params.hook() if unused_params is not None else []
     return ZeroRuntime(
         stage=stage,
         precision=context.precision,
@@ -98,8 +95,27 @@ def make_runtime(
         reducer=reducer,
         unshard_scheduler=scheduler,
         lazy_weights=lazy_weights,
+        unused_params=unused_params,
         hooks=hooks + hook_norms(model),
     )
+
+
+def _make_unshard_scheduler(
+    model: nn.Module, blocks: list[Block], config: EngineConfig, context: BuildContext
+) -> UnshardScheduler:
+    return UnshardScheduler(
+        blocks,
+        GatherBuffers(blocks, config.rayzero.gather_buffers),
+        make_weight_gather(config, context),
+        kept_elsewhere=blocks_kept_elsewhere(model, blocks),
+        reshard_after_forward=config.rayzero.reshard_after_forward,
+    )
+
+
+def _make_unused_params(units: list[Unit], config: EngineConfig) -> UnusedParams | None:
+    is_error = not config.zero_optimization.ignore_unused_parameters
+    is_tracked = is_error or config.rayzero.unused_gradients == "none"
+    return UnusedParams(units, is_error=is_error) if is_tracked else None
 
 
 def _leave_whole(params: list[NamedParam], context: BuildContext) -> list[NamedParam]:

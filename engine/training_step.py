@@ -24,6 +24,7 @@ from rayzero.engine.step_tracker import Boundary, StepPhase, StepTracker
 from rayzero.engine.zero.reducer import Running
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.step_vote import StepVote
+from rayzero.engine.zero.unused_params import UnusedRanges
 
 _CHECK_STEPS = 50
 """Between two looks for parameters that the model got after `initialize`: a millisecond for each
@@ -204,7 +205,7 @@ class TrainingStep:
         """Forgets the gradients and losses of unfinished micro-steps."""
         self._loss_sum.zero_()
         self._loss_known = True
-        self.runtime.reducer.discard()
+        self.runtime.discard_gradients()
         self.tracker.phase = StepPhase.EMPTY
 
     def _update(self) -> tuple[StepVote, float]:
@@ -215,20 +216,21 @@ class TrainingStep:
         if self.meter.compares_rank_losses and self._loss_known:
             # The vote has waited for the device; the update is not queued yet.
             (self._rank_loss,) = get_device(self._loss_sum.device).read(self._loss_sum.reshape(1))
+        unused = self.runtime.take_unused(vote)
         lr = self.optimizer.lr
         if vote.finite:
             self.meter.enter_phase("update")
         with self.state.updating():
-            self._apply_vote(vote, factor)
+            self._apply_vote(vote, factor, unused)
         self.tracker.applied = vote.finite
         self._loss_sum.zero_()
         return vote, lr
 
-    def _apply_vote(self, vote: StepVote, factor: float) -> None:
+    def _apply_vote(self, vote: StepVote, factor: float, unused: UnusedRanges) -> None:
         """Changes the state from one step to the next. No collectives except LAMB's and Muon's."""
         if vote.finite:
             clip = vote.clip_factor(self.settings.config.gradient_clipping)
-            self.optimizer.step(factor * clip)
+            self.optimizer.step(factor * clip, unused)
             if self.scheduler is not None:
                 self.scheduler.step()
         else:

@@ -43,7 +43,7 @@ class WriteQueue:
                 self.changed.notify_all()
 
     def flush(self, limit_s: float) -> bool:
-        """Blocks until what is queued now is written, for up to `limit_s`. Returns whether it is."""
+        """Writes what is queued now. Blocks for up to `limit_s`; returns whether it is written."""
         with self.changed:
             end = self.items.end
             if not self.failures:

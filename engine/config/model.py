@@ -39,6 +39,7 @@ from rayzero.engine.config.optimizers import (
     REFUSED_OPTIMIZERS,
     OptimizerParams,
 )
+from rayzero.engine.config.rayzero_section import RayzeroConfig
 from rayzero.engine.config.schedules import LR_CURVES, SCHEDULES
 from rayzero.engine.config.sections import (
     ActivationCheckpointingConfig,
@@ -47,7 +48,6 @@ from rayzero.engine.config.sections import (
     CheckpointConfig,
     DataTypesConfig,
     Fp16Config,
-    RayzeroConfig,
     TimersConfig,
     TorchAutocastConfig,
 )

@@ -1,12 +1,12 @@
-"""Sections but `zero_optimization`: dtypes, activation checkpointing, timers, checkpoints, aio,
-rayzero."""
+"""Sections of DeepSpeed but `zero_optimization`: dtypes, activation checkpointing, timers,
+checkpoints, aio."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from rayzero.engine.config.fields import (
     ConfigSection,
@@ -15,7 +15,6 @@ from rayzero.engine.config.fields import (
     NonNegativeFloat,
     NonNegativeInt,
     NonNegativeSize,
-    PositiveFloat,
     PositiveInt,
     name_validator,
 )
@@ -233,66 +232,3 @@ class AioConfig(ConfigSection):
     use_gds: Any = refused(
         False, "the GPU reads NVMe directly", "offloaded state is updated on the CPU"
     )
-
-
-class CompressionConfig(ConfigSection):
-    """Compression of gradients between ranks."""
-
-    gradients: Literal["none", "fp16", "bf16", "int8", "sign", "lowrank"] = implemented(
-        "none",
-        "how gradients are encoded: none; fp16, bf16: rounded; int8: eight bits a value, a scale a "
-        "block; sign: one bit a value; lowrank: factors of every matrix (PowerSGD)",
-    )
-    block_size: Annotated[PositiveInt, Field(multiple_of=32)] | None = implemented(
-        None, "values that share a scale; by default 256 with int8, 64 with sign"
-    )
-    rank: PositiveInt = implemented(4, "rank of lowrank's factors")
-    error_feedback: bool | None = implemented(
-        None,
-        "the error of the encoding is added to the next gradients; always with sign and lowrank, "
-        "by default not with the others",
-    )
-
-
-class RayzeroConfig(ConfigSection):
-    """Keys that DeepSpeed does not have."""
-
-    unshard_modules: tuple[str, ...] = implemented(
-        (),
-        "class names of the modules gathered as one unit at stage 3; by default the elements of "
-        "every ModuleList and Sequential",
-        group="rayzero",
-        old_names=("rayzero.unit_classes",),
-    )
-    unshard_min_numel: NonNegativeInt = implemented(
-        1_000_000,
-        "at stage 3, a module in no block that owns at least this many elements (an embedding, a "
-        "head) is gathered on its own; 0: never",
-    )
-    reshard_after_forward: bool = implemented(
-        True,
-        "at stage 3, weights are released after forward and gathered again for backward; false: "
-        "gathered once a step, and kept in memory",
-    )
-    gather_buffers: Annotated[PositiveInt, Field(ge=2)] = implemented(
-        2,
-        "buffers for gathered weights at stage 3: live units at once",
-        old_names=("rayzero.slots",),
-    )
-    reduce_each_micro_step: bool = implemented(
-        True,
-        "gradients are reduced into shards in every micro-step at stages 2 and 3; false: every "
-        "rank accumulates all of them, as at stage 1, and they are reduced once a step, which "
-        "costs the memory of the main gradients of the whole model (see `rayzero plan`)",
-    )
-    overlap_weight_gather: bool = implemented(
-        False,
-        "updated weights of stages 1 and 2 are gathered while the next forward runs; between "
-        "`step()` and the end of that forward no weight may be read from outside the model, other "
-        "than through the engine or after `engine.wait_weights()`, and none used in a forward "
-        "before that of the module that holds it",
-    )
-    peak_flops: PositiveFloat | None = implemented(
-        None, "peak flop/s of one device, for mfu; known for the usual GPUs"
-    )
-    compression: CompressionConfig = CompressionConfig()

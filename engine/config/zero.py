@@ -142,8 +142,8 @@ class ZeroConfig(ConfigSection):
     parameter_alignment: bool = no_op(
         False, "parameters start at aligned addresses", "always so: at multiples of 32 elements"
     )
-    ignore_unused_parameters: bool = no_op(
-        True, "parameters without a gradient are no error", "always so: their gradient is zero"
+    ignore_unused_parameters: bool = implemented(
+        True, "parameters that no rank used in a step are no error; see rayzero.unused_gradients"
     )
     compute_grad_norm: bool = no_op(
         True, "the gradient norm is computed every step", "always so: the overflow check needs it"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from rayzero.engine.optim.sharded_optimizer import (
     rebind_params,
 )
 from rayzero.engine.optim.whole_params import NeedsWholeParams, WholeParamOps
+from rayzero.engine.zero.unused_params import UnusedRanges
 
 OptimizerLike = torch.optim.Optimizer | OptimizerFactory
 
@@ -38,7 +40,7 @@ class NoOptimizer(ShardedOptimizer):
         empty.param_groups.clear()
         super().__init__(empty, ())
 
-    def step(self, factor: float) -> None:
+    def step(self, factor: float, unused: UnusedRanges = MappingProxyType({})) -> None:
         raise no_optimizer_error("step")
 
 

@@ -8,10 +8,11 @@ ones as their store brings them into memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from rayzero.engine.offload.stores import StateStore, UpdateChunk
 from rayzero.engine.offload.transfer import MemoryKind
 from rayzero.engine.optim.whole_params import NeedsWholeParams
 from rayzero.engine.zero.unit import Unit
+from rayzero.engine.zero.unused_params import UnusedRanges
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -92,15 +94,40 @@ class ShardedOptimizer:
             for store in sorted(stores, key=lambda it: it.memory_kind is not MemoryKind.DEVICE)
         ]
 
-    def step(self, factor: float) -> None:
+    def step(self, factor: float, unused: UnusedRanges = MappingProxyType({})) -> None:
         """Update the main weights with `factor` times the main grads, which may be overwritten.
 
         Steps the torch optimizer once per chunk, with the chunk's shards as its only parameters.
-        Collective for optimizers that use whole parameters, local for all others.
+        Collective for optimizers that use whole parameters, local for all others. Weights and state
+        of what is `unused`, whose gradients are zero, stay as they are.
         """
         with closing(self.chunks()) as chunks:
             for shards in chunks:
-                self._step_shards(shards, factor)
+                with self._unchanged([it for it in shards if it.unit.name in unused], unused):
+                    self._step_shards(shards, factor)
+
+    @contextmanager
+    def _unchanged(self, shards: Sequence[OptimizerShard], unused: UnusedRanges) -> Iterator[None]:
+        """Around an update: keeps copies of weights and state of the `unused` ranges, and restores
+        them. State that does not exist yet is what the update makes of a weight and a gradient of
+        zero: what an optimizer begins with."""
+        kept: list[tuple[OptimizerShard, slice, Tensor, dict[str, Tensor]]] = []
+        for shard in shards:
+            begin, state = shard.layout_range.start, self.state_tensors(shard)
+            for extent in unused[shard.unit.name]:
+                numel = shard.weight.numel()
+                part = slice(max(0, extent.start - begin), min(numel, extent.stop - begin))
+                if part.start < part.stop:
+                    weights = shard.weight.data[part]
+                    states = {key: tensor[part].clone() for key, tensor in state.items()}
+                    kept.append((shard, part, weights.clone(), states))
+                    weights.zero_()
+        yield
+        for shard, part, values, states in kept:
+            shard.weight.data[part] = values
+            state = self.state_tensors(shard)  # the update may have replaced tensors
+            for key, value in states.items():
+                state[key][part] = value
 
     def chunks(self) -> Generator[Sequence[OptimizerShard], None, None]:
         """Yields the shards that are updated together, while their state is in memory and they are

@@ -25,6 +25,7 @@ from rayzero.engine.zero.reducer import GradReduction, Reducer
 from rayzero.engine.zero.step_vote import StepVote, nonfinite_error, vote_on_step
 from rayzero.engine.zero.unit import Unit
 from rayzero.engine.zero.unshard import UnshardScheduler
+from rayzero.engine.zero.unused_params import UnusedParams, UnusedRanges
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class ZeroRuntime:
             belong to quantized ones.
         unshard_scheduler: None if model weights are replicated.
         lazy_weights: None unless updated weights are gathered while forward runs.
+        unused_params: None where an unused parameter has a gradient of zero.
     """
 
     stage: Stage
@@ -49,6 +51,7 @@ class ZeroRuntime:
     reducer: Reducer
     unshard_scheduler: UnshardScheduler | None
     lazy_weights: LazyWeights | None
+    unused_params: UnusedParams | None
     hooks: list[RemovableHandle]
 
     def check_params(self, model: nn.Module) -> None:
@@ -109,11 +112,26 @@ class ZeroRuntime:
         self.wait_weights()
         self.reducer.wait()
         parts = (part for unit in self.units if (part := unit.shard_grads()) is not None)
-        vote = vote_on_step(parts, loss, factor, self.collectives, requests)
+        used = self.unused_params.votes if self.unused_params is not None else ()
+        vote = vote_on_step(parts, loss, factor, self.collectives, requests, used)
         scaler = self.precision.scaler
         if scaler.cannot_decrease and not vote.finite:
             raise nonfinite_error(self.units, self.collectives, scaler.value, loss.device)
         return vote
+
+    def take_unused(self, vote: StepVote) -> UnusedRanges:
+        """What the update of this step must leave as it is; the next step begins to count anew.
+        Raises EngineError where unused parameters are an error."""
+        if self.unused_params is None:
+            return {}
+        self.unused_params.reset()
+        return self.unused_params.find_unused(vote.used) if vote.finite else {}
+
+    def discard_gradients(self) -> None:
+        """Forgets those of an unfinished step; returns when their memory may be overwritten."""
+        self.reducer.discard()
+        if self.unused_params is not None:
+            self.unused_params.reset()
 
     def update_loss_scale(self, *, overflow: bool) -> None:
         with self._rescaling_residuals() as scaler:

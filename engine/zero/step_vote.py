@@ -28,11 +28,13 @@ class StepVote:
         grad_norm: the L2 norm of the summed gradient, before clipping.
         loss: the mean loss over the global batch.
         agreed: the ranks' common decision on their requests.
+        used: the ranks' sums of `used`.
     """
 
     grad_norm: float
     loss: float
     agreed: StepRequests = NO_REQUESTS
+    used: tuple[float, ...] = ()
 
     @property
     def finite(self) -> bool:
@@ -49,6 +51,7 @@ def vote_on_step(
     factor: float,
     collectives: Collectives,
     requests: StepRequests = NO_REQUESTS,
+    used: Sequence[float] = (),
 ) -> StepVote:
     """Agrees on a step.
 
@@ -58,13 +61,15 @@ def vote_on_step(
         loss: this rank's weighted loss, a scalar; the ranks' add up to the mean.
         factor: the gradients are still to be multiplied by it.
         requests: this rank's.
+        used: numbers to be summed, those of `UnusedParams`.
     """
     # Timed and observed: the copies wait for the reductions.
     summed = collectives.run_timed("a copy", collectives.counters.sequence, lambda: list(parts))
     scalars = torch.stack((_squared_norm(summed, get_device(loss.device)), loss.detach().double()))
-    square, mean, *sums = collectives.sum_scalars(scalars, requests.to_scalars())
-    agreed = StepRequests.from_sums(sums, collectives.world_size)
-    return StepVote(grad_norm=factor * square**0.5, loss=mean, agreed=agreed)
+    requested = requests.to_scalars()
+    square, mean, *sums = collectives.sum_scalars(scalars, [*requested, *used])
+    agreed = StepRequests.from_sums(sums[: len(requested)], collectives.world_size)
+    return StepVote(factor * square**0.5, mean, agreed, tuple(sums[len(requested) :]))
 
 
 def _squared_norm(parts: list[Tensor], device: Device) -> Tensor:

@@ -82,7 +82,7 @@ REASONS = {
         workers.fork_server: REQUEST_TIMEOUT_S
         orchestrator.top.follow: _HTTP_TIMEOUT_S LOST_CONTACT_S
         orchestrator.job.client: CALL_TIMEOUT_S HEAD_TASK_TIMEOUT_S
-        orchestrator.job.actor: RECORD_TIMEOUT_S START_WAIT_S
+        orchestrator.job.actor: JOURNAL_WAIT_S RECORD_TIMEOUT_S START_WAIT_S
         orchestrator.job.prestop: _CALL_TIMEOUT_S
         orchestrator.job.subscriber: ANSWER_MARGIN_S UNAVAILABLE_LIMIT_S _ACKNOWLEDGE_TIMEOUT_S
         orchestrator.metrics.http_server: CONNECTION_LIFETIME_S

@@ -1,0 +1,71 @@
+"""Parameters that no rank used in a step, such as experts to which nothing was routed.
+
+By default their gradient is zero, and nothing here exists. A config may request an error, as
+DeepSpeed's `ignore_unused_parameters: false`, or no update, as PyTorch's optimizers do with a
+gradient of None. What was used is one number for each parameter in the step's vote: no rank decides
+alone, and there is no further collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from rayzero.engine.errors import EngineError
+from rayzero.engine.zero.unit import Unit
+
+UnusedRanges = Mapping[str, Sequence[slice]]
+"""By unit, the ranges of its flat layout."""
+
+
+class UnusedParams:
+    """Which parameters got a gradient in the current step.
+
+    Args:
+        units: the trainable ones, equal on all ranks.
+        is_error: a parameter that no rank used is one.
+    """
+
+    def __init__(self, units: Sequence[Unit], *, is_error: bool) -> None:
+        self._is_error = is_error
+        self._params = [(unit, index) for unit in units for index in range(len(unit.params))]
+        self._used = [0.0] * len(self._params)
+
+    def hook(self) -> list[RemovableHandle]:
+        return [
+            unit.params[index].register_post_accumulate_grad_hook(partial(self._mark, number))
+            for number, (unit, index) in enumerate(self._params)
+        ]
+
+    @property
+    def votes(self) -> Sequence[float]:
+        """By parameter, 1 if this rank used it. Summed over the ranks they are `find_unused`'s."""
+        return self._used
+
+    def reset(self) -> None:
+        """The gradients of the step are used up, or discarded."""
+        self._used = [0.0] * len(self._params)
+
+    def find_unused(self, sums: Sequence[float]) -> UnusedRanges:
+        """Raises EngineError, on all ranks, if there are any and that is an error."""
+        found: dict[str, list[slice]] = {}
+        names = []
+        for (unit, index), used in zip(self._params, sums, strict=True):
+            if not used:
+                found.setdefault(unit.name, []).append(unit.layout.param_range(index))
+                names.append(unit.layout.params[index].name)
+        if names and self._is_error:
+            raise EngineError(
+                f"{len(names)} parameters got no gradient on any rank in this step: "
+                f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}",
+                allowed="a loss that depends on every trainable parameter; requires_grad=False for "
+                "the others",
+                fix="zero_optimization.ignore_unused_parameters: true in the engine config",
+            )
+        return found
+
+    def _mark(self, number: int, _: Tensor) -> None:
+        self._used[number] = 1.0
