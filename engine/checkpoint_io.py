@@ -40,7 +40,7 @@ def save_checkpoint(
 ) -> None:
     """See `Engine.save`."""
     collectives, device = step.runtime.collectives, step.settings.device
-    if (progress := step.state.progress).is_ahead_of_script:
+    if (progress := step.state.progress).script_lag:
         if collectives.rank == 0:
             text = "checkpoint %s of an epoch that is finished is not written again, with step %d"
             log.warning(text, tag, progress.step)

@@ -144,7 +144,7 @@ class JobSession:
         """Before its first step a function that was entered again may go back to a checkpoint that
         tells its place: its loop can then not go on from memory. Any other one stays. After its
         last step it may load any, such as the best model, to evaluate or to save it."""
-        if step >= engine_step or self.reporter.has_steps:
+        if step >= engine_step or self._is_trained:
             return True
         if client_keys and self._divides_steps:
             raise ConfigError(
@@ -155,8 +155,14 @@ class JobSession:
             )
         return bool(client_keys)
 
+    @property
+    def _is_trained(self) -> bool:
+        """Whether the function has finished a step, or has come to where its last one was."""
+        lag = None if self.engine is None else self.engine.progress.script_lag
+        return self.reporter.has_steps or lag == 0
+
     def on_state_loaded(self, step: int) -> None:
-        if self.engine is None or step >= self.reporter.start_step or self.reporter.has_steps:
+        if self.engine is None or step >= self.reporter.start_step or self._is_trained:
             return
         self._mirror.go_back(step)
         self.reporter.start_at(step, self.engine.progress.skipped_steps)

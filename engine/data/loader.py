@@ -101,8 +101,9 @@ class StepLoader:
         if not getattr(self._session, "replays_epochs", False):
             return self._micro_batches(None)
         end = self._script_cursor = self._script_epoch_end()
-        self.progress.is_ahead_of_script = end < self.progress.sample_cursor
-        left = max(0, end - self.progress.sample_cursor)
+        left = end - self.progress.sample_cursor
+        self.progress.script_lag = -left if left <= 0 else None
+        left = max(0, left)
         return self._micro_batches(left // self.progress.global_batch)
 
     @property

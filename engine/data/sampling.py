@@ -189,7 +189,7 @@ class TrainingProgress:
     monitor_runs: dict[str, str] = field(default_factory=dict)
     # Where the training function has taken its place in the data from a checkpoint of its own.
     function_cursor: int = 0
-    # A launched script that was entered again iterates over an epoch before the current one:
-    # the state is not that of its place.
-    is_ahead_of_script: bool = False
+    # What is finished and the loop of a launched script that was entered again has not come to yet:
+    # 0 at the end of an epoch where the state is; None: its place is not known.
+    script_lag: int | None = None
     data_wait_s: float = 0.0  # total seconds that the training loop waited for loaders

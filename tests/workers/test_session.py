@@ -260,10 +260,17 @@ def test_checkpoint_older_than_the_job_is_not_loaded(tmp_path: Path):
     assert not any(isinstance(message, WentBack) for message in posted)
 
 
+@pytest.mark.parametrize("restored", [0, 3])  # 3: the script was entered after its last step
 @pytest.mark.parametrize("tag", ["old", "told"])
-def test_best_model_is_loaded_after_the_last_step_and_not_trained(tmp_path: Path, tag: str):
+def test_best_model_is_loaded_after_the_last_step_and_not_trained(
+    tmp_path: Path, tag: str, restored: int
+):
     job_session, _, posted = session(entrypoint=SCRIPT_ENTRYPOINT)
-    engine = engine_with_checkpoints(job_session, tmp_path, restored=0)
+    engine = engine_with_checkpoints(job_session, tmp_path, restored)
+    if restored:
+        with use_session(job_session):
+            loader = engine.deepspeed_io(torch.arange(engine.train_batch_size()))
+        assert [len(list(loader)) for _ in range(3)] == [0, 0, 0]
     before = engine.module.weight.item()
     assert engine.load_checkpoint(str(tmp_path), tag)[0]
     assert engine.module.weight.item() == pytest.approx(before - 1)

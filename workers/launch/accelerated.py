@@ -45,7 +45,7 @@ def _saving_once(save_state: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(save_state)
     def saving(self: Any, output_dir: str | None = None, *args: Any, **options: Any) -> Any:
         engine = getattr(current_session(), "engine", None)
-        if output_dir is not None and engine is not None and engine.progress.is_ahead_of_script:
+        if output_dir is not None and engine is not None and engine.progress.script_lag:
             return output_dir
         return save_state(self, output_dir, *args, **options)
 
@@ -140,7 +140,7 @@ def _continuing_iter(iterate: Callable[..., Iterator[Any]]) -> Callable[..., Ite
             return iterate(self)
         batches = skips.pop(0) if skips else 0
         if (engine := getattr(current_session(), "engine", None)) is not None:
-            engine.progress.is_ahead_of_script = batches is None and skips != [0]
+            engine.progress.script_lag = len(skips) if batches is None and skips != [0] else None
         return _announce_batches(iterate(self) if batches == 0 else _rest(self, batches))
 
     return continuing

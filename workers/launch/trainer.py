@@ -46,6 +46,7 @@ def patch_trainer(module: ModuleType) -> None:
     trainer._load_optimizer_and_scheduler = _unless_ours(load, _restore_schedule)
     loaded = module.deepspeed_load_checkpoint
     module.deepspeed_load_checkpoint = _unless_ours(loaded, _keep_rng)  # type: ignore[attr-defined]
+    trainer._load_best_model = _after_training(trainer._load_best_model)
     arguments.__post_init__ = _adapting_batches(arguments.__post_init__)
 
 
@@ -176,6 +177,18 @@ def _unless_ours(load: Callable[..., Any], ours: Callable[[Any], None]) -> Calla
         if folder is None or not os.path.basename(str(folder)).startswith(_FOLDER_PREFIX):
             return load(self, folder, *args, **options)
         return ours(self)
+
+    return loading
+
+
+def _after_training(load_best: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`_load_best_model`, also where the last step was finished before the script was entered."""
+
+    @wraps(load_best)
+    def loading(self: Any) -> None:
+        if _restored_session() is not None:
+            self.model_wrapped.progress.script_lag = 0
+        load_best(self)
 
     return loading
 

@@ -98,8 +98,6 @@ class Recorder:
         self._ended_epoch = self._trainer.state.global_step
 
     def training_ends(self) -> None:
-        """Trainer has added the loss since the last log to that before it."""
-        self._loss = 0.0
         self._begun = step = self._trainer.state.global_step
         _kept[step] = self.snapshot()
 
@@ -121,12 +119,14 @@ class Recorder:
         state.stateful_callbacks = export_callbacks(trainer)
         in_engine = trainer.model_wrapped.lr_scheduler is not None
         last_logged = trainer._globalstep_last_logged
-        loss = 0.0 if last_logged == state.global_step else self._loss
+        log = state.log_history
+        has_summary = bool(log) and "train_runtime" in log[-1]  # logged at each end of training
+        loss = 0.0 if has_summary or last_logged == state.global_step else self._loss
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         return TrainerSnapshot(
             state.global_step,
             state,
-            len(state.log_history),
+            len(log) - has_summary,
             asdict(trainer.control),
             (loss, trainer._total_loss_scalar, last_logged, trainer._initial_global_step),
             trainer.args.gradient_accumulation_steps * ranks,

@@ -71,9 +71,27 @@ class Watch(TrainerCallback):
         note(OUT, "evaluations", state.global_step)
 
 
+class KilledTrainer(Trainer):
+    """Kills rank 1 before its best model is loaded, or once it is, after the last step."""
+
+    def _load_best_model(self) -> None:
+        self.kill_if("before")
+        super()._load_best_model()
+        note(OUT, "best", self.state.best_model_checkpoint)
+        self.kill_if("after")
+
+    def kill_if(self, when: str) -> None:
+        due = (options.kill_best, os.environ["RANK"]) == (when, "1")
+        if due and not (OUT / "killed").exists():
+            (OUT / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path, required=True)
 parser.add_argument("--kill-at", type=int, default=-1)
+parser.add_argument("--best", action="store_true", help="the model of the first evaluation")
+parser.add_argument("--kill-best", choices=["before", "after"], help="that is loaded")
 parser.add_argument("--stage", type=int, default=2)
 parser.add_argument("--resume", help="a checkpoint of Trainer's")
 parser.add_argument("--samples", type=int, default=24)
@@ -93,7 +111,7 @@ sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_head": 2}
 sizes |= {"n_embd": options.width, "n_layer": options.layers}
 dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options.dropout)
 names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-trainer = Trainer(
+trainer = KilledTrainer(
     model=Model(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0)).double(),
     args=TrainingArguments(
         str(OUT / "output"),
@@ -111,11 +129,14 @@ trainer = Trainer(
         save_steps=options.every,
         eval_strategy="steps",
         eval_steps=options.every,
+        load_best_model_at_end=options.best,
+        greater_is_better=True if options.best else None,  # of the loss, which falls
         logging_steps=3,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
         remove_unused_columns=False,
+        label_names=["labels"],
     ),
     train_dataset=Tokens(),
     eval_dataset=Tokens(),
@@ -123,5 +144,5 @@ trainer = Trainer(
 )
 trainer.train(options.resume)
 note(OUT, "weights", [value.tolist() for value in trainer.model.state_dict().values()])
-history = [{**it, "loss": it.get("loss", it.get("eval_loss"))} for it in trainer.state.log_history]
-note(OUT, "log", [(it["step"], it["loss"]) for it in history if it["loss"] is not None])
+logged = [(it["step"], name, it[name]) for it in trainer.state.log_history for name in it]
+note(OUT, "log", [it for it in logged if it[1] in ("loss", "eval_loss", "train_loss")])
