@@ -165,6 +165,38 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
+class BufferAddresses:
+    """Where a model's persistent buffers are, asked at every step: its state dict, which takes
+    a millisecond in a model of 700 modules, is made only when a module or a buffer has come, gone
+    or moved."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules: list[nn.Module] = []
+        self._structure: list[object] = []
+        self._slots: list[tuple[dict[str, Tensor | None], str]] = []
+
+    def read(self) -> tuple[int, ...]:
+        """The address of each; 0 for one that is None."""
+        if not self._modules or self._read_structure() != self._structure:
+            self._modules = [*self._model.modules()]
+            self._structure = self._read_structure()
+            paths = [name.rpartition(".") for name, _ in persistent_buffers(self._model)]
+            owner = self._model.get_submodule
+            self._slots = [(owner(path)._buffers, name) for path, _, name in paths]
+        values = [held.get(name) for held, name in self._slots]
+        return tuple([0 if value is None else value.data_ptr() for value in values])
+
+    def _read_structure(self) -> list[object]:
+        """The children of each known module, the names of its buffers, and those of them that are
+        not persistent. Modules are equal only to themselves."""
+        return [
+            *(child for module in self._modules for child in module._modules.values()),
+            *(name for module in self._modules for name in module._buffers),
+            *(name for module in self._modules for name in module._non_persistent_buffers_set),
+        ]
+
+
 def pack_block(parts: Sequence[StateRange]) -> StateBlock:
     parts = sorted(parts, key=lambda part: not part.constant)
     ranges: list[TensorRange] = []

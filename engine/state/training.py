@@ -26,10 +26,10 @@ from rayzero.engine.state import metadata
 from rayzero.engine.state.error_feedback import residual_ranges
 from rayzero.engine.state.load import LOAD_ALL, LoadOptions, load_tensors
 from rayzero.engine.state.ranges import (
+    BufferAddresses,
     StateBlock,
     StateRange,
     pack_block,
-    persistent_buffers,
     state_ranges,
 )
 from rayzero.engine.tensor_tree import storage_id
@@ -81,6 +81,7 @@ class TrainingState:
         self._constants_writes = 0
         self.copied_by: RunningCopy | None = None
         self._model = model
+        self._buffers = BufferAddresses(model)
         self._runtime = runtime
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -246,4 +247,4 @@ class TrainingState:
             for shard in self._optimizer.shards
             for value in self._optimizer.state_tensors(shard).values()
         )
-        return addresses, tuple(buffer.data_ptr() for _, buffer in persistent_buffers(self._model))
+        return addresses, self._buffers.read()

@@ -194,6 +194,33 @@ def test_scripts_own_write_of_a_frozen_weight_is_seen(stage):
     assert engine.state.constants_version > before
 
 
+def test_block_follows_buffers_without_a_state_dict_at_each_step(monkeypatch):
+    model = DropoutModel()
+    state = rayzero.initialize(model=model, config=config())[0].state
+    blocks = [state.pack()]
+    with monkeypatch.context() as patch:
+        patch.delattr(nn.Module, "state_dict")
+        assert state.pack() is blocks[0]
+    model.norm.running_mean = torch.ones(6)
+    blocks.append(state.pack())
+    model.register_buffer("late", torch.ones(3))
+    blocks.append(state.pack())
+    model.late = torch.zeros(3)
+    blocks.append(state.pack())
+    del model.late
+    blocks.append(state.pack())
+    model.head = nn.BatchNorm1d(3, affine=False)  # such modules may come later: nothing is trained
+    blocks.append(state.pack())
+    model.head = nn.BatchNorm1d(3, affine=False)
+    blocks.append(state.pack())
+    model.head.register_buffer("running_var", torch.ones(3), persistent=False)
+    blocks.append(state.pack())
+    assert len({id(block) for block in blocks}) == 8
+    tensors = [block.index.tensors for block in blocks]
+    assert ["buffers/late" in it for it in tensors] == [0, 0, 1, 1, 0, 0, 0, 0]
+    assert ["buffers/head.running_var" in it for it in tensors] == [0, 0, 0, 0, 0, 1, 1, 0]
+
+
 def test_torch_scheduler_resumes():
     def make(blocks: list[Block] | None) -> Any:
         with use_session(StateSession(blocks)):
