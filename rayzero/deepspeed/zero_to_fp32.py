@@ -20,10 +20,14 @@ __all__ = [
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
     """The model's weights, floating-point ones in fp32, and its buffers, in CPU memory; on request
-    without the weights that no optimizer group has."""
+    without the weights that no optimizer group has. `lazy_mode` has no effect: what scripts call
+    on its values, `contiguous()`, tensors have too."""
     location = resolve_checkpoint(str(checkpoint_dir), tag)
     if location is None:
         raise DataError(f"there is no checkpoint in {checkpoint_dir}", fix="checkpoint_dir, or tag")
