@@ -93,6 +93,7 @@ class ScheduledInputs:
         if not model.training:
             return args, kwargs
         if self._layer_drop.enabled:
+            _check_takes_layer_drop(model)
             kwargs = kwargs | {"progressive_layer_drop": True, "pld_theta": self.keep_probability}
         if self._curriculum.enabled:
             length = self.difficulty
@@ -100,6 +101,20 @@ class ScheduledInputs:
                 return args, kwargs | {"curriculum_seqlen": length}
             args, kwargs = _cut((args, kwargs), length)
         return args, kwargs
+
+
+def _check_takes_layer_drop(model: nn.Module) -> None:
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(it.kind is it.VAR_KEYWORD for it in parameters.values())
+    missing = [name for name in ("progressive_layer_drop", "pld_theta") if name not in parameters]
+    if missing and not takes_any:
+        raise ConfigError(
+            f"progressive_layer_drop is enabled, and {type(model).__name__}.forward takes no "
+            f"{' and no '.join(missing)}",
+            allowed="forward(..., progressive_layer_drop=False, pld_theta=1.0), which skips each "
+            "layer with a probability that follows from pld_theta",
+            fix='progressive_layer_drop: {"enabled": false} in the engine config',
+        )
 
 
 def _cut(inputs: Any, length: int) -> Any:

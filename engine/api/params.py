@@ -73,6 +73,9 @@ class GatheredParameters:
             weights. None if nothing is changed: where weights are sharded, changes would be lost.
         fwd_module: ignored: a module's forward gathers the parameters used in it.
 
+    Raises:
+        ConfigError: at its beginning, if there is no rank `modifier_rank`.
+
     Example:
         >>> with GatheredParameters(model.head.weight, modifier_rank=0):
         ...     if torch.distributed.get_rank() == 0:
@@ -97,17 +100,19 @@ class GatheredParameters:
     def __enter__(self) -> GatheredParameters:
         owners = [(param, find_owner(param)) for param in self._params]
         planned = [param for param, owner in owners if owner is None]
-        if planned and self._modifier_rank in (None, 0):
-            self._stack.enter_context(recording(planned))
-        elif any(param.device.type == "meta" for param in planned):
+        is_recorded = planned and self._modifier_rank in (None, 0)
+        if not is_recorded and any(param.device.type == "meta" for param in planned):
             raise EngineError(
                 f"GatheredParameters(modifier_rank={self._modifier_rank}) before initialize",
                 allowed="modifier_rank=0: rank 0's initial values are taken",
             )
         keep = self._modifier_rank is not None
-        self._gathered = [
-            _GatheredParam(param, *owner, keep=keep) for param, owner in owners if owner
-        ]
+        found = [(param, *owner) for param, owner in owners if owner]
+        for _, engine, _ in found:
+            _check_rank(engine, self._modifier_rank or 0)
+        self._gathered = [_GatheredParam(*each, keep=keep) for each in found]
+        if is_recorded:  # last: nothing that raises may leave it on
+            self._stack.enter_context(recording(planned))
         return self
 
     @torch.no_grad()
@@ -122,6 +127,14 @@ class GatheredParameters:
             for engine in {gathered.engine for gathered in self._gathered}:
                 invalidate_gathered(engine)
         self._gathered.clear()
+
+
+def _check_rank(engine: Engine, rank: int) -> None:
+    if not 0 <= rank < engine.world_size:
+        raise ConfigError(
+            f"GatheredParameters(modifier_rank={rank}) on {engine.world_size} ranks",
+            allowed=f"0 to {engine.world_size - 1}, or None where nothing is changed",
+        )
 
 
 class _GatheredParam:

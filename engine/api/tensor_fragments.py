@@ -18,7 +18,7 @@ from rayzero.engine.api.param_access import (
     invalidate_gathered,
     write_slices,
 )
-from rayzero.engine.errors import EngineError
+from rayzero.engine.errors import ConfigError, EngineError
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -67,14 +67,28 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A copy of a tensor of optimizer state, such as `exp_avg`; None before the first step."""
+    """A copy of a tensor of optimizer state, such as `exp_avg`; None before the first step. Raises
+    ConfigError if the optimizer has none of that name."""
     stored = _find_trained(param)
     if stored is None:
         return None
     parts = stored.optimizer_state(optim_state_key)
     none = torch.zeros(0, dtype=torch.float64, device=stored.engine.device)
     (holders,) = stored.engine._step.runtime.collectives.sum_scalars(none, [float(bool(parts))])
-    return stored.gather_state(parts) if holders else None
+    if holders:
+        return stored.gather_state(parts)
+    _check_state_key(stored, optim_state_key)
+    return None
+
+
+def _check_state_key(stored: StoredParam, key: str) -> None:
+    optimizer = stored.engine._step.optimizer
+    known = {name for shard in optimizer.shards for name in optimizer.state_tensors(shard)}
+    if known and key not in known:
+        raise ConfigError(
+            f"the state of {type(optimizer.torch_optimizer).__name__} has no tensor {key!r}",
+            allowed=", ".join(sorted(known)),
+        )
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -96,9 +110,13 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's part of a tensor of optimizer state, flat."""
+    """This rank's part of a tensor of optimizer state, flat. Raises as
+    `safe_get_full_optimizer_state`."""
     stored = _find_trained(param)
-    return _join_slices(stored.optimizer_state(optim_state_key)) if stored else None
+    if stored is None:
+        return None
+    _check_state_key(stored, optim_state_key)
+    return _join_slices(stored.optimizer_state(optim_state_key))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:

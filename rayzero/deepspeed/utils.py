@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from rayzero.deepspeed.comm import get_rank
+from rayzero.deepspeed.comm import get_rank, is_initialized
 from rayzero.deepspeed.lookup import homes, resolve
 from rayzero.engine.tensor_tree import map_tensors
 
@@ -45,9 +45,10 @@ logger = make_stderr_logger("DeepSpeed")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
-    """Logs on these ranks; on all of them for None, an empty list, or one with -1."""
+    """Logs on these ranks, on all of them for one of -1; without ranks only before
+    torch.distributed is initialized, as in DeepSpeed."""
     rank = get_rank()
-    if not ranks or -1 in ranks or rank in ranks:
+    if not is_initialized() or {-1, rank} & {*(ranks or ())}:
         logger.log(level, "[Rank %d] %s", rank, message)
 
 

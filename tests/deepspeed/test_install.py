@@ -110,6 +110,7 @@ assert dist.get_rank() == 0 and torch.distributed.is_initialized()
 loader = iter(RepeatingLoader([1, 2]))
 assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
 log_dist("logged by rank 0", ranks=[0]); log_dist("logged by rank 1", ranks=[1])
+log_dist("logged by no rank"); log_dist("logged by all ranks", ranks=[-1])
 rayzero.deepspeed.install()
 print("ok")
 """
@@ -121,7 +122,9 @@ def test_common_imports() -> None:
     done = run("-c", code)
     assert done.stdout == "ok\n"
     assert "[Rank 0] logged by rank 0" in done.stderr
+    assert "[Rank 0] logged by all ranks" in done.stderr
     assert "logged by rank 1" not in done.stderr
+    assert "logged by no rank" not in done.stderr
 
 
 UNSUPPORTED = {

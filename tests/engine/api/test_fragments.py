@@ -68,6 +68,8 @@ def check_full_state(rank: int, world: int, stage: int, zero: dict[str, Any]) ->
                 state = tensor_fragments.safe_get_full_optimizer_state(params[name], "exp_avg")
                 if step:
                     assert_close(state, optimizer.state[expected]["exp_avg"])
+                    with pytest.raises(ConfigError, match=r"'velocity'\n  allowed: exp_avg"):
+                        tensor_fragments.safe_get_full_optimizer_state(params[name], "velocity")
                 else:
                     assert state is None
         assert tensor_fragments.safe_get_full_fp32_param(frozen) is None
@@ -176,6 +178,13 @@ def modify_gathered(rank: int, world: int, stage: int, low: bool) -> None:
     }
     with GatheredParameters([weight, other, frozen]):
         assert_close(weight.data.float(), before[weight].to(weight.dtype).float())
+    memory = weight.data_ptr()
+    with (
+        pytest.raises(ConfigError, match=r"modifier_rank=2\) on 2 ranks\n  allowed: 0 to 1,"),
+        GatheredParameters([weight], modifier_rank=2),
+    ):
+        pass
+    assert weight.data_ptr() == memory, "it was not gathered"
     mirrored = engine.state.constants_version
     with GatheredParameters([weight, other, frozen, weight], modifier_rank=1):
         if rank == 1:
