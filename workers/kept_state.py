@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rayzero.engine.device import Device
 from rayzero.engine.state.ranges import StateRange
@@ -44,7 +44,7 @@ def select_kept(
     elif not _is_same_version(restore, before):
         _report(f"step {left.step} is restored from another generation")
     else:
-        return engine.state.updated_ranges()
+        return engine.state.private_ranges()
     return []
 
 
@@ -57,35 +57,52 @@ def _is_same_version(restore: Restore, before: Assignment) -> bool:
     return {slot.generation for slot in restore.slots} <= generations
 
 
-def has_room(
-    kept: Sequence[StateRange],
+def select_fitting(
+    kept: list[StateRange],
     device: Device,
     before: tuple[int, int] | None,
     *,
     two_fit: bool,
     growth: float,
-) -> bool:
-    """Whether the next engine fits beside what is kept of the last one.
+) -> list[StateRange]:
+    """What of `kept` the next engine fits beside: all of it; without frozen weights, which may be
+    most of it; or nothing.
 
     Args:
         before: the device's `memory_info` with all of the last engine.
         two_fit: two engines fit in host memory.
         growth: of the shards; if it is 1, optimizer state is moved.
     """
-    on_device = [it for it in kept if device.separate_memory and device.owns(it.memory)]
-    now = device.memory_info()
-    if len(on_device) < len(kept) and not two_fit:
+    if not two_fit and not all(_is_apart(it, device) for it in kept):
         return _report("two engines may not fit in host memory")
-    if not on_device or before is None or now is None:
-        return not on_device
-    kept_bytes = sum(it.memory.nbytes for it in on_device)
-    moved = sum(it.memory.nbytes for it in on_device if it.is_optimizer_state)
-    needed = growth * (before[1] - now[1] + kept_bytes) - (moved if growth == 1 else 0)
-    if needed + SPARE_BYTES <= now[0]:
-        return True
-    return _report(f"the next one needs {needed:.0f} bytes of the {now[0]} free on {device.name}")
+    trained = [it for it in kept if not it.constant]
+    now, held = device.memory_info(), _device_bytes(kept, device)
+    if not held:
+        return kept
+    if before is None or now is None:
+        return _report(f"the memory of {device.name} is not known")
+    free = now[0] + held  # with nothing kept
+    engine = growth * (before[1] - now[1] + held)
+    needed = 0.0
+    for ranges in (kept, trained):
+        moved = [it for it in ranges if it.is_optimizer_state] if growth == 1 else []
+        needed = engine + _device_bytes(ranges, device) - _device_bytes(moved, device)
+        if needed + SPARE_BYTES <= free:
+            if ranges is not kept:
+                log.info("frozen weights are read from the vaults: there is no room for both")
+            return ranges
+    return _report(f"the next one needs {needed:.0f} bytes of the {free} free on {device.name}")
 
 
-def _report(reason: str) -> Literal[False]:
+def _is_apart(part: StateRange, device: Device) -> bool:
+    """Whether it is in memory that only the device has."""
+    return device.separate_memory and device.owns(part.memory)
+
+
+def _device_bytes(parts: Sequence[StateRange], device: Device) -> int:
+    return sum(it.memory.nbytes for it in parts if _is_apart(it, device))
+
+
+def _report(reason: str) -> list[StateRange]:
     log.info("the state is read from the vaults, not taken from the last engine: %s", reason)
-    return False
+    return []

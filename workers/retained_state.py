@@ -13,7 +13,7 @@ from rayzero.engine.errors import DataError, EngineError, RayzeroError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.state.kept import KeptSource
 from rayzero.engine.state.ranges import StateRange
-from rayzero.workers.kept_state import has_room, select_kept
+from rayzero.workers.kept_state import select_fitting, select_kept
 from rayzero.workers.messages import Assignment, InProcessStateInfo
 from rayzero.workers.vault.buffers import fits_twice
 from rayzero.workers.vault.client import VaultClient
@@ -79,11 +79,9 @@ class RetainedState:
             self.collect_garbage()
             device.empty_cache()  # communicators allocate beside torch's cache
         growth = max(1.0, last.world_size / after.world_size) if last is not None else 1.0
-        if not kept or has_room(kept, device, before, two_fit=two_fit, growth=growth):
-            return kept
-        del kept
+        kept = select_fitting(kept, device, before, two_fit=two_fit, growth=growth)
         device.empty_cache()
-        return []
+        return kept
 
     def collect_garbage(self) -> None:
         """Frees the previous engine, whose objects are in reference cycles. Takes about 30 ms;

@@ -3,7 +3,7 @@
 Optimizer state that is cut as before is moved, without a copy; any other range that the new engine
 needs is copied on the device. Only the rest is read from host memory.
 
-Why it is genuine. Held is what only updates change (`TrainingState.updated_ranges`), of a state
+Why it is genuine. Held is what only the engine changes (`TrainingState.private_ranges`), of a state
 that was consistent when the function had been unwound, and its device synchronized. What an abort
 leaves half done has written gathered weights, gradients and residuals, none of which is held.
 

@@ -147,15 +147,16 @@ class TrainingState:
             self._own_block, self._packed_signature = self._pack_ranges(owned=True), signature
         return self._own_block
 
-    def updated_ranges(self) -> list[StateRange]:
-        """All that this rank holds and only updates change. Not what the model's parameters show,
-        which the script may have written between two steps, nor frozen weights, nor files."""
+    def private_ranges(self) -> list[StateRange]:
+        """All that this rank holds and only the engine changes: `altered` tells of each change but
+        updates. Not what the script can write between two steps: buffers, what the model's
+        parameters show, the scales of quantized ones. No files."""
         if any(it.state_store.memory_kind is MemoryKind.DISK for it in self._runtime.units):
             return []
         shown = {storage_id(param) for param in self._model.parameters()}
+        shown.update(map(storage_id, self._runtime.ungrouped_params.values()))
         parts = state_ranges(self._model, self._runtime, self._optimizer, owned=False)
-        parts = [part for part in parts if not (part.volatile or part.constant)]
-        return [part for part in parts if storage_id(part.memory) not in shown]
+        return [it for it in parts if not it.volatile and storage_id(it.memory) not in shown]
 
     def _pack_ranges(self, *, owned: bool) -> StateBlock:
         parts = state_ranges(self._model, self._runtime, self._optimizer, owned=owned)

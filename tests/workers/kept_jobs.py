@@ -22,12 +22,16 @@ class _File(logging.Handler):
             file.write(record.getMessage() + "\n")
 
 
-def train(ctx: Any) -> dict[str, Any]:
-    """args: `update_fails`, generation, rank and step of an update that fails half-way."""
+def log_to_file(ctx: Any) -> None:
+    """What is selected is logged before this is called: with the last rank's."""
     log = logging.getLogger("rayzero")
     log.setLevel(logging.INFO)
-    handler = _File(ctx.output_dir / f"kept-{ctx.rank}")
-    log.handlers[:] = [handler]  # what is selected is logged before: with the last rank's
+    log.handlers[:] = [_File(ctx.output_dir / f"kept-{ctx.rank}")]
+
+
+def train(ctx: Any) -> dict[str, Any]:
+    """args: `update_fails`, generation, rank and step of an update that fails half-way."""
+    log_to_file(ctx)
     generation, rank, step = ctx.args.get("update_fails", (0, 0, 0))
     initialize = ctx.initialize
 

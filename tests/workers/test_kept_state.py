@@ -19,7 +19,7 @@ from rayzero.engine.state.kept import KeptSource
 from rayzero.engine.state.ranges import StateRange, whole_tensor_range
 from rayzero.workers import kept_state, retained_state
 from rayzero.workers.chaos.inject import FaultRecord
-from rayzero.workers.kept_state import SPARE_BYTES, has_room, select_kept
+from rayzero.workers.kept_state import SPARE_BYTES, select_fitting, select_kept
 from rayzero.workers.messages import (
     Crashed,
     Finished,
@@ -123,7 +123,7 @@ def test_survivors_read_nothing_and_a_half_update_is_not_used(
 
 def make_state(**changes: Any) -> Any:
     held = [whole_tensor_range("weights/a", torch.zeros(4))]
-    state = {"altered": False, "updated_ranges": lambda: held}
+    state = {"altered": False, "private_ranges": lambda: held}
     return SimpleNamespace(state=SimpleNamespace(**state | changes))
 
 
@@ -171,11 +171,16 @@ class Gpu(Device):
         return self.free, self.used
 
 
-def held_on(device: str, weights: int, moments: int) -> list[StateRange]:
-    return [
-        whole_tensor_range(f"{kind}/a", torch.zeros(numel, dtype=torch.int8, device=device))
-        for kind, numel in (("weights", weights), ("optimizer.exp_avg", moments))
+def held_on(device: str, weights: int, moments: int, frozen: int = 0) -> list[StateRange]:
+    held = [
+        whole_tensor_range(name, torch.zeros(numel, dtype=torch.int8, device=device))
+        for name, numel in (
+            ("weights/a", weights),
+            ("optimizer.exp_avg/a", moments),
+            ("weights/f", frozen),
+        )
     ]
+    return [*held[:2], replace(held[2], constant=True)] if frozen else held[:2]
 
 
 @pytest.mark.parametrize(
@@ -189,8 +194,19 @@ def test_device_needs_room_for_the_next_engine(
     kept = held_on("meta", 400, 800)
     device = Gpu(SPARE_BYTES + free, used=1200)
     with caplog.at_level("INFO", logger="rayzero.workers"):
-        assert has_room(kept, device, (0, 2200), two_fit=False, growth=growth) == fits
+        fitting = select_fitting(kept, device, (0, 2200), two_fit=False, growth=growth)
+    assert fitting == (kept if fits else [])
     assert ("bytes of the" in caplog.text) == (not fits)
+
+
+@pytest.mark.parametrize(("free", "count"), [(11_400, 3), (11_399, 2), (1400, 2), (1399, 0)])
+def test_frozen_weights_are_the_first_to_be_dropped(free: int, count: int):
+    """An engine of 12,200 bytes, of which 400 + 800 + 10,000 are kept; moments take no room. What
+    is dropped becomes free."""
+    kept = held_on("meta", 400, 800, 10_000)
+    device = Gpu(SPARE_BYTES + free, used=11_200)
+    fitting = select_fitting(kept, device, (0, 12_200), two_fit=False, growth=1.0)
+    assert fitting == kept[:count]
 
 
 class CyclicEngine:
@@ -204,7 +220,7 @@ class CyclicEngine:
             consistent=True,
             complete_on_rank=False,
             altered=False,
-            updated_ranges=lambda: [replace(part) for part in held],
+            private_ranges=lambda: [replace(part) for part in held],
         )
 
     def close(self) -> None: ...
@@ -243,6 +259,6 @@ def test_host_needs_room_for_two_engines(caplog: pytest.LogCaptureFixture):
     cpu, gpu = Device(torch.device("cpu")), Gpu(0, 0)
     with caplog.at_level("INFO", logger=kept_state.log.name):
         for device in (cpu, gpu):
-            assert has_room(kept, device, (0, 0), two_fit=True, growth=1.0)
-            assert not has_room(kept, device, (0, 0), two_fit=False, growth=1.0)
+            assert select_fitting(kept, device, (0, 0), two_fit=True, growth=1.0) == kept
+            assert not select_fitting(kept, device, (0, 0), two_fit=False, growth=1.0)
     assert caplog.text.count("two engines may not fit") == 2

@@ -66,7 +66,7 @@ def replace_engines(case: Case) -> tuple[list[Memory], list[KeptSource]]:
                 train(engine, generator, update=False)
                 get_device(DEVICE).synchronize()  # as after an unwind
                 session = Session()
-                kept = engine.state.updated_ranges()
+                kept = engine.state.private_ranges()
                 engine.close()
                 ranks._barrier.wait(60)
                 sources[rank] = session.source = KeptSource(kept, BlocksSource(blocks))

@@ -163,7 +163,7 @@ class Load(Plain):
             evaluate(engine, self._batch)
         source: Any = MadeUpState(engine, registered=number)
         if number == 2:
-            source = KeptSource(engine.state.updated_ranges(), source)
+            source = KeptSource(engine.state.private_ranges(), source)
         engine.state.load_from(source, LOAD_ALL)
         source.close()
         engine.state.sync_model_weights()
