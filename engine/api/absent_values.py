@@ -15,13 +15,7 @@ from torch import Tensor, nn
 from rayzero.engine.api.sharded_params import ZeroParamStatus
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import EngineError
-
-_READABLE = {
-    *("shape", "size", "numel", "nelement", "ndim", "dim", "__len__", "dtype", "element_size"),
-    *("is_floating_point", "is_complex", "device", "layout", "is_sparse", "is_quantized"),
-    *("is_meta", "requires_grad", "__hash__"),
-}
-"""Names of a tensor's methods and properties that do not need its values."""
+from rayzero.engine.zero.deferred_init import SHAPE_ONLY, function_name
 
 
 class AbsentValue(Tensor):
@@ -35,9 +29,8 @@ class AbsentValue(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        is_property = func.__name__ == "__get__"
-        name = getattr(func, "__self__", func).__name__ if is_property else func.__name__
-        if name in _READABLE:
+        name = function_name(func)
+        if name in SHAPE_ONLY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if name == "__repr__":

@@ -11,19 +11,23 @@ Method: torchdistX's `deferred_init`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.tensor_tree import iter_tensors, map_tensors, storage_id
 from rayzero.engine.zero.file_values import FileValues, MappedFiles, agree_on_files
-from rayzero.engine.zero.recording import ConstructorRecorder, is_unmaterialized
+from rayzero.engine.zero.recording import ConstructorRecorder, ValueReader, is_unmaterialized
 
-_recorders: list[ConstructorRecorder] = []  # of models that no engine has been built from
+_recorder = ConstructorRecorder()  # of all models that no engine has been built from
 
 
 @contextmanager
@@ -37,11 +41,7 @@ def zero_init() -> Iterator[None]:
 
     A function given as `initialize(model=function)` is called inside this context.
     """
-    if _is_recording():
-        yield
-        return
-    _recorders.append(ConstructorRecorder())
-    with _record_into(_recorders[-1]):
+    with nullcontext() if _is_recording() else _record():
         yield
 
 
@@ -51,20 +51,18 @@ def recording(tensors: Iterable[Tensor]) -> Iterator[None]:
 
     Does nothing for tensors that have memory, and inside `zero_init`.
     """
-    planned = list(filter(is_unmaterialized, tensors))
-    recorder = next((it for it in _recorders if any(map(it.has_recorded, planned))), None)
-    with nullcontext() if recorder is None or _is_recording() else _record_into(recorder):
+    with _record() if not _is_recording() and any(map(is_recorded, tensors)) else nullcontext():
         yield
 
 
 def is_recorded(tensor: Tensor) -> bool:
     """Whether `zero_init` built this tensor, and no engine has been built from it."""
-    return is_unmaterialized(tensor) and any(it.has_recorded(tensor) for it in _recorders)
+    return is_unmaterialized(tensor) and _recorder.has_recorded(tensor)
 
 
 def has_recordings() -> bool:
     """Whether a model that `zero_init` built waits for its engine."""
-    return any(it.modules for it in _recorders)
+    return bool(_recorder.modules)
 
 
 def _is_recording() -> bool:
@@ -72,23 +70,110 @@ def _is_recording() -> bool:
 
 
 @contextmanager
-def _record_into(recorder: ConstructorRecorder) -> Iterator[None]:
+def _record() -> Iterator[None]:
     """Hides `is_meta` meanwhile, in all threads: some functions of `torch.nn.init` skip meta
     tensors."""
     torch.Tensor.is_meta = property(lambda _: False)  # type: ignore[assignment]
     hooks = (
-        module_hooks.register_module_parameter_registration_hook(recorder.add_module),
-        module_hooks.register_module_buffer_registration_hook(recorder.add_module),
-        module_hooks.register_module_module_registration_hook(recorder.add_module),
+        module_hooks.register_module_parameter_registration_hook(_note_module),
+        module_hooks.register_module_buffer_registration_hook(_note_module),
+        module_hooks.register_module_module_registration_hook(_note_module),
     )
     try:
-        with recorder:
+        with _recorder, ValueReader(_recorder):
             yield
     finally:
         for hook in hooks:
             hook.remove()
         del torch.Tensor.is_meta  # the base class's attribute is visible again
-        recorder.scratch = None
+        _recorder.scratch = None
+
+
+def _note_module(module: nn.Module, name: str, item: object) -> None:
+    _recorder.modules[id(module)] = module
+    if _defer_values not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_defer_values)
+
+
+def _defer_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        value = state.get(prefix + name)
+        is_kept = value is tensor  # by `keep_vars`
+        if isinstance(value, Tensor) and not is_kept and is_recorded(value):
+            state[prefix + name] = value.as_subclass(DeferredValue)
+
+
+class DeferredValue(Tensor):
+    """A value of `state_dict()` of a model that has no engine yet. It has no memory until it is
+    read: `from_pretrained` only looks at names and shapes. A write to it changes the model."""
+
+    _value: Tensor | None = None
+    _operation: int | None = None
+    """The last one on its storage when it was read."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name, options = function_name(func), dict(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in SHAPE_ONLY:
+                return func(*args, **options)
+            in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+            written = list(iter_tensors(args[0] if in_place else options.get("out")))
+            if any(isinstance(it, DeferredValue) for it in written):
+                with recording(written):
+                    return func(*args, **options)
+            args, options = map_tensors((args, options), _read)
+            return func(*args, **options)
+
+
+def _read(tensor: Tensor) -> Tensor:
+    """Its value as a tensor of its own, the same one for tied weights. Raises ConfigError where
+    there is none, or another than `initialize` will take."""
+    if not isinstance(tensor, DeferredValue):
+        return tensor
+    if not is_recorded(tensor):
+        raise ConfigError(
+            "a value of model.state_dict() was used after initialize() had taken the model",
+            fix="read it before, or take engine.state_dict()",
+        )
+    if dist.is_available() and dist.is_initialized() and dist.get_rank():
+        raise ConfigError(
+            f"rank {dist.get_rank()} used a weight of a model from zero_init that has no engine",
+            allowed="rank 0: its values are those that initialize gives to all ranks",
+            fix="save on rank 0, or take engine.state_dict() after initialize",
+        )
+    operation = _recorder.last_operation(tensor)
+    if tensor._value is None or tensor._operation != operation:
+        view = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        key = (storage_id(tensor), operation, *view)
+        tensor._value = _values.get(key)
+        if tensor._value is None:
+            tensor._value = _values[key] = _recorder.replay(tensor, torch.device("cpu"))
+        tensor._operation = operation
+    return tensor._value
+
+
+_values = WeakValueDictionary[tuple[Any, ...], Tensor]()  # while one of `state_dict()` has them
+_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
+_IN_PLACE |= {"__iand__", "__ior__", "__ixor__", "__ifloordiv__", "__imod__"}
+SHAPE_ONLY = {
+    *("shape", "size", "numel", "nelement", "ndim", "dim", "__len__", "dtype", "element_size"),
+    *("is_floating_point", "is_complex", "device", "layout", "is_sparse", "is_quantized"),
+    *("is_meta", "requires_grad", "__hash__"),
+}
+"""Names of a tensor's methods and properties that do not need its values."""
+
+
+def function_name(func: Callable[..., Any]) -> str:
+    """The name of what `__torch_function__` got: a property's, not its getter's."""
+    is_property = func.__name__ == "__get__"
+    return getattr(func, "__self__", func).__name__ if is_property else func.__name__
 
 
 class Materializer:
@@ -102,16 +187,14 @@ class Materializer:
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]
         }
         self._last_reset: tuple[nn.Module, nn.Module] | None = None
-        tensors = [*model.parameters(), *model.buffers()]
-        self._recorders = [it for it in _recorders if any(map(it.has_recorded, tensors))]
+        self._recorded = any(map(is_recorded, [*model.parameters(), *model.buffers()]))
         self._files: dict[int, FileValues | None] = {}  # by a parameter's id
 
     def agree_on_files(self, params: Sequence[nn.Parameter], collectives: Collectives) -> None:
         """Finds the parameters whose initial values lie in files. Collective."""
         mapped, found = MappedFiles(), []
         for param in params:
-            sources = (it.copied_from(param) for it in _recorders if it.has_recorded(param))
-            source = next(sources, None) if param.is_meta else None
+            source = _recorder.copied_from(param) if is_recorded(param) else None
             found.append(None if source is None else mapped.find(source))
         agreed = agree_on_files(found, collectives, self._device)
         self._files = dict(zip(map(id, params), agreed, strict=True))
@@ -125,30 +208,24 @@ class Materializer:
         is on the meta device, and its initial values are unknown."""
         if not tensor.is_meta or self._device.type == "meta":
             return tensor.detach()
-        for recorder in _recorders:
-            if recorder.has_recorded(tensor):
-                return recorder.replay(tensor, self._device).detach()
+        if is_recorded(tensor):
+            return _recorder.replay(tensor, self._device)
         return self._value_from_reset(tensor)
 
     def clear(self) -> None:
-        """Drops this model's recordings once it is materialized, unless another model was built
-        with it."""
-        for module in self._modules:
-            for recorder in self._recorders:
-                recorder.modules.pop(id(module), None)
-        built = [it for it in self._recorders if not it.modules]
-        _recorders[:] = [it for it in _recorders if it not in built]
-        self._last_reset, self._files, self._recorders, self._modules = None, {}, [], []
+        """Drops this model's recordings once it is materialized, but what other models need."""
+        _recorder.forget(self._modules)
+        self._last_reset, self._files, self._modules = None, {}, []
 
     def _value_from_reset(self, tensor: Tensor) -> Tensor:
         """Calls the owning module's `reset_parameters` on a real copy of it."""
         owner, name = self._owners[id(tensor)]
         kind, reset = type(owner).__name__, getattr(type(owner), "reset_parameters", None)
-        if reset is None or self._recorders:  # what zero_init built is recorded, so this had values
+        if reset is None or self._recorded:  # what zero_init built is recorded, so this had values
             lost = f"moving {kind}.{name} there lost its values"
             none = f"{kind} has no reset_parameters() to give its weights values"
             raise ConfigError(
-                f"the model is on the meta device, and {lost if self._recorders else none}",
+                f"the model is on the meta device, and {lost if self._recorded else none}",
                 fix="build all of it inside rayzero.zero_init(), or pass a function as `model`",
             )
         if self._last_reset is None or self._last_reset[0] is not owner:

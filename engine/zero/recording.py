@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from rayzero.engine.errors import ConfigError
 from rayzero.engine.tensor_tree import iter_tensors, storage_id
 from rayzero.engine.zero.scratch import ScratchBuffer
 
@@ -21,34 +24,38 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 @dataclass(frozen=True)
 class _RecordedOp:
     """One recorded call. A replay substitutes real tensors for meta tensors in its arguments, which
-    are its `inputs`."""
+    are its `inputs`. All tensors are aliases: the constructor may exchange the data of its own.
+
+    Attributes:
+        sources: the real arguments and their versions: a replay needs them as they were.
+    """
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: list[Tensor]
     outputs: list[Tensor]
+    sources: list[tuple[Tensor, int]]
     random_state: Tensor | None
 
 
 class ConstructorRecorder(TorchDispatchMode):
     """Runs a constructor's operations on the meta device, and records them by the storages they
-    touched.
+    touched. An operation whose result depends on values, or that writes to a tensor which has
+    memory, runs at once.
 
     The recorded meta tensors keep all storages alive, so that no address is used twice.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._operations: list[_RecordedOp] = []
+        self._numbers = count()
+        self._operations: dict[int, _RecordedOp] = {}
         self._ops_by_storage: dict[int, list[int]] = {}
         self.scratch: ScratchBuffer | None = None  # while recording
         self.modules = WeakValueDictionary[int, nn.Module]()
         """By id: those that got a parameter, buffer or child while it recorded, and have no engine
         yet. A copy by `copy.deepcopy` alone is not among them."""
-
-    def add_module(self, module: nn.Module, name: str, item: object) -> None:
-        self.modules[id(module)] = module
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -57,23 +64,53 @@ class ConstructorRecorder(TorchDispatchMode):
         if kwargs.get("device") == _META:  # copied from a recorded tensor
             kwargs["device"] = _CPU
         inputs = list(iter_tensors((args, kwargs)))
-        if func is torch.ops.aten._local_scalar_dense.default and is_unmaterialized(inputs[0]):
-            return self.replay(inputs[0], _CPU).item()
         planned = list(filter(is_unmaterialized, inputs))
         creates = any(argument.name == "device" for argument in func._schema.arguments)
         if not (planned if inputs else creates):
             return func(*args, **kwargs)  # real tensors from outside are not recorded
-        state = self._advance_rng(func, args, kwargs)
+        needs_values = torch.Tag.data_dependent_output in func.tags
+        if needs_values or not all(map(is_unmaterialized, _written(func, args, kwargs))):
+            return self._run(func, args, kwargs)
         on_meta = dict(kwargs, device=_META) if not inputs or "device" in kwargs else kwargs
         meta_args, meta_kwargs = tree_map_only(Tensor, lambda it: it.to(_META), (args, on_meta))
-        results = func(*meta_args, **meta_kwargs)
+        try:
+            results = func(*meta_args, **meta_kwargs)
+        except NotImplementedError:  # not on the meta device: its shape depends on values
+            return self._run(func, args, kwargs)
+        state = self._advance_rng(func, args, kwargs)
         outputs = list(iter_tensors(results))
         input_keys, output_keys = _storage_keys(planned), _storage_keys(outputs)
         if func._schema.is_mutable or not output_keys <= input_keys:
+            number = next(self._numbers)
             for key in input_keys | output_keys:
-                self._ops_by_storage.setdefault(key, []).append(len(self._operations))
-            self._operations.append(_RecordedOp(func, args, kwargs, planned, outputs, state))
+                self._ops_by_storage.setdefault(key, []).append(number)
+            sources = [(it, _version(it)) for it in inputs if not is_unmaterialized(it)]
+            args, kwargs, planned, outputs = tree_map_only(
+                Tensor, Tensor.detach, (args, kwargs, planned, outputs)
+            )
+            operation = _RecordedOp(func, args, kwargs, planned, outputs, sources, state)
+            self._operations[number] = operation
         return results
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an operation on values. What it writes to recorded tensors is recorded as copied."""
+        real = self._replay_storages(*filter(is_unmaterialized, iter_tensors((args, kwargs))))
+        planned: dict[int, Tensor] = {}  # by the id of the value that it has in this call
+        values = []
+
+        def value_of(tensor: Tensor) -> Tensor:
+            if not is_unmaterialized(tensor):
+                return tensor
+            values.append(_real_view(tensor, real))
+            planned[id(values[-1])] = tensor
+            return values[-1]
+
+        args, kwargs = tree_map_only(Tensor, value_of, (args, kwargs))
+        results = func(*args, **kwargs)
+        for value in _written(func, args, kwargs):
+            if id(value) in planned:
+                self.__torch_dispatch__(_COPY, (), (planned[id(value)], value))
+        return tree_map_only(Tensor, lambda it: planned.get(id(it), it), results)
 
     def _advance_rng(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -96,12 +133,41 @@ class ConstructorRecorder(TorchDispatchMode):
     def has_recorded(self, tensor: Tensor) -> bool:
         return storage_id(tensor) in self._ops_by_storage
 
+    def last_operation(self, tensor: Tensor) -> int | None:
+        """The number of the last one that touched its storage: until it changes, so do no values.
+        None if there is none."""
+        return self._ops_by_storage.get(storage_id(tensor), [None])[-1]
+
     def replay(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """The value of `tensor` after all recorded operations, as a new tensor."""
+        """The value of `tensor` after all recorded operations, as a new tensor. Raises ConfigError
+        if it is not known."""
+        with _disable_current_modes(), torch.no_grad():
+            return _real_view(tensor, self._replay_storages(tensor)).to(device)
+
+    def _replay_storages(self, *tensors: Tensor) -> dict[int, Tensor]:
+        """Real tensors by the storage of their meta tensors: those given, and what they needed."""
         real: dict[int, Tensor] = {}
-        for number in self._dependencies(tensor):
+        for number in self._dependencies(*tensors):
             _replay_op(self._operations[number], real)
-        return _real_view(tensor, real).to(device)
+        return real
+
+    def forget(self, modules: Iterable[nn.Module]) -> None:
+        """Drops the operations that were needed for these modules only, or for none."""
+        for module in modules:
+            self.modules.pop(id(module), None)
+        tensors = [
+            tensor
+            for module in list(self.modules.values())
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None and is_unmaterialized(tensor)
+        ]
+        needed = self._dependencies(*tensors)
+        self._operations = {number: self._operations[number] for number in needed}
+        self._ops_by_storage = {
+            key: kept
+            for key, numbers in self._ops_by_storage.items()
+            if (kept := [it for it in numbers if it in self._operations])
+        }
 
     def copied_from(self, tensor: Tensor) -> Tensor | None:
         """The real tensor whose copy is the last that was written to all of `tensor`; None if it
@@ -113,7 +179,7 @@ class ConstructorRecorder(TorchDispatchMode):
                 if key in _storage_keys(operation.outputs) - _storage_keys(operation.inputs):
                     return None  # it was made so
                 continue
-            if operation.func is not torch.ops.aten.copy_.default:
+            if operation.func is not _COPY:
                 return None
             target: Tensor = operation.args[0]
             if storage_id(target) != key:
@@ -123,9 +189,9 @@ class ConstructorRecorder(TorchDispatchMode):
             return source if whole and not is_unmaterialized(source) else None
         return None
 
-    def _dependencies(self, tensor: Tensor) -> list[int]:
-        """The operations that wrote the storage, and their inputs', in recorded order."""
-        pending, needed = [storage_id(tensor)], set[int]()
+    def _dependencies(self, *tensors: Tensor) -> list[int]:
+        """The operations that wrote the storages, and their inputs', in recorded order."""
+        pending, needed = [*map(storage_id, tensors)], set[int]()
         seen = set(pending)
         while pending:
             for number in self._ops_by_storage.get(pending.pop(), ()):
@@ -137,8 +203,52 @@ class ConstructorRecorder(TorchDispatchMode):
         return sorted(needed)
 
 
+class ValueReader(TorchFunctionMode):
+    """Gives their values to functions that read tensors without an operation that can be recorded,
+    such as `tolist`."""
+
+    def __init__(self, recorder: ConstructorRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _READERS and is_unmaterialized(args[0]):
+            is_param, requires_grad = isinstance(args[0], nn.Parameter), args[0].requires_grad
+            value = self._recorder.replay(args[0], _CPU).requires_grad_(requires_grad)
+            value = nn.Parameter(value, requires_grad) if is_param else value
+            with _disable_current_modes():
+                return func(value, *args[1:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+_COPY = torch.ops.aten.copy_.default
+_READERS = {
+    *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__),
+    *(Tensor.__dlpack__, Tensor.__dlpack_device__),
+}
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call of an operation writes to."""
+    arguments = func._schema.arguments if func._schema.is_mutable else ()
+    given = dict(zip((it.name for it in arguments), args, strict=False)) | kwargs
+    names = [it.name for it in arguments if it.alias_info is not None and it.alias_info.is_write]
+    return list(iter_tensors([given.get(name) for name in names]))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _replay_op(operation: _RecordedOp, real: dict[int, Tensor]) -> None:
     """Runs an operation on real tensors and adds those it creates to `real`, by storage."""
+    if any(_version(source) != version for source, version in operation.sources):
+        raise ConfigError(
+            f"{operation.func} was recorded inside zero_init with a tensor that has changed since",
+            fix="give it a copy: tensor.clone()",
+        )
     args, kwargs = tree_map_only(
         Tensor,
         lambda tensor: _real_view(tensor, real) if is_unmaterialized(tensor) else tensor,
@@ -168,5 +278,15 @@ def _storage_keys(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _real_view(meta: Tensor, real: dict[int, Tensor]) -> Tensor:
-    """The real counterpart of a meta tensor: the same view of the real storage."""
-    return real[storage_id(meta)].as_strided(meta.size(), meta.stride(), meta.storage_offset())
+    """The real counterpart of a meta tensor: the same view of the real storage, of its dtype."""
+    owner = real.get(storage_id(meta))
+    if owner is None:
+        raise ConfigError(
+            f"a tensor of shape {tuple(meta.shape)} on the meta device has no values",
+            allowed="tensors made inside zero_init, of models that have no engine yet",
+        )
+    offset, size, stride = meta.storage_offset(), meta.size(), meta.stride()
+    storage = owner.untyped_storage()
+    view = torch.empty(0, dtype=meta.dtype).set_(storage, offset, size, stride)
+    view = view.conj() if meta.is_conj() else view
+    return torch._neg_view(view) if meta.is_neg() else view

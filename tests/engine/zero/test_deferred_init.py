@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import rayzero
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.zero import deferred_init
-from rayzero.engine.zero.deferred_init import Materializer, zero_init
+from rayzero.engine.zero.deferred_init import Materializer, is_recorded, zero_init
 from tests.engine import zoo
 from tests.support.ranks import run_ranks
 
@@ -73,7 +73,6 @@ def test_values_equal_ordinary_construction(make: Callable[[], nn.Module]) -> No
     torch.manual_seed(11)
     ordinary = make()
     after = torch.rand(1)
-    before = list(deferred_init._recorders)  # of models that earlier tests left without an engine
     torch.manual_seed(11)
     with zero_init():
         model = make()
@@ -86,7 +85,7 @@ def test_values_equal_ordinary_construction(make: Callable[[], nn.Module]) -> No
             assert tensors[name].is_meta
         assert torch.equal(values.initial_value(tensors[name]), expected), name
     values.clear()
-    assert deferred_init._recorders == before
+    assert not any(map(is_recorded, model.state_dict(keep_vars=True).values()))
 
 
 def test_nested_contexts_record_once() -> None:
@@ -298,37 +297,43 @@ def test_a_second_model_keeps_its_values_when_the_first_is_built() -> None:
         with zero_init():
             models.append(nn.Linear(4, 3, bias=False))
             models[-1].weight.detach().copy_(value)
-    before = len(deferred_init._recorders)
-    for model, value in zip(models, loaded, strict=True):
+    for number, (model, value) in enumerate(zip(models, loaded, strict=True)):
         materializer = Materializer(model, torch.device("cpu"))
         assert torch.equal(materializer.initial_value(model.weight), value)
         materializer.clear()
-    assert len(deferred_init._recorders) == before - 2  # nothing of theirs is kept
+        assert [is_recorded(it.weight) for it in models] == [False, not number]
 
 
-def test_two_models_of_one_context_have_ordinary_values_each() -> None:
+def test_recordings_are_dropped_with_the_last_model_that_needs_them() -> None:
     torch.manual_seed(2)
-    ordinary = [nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 3)]
-    before = list(deferred_init._recorders)
+    shared, ordinary = torch.randn(3), [nn.Linear(4, 3), nn.Linear(4, 3)]
     torch.manual_seed(2)
     with zero_init():
-        models = [nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 3)]
+        shared_later = torch.randn(3)
+        models = [nn.Linear(4, 3), nn.Linear(4, 3)]
+    with zero_init():  # of values that were recorded in the context before
+        for model in models:
+            model.bias.data.copy_(shared_later)
+    operations = deferred_init._recorder._operations
     for model, expected in zip(models, ordinary, strict=True):
         values = Materializer(model, torch.device("cpu"))
-        for name, value in expected.named_parameters():
-            assert torch.equal(values.initial_value(model.get_parameter(name)), value), name
+        assert torch.equal(values.initial_value(model.weight), expected.weight)
+        assert torch.equal(values.initial_value(model.bias), shared)
+        kept = len(operations)
         values.clear()
-    assert deferred_init._recorders == before
+        operations = deferred_init._recorder._operations
+        assert len(operations) < kept
+    assert not is_recorded(shared_later)
 
 
 def test_model_that_was_thrown_away_waits_for_no_engine() -> None:
-    before = [it for it in deferred_init._recorders if it.modules]
+    before = len(deferred_init._recorder.modules)
     with zero_init():
         model = nn.Linear(4, 3)
-    assert [it for it in deferred_init._recorders if it.modules] != before
+    assert len(deferred_init._recorder.modules) == before + 1
     del model
     gc.collect()
-    assert [it for it in deferred_init._recorders if it.modules] == before
+    assert len(deferred_init._recorder.modules) == before
     with pytest.raises(ZeroDivisionError), zero_init():
         raise ZeroDivisionError
     assert torch.empty(1, device="meta").is_meta
