@@ -147,6 +147,7 @@ class StepMeter:
     def admits_load(self, step: int, client_keys: Sequence[str]) -> bool:
         """As the session's."""
         session, progress = self._session, self._progress
+        progress.asked_step = step
         return session is None or session.admits_load(step, progress.step, client_keys)
 
     def on_state_loaded(self, *, tells_place: bool) -> None:

@@ -189,6 +189,8 @@ class TrainingProgress:
     monitor_runs: dict[str, str] = field(default_factory=dict)
     # Where the training function has taken its place in the data from a checkpoint of its own.
     function_cursor: int = 0
+    # Of the last checkpoint that the training function has asked for, loaded or not.
+    asked_step: int = 0
     # What is finished and the loop of a launched script that was entered again has not come to yet:
     # 0 at the end of an epoch where the state is; None: its place is not known.
     script_lag: int | None = None

@@ -210,20 +210,43 @@ def test_trainer_that_resumed_from_a_checkpoint_goes_on_after_a_kill(tmp_path: P
 def accelerated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the Accelerate script, undisturbed."""
     folder = tmp_path_factory.mktemp("accelerated") / "plain"
-    run(folder, "accelerated_loop.py")
+    run(folder, "accelerated_loop.py", "--save-at", "4")
     return folder
 
 
-@pytest.mark.parametrize("where", ["--kill-at", "--save-at"])  # or within save_state
-def test_killed_accelerate_loop_goes_on_at_its_step(accelerated: Path, where: str):
-    folder = accelerated.parent / where.strip("-")
-    folder.mkdir()
-    (folder / "plain").symlink_to(accelerated)
-    controller = run(folder / "killed", "accelerated_loop.py", where, "8")
-    check_continued(folder, steps=12)
+@pytest.mark.parametrize("where", [("--kill-at", "8"), ("--save-at", "8", "--kill-save")])
+def test_killed_accelerate_loop_goes_on_at_its_step(
+    accelerated: Path, tmp_path: Path, where: tuple[str, ...]
+):
+    (tmp_path / "plain").symlink_to(accelerated)
+    controller = run(tmp_path / "killed", "accelerated_loop.py", *where)
+    check_continued(tmp_path, steps=12)
     assert not [text for text in controller._local.texts(0) if "Warning" in text]
-    saved = [folder / "killed" / f"epoch-{epoch}" / "pytorch_model" for epoch in (0, 1)]
-    assert [CheckpointSource(str(it)).step for it in saved] == [6, 12]
+    assert checkpointed_steps(tmp_path / "killed", "epoch-") == [6, 12]
+
+
+def test_accelerate_loop_that_resumed_from_a_checkpoint_goes_on_after_a_kill(
+    accelerated: Path, tmp_path: Path
+):
+    """It loads the checkpoint again, whose schedule and count of batches are those of step 4."""
+    args = ("--resume", str(accelerated / "step_4"), "--kill-at", "8", "--numbered")
+    run(tmp_path / "killed", "accelerated_loop.py", *args)
+    assert (tmp_path / "killed" / "killed").exists()
+    assert [step for _, step in read_rank(tmp_path / "killed", "steps")] == list(range(5, 13))
+    rates = read_rank(accelerated, "rates")[4:]
+    assert read_rank(tmp_path / "killed", "rates") == [pytest.approx(it) for it in rates]
+    assert weight_difference(accelerated, tmp_path / "killed") <= 1e-9
+    assert checkpointed_steps(tmp_path / "killed/checkpoints", "checkpoint_") == [6, 12]
+
+
+def checkpointed_steps(folder: Path, name: str) -> list[int]:
+    saved = [folder / f"{name}{number}" / "pytorch_model" for number in (0, 1)]
+    return [CheckpointSource(str(it)).step for it in saved]
+
+
+def read_rank(folder: Path, name: str) -> list[Any]:
+    """The notes of rank 0, which is not killed."""
+    return [json.loads(it) for it in (folder / f"{name}-0").read_text().splitlines()]
 
 
 def test_resized_accelerate_loop_leaves_nothing_out(accelerated: Path, tmp_path: Path):

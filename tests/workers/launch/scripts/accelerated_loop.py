@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin
+from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin, ProjectConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -45,7 +45,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kill-at", type=int, default=-1)
-    parser.add_argument("--save-at", type=int, default=-1, help="is killed within save_state")
+    parser.add_argument("--save-at", type=int, default=-1, help="the step of a checkpoint")
+    parser.add_argument("--kill-save", action="store_true", help="within that")
+    parser.add_argument("--numbered", action="store_true", help="Accelerate names checkpoints")
+    parser.add_argument("--resume", type=Path, help="a checkpoint of --save-at")
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--epochs", type=int, default=2)
@@ -57,7 +60,9 @@ def main() -> None:
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as `accelerate launch --use_deepspeed`
     PartialState(cpu=True)  # without it, Accelerate counts one process where there is no GPU
     plugin = DeepSpeedPlugin(zero_stage=args.stage, gradient_accumulation_steps=steps)
+    numbered = ProjectConfiguration(str(args.out), automatic_checkpoint_naming=args.numbered)
     accelerator = Accelerator(
+        project_config=numbered,
         deepspeed_plugin=plugin,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
         gradient_accumulation_steps=steps,
@@ -70,8 +75,14 @@ def main() -> None:
     )
     loader = DataLoader(Rows(args.samples), batch_size=2, shuffle=True)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    for epoch in range(args.epochs):
-        for rows, indices in loader:
+    begun, skipped = 0, 0
+    if args.resume is not None:  # as accelerate's complete_nlp_example.py
+        accelerator.load_state(args.resume)
+        finished = int(args.resume.name.removeprefix("step_")) * steps
+        begun, skipped = divmod(finished, len(loader))
+    for epoch in range(begun, args.epochs):
+        rest = accelerator.skip_first_batches(loader, skipped) if epoch == begun else loader
+        for rows, indices in rest:
             kills = os.environ["RANK"] == "1" and not (args.out / "killed").exists()
             if kills and model.global_steps == args.kill_at:
                 kill_itself(args.out)
@@ -86,10 +97,10 @@ def main() -> None:
                 note(args.out, "steps", [time.time(), model.global_steps])
                 note(args.out, "rates", schedule.get_last_lr())
                 if model.global_steps == args.save_at:
-                    if kills:
+                    if kills and args.kill_save:
                         model.save_checkpoint = lambda *_, **__: kill_itself(args.out)
-                    accelerator.save_state(str(args.out / "saved"))
-        accelerator.save_state(str(args.out / f"epoch-{epoch}"))
+                    accelerator.save_state(str(args.out / f"step_{args.save_at}"))
+        accelerator.save_state(None if args.numbered else str(args.out / f"epoch-{epoch}"))
     note(args.out, "weights", [value.tolist() for value in model.module.state_dict().values()])
 
 
