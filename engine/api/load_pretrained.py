@@ -33,8 +33,9 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
     """Loads weights and buffers into a model that no engine has yet; call it on every rank.
 
     A model that `rayzero.zero_init` built gets no memory: its parameters are read by `initialize`,
-    at stage 3 by each rank its own shard, and never if a state is resumed. Tied weights need to be
-    in the files once. Values are converted to the model's dtypes.
+    at stage 3 by each rank its own shard. A job that resumes a state, or a worker that joins after
+    a fault, takes that state's values: of the files only names and shapes are read. Tied weights
+    need to be in the files once. Values are converted to the model's dtypes.
 
     Args:
         path: a safetensors file, or a folder with `model.safetensors` or

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+import rayzero
 from rayzero.engine.comm.shared_memory import SharedMemoryBackend
+from rayzero.engine.zero.file_values import FileValues
 
 SAMPLES, LENGTH = 12, 50
 
@@ -41,6 +44,10 @@ def train(ctx: Any) -> dict[str, Any]:
     dtype = getattr(torch, ctx.args.get("dtype", "float64"))
     model = make_model(dtype)
     engine, _, loader, _ = ctx.initialize(model=model, training_data=Data(dtype))
+    return _finish(ctx, engine, loader)
+
+
+def _finish(ctx: Any, engine: Any, loader: Any) -> dict[str, Any]:
     for x, y in loader.steps(ctx.steps - engine.progress.step):
         engine.backward(nn.functional.mse_loss(engine(x), y))
         engine.step()
@@ -48,6 +55,25 @@ def train(ctx: Any) -> dict[str, Any]:
     if ctx.is_main:
         torch.save(weights, ctx.output_dir / "weights.pt")
     return {}
+
+
+def train_pretrained(ctx: Any) -> dict[str, Any]:
+    """`train` of a model from the files of this generation, `weights-GENERATION`. Writes how many
+    elements each rank read of them."""
+    read, count = FileValues.read, 0
+
+    def counted(self: FileValues, start: int, into: Tensor) -> None:
+        nonlocal count
+        count += into.numel()
+        read(self, start, into)
+
+    with rayzero.zero_init():
+        model = make_model(torch.float64)
+    rayzero.load_pretrained(model, ctx.output_dir / f"weights-{ctx.generation}")
+    with mock.patch.object(FileValues, "read", counted):
+        engine, _, loader, _ = ctx.initialize(model=model, training_data=Data())
+    (ctx.output_dir / f"read-{ctx.generation}-{ctx.rank}").write_text(str(count))
+    return _finish(ctx, engine, loader)
 
 
 _all_gather_steps = SharedMemoryBackend._all_gather_steps
@@ -71,17 +97,25 @@ def train_late(ctx: Any) -> dict[str, Any]:
 
 def oracle(steps: int, dtype: torch.dtype = torch.float64, seed: int = 3) -> dict[str, Tensor]:
     """Weights after plain torch training; only the sample order is rayzero's."""
-    from rayzero.engine.data.sampling import SampleOrder
-
-    model, data, order = make_model(dtype), Data(dtype), SampleOrder(LENGTH, seed)
+    model = make_model(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(steps):
-        batch = [data[int(value)] for value in order.indices(step * SAMPLES, SAMPLES)]
-        x, y = (torch.stack(part) for part in zip(*batch, strict=True))
+    for x, y in batches(steps, dtype, seed):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
     return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def batches(
+    steps: int, dtype: torch.dtype = torch.float64, seed: int = 3
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The samples of a job's first steps, of all ranks."""
+    from rayzero.engine.data.sampling import SampleOrder
+
+    data, order = Data(dtype), SampleOrder(LENGTH, seed)
+    for step in range(steps):
+        batch = [data[int(value)] for value in order.indices(step * SAMPLES, SAMPLES)]
+        yield torch.stack([x for x, _ in batch]), torch.stack([y for _, y in batch])
 
 
 def engine_config(stage: int) -> dict[str, Any]:

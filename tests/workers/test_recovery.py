@@ -10,11 +10,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import rayzero
 from rayzero.engine.data.sample_ledger import check_ledger
 from rayzero.engine.data.sampling import SampleOrder
 from rayzero.workers.chaos.inject import FaultRecord
@@ -65,12 +68,16 @@ def start_workers(tmp_path) -> Iterator[Callable[..., LocalWorkers]]:
 
 def check_results(local: LocalWorkers, steps: int = STEPS) -> None:
     """The weights are plain torch's, and every sample was consumed once."""
+    check_weights(local, steps)
     folder = local.setup.output_dir
-    weights = torch.load(f"{folder}/weights.pt", weights_only=True)
-    for name, expected in recovery_jobs.oracle(steps).items():
-        assert torch.allclose(weights[name], expected, rtol=1e-9, atol=1e-12), name
     order = SampleOrder(recovery_jobs.LENGTH, local.setup.seed)
     assert check_ledger(f"{folder}/ledger", order, recovery_jobs.SAMPLES) == []
+
+
+def check_weights(local: LocalWorkers, steps: int = STEPS) -> None:
+    weights = torch.load(f"{local.setup.output_dir}/weights.pt", weights_only=True)
+    for name, expected in recovery_jobs.oracle(steps).items():
+        assert torch.allclose(weights[name], expected, rtol=1e-9, atol=1e-12), name
 
 
 def wait_for_lost_worker(local: LocalWorkers, timeout_s: float = 200) -> int:
@@ -205,6 +212,55 @@ def test_growth_and_shrink_lose_no_step(start_workers):
     local.form(3, [2], local.slots(2, 3))
     assert isinstance(local.wait_end(2, 3), Finished), local.texts(2)
     check_results(local)
+
+
+def test_newcomer_has_the_survivors_values_not_its_files(start_workers, tmp_path):
+    """Files whose values are the oracle's are read in generation 1 only, each element once; those
+    of the repair have others."""
+    numel = save_initial_weights(tmp_path / "weights-1")
+    save_initial_weights(tmp_path / "weights-2", change=7.0)
+    fault = 'kill(rank=1, step=5, phase="backward")'
+    local = start_workers(3, 3, "train_pretrained", faults=(fault,))
+    local.form(1, [0, 1])
+    assert wait_for_lost_worker(local) == 1
+    local.wait_step(0, 1, 4)
+    local.workers[0].call("fence", 1)
+    assert isinstance(local.wait_end(0, 1), Stopped | Crashed), local.texts(0)
+    local.form(2, [2, 0], local.slots(1, 2))
+    for index in (0, 2):
+        assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
+    check_results(local)
+    counts = [
+        [int((tmp_path / f"read-{it}-{rank}").read_text()) for rank in (0, 1)] for it in (1, 2)
+    ]
+    assert (sum(counts[0]), counts[1]) == (numel, [0, 0])
+
+
+def test_a_checkpoint_to_resume_wins_over_files(start_workers, tmp_path):
+    """`checkpoint.resume` of what another run has saved, at another world size; the files, whose
+    values differ, are not read."""
+    save_initial_weights(tmp_path / "weights-1", change=7.0)
+    config = recovery_jobs.engine_config(0)
+    engine, *_ = rayzero.initialize(model=recovery_jobs.make_model(torch.float64), config=config)
+    for x, y in recovery_jobs.batches(5):
+        engine.backward(torch.nn.functional.mse_loss(engine(x), y))
+        engine.step()
+    engine.save_checkpoint(tmp_path / "before")
+    engine.close()
+    local = start_workers(2, 3, "train_pretrained", ledger=False)
+    local.form(1, [0, 1], Restore(5, checkpoint=str(tmp_path / "before/global_step5")))
+    for index in (0, 1):
+        assert isinstance(local.wait_end(index, 1), Finished), local.texts(index)
+    check_weights(local)
+    assert [(tmp_path / f"read-1-{rank}").read_text() for rank in (0, 1)] == ["0", "0"]
+
+
+def save_initial_weights(folder: Path, change: float = 0.0) -> int:
+    """The oracle's initial weights, and how many elements they have."""
+    folder.mkdir()
+    state = recovery_jobs.make_model(torch.float64).state_dict()
+    save_file({name: value + change for name, value in state.items()}, folder / "model.safetensors")
+    return sum(value.numel() for value in state.values())
 
 
 def test_drained_rank_does_not_disconnect_slower_ranks(start_workers):
