@@ -40,7 +40,6 @@ from rayzero.engine.training_step import TrainingStep
 from rayzero.engine.zero.build import BuildContext
 from rayzero.engine.zero.deferred_init import Materializer, zero_init
 from rayzero.engine.zero.placement import STAGES
-from rayzero.engine.zero.reducer import GradReduction
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.scratch import ScratchBuffer
 
@@ -262,19 +261,17 @@ def make_sharded_optimizer(
     if isinstance(runtime.grad_reduction, OneBitAdamReduction):
         runtime.grad_reduction.track_optimizer(optimizer)
     if config.rayzero.unused_gradients == "none":
-        _check_update_is_elementwise(optimizer, runtime.grad_reduction)
+        _check_update_is_elementwise(optimizer)
     return optimizer
 
 
-def _check_update_is_elementwise(optimizer: ShardedOptimizer, reduction: GradReduction) -> None:
+def _check_update_is_elementwise(optimizer: ShardedOptimizer) -> None:
     """Raises ConfigError unless a gradient of zero changes nothing elsewhere."""
-    kind = type(optimizer.torch_optimizer)
-    whole = isinstance(optimizer.torch_optimizer, NeedsWholeParams)
-    if whole or type(reduction) is not GradReduction:
-        seen = kind.__name__ if whole else type(reduction).__name__
+    if isinstance(optimizer.torch_optimizer, NeedsWholeParams):
         raise ConfigError(
-            f"rayzero.unused_gradients is none, and the update is not elementwise: {seen}",
-            allowed="optimizers such as AdamW or SGD, without compression of gradients",
+            "rayzero.unused_gradients is none, and the update is not elementwise: "
+            f"{type(optimizer.torch_optimizer).__name__}",
+            allowed="optimizers such as AdamW or SGD",
             fix='rayzero.unused_gradients: "zero"',
         )
 

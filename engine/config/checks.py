@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
+from rayzero.engine.config.compression import find_compression_conflicts
 from rayzero.engine.config.data_efficiency import find_schedule_errors
 from rayzero.engine.config.keys import REFUSED, is_set
 from rayzero.engine.config.model import KEYS, EngineConfig
@@ -57,6 +58,7 @@ def find_conflicts(config: EngineConfig) -> Iterator[str]:
             "gradients below 6e-8 would vanish"
         )
     yield from _find_bf16_conflicts(config)
+    yield from find_compression_conflicts(config)
     yield from find_schedule_errors(config.curriculum_learning, config.data_efficiency)
     if config.gradient_allreduce_op == "sum" and zero.stage == 3:
         yield "gradient_allreduce_op: mean at stage 3, as in DeepSpeed"

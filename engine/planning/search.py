@@ -12,7 +12,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from rayzero.engine.builder import compile_model
-from rayzero.engine.compression.select import check_compression
 from rayzero.engine.config import EngineConfig, parse_config, resolve_batch_sizes
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.units import name_params, plan_blocks
@@ -183,9 +182,7 @@ class PlanSetting:
         if self.stage < 3 or self.offload_param:  # they apply to weights gathered from the device
             zero.pop("zero_hpz_partition_size", None)
             zero.pop("zero_quantized_weights", None)
-        config = parse_config({**document, "zero_optimization": zero})
-        check_compression(config)
-        return config
+        return parse_config({**document, "zero_optimization": zero})
 
 
 CANDIDATE_SETTINGS = (

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from rayzero.engine.compression.codecs import CODECS
 from rayzero.engine.config import EngineConfig, parse_config
+from rayzero.engine.config.compression import NEED_ERROR_FEEDBACK
 from rayzero.engine.config.parse import parse_with_provenance
 from rayzero.engine.config.sections import Bf16Config, Fp16Config
 from rayzero.engine.errors import ConfigError
@@ -17,6 +19,17 @@ ZERO = "zero_optimization"
 
 def bf16(**keys: bool) -> dict[str, Any]:
     return {"bf16": {"enabled": True} | keys}
+
+
+def compression(*, unused: bool = False, **keys: Any) -> dict[str, Any]:
+    section: dict[str, Any] = {"compression": {"gradients": "sign"} | keys}
+    return {"rayzero": section | {"unused_gradients": "none"} if unused else section}
+
+
+def test_codecs_that_need_error_feedback() -> None:
+    assert {name for name in CODECS if CODECS[name](None).needs_error_feedback} == {
+        *NEED_ERROR_FEEDBACK
+    }
 
 
 @pytest.mark.parametrize(
@@ -37,6 +50,18 @@ def bf16(**keys: bool) -> dict[str, Any]:
             "grads: with bf16.bf16_optimizer_states, or with",
         ),
         ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "min_loss_scale: more than 0"),
+        ({ZERO: {"stage": 2, "zero_quantized_weights": True}}, "weights: at .* every rank holds"),
+        ({ZERO: {"stage": 1, "zero_hpz_partition_size": 2}}, "size: at .* every rank holds all"),
+        (
+            {ZERO: {"stage": 3, "zero_hpz_partition_size": 2, "offload_param": True}},
+            "zero_hpz_partition_size: set together with offload_param",
+        ),
+        (
+            compression() | {"communication_data_type": "fp16"},
+            "compression.gradients is sign, communication_data_type is fp16; leave one out",
+        ),
+        (compression(error_feedback=False), "error_feedback: true, or leave it out: sign does not"),
+        (compression(unused=True), 'unused_gradients: "zero" with compressed'),
     ],
 )
 def test_conflicts_are_errors(document: dict[str, Any], message: str) -> None:

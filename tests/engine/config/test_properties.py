@@ -17,7 +17,7 @@ from rayzero.engine.config.explain import key_infos
 from rayzero.engine.config.fields import DTYPE_ALIASES
 from rayzero.engine.config.keys import REFUSED
 from rayzero.engine.config.model import FREE_FORM_SECTIONS, KEYS
-from rayzero.engine.config.optimizers import OPTIMIZERS
+from rayzero.engine.config.optimizers import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from rayzero.engine.config.parse import parse_with_provenance
 from rayzero.engine.config.schedules import SCHEDULES
 from rayzero.engine.errors import ConfigError
@@ -30,8 +30,9 @@ WHOLE = st.integers(1, 2**40) | st.integers(1, 2**40).map(str) | st.integers(1, 
 SHARE = st.floats(0, 1)
 WITHOUT_MORE = [name for name in SCHEDULES if name not in ("WarmupDecayLR", "WarmupCosineLR")]
 WITHOUT_MORE.remove("OneCycle")  # they have params that must be given
+DENSE = [name for name in OPTIMIZERS if name not in ONEBIT_OPTIMIZERS]  # at every stage
 SPECIAL: dict[str, st.SearchStrategy[Any]] = {
-    "optimizer.type": st.sampled_from([*OPTIMIZERS, *map(str.lower, OPTIMIZERS)]),
+    "optimizer.type": st.sampled_from([*DENSE, *map(str.lower, DENSE)]),
     "scheduler.type": st.sampled_from([*WITHOUT_MORE, *map(str.upper, WITHOUT_MORE)]),
     "checkpoint.tag_validation": st.sampled_from(["Warn", "IGNORE", "fail"]),
     "zero_optimization.stage": st.sampled_from([0, 1, 2, 3, "3", 2.0]),
@@ -42,6 +43,11 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     # Other values clash with other keys: two precisions, a choice at a stage without it.
     "zero_optimization.offload_param.device": st.just("none"),
     "zero_optimization.offload_optimizer.device": st.sampled_from(["none", "cpu"]),
+    "zero_optimization.zero_quantized_weights": st.sampled_from([False, "False", 0]),
+    "zero_optimization.zero_quantized_gradients": st.sampled_from([False, "False", 0]),
+    "zero_optimization.zero_hpz_partition_size": st.sampled_from([0, 1, "1"]),
+    "rayzero.compression.gradients": st.just("none"),
+    "rayzero.unused_gradients": st.just("zero"),
     "fp16.enabled": st.just(False),
     "torch_autocast.enabled": st.just(False),
     "rayzero.reduce_each_micro_step": st.sampled_from([True, "true", 1]),
