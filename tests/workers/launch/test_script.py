@@ -87,7 +87,8 @@ def test_killed_script_goes_on_at_its_step(tmp_path: Path):
 
 
 def test_killed_script_with_a_loop_of_its_own_resumes_from_its_own_checkpoint(tmp_path: Path):
-    """The job goes back with it, and is told: in the history that counts each step is once."""
+    """The job goes back with it, and is told: in the history that counts each step is once. Its own
+    schedule goes back, too."""
     run(tmp_path / "plain", "own_loop.py", "--save-every", "5")
     args = ("--save-every", "5", "--kill-at", "8")
     controller = run(tmp_path / "killed", "own_loop.py", *args)
@@ -102,6 +103,8 @@ def test_killed_script_with_a_loop_of_its_own_resumes_from_its_own_checkpoint(tm
         range(SAMPLES), EPOCHS
     )
     assert weight_difference(tmp_path / "plain", tmp_path / "killed") <= 1e-12
+    rates = read_rank(tmp_path / "killed", "rates")
+    assert rates == [[step, pytest.approx(0.1 * 0.9 ** (step - 1))] for step, _ in steps]
 
 
 def test_exit_codes_and_wrong_arguments_are_told_with_their_place(tmp_path: Path):

@@ -41,11 +41,12 @@ def note(folder: Path, name: str, value: object) -> None:
         file.write(json.dumps(value) + "\n")
 
 
-def own_batches(engine: Any, folder: Path) -> Iterator[list[torch.Tensor]]:
-    """This rank's, from the place that its own checkpoint tells."""
+def own_batches(engine: Any, schedule: Any, folder: Path) -> Iterator[list[torch.Tensor]]:
+    """This rank's, from the place that its own checkpoint tells; so is the schedule's."""
     client_state = {"batch": 0}
     if (folder / "saved").exists():
         _, client_state = engine.load_checkpoint(str(folder / "saved"))
+        schedule.load_state_dict(client_state["schedule"])
     note(folder, "loaded", [client_state["batch"], engine.global_steps])
     each = BATCH // dist.get_world_size()
     for batch in range(client_state["batch"], EPOCHS * SAMPLES // BATCH):
@@ -90,7 +91,7 @@ def main() -> None:
     )
     os.environ["LEFT_BY_SCRIPT"] = "1"
     torch.manual_seed(1)
-    engine, _, loader, _ = deepspeed.initialize(
+    engine, optimizer, loader, _ = deepspeed.initialize(
         args=args,
         model=nn.Linear(4, 1).double(),
         training_data=Rows(),
@@ -101,8 +102,9 @@ def main() -> None:
         },
     )
     epochs = [loader] * EPOCHS
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     if args.save_every:
-        epochs = [own_batches(engine, args.out)]
+        epochs = [own_batches(engine, schedule, args.out)]
     for epoch in epochs:
         for rows, indices in epoch:
             if (engine.global_steps, engine.global_rank) == (args.kill_at, 1):
@@ -110,8 +112,11 @@ def main() -> None:
             engine.backward(engine(rows).pow(2).mean())
             engine.step()
             note(args.out, "steps", [engine.global_steps, indices.tolist()])
+            if args.save_every:
+                note(args.out, "rates", [engine.global_steps, *engine.get_lr()])
+                schedule.step()
             if args.save_every and engine.global_steps % args.save_every == 0:
-                state = {"batch": engine.global_steps}
+                state = {"batch": engine.global_steps, "schedule": schedule.state_dict()}
                 engine.save_checkpoint(str(args.out / "saved"), client_state=state)
     weights = [value.tolist() for value in engine.module.state_dict().values()]
     note(args.out, "weights", weights)
