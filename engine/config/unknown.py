@@ -24,6 +24,9 @@ _PARAMS = {
 }
 """What belongs in `params`: beside them it would be left out, and training go on without it."""
 
+_FOREIGN = {"fp16_opt_level"}
+"""Keys of other libraries in public files, here Apex's, that resemble a known one."""
+
 _PATHS = {*KEYS, *(name.old for name in OLD_NAMES)}
 
 
@@ -45,7 +48,8 @@ def drop_unknown(document: dict[str, Any]) -> list[str]:
             near = sorted(_PATHS) if "." in name else sorted(known)
             path = f"{section}.{name}" if section else name
             is_misplaced = path in _PARAMS or _belongs_elsewhere(name)
-            if name in known or did_you_mean(name, near) or is_misplaced:
+            resembles = did_you_mean(name, near) and name not in _FOREIGN
+            if name in known or resembles or is_misplaced:
                 continue
             del values[name]
             dropped.append(path)

@@ -65,14 +65,15 @@ def test_unknown_keys_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixtur
     _warn_once.cache_clear()
     document = {
         "cuda_visible_devices": "0",
+        "fp16_opt_level": "O2",
         "checkpoint": {"zebra": 1},
         "optimizer": {"type": "Adam", "torch_adam": True, "legacy_fusion": "x"},
     }
     parsed = parse_with_provenance(document)
-    assert parsed.ignored == ["cuda_visible_devices", "checkpoint.zebra"]
+    assert parsed.ignored == ["cuda_visible_devices", "fp16_opt_level", "checkpoint.zebra"]
     with caplog.at_level(logging.WARNING):
         log_explanation(parsed)
-    assert "cuda_visible_devices, checkpoint.zebra" in caplog.text
+    assert "cuda_visible_devices, fp16_opt_level, checkpoint.zebra" in caplog.text
     assert {"cuda_visible_devices", "checkpoint.zebra"} <= {it.key for it in key_infos(parsed)}
 
 
