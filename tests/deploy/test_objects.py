@@ -209,6 +209,28 @@ def test_helm_lint_passes(scenario: str, version: str) -> None:
     assert [message for message in report["messages"] if message["severity"] > 1] == []
 
 
+def test_error_of_the_code_ends_the_job_and_a_killed_head_does_not() -> None:
+    """KubeRay starts new clusters for both alike, by `backoffLimit`. A head alone it replaces, and
+    the submitter's pod, which fails while no head answers, submits again to the new one."""
+    (job,) = objects_of_kind(render({}), "RayJob")
+    assert job["spec"]["backoffLimit"] == 0
+    delays_s = [10 * 2**index for index in range(job["spec"]["submitterConfig"]["backoffLimit"])]
+    assert sum(delays_s) >= 600, "too short for a new node"
+    (job,) = objects_of_kind(render({"job": {"backoffLimit": 3}}), "RayJob")
+    assert job["spec"]["backoffLimit"] == 3
+
+
+def test_ray_job_has_no_failure_policy() -> None:
+    """If it gets one, the chart can retry by exit code."""
+    skip_without_crds()
+    (job,) = objects_of_kind(render({}), "RayJob")
+    for at in (job["spec"], job["spec"]["submitterConfig"]):
+        at["podFailurePolicy"] = {"rules": []}
+    errors = validate(job, KUBERNETES[-1])
+    assert len(errors) == 2
+    assert all("podFailurePolicy" in error for error in errors)
+
+
 def test_invalid_objects_are_detected() -> None:
     """An unknown field in each kind, a violated CEL rule, and an invalid value."""
     skip_without_crds()
