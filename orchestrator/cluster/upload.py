@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +94,8 @@ def _why_left_out(path: Path, limit_bytes: int) -> str:
             return "a virtual environment"
         if (path / STATE_FILE).is_file() and (path / EVENTS_FILE).is_file():
             return "checkpoints and journal of a job"
+        if path == Path(tempfile.gettempdir()).resolve():  # Ray packs the upload there
+            return "temporary files"
         return ""
     if path.is_file() and path.stat().st_size > limit_bytes:
         return (

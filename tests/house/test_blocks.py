@@ -31,6 +31,10 @@ FIRST = f"{README}::test_first_script_reproduces_documented_losses"
 KILL = f"{README}::test_kill_of_the_first_job_is_repaired_as_shown"
 QUICKSTART = "tests/integration/test_guide_sessions.py::test_quickstart_runs_as_written"
 JOBS = "tests/integration/test_guide_sessions.py::test_jobs_in_python_run_as_written"
+FIRST_JOB = (
+    "tests/integration/test_guide_sessions.py::test_readmes_commands_of_a_job_run_as_written"
+)
+COMMANDS = "tests/integration/test_guide_sessions.py::test_guides_commands_of_a_job_run_as_written"
 LAUNCHED = "tests/huggingface/test_launched_scripts.py"
 HERE = "tests/house/test_blocks.py"
 NOT_RUN = "not run: "
@@ -45,7 +49,7 @@ PYTHON = {
 }
 BASH = {
     "README.md": {
-        "rayzero": PARSED,
+        "rayzero": FIRST_JOB,
         "pip install": f"{NOT_RUN}tests/deploy/test_image.py installs by the same constraints",
         "rayzero launch": LAUNCHED,
         "torchrun --nproc-per-node 2 -m": "tests/huggingface/test_scripts.py",
@@ -66,7 +70,9 @@ BASH = {
         "rayzero doctor": "tests/integration/test_doctor.py",
     },
     "docs/jobs.md": {
-        "rayzero": PARSED,
+        "rayzero": COMMANDS,
+        "rayzero resume": FIRST_JOB,
+        "rayzero stop quick": QUICKSTART,
         "rayzero ls": JOBS,
         "rayzero status": JOBS,
         "rayzero scale": JOBS,
@@ -77,7 +83,7 @@ BASH = {
     },
     "docs/checkpoints.md": {"rayzero": f"{README}::test_checkpoint_blocks"},
     "docs/config.md": {"rayzero": f"{README}::test_config_block"},
-    "docs/faults.md": {"rayzero": PARSED},
+    "docs/faults.md": {"rayzero": COMMANDS},
     "docs/huggingface.md": {
         "rayzero launch": LAUNCHED,
         "torchrun": "tests/huggingface/test_scripts.py",
@@ -91,7 +97,7 @@ BASH = {
         "helm test": f"{NOT_RUN}needs a cluster; tests/deploy/test_objects.py checks its pod",
         "docker": f"{NOT_RUN}needs docker; tests/deploy/test_image.py runs its commands",
         "export": f"{NOT_RUN}needs the secret of a cluster",
-        "rayzero": PARSED,
+        "rayzero": COMMANDS,
     },
 }
 

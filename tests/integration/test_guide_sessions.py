@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from benchmarks.token_head import TokenHead, wait_for
 from tests.house.test_blocks import Block, blocks, where
@@ -20,6 +26,8 @@ from tests.integration.command_server import CommandServer
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 120
 # Of the files: a checkpoint soon, and a port that other tests do not use.
+HERE = "tests/integration/test_guide_sessions.py"
+ADDRESS = r"http://(HOST|127\.0\.0\.1):8265"
 SOONER = {"every_steps: 500": "every_steps: 5", "port: 9400": "port: 0"}
 
 
@@ -47,7 +55,10 @@ class Terminal:
         return {path: len(path.read_text(encoding="utf-8")) for path in self._outputs}
 
     def run(self, line: str) -> None:
+        """Of `run` and `resume`, whatever they print; of `logs -f`, until `close`."""
         words = shlex.split(line, comments=True)
+        if words[0] == "rayzero":
+            words = [re.sub(ADDRESS, self.head.dashboard, word) for word in words]
         if words[:2] == ["ray", "start"] and not self.head.processes():
             self.head.start()
             env = {**self.head.env, "RAY_ADDRESS": self.head.address}
@@ -57,12 +68,12 @@ class Terminal:
         elif words[0] == "kill":
             pids = re.findall(r"worker 1 is ready on node \S+ \(pid (\d+)\)", self.text())
             psutil.Process(int(pids[-1])).kill()
-        elif words[:3] == ["rayzero", "logs", "-f"]:
+        elif words[1] in ("run", "resume", "page") or words[:3] == ["rayzero", "logs", "-f"]:
             self._follow(words)
         elif words[0] == "rayzero":
             self._new_output().write_text(self.rayzero(*words[1:]), encoding="utf-8")
             if "submit" in words:  # a reader waits for it, too
-                wait_for(self._is_running, TIMEOUT_S, "both workers")
+                self.wait_running()
         else:
             assert words[0] in ("ray", "export"), line  # that head runs, and its address is known
 
@@ -73,7 +84,7 @@ class Terminal:
         return done.stdout
 
     def lose_cluster(self) -> None:
-        wait_for(self._is_running, TIMEOUT_S, "both workers")
+        self.wait_running()
         self.kill_cluster()
 
     def kill_cluster(self) -> None:
@@ -85,9 +96,41 @@ class Terminal:
             self._commands.close()
         self.kill_cluster()
 
-    def _is_running(self) -> bool:
-        status = json.loads(self.rayzero("status", "quick", "--json"))
-        return status["state"] == "running" and status["world_size"] == 2
+    def wait_running(self) -> None:
+        """Returns when the job of `job.yaml` trains on both workers."""
+        name = yaml.safe_load((self.folder / "job.yaml").read_text())["name"]
+
+        def is_running() -> bool:
+            status = json.loads(self.rayzero("status", name, "--json"))
+            return bool(status["state"] == "running" and status["world_size"] == 2)
+
+        wait_for(is_running, TIMEOUT_S, "both workers")
+
+    def wait_printed(self, pattern: str, before: dict[Path, int]) -> None:
+        """Returns when something was printed since `before` in which the pattern is found."""
+        try:
+            wait_for(lambda: re.search(pattern, self.new_text(before)), TIMEOUT_S, pattern)
+        except TimeoutError:
+            pytest.fail(f"{pattern!r} not in:\n{self.new_text(before)}")
+
+    def look(self, line: str, pattern: str) -> None:
+        """Runs a command in a terminal until it shows the pattern, then presses Ctrl-C."""
+        screen, child = pty.openpty()
+        env = {**self.head.env, "RAY_ADDRESS": self.head.address, "TERM": "xterm"}
+        words = [sys.executable, "-m", *shlex.split(line, comments=True)]
+        with subprocess.Popen(words, cwd=self.folder, env=env, stdout=child, stderr=child) as shown:
+            os.close(child)
+            text = ""
+            with suppress(OSError):  # at its end
+                while not re.search(pattern, text):
+                    text += os.read(screen, 4096).decode(errors="replace")
+            shown.send_signal(signal.SIGINT)
+            with suppress(OSError):
+                while os.read(screen, 4096):
+                    pass
+            assert shown.wait(20) in (0, 130), text
+        os.close(screen)
+        assert re.search(pattern, text), text
 
     def _new_output(self) -> Path:
         self._outputs.append(self.folder / f"output-{len(self._outputs)}")
@@ -147,6 +190,7 @@ def exchanges(page: str, after: str) -> Iterator[tuple[Block, list[str]]]:
 def without_numbers(text: str) -> set[str]:
     """Its lines without what differs from run to run: numbers, names of machines, folders."""
     text = re.sub(r"on node \S+", "on node", text)
+    text = re.sub(r"(killed by SIGKILL,).*", r"\1", text)
     text = re.sub(r"from \S*/runs", "from runs", text)
     text = re.sub(r"(goodput|, offline for|^step \d+ \|).*", r"\1", text, flags=re.MULTILINE)
     text = re.sub(r"\b\d+ ms\b", "0 s", text)
@@ -223,3 +267,121 @@ def test_jobs_in_python_run_as_written(terminal: Terminal) -> None:
     assert job.returncode == 0, printed
     assert "'steps': 500" in printed
     assert "'faults': {'lost': 1}" in printed  # by `rayzero chaos`
+
+
+FIRST = f"{HERE}::test_readmes_commands_of_a_job_run_as_written"
+COMMANDS = f"{HERE}::test_guides_commands_of_a_job_run_as_written"
+
+
+def lines_of(page: str, place: str) -> Iterator[str]:
+    """The bash lines of a page that the test `place` runs."""
+    for block in blocks(page):
+        for line in block.lines() if block.language == "bash" else ():
+            if where(page, line) == place:
+                yield line
+
+
+SHOWN = {
+    "ls": "{}: running",
+    "status": "running",
+    "logs": r"step \d+|epoch \d+",
+    "stop": "stop",
+    "submit": "{}",
+    "chaos": r"kill\(rank",
+    "page": "http://127.0.0.1:9500/",
+}
+"""What is found in the output of a command about a running job."""
+
+
+def perform(terminal: Terminal, line: str, name: str) -> None:
+    """One command about the running job `name`, and what is seen of it."""
+    before = terminal.sizes()
+    command = line.split()[1]
+    if command == "top":
+        terminal.look(line, rf"{name}\b[^$]*step")
+        return
+    terminal.run(line)
+    terminal.wait_printed(SHOWN[command].format(name), before)
+    if command == "page":
+        with urllib.request.urlopen("http://127.0.0.1:9500/", timeout=20) as page:
+            assert b"<html" in page.read()
+    elif command == "stop":
+        wait_for(lambda: f"{name}: stopped" in terminal.rayzero("ls"), TIMEOUT_S, "its end")
+
+
+def write_files(terminal: Terminal, page: str, *changes: tuple[str, str]) -> None:
+    for block in blocks(page):
+        if text := block.text if block.file else "":
+            for old, new in changes:
+                text = text.replace(old, new)
+            (terminal.folder / block.file).write_text(text, encoding="utf-8")
+
+
+@pytest.mark.timeout(300)
+def test_readmes_commands_of_a_job_run_as_written(terminal: Terminal) -> None:
+    slow = "engine.step(); __import__('time').sleep(0.02)"
+    write_files(terminal, "README.md", ("epochs(5)", "epochs(500)"), ("engine.step()", slow))
+    submit, *others = (it for it in lines_of("README.md", FIRST) if it.split()[1] != "run")
+    assert "submit" in submit
+    perform(terminal, submit, "first")
+    for line in others:
+        if line.split()[1] != "resume":
+            perform(terminal, line, "first")
+            continue
+        terminal.run("rayzero submit job.yaml")  # its journal is in a folder that stays
+        terminal.kill_cluster()
+        terminal.run("ray start --head")
+        before = terminal.sizes()
+        terminal.run(line)
+        terminal.wait_printed("adopted a lost run", before)
+        perform(terminal, "rayzero stop first", "first")
+    write_files(terminal, "README.md")
+    for line in lines_of("README.md", FIRST):
+        if line.split()[1] == "run":
+            before = terminal.sizes()
+            terminal.run(line)
+            terminal.wait_printed(r"succeeded: 80 steps .* to 0\.095", before)
+
+
+JOB = """
+name: {name}
+entrypoint: train:train
+engine: engine.json
+workers: {{min: 1, max: 2}}
+steps: {steps}
+"""
+
+
+@pytest.mark.timeout(300)
+def test_guides_commands_of_a_job_run_as_written(terminal: Terminal) -> None:
+    """Those of the guides to jobs, Kubernetes and faults, and a fault as that page shows it."""
+    (terminal.folder / "train.py").write_text(TRAIN, encoding="utf-8")
+    (terminal.folder / "engine.json").write_text(json.dumps(ENGINE), encoding="utf-8")
+    file = terminal.folder / "job.yaml"
+    file.write_text(JOB.format(name="gpt", steps=5000), encoding="utf-8")
+    first, *lines = lines_of("docs/jobs.md", COMMANDS)
+    for line in (*lines_of("docs/kubernetes.md", COMMANDS), *lines):
+        if "--set" not in line:
+            perform(terminal, line, "gpt")
+            continue
+        perform(terminal, "rayzero stop gpt", "gpt")  # this is another job of that name
+        perform(terminal, line, "gpt")
+        perform(terminal, "rayzero stop gpt", "gpt")
+        perform(terminal, lines[0], "gpt")
+    perform(terminal, "rayzero stop gpt", "gpt")
+    file.write_text(JOB.format(name="gpt-stdlib", steps=5000), encoding="utf-8")
+    chaos, run, fault_language = lines_of("docs/faults.md", COMMANDS)
+    perform(terminal, fault_language, "")
+    shown = next(it.text for it in blocks("docs/faults.md") if "repaired in" in it.text)
+    before = terminal.sizes()
+    terminal.run(run)
+    terminal.wait_printed("resized in", before)
+    perform(terminal, chaos, "gpt-stdlib")
+    terminal.wait_printed(r"repaired in [\s\S]*repaired in", before)
+    perform(terminal, "rayzero stop gpt-stdlib", "gpt-stdlib")
+    printed = without_numbers(terminal.new_text(before))
+    assert without_numbers(shown) <= printed, printed
+    file.write_text(JOB.format(name="gpt", steps=20), encoding="utf-8")
+    before = terminal.sizes()
+    terminal.run(first)
+    terminal.wait_printed("succeeded: 20 steps", before)

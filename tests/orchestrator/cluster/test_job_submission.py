@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,17 +87,23 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "project"
 
 
-def test_upload_has_code_only(cluster: RemoteJobClient, project: Path) -> None:
+def test_upload_has_code_only(
+    cluster: RemoteJobClient, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "tmp").mkdir()
+    (project / "tmp" / "session").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(project / "tmp"))
     upload = select_upload(project)
     names = {".gitignore", "job.yaml", "train.py", "journal/notes.py", "data/__init__.py"}
     assert set(upload.sizes) == names
     with pytest.raises(ConfigError, match=r"too large .* 5 files of .* train\.py [\s\S]*rayignore"):
         cluster.submit(["run", "job.yaml"], upload)
     assert cluster._client.uploaded == [names]  # type: ignore[attr-defined]  # Ray's own package
-    data, environment, job = upload.describe()
+    data, environment, job, temporary = upload.describe()
     assert data.startswith("not uploaded, as over 0.0 MB")
     assert data.endswith("data/train set #1.bin")
     assert environment == "not uploaded, as a virtual environment: my env"
+    assert temporary == "not uploaded, as temporary files: tmp"
     assert job == "not uploaded, as checkpoints and journal of a job: runs/first"
 
 
