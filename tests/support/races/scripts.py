@@ -120,7 +120,9 @@ def write_weights(engine: Any) -> None:
 
 
 def write_moments(engine: Any) -> None:
-    """Changes optimizer state through the engine, as `write_weights`."""
+    """Changes optimizer state through the engine, as `write_weights`; of optimizers with it."""
+    if not any("betas" in group for group in engine.optimizer.param_groups):
+        return
     first, last = (list(engine.module.parameters())[number] for number in (0, -1))
     if first.requires_grad:
         api.safe_set_full_optimizer_state(first, torch.full(first.shape, 0.1), "exp_avg")
