@@ -45,7 +45,7 @@ PYTHON = {
     "docs/checkpoints.md": f"{README}::test_checkpoint_blocks",
     "docs/faults.md": f"{README}::test_ledger_block",
     "docs/huggingface.md": f"{README}::test_accelerate_block",
-    "docs/from-ray-train.md": PARSED,
+    "docs/from-ray-train.md": JOBS,
 }
 BASH = {
     "README.md": {
