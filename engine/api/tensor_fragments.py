@@ -92,8 +92,11 @@ def _check_state_key(stored: StoredParam, key: str) -> None:
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Sets a tensor of optimizer state; nothing before the first step, which makes it."""
-    write_slices(_require_trained(param, value).optimizer_state(optim_state_key), value)
+    """Sets a tensor of optimizer state; nothing before the first step, which makes it. Raises as
+    `safe_get_full_optimizer_state`."""
+    stored = _require_trained(param, value)
+    _check_state_key(stored, optim_state_key)
+    write_slices(stored.optimizer_state(optim_state_key), value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:

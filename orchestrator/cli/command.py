@@ -41,7 +41,7 @@ SpecOverrides: TypeAlias = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override a key of the job file: steps=10, engine.zero_optimization.stage=3.",
+        help="Override a key of the job file: steps=10, engine.bf16.enabled=true.",
     ),
 ]
 FromScratchFlag: TypeAlias = Annotated[
@@ -102,7 +102,13 @@ def local_command(command: Callable[P, int | None]) -> Callable[P, None]:
             code = 130
         raise typer.Exit(code)
 
+    run.__doc__ = _join_lines(command.__doc__ or "")
     return run
+
+
+def _join_lines(text: str) -> str:
+    """One line for each paragraph: typer would break lines where the source does."""
+    return "\n\n".join(" ".join(it.split()) for it in inspect.cleandoc(text).split("\n\n"))
 
 
 def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:

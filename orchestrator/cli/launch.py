@@ -44,7 +44,10 @@ _IGNORED = "Accepted for deepspeed's command line, and not used: "
 )
 @cluster_command
 def launch(
-    command: Annotated[list[str], typer.Argument(metavar="SCRIPT.py [ARGS]...")],
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT.py [ARGS]", help="The script, and its own arguments."),
+    ],
     module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is a module, as of `python -m`.")
     ] = False,
@@ -59,7 +62,6 @@ def launch(
         str | None,
         typer.Option(
             "--deepspeed_config",
-            "--deepspeed-config",
             metavar="FILE",
             help="DeepSpeed config, for scripts that bring none.",
         ),

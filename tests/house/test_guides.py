@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import typer
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from rayzero.orchestrator.cli.app import app
 from tests.house.source import ROOT
@@ -180,3 +181,21 @@ def test_commands_mentions_and_anchors_of_page() -> None:
     assert list(commands(page)) == ["rayzero run job.yaml"]
     assert list(mentions(page)) == ["rayzero ls"]
     assert anchors("# A `b`, and c-d\n") == {"a-b-and-c-d"}
+
+
+@pytest.mark.parametrize("name", _options_by_command())
+def test_help_fits_80_columns_and_has_an_example(name: str) -> None:
+    """Of a group of commands, without an example."""
+    command = ROOT_COMMAND.commands[name.split()[0]]
+    is_group = hasattr(command, "commands") and " " not in name
+    result = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "80"})
+    text = result.output
+    assert result.exit_code == 0
+    assert "…" not in text, "a cell that is cut off"
+    example = re.search(r"Example: (rayzero .*(?:\n .*\S)*)", text)
+    assert example is not None or is_group
+    for line in re.split(", (?=rayzero)", " ".join(example[1].split())) if example else ():
+        assert command_error(line) is None
+    for paragraph in re.split(r"\n\s*\n", text.partition("╭")[0]):
+        lines = paragraph.strip().splitlines()[:-1]
+        assert all(len(line.strip()) > 60 for line in lines), "broken where the source is"
