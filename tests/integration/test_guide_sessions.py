@@ -339,6 +339,7 @@ def test_readmes_commands_of_a_job_run_as_written(terminal: Terminal) -> None:
         terminal.run(line)
         terminal.wait_printed("adopted a lost run", before)
         perform(terminal, "rayzero stop first", "first")
+    assert re.search(r"was stopped after step \d+\n.* has saved nothing", terminal.text())
     write_files(terminal, "README.md")
     for line in lines_of("README.md", FIRST):
         if line.split()[1] == "run":

@@ -17,6 +17,7 @@ from rayzero.orchestrator.console import (
     PlainConsole,
     console_for,
 )
+from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.event_text import event_lines, format_step, summary_lines
 from rayzero.orchestrator.job_events import (
     Checkpointed,
@@ -198,6 +199,8 @@ def test_errors_go_to_stderr(
     lines: list[str] = []
     kind(lines.append).finish_error(ConfigError("wrong", allowed="right", fix="key"))
     assert capsys.readouterr().err == "error: wrong\n  allowed: right\n  to change it: key\n"
+    kind(lines.append).finish_error(JobStoppedError("stopped"))
+    assert capsys.readouterr().err == "stopped\n", "it was asked for: no error"
 
 
 def test_bar_prints_lines_above_itself_and_shows_step():
