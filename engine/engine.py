@@ -48,7 +48,6 @@ class Engine:
         module: the model. Its parameters are views of the engine's buffers.
         progress: finished steps, micro-steps, samples.
         state: the training state that is saved and restored, as named ranges.
-        lr_scheduler: the learning rate schedule, which `step()` steps; None without one.
         training_dataloader: the loader of `build(training_data=...)`.
     """
 
@@ -58,7 +57,6 @@ class Engine:
         self.module = module
         self.progress = step.state.progress
         self.state = step.state
-        self.lr_scheduler = step.scheduler
         self._step = step
         self._runtime = step.runtime
         _engines[self] = None

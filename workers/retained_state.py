@@ -79,8 +79,10 @@ class RetainedState:
             self.collect_garbage()
             device.empty_cache()  # communicators allocate beside torch's cache
         growth = max(1.0, last.world_size / after.world_size) if last is not None else 1.0
+        count = len(kept)
         kept = select_fitting(kept, device, before, two_fit=two_fit, growth=growth)
-        device.empty_cache()
+        if len(kept) < count:
+            device.empty_cache()
         return kept
 
     def collect_garbage(self) -> None:

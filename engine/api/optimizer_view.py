@@ -133,12 +133,14 @@ def view_optimizer(optimizer: torch.optim.Optimizer, engine: Engine) -> torch.op
     """The optimizer with DeepSpeed's names. It refers to the engine weakly."""
     config = engine.settings.config
     kind, names = type(optimizer), _OF_STAGE[config.zero_optimization.stage]
-    slots = {"__slots__": ("_engine", "loss_scaler", "optimizer"), "__doc__": kind.__doc__}
-    metaclass: type[type] = type(kind)  # FusedAdam has one of its own
-    view: Any = object.__new__(metaclass(kind.__name__, (names, kind), slots))
-    view.__dict__ = optimizer.__dict__  # one set of attributes: neither can differ from the other
-    view._engine = ref(engine)
-    view.optimizer = optimizer
     is_dynamic = config.fp16.enabled and config.fp16.loss_scale == 0
-    view.loss_scaler = (DynamicLossScaler if is_dynamic else LossScaler)(engine)
+    own = {  # in a class for this object alone: not in the attributes that it shares
+        "__doc__": kind.__doc__,
+        "_engine": ref(engine),
+        "optimizer": optimizer,
+        "loss_scaler": (DynamicLossScaler if is_dynamic else LossScaler)(engine),
+    }
+    metaclass: type[type] = type(kind)  # FusedAdam has one of its own
+    view: Any = object.__new__(metaclass(kind.__name__, (names, kind), own))
+    view.__dict__ = optimizer.__dict__  # one set of attributes: neither can differ from the other
     return view  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""`ScheduleMethods`: curricula, layer and token drop, and monitors, under DeepSpeed's names."""
+"""`ScheduleMethods`: schedules of learning rates and inputs, and monitors, by DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,21 @@ from rayzero.engine.curriculum import drop_tokens
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.monitors import Monitors
+from rayzero.engine.optim.schedule import Scheduler
 
 
 class ScheduleMethods(Engine):
     """Part of `DeepSpeedEngine`."""
+
+    @property
+    def lr_scheduler(self) -> Scheduler | None:
+        """The learning rate schedule, which `step()` steps. It may be replaced; a script that sets
+        None steps its own, as Lightning does."""
+        return self._step.scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Scheduler | None) -> None:
+        self._step.scheduler = self.state.scheduler = scheduler
 
     @property
     def monitor(self) -> Monitors:

@@ -179,6 +179,7 @@ def add_param_attributes() -> None:
         "ds_active_sub_modules": _active_sub_modules,
         "all_gather": _all_gather,
         "partition": _partition,
+        "partition_numel": lambda param: _tensor(param).numel,
     }
     for name, getter in getters.items():
         setattr(nn.Parameter, name, property(getter))

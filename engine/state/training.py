@@ -84,7 +84,7 @@ class TrainingState:
         self._buffers = BufferAddresses(model)
         self._runtime = runtime
         self._optimizer = optimizer
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._is_updating = False
         self._packed_signature: tuple[object, ...] | None = None
         self._own_block = pack_block([])
@@ -181,7 +181,7 @@ class TrainingState:
             "skipped_steps": self.progress.skipped_steps,
             "loss_scale": self._runtime.precision.scaler.state_dict(),
             "groups": metadata.optimizer_metadata(self._optimizer),
-            "scheduler": metadata.scheduler_metadata(self._scheduler),
+            "scheduler": metadata.scheduler_metadata(self.scheduler),
             "rng": metadata.capture_rng(self.device.torch_device),
         }
         if self._runtime.grad_reduction.residuals:
@@ -215,10 +215,10 @@ class TrainingState:
         document = source.metadata(rank)
         load_tensors(self._model, self._runtime, self._optimizer, source, options)
         if options.optimizer:
-            keep = self._scheduler is None and not options.optimizer_options
+            keep = self.scheduler is None and not options.optimizer_options
             metadata.restore_optimizer_metadata(self._optimizer, source, keep_options=keep)
         if options.scheduler:
-            metadata.restore_scheduler(self._scheduler, document.get("scheduler"))
+            metadata.restore_scheduler(self.scheduler, document.get("scheduler"))
         if not options.progress:
             return
         self.progress.step = source.step
