@@ -17,6 +17,7 @@ from rayzero.engine.compiling import compile_in_place, modules_around, refuse_co
 from rayzero.engine.compression.gradients import OneBitAdamReduction
 from rayzero.engine.config import EngineConfig, resolve_batch_sizes
 from rayzero.engine.data.loader import MapDataset, StepLoader
+from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.sampling import TrainingProgress, assign_step
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.leaf_modules import apply_leaf_names
@@ -101,7 +102,8 @@ def build_training_step(
     if config.compile.enabled:
         compile_model(model, config)
     meter = StepMeter(runtime, sharded, progress, session, config, work)
-    step = TrainingStep(runtime, sharded, schedule, state, settings, meter)
+    batches_read = MicroBatches(progress, session)
+    step = TrainingStep(runtime, sharded, schedule, state, settings, meter, batches_read)
     follow_zero_grad(model, step.tracker)
     return step
 
@@ -217,8 +219,7 @@ def make_loader(
         data,
         session.seed if session is not None else 0,
         step_plan,
-        step.state.progress,
-        session,
+        step.micro_batches,
         collate_fn,
         step.settings.device,
     )

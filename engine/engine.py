@@ -131,13 +131,13 @@ class Engine:
             The loss as it was given, divided by the accumulation steps with `scale_wrt_gas`.
 
         Raises:
-            EngineError: not a scalar with a graph, or there is no optimizer.
+            EngineError: not a scalar with a graph, or there is no optimizer; or the loader's
+                micro-batches are not trained on in their order, each once (`data.micro_batches`).
         """
         loss = getattr(loss, "loss", loss)
-        weight, micro_steps = self.progress.micro_batch_weight, self.settings.batches.micro_steps
-        if not scale_wrt_gas:
-            weight *= micro_steps
-        self._step.backward(loss, retain_graph=retain_graph, weight=weight)
+        micro_steps = self.settings.batches.micro_steps
+        factor = 1.0 if scale_wrt_gas else float(micro_steps)
+        self._step.backward(loss, retain_graph=retain_graph, factor=factor)
         return loss if micro_steps == 1 or not scale_wrt_gas else loss.detach() / micro_steps
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -244,6 +244,11 @@ class Engine:
     def eval(self) -> Self:
         """Sets the model to evaluation mode."""
         return self.train(False)
+
+    def check_loop(self) -> None:
+        """Raises EngineError if the training loop, which has ended, left out micro-batches of the
+        loader. A rayzero job calls it when the training function returns."""
+        self._step.micro_batches.check_end()
 
     def close(self) -> None:
         """Removes the model's hooks and closes files. The engine cannot be used afterwards."""

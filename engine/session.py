@@ -91,7 +91,7 @@ class HostSession(Protocol):
         """The training thread starts, or has ended, waiting for other ranks in a collective."""
 
     def on_samples_consumed(self, samples: Sequence[int]) -> None:
-        """The loader returned these sample indices to this rank."""
+        """This rank has trained on these samples of the loader: before the vote of their step."""
 
     def step_requests(self) -> StepRequests:
         """This rank's requests for the vote of the current step."""

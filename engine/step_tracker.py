@@ -85,6 +85,10 @@ class StepTracker:
         return self.phase is StepPhase.STEP_PENDING
 
     @property
+    def updating(self) -> bool:
+        return self.phase is StepPhase.UPDATING
+
+    @property
     def skips_step(self) -> bool:
         """Whether `step()` has nothing to do, because the script declared that more follows."""
         return self.boundary is Boundary.NOT_LAST and not self.no_sync

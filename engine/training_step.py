@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from rayzero.engine.curriculum import ScheduledInputs
+from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import EngineError
 from rayzero.engine.metrics import StepMeter
@@ -42,6 +45,7 @@ class TrainingStep:
     state: TrainingState
     settings: Settings
     meter: StepMeter
+    micro_batches: MicroBatches
     tracker: StepTracker = field(default_factory=StepTracker)
 
     def __post_init__(self) -> None:
@@ -52,7 +56,11 @@ class TrainingStep:
         self._loss_known = True  # whether every backward of this step told its loss
         self._check_at_step = 0  # the model's parameters
         self._rank_loss: float | None = None  # of this step, between its vote and its end
+        self._own_weight = 1.0  # of the micro-batch of the backward that the script runs itself
         self.own_backward = OwnBackward(self.runtime, self)
+        self._step_hook: RemovableHandle | None = None
+        if not isinstance(self.optimizer, NoOptimizer):
+            self._step_hook = refuse_own_steps(self.optimizer.torch_optimizer, self.tracker)
         if not self.settings.config.managed_gradient_accumulation:
             self.tracker.boundary = Boundary.STEP
 
@@ -89,6 +97,8 @@ class TrainingStep:
             self.runtime.check_params(module)
             self._check_at_step = self._progress.step + _CHECK_STEPS
         context = self.runtime.precision.forward_context()
+        if torch.is_grad_enabled():
+            self.micro_batches.on_forward((args, kwargs))
         args, kwargs = self.forward_inputs(module, args, kwargs)
         with self.meter.step_work.track_forward((args, kwargs)), context:
             output = module(*args, **kwargs)
@@ -102,11 +112,12 @@ class TrainingStep:
         scale = self.loss_scale
         return loss if scale == 1.0 else loss * clamp_to_dtype(scale, loss.dtype)
 
-    def backward(self, loss: Tensor, *, retain_graph: bool, weight: float) -> None:
-        """See `Engine.backward`; `weight` is that of this micro-batch's loss in the mean over the
-        global batch."""
+    def backward(self, loss: Tensor, *, retain_graph: bool, factor: float = 1.0) -> None:
+        """See `Engine.backward`; the loss is multiplied by `factor`, and by the weight of its
+        micro-batch in the mean over the global batch."""
         self._check_backward(loss, "backward")
         tracker = self.tracker
+        weight = factor * self._begin_micro_batch()
         first, again = self._prepare_backward()
         with tracker.backward():
             running = self.runtime.backward_pass(first=first, last=self._reduces)
@@ -132,9 +143,9 @@ class TrainingStep:
                 f"{scaler.value:g}",
                 allowed="engine.scale(loss).backward(), or engine.backward(loss)",
             )
+        self._own_weight = weight = self._begin_micro_batch()
         first, again = self._prepare_backward()
         tracker.begin_backward()
-        weight = self._progress.micro_batch_weight
         self.meter.step_work.count_backward(0.0 if again else weight)
         factor = weight / self.settings.post_reduce_scale
         self.runtime.reducer.begin_backward(
@@ -145,7 +156,7 @@ class TrainingStep:
         """The end of that backward."""
         self.runtime.finish_backward()
         for loss in self._scaled:
-            self._loss_sum.add_(loss, alpha=self._progress.micro_batch_weight)
+            self._loss_sum.add_(loss, alpha=self._own_weight)
         self._loss_known = self._loss_known and bool(self._scaled)
         self._scaled.clear()
         self.tracker.finish_backward()
@@ -155,6 +166,12 @@ class TrainingStep:
         """That backward failed: the script may call it again."""
         self._scaled.clear()
         self.tracker.abandon_backward()
+
+    def _begin_micro_batch(self) -> float:
+        """The weight of the micro-batch whose backward begins."""
+        tracker = self.tracker
+        step_due = tracker.step_pending and tracker.boundary is not Boundary.STEP
+        return self.micro_batches.begin_backward(step_due=step_due)
 
     def _prepare_backward(self) -> tuple[bool, bool]:
         """Whether the backward that follows is the first of its step, and a further one of its
@@ -180,14 +197,17 @@ class TrainingStep:
                 "step() was called without a backward() before it",
                 allowed="one backward(), then one step(); inside no_sync() no step()",
             )
+        self.micro_batches.begin_step(ends_step=self.is_boundary)
         if not self.is_boundary:
             tracker.phase = StepPhase.ACCUMULATING
             self._progress.micro_step += 1
+            self.micro_batches.end_step()
             return
         with tracker.update():
             if tracker.boundary is Boundary.STEP:
                 self.runtime.reduce_accumulated()
             vote, lr = self._update()
+        self.micro_batches.end_step()
         if vote.finite:  # the state is complete without it: weights can be gathered again
             self.meter.enter_phase("publish")
             self.runtime.sync_model_weights(lazy=True)
@@ -197,7 +217,9 @@ class TrainingStep:
         self.meter.end_step(vote, lr, loss, rank_loss)
 
     def close(self) -> None:
-        """Removes the model's hooks, ends threads and closes files."""
+        """Removes the hooks of model and optimizer, ends threads and closes files."""
+        if self._step_hook is not None:
+            self._step_hook.remove()
         self.runtime.close()
         self.meter.monitors.close()
 
@@ -246,3 +268,20 @@ class TrainingStep:
         if isinstance(self.optimizer, NoOptimizer):
             raise no_optimizer_error(call)
         check_loss(loss, call)
+
+
+def refuse_own_steps(optimizer: torch.optim.Optimizer, tracker: StepTracker) -> RemovableHandle:
+    """From now on only the engine steps its optimizer: a step that the script calls itself would
+    change weights without gradients, and count nowhere."""
+    reference = ref(tracker)
+
+    def refuse(*_: object) -> None:
+        own = reference()
+        if own is not None and not own.updating:
+            raise EngineError(
+                "optimizer.step() was called on the engine's optimizer",
+                allowed="engine.step(), which also reduces, clips and counts",
+                fix="engine.step() in place of optimizer.step()",
+            )
+
+    return optimizer.register_step_pre_hook(refuse)

@@ -243,6 +243,12 @@ class JobSession:
         """Returns when the last step is mirrored and reported, where that runs beside training."""
         self._mirror.settle()
 
+    def check_loop(self) -> None:
+        """Raises EngineError if the function, which has returned, did not train on all that its
+        loader yielded."""
+        if self.engine is not None:
+            self.engine.check_loop()
+
     def close(self) -> None:
         """Removes the hooks, once the training function has returned or raised, and ends the
         mirror of its last step."""

@@ -207,6 +207,7 @@ class WorkerProcess(WorkerCalls):
         try:
             with use_session(session), self._polled_errors(channel):
                 result = self._json_result(function(context))
+                session.check_loop()
                 group.wait()
                 session.settle()
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
+from rayzero.engine.data.micro_batches import MicroBatches, YieldedBatch
 from rayzero.engine.data.prefetch import Prefetch, batch_to_device
-from rayzero.engine.data.sampling import MicroBatch, SampleOrder, TrainingProgress
+from rayzero.engine.data.sampling import MicroBatch, SampleOrder
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import DataError, EngineError
-from rayzero.engine.session import HostSession
 from rayzero.engine.tensor_tree import map_tensors
 
 
@@ -33,9 +34,7 @@ class MapDataset(Protocol):
 class _StepPart:
     """A loaded micro-batch."""
 
-    position: tuple[int, int]  # (sample cursor of its step, number in it): strictly increasing
-    weight: float
-    own_indices: list[int]  # dataset indices of this rank's samples; empty for a filler
+    yielded: YieldedBatch
     batch: Any
 
 
@@ -50,16 +49,15 @@ class StepLoader:
     A training function that may be restarted midway asks for the remainder: `until(step)` or
     `epochs(count)`.
 
-    Each yielded micro-batch sets `progress.micro_batch_weight` and reports its samples to the
-    session, once. There is one iteration at a time: a new one closes the previous one. Its thread
-    ends when it is exhausted, closed or garbage-collected. Raises DataError if the dataset is not
-    map-style, or empty.
+    The loop may read ahead, by any number of batches and in a thread of its own; it trains on them
+    in their order, each once (`micro_batches`). There is one iteration at a time: a new one closes
+    the previous one. Its thread ends when it is exhausted, closed or garbage-collected. Raises
+    DataError if the dataset is not map-style, or empty.
 
     Args:
         seed: of the order of samples.
         step_plan: this rank's micro-batches of every step.
-        progress: the job's progress, updated by the engine.
-        session: gets the phase "data", and the samples as they are yielded.
+        micro_batches: the engine's, with its progress and its session, which gets the phase "data".
         collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
         device: device of the batches; to CUDA through pinned memory, non-blocking.
     """
@@ -69,21 +67,22 @@ class StepLoader:
         dataset: MapDataset,
         seed: int,
         step_plan: Sequence[MicroBatch],
-        progress: TrainingProgress,
-        session: HostSession | None = None,
+        micro_batches: MicroBatches,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.dataset = dataset
-        self.progress = progress
+        self.progress = micro_batches.progress
+        self._micro_batches = micro_batches
         self.device = device or torch.device("cpu")
         self._order = SampleOrder(_dataset_length(dataset), seed)
         self._step_plan = step_plan
-        self._session = session
+        self._session = micro_batches.session
+        self._training_thread = threading.get_ident()
         self._collate = collate_fn or default_collate
         self._prefetch: weakref.ref[Prefetch[_StepPart]] | None = None
+        weakref.finalize(self, micro_batches.warn_at_end)  # at the interpreter's exit at the latest
         self._script_cursor = 0  # where a launched script's next epoch begins
-        self._last_reported = (-1, -1)  # position last reported to the session
 
     @property
     def micro_steps(self) -> int:
@@ -99,12 +98,12 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if not getattr(self._session, "replays_epochs", False):
-            return self._micro_batches(None)
+            return self._iterate(None)
         end = self._script_cursor = self._script_epoch_end()
-        left = end - self.progress.sample_cursor
+        left = end - self._micro_batches.next_place[0]
         self.progress.script_lag = -left if left <= 0 else None
         left = max(0, left)
-        return self._micro_batches(left // self.progress.global_batch)
+        return self._iterate(left // self.progress.global_batch)
 
     @property
     def is_replaying(self) -> bool:
@@ -120,11 +119,13 @@ class StepLoader:
 
     def steps(self, count: int) -> Iterator[Any]:
         """The micro-batches of exactly `count` optimizer steps from the cursor, across epochs."""
-        return self._micro_batches(count)
+        return self._iterate(count)
 
     def until(self, step: int) -> Iterator[Any]:
         """The remaining micro-batches until `progress.step` is `step`."""
-        yield from self.steps(max(0, step - self.progress.step))
+        ahead = self._micro_batches.next_place[0] - self.progress.sample_cursor
+        finished = self.progress.step + ahead // self.progress.global_batch
+        yield from self.steps(max(0, step - finished))
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers, from 0, of the remaining epochs of `count` in total.
@@ -134,7 +135,7 @@ class StepLoader:
         previous epoch was yielded.
         """
         previous = None
-        while (cursor := self.progress.sample_cursor) < count * self._order.length:
+        while (cursor := self._micro_batches.next_place[0]) < count * self._order.length:
             epoch = cursor // self._order.length
             if cursor == previous:
                 raise EngineError(
@@ -145,30 +146,34 @@ class StepLoader:
             previous = cursor
             yield epoch
 
-    def _micro_batches(self, steps: int | None) -> Iterator[Any]:
+    def _iterate(self, steps: int | None) -> Iterator[Any]:
         """Owns the prefetch thread: leaving this generator in any way closes it."""
         earlier = self._prefetch() if self._prefetch is not None else None
         if earlier is not None:
             earlier.close()
-        session = self._session
-        cursor, done = self.progress.sample_cursor, self.progress.micro_step
+        cursor, done = self._micro_batches.begin_iteration()
         steps = self._steps_to_epoch_end(cursor) if steps is None else steps
         feed = Prefetch(self._read_ahead(cursor, done, steps))
         self._prefetch = weakref.ref(feed)
         try:
-            if session is not None:
-                session.on_phase("data")
+            self._enter_phase()
             for part in feed:
                 self.progress.data_wait_s += feed.wait_s
-                self.progress.micro_batch_weight = part.weight
-                if session is not None and part.position > self._last_reported:
-                    self._last_reported = part.position
-                    session.on_samples_consumed(part.own_indices)
-                yield batch_to_device(part.batch, self.device)
-                if session is not None:
-                    session.on_phase("data")
+                batch = batch_to_device(part.batch, self.device)
+                self._micro_batches.add(part.yielded, batch)
+                del part  # its batch in host memory
+                yield batch
+                del batch
+                self._enter_phase()
+            self._micro_batches.end_iteration()
         finally:
             feed.close()
+
+    def _enter_phase(self) -> None:
+        """Tells the session that the training thread is reading data: not another thread, in which
+        the script reads ahead."""
+        if self._session is not None and threading.get_ident() == self._training_thread:
+            self._session.on_phase("data")
 
     def _steps_to_epoch_end(self, cursor: int) -> int:
         """Steps from `cursor` to the first end of a step at or after the end of its epoch."""
@@ -187,7 +192,14 @@ class StepLoader:
                 batch = self._collate_samples(indices)
                 if device.asynchronous:
                     batch = map_tensors(batch, device.pin)
-                yield _StepPart((start, turn), part.weight, indices[: part.count], batch)
+                yielded = YieldedBatch(
+                    (start, turn),
+                    part.weight,
+                    own_indices=indices[: part.count],
+                    is_last=turn == self.micro_steps - 1,
+                    owner=self._micro_batches,
+                )
+                yield _StepPart(yielded, batch)
 
     def _collate_samples(self, indices: list[int]) -> Any:
         samples = _fetch_samples(self.dataset, indices)

@@ -171,16 +171,15 @@ def _check_positive(name: str, value: int) -> None:
 
 @dataclass
 class TrainingProgress:
-    """The engine's position in the job. Owned by the engine; loaders write only
-    `micro_batch_weight` and `data_wait_s`."""
+    """The engine's position in the job. Owned by the engine; loaders write only `data_wait_s`."""
 
     step: int = 0  # finished optimizer steps
     micro_step: int = 0  # finished micro-steps of the current step
     # Samples consumed by finished steps, over all ranks and epochs. A loader reads it when an
     # iteration begins.
     sample_cursor: int = 0
-    # Weight of the current micro-batch's loss, so that the gradients of all ranks and micro-steps
-    # sum to the mean over the global batch.
+    # Weight of the loss of a micro-batch that the script has made, so that the gradients of all
+    # ranks and micro-steps sum to the mean over the global batch. One of a loader has its own.
     micro_batch_weight: float = 1.0
     global_batch: int = 1  # samples of a step, over all ranks
     micro_batch: int = 1  # maximum samples of a micro-step on one rank

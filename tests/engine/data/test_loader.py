@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from rayzero.engine.data.loader import StepLoader
+from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.prefetch import batch_to_device
 from rayzero.engine.data.sampling import SampleOrder, TrainingProgress, assign_step
 from rayzero.engine.device import get_device
@@ -45,26 +46,30 @@ def make_loader(
     """A loader whose samples are their indices."""
     step_plan = assign_step(global_batch, *world, micro_batch, shares)
     progress = progress or TrainingProgress(global_batch=global_batch)
-    return StepLoader(list(range(length)), 1, step_plan, progress, session)
+    return StepLoader(list(range(length)), 1, step_plan, MicroBatches(progress, session))
 
 
 def make_single_loader(data: Any, batch: int = 1, seed: int = 0, **options: Any) -> StepLoader:
     """A loader for one rank with one micro-batch per step."""
-    progress = TrainingProgress(global_batch=batch)
-    return StepLoader(data, seed, assign_step(batch, 1, 0, batch), progress, **options)
+    batches = MicroBatches(TrainingProgress(global_batch=batch))
+    return StepLoader(data, seed, assign_step(batch, 1, 0, batch), batches, **options)
 
 
 def consume(step_loader: StepLoader, batches: Iterator) -> list[tuple[list[int], float]]:
     """Iterate like the engine; return (samples, weight) of each micro-batch."""
     consumed = []
+    own = step_loader._micro_batches
     for batch in batches:
         progress = step_loader.progress
-        consumed.append((batch.tolist(), progress.micro_batch_weight))
+        own.on_forward(batch)
+        consumed.append((batch.tolist(), own.begin_backward(step_due=False)))
+        own.begin_step(ends_step=progress.micro_step == step_loader.micro_steps - 1)
         progress.micro_step += 1
         if progress.micro_step == step_loader.micro_steps:
             progress.micro_step = 0
             progress.step += 1
             progress.sample_cursor += progress.global_batch
+        own.end_step()
     return consumed
 
 
@@ -260,15 +265,16 @@ class RecordingSession:
         self.samples.append(list(samples))
 
 
-def test_session_receives_samples_when_they_are_yielded() -> None:
+def test_session_receives_samples_when_they_are_trained_on() -> None:
     session, order = RecordingSession(), SampleOrder(10, 1)
     step_loader = make_loader(
         length=10, global_batch=5, micro_batch=2, world=(2, 1), session=session
     )
-    batches = step_loader.steps(2)
-    next(batches)
+    batches = list(step_loader.steps(2))
+    assert session.samples == []  # read ahead
+    consume(step_loader, iter(batches[:1]))
     assert session.samples == [order.indices(3, 1).tolist()]  # one of two, and no prefetched ones
-    next(batches)
+    consume(step_loader, iter(batches[1:2]))
     assert session.samples[1:] == [order.indices(4, 1).tolist()]
     assert step_loader.micro_steps == 2
 

@@ -1,0 +1,267 @@
+"""Follows each micro-batch from the loader that yields it to its backward.
+
+A training loop may read ahead: `list(loader)`, `itertools.pairwise`, a prefetching thread. What was
+yielded last is then not what is trained on. Each micro-batch therefore keeps its own weight and
+samples until a backward claims it:
+
+- by its tensors: the engine's forward recognizes those that the loader yielded, and views of them;
+- by order, where the loop has made other tensors of them: the oldest that is not trained on yet.
+
+Micro-batches are trained on in the order in which they were yielded, each once. Where a loop is
+seen to do otherwise, the backward is refused: the order of samples, the weights of the gradient and
+the position that a checkpoint resumes from would no longer be those of the samples trained on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from rayzero.engine.data.sampling import TrainingProgress
+from rayzero.engine.errors import EngineError
+from rayzero.engine.session import HostSession
+from rayzero.engine.tensor_tree import iter_tensors
+
+log = logging.getLogger("rayzero.engine")
+
+_CONTRACT = (
+    "one backward() (or several) and one step() for each batch that the loader yields, in its order"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class YieldedBatch:
+    """One micro-batch of this rank, as the loader yielded it."""
+
+    position: tuple[int, int]  # (sample cursor of its step, number in it): strictly increasing
+    weight: float  # of its loss in the mean over the global batch
+    own_indices: Sequence[int]  # dataset indices of this rank's samples; empty for a filler
+    is_last: bool  # of its step
+    owner: MicroBatches
+
+    def __str__(self) -> str:
+        step, turn = self.owner.progress.step, self.position[1] + 1
+        ahead = self.position[0] - self.owner.progress.sample_cursor
+        return f"micro-batch {turn} of step {step + 1 + ahead // self.owner.progress.global_batch}"
+
+
+class MicroBatches:
+    """The micro-batches of one engine that were yielded and not trained on.
+
+    The loader may be advanced by another thread than the training thread: it only appends to the
+    queue, the training thread only removes from it, after `progress` has advanced.
+
+    Attributes:
+        progress: the engine's; `micro_batch_weight` is that of batches that the script makes.
+        session: gets the samples of each micro-batch that was trained on, before its step's vote.
+    """
+
+    def __init__(self, progress: TrainingProgress, session: HostSession | None = None) -> None:
+        self.progress = progress
+        self.session = session
+        self._untrained: deque[YieldedBatch] = deque()
+        self._forwarded: list[YieldedBatch] = []  # by tensors, since the last backward
+        self._current: YieldedBatch | None = None  # has had a backward, and no step()
+        self._trained: YieldedBatch | None = None  # the last one that was trained on
+        self._read_to_end = False  # the last iteration yielded all of its micro-batches
+        self._took_by_order = False  # a backward's micro-batch was not known by its tensors
+        self._other_weight: float | None = None  # of another engine's loader, as in a GAN
+
+    # The loader's side
+
+    def add(self, yielded: YieldedBatch, batch: Any) -> None:
+        """The loader is about to yield `batch`."""
+        for tensor in iter_tensors(batch):
+            # A tensor that several micro-batches share, such as a constant mask, identifies none.
+            _by_tensor[tensor] = None if tensor in _by_tensor else yielded
+        self._untrained.append(yielded)
+
+    def begin_iteration(self) -> tuple[int, int]:
+        """Where an iteration begins: (sample cursor of a step, micro-batches to leave out of it).
+        After one that was left midway, at what was not trained on; after one that was read to its
+        end, behind it, because the loop may have read ahead."""
+        place = self.next_place
+        if not self._read_to_end:
+            while self._untrained and self._untrained[-1] is not self._current:
+                self._untrained.pop()
+        self._read_to_end = False
+        return place
+
+    @property
+    def next_place(self) -> tuple[int, int]:
+        """Where the next iteration begins."""
+        ahead = list(self._untrained)
+        if self._read_to_end and ahead:
+            return self._behind(ahead[-1])
+        last = self._current or self._trained
+        if last is not None and last.position[0] == self.progress.sample_cursor:
+            return self._behind(last)
+        return self.progress.sample_cursor, self.progress.micro_step
+
+    def end_iteration(self) -> None:
+        """The iteration has yielded all of its micro-batches."""
+        self._read_to_end = True
+
+    def _behind(self, yielded: YieldedBatch) -> tuple[int, int]:
+        cursor, turn = yielded.position
+        return (cursor + self.progress.global_batch, 0) if yielded.is_last else (cursor, turn + 1)
+
+    # The engine's side
+
+    def on_forward(self, inputs: Any) -> None:
+        """The model's forward was called with `inputs`, with gradients enabled."""
+        for tensor in iter_tensors(inputs):
+            base = tensor._base
+            yielded = _by_tensor.get(tensor)
+            if yielded is None and base is not None:
+                yielded = _by_tensor.get(base)
+            if yielded is None:
+                continue
+            if yielded.owner is not self:
+                self._other_weight = yielded.weight
+            elif yielded not in self._forwarded:
+                self._forwarded.append(yielded)
+            return
+
+    def begin_backward(self, *, step_due: bool) -> float:
+        """The weight of the loss whose backward begins.
+
+        Args:
+            step_due: the engine expects a step() between two micro-batches. Not inside no_sync(),
+                nor where the script declares the end of a step itself.
+
+        Raises:
+            EngineError: a micro-batch was left out or trained on twice, or a step() is missing.
+        """
+        yielded = self._choose(step_due=step_due)
+        if yielded is None:
+            other = self._other_weight
+            return self.progress.micro_batch_weight if other is None else other
+        if yielded is self._current:
+            return yielded.weight
+        if self._current is not None:
+            if step_due:
+                raise EngineError(
+                    f"backward() of {yielded} came before the step() of {self._current}",
+                    allowed=f"{_CONTRACT}; the weights change at the last one of a step only",
+                    fix="engine.step() after each backward, without a condition such as "
+                    "`if (i + 1) % gradient_accumulation_steps == 0`",
+                )
+            self._report()
+            self._advance()
+        self._check_turn(yielded)
+        self._current = self._untrained[0]
+        return yielded.weight
+
+    def begin_step(self, *, ends_step: bool) -> None:
+        """A step() begins: reports the samples of its micro-batch. Raises EngineError if a step
+        ends that has not had all of its micro-batches."""
+        current = self._current
+        if current is None:
+            return
+        if ends_step and not current.is_last:
+            raise EngineError(
+                f"a step ended with {current}, which is not its last one",
+                allowed="as many micro-batches a step as gradient_accumulation_steps says, or "
+                "batches that the script makes itself",
+                fix="gradient_accumulation_steps in the config, or where the step ends",
+            )
+        self._report()
+
+    def end_step(self) -> None:
+        """That step() has ended, and `progress` has advanced."""
+        if self._current is not None:
+            self._advance()
+
+    def forget(self) -> None:
+        """Other progress was loaded: iterations begin there."""
+        self._untrained.clear()
+        self._forwarded.clear()
+        self._current = self._trained = None
+        self._read_to_end = self._took_by_order = False
+
+    def check_end(self) -> None:
+        """The training loop has ended. Raises EngineError if micro-batches were left out that only
+        their order could tell: those after them had the wrong weights. Warns if the loop ended in
+        the middle of a step."""
+        last, self._trained = self._current or self._trained, None  # told once
+        if last is not None and (last is self._current or not last.is_last):
+            step = "its step() is missing" if last is self._current else "its step is not finished"
+            log.warning("the training loop ended with %s: %s, its gradient is lost", last, step)
+        untrained = list(self._untrained)
+        if not (self._read_to_end and self._took_by_order and untrained):
+            return
+        self._took_by_order = False  # reported
+        raise EngineError(
+            f"the loader yielded {len(untrained)} micro-batches more than the loop trained on "
+            f"(step() was called for {self.progress.step} steps)",
+            allowed=_CONTRACT,
+            fix="engine.step() after the backward of every micro-batch, and no batch left out: "
+            "filter the dataset instead",
+        )
+
+    def warn_at_end(self) -> None:
+        """`check_end`, where no caller is left to be told."""
+        try:
+            self.check_end()
+        except EngineError as error:
+            log.warning("%s", error)
+
+    def _choose(self, *, step_due: bool) -> YieldedBatch | None:
+        """The micro-batch of a backward; None for a batch that the script has made."""
+        if self._forwarded:
+            return self._forwarded.pop(0)
+        ahead = list(islice(self._untrained, 2))  # the current one is in the queue until it ends
+        if self._current is not None and (step_due or len(ahead) < 2):
+            return self._current
+        if ahead:
+            self._took_by_order = True
+            return ahead[self._current is not None]
+        if self._trained is None:
+            return None
+        raise EngineError(
+            f"backward() of a batch that the loader has not yielded, after {self._trained}",
+            allowed=_CONTRACT,
+            fix="loader.until(step) or loader.epochs(count) for more than one epoch; without "
+            "training_data=... the script makes all of its batches itself",
+        )
+
+    def _check_turn(self, yielded: YieldedBatch) -> None:
+        """Raises EngineError unless `yielded` is the oldest that was not trained on."""
+        expected = self._untrained[0] if self._untrained else None
+        if expected is not None and yielded.position == expected.position:
+            return
+        if expected is not None and yielded.position > expected.position:
+            raise EngineError(
+                f"{expected} was read and not trained on: {yielded} is",
+                allowed=_CONTRACT,
+                fix="to leave samples out, filter the dataset; a step whose gradient is not finite "
+                "is skipped by the engine",
+            )
+        raise EngineError(
+            f"backward() of {yielded}, which was trained on before",
+            allowed=f"{_CONTRACT}; several losses of one batch before its step()",
+            fix="loader.until(step) or loader.epochs(count) instead of itertools.cycle; without "
+            "training_data=... the script makes its batches, and may use them again",
+        )
+
+    def _report(self) -> None:
+        if self.session is not None and self._current is not None:
+            self.session.on_samples_consumed(self._current.own_indices)
+
+    def _advance(self) -> None:
+        self._trained, self._current = self._current, None
+        self._untrained.popleft()
+        trained = self._trained
+        self._forwarded = [it for it in self._forwarded if it is not trained]
+
+
+_by_tensor: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The micro-batch of each tensor that a loader has yielded, as long as the tensor lives; None for
+one of several micro-batches."""

@@ -1,0 +1,231 @@
+"""Loops that read ahead, leave out, repeat or end early: plain torch's weights, or an error."""
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import rayzero
+from rayzero.engine.data.loader import StepLoader
+from rayzero.engine.data.sampling import SampleOrder
+from rayzero.engine.errors import EngineError
+
+SAMPLES, BATCH, LR, STEPS = 49, 7, 0.1, 12
+Batch = tuple[Tensor, Tensor]
+
+
+def make_data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 1)).double()
+
+
+def plain_weights(steps: int) -> dict[str, Tensor]:
+    """Those of plain torch over the first `steps` global batches."""
+    model, data, order = make_model(), make_data(), SampleOrder(SAMPLES, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(steps):
+        inputs, targets = data[order.indices(step * BATCH, BATCH).tolist()]
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+class Loop:
+    """An engine over `make_data`: micro-batches of 2, 2, 2 and 1 samples a step."""
+
+    def __init__(self, stage: int = 1, **config: Any) -> None:
+        self.engine, self.optimizer, loader, _ = rayzero.initialize(
+            model=make_model(),
+            training_data=make_data(),
+            config={
+                "gradient_clipping": 0,
+                "train_batch_size": BATCH,
+                "train_micro_batch_size_per_gpu": 2,
+                "optimizer": {"type": "SGD", "params": {"lr": LR}},
+                "zero_optimization": {"stage": stage},
+                **config,
+            },
+        )
+        assert loader is not None
+        self.loader: StepLoader = loader
+
+    def loss(self, batch: Batch, *, copied: bool = False) -> Tensor:
+        inputs, targets = (it.clone() for it in batch) if copied else batch
+        return nn.functional.mse_loss(self.engine(inputs), targets)
+
+    def train(self, batch: Batch, *, copied: bool = False) -> None:
+        self.engine.backward(self.loss(batch, copied=copied))
+        self.engine.step()
+
+    def assert_plain(self, steps: int = STEPS) -> None:
+        assert self.engine.global_steps == steps
+        torch.testing.assert_close(self.engine.state_dict(), plain_weights(steps))
+
+
+def in_a_thread(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """As a prefetcher of the user's own: read by another thread, up to 3 ahead."""
+    queue: Queue[Batch | None] = Queue(3)
+
+    def read() -> None:
+        for batch in batches:
+            queue.put(batch)
+        queue.put(None)
+
+    thread = Thread(target=read, daemon=True)
+    thread.start()
+    yield from iter(queue.get, None)
+    thread.join()
+
+
+def one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
+    return (batch for batch, _ in itertools.pairwise(itertools.chain(batches, [None])))  # type: ignore[misc]
+
+
+READERS: dict[str, Callable[[Iterator[Batch]], Any]] = {
+    "one by one": iter,
+    "one ahead": one_ahead,
+    "a list": list,
+    "a thread": in_a_thread,
+}
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["same tensors", "copied tensors"])
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_reading_ahead_trains_as_one_by_one(
+    read: Callable[[Iterator[Batch]], Any], copied: bool
+) -> None:
+    loop = Loop()
+    for batch in read(loop.loader.until(STEPS)):
+        loop.train(batch, copied=copied)
+    loop.engine.check_loop()
+    loop.assert_plain()
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["same tensors", "copied tensors"])
+def test_reading_ahead_over_the_end_of_an_epoch(copied: bool) -> None:
+    loop = Loop()
+    epochs = itertools.chain.from_iterable(loop.loader for _ in loop.loader.epochs(2))
+    for batch in one_ahead(epochs):
+        loop.train(batch, copied=copied)
+    loop.assert_plain(14)
+
+
+def test_the_loss_own_backward_and_two_losses_of_a_batch_have_its_weight() -> None:
+    loop = Loop()
+    for turn, batch in enumerate(list(loop.loader.until(STEPS))):
+        if turn % 2:
+            (loop.loss(batch) / 2).backward()
+            loop.engine.backward(loop.loss(batch) / 2)
+        else:
+            loop.loss(batch).backward()
+        loop.engine.step()
+    loop.assert_plain()
+
+
+def test_what_was_read_before_a_break_is_read_again() -> None:
+    loop = Loop()
+    for turn, batch in enumerate(one_ahead(loop.loader.until(STEPS))):
+        if turn == 9:  # in the middle of a step
+            break
+        loop.train(batch)
+    for batch in loop.loader.until(STEPS):
+        loop.train(batch)
+    loop.assert_plain()
+
+
+def leave_one_out(loop: Loop) -> None:
+    for turn, batch in enumerate(loop.loader.until(STEPS)):
+        if turn != 5:
+            loop.train(batch)
+
+
+def train_twice(loop: Loop) -> None:
+    for batch in loop.loader.until(STEPS):
+        loop.train(batch)
+        loop.train(batch)
+
+
+def step_at_the_boundary_only(loop: Loop) -> None:
+    for turn, batch in enumerate(loop.loader.until(STEPS)):
+        loop.engine.backward(loop.loss(batch))
+        if turn % 4 == 3:
+            loop.engine.step()
+
+
+def cycle(loop: Loop) -> None:
+    batches = itertools.cycle(loop.loader)
+    for _ in range(4 * STEPS):
+        loop.train(next(batches))
+
+
+def step_the_optimizer(loop: Loop) -> None:
+    for batch in loop.loader.until(STEPS):
+        loop.engine.backward(loop.loss(batch))
+        loop.optimizer.step()  # type: ignore[union-attr]
+
+
+def accumulate_without_the_config(loop: Loop) -> None:
+    for turn, batch in enumerate(loop.loader.until(STEPS)):
+        loop.engine.set_gradient_accumulation_boundary(turn % 2 == 1)
+        loop.engine.backward(loop.loss(batch))
+        loop.engine.step()
+
+
+@pytest.mark.parametrize(
+    ("body", "seen"),
+    [
+        (leave_one_out, "micro-batch 2 of step 2 was read and not trained on"),
+        (train_twice, "micro-batch 1 of step 1, which was trained on before"),
+        (
+            step_at_the_boundary_only,
+            r"micro-batch 2 of step 1 came before the step\(\) of micro-batch 1 of step 1",
+        ),
+        (cycle, "micro-batch 1 of step 1, which was trained on before"),
+        (step_the_optimizer, r"optimizer.step\(\) was called on the engine's optimizer"),
+        (accumulate_without_the_config, "a step ended with micro-batch 2 of step 1"),
+    ],
+)
+def test_other_loops_are_refused_at_once(body: Callable[[Loop], None], seen: str) -> None:
+    loop = Loop()
+    with pytest.raises(EngineError, match=seen):
+        body(loop)
+
+
+def test_a_batch_left_out_of_copied_tensors_is_an_error_at_the_end() -> None:
+    loop = Loop()
+    for turn, batch in enumerate(loop.loader.until(STEPS)):
+        if turn != 5:
+            loop.train(batch, copied=True)
+    with pytest.raises(EngineError, match="yielded 1 micro-batches more than the loop trained on"):
+        loop.engine.check_loop()
+
+
+def test_a_batch_trained_on_twice_of_copied_tensors_is_an_error() -> None:
+    loop = Loop()
+    batch = next(loop.loader.until(STEPS))
+    loop.train(batch, copied=True)
+    with pytest.raises(EngineError, match="a batch that the loader has not yielded"):
+        loop.train(batch, copied=True)
+
+
+def test_a_loop_that_ends_within_a_step_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop()
+    for batch in itertools.islice(loop.loader.until(STEPS), 6):
+        loop.train(batch)
+    with caplog.at_level(logging.WARNING):
+        loop.engine.check_loop()
+    assert "the training loop ended with micro-batch 2 of step 2" in caplog.text
