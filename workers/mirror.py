@@ -101,6 +101,17 @@ class Mirror:
             copier.confirm(state)
         self.stopped_s = perf_counter() - started
 
+    def finish(self, step: int, state: TrainingState) -> None:
+        """Mirrors the last step, which a checkpoint is to be written of, if it has not been: that
+        it is the last one was not known in its vote. Returns when it is settled."""
+        checkpoints = self._policy.checkpoint_every_steps is not None
+        if self._vault is not None and checkpoints and step > self.newest_step:
+            self.settle()
+            self._write_mirror(
+                copier_for(state.device, self._copier), self._vault, step, False, state
+            )
+        self.settle()
+
     def post(self, message: WorkerMessage) -> None:
         """Posts the report of the last step, once its mirror is complete."""
         self._copier.post(message)

@@ -144,7 +144,10 @@ class JobSession:
         """Before its first step a function that was entered again may go back to a checkpoint that
         tells its place: its loop can then not go on from memory. Any other one stays. After its
         last step it may load any, such as the best model, to evaluate or to save it."""
-        if step >= engine_step or self._is_trained:
+        if self._is_trained:
+            self.finish()  # what is loaded takes the place of the trained state
+            return True
+        if step >= engine_step:
             return True
         if client_keys and self._divides_steps:
             raise ConfigError(
@@ -236,11 +239,16 @@ class JobSession:
         if self.script_settings is not None:
             self.script_settings.on_step_end(metrics)
         if agreed.drain:
-            self.settle()
+            self._mirror.settle()
             self._channel.drained = True
 
-    def settle(self) -> None:
-        """Returns when the last step is mirrored and reported, where that runs beside training."""
+    def finish(self) -> None:
+        """The function has trained its last step: returns when that is reported, and in the vault
+        if the job writes checkpoints."""
+        engine, step = self.engine, self.reporter.last_step
+        if engine is not None and self.reporter.has_steps and engine.progress.step == step:
+            self._channel.progress.enter_phase("mirror")
+            self._mirror.finish(step, engine.state)
         self._mirror.settle()
 
     def check_loop(self) -> None:

@@ -209,7 +209,7 @@ class WorkerProcess(WorkerCalls):
                 result = self._json_result(function(context))
                 session.check_loop()
                 group.wait()
-                session.settle()
+                session.finish()
         finally:
             session.close()
             for tee in self._tees:

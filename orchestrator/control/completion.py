@@ -62,13 +62,15 @@ class JobCompletion:
         ctx.post_event(machine.AllFinished(generation.number))
 
     def _due_step(self) -> int | None:
-        """The newest step that should be a checkpoint; None if there should be none."""
+        """The step that should be the newest checkpoint: the last one. None if there should be
+        none."""
         ctx = self._context
-        every = ctx.plan.worker_spec.mirror.checkpoint_every_steps
-        if every is None or not ctx.generation.all_restored:  # without an engine there is no state
+        checkpoints = ctx.plan.worker_spec.mirror.checkpoint_every_steps is not None
+        if (
+            not checkpoints or not ctx.generation.all_restored
+        ):  # without an engine there is no state
             return None
-        step = ctx.progress.steps
-        return step if step == ctx.plan.spec.steps else step // every * every or None
+        return ctx.progress.steps or None
 
     async def _store(self, step: int) -> None:
         ctx = self._context
@@ -83,7 +85,7 @@ class JobCompletion:
         except RayzeroError as error:
             ctx.warn(f"the state of step {step} cannot be copied: {error.seen}")
             return
-        if state is not None:
+        if state is not None and state.step >= step:
             await self._checkpoints.write_state(state)
 
     def _error(self, step: int) -> JobFailedError:

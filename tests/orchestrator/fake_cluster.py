@@ -80,6 +80,8 @@ class FakeProcess:
     engine: bool = True
     holds_state: bool = True
     """Whether its memory has a state when its function ends."""
+    memory_step: int | None = None
+    """The step of that state, if the function has loaded another than it has trained."""
     delayed: bool = False
     """Whether its output is held back in `backlog`."""
     backlog: list[WorkerOutput] = field(default_factory=list)
@@ -337,7 +339,8 @@ class FakeCluster:
 
     def _memory(self, process: FakeProcess) -> InProcessStateInfo | None:
         has_state = process.engine and process.holds_state
-        return InProcessStateInfo(process.step, whole=False) if has_state else None
+        step = process.step if process.memory_step is None else process.memory_step
+        return InProcessStateInfo(step, whole=False) if has_state else None
 
     def _unwind(self, process: FakeProcess) -> None:
         assign = process.assign

@@ -22,6 +22,7 @@ from rayzero.workers.vault.records import Restore, SlotRef, VaultGoneError, Vaul
 from tests.workers.support import ASSIGN
 
 EVERY = MirrorPolicy(replicas=1, every_steps=1)
+EVERY_3 = replace(EVERY, every_steps=3)
 
 
 @dataclass
@@ -194,6 +195,26 @@ def test_last_step_gets_checkpoint():
     mirror, posted = make_mirror(replace(EVERY, checkpoint_every_steps=100), vault, last_step=5)
     run(mirror, range(1, 6), state, lambda mirror, step: mirror.step_requests(step))
     assert [(pinned.step, pinned.checkpoint) for pinned in posted] == [(5, True)]
+
+
+def test_last_step_that_nobody_knew_of_is_mirrored_when_the_function_has_returned():
+    """In the older of two buffers: a rank that ends before has the newer one's step."""
+    vault, state = FakeVault(), State()
+    mirror, _ = make_mirror(replace(EVERY_3, checkpoint_every_steps=100), vault)
+    run(mirror, range(1, 9), state, lambda mirror, step: mirror.step_requests(step))
+    assert vault.steps == [3, 6]
+    mirror.finish(8, state)  # type: ignore[arg-type]
+    mirror.finish(8, state)  # type: ignore[arg-type]
+    assert vault.steps == [6, 8]
+    assert (len(state.constants), mirror.newest_step) == (3, 8)
+
+
+def test_last_step_of_a_job_without_checkpoints_is_not_mirrored():
+    vault, state = FakeVault(), State()
+    mirror, _ = make_mirror(EVERY_3, vault)
+    run(mirror, range(1, 9), state, lambda mirror, step: mirror.step_requests(step))
+    mirror.finish(8, state)  # type: ignore[arg-type]
+    assert vault.steps == [3, 6]
 
 
 def test_steps_are_pinned_for_remote_replicas_while_buffers_are_free():

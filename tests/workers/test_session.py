@@ -279,6 +279,23 @@ def test_best_model_is_loaded_after_the_last_step_and_not_trained(
         job_session.step_requests()
 
 
+def test_last_step_is_kept_before_another_state_is_loaded_and_when_the_function_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    job_session, _, _ = session(entrypoint=SCRIPT_ENTRYPOINT)
+    engine = engine_with_checkpoints(job_session, tmp_path, restored=0)
+    kept: list[tuple[int, float]] = []
+    monkeypatch.setattr(
+        *(job_session._mirror, "finish"),
+        lambda step, state: kept.append((step, engine.module.weight.item())),
+    )
+    trained = engine.module.weight.item()
+    job_session.finish()
+    engine.load_checkpoint(str(tmp_path), "old")
+    job_session.finish()
+    assert kept == [(3, trained)] * 2
+
+
 def test_checkpoint_of_a_finished_epoch_is_not_written_again(tmp_path: Path):
     """A script that was entered again after two epochs repeats what it does after each."""
     job_session, _, _ = session(entrypoint=SCRIPT_ENTRYPOINT)

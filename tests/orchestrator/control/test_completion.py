@@ -75,12 +75,33 @@ async def test_state_that_nobody_holds_fails_the_job(folder: Path):
         await harness.result()
 
 
+@pytest.mark.parametrize("mirrors", [True, False])
+def test_last_step_of_job_without_steps_is_stored(tmp_path: Path, mirrors: bool):
+    """From the vaults, or from the workers if it was not mirrored."""
+
+    @async_test
+    async def run(folder: Path) -> None:
+        cluster = FakeCluster(checkpoint_every=5, mirrors=mirrors)
+        harness = Harness(folder, cluster, checkpoint={"every_steps": 5})
+        await harness.steps(6)
+        await harness.finish()
+        assert harness.store.steps == [5, 7]
+
+    run(tmp_path)
+
+
 @async_test
-async def test_job_without_steps_needs_no_checkpoint_of_its_last_step(folder: Path):
-    cluster = FakeCluster(checkpoint_every=5)
+async def test_weights_loaded_after_the_last_step_are_not_stored_in_its_place(folder: Path):
+    """The function has loaded its best model, and no vault has the last step."""
+    cluster = FakeCluster(checkpoint_every=5, mirrors=False)
     harness = Harness(folder, cluster, checkpoint={"every_steps": 5})
-    await harness.steps(5)
-    await harness.finish()
+    await harness.steps(6)
+    for process in cluster.processes.values():
+        process.memory_step = 3
+    cluster.step(last=True)
+    await settle()
+    with pytest.raises(JobFailedError, match="step 7 is not stored: no complete copy"):
+        await harness.result()
     assert harness.store.steps == [5]
 
 
