@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from codecs import getincrementaldecoder
 from collections.abc import Callable
 from dataclasses import replace
-from io import TextIOBase
+from io import BufferedIOBase, TextIOWrapper
 from operator import itemgetter
 from threading import Condition, Lock
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rayzero.workers.bounded_queue import BoundedQueue
 from rayzero.workers.messages import Crashed, LogLine, StepReport, WorkerMessage
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 MAX_LINES_BYTES = 4 * 2**20
 """Of log lines kept for one poll. The controller's process takes these from every worker."""
@@ -86,24 +90,25 @@ LineSink = Callable[[str, str], None]
 """(stream name, line without its newline)"""
 
 
-class LineTee(TextIOBase):
-    """A text stream that writes through to `target` and passes each complete line to `sink`.
+class LineTee(BufferedIOBase):
+    """The `buffer` of sys.stdout or sys.stderr: writes bytes through to that of `target`, and
+    passes each complete line to `sink`.
 
     Of a line redrawn with carriage returns, like a progress bar, only the last state is kept and
-    passed.
+    passed. It lives as long as the process: `close`, which a script's own TextIOWrapper over it
+    calls when that is collected, only flushes.
     """
 
     def __init__(self, target: TextIO, name: str, sink: LineSink) -> None:
         super().__init__()
+        self.name = f"<{name}>"
         self._target = target
-        self._name = name
+        self._stream = name
         self._sink = sink
+        # What the script writes in another encoding is shown as escaped bytes.
+        self._decoder = getincrementaldecoder(target.encoding)("backslashreplace")
         self._partial = ""
         self._lock = Lock()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # a plain attribute in TextIOBase
-        return self._target.encoding
 
     def writable(self) -> bool:
         return True
@@ -111,10 +116,18 @@ class LineTee(TextIOBase):
     def fileno(self) -> int:
         return self._target.fileno()
 
-    def write(self, text: str) -> int:
-        self._target.write(text)
+    def isatty(self) -> bool:
+        return self._target.isatty()
+
+    def close(self) -> None:
+        self.flush()
+
+    def write(self, data: ReadableBuffer) -> int:
+        self._target.buffer.write(data)
+        self._target.flush()  # as Ray's streams do: a killed process's last words are in its log
         with self._lock:
-            *lines, partial = (self._partial + text).split("\n")
+            text = self._partial + self._decoder.decode(bytes(data))
+            *lines, partial = text.split("\n")
             lines = [_last_state(line) for line in lines]
             if "\r" in partial:  # it may be followed by a newline, and is no redraw then
                 partial = _last_state(partial) + "\r" * partial.endswith("\r")
@@ -124,7 +137,7 @@ class LineTee(TextIOBase):
             self._partial = partial
         for line in lines:
             self._pass_on(line)
-        return len(text)
+        return memoryview(data).nbytes
 
     def flush(self) -> None:
         self._target.flush()
@@ -132,13 +145,14 @@ class LineTee(TextIOBase):
     def finish_line(self) -> None:
         """Passes on a line that was printed without a newline."""
         with self._lock:
-            line, self._partial = self._partial, ""
+            line = self._partial + self._decoder.decode(b"", final=True)
+            self._partial = ""
         if line:
             self._pass_on(_last_state(line))
 
     def _pass_on(self, line: str) -> None:
         for start in range(0, max(1, len(line)), MAX_LINE_CHARACTERS):
-            self._sink(self._name, line[start : start + MAX_LINE_CHARACTERS])
+            self._sink(self._stream, line[start : start + MAX_LINE_CHARACTERS])
 
 
 def _last_state(line: str) -> str:
@@ -147,7 +161,22 @@ def _last_state(line: str) -> str:
 
 
 def tee_output(sink: LineSink) -> tuple[LineTee, LineTee]:
-    """Replaces sys.stdout and sys.stderr by tees, for the rest of the process's life."""
+    """Replaces sys.stdout and sys.stderr by text streams over tees, for the rest of the process's
+    life."""
     tees = LineTee(sys.stdout, "stdout", sink), LineTee(sys.stderr, "stderr", sink)
-    sys.stdout, sys.stderr = tees
+    sys.stdout, sys.stderr = _text_over(tees[0], sys.stdout), _text_over(tees[1], sys.stderr)
     return tees
+
+
+def _text_over(tee: LineTee, target: TextIO) -> TextIOWrapper:
+    """A text stream with the settings of `target`. It holds no text back: a line is passed on when
+    it is printed, and before bytes that are written to `buffer` after it."""
+    target.flush()
+    return TextIOWrapper(
+        tee,
+        encoding=target.encoding,
+        errors=target.errors,
+        newline="\n",
+        line_buffering=bool(target.line_buffering),
+        write_through=True,
+    )

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import gc
 import io
 import sys
+from pathlib import Path
 from threading import Thread
 from time import monotonic, process_time
+from typing import NamedTuple
 
 import pytest
 
@@ -71,10 +74,37 @@ def test_lines_are_bounded_by_bytes():
     assert lines[-1] == line(f"{999:016384}")
 
 
-def tee() -> tuple[LineTee, io.StringIO, list[tuple[str, str]]]:
+class Streams(NamedTuple):
+    """A process's sys.stdout and sys.stderr, replaced by tees.
+
+    Attributes:
+        files: what they write through to.
+        lines: what was passed on.
+    """
+
+    out: io.TextIOWrapper
+    err: io.TextIOWrapper
+    tees: tuple[LineTee, LineTee]
+    files: tuple[io.BytesIO, io.BytesIO]
+    lines: list[tuple[str, str]]
+
+    @property
+    def texts(self) -> list[str]:
+        return [text for _, text in self.lines]
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    files = io.BytesIO(), io.BytesIO()
+    for name, file in zip(("stdout", "stderr"), files, strict=True):
+        stream = io.TextIOWrapper(file, encoding="utf-8", newline="\n", line_buffering=True)
+        monkeypatch.setattr(sys, name, stream)
     lines: list[tuple[str, str]] = []
-    file = io.StringIO()
-    return LineTee(file, "stdout", lambda *line: lines.append(line)), file, lines
+    tees = tee_output(lambda *line: lines.append(line))
+    out, err = sys.stdout, sys.stderr
+    assert isinstance(out, io.TextIOWrapper)
+    assert isinstance(err, io.TextIOWrapper)
+    return Streams(out, err, tees, files, lines)
 
 
 @pytest.mark.parametrize(
@@ -90,52 +120,93 @@ def tee() -> tuple[LineTee, io.StringIO, list[tuple[str, str]]]:
         (["ab\r", "cd\r\n"], ["cd"]),
     ],
 )
-def test_lines_are_forwarded_at_newline(written: list[str], lines: list[str]):
-    stream, file, forwarded = tee()
+def test_lines_are_forwarded_at_newline(streams: Streams, written: list[str], lines: list[str]):
     for text in written:
-        assert stream.write(text) == len(text)
-    assert [text for _, text in forwarded] == lines
-    assert file.getvalue() == "".join(written)
+        assert streams.out.write(text) == len(text)
+    assert streams.texts == lines
+    assert streams.files[0].getvalue() == "".join(written).encode()
 
 
-def test_last_line_without_newline_is_forwarded():
-    stream, _, forwarded = tee()
-    stream.write("half")
-    stream.finish_line()
-    stream.finish_line()
-    assert forwarded == [("stdout", "half")]
+def test_last_line_without_newline_is_forwarded(streams: Streams):
+    streams.out.write("half")
+    streams.tees[0].finish_line()
+    streams.tees[0].finish_line()
+    assert streams.lines == [("stdout", "half")]
 
 
-def test_redrawn_line_costs_no_more_than_its_last_state():
-    stream, _, forwarded = tee()
+def test_redrawn_line_costs_no_more_than_its_last_state(streams: Streams):
     bar = "\r 43%|########          | 43/100 [00:01<00:02, 33it/s]"
     start_s = process_time()
     for _ in range(20_000):
-        stream.write(bar)
+        streams.out.write(bar)
     assert process_time() - start_s < 5, "quadratic: over a minute"
-    stream.finish_line()
-    assert forwarded == [("stdout", bar[1:])]
+    streams.tees[0].finish_line()
+    assert streams.lines == [("stdout", bar[1:])]
 
 
-def test_long_line_is_forwarded_in_parts_even_before_it_ends():
-    stream, _, forwarded = tee()
+def test_long_line_is_forwarded_in_parts_even_before_it_ends(streams: Streams):
     size = output.MAX_LINE_CHARACTERS
-    stream.write("a" * size)
-    assert not forwarded
-    stream.write("b" * size + "c")
-    assert [text for _, text in forwarded] == ["a" * size, "b" * size, "c"]
-    stream.write("d" * (size + 1) + "\n")
-    assert [text for _, text in forwarded][3:] == ["d" * size, "d"]
+    streams.out.write("a" * size)
+    assert not streams.lines
+    streams.out.write("b" * size + "c")
+    assert streams.texts == ["a" * size, "b" * size, "c"]
+    streams.out.write("d" * (size + 1) + "\n")
+    assert streams.texts[3:] == ["d" * size, "d"]
 
 
-def test_both_streams_are_replaced(monkeypatch: pytest.MonkeyPatch):
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, io.StringIO())
-    lines: list[tuple[str, str]] = []
-    tee_output(lambda *line: lines.append(line))
-    print("out")
-    print("err", file=sys.stderr)
-    assert lines == [("stdout", "out"), ("stderr", "err")]
+def test_both_streams_are_replaced(streams: Streams):
+    print("out", file=streams.out)
+    print("err", file=streams.err)
+    assert streams.lines == [("stdout", "out"), ("stderr", "err")]
+
+
+def test_bytes_and_text_are_one_stream_in_order(streams: Streams):
+    print("text", end=" ", file=streams.out)
+    assert streams.out.buffer.write("and bytés\n".encode()) == 11
+    streams.out.writelines(["more ", "text\n"])
+    for byte in "é".encode():
+        streams.out.buffer.write(bytes([byte]))
+    streams.out.buffer.write(bytearray(b" \xff\n"))
+    streams.out.write("\n")
+    assert streams.texts == ["text and bytés", "more text", "é \\xff", ""]
+    assert streams.files[0].getvalue() == "text and bytés\nmore text\né ".encode() + b"\xff\n\n"
+
+
+def test_stream_has_what_pythons_own_has(streams: Streams, tmp_path: Path):
+    for name, stream in (("<stdout>", streams.out), ("<stderr>", streams.err)):
+        assert (stream.name, stream.encoding, stream.errors) == (name, "utf-8", "strict")
+        assert (stream.newlines, stream.line_buffering, stream.isatty()) == (None, True, False)
+        assert stream.writable()
+        assert not stream.readable()
+        stream.reconfigure(line_buffering=False, encoding="latin-1", errors="replace")
+        assert (stream.encoding, stream.errors, stream.line_buffering) == (
+            *("latin-1", "replace", False),
+        )
+        print("é €", file=stream)
+    assert streams.texts == ["\\xe9 ?", "\\xe9 ?"]
+    assert streams.files[0].getvalue() == b"\xe9 ?\n"
+    with pytest.raises(io.UnsupportedOperation):  # BytesIO's
+        streams.out.fileno()
+    with pytest.raises(TypeError):
+        streams.out.buffer.write("text")  # type: ignore[arg-type]
+    with (tmp_path / "file").open("w") as target:
+        assert LineTee(target, "stdout", lambda *_: None).fileno() == target.fileno()
+
+
+def test_script_may_wrap_detach_and_close_its_stream(streams: Streams):
+    """The process goes on: it is entered again, with the streams that it began with."""
+    wrapper = io.TextIOWrapper(streams.out.buffer, encoding="utf-8", line_buffering=True)
+    print("wrapped", file=wrapper)
+    del wrapper
+    gc.collect()
+    with streams.err as err:
+        err.write("in a context\n")
+    streams.err.close()
+    print("still open", file=streams.err)
+    print("detached", file=io.TextIOWrapper(streams.out.detach()), flush=True)
+    streams.tees[0].write(b"the end")
+    streams.tees[0].finish_line()
+    assert streams.texts == ["wrapped", "in a context", "still open", "detached", "the end"]
 
 
 def test_texts_of_exception_are_bounded():
