@@ -48,6 +48,11 @@
 {{- if and .Values.gang.priorityClass (ne .Values.gang.scheduler "volcano") -}}
 {{- fail "gang.priorityClass: KubeRay knows it with volcano only; with yunikorn set workers.priorityClassName and head.priorityClassName" -}}
 {{- end -}}
+{{- with .Values.serviceAccount -}}
+{{- if and .annotations (not .create) -}}
+{{- fail (printf "serviceAccount.annotations: the chart annotates only accounts that it makes; annotate %s yourself, or set serviceAccount.create to true" (.name | default .workerName | default "default")) -}}
+{{- end -}}
+{{- end -}}
 {{- range .Values.extraObjects -}}
 {{- if eq .kind "Secret" -}}
 {{- fail (printf "extraObjects: the Secret %s would lie in the values and in the release; make it with kubectl or an ExternalSecret" .metadata.name) -}}

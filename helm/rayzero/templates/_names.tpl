@@ -21,8 +21,11 @@
 {{- default (ternary (include "rayzero.fullname" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name -}}
 {{- end -}}
 
+{{/* Of every pod but the head: the same identity, unless the chart names the accounts itself. */}}
 {{- define "rayzero.worker.account" -}}
-{{- default (ternary (printf "%s-workers" (include "rayzero.fullname" .)) "default" .Values.serviceAccount.create) .Values.serviceAccount.workerName -}}
+{{- with .Values.serviceAccount -}}
+{{- coalesce .workerName .name (ternary (printf "%s-workers" (include "rayzero.fullname" $)) "default" .create) -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "rayzero.claim" -}}
