@@ -139,6 +139,30 @@ CONFLICTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"workers": {"podTemplate": {"metadata": {"labels": {"app.kubernetes.io/instance": "a"}}}}},
         ("workers.podTemplate.metadata.labels", "app.kubernetes.io/instance", "another label"),
     ),
+    "label of the selector for all": (
+        {"commonLabels": {"app.kubernetes.io/part-of": "a"}},
+        ("commonLabels: app.kubernetes.io/part-of", "another label"),
+    ),
+    "label of the selector for workers": (
+        {"workers": {"labels": {"app.kubernetes.io/component": "a"}}},
+        ("workers.labels: app.kubernetes.io/component", "another label"),
+    ),
+    "submitter without a pod": (
+        {"job": {"submissionMode": "HTTPMode", "submitter": {"annotations": {"a": "b"}}}},
+        ("job.submitter.annotations", "HTTPMode there is no submitter's pod", "set K8sJobMode"),
+    ),
+    "request above limit of the submitter": (
+        {"job": {"submitter": {"resources": {"requests": {"memory": "2Gi"}}}}},
+        ("job.submitter.resources", "2Gi", "limits.memory (1Gi)"),
+    ),
+    "restart policy of the submitter": (
+        {"job": {"submitter": {"podTemplate": {"spec": {"restartPolicy": "OnFailure"}}}}},
+        ("job.submitter.podTemplate.spec.restartPolicy", "leave it out"),
+    ),
+    "misspelt container of the submitter": (
+        {"job": {"submitter": {"podTemplate": {"spec": {"containers": [{"name": "submitter"}]}}}}},
+        ("job.submitter.podTemplate.spec", "submitter has no image", "ray-job-submitter"),
+    ),
     "grace period in the pod template": (
         {"workers": {"podTemplate": {"spec": {"terminationGracePeriodSeconds": 5}}}},
         ("workers.podTemplate.spec.term", "set workers.terminationGracePeriodSeconds"),

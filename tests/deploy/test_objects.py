@@ -115,6 +115,19 @@ VALUES: dict[str, dict[str, Any]] = {
             "terminationGracePeriodSeconds": 300,
         },
     },
+    "submitter's pod": {
+        "commonLabels": {"team": "a"},
+        "commonAnnotations": {"contact": "b"},
+        "job": {
+            "submitter": {
+                "affinity": {"podAffinity": {}},
+                "tolerations": [{"operator": "Exists"}],
+                "priorityClassName": "high",
+                "annotations": {"c": "d"},
+                "podTemplate": {"spec": {"containers": [{"name": "s", "image": "tool"}]}},
+            }
+        },
+    },
     "queue of a cluster": {
         "mode": "cluster",
         "autoscaler": {"enabled": False},

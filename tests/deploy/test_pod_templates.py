@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.deploy.chart import Object, cluster_spec, find_pod, objects_of_kind, render
+from tests.deploy.chart import Object, cluster_spec, find_pod, objects_of_kind, pods, render
 from tests.deploy.chart import render_scenario as rendered
 
 OVERRIDES: dict[str, Any] = {
@@ -110,6 +110,73 @@ def test_empty_list_and_texts_replace() -> None:
     spec = worker({"podTemplate": template, "tolerations": [{"operator": "Exists"}]})["spec"]
     assert spec["tolerations"] == []
     assert spec["containers"][0]["securityContext"]["capabilities"] == {"drop": []}
+
+
+def submitter(values: Object, **others: Any) -> Object:
+    return find_pod(render({"job": {"submitter": values}} | others), "submitter")
+
+
+def test_submitter_has_a_pod_like_the_others() -> None:
+    taint, selector = {"key": "cpu", "operator": "Exists"}, {"pool": "cpu"}
+    before = submitter({})["spec"]
+    after = submitter(
+        {
+            "labels": {"a": "b"},
+            "annotations": {"c": "d"},
+            "nodeSelector": selector,
+            "tolerations": [taint],
+            "affinity": {"nodeAffinity": {}},
+            "priorityClassName": "high",
+            "resources": {"limits": {"memory": "2Gi"}},
+            "podTemplate": {
+                "metadata": {"annotations": {"e": "f"}},
+                "spec": {
+                    "imagePullSecrets": [{"name": "mine"}],
+                    "securityContext": {"supplementalGroups": [7]},
+                    "terminationGracePeriodSeconds": 5,
+                    "containers": [
+                        {"name": "ray-job-submitter", "securityContext": {"runAsUser": 7}},
+                        {"name": "sidecar", "image": "tool"},
+                    ],
+                },
+            },
+        },
+        imagePullSecrets=[{"name": "registry"}],
+    )
+    spec = after["spec"]
+    assert after["metadata"]["labels"]["a"] == "b"
+    assert after["metadata"]["annotations"] == {"c": "d", "e": "f"}
+    assert (spec["nodeSelector"], spec["tolerations"]) == (selector, [taint])
+    assert (spec["affinity"], spec["priorityClassName"]) == ({"nodeAffinity": {}}, "high")
+    assert spec["imagePullSecrets"] == [{"name": "registry"}, {"name": "mine"}]
+    assert spec["terminationGracePeriodSeconds"] == 5
+    assert spec["securityContext"] == before["securityContext"] | {"supplementalGroups": [7]}
+    (old,), (container, sidecar) = before["containers"], spec["containers"]
+    assert container["securityContext"] == old["securityContext"] | {"runAsUser": 7}
+    assert container["resources"]["limits"] == {"cpu": "1", "memory": "2Gi"}
+    assert sidecar["securityContext"] == old["securityContext"]
+
+
+def test_submitter_runs_on_nodes_like_the_heads_unless_it_says_otherwise() -> None:
+    taint, selector = {"key": "head", "operator": "Exists"}, {"pool": "head"}
+    head = {"nodeSelector": selector, "tolerations": [taint]}
+    spec = submitter({}, head=head)["spec"]
+    assert (spec["nodeSelector"], spec["tolerations"]) == (selector, [taint])
+    other = submitter({"nodeSelector": {"pool": "cpu"}}, head=head)["spec"]
+    assert (other["nodeSelector"], other["tolerations"]) == ({"pool": "cpu"}, [taint])
+
+
+def test_labels_and_annotations_of_all_reach_every_pod() -> None:
+    """A pod's own win over them."""
+    common = {"commonLabels": {"team": "a"}, "commonAnnotations": {"contact": "b"}}
+    found = [pod["metadata"] for pod in pods(render(common))]
+    assert len(found) == 4
+    assert {metadata["labels"]["team"] for metadata in found} == {"a"}
+    assert {metadata["annotations"]["contact"] for metadata in found} == {"b"}
+    own = {"labels": {"team": "c"}, "annotations": {"contact": "d", "e": "f"}}
+    worker_pod = find_pod(render({"workers": own} | common), "worker")["metadata"]
+    assert worker_pod["labels"]["team"] == "c"
+    assert worker_pod["annotations"] == own["annotations"]
 
 
 def test_extra_objects_are_templates_with_labels() -> None:

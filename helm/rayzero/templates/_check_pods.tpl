@@ -27,22 +27,30 @@
 {{- end -}}
 {{- end -}}
 {{- $template := .pod.podTemplate | default dict -}}
-{{- range $name := list "app.kubernetes.io/instance" "app.kubernetes.io/part-of" "app.kubernetes.io/component" -}}
-{{- if hasKey (dig "metadata" "labels" dict $template) $name -}}
-{{- fail (printf "%s.podTemplate.metadata.labels: %s is what services and network policies find the pod by; take another label" $path $name) -}}
-{{- end -}}
-{{- end -}}
+{{- $labels := dict (printf "%s.labels" $path) .pod.labels (printf "%s.podTemplate.metadata.labels" $path) (dig "metadata" "labels" dict $template) -}}
+{{- include "rayzero.check.labels" $labels -}}
 {{- $spec := $template.spec | default dict -}}
-{{- if $spec.terminationGracePeriodSeconds -}}
+{{- if and $spec.terminationGracePeriodSeconds (ne $path "job.submitter") -}}
 {{- fail (printf "%s.podTemplate.spec.terminationGracePeriodSeconds: set %s.terminationGracePeriodSeconds, which is checked against the last checkpoint's time" $path $path) -}}
 {{- end -}}
 {{- if $spec.restartPolicy -}}
-{{- fail (printf "%s.podTemplate.spec.restartPolicy: it follows from autoscaler.version and job.submissionMode, as KubeRay asks; leave it out" $path) -}}
+{{- fail (printf "%s.podTemplate.spec.restartPolicy: KubeRay asks for one that follows from autoscaler.version and job.submissionMode; leave it out" $path) -}}
 {{- end -}}
 {{- range $index, $container := $spec.containers -}}
 {{- $resources := $container.resources | default dict -}}
-{{- if and (has $container.name (list "ray-head" "ray-worker")) (or $resources.limits $resources.requests) -}}
-{{- fail (printf "%s.podTemplate.spec.containers[%d].resources: the limits and requests of %s are %s.resources, by which the chart checks that the job's workers fit; here only claims" $path $index $container.name $path) -}}
+{{- if and (has $container.name (list "ray-head" "ray-worker" "ray-job-submitter")) (or $resources.limits $resources.requests) -}}
+{{- fail (printf "%s.podTemplate.spec.containers[%d].resources: the limits and requests of %s are %s.resources, which the chart checks; here only claims" $path $index $container.name $path) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels of pods, by the path of the values */}}
+{{- define "rayzero.check.labels" -}}
+{{- range $path, $labels := . -}}
+{{- range $name := list "app.kubernetes.io/instance" "app.kubernetes.io/part-of" "app.kubernetes.io/component" -}}
+{{- if hasKey ($labels | default dict) $name -}}
+{{- fail (printf "%s: %s is what services and network policies find the pod by; take another label" $path $name) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -60,8 +68,25 @@
 {{- fail (printf "%s.resources: requests.%s is %v, limits.%s is %v; Kubernetes takes only equal ones of a device: set both" $path $name $request $name ($limit | default "not set")) -}}
 {{- end -}}
 {{- end -}}
-{{- if ge (include "rayzero.number" .pod.shmSize | float64) (include "rayzero.number" $limits.memory | float64) -}}
-{{- fail (printf "%s.shmSize: %s is no less than resources.limits.memory (%v), of which it is a part; lower it, or raise the limit" $path .pod.shmSize $limits.memory) -}}
+{{- with .pod.shmSize -}}
+{{- if ge (include "rayzero.number" . | float64) (include "rayzero.number" $limits.memory | float64) -}}
+{{- fail (printf "%s.shmSize: %s is no less than resources.limits.memory (%v), of which it is a part; lower it, or raise the limit" $path . $limits.memory) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The submitter's pod, which only K8sJobMode has. */}}
+{{- define "rayzero.check.submitter" -}}
+{{- with .Values.job -}}
+{{- if ne .submissionMode "K8sJobMode" -}}
+{{- range $key, $value := omit .submitter "backoffLimit" "resources" -}}
+{{- if $value -}}
+{{- fail (printf "job.submitter.%s: with job.submissionMode %s there is no submitter's pod; leave it out, or set K8sJobMode" $key $.Values.job.submissionMode) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- include "rayzero.check.pod" (dict "path" "job.submitter" "pod" .submitter) -}}
+{{- include "rayzero.check.resources" (dict "path" "job.submitter" "pod" .submitter) -}}
 {{- end -}}
 {{- end -}}
 

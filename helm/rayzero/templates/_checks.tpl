@@ -94,11 +94,13 @@
 {{- include "rayzero.check.engine" (dict "root" . "path" "job.engine" "engine" .Values.job.engine) -}}
 {{- end -}}
 {{- include "rayzero.check.ports" . -}}
+{{- include "rayzero.check.labels" (dict "commonLabels" .Values.commonLabels) -}}
 {{- include "rayzero.check.pod" (dict "path" "head" "pod" .Values.head) -}}
 {{- include "rayzero.check.pod" (dict "path" "workers" "pod" .Values.workers) -}}
 {{- range $index, $group := .Values.workerGroups -}}
 {{- include "rayzero.check.pod" (dict "path" (printf "workerGroups[%d]" $index) "pod" $group) -}}
 {{- end -}}
+{{- include "rayzero.check.submitter" . -}}
 {{- include "rayzero.check.resources" (dict "path" "head" "pod" .Values.head) -}}
 {{- range include "rayzero.groups" . | fromJsonArray -}}
 {{- include "rayzero.check.resources" (dict "path" (printf "workers (group %s)" .name) "pod" .) -}}

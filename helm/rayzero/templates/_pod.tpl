@@ -1,4 +1,4 @@
-{{/* The pods of a cluster: (dict "root" $ "role" "head" or "worker" "pod" its values) */}}
+{{/* The pods of a cluster, and the submitter's: (dict "root" $ "role" "head", "worker" or "submitter" "pod" its values) */}}
 
 {{- define "rayzero.gracePeriod" -}}
 {{- $checkpoint := .Values.job.spec.checkpoint | default dict -}}
@@ -8,7 +8,7 @@
 {{/* With podTemplate on top. Containers that are new in it are as locked down as the chart's own, unless
      they say otherwise. */}}
 {{- define "rayzero.pod" -}}
-{{- $base := include "rayzero.pod.base" . -}}
+{{- $base := include (ternary "rayzero.submitter" "rayzero.pod.base" (eq .role "submitter")) . -}}
 {{- if .pod.podTemplate -}}
 {{- $old := fromYaml $base -}}
 {{- $pod := get (include "rayzero.merge" (dict "old" $old "new" .pod.podTemplate "key" "") | fromJson) "out" -}}
@@ -25,7 +25,8 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- $path := ternary "head.podTemplate.spec" (printf "workers.podTemplate.spec (group %s)" (.pod.name | default "")) (eq .role "head") -}}
+{{- $paths := dict "head" "head.podTemplate.spec" "submitter" "job.submitter.podTemplate.spec" -}}
+{{- $path := get $paths .role | default (printf "workers.podTemplate.spec (group %s)" (.pod.name | default "")) -}}
 {{- range concat (index $pod.spec "containers" | default list) (index $pod.spec "initContainers" | default list) -}}
 {{- if not .image -}}
 {{- fail (printf "%s: container %s has no image; give one, or name a container that is there: %s" $path .name (join ", " $all)) -}}
@@ -91,46 +92,51 @@
 {{- toJson $ports -}}
 {{- end -}}
 
+{{/* Labels and annotations: what a pod gives itself wins over what all have. */}}
+{{- define "rayzero.pod.metadata" -}}
+{{- $own := dict "app.kubernetes.io/component" .role -}}
+labels:
+  {{- include "rayzero.selector" .root | nindent 2 }}
+  {{- toYaml (mustMergeOverwrite $own (deepCopy .root.Values.commonLabels) (.pod.labels | default dict)) | nindent 2 }}
+{{- with mustMergeOverwrite (deepCopy .root.Values.commonAnnotations) (.pod.annotations | default dict) }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Of every pod's spec: where it may run, and as whom. */}}
+{{- define "rayzero.pod.common" -}}
+enableServiceLinks: false
+securityContext:
+  {{- include "rayzero.pod.security" .root | nindent 2 }}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .pod.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
+{{- with index $.pod $key }}
+{{ $key }}:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "rayzero.pod.base" -}}
 {{- $root := .root -}}
 {{- $gracePeriod := include "rayzero.gracePeriod" $root | int -}}
 metadata:
-  labels:
-    {{- include "rayzero.selector" $root | nindent 4 }}
-    app.kubernetes.io/component: {{ .role }}
-    {{- with $root.Values.commonLabels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
-    {{- with .pod.labels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
-  {{- with .pod.annotations }}
-  annotations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- include "rayzero.pod.metadata" . | nindent 2 }}
 spec:
   serviceAccountName: {{ include (printf "rayzero.%s.account" .role) $root }}
   automountServiceAccountToken: {{ and (eq .role "head") $root.Values.autoscaler.enabled }}
-  enableServiceLinks: false
   {{- $scaled := and $root.Values.autoscaler.enabled (eq $root.Values.autoscaler.version "v2") }}
   {{- $beside := and (eq .role "head") (eq $root.Values.mode "job") (eq $root.Values.job.submissionMode "SidecarMode") }}
   restartPolicy: {{ ternary "Never" "Always" (or $scaled $beside) }}
   terminationGracePeriodSeconds: {{ .pod.terminationGracePeriodSeconds | default (add $gracePeriod 15) | int }}
-  securityContext:
-    {{- include "rayzero.pod.security" $root | nindent 4 }}
-  {{- with $root.Values.imagePullSecrets }}
-  imagePullSecrets:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with .pod.priorityClassName }}
-  priorityClassName: {{ . }}
-  {{- end }}
-  {{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
-  {{- with index $.pod $key }}
-  {{ $key }}:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- end }}
+  {{- include "rayzero.pod.common" . | nindent 2 }}
   {{- with $root.Values.code.git }}
   {{- if .repository }}
   initContainers:
