@@ -114,3 +114,38 @@ def test_forwarded_ports_include_the_command_server() -> None:
     assert forwarded == "8265 8266"
     guide = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
     assert f"svc/team-rayzero-head-svc {forwarded} " in guide
+
+
+def test_only_calls_of_the_heads_api_pass_sidecars() -> None:
+    """Ports of Ray, gloo and NCCL change from start to start: no list could name them."""
+    inject, capture = "sidecar.istio.io/inject", "traffic.sidecar.istio.io/include"
+    rendered = render_scenario("istio")
+    injected = {
+        pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod["metadata"]["labels"][inject]
+        for pod in pods(rendered)
+    }
+    assert injected == {"head": "true", "worker": "false", "submitter": "true", "test": "false"}
+    head = find_pod(rendered, "head")
+    annotations = head["metadata"]["annotations"]
+    ports = {port["name"]: port["containerPort"] for port in head["spec"]["containers"][0]["ports"]}
+    api = [str(ports["dashboard"]), str(ports["commands"])]
+    assert annotations[f"{capture}InboundPorts"].split(",") == api
+    assert annotations[f"{capture}OutboundIPRanges"] == ""
+    for role in ("head", "submitter"):
+        native = find_pod(rendered, role)["metadata"]["annotations"][
+            "sidecar.istio.io/nativeSidecar"
+        ]
+        assert native == "true", "a Job ends with its containers, of which this is none"
+
+
+def test_one_label_keeps_every_pod_out_of_the_mesh() -> None:
+    """As the guide has it, with `mode: job` and `mode: cluster`."""
+    guide = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
+    labels = [
+        yaml.safe_load(text) for text in re.findall(r"`(commonLabels: \{[^`]*istio[^`]*)`", guide)
+    ]
+    assert len(labels) == 2
+    for values in labels:
+        for mode in ("job", "cluster"):
+            for pod in pods(render({"mode": mode} | values)):
+                assert values["commonLabels"].items() <= pod["metadata"]["labels"].items()
