@@ -63,6 +63,7 @@ class StepTracker:
         self.no_sync = False  # inside `Engine.no_sync()`
         self.applied = False  # whether the last `step()` changed the weights
         self.zeroed = False  # `zero_grad()` since the last backward, and no `step()`
+        self.unstepped = False  # no `step()` since the last backward
         self._before = self._phase
 
     @property
@@ -95,8 +96,9 @@ class StepTracker:
 
     def zero_grad(self) -> None:
         """Between two backwards without a `step()`, the next one forgets the gradients of those
-        before. Elsewhere nothing: the first backward of a step replaces the previous step's."""
-        self.zeroed = self.step_pending
+        before: inside `no_sync()` too, and where more micro-steps were declared to follow.
+        Elsewhere nothing: the first backward of a step replaces the previous step's."""
+        self.zeroed = self.unstepped and self.has_gradients
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -117,6 +119,7 @@ class StepTracker:
         self.phase = self._before
 
     def finish_backward(self) -> None:
+        self.unstepped = True
         deferred = self.no_sync or self.boundary is Boundary.NOT_LAST
         self.phase = StepPhase.ACCUMULATING if deferred else StepPhase.STEP_PENDING
 

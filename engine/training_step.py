@@ -186,7 +186,7 @@ class TrainingStep:
         """See `Engine.step`."""
         self.own_backward.abandon_failed()
         tracker = self.tracker
-        tracker.zeroed = False
+        tracker.zeroed = tracker.unstepped = False
         tracker.applied = False
         if tracker.skips_step:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -236,6 +237,46 @@ def plain_adversaries() -> dict[str, Tensor]:
 def test_two_engines_in_one_loss(stage: int) -> None:
     for result in run_ranks(2, adversaries, stage)[0]:
         torch.testing.assert_close(result, plain_adversaries(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("who", ["engine", "module", "optimizer"])
+def test_zero_grad_forgets_what_no_step_followed(who: str, stage: int) -> None:
+    """As in plain torch: inside `no_sync`, after it, and where more micro-steps were declared."""
+    forgotten, x = batches(2)
+    for inside in (True, False, None):
+        torch.manual_seed(0)
+        engine = make_engine(stage, Net().double())
+        zeroed = {"engine": engine, "module": engine.module, "optimizer": engine.optimizer}[who]
+        if inside is None:
+            engine.set_gradient_accumulation_boundary(False)
+        with nullcontext() if inside is None or stage > 1 else engine.no_sync():
+            engine.backward(engine(forgotten).square().mean())
+            if inside:
+                zeroed.zero_grad()
+        if not inside:
+            zeroed.zero_grad()
+        if inside is None:
+            engine.set_gradient_accumulation_boundary(True)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        torch.manual_seed(0)
+        loss = (plain := Net().double())(x).square().mean()
+        norm = torch.nn.utils.get_total_norm(torch.autograd.grad(loss, list(plain.parameters())))
+        assert engine.metrics.grad_norm == pytest.approx(norm.item(), rel=1e-12)
+        assert engine.metrics.loss == pytest.approx(loss.item(), rel=1e-12)
+        engine.close()
+
+
+def test_zero_grad_between_steps_of_an_accumulation_forgets_nothing() -> None:
+    torch.manual_seed(0)
+    engine = make_engine(1, model := Net().double(), gradient_accumulation_steps=2)
+    losses = [model(x).square().mean().item() for x in batches(2)]
+    for x in batches(2):
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        engine.zero_grad()
+    assert engine.metrics.loss == pytest.approx(sum(losses) / 2, rel=1e-12)
 
 
 def test_copies_of_a_model_with_an_engine_have_torch_s_zero_grad() -> None:
