@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -160,14 +160,10 @@ class Engine:
         """
         self._step.step()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within it, `backward` only accumulates; call `step` after one more backward outside."""
-        self._step.tracker.no_sync = True
-        try:
-            yield
-        finally:
-            self._step.tracker.no_sync = False
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, `backward` only accumulates; call `step` after one more backward outside.
+        Raises EngineError inside another `no_sync`."""
+        return self._step.tracker.without_sync()
 
     def wait_weights(self) -> None:
         """Returns when weights may be read outside forward: see `overlap_weight_gather`."""

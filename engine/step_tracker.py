@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 
+from rayzero.engine.errors import EngineError
+
 
 class StepPhase(Enum):
     """State of the main gradients between and within calls of the script."""
@@ -99,6 +101,19 @@ class StepTracker:
         before: inside `no_sync()` too, and where more micro-steps were declared to follow.
         Elsewhere nothing: the first backward of a step replaces the previous step's."""
         self.zeroed = self.unstepped and self.has_gradients
+
+    @contextmanager
+    def without_sync(self) -> Iterator[None]:
+        """See `Engine.no_sync`."""
+        if self.no_sync:
+            raise EngineError(
+                "no_sync() was entered inside no_sync()", fix="one no_sync() around all backwards"
+            )
+        self.no_sync = True
+        try:
+            yield
+        finally:
+            self.no_sync = False
 
     @contextmanager
     def backward(self) -> Iterator[None]:

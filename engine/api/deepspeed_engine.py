@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -120,6 +121,20 @@ class DeepSpeedEngine(ConfigGetters, FixedNames, ModelExport, CompileMethods, Sc
                 fix="managed_gradient_accumulation: true",
             )
         self._step.tracker.boundary = Boundary.LAST if is_boundary else Boundary.NOT_LAST
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See `Engine.no_sync`. Raises EngineError at stages 2 and 3, as DeepSpeed does: there each
+        backward reduces."""
+        stage = self.settings.config.zero_optimization.stage
+        if stage > 1:
+            raise EngineError(
+                f"no_sync() was called at stage {stage}, where gradients are sharded and each "
+                "backward reduces",
+                allowed="stages 0 and 1",
+                fix="set_gradient_accumulation_boundary(False) before the backwards that are not "
+                "the last, or gradient_accumulation_steps in the config: at every stage",
+            )
+        return super().no_sync()
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the weights: not inside a step, nor if skipped."""

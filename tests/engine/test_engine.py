@@ -179,8 +179,8 @@ def train_with_no_sync(
     rank: int, world: int, stage: int
 ) -> tuple[dict[str, Tensor], dict[str, Any], int]:
     model = zoo.make_model(torch.float64)
-    engine, *_ = rayzero.initialize(
-        model=model, model_parameters=zoo.two_groups(model), optimizer=zoo.sgd, config=config(stage)
+    engine = rayzero.Engine.build(
+        model, zoo.sgd, model_parameters=zoo.two_groups(model), config=config(stage)
     )
     for batch in zoo.batches(4, 12):
         first, second, third = batch.chunk(world)[rank].chunk(3)
@@ -206,6 +206,20 @@ def test_no_sync_accumulates_at_every_stage(stage: int) -> None:
         votes = traffic["vote"]["calls"]
         assert votes == 4
         assert reductions["calls"] == votes * buckets
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_sync_is_refused_where_deepspeed_refuses_it(stage: int) -> None:
+    engine = make_engine(zero_optimization={"stage": stage})
+    if stage > 1:
+        with pytest.raises(EngineError, match=r"(?s)stage \d.*accumulation_boundary"):
+            engine.no_sync()
+        return
+    with engine.no_sync():
+        with pytest.raises(EngineError, match="inside no_sync"), engine.no_sync():
+            pytest.fail("entered twice")
+        assert engine.inside_no_sync_ctxt
+    assert not engine.inside_no_sync_ctxt
 
 
 class TokenDataset(Dataset):

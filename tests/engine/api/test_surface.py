@@ -222,8 +222,6 @@ def test_names_with_one_value_or_no_effect() -> None:
     assert (engine.get_tensor_parallel_rank(), engine.get_sequence_parallel_group()) == (0, None)
     assert engine.client_optimizer is engine.optimizer.optimizer
     assert not engine.inside_no_sync_ctxt
-    with engine.no_sync():
-        assert engine.inside_no_sync_ctxt
 
 
 def test_deepspeed_io_loads_for_training_and_for_evaluation() -> None:

@@ -78,13 +78,14 @@ def batches() -> list[Tensor]:
 
 
 def train(engine: rayzero.Engine, rank: int, world: int) -> None:
-    """Two micro-steps, one of them inside `no_sync`, and an evaluation."""
+    """Two micro-steps, and an evaluation between them."""
     for batch in batches():
         first, last = batch.chunk(world)[rank].chunk(2)
-        with engine.no_sync():
-            engine.backward(engine(first) / 2)
+        engine.set_gradient_accumulation_boundary(False)
+        engine.backward(engine(first) / 2)
         with torch.no_grad():
             engine(last)
+        engine.set_gradient_accumulation_boundary(True)
         engine.backward(engine(last) / 2)
         engine.step()
 

@@ -298,8 +298,9 @@ def gathers(rank: int, world: int, reshard: bool) -> tuple[dict[str, Tensor], in
     for batch in batches():
         before = counters["all_gather"].bytes if "all_gather" in counters else 0
         first, last = batch.chunk(world)[rank].chunk(2)
-        with engine.no_sync():
-            engine.backward(engine(first) / 2)
+        engine.set_gradient_accumulation_boundary(False)
+        engine.backward(engine(first) / 2)
+        engine.set_gradient_accumulation_boundary(True)
         engine.backward(engine(last) / 2)
         engine.step()
     moved = counters["all_gather"].bytes - before
