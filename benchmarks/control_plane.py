@@ -130,7 +130,11 @@ async def measure(
         recorder = JobRecorder(plan, EventBuffer(), counter.writer, telemetry.dump_counters)
         recorder.begin(events, adopted=False)
         events.subscribe(counter.on_event)
-        controller = Controller(plan, Dependencies(group, group, archive, events, clock))
+
+        async def flush(limit_s: float) -> bool:
+            return await asyncio.to_thread(recorder.flush_journal, limit_s)
+
+        controller = Controller(plan, Dependencies(group, group, archive, events, clock, flush))
         job = asyncio.ensure_future(controller.run())
         scrapes = asyncio.ensure_future(_scrape(telemetry))
         try:

@@ -197,6 +197,13 @@ class GenerationStarted:
     nodes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class NumbersReserved:
+    """Generations up to the number `last` may be given from now on, once the journal has this."""
+
+    last: int
+
+
 ClientEvent: TypeAlias = (
     StateEntered
     | MetricsServed
@@ -224,6 +231,7 @@ ControlEvent: TypeAlias = (
     | StepReplicated
     | GenerationStarted
     | CheckpointsPruned
+    | NumbersReserved
 )
 """What only the job's own process uses."""
 

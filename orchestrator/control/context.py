@@ -17,6 +17,7 @@ from rayzero.orchestrator.aio import (
 )
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
+from rayzero.orchestrator.control.generation_numbers import GenerationNumbers
 from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
 from rayzero.orchestrator.job_events import EventBus, JobEvent, JobWarning, RankEvent, Rewound
 from rayzero.orchestrator.machine import State
@@ -36,6 +37,10 @@ LEAST_COMMAND_TIMEOUT_S = 10.0
 """How long a worker or a vault may take to reply to a command in a job that must not hang for
 long; a quarter of `recovery.hang_timeout_s` if that is more."""
 
+DISK_MARGIN_S = 10.0
+"""For the journal and the summary, beyond an outage of their disk: that is, as for the ledger,
+shorter than half of a hang."""
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -49,6 +54,9 @@ class Dependencies:
     checkpoint_store: CheckpointStore
     events: EventBus
     clock: Clock
+    flush_journal: Callable[[float], Awaitable[bool]]
+    """Waits up to so many seconds until all events so far are durable in the journal; returns
+    whether they are."""
 
 
 class WorkerUnavailableError(Exception):
@@ -93,6 +101,13 @@ class JobContext(ObservedState):
         self.timer = RecoveryTimer(deps.clock.now)
         self.speeds = SpeedTracker(balance=plan.spec.recovery.balance == "auto")
         self.tasks = BackgroundTasks(on_error)
+        self.numbers = GenerationNumbers(
+            self.emit,
+            deps.flush_journal,
+            deps.clock,
+            self.tasks,
+            plan.worker_spec.hang_timeout_s / 2 + DISK_MARGIN_S,
+        )
         self._on_error = on_error
         self.events: asyncio.Queue[machine.Event] = asyncio.Queue()
 

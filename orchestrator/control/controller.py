@@ -80,6 +80,7 @@ class Controller:
             JobStoppedError: it was stopped.
         """
         ctx = self._context
+        ctx.numbers.reserve()  # while the workers are placed
         self.post_event(machine.Submitted())
         try:
             while not ctx.state.is_final:
@@ -143,6 +144,7 @@ class Controller:
         ctx, now_s, unix_s = self._context, self._context.now_s(), time.time()
         self._started_at_s = now_s - (unix_s - past.began_at_s)
         ctx.generation = GenerationState(past.generation, on_change=ctx.changed.notify)
+        ctx.numbers.continue_after(max(past.generation, past.reserved_generations))
         ctx.progress.steps = past.step  # steps after the checkpoint will count as redone
         ctx.timer.repairs = past.total_repairs
         ctx.timer.resizes = past.resizes

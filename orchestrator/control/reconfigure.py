@@ -140,7 +140,9 @@ class Reconfiguration:
         if ctx.generation.all_finished:
             return  # while it was drained: the job is done, and AllFinished says so
         ctx.timer.enter_phase("select_step")
-        restore, store = await asyncio.gather(self._restore.select(), self._open_store_early())
+        restore, store, _ = await asyncio.gather(
+            self._restore.select(), self._open_store_early(), ctx.numbers.await_reserved()
+        )
         ctx.timer.enter_phase("select_members")
         selection = await self._select_members()
         ctx.timer.enter_phase("rendezvous")
@@ -206,12 +208,12 @@ class Reconfiguration:
         self, selection: Selected, restore: Restore | None, store: tuple[int, int] | None
     ) -> GenerationState:
         """Begins the generation, and sends every member its assignment."""
-        ctx = self._context
+        ctx, number = self._context, self._context.numbers.next()
         assignments = assign_ranks(selection.members, ctx.vault_addresses)
         self._vaults.generation_uses(worker.node_id for worker in selection.members)
         if len(assignments) >= LARGE_JOB_WORKERS:
             await asyncio.sleep(0)
-        number, shrunk = ctx.generation.number + 1, self._shrink.made(tuple(assignments))
+        shrunk = self._shrink.made(tuple(assignments))
         generation = ctx.generation = GenerationState(
             number, selection, assignments, restore, ctx.changed.notify
         )

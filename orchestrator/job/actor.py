@@ -24,6 +24,7 @@ from rayzero.engine.redact import redact_url
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.background_writer import BackgroundWriter
+from rayzero.orchestrator.control.context import DISK_MARGIN_S
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobFailedError, internal_error
 from rayzero.orchestrator.job.command_server import ensure_command_server
@@ -42,7 +43,6 @@ FETCH_LINGER_S = 15.0
 """How long the process waits for its end to be fetched, if a client polled recently."""
 UNWATCHED_LINGER_S = 2.0  # the same if none did
 LOG_READ_LINGER_S = 5.0  # how long the process waits for the readers of its log
-DISK_MARGIN_S = 10.0  # for the summary, and the journal's end, beyond an outage of the disk
 RECORD_TIMEOUT_S = 5.0  # limit for recording the end in the cluster
 START_WAIT_S = 10.0  # how long a command waits for a job that is starting
 JOURNAL_WAIT_S = 3.0  # how long `scale` waits for the journal's disk; less than its client does

@@ -96,7 +96,11 @@ async def open_run(
     vaults = VaultGroup(plan.worker_spec)
     workers = WorkerGroup(plan.worker_spec, clock, can_grow, vaults)
     store = CheckpointStore(plan, warn, adopting=history is not None, check_lease=lease.check)
-    dependencies = Dependencies(workers, vaults, store, events, clock)
+
+    async def flush_journal(limit_s: float) -> bool:
+        return await asyncio.to_thread(recorder.flush_journal, limit_s)
+
+    dependencies = Dependencies(workers, vaults, store, events, clock, flush_journal)
     return JobRun(recorder, telemetry, trackers, Controller(plan, dependencies, history))
 
 

@@ -47,6 +47,7 @@ class RunHistory:
         by_value: the training function was submitted as an object, not by name.
         began_at_s, last_at_s: Unix time of its first and last entry.
         step: finished steps; `best_step`: the most it ever had, before it went back.
+        reserved_generations: its controllers gave no generation a greater number.
         scaled_limits: the least and the most workers, if they were changed while it ran.
         counters: of its metrics: `seconds` by cause, and totals.
         fault_entries: the newest `MAX_FAULTS`.
@@ -64,6 +65,7 @@ class RunHistory:
     step: int = 0
     best_step: int = 0
     generation: int = 0
+    reserved_generations: int = 0
     world_size: int = 0
     scaled_limits: tuple[int, int] | None = None
     counters: Mapping[str, Any] = field(default_factory=dict)
@@ -165,6 +167,8 @@ def apply_entry(history: RunHistory | None, entry: Mapping[str, Any]) -> RunHist
             changes["checkpoints_failed"] = history.checkpoints_failed + 1
         case "scaled":
             changes["scaled_limits"] = (int(entry["least"]), int(entry["most"]))
+        case "reserved":
+            changes["reserved_generations"] = max(history.reserved_generations, int(entry["last"]))
         case "ended":
             changes["end_state"] = str(entry["state"])
             changes["error"] = str(entry.get("error", ""))

@@ -79,6 +79,8 @@ class JournalWriter:
                 self.append("checkpoint", **asdict(event))
             case job_events.CheckpointsPruned(steps):
                 self.append("pruned", steps=list(steps))
+            case job_events.NumbersReserved(last):
+                self.append("reserved", last=last)
 
 
 def write_end(job_folder: str, history: RunHistory, state: str, error: str) -> None:

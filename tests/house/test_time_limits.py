@@ -42,6 +42,7 @@ REASONS = {
         orchestrator.control.vaults: VAULT_POLL_S REOPEN_BACKOFF_S CLOSE_UNUSED_AFTER_S
         orchestrator.control.replication: RETRY_BACKOFF_S
         orchestrator.control.inbox: DISPATCH_SLICE_S
+        orchestrator.control.generation_numbers: FLUSH_SLICE_S
         orchestrator.control.hang_detector: CHECK_INTERVAL_S REPORT_AFTER_S
         orchestrator.control.elastic: JOIN_BATCH_S REPLACE_DELAY_S DRAIN_POLL_INTERVAL_S
         orchestrator.control.checkpoints: WRITE_RETRY_BACKOFF_S
@@ -104,10 +105,9 @@ REASONS = {
         workers.vault.client: _RESERVE_TIMEOUT_S _FETCH_TIMEOUT_S
         workers.vault.actor: _FETCH_TIMEOUT_S
         orchestrator.job.handle: STOP_MARGIN_S
-        orchestrator.job.actor: DISK_MARGIN_S
         orchestrator.control.inbox: SILENCE_GRACE_S
         orchestrator.control.checkpoints: TRANSFER_GRACE_S
-        orchestrator.control.context: LEAST_COMMAND_TIMEOUT_S
+        orchestrator.control.context: LEAST_COMMAND_TIMEOUT_S DISK_MARGIN_S
     """,
     "a choice of what is stored: older by one step, of what the vaults hold": """
         orchestrator.control.reconfigure: UNWIND_DELAY_S

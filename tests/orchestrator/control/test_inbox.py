@@ -20,7 +20,7 @@ from rayzero.orchestrator.control.inbox import DISPATCH_SLICE_S, WorkerInbox
 from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerMessage
 from tests.orchestrator.fake_cluster import FakeCheckpointStore
-from tests.orchestrator.support import EventLog, VirtualClock, plan, settle
+from tests.orchestrator.support import EventLog, VirtualClock, is_durable, plan, settle
 
 
 class SlowClock(VirtualClock):
@@ -39,7 +39,9 @@ class InboxHarness:
         self.reports: asyncio.Queue[WorkerReports] = asyncio.Queue()
         self.clock = clock
         group: Any = self
-        dependencies = Dependencies(group, group, FakeCheckpointStore(), EventLog(), clock)
+        dependencies = Dependencies(
+            group, group, FakeCheckpointStore(), EventLog(), clock, is_durable
+        )
         self.context = JobContext(
             plan(folder), dependencies, lambda error: self.delivered.append(str(error))
         )

@@ -403,7 +403,7 @@ async def test_page_entries_continue_in_adopted_run(folder: Path):
     entries = adopted.telemetry.snapshot()["generations"]
     generations = [entry["generation"] for entry in entries]
     assert generations == sorted(generations)
-    assert generations[-1] == max(entry["generation"] for entry in before["generations"]) + 1
+    assert generations[-1] > max(entry["generation"] for entry in before["generations"])
     adopted.run.cancel()
     await settle()
 
