@@ -121,6 +121,8 @@ class LiveConsole(PlainConsole):
             super().on_event(event)
             if isinstance(event, job_events.WorkersReady) and not self._has_stepped:
                 self._show_awaited("workers form a group")
+            if isinstance(event, job_events.ResourcesAwaited):
+                self._show_awaited("waiting for resources" if event.text else "workers start")
 
     def finish_ok(self, result: JobResult) -> None:
         self.stop()
@@ -206,6 +208,7 @@ _EVENT_NAMES: dict[type[job_events.JobEvent], str] = {
     job_events.StateEntered: "state",
     job_events.WorkersReady: "workers",
     LogLine: "log",
+    job_events.ResourcesAwaited: "waiting",
     job_events.JobWarning: "warning",
     job_events.Resumed: "resumed",
     job_events.MetricsServed: "serving",

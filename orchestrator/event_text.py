@@ -38,6 +38,9 @@ def event_lines(event: job_events.JobEvent) -> Iterator[str]:
         case job_events.WorkersReady():
             for worker in event.workers:
                 yield f"worker {worker.index} is ready on node {worker.node} (pid {worker.pid})"
+        case job_events.ResourcesAwaited() if event.text:
+            limit = f"for up to {event.limit_s:g} s (workers.start_timeout_s)"
+            yield f"waiting {limit} for {event.text}"
         case job_events.StateEntered() if not event.state.is_final:
             yield f"state: {event.state}"
         case job_events.Resumed():

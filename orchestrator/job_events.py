@@ -45,6 +45,15 @@ class WorkersReady:
 
 
 @dataclass(frozen=True)
+class ResourcesAwaited:
+    """The job's first workers wait for resources: `text` says for what and who holds it, and is
+    empty once they have them. The job fails after `limit_s` (`workers.start_timeout_s`)."""
+
+    text: str
+    limit_s: float
+
+
+@dataclass(frozen=True)
 class JobWarning:
     text: str
 
@@ -208,6 +217,7 @@ ClientEvent: TypeAlias = (
     StateEntered
     | MetricsServed
     | WorkersReady
+    | ResourcesAwaited
     | JobWarning
     | Resumed
     | RunAdopted

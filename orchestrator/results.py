@@ -61,6 +61,7 @@ class JobStatus:
         error: the first line of the error it failed with.
         remaining_s: estimated time to its last step; None if unknown.
         goodput: fraction of the time so far that went into steps that count.
+        waiting_for: resources that its first workers wait for, and who holds them; else empty.
     """
 
     name: str
@@ -82,6 +83,7 @@ class JobStatus:
     error: str = ""
     remaining_s: float | None = None
     goodput: float | None = None
+    waiting_for: str = ""
 
     @property
     def is_running(self) -> bool:

@@ -177,6 +177,8 @@ def status_line(status: JobStatus) -> str:
     state = "lost" if status.state is None else str(status.state)
     steps = f" of {status.steps}" if status.steps else ""
     text = f"{state} at step {status.step}{steps}"
+    if status.waiting_for:
+        return f"{text}, waiting for {status.waiting_for}"
     if status.is_running:
         return f"{text}, {status.world_size} worker{'s' * (status.world_size != 1)}"
     if status.state is None and status.checkpoint_step is None:

@@ -30,6 +30,7 @@ from rayzero.workers.fork_server import worker_executable
 from rayzero.workers.messages import WorkerInfo, WorkerSpec
 
 _NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
+_GROUPS = "rayzero/"  # begins the name of each placement group
 _MAX_START_BACKOFF_S = 60.0
 """Longest delay before another start in a reservation in which workers do not start."""
 
@@ -113,6 +114,22 @@ class ActorPool:
     def unoccupied(self) -> list[Reservation]:
         """Reservations without a worker, oldest first."""
         return [reservation for reservation in self._reservations if reservation.worker is None]
+
+    async def held_by_other_jobs(self) -> dict[str, Capacity]:
+        """What the reservations of the cluster's other jobs hold, by the job's name."""
+        table = await asyncio.to_thread(placement_group_table)
+        held: dict[str, Capacity] = {}
+        for entry in table.values():
+            space, _, name = entry["name"].rpartition("/")[0].partition("/")
+            if f"{space}/" != _GROUPS or name == self._worker_spec.name:
+                continue
+            if entry["state"] == "CREATED":
+                job, bundles = held.get(name, Capacity(0.0, 0.0)), entry["bundles"].values()
+                held[name] = Capacity(
+                    job.cpus + sum(bundle.get("CPU", 0.0) for bundle in bundles),
+                    job.gpus + sum(bundle.get("GPU", 0.0) for bundle in bundles),
+                )
+        return held
 
     async def reserve(self, number: int, need: ResourceRequest) -> None:
         """Requests more reservations, preferably on the nodes that are in use."""
@@ -256,4 +273,4 @@ def remove_stale_reservations(job: str) -> None:
 
 
 def _group_prefix(job: str) -> str:
-    return f"rayzero/{job}/"
+    return f"{_GROUPS}{job}/"

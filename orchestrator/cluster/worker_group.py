@@ -14,7 +14,7 @@ from rayzero.orchestrator.cluster.actor_calls import ActorPoller
 from rayzero.orchestrator.cluster.actor_pool import ActorPool
 from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
-from rayzero.orchestrator.cluster.worker_starter import OnStartFailure, WorkerStarter
+from rayzero.orchestrator.cluster.worker_starter import OnStartFailure, OnWaiting, WorkerStarter
 from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.workers.actor import WorkerActor
@@ -58,10 +58,13 @@ class WorkerGroup:
         )
 
     async def start_workers(
-        self, need: ResourceRequest, on_failure: OnStartFailure | None = None
+        self,
+        need: ResourceRequest,
+        on_failure: OnStartFailure | None = None,
+        on_waiting: OnWaiting = lambda _: None,
     ) -> tuple[WorkerInfo, ...]:
         """The first workers; see `WorkerStarter.start_first`."""
-        return await self._starter.start_first(need, on_failure)
+        return await self._starter.start_first(need, on_failure, on_waiting)
 
     async def next_worker(self) -> WorkerInfo:
         """The next worker that has started after the first ones: in a reservation that was granted

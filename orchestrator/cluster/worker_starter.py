@@ -12,20 +12,25 @@ from ray.exceptions import RayActorError, RayError, RuntimeEnvSetupError
 from rayzero.orchestrator.aio import BackgroundTasks, Clock
 from rayzero.orchestrator.cluster import ray_api
 from rayzero.orchestrator.cluster.actor_pool import ActorPool, WorkerHandle
-from rayzero.orchestrator.cluster.ray_api import death_cause
+from rayzero.orchestrator.cluster.ray_api import NodeTable, death_cause
 from rayzero.orchestrator.errors import JobFailedError, WorkerStartError
 from rayzero.orchestrator.policies.placement import (
     Capacity,
     ResourceRequest,
     cluster_too_small_error,
+    missing_resources,
     total_fit,
 )
 from rayzero.workers.messages import WorkerInfo
 
 OnStartFailure: TypeAlias = Callable[[WorkerStartError], None]
+OnWaiting: TypeAlias = Callable[[str], None]
 
 _ACQUIRE_INTERVAL_S = 0.02  # interval of checks for granted reservations while the job starts
 _FILL_INTERVAL_S = 0.5  # the same while the job runs
+WAITING_INTERVAL_S = 5.0
+"""After this time without enough reservations, and each time again, the job says what it waits for:
+Ray grants what is free within a second, and a person wonders after a few."""
 _EXTRA_WORKER_WAIT_S = 1.0  # how long to wait for one more worker once the minimum has been reached
 
 
@@ -44,7 +49,10 @@ class WorkerStarter:
         self._tasks = BackgroundTasks(self._started.put_nowait)  # `next_worker` raises their errors
 
     async def start_first(
-        self, need: ResourceRequest, on_failure: OnStartFailure | None
+        self,
+        need: ResourceRequest,
+        on_failure: OnStartFailure | None,
+        on_waiting: OnWaiting = lambda _: None,
     ) -> tuple[WorkerInfo, ...]:
         """Requests `need.max_workers` reservations and starts a worker in each that is granted.
         Returns when each of these has started or failed to, and at least `need.min_workers` have
@@ -55,9 +63,12 @@ class WorkerStarter:
         Args:
             on_failure: called for every worker that is started again because its process ended; it
                 may raise. Default: the first failure is an error.
+            on_waiting: called with what it waits for and who holds that, every
+                `WAITING_INTERVAL_S`; with "" once it has enough.
         """
         self._resources = need
-        await self._acquire()
+        await self._acquire(on_waiting)
+        on_waiting("")
         first = self._pool.workers
         for worker in first:
             self._tasks.spawn(self._await_started(worker))
@@ -132,7 +143,7 @@ class WorkerStarter:
             raise event
         return event
 
-    async def _acquire(self) -> None:
+    async def _acquire(self, on_waiting: OnWaiting) -> None:
         """Requests all reservations and starts workers in the granted ones. Returns when there are
         as many as fit, or enough and no further one within `_EXTRA_WORKER_WAIT_S`."""
         need = self._resources
@@ -145,7 +156,7 @@ class WorkerStarter:
         most = need.max_workers if self._can_grow else min(need.max_workers, total)
         fit_now = sum(node.fits(need) for node in cluster.free.values())
         expected = min(fit_now, most) if fit_now >= need.min_workers else most
-        requested_s = last_start_s = self._clock.now()
+        requested_s = last_start_s = said_s = self._clock.now()
         await self._pool.reserve(most, need)
         while len(self._pool.workers) < min(expected, self._resources.max_workers):
             need = self._resources  # the limits may change meanwhile
@@ -157,6 +168,10 @@ class WorkerStarter:
                 return
             if workers < need.min_workers and now_s - requested_s >= need.timeout_s:
                 raise await self._cluster_too_small(workers)
+            if workers < need.min_workers and now_s - said_s >= WAITING_INTERVAL_S:
+                said_s = now_s
+                cluster = await asyncio.to_thread(ray_api.node_snapshot)
+                on_waiting(await self._missing(cluster, workers))
             await self._clock.sleep(_ACQUIRE_INTERVAL_S)
 
     async def _cluster_too_small(self, workers: int) -> JobFailedError:
@@ -164,9 +179,16 @@ class WorkerStarter:
         cluster = await asyncio.to_thread(ray_api.node_snapshot)
         need, free = self._resources, cluster.total_free
         usable = Capacity(free.cpus + workers * need.cpus, free.gpus + workers * need.gpus)
+        missing = await self._missing(cluster, workers)
         await self.release()
         return cluster_too_small_error(
-            cluster.all_capacities, usable, need, waited_s=need.timeout_s
+            cluster.all_capacities, usable, need, need.timeout_s, missing
+        )
+
+    async def _missing(self, cluster: NodeTable, workers: int) -> str:
+        jobs = await self._pool.held_by_other_jobs()
+        return missing_resources(
+            cluster.all_capacities, cluster.total_free, self._resources, workers, jobs
         )
 
     async def _fill_reservations(self) -> None:

@@ -25,7 +25,7 @@ from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.errors import JobStoppedError, internal_error
-from rayzero.orchestrator.job_events import RunAdopted, StateEntered, WorkersReady
+from rayzero.orchestrator.job_events import ResourcesAwaited, RunAdopted, StateEntered, WorkersReady
 from rayzero.orchestrator.job_file import check_batch_sizes
 from rayzero.orchestrator.journal.run_history import RunHistory, faults_on_clock
 from rayzero.orchestrator.machine import Instruction, State
@@ -68,6 +68,7 @@ class Controller:
         self._scaler = ElasticScaler(ctx, failures, vaults, inbox)
         self._error: RayzeroError | None = None
         self._summary: dict[str, Any] = {}
+        self._awaited = ""
         self._started_at_s = ctx.now_s()
         if past is not None:
             self._adopt(past)
@@ -136,6 +137,7 @@ class Controller:
             checkpoint_step=newest.step if newest is not None else None,
             journal=ctx.plan.journal_url,
             log=str(ctx.plan.log_path),
+            waiting_for="" if ctx.state.is_final else self._awaited,
             error="" if self._error is None else first_line(self._error),
         )
 
@@ -200,7 +202,7 @@ class Controller:
         # First: a run that cannot start needs no workers, and workers read the record of faults.
         self._fault_injector.start(resumed=await self._checkpoints.resolve_resume())
         workers = await ctx.deps.workers.start_workers(
-            ctx.plan.resources, self._failures.on_start_failed
+            ctx.plan.resources, self._failures.on_start_failed, self._on_waiting
         )
         await self._vaults.ensure_open(worker.node_id for worker in workers)
         ctx.registry.add(workers)
@@ -210,6 +212,11 @@ class Controller:
         self._scaler.start()
         ctx.tasks.spawn(self._hang_detector.run())
         self.post_event(machine.WorkersPlaced())
+
+    def _on_waiting(self, text: str) -> None:
+        if text != self._awaited:
+            self._awaited = text
+            self._context.emit(ResourcesAwaited(text, self._context.plan.resources.timeout_s))
 
     def _check_cores(self, workers: Sequence[WorkerInfo]) -> None:
         cpus = self._context.plan.spec.workers.cpus

@@ -32,10 +32,14 @@ class DisplayHistory:
         """Repairs and resizes."""
         self.checkpoints: deque[Entry] = deque(maxlen=MAX_HISTORY_ENTRIES)
         """Without those that were removed since."""
+        self.waiting_for = ""
+        """Resources that the first workers wait for, and who holds them."""
         self._lost_ranks: set[int] = set()
 
     def on_event(self, event: job_events.JobEvent, unix_s: float, began_s: float) -> None:
         match event:
+            case job_events.ResourcesAwaited():
+                self.waiting_for = event.text
             case StepRecord():
                 self.curves.add_step(event, unix_s - began_s)
             case job_events.StateEntered() if event.state is State.RUNNING:

@@ -11,6 +11,7 @@ from typing import Any
 from rayzero.engine.redact import redact_document, redact_url
 from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.journal.run_history import RunHistory, faults_on_clock
+from rayzero.orchestrator.metrics.goodput import TimeBreakdown
 from rayzero.orchestrator.metrics.job_metrics import JOURNALED_TOTALS, JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTable
 from rayzero.orchestrator.spec import JobSpec
@@ -29,7 +30,7 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
     `loss` is [[first step, mean], ...], of as many steps each as it takes; lists hold the newest
     entries, oldest first. `generations` has an entry where a rank is lost, too.
     """
-    steps, history, times = metrics.steps, metrics.history, metrics.time_breakdown()
+    steps, history = metrics.steps, metrics.history
     record, target, replica = steps.last_record, metrics.spec.steps, metrics.replicas.own_node
     value = {
         "format": SNAPSHOT_FORMAT,
@@ -39,6 +40,7 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
         "stage": metrics.stage,
         "state": str(metrics.state),
         "state_since_s": metrics.state_since.unix_s,
+        "waiting_for": None if metrics.state.is_final else history.waiting_for or None,
         "began_s": metrics.started.unix_s,
         "generation": metrics.generation,
         "world_size": metrics.ranks.world_size,
@@ -62,12 +64,7 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
             "skipped_steps": steps.skipped,
         },
         "loss": history.curves.loss.means(),
-        "goodput": {
-            "ratio": times.goodput,
-            "wall_s": times.wall_s,
-            "unattributed_s": times.unattributed_s,
-            "seconds": {category: s for category, s in times.seconds.items() if s},
-        },
+        "goodput": _goodput_row(metrics.time_breakdown()),
         "generations": list(history.generations),
         "faults": list(history.faults),
         "recoveries": list(history.recoveries),
@@ -82,6 +79,15 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
         },
     }
     return {key: finite_json(item) for key, item in value.items()}
+
+
+def _goodput_row(times: TimeBreakdown) -> dict[str, Any]:
+    return {
+        "ratio": times.goodput,
+        "wall_s": times.wall_s,
+        "unattributed_s": times.unattributed_s,
+        "seconds": {category: s for category, s in times.seconds.items() if s},
+    }
 
 
 def make_history(metrics: JobMetrics) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.policies.failure import LOSS_CAUSES, Fault, incidents
 from rayzero.workers.messages import RankAssignment, WorkerInfo
 
+_LEAST_SHARE = 0.01  # of a CPU or GPU; less is what Ray's view of free resources lags
+_MAX_HOLDERS = 3  # that are named
+
 
 @dataclass(frozen=True)
 class ResourceRequest:
@@ -47,6 +50,13 @@ class Capacity:
         """A node's CPUs for each of its GPUs, at least one."""
         return max(1, floor(self.cpus / max(1.0, self.gpus)))
 
+    @property
+    def text(self) -> str:
+        """`2 CPUs and 1 GPU`, without what there is none of."""
+        amounts = (("CPU", self.cpus), ("GPU", self.gpus))
+        parts = [f"{number:g} {kind}{'s' * (number != 1)}" for kind, number in amounts if number]
+        return " and ".join(parts)
+
     def fits(self, need: ResourceRequest) -> int:
         counts = [floor(self.cpus / need.cpus)] if need.cpus else []
         counts += [floor(self.gpus / need.gpus)] if need.gpus else []
@@ -58,9 +68,14 @@ def total_fit(nodes: Sequence[Capacity], need: ResourceRequest) -> int:
 
 
 def cluster_too_small_error(
-    nodes: Sequence[Capacity], free: Capacity, need: ResourceRequest, waited_s: float
+    nodes: Sequence[Capacity],
+    free: Capacity,
+    need: ResourceRequest,
+    waited_s: float,
+    missing: str = "",
 ) -> JobFailedError:
-    """The error for a cluster that is too small for `min_workers`."""
+    """The error for a cluster that is too small for `min_workers`; `missing` is what
+    `missing_resources` returns, if that was waited for."""
     each = f"{need.cpus:g} CPU" + (f" and {need.gpus:g} GPU" if need.gpus else "")
     cpus, gpus = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
     waited = f" after {waited_s:g} s" if waited_s else ""
@@ -69,11 +84,58 @@ def cluster_too_small_error(
         f"the cluster has room for {fits} of at least {need.min_workers} workers with {each} "
         f"each{waited}: it has {cpus:g} CPU and {gpus:g} GPU on "
         f"{len(nodes)} node{'s' * (len(nodes) != 1)}, "
-        f"of which {free.cpus:g} CPU and {free.gpus:g} GPU are free",
+        f"of which {free.cpus:g} CPU and {free.gpus:g} GPU are free"
+        + (f"; it waited for {missing}" if missing else ""),
         allowed=f"free resources for {need.min_workers} workers within {need.timeout_s:g} s "
         "(workers.start_timeout_s)",
         fix="workers.min, workers.cpus or workers.gpus in the job file, or the size of the cluster",
     )
+
+
+def missing_resources(
+    nodes: Sequence[Capacity],
+    free: Capacity,
+    need: ResourceRequest,
+    workers: int,
+    jobs: Mapping[str, Capacity],
+) -> str:
+    """What a job waits for and who holds it: `2 CPUs: held by job a (2 CPUs)`.
+
+    Args:
+        workers: those that have their resources.
+        jobs: what each other job of the cluster holds.
+    """
+    missing = need.min_workers - workers
+    cpus, gpus = missing * need.cpus, missing * need.gpus
+    scarce_cpus, scarce_gpus = free.cpus < cpus, free.gpus < gpus
+    if not scarce_cpus and not scarce_gpus:
+        each = Capacity(need.cpus, need.gpus).text
+        return f"{each} on one node for each worker; free on several nodes: {free.text}"
+
+    def scarce(capacity: Capacity) -> Capacity:
+        return Capacity(
+            capacity.cpus if scarce_cpus else 0.0, capacity.gpus if scarce_gpus else 0.0
+        )
+
+    total = Capacity(sum(node.cpus for node in nodes), sum(node.gpus for node in nodes))
+    named = jobs.values()
+    other_cpus = total.cpus - free.cpus - workers * need.cpus - sum(job.cpus for job in named)
+    other_gpus = total.gpus - free.gpus - workers * need.gpus - sum(job.gpus for job in named)
+    others = Capacity(*(n if n > _LEAST_SHARE else 0.0 for n in (other_cpus, other_gpus)))
+    held = {f"job {name}": scarce(capacity) for name, capacity in jobs.items()}
+    held["other work in the cluster"] = scarce(others)
+    holders = sorted(
+        (name for name, capacity in held.items() if capacity.text),
+        key=lambda name: (-held[name].gpus, -held[name].cpus, name),
+    )
+    listed = [f"{name} ({held[name].text})" for name in holders[:_MAX_HOLDERS]]
+    if more := len(holders) - len(listed):
+        listed.append(f"{more} more")
+    reasons = [f"held by {', '.join(listed)}"] if listed else []
+    if total_fit(nodes, need) < need.min_workers:
+        reasons.append(f"the cluster has {scarce(total).text or 'none'} in all, until a node joins")
+    text = scarce(Capacity(cpus, gpus)).text
+    return f"{text}: {'; '.join(reasons)}" if reasons else text
 
 
 def assign_ranks(

@@ -76,6 +76,8 @@ def snapshot_line(now: Snapshot) -> str:
     """`gpt: running, step 12,345/20,000, loss 2.346, ...`"""
     progress, loss = now["progress"], now["training"]["loss"]
     parts = [f"{printable_text(now['job'])}: {printable_text(now['state'])}", _step_text(now)]
+    if now.get("waiting_for"):  # a page's job may be of an earlier version
+        parts.append(f"waiting for {printable_text(now['waiting_for'])}")
     if loss is not None:
         parts.append(f"loss {loss:.4f}")
     if progress["tokens_per_s"] is not None:
@@ -110,6 +112,9 @@ def _header(now: Snapshot, error: str | None) -> Text:
     head = Text.assemble(
         (printable_text(now["job"]), "bold"), "  ", (f" {state} ", style), (version, "dim")
     )
+    if now.get("waiting_for"):
+        waiting = f"waiting for {printable_text(now['waiting_for'])}"
+        head = Text.assemble(head, "\n", (waiting, "yellow"))
     return Text.assemble(head, "\n", (error, "bold red")) if error else head
 
 

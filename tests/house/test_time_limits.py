@@ -54,7 +54,7 @@ REASONS = {
         orchestrator.cluster.ray_api: _PING_INTERVAL_S
         orchestrator.cluster.actor_calls: _MAX_BATCH_DELAY_S _DELAY_PER_WORKER_S
         orchestrator.cluster.worker_starter: _ACQUIRE_INTERVAL_S _FILL_INTERVAL_S
-            _EXTRA_WORKER_WAIT_S
+            _EXTRA_WORKER_WAIT_S WAITING_INTERVAL_S
     """,
     "the end of a thread or process that has nothing left to do; it is left behind otherwise": """
         engine.data.prefetch: _JOIN_TIMEOUT_S

@@ -143,6 +143,8 @@ class FakeCluster:
         self.start_error: JobFailedError | None = None
         self.start_failures: list[WorkerStartError] = []
         """Workers that end while they start, and are replaced."""
+        self.awaited: list[str] = []
+        """What `start_workers` waits for, until `may_start`."""
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.releases = 0
@@ -393,9 +395,15 @@ class FakeCluster:
     # The interface of WorkerGroup.
 
     async def start_workers(
-        self, need: ResourceRequest, on_failure: Callable[[WorkerStartError], None]
+        self,
+        need: ResourceRequest,
+        on_failure: Callable[[WorkerStartError], None],
+        on_waiting: Callable[[str], None],
     ) -> tuple[WorkerInfo, ...]:
+        for text in self.awaited:
+            on_waiting(text)
         await self.may_start.wait()
+        on_waiting("")
         for failure in self.start_failures:
             on_failure(failure)
         if self.start_error is not None:

@@ -26,6 +26,7 @@ from rayzero.orchestrator.job_events import (
     JobWarning,
     Repaired,
     Resized,
+    ResourcesAwaited,
     Resumed,
     StateEntered,
     WorkersReady,
@@ -60,6 +61,10 @@ EVENTS = {
         Repaired("lost", ("rank 1",), 41, 0, 3, 2, SECONDS),
         "repaired in 0.24 s: 3 -> 2 workers after step 41, no step recomputed "
         "(detect 0.09, fence 0.01, recompute 0.14)",
+    ),
+    "waiting": (
+        ResourcesAwaited("2 CPUs: held by job a (2 CPUs)", 300.0),
+        "waiting for up to 300 s (workers.start_timeout_s) for 2 CPUs: held by job a (2 CPUs)",
     ),
     "resized": (
         Resized("a node is draining", 41, 3, 2, {"drain": 0.5}),

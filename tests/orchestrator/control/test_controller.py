@@ -10,7 +10,13 @@ import pytest
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError, WorkerStartError
-from rayzero.orchestrator.job_events import FaultDetected, JobWarning, Resumed, WorkersReady
+from rayzero.orchestrator.job_events import (
+    FaultDetected,
+    JobWarning,
+    ResourcesAwaited,
+    Resumed,
+    WorkersReady,
+)
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import CheckpointSpec
@@ -246,6 +252,25 @@ async def test_stop_ends_after_the_grace_period(folder: Path):
     await harness.clock.advance(0.1)
     with pytest.raises(JobStoppedError):
         await harness.result()
+
+
+@async_test
+async def test_job_that_queues_says_what_it_waits_for(folder: Path):
+    cluster = FakeCluster()
+    cluster.may_start.clear()
+    text = "2 CPUs: held by job a (2 CPUs)"
+    cluster.awaited = [text, text]
+    harness = Harness(folder, cluster)
+    await settle()
+    assert harness.controller.status().waiting_for == text
+    assert harness.telemetry.snapshot()["waiting_for"] == text
+    cluster.may_start.set()
+    await settle()
+    assert harness.controller.status().waiting_for == ""
+    assert harness.telemetry.snapshot()["waiting_for"] is None
+    said = [event.text for event in harness.log.of(ResourcesAwaited)]
+    assert said == [text, ""]  # not again while nothing changes
+    await harness.steps(1)
 
 
 @async_test

@@ -9,6 +9,7 @@ from rayzero.orchestrator.policies.placement import (
     ResourceRequest,
     assign_ranks,
     cluster_too_small_error,
+    missing_resources,
     total_fit,
 )
 from rayzero.workers.messages import RankAssignment, WorkerInfo
@@ -44,6 +45,45 @@ def test_cluster_too_small_error_names_resources_and_settings():
     assert "it has 2 CPU and 0 GPU on 1 node, of which 1.5 CPU" in text
     assert "workers.start_timeout_s" in text
     assert total_fit([Capacity(2, 0)], request()) == 1
+
+
+JOBS = {"a": Capacity(2, 0), "b": Capacity(1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "free", "need", "workers", "jobs", "text"),
+    [
+        ([Capacity(2, 0)], Capacity(0, 0), request(1), 0, {"a": Capacity(2, 0)},
+         "2 CPUs: held by job a (2 CPUs)"),
+        ([Capacity(4, 4)], Capacity(0, 0), request(2, gpus=2), 0, JOBS,
+         "4 CPUs and 4 GPUs: held by job b (1 CPU and 4 GPUs), job a (2 CPUs), "
+         "other work in the cluster (1 CPU)"),
+        ([Capacity(64, 4)], Capacity(61, 0), request(1, gpus=1), 0, JOBS,
+         "1 GPU: held by job b (4 GPUs)"),
+        ([Capacity(6, 0)], Capacity(1, 0), request(3, cpus=1), 2, JOBS | {"c": Capacity(0, 0)},
+         "1 CPU on one node for each worker; free on several nodes: 1 CPU"),
+        ([Capacity(5, 0)], Capacity(0, 0), request(2), 1, {"a": Capacity(2.995, 0)},
+         "2 CPUs: held by job a (2.995 CPUs)"),
+        ([Capacity(4, 0)], Capacity(0, 0), request(4, cpus=1), 0,
+         {name: Capacity(1, 0) for name in "dcba"},
+         "4 CPUs: held by job a (1 CPU), job b (1 CPU), job c (1 CPU), 1 more"),
+        ([Capacity(2, 0)], Capacity(2, 0), request(1, gpus=1), 0, {},
+         "1 GPU: the cluster has none in all, until a node joins"),
+        ([Capacity(2, 0)], Capacity(0, 0), request(2), 0, {"a": Capacity(2, 0)},
+         "4 CPUs: held by job a (2 CPUs); the cluster has 2 CPUs in all, until a node joins"),
+    ],
+)  # fmt: skip
+def test_missing_resources_names_who_holds_them(
+    nodes: list[Capacity],
+    free: Capacity,
+    need: ResourceRequest,
+    workers: int,
+    jobs: dict[str, Capacity],
+    text: str,
+):
+    assert missing_resources(nodes, free, need, workers, jobs) == text
+    error = cluster_too_small_error(nodes, free, need, 30, text)
+    assert error.seen.endswith(f"are free; it waited for {text}")
 
 
 def worker(index: int, node: str) -> WorkerInfo:

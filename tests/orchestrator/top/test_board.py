@@ -73,6 +73,12 @@ def test_escape_sequences_and_markup_have_no_effect() -> None:
     assert "\x1b" not in snapshot_line(now)
 
 
+def test_job_that_queues_says_what_it_waits_for() -> None:
+    queueing = empty() | {"waiting_for": "2 CPUs: held by job a (2 CPUs)"}
+    assert "waiting for 2 CPUs: held by job a (2 CPUs)" in rendered(queueing)
+    assert "step 0, waiting for 2 CPUs: held by job a" in snapshot_line(queueing)
+
+
 def test_line_has_main_values() -> None:
     assert snapshot_line(sample()) == (
         "gpt-stdlib: running, step 12,345/20,000, loss 2.3457, 81,920 tokens/s, 4 ranks, "
