@@ -18,7 +18,7 @@ from rayzero.engine.checkpoint.store import split_url
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.cli.command import JsonLinesFlag, JsonValueFlag, local_command, new_group
-from rayzero.orchestrator.top.format import format_duration, format_size
+from rayzero.orchestrator.top.format import format_duration, format_size, table_lines
 
 if TYPE_CHECKING:
     from rayzero.engine.checkpoint.catalogue import CheckpointInfo
@@ -51,10 +51,8 @@ def list_command(path: CheckpointPath, as_json: JsonLinesFlag = False) -> None:
             print(json.dumps(_checkpoint_json(checkpoint)))
         return
     rows = [("step", "age", "size", "world", "stage", ""), *map(_table_row, checkpoints)]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    for *numbers, status in rows:
-        cells = [text.rjust(width) for text, width in zip(numbers, widths, strict=True)]
-        print("  ".join([*cells, status]).rstrip())
+    for line in table_lines(rows):
+        print(line)
 
 
 @commands.command("verify", epilog="Example: rayzero ckpt verify runs/gpt/step-200")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rayzero.engine.errors import ConfigError, RayzeroError
+from rayzero.engine.errors import ConfigError, RayzeroError, first_line
 from rayzero.orchestrator.cli.command import (
     ClusterAddress,
     JobName,
@@ -41,20 +41,22 @@ def ls(
     running: Annotated[bool, typer.Option("--running", help="Only jobs that run.")] = False,
     as_json: JsonValueFlag = False,
 ) -> None:
-    """List jobs: those that run, those of the cluster's record that have ended, and those with a
-    journal in a folder."""
+    """List jobs, the newest first: those that run, those of the cluster's record that have ended,
+    and those with a journal in a folder. `rayzero status NAME` shows one with its whole error."""
     from rayzero.engine.redact import redact_url
-    from rayzero.orchestrator.job.lookup import list_journaled_jobs, status_from_journal
+    from rayzero.orchestrator.cli.job_table import job_table, output_width
+    from rayzero.orchestrator.job.lookup import list_journaled_jobs
 
-    jobs = {status.name: status for status in _cluster_statuses(address, ended=not running)}
+    found = {status.name: status for status in _cluster_statuses(address, ended=not running)}
     for name in () if running else list_journaled_jobs(path):
-        if name not in jobs:
-            jobs[name] = status_from_journal(path, name)
+        if name not in found:
+            found[name] = _journaled_status(path, name)
+    jobs = sorted(found.values(), key=lambda job: job.began_at_s or job.at_s, reverse=True)
     if as_json:
-        print(json.dumps([asdict(status) for status in jobs.values()]))
+        print(json.dumps([asdict(status) for status in jobs]))
         return
-    for name, status in jobs.items():
-        print(f"{name}: {status_line(status)}")
+    for line in job_table(jobs, time.time(), output_width()) if jobs else ():
+        print(line)
     if not jobs:
         others = f", none has ended, and none has a journal in {redact_url(path)!r}"
         print(f"no job is running{'' if running else others}", file=sys.stderr)
@@ -170,6 +172,17 @@ def find_job(name: str, address: str | None, path: str | None) -> RunningJob | E
     if path is None or isinstance(job, lookup.RunningJob):
         return job
     return lookup.status_from_journal(path, name)
+
+
+def _journaled_status(path: str, name: str) -> JobStatus:
+    """As `status_from_journal`; of a journal that cannot be read with the error alone."""
+    from rayzero.orchestrator.job.lookup import status_from_journal
+    from rayzero.orchestrator.results import JobStatus
+
+    try:
+        return status_from_journal(path, name)
+    except RayzeroError as error:
+        return JobStatus(name, None, error=first_line(error))
 
 
 def status_line(status: JobStatus) -> str:

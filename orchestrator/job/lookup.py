@@ -119,6 +119,7 @@ def status_from_journal(path: str, name: str) -> JobStatus:
     except (LookupError, TypeError, ValueError, OverflowError):
         raise NoJournalError(f"{redact_url(state_url(folder))} states no workers") from None
     causes = [str(fault.cause) for fault in history.faults]
+    loss = history.counters.get("loss")
     return JobStatus(
         name=name,
         state=State(history.end_state) if history.end_state else None,
@@ -128,6 +129,7 @@ def status_from_journal(path: str, name: str) -> JobStatus:
         world_size=history.world_size,
         workers_min=least,
         workers_max=most,
+        loss=loss if isinstance(loss, float) else None,
         began_at_s=history.began_at_s,
         at_s=history.last_at_s,
         faults={cause: causes.count(cause) for cause in sorted(set(causes))},

@@ -138,9 +138,10 @@ def finite_json(value: Any) -> Any:
 
 
 def dump_counters(metrics: JobMetrics) -> dict[str, Any]:
-    """Counters for the journal that cannot be derived from its events."""
-    seconds = metrics.time_breakdown().seconds
+    """Counters for the journal that cannot be derived from its events, and the last step's loss."""
+    seconds, record = metrics.time_breakdown().seconds, metrics.steps.last_record
     return {
+        "loss": finite_json(record.loss if record else None),
         "seconds": {category: round(s, 3) for category, s in seconds.items() if s},
         **{field: getattr(metrics.steps, field) for field in JOURNALED_TOTALS},
     }

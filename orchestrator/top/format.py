@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -44,6 +44,23 @@ def format_size(nbytes: float | None) -> str:
     while nbytes >= 1024 and power < len(_UNITS) - 1:
         nbytes, power = nbytes / 1024, power + 1
     return f"{nbytes:.3g} {_UNITS[power]}" if nbytes < 1000 else f"{nbytes:.0f} {_UNITS[power]}"
+
+
+def cut_text(text: str, width: int) -> str:
+    """At most `width` characters of a line, the last one `…` if there are more."""
+    return text if len(text) <= width else f"{text[: max(0, width - 1)].rstrip()}…"
+
+
+def table_lines(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> Iterator[str]:
+    """Aligned columns: numbers to the right, those in `left` and the last one to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = {*left, len(widths) - 1}
+    for row in rows:
+        cells = (
+            text.ljust(width) if column in left else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(cells).rstrip()
 
 
 def count_of(number: int, noun: str) -> str:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 import rayzero
 from rayzero.orchestrator.cli import run
 from rayzero.orchestrator.cli.app import app
+from rayzero.orchestrator.cli.job_table import PLAIN_WIDTH
 from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate
 from rayzero.orchestrator.journal.writer import JournalWriter
@@ -30,8 +31,9 @@ def command(*words: object) -> Result:
 
 def write_journal(runs: Path, *entries: tuple[str, dict[str, Any]], **changes: Any) -> None:
     updates: list[JournalUpdate] = []
+    began_at_s = changes.pop("began_at_s", 1000.0)
     job_plan = plan(runs, **changes)
-    append = JournalWriter(updates.append, now_s=lambda: 1000.0).append
+    append = JournalWriter(updates.append, now_s=lambda: began_at_s).append
     append(
         "begun",
         run="1",
@@ -53,8 +55,10 @@ def test_lost_job_is_listed_and_marked_as_stopped(tmp_path: Path):
     assert result.exit_code == 0, result.output
     line = "job: lost at step 40 of 100; `rayzero resume job` begins anew: it has no checkpoint\n"
     assert result.stdout.startswith(line)
-    listed = command("ls", *path_option)
-    assert listed.stdout == line
+    heads, row = command("ls", *path_option).stdout.splitlines()
+    assert heads.split() == ["name", "state", "workers", "age", "step", "loss"]
+    assert row.split()[:3] == ["job", "lost", "2"]
+    assert row.endswith("40/100     -  `rayzero resume job` begins anew")
     stopped = command("stop", "job", *path_option)
     assert stopped.stdout == "job: the lost run is marked as stopped; its last step is 40\n"
     (status,) = json.loads(command("ls", "--json", *path_option).stdout)
@@ -66,11 +70,13 @@ def test_lost_job_is_listed_and_marked_as_stopped(tmp_path: Path):
 def test_lost_job_continues_from_its_newest_checkpoint(tmp_path: Path):
     stored = {"step": 30, "folder": f"{tmp_path}/job/step-30", "nbytes": 5, "seconds": 0.1}
     write_journal(tmp_path, ("checkpoint", stored), steps=100)
-    assert command("ls", "--path", tmp_path).stdout == (
+    row = command("ls", "--path", tmp_path).stdout.splitlines()[1]
+    assert row.endswith("`rayzero resume job` continues from step 30")
+    line, *lines = command("status", "job", "--path", tmp_path).stdout.splitlines()
+    assert line == (
         "job: lost at step 40 of 100; `rayzero resume job` continues from its newest checkpoint, "
-        "of step 30\n"
+        "of step 30"
     )
-    lines = command("status", "job", "--path", tmp_path).stdout.splitlines()
     assert "  newest checkpoint: step 30" in lines
     assert not any("_s:" in line for line in lines)  # labels are words
 
@@ -80,6 +86,33 @@ def test_ls_without_jobs(tmp_path: Path):
     assert (result.exit_code, result.stdout) == (0, "")
     assert "no job is running" in result.stderr
     assert json.loads(command("ls", "--json", "--path", tmp_path).stdout) == []
+
+
+def test_ls_is_a_table_of_the_newest_jobs_first(tmp_path: Path):
+    """With the first line of an error, cut to the width, and a row for a damaged run."""
+    counted = {"loss": 0.123456, "seconds": {"productive": 3.0}}
+    moved = {"state": "running", "event": "e", "generation": 3, "world_size": 2, "step": 41}
+    ended = {"state": "failed", "error": f"the data has a hole {'x' * 200}\nmore"}
+    failed = [("moved", {**moved, "counted": counted}), ("ended", ended)]
+    write_journal(tmp_path, *failed, name="old", began_at_s=1000.0)
+    write_journal(tmp_path, name="new", began_at_s=5000.0, steps=100)
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "job.json").write_text('{"format": 2, "spec": {')
+    result = command("ls", "--path", tmp_path)
+    heads, *rows = result.stdout.splitlines()
+    assert result.exit_code == 0
+    assert [row.split()[:3] for row in rows] == [
+        *(["new", "lost", "2"], ["old", "failed", "2"], ["torn", "unreadable", "-"])
+    ]
+    assert rows[1].split("  the data")[0].split()[-2:] == ["41", "0.1235"]
+    assert rows[1].index("the data has a hole") > heads.index("loss")
+    assert len(rows[1]) == PLAIN_WIDTH
+    assert rows[1].endswith("x…")
+    assert "torn" in rows[2].rpartition("-  ")[2]
+    names = [
+        status["name"] for status in json.loads(command("ls", "--json", "--path", tmp_path).stdout)
+    ]
+    assert names == ["new", "old", "torn"]
 
 
 def test_version_is_printed():
