@@ -151,7 +151,7 @@ class StepLoader:
         earlier = self._prefetch() if self._prefetch is not None else None
         if earlier is not None:
             earlier.close()
-        cursor, done = self._micro_batches.begin_iteration()
+        iteration, cursor, done = self._micro_batches.begin_iteration()
         steps = self._steps_to_epoch_end(cursor) if steps is None else steps
         feed = Prefetch(self._read_ahead(cursor, done, steps))
         self._prefetch = weakref.ref(feed)
@@ -160,12 +160,12 @@ class StepLoader:
             for part in feed:
                 self.progress.data_wait_s += feed.wait_s
                 batch = batch_to_device(part.batch, self.device)
-                self._micro_batches.add(part.yielded, batch)
+                self._micro_batches.add(iteration, part.yielded, batch)
                 del part  # its batch in host memory
                 yield batch
                 del batch
                 self._enter_phase()
-            self._micro_batches.end_iteration()
+            self._micro_batches.end_iteration(iteration)
         finally:
             feed.close()
 

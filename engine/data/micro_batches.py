@@ -17,12 +17,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
+from threading import Lock
 from typing import Any
 
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from rayzero.engine.data.prefetch import closed_error
 from rayzero.engine.data.sampling import TrainingProgress
 from rayzero.engine.errors import EngineError
 from rayzero.engine.session import HostSession
@@ -44,6 +46,12 @@ class YieldedBatch:
     own_indices: Sequence[int]  # dataset indices of this rank's samples; empty for a filler
     is_last: bool  # of its step
     owner: MicroBatches
+    tensors: list[TensorWeakRef] = field(default_factory=list)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the script can still train on it."""
+        return not self.tensors or any(it() is not None for it in self.tensors)
 
     def __str__(self) -> str:
         step, turn = self.owner.progress.step, self.position[1] + 1
@@ -54,8 +62,9 @@ class YieldedBatch:
 class MicroBatches:
     """The micro-batches of one engine that were yielded and not trained on.
 
-    The loader may be advanced by another thread than the training thread: it only appends to the
-    queue, the training thread only removes from it, after `progress` has advanced.
+    The loader may be advanced by another thread than the training thread. The lock orders what that
+    thread yields with the beginning of a newer iteration; the training thread removes from the
+    queue, after `progress` has advanced.
 
     Attributes:
         progress: the engine's; `micro_batch_weight` is that of batches that the script makes.
@@ -65,48 +74,64 @@ class MicroBatches:
     def __init__(self, progress: TrainingProgress, session: HostSession | None = None) -> None:
         self.progress = progress
         self.session = session
+        self._lock = Lock()
+        self._iteration = 0  # number of the newest one
         self._untrained: deque[YieldedBatch] = deque()
         self._forwarded: list[YieldedBatch] = []  # by tensors, since the last backward
         self._current: YieldedBatch | None = None  # has had a backward, and no step()
         self._trained: YieldedBatch | None = None  # the last one that was trained on
         self._read_to_end = False  # the last iteration yielded all of its micro-batches
+        self._promised: YieldedBatch | None = None  # a newer iteration began behind it
         self._took_by_order = False  # a backward's micro-batch was not known by its tensors
         self._other_weight: float | None = None  # of another engine's loader, as in a GAN
 
     # The loader's side
 
-    def add(self, yielded: YieldedBatch, batch: Any) -> None:
-        """The loader is about to yield `batch`."""
-        for tensor in iter_tensors(batch):
-            # A tensor that several micro-batches share, such as a constant mask, identifies none.
-            _by_tensor[tensor] = None if tensor in _by_tensor else yielded
-        self._untrained.append(yielded)
+    def begin_iteration(self) -> tuple[int, int, int]:
+        """Begins an iteration: (its number, the sample cursor of its first step, micro-batches to
+        leave out of that). It begins at what was not trained on; but behind that, if the last
+        iteration was read to its end and its last batch is still held: the loop has read ahead."""
+        with self._lock:
+            cursor, done = self.next_place
+            if self._is_ahead:
+                self._promised = self._untrained[-1]
+            else:
+                while self._untrained and self._untrained[-1] is not self._current:
+                    self._untrained.pop()
+            self._read_to_end = False
+            self._iteration += 1
+            return self._iteration, cursor, done
 
-    def begin_iteration(self) -> tuple[int, int]:
-        """Where an iteration begins: (sample cursor of a step, micro-batches to leave out of it).
-        After one that was left midway, at what was not trained on; after one that was read to its
-        end, behind it, because the loop may have read ahead."""
-        place = self.next_place
-        if not self._read_to_end:
-            while self._untrained and self._untrained[-1] is not self._current:
-                self._untrained.pop()
-        self._read_to_end = False
-        return place
+    def add(self, iteration: int, yielded: YieldedBatch, batch: Any) -> None:
+        """An iteration is about to yield `batch`. Raises EngineError if it is not the newest."""
+        with self._lock:
+            if iteration != self._iteration:
+                raise closed_error()
+            for tensor in iter_tensors(batch):
+                # A tensor that several of them share, such as a constant mask, identifies none.
+                _by_tensor[tensor] = None if tensor in _by_tensor else yielded
+                yielded.tensors.append(TensorWeakRef(tensor))
+            self._untrained.append(yielded)
+
+    def end_iteration(self, iteration: int) -> None:
+        """An iteration has yielded all of its micro-batches."""
+        with self._lock:
+            self._read_to_end = iteration == self._iteration
 
     @property
     def next_place(self) -> tuple[int, int]:
         """Where the next iteration begins."""
-        ahead = list(self._untrained)
-        if self._read_to_end and ahead:
-            return self._behind(ahead[-1])
+        if self._is_ahead:
+            return self._behind(self._untrained[-1])
         last = self._current or self._trained
         if last is not None and last.position[0] == self.progress.sample_cursor:
             return self._behind(last)
         return self.progress.sample_cursor, self.progress.micro_step
 
-    def end_iteration(self) -> None:
-        """The iteration has yielded all of its micro-batches."""
-        self._read_to_end = True
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether the loop is training on what the last iteration has yielded."""
+        return self._read_to_end and bool(self._untrained) and self._untrained[-1].is_held
 
     def _behind(self, yielded: YieldedBatch) -> tuple[int, int]:
         cursor, turn = yielded.position
@@ -183,21 +208,24 @@ class MicroBatches:
         """Other progress was loaded: iterations begin there."""
         self._untrained.clear()
         self._forwarded.clear()
-        self._current = self._trained = None
+        self._current = self._trained = self._promised = None
         self._read_to_end = self._took_by_order = False
 
     def check_end(self) -> None:
         """The training loop has ended. Raises EngineError if micro-batches were left out that only
-        their order could tell: those after them had the wrong weights. Warns if the loop ended in
+        their order could tell, because those after them had the wrong weights; or if a newer
+        iteration left them out, because it began behind them. Warns if the loop ended in
         the middle of a step."""
         last, self._trained = self._current or self._trained, None  # told once
         if last is not None and (last is self._current or not last.is_last):
             step = "its step() is missing" if last is self._current else "its step is not finished"
             log.warning("the training loop ended with %s: %s, its gradient is lost", last, step)
-        untrained = list(self._untrained)
-        if not (self._read_to_end and self._took_by_order and untrained):
+        untrained, promised = list(self._untrained), self._promised
+        shifted = self._read_to_end and self._took_by_order
+        behind = promised is not None and promised in untrained
+        self._took_by_order, self._promised = False, None  # told once
+        if not untrained or not (shifted or behind):
             return
-        self._took_by_order = False  # reported
         raise EngineError(
             f"the loader yielded {len(untrained)} micro-batches more than the loop trained on "
             f"(step() was called for {self.progress.step} steps)",

@@ -64,11 +64,7 @@ class Prefetch(Generic[Item]):
         if self._ended:
             raise StopIteration
         if not self._stop.alive:
-            raise EngineError(
-                "this iterator over the data was closed by a newer one",
-                "one iteration at a time",
-                "use the newest iterator",
-            )
+            raise closed_error()
         item = self._items.get()
         if not isinstance(item, _EndOfStream):
             self._permits.put(None)
@@ -85,6 +81,14 @@ class Prefetch(Generic[Item]):
         self._stop()
         if threading.current_thread() is not self._thread:  # the garbage collector runs anywhere
             self._thread.join(_JOIN_TIMEOUT_S)
+
+
+def closed_error() -> EngineError:
+    return EngineError(
+        "this iterator over the data was closed by a newer one",
+        "one iteration at a time",
+        "use the newest iterator",
+    )
 
 
 def _stop_reading(closed: threading.Event, permits: SimpleQueue[None]) -> None:

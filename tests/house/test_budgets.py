@@ -16,7 +16,9 @@ CONSTRUCTOR_ARGUMENTS = 8
 SELF_ATTRIBUTES = 16
 
 # Permitted violations: {"<budget> <module>[.<name>]": "<reason>"}.
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS: dict[str, str] = {
+    "file rayzero.workers.session": "the engine's one host: a method each",
+}
 
 
 def violations(module: Module) -> Iterator[tuple[str, str]]:

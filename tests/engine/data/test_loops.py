@@ -1,0 +1,64 @@
+"""Training loops of random shape end with plain torch's weights over the ledger's samples, or with
+an error."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.engine.data.loops import Outcome, Shape, expected_samples, plain_weights, run_loop
+from tests.support.ranks import run_ranks
+
+EXAMPLES = int(os.environ.get("RAYZERO_LOOP_EXAMPLES", "40"))
+"""500 take six minutes."""
+
+turns = st.integers(0, 14)
+mistakes = st.tuples(st.sampled_from(["drop", "double", "no step", "nested loader"]), turns)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    values: dict[str, Any] = {
+        "stage": st.integers(0, 3),
+        "batch": st.integers(3, 9),
+        "micro_batch": st.integers(1, 3),
+        "ahead": st.one_of(st.none(), st.integers(0, 3)),
+        "threaded": st.booleans(),
+        "copied": st.booleans(),
+        "over": st.sampled_from(["until", "steps", "epochs", "chained epochs"]),
+        "losses": st.integers(1, 2),
+        "own_backward": st.booleans(),
+        "stops": st.lists(turns, max_size=2, unique=True).map(lambda it: tuple(sorted(it))),
+        "mistakes": st.one_of(st.just(()), st.tuples(mistakes)),
+    }
+    return Shape(**{name: draw(strategy) for name, strategy in values.items()})
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(shapes(), st.sampled_from([0, 2, 3]))
+def test_random_loops(shape: Shape, world: int) -> None:
+    check(shape, run_ranks(world, run_loop, shape))
+
+
+def check(shape: Shape, outcomes: list[Outcome]) -> None:
+    errors = {outcome.error for outcome in outcomes}
+    if any(errors):
+        # What a loop read to the end and left may be meant to be trained on later.
+        assert shape.mistakes or (shape.stops and shape.ahead != 0), errors
+        assert all(errors)  # on every rank
+        return
+    samples = [
+        [index for part in ranks for index in part]
+        for ranks in zip(*(outcome.samples for outcome in outcomes), strict=True)
+    ]
+    if not shape.mistakes:
+        assert samples == expected_samples(shape)
+    torch.testing.assert_close(outcomes[0].weights, plain_weights(samples))
