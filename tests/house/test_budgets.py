@@ -10,15 +10,13 @@ import pytest
 from tests.house.source import Function, Module, packages, parse, scripts
 
 # Exclusive limits.
-FILE_LINES = 300
+FILE_LINES = 400
 FUNCTION_LINES = 60
-CONSTRUCTOR_ARGUMENTS = 8
+CONSTRUCTOR_ARGUMENTS = 11
 SELF_ATTRIBUTES = 16
 
 # Permitted violations: {"<budget> <module>[.<name>]": "<reason>"}.
-EXCEPTIONS: dict[str, str] = {
-    "file rayzero.workers.session": "the engine's one host: a method each",
-}
+EXCEPTIONS: dict[str, str] = {}
 
 
 def violations(module: Module) -> Iterator[tuple[str, str]]:
@@ -88,7 +86,7 @@ def test_all_packages_are_checked() -> None:
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        ("pass\n" * 300, "file m"),
+        ("pass\n" * FILE_LINES, "file m"),
         ("def f() -> None:\n" + "    pass\n" * 59, "function m.f"),
         ("async def f() -> None:\n" + "    pass\n" * 59, "function m.f"),
         ("def f(a) -> None: ...\n", "annotation m.f"),
@@ -96,7 +94,7 @@ def test_all_packages_are_checked() -> None:
         ("def f(a: int): ...\n", "annotation m.f"),
         (
             "class C:\n def __init__(self, a: int, b: int, c: int, d: int,"
-            " *, e: int, f: int, g: int, h: int): ...\n",
+            " *, e: int, f: int, g: int, h: int, i: int, j: int, k: int): ...\n",
             "constructor m.C",
         ),
         (
@@ -112,7 +110,7 @@ def test_violation_is_detected(text: str, key: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "pass\n" * 299,
+        "pass\n" * (FILE_LINES - 1),
         "def f() -> None:\n" + "    pass\n" * 58,
         "class C:\n def __init__(self, a: int, b: int, c: int, d: int, *e: int, **f: int): ...",
         "class C:\n def f(self) -> None:\n" + "".join(f"  self.a{i} = 0\n" for i in range(15)),
