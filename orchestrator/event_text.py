@@ -11,7 +11,7 @@ from rayzero.orchestrator import job_events
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import JobResult
-from rayzero.orchestrator.top.format import count_of, format_duration, format_size
+from rayzero.orchestrator.top.format import count_of, format_duration, format_size, plain_class
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import LogLine
 
@@ -77,14 +77,6 @@ def _format_recovery(recovery: job_events.Repaired | job_events.Resized) -> str:
     redone = recovery.steps_redone
     recomputed = f"{redone or 'no'} step{'s' * (redone > 1)} recomputed"
     return f"repaired in {recovery.total_s:.2f} s: {sizes}, {recomputed} ({parts})"
-
-
-def plain_class(name: str) -> str:
-    """A memory class of `engine.accounting` in words; its name stays in metrics and files."""
-    prefix = next((it for it in ("host_", "disk_") if name.startswith(it)), "")
-    words = {"slots": "gather buffers", "grad_slots": "gradient buffers"}
-    own = name.removeprefix(prefix)
-    return f"{prefix}{words.get(own, own)}".replace("_", " ")
 
 
 def summary_lines(result: JobResult) -> Iterator[str]:

@@ -15,8 +15,7 @@ import typer
 
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.orchestrator.cli.command import JsonValueFlag, local_command, new_group
-from rayzero.orchestrator.event_text import plain_class
-from rayzero.orchestrator.top.format import format_size
+from rayzero.orchestrator.top.format import format_size, plain_class
 
 commands = new_group()
 

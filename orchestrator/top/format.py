@@ -101,3 +101,11 @@ def split_width(values: Sequence[float], width: int) -> list[int]:
 def _mean_known(values: Sequence[float | None]) -> float | None:
     numbers = [value for value in values if value is not None]
     return sum(numbers) / len(numbers) if numbers else None
+
+
+def plain_class(name: str) -> str:
+    """A memory class of `engine.accounting` in words; its name stays in metrics and files."""
+    prefix = next((it for it in ("host_", "disk_") if name.startswith(it)), "")
+    words = {"slots": "gather buffers", "grad_slots": "gradient buffers"}
+    own = name.removeprefix(prefix)
+    return f"{prefix}{words.get(own, own)}".replace("_", " ")
