@@ -6,6 +6,8 @@ samples until a backward claims it:
 
 - by its tensors: the engine's forward recognizes those that the loader yielded, and views of them;
 - by order, where the loop has made other tensors of them: the oldest that is not trained on yet.
+  Their number is all that tells then: a batch that is trained on twice makes up for one that was
+  read ahead and left.
 
 Micro-batches are trained on in the order in which they were yielded, each once. Where a loop is
 seen to do otherwise, the backward is refused: the order of samples, the weights of the gradient and

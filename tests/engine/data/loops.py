@@ -1,5 +1,5 @@
-"""Training loops of random shape over the loader, on the ranks of a group, and plain torch over the
-samples that they recorded."""
+"""Training loops of random shape over the loader, on the ranks of a group or of a job, and plain
+torch over the samples that they recorded."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from threading import Thread
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import rayzero
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.sampling import SampleOrder
-from rayzero.engine.errors import EngineError
+from rayzero.engine.errors import CollectiveError, EngineError
 
 SAMPLES, LR, STEPS, EPOCHS = 17, 0.1, 5, 2
 Batch = tuple[Tensor, Tensor]
@@ -81,18 +82,20 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 1)).double()
 
 
+def engine_config(shape: Shape) -> dict[str, Any]:
+    return {
+        "gradient_clipping": 0,
+        "train_batch_size": shape.batch,
+        "train_micro_batch_size_per_gpu": shape.micro_batch,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_optimization": {"stage": shape.stage},
+    }
+
+
 def run_loop(rank: int, world: int, shape: Shape) -> Outcome:
-    """Trains; an EngineError ends it."""
+    """Trains; an EngineError ends it, here and, as a job's end does, on the other ranks."""
     engine, _, loader, _ = rayzero.initialize(
-        model=make_model(),
-        training_data=make_data(),
-        config={
-            "gradient_clipping": 0,
-            "train_batch_size": shape.batch,
-            "train_micro_batch_size_per_gpu": shape.micro_batch,
-            "optimizer": {"type": "SGD", "params": {"lr": LR}},
-            "zero_optimization": {"stage": shape.stage},
-        },
+        model=make_model(), training_data=make_data(), config=engine_config(shape)
     )
     assert loader is not None
     recorded = RecordedSamples()
@@ -105,11 +108,24 @@ def run_loop(rank: int, world: int, shape: Shape) -> Outcome:
                 samples.append(recorded.pending)
                 recorded.pending = []
         engine.check_loop()
-    except EngineError as raised:
-        error = str(raised)
-    weights = {} if error else engine.state_dict()
+        weights = engine.state_dict()
+    except (EngineError, CollectiveError) as raised:
+        error, weights = str(raised), {}
+        if world:
+            dist.destroy_process_group()
     engine.close()
     return Outcome(error, weights, samples)
+
+
+def train_job(ctx: Any) -> None:
+    """The same loop as the function of a job, whose args are those of the shape."""
+    shape = Shape(**ctx.args)
+    engine, _, loader, _ = ctx.initialize(model=make_model(), training_data=make_data())
+    for _ in _train(engine, loader, shape):
+        pass
+    weights = engine.state_dict()
+    if ctx.is_main:
+        torch.save(weights, ctx.output_dir / "weights.pt")
 
 
 def _train(engine: Any, loader: StepLoader, shape: Shape) -> Iterator[None]:

@@ -2,6 +2,7 @@
 an error."""
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,7 +35,10 @@ def shapes(draw: st.DrawFn) -> Shape:
         "stops": st.lists(turns, max_size=2, unique=True).map(lambda it: tuple(sorted(it))),
         "mistakes": st.one_of(st.just(()), st.tuples(mistakes)),
     }
-    return Shape(**{name: draw(strategy) for name, strategy in values.items()})
+    shape = Shape(**{name: draw(strategy) for name, strategy in values.items()})
+    # The engine goes by the order of what it does not recognize: a batch trained on twice there can
+    # make up for one that was read ahead and left.
+    return replace(shape, stops=()) if shape.copied and shape.mistakes else shape
 
 
 @pytest.mark.slow
