@@ -51,9 +51,8 @@ def test_random_loops_with_kills(shape: Shape, kills: list[tuple[int, int, str]]
             for rank, turn, phase in kills
         )
         controller, errors = run_job(Path(folder), shape, faults)
-        if errors:  # what a loop has read to the end and left may be meant to be trained on
-            assert shape.stops, errors
-            assert shape.ahead != 0, errors
+        if errors:
+            assert shape.may_fail, errors
             return
         assert controller.wrong == []
         assert FaultRecord(folder).read()  # the second one's rank may no longer be there

@@ -51,6 +51,13 @@ class Shape:
     stops: tuple[int, ...] = ()
     mistakes: tuple[tuple[Mistake, int], ...] = ()
 
+    @property
+    def may_fail(self) -> bool:
+        """Whether an error may be its end. What it has read to the end and left may be meant to be
+        trained on later: it ends so if it is not."""
+        reads_ahead = self.threaded or self.ahead != 0
+        return bool(self.mistakes) or (bool(self.stops) and reads_ahead)
+
 
 @dataclass(frozen=True)
 class Outcome:

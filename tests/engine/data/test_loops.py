@@ -55,8 +55,7 @@ def test_random_loops(shape: Shape, world: int) -> None:
 def check(shape: Shape, outcomes: list[Outcome]) -> None:
     errors = {outcome.error for outcome in outcomes}
     if any(errors):
-        # What a loop read to the end and left may be meant to be trained on later.
-        assert shape.mistakes or (shape.stops and shape.ahead != 0), errors
+        assert shape.may_fail, errors
         assert all(errors)  # on every rank
         return
     samples = [
