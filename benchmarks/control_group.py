@@ -50,7 +50,10 @@ class SimulatedGroup:
         self._pipe.close()
 
     async def start_workers(
-        self, request: ResourceRequest, on_failure: Callable[[Any], None]
+        self,
+        request: ResourceRequest,
+        on_failure: Callable[[Any], None],
+        on_waiting: Callable[[str], None],
     ) -> tuple[WorkerInfo, ...]:
         return tuple(await self._call("start"))
 

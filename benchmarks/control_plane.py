@@ -138,8 +138,7 @@ async def measure(
         job = asyncio.ensure_future(controller.run())
         scrapes = asyncio.ensure_future(_scrape(telemetry))
         try:
-            async with asyncio.timeout(60):
-                await counter.running.wait()
+            await _wait_running(counter.running, job)
             await asyncio.sleep(WARMUP_S)
             quiet, _ = await _cpu_share(WARMUP_S, group)
             await group.inject_faults(scale.fault_s)
@@ -169,6 +168,17 @@ async def measure(
         answer_ms=(p50 * 1e3, p99 * 1e3, maximum * 1e3),
         repair_s=median(counter.repair_s or [0.0]),
     )
+
+
+async def _wait_running(running: asyncio.Event, job: asyncio.Future[Any]) -> None:
+    """Wait until the job runs, at most 60 s; raise the error of one that has ended instead."""
+    entered = asyncio.ensure_future(running.wait())
+    done, _ = await asyncio.wait({entered, job}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    entered.cancel()
+    if job in done:
+        job.result()
+    if not running.is_set():
+        raise TimeoutError("the workers did not run within 60 s")
 
 
 async def _wait_until(condition: Callable[[], bool]) -> None:

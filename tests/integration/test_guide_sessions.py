@@ -84,6 +84,10 @@ class Terminal:
         assert done.returncode == 0, (words, done.stdout, done.stderr)
         return done.stdout
 
+    def is_listed(self, name: str, state: str) -> bool:
+        rows = self.rayzero("ls").splitlines()
+        return [name, state] in [row.split()[:2] for row in rows]
+
     def lose_cluster(self) -> None:
         self.wait_running()
         self.kill_cluster()
@@ -103,7 +107,8 @@ class Terminal:
 
         def is_running() -> bool:
             status = json.loads(self.rayzero("status", name, "--json"))
-            return bool(status["state"] == "running" and status["world_size"] == 2)
+            runs = status["state"] == "running" and status["step"] > 0
+            return bool(runs and status["world_size"] == 2)
 
         wait_for(is_running, TIMEOUT_S, "both workers")
 
@@ -195,7 +200,7 @@ def without_numbers(text: str) -> set[str]:
     text = re.sub(r"(killed by SIGKILL,).*", r"\1", text)
     text = re.sub(r"from \S*/runs", "from runs", text)
     text = re.sub(r"(goodput|, offline for|^step \d+ \|).*", r"\1", text, flags=re.MULTILINE)
-    text = re.sub(r"\b\d+ ms\b", "0 s", text)
+    text = re.sub(r"\b\d+ ms\b|\b\d+ min \d+ s\b", "0 s", text)
     text = re.sub(r"\d[\d.,]*|no(?= step)", "#", text)
     return {
         re.sub(r"\b(step|worker)s\b", r"\1", " ".join(line.split())) for line in text.splitlines()
@@ -213,7 +218,7 @@ def test_quickstart_runs_as_written(terminal: Terminal) -> None:
                 text = text.replace(given, ours)
             (terminal.folder / block.file).write_text(text, encoding="utf-8")
     for commands, shown in exchanges(page, after="ray start --head"):
-        if any("lost at step" in line for line in shown):
+        if any(re.search(r" lost .* resume ", line) for line in shown):
             terminal.lose_cluster()
         before = terminal.sizes()
         for line in commands.lines():
@@ -262,7 +267,7 @@ def test_jobs_in_python_run_as_written(terminal: Terminal) -> None:
     (terminal.folder / "engine.json").write_text(json.dumps(ENGINE), encoding="utf-8")
     start, attach = (b.text for b in blocks("docs/jobs.md") if b.language == "python")
     job = terminal.python(start)
-    wait_for(lambda: "gpt: running" in terminal.rayzero("ls"), TIMEOUT_S, "the job")
+    wait_for(lambda: terminal.is_listed("gpt", "running"), TIMEOUT_S, "the job")
     attached, _ = terminal.python(f"import rayzero\n{attach}").communicate(timeout=TIMEOUT_S)
     assert re.search(r"^\d+ (running|resizing)$", attached, re.MULTILINE), attached
     place = "tests/integration/test_guide_sessions.py::test_jobs_in_python_run_as_written"
@@ -288,7 +293,7 @@ def lines_of(page: str, place: str) -> Iterator[str]:
 
 
 SHOWN = {
-    "ls": "{}: running",
+    "ls": "{} +running",
     "status": "running",
     "logs": r"step \d+|epoch \d+",
     "stop": "stop",
@@ -312,7 +317,7 @@ def perform(terminal: Terminal, line: str, name: str) -> None:
         with urllib.request.urlopen("http://127.0.0.1:9500/", timeout=20) as page:
             assert b"<html" in page.read()
     elif command == "stop":
-        wait_for(lambda: f"{name}: stopped" in terminal.rayzero("ls"), TIMEOUT_S, "its end")
+        wait_for(lambda: terminal.is_listed(name, "stopped"), TIMEOUT_S, "its end")
 
 
 def write_files(terminal: Terminal, page: str, *changes: tuple[str, str]) -> None:

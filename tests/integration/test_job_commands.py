@@ -220,5 +220,7 @@ def _assert_job_is_stopped(cluster: TokenCluster) -> None:
     status = cluster.run_inside("status", "adopted").stdout
     assert status.startswith(f"adopted: stopped at step {after['step']} of 1000000\n"), status
     listed = cluster.run_inside("ls")
-    assert status.splitlines()[0] in listed.stdout.splitlines(), listed.stdout + listed.stderr
+    rows = [line.split() for line in listed.stdout.splitlines()]
+    assert [row[:2] for row in rows] == [["name", "state"], ["adopted", "stopped"]], listed
+    assert f"{after['step']}/1000000" in rows[1]
     assert "state: stopping\n" in cluster.run_inside("logs", "adopted").stdout
