@@ -51,6 +51,11 @@ class CheckpointStore:
         """The path or URL of that step's checkpoint."""
         return join_url(self._plan.job_folder, step_folder_name(step))
 
+    async def check_folder(self) -> None:
+        """Before files are written: raises if another process owns the job's folder. Makes it
+        again if it was removed."""
+        await asyncio.to_thread(self._check_lease)
+
     async def resolve_resume(self) -> CheckpointRef | None:
         """The checkpoint that this run starts from, by `checkpoint.resume`.
 

@@ -15,11 +15,9 @@ def open_store(url: str) -> Store:
     """The store with this top folder: a path, or a file://, s3://, gs:// or hdfs:// URL. It need
     not exist yet. Raises ConfigError if the URL's scheme is not supported, or an option in it is
     wrong; StoreError if the service cannot be reached."""
-    if "://" not in url:
-        return LocalStore(Path(url))
+    if not is_remote(url):
+        return LocalStore(Path(local_path(url)))
     scheme = urlsplit(url).scheme
-    if scheme == "file":
-        return LocalStore(Path(unquote(urlsplit(url).path)))
     if scheme not in _REMOTE_SCHEMES:
         raise ConfigError(
             f"checkpoints cannot be stored at {url}"
@@ -36,6 +34,16 @@ def open_store(url: str) -> Store:
 def is_remote(url: str) -> bool:
     """Whether a path or URL is outside this machine's file systems."""
     return "://" in url and urlsplit(url).scheme != "file"
+
+
+def folder_exists(url: str) -> bool:
+    """Whether a folder exists; an object store has no folders, so they always do."""
+    return is_remote(url) or Path(local_path(url)).is_dir()
+
+
+def local_path(url: str) -> str:
+    """Of a path, or a file:// URL."""
+    return unquote(urlsplit(url).path) if "://" in url else url
 
 
 def join_url(url: str, *names: str) -> str:

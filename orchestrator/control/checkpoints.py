@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.errors import DataError, RayzeroError
@@ -58,6 +59,8 @@ class CheckpointWriter:
         self._marking: asyncio.Task[None] | None = None
         self._write_lock = asyncio.Lock()
         self._rank_bytes = 0
+        self._newest_wanted = 0
+        """The newest step that is to be written, or was."""
 
     async def resolve_resume(self) -> bool:
         """Finds and announces the checkpoint that this run starts from. False if there is none.
@@ -126,6 +129,12 @@ class CheckpointWriter:
         """The newest checkpoint that this run resumed from or wrote."""
         return self._newest
 
+    def forget_own(self) -> None:
+        """The checkpoints in the job's folder were removed."""
+        store = self._context.deps.checkpoint_store
+        if self._newest is not None and self._newest.folder == store.folder(self._newest.step):
+            self._newest = None
+
     def covers(self, step: int) -> bool:
         """Whether a checkpoint of that step, or a newer one, is stored."""
         return self._newest is not None and self._newest.step >= step
@@ -133,7 +142,9 @@ class CheckpointWriter:
     async def write(
         self, pin: PinnedStep, retry_backoff_s: Sequence[float] = WRITE_RETRY_BACKOFF_S
     ) -> None:
-        """Writes a pinned step as a checkpoint, with retries while the store fails."""
+        """Writes a pinned step as a checkpoint, with retries while the store fails: until a newer
+        step is to be written."""
+        self.expect(pin.step)
         async with self._write_lock:
             self._rank_bytes = max(self._rank_bytes, pin.rank_bytes)
             for attempts, retry_in_s in enumerate((*retry_backoff_s, None), start=1):
@@ -145,13 +156,21 @@ class CheckpointWriter:
                 except (RayzeroError, VaultLostError, TimeoutError) as error:
                     # Retrying does not bring back a lost or damaged slot.
                     slot_lost = isinstance(error, VaultLostError | DataError)
-                    retry_in_s = None if slot_lost else retry_in_s
+                    retry_in_s = None if slot_lost or self._is_outdated(pin) else retry_in_s
                     text = self._report_failure(pin.step, error, attempts, retry_in_s)
                 if retry_in_s is None:
                     if not slot_lost:
                         self.abandoned[pin.step] = text
                     return
-                await self._context.deps.clock.sleep(retry_in_s)
+                await self._context.wait_for(retry_in_s, partial(self._is_outdated, pin))
+
+    def expect(self, step: int) -> None:
+        """That step is to be written: older ones are not tried again."""
+        self._newest_wanted = max(self._newest_wanted, step)
+        self._context.changed.notify()
+
+    def _is_outdated(self, pin: PinnedStep) -> bool:
+        return self._newest_wanted > pin.step
 
     async def write_state(
         self, restore: Restore, retry_backoff_s: Sequence[float] = WRITE_RETRY_BACKOFF_S
@@ -173,6 +192,7 @@ class CheckpointWriter:
         store = ctx.deps.checkpoint_store
         started_s = ctx.now_s()
         folder = store.folder(pin.step)
+        await store.check_folder()
         by_node: defaultdict[str, list[SlotRef]] = defaultdict(list)
         for slot in pin.slots:
             by_node[slot.node_id].append(slot)

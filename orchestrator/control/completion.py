@@ -16,6 +16,9 @@ from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies.usefulness import check_trained
 
+STORE_TRIES = 3
+"""Attempts to store a state that training replaces."""
+
 
 class JobCompletion:
     """Stores the last checkpoint, if it is due and not stored, and reports how the job ended."""
@@ -36,8 +39,28 @@ class JobCompletion:
         """The training function has returned on every rank of the newest generation."""
         self._context.tasks.spawn(self._complete())
 
+    async def store_newest(self) -> None:
+        """Stores the newest state in memory as a checkpoint, if the job writes checkpoints. Of
+        states that change meanwhile the next."""
+        for _ in range(STORE_TRIES):
+            try:
+                state = await self._restore.find(1)
+            except RayzeroError:
+                state = None
+            if state is None or not self._is_checkpointing:
+                return
+            await self._checkpoints.write_state(state)
+            if self._checkpoints.covers(state.step):
+                return
+
+    @property
+    def _is_checkpointing(self) -> bool:
+        return self._context.plan.worker_spec.mirror.checkpoint_every_steps is not None
+
     async def _complete(self) -> None:
         ctx, generation = self._context, self._context.generation
+        if (last := self._due_step()) is not None:
+            self._checkpoints.expect(last)
         await self._replication.wait_idle()
         # A function that returns at once may be faster than the report that all ranks have joined.
         forming = (State.STARTING, State.RECOVERING)
@@ -65,11 +88,8 @@ class JobCompletion:
         """The step that should be the newest checkpoint: the last one. None if there should be
         none."""
         ctx = self._context
-        checkpoints = ctx.plan.worker_spec.mirror.checkpoint_every_steps is not None
-        if (
-            not checkpoints or not ctx.generation.all_restored
-        ):  # without an engine there is no state
-            return None
+        if not self._is_checkpointing or not ctx.generation.all_restored:
+            return None  # without an engine there is no state
         return ctx.progress.steps or None
 
     async def _store(self, step: int) -> None:

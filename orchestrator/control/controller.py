@@ -55,7 +55,7 @@ class Controller:
         checkpoints = self._checkpoints = CheckpointWriter(ctx, injector.on_checkpoint_committed)
         replication = Replication(ctx, checkpoints)
         restore = RestoreSelector(ctx, failures, vaults, checkpoints)
-        completion = JobCompletion(ctx, replication, checkpoints, restore)
+        completion = self._completion = JobCompletion(ctx, replication, checkpoints, restore)
         shrink = CommunicatorShrink(ctx)
         dispatcher = MessageDispatcher(
             ctx, failures, replication, vaults, injector, shrink, completion.begin
@@ -93,6 +93,11 @@ class Controller:
     def post_event(self, event: machine.Event) -> None:
         """Queues an event. From another thread: `loop.call_soon_threadsafe(post_event, event)`."""
         self._context.post_event(event)
+
+    def on_folder_removed(self) -> None:
+        """The job's folder was removed, with its checkpoints, and made again."""
+        self._checkpoints.forget_own()
+        self._context.tasks.spawn(self._completion.store_newest())
 
     async def inject(self, faults: Sequence[str]) -> str:
         """Schedules faults; returns a message about the result.

@@ -184,7 +184,9 @@ class JobActor:
             spec.checkpoint.lease_s,
             self._warn,
             lambda: self._stop_requested,
-            lambda error: self._loop.call_soon_threadsafe(self._give_up_folder, error),
+            run=self._plan.worker_spec.run,
+            on_lost=lambda error: self._loop.call_soon_threadsafe(self._give_up_folder, error),
+            on_removed=lambda: self._loop.call_soon_threadsafe(self._write_folder_again),
         )
 
     def _give_up_folder(self, error: RayzeroError) -> None:
@@ -192,6 +194,12 @@ class JobActor:
         if self._run is not None:
             self._run.recorder.stop_journal()
             self._run.controller.post_event(machine.FaultFatal(error))
+
+    def _write_folder_again(self) -> None:
+        """The job's folder was removed, and is there again."""
+        if self._run is not None:
+            self._run.recorder.write_again()
+            self._run.controller.on_folder_removed()
 
     async def _run_job(self, lease: Lease) -> JobResult:
         plan = self._plan

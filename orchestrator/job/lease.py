@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from threading import Event, Lock, Thread
 
 from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.checkpoint.store import is_remote, local_path
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
@@ -26,7 +28,7 @@ from rayzero.orchestrator.job.claims import (
     classify_claim,
     this_process,
 )
-from rayzero.orchestrator.journal.files import has_journal
+from rayzero.orchestrator.journal.files import has_journal, read_journal
 
 CLAIM_POLL_S = 0.5  # pause between two lists of the claims
 RENEWALS_PER_LEASE = 4  # renewals during the time of a lease; all but one of them may fail
@@ -55,7 +57,7 @@ def acquire(own: Claim, claims: ClaimStore, wait: Callable[[Claim], None]) -> Cl
             wait(undecided)
             own = replace(own, beat=own.beat + 1)
         else:
-            epoch = max((other.claim.epoch for other in others), default=0) + 1
+            epoch = max(own.epoch, *(other.claim.epoch for other in others), 0) + 1
             own = replace(own, holds=True, epoch=epoch)
             claims.write(own)
             for lost in others:  # last, so that the next process sees their epochs
@@ -69,12 +71,17 @@ def acquire_lease(
     lease_s: float,
     warn: Callable[[str], None],
     is_stopped: Callable[[], bool] = lambda: False,
+    *,
+    run: str = "",
     on_lost: Callable[[RayzeroError], object] = lambda _: None,
+    on_removed: Callable[[], object] = lambda: None,
 ) -> Lease:
     """Acquires a job's folder for this process. Waits for the end of a lease that may be lost.
 
     Args:
+        run: id of the run that this process writes into the folder's journal.
         on_lost: called once, in the lease's thread, when another process has acquired the folder.
+        on_removed: called in any thread, when the folder had been removed and was made again.
 
     Raises:
         ConfigError: a live process holds it.
@@ -105,7 +112,7 @@ def acquire_lease(
             fix=f"another name or checkpoint.path, or `rayzero stop {holder.job}` with the "
             f"--address of its cluster; a lost process is detected after {holder.lease_s:g} s",
         )
-    return Lease(job_folder, holder, claims, warn, on_lost)
+    return Lease(job_folder, holder, claims, run, warn, on_lost, on_removed)
 
 
 class Lease:
@@ -116,14 +123,19 @@ class Lease:
         job_folder: str,
         claim: Claim,
         claims: ClaimStore,
+        run: str,
         warn: Callable[[str], None],
         on_lost: Callable[[RayzeroError], object],
+        on_removed: Callable[[], object],
     ) -> None:
         self._job_folder = job_folder
+        self._parent = _parent_identity(job_folder)
         self._claim = claim
         self._claims = claims
+        self._run = run
         self._warn = warn
         self._on_lost = on_lost
+        self._on_removed = on_removed
         self._lost: LeaseLostError | None = None
         self._check_lock = Lock()  # `check` runs in the lease's thread and in writers
         self._released = Event()
@@ -131,8 +143,9 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """To be called before each write that only the holder may do. Raises LeaseLostError if
-        another process has acquired the folder; StoreError if the claims cannot be read."""
+        """To be called before each write that only the holder may do. Makes the folder again if it
+        was removed and nobody has acquired it since. Raises LeaseLostError if another process has;
+        StoreError if the claims cannot be read."""
         with self._check_lock:
             if self._lost is None:
                 self._lost = self._find_loss()
@@ -154,14 +167,48 @@ class Lease:
         ]
         if exists and not newer:
             return None
-        if not newer and not has_journal(self._job_folder):
-            raise StoreError(
-                "gone", redact_url(self._job_folder), "the job's folder does not exist"
-            )
-        holder = _describe_holder(newer[0]) if newer else "another process"
+        if not others and not self._released.is_set() and self._is_own_journal():
+            return self._claim_again()
+        return self._loss(newer[0] if newer else others[0].claim if others else None)
+
+    def _is_own_journal(self) -> bool:
+        """Whether the newest journal is this run's, or was removed with its folder: nobody else has
+        written one. Raises StoreError if more than the folder is gone, as after an unmount."""
+        if _parent_identity(self._job_folder) != self._parent:
+            text = "neither the job's folder nor the one that held it exist any more"
+            raise StoreError("gone", redact_url(self._job_folder), text)
+        if not has_journal(self._job_folder):
+            return True
+        history = read_journal(self._job_folder)
+        return history is not None and history.run == self._run and not history.end_state
+
+    def _claim_again(self) -> LeaseLostError | None:
+        """The claim is gone, and nobody else has one: what holds it was removed."""
+
+        def give_way(other: Claim) -> None:
+            raise self._loss(other)
+
+        try:
+            holder = acquire(replace(self._claim, holds=False), self._claims, give_way)
+        except LeaseLostError as lost:
+            self._claims.delete(self._claim.id)
+            return lost
+        if holder.id != self._claim.id:
+            return self._loss(holder)
+        self._claim = holder
+        self._warn(
+            f"{redact_url(self._job_folder)} was removed while the job runs: it is made again, "
+            "without what was in it; the next checkpoint is stored at once"
+        )
+        self._on_removed()
+        return None
+
+    def _loss(self, other: Claim | None) -> LeaseLostError:
+        holder = _describe_holder(other) if other else "another process"
         return LeaseLostError(
             f"{holder} has taken over {redact_url(self._job_folder)}, because this process did not "
-            f"renew its lease for {self._claim.lease_s:g} s; this process writes nothing there now",
+            f"renew its lease for {self._claim.lease_s:g} s, or the folder was removed; this "
+            "process writes nothing there now",
             fix="the job continues there; a longer checkpoint.lease_s if the store is slow",
         )
 
@@ -170,8 +217,9 @@ class Lease:
         while not self._released.wait(self._claim.lease_s / RENEWALS_PER_LEASE):
             try:
                 self.check()
-                self._claim = replace(self._claim, beat=self._claim.beat + 1)
-                self._claims.write(self._claim)
+                with self._check_lock:
+                    self._claim = replace(self._claim, beat=self._claim.beat + 1)
+                    self._claims.write(self._claim)
                 warned = False
             except LeaseLostError as lost:
                 self._on_lost(lost)
@@ -182,6 +230,17 @@ class Lease:
                 warned = True
         with suppress(RayzeroError):  # the lease expires
             self._claims.delete(self._claim.id)
+
+
+def _parent_identity(job_folder: str) -> tuple[int, int] | None:
+    """Device and inode of the folder that holds a job's; None if it does not exist, and of a URL.
+    Where a disk is mounted, it is another one without it."""
+    if is_remote(job_folder):
+        return None
+    with suppress(OSError):
+        status = Path(local_path(job_folder)).absolute().parent.stat()
+        return status.st_dev, status.st_ino
+    return None
 
 
 def _describe_holder(claim: Claim) -> str:

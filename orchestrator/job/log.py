@@ -50,9 +50,13 @@ def read_log(path: Path, position: LogPosition) -> tuple[bytes, LogPosition]:
     return b"", position
 
 
-def append_log(path: Path, lines: Sequence[str]) -> None:
-    """Appends lines, with credentials in URLs redacted. May raise OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def append_log(path: Path, lines: Sequence[str], *, parents: bool = True) -> None:
+    """Appends lines, with credentials in URLs redacted. May raise OSError.
+
+    Args:
+        parents: make not only the log's folder, but also those that hold it.
+    """
+    path.parent.mkdir(parents=parents, exist_ok=True)
     if path.exists() and path.stat().st_size > LOG_MAX_BYTES:
         _rotate(path)
     with path.open("a", encoding="utf-8", errors="replace") as file:

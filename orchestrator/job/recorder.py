@@ -115,7 +115,8 @@ class JobRecorder:
     ) -> None:
         self._plan = plan
         self._buffer = buffer
-        append_lines = partial(append_log, plan.log_path)
+        # The holder of the lease makes the job's folder again if it is removed, and nobody else.
+        append_lines = partial(append_log, plan.log_path, parents=plan.spec.checkpoint.is_url)
         log = writer.add_queue("the job's log", append_lines, _LOG_FLUSH_INTERVAL_S)
         self._log = log
         self._plain_console = PlainConsole(log.put)
@@ -161,6 +162,10 @@ class JobRecorder:
         """Writes nothing into the job's folder any more: another process owns it."""
         self._owns_journal = False
         self._journal_queue.discard()
+
+    def write_again(self) -> None:
+        """The files in the job's folder were removed: writes the journal's state, and a line."""
+        self._journal.append("removed")
 
     @property
     def began_at_s(self) -> float:

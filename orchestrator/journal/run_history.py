@@ -165,6 +165,8 @@ def apply_entry(history: RunHistory | None, entry: Mapping[str, Any]) -> RunHist
             }
         case "checkpointfailed":
             changes["checkpoints_failed"] = history.checkpoints_failed + 1
+        case "removed":
+            changes |= {"checkpoint_step": None, "entries": {**history.entries, "checkpoint": ()}}
         case "scaled":
             changes["scaled_limits"] = (int(entry["least"]), int(entry["most"]))
         case "reserved":

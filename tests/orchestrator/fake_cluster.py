@@ -774,9 +774,13 @@ class FakeCheckpointStore:
         self.keep = sys.maxsize
         self.resume_error: RayzeroError | None = None
         self.errors: list[Exception] = []
+        self.check_lease: Callable[[], object] = lambda: None
 
     def folder(self, step: int) -> str:
         return f"/runs/job/step-{step}"
+
+    async def check_folder(self) -> None:
+        self.check_lease()
 
     async def resolve_resume(self) -> CheckpointRef | None:
         if self.resume_error is not None:

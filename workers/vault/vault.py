@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.manifest import RankFile
+from rayzero.engine.checkpoint.store import folder_exists, split_url
 from rayzero.engine.checkpoint.writer import write_rank_file
 from rayzero.workers.vault import images
 from rayzero.workers.vault.buffers import BufferPool, available_bytes
@@ -29,6 +30,7 @@ from rayzero.workers.vault.slots import HEADER_BYTES, PAGE_BYTES
 
 MAX_REPLICATE_CALLS = 3
 """Calls of `replicate` at once, of which all but one wait; fewer than the vault's threads."""
+_HERE = "on this node: all nodes must share this folder"
 STORE_WAIT_S = 5.0
 """The time to wait for an earlier write; shorter than the timeout of a vault's poll."""
 
@@ -196,6 +198,9 @@ class Vault:
 
     def _write_file(self, folder: str, ref: SlotRef) -> RankFile:
         self._before_write(folder, ref.step, ref.rank)
+        job_folder = split_url(folder)[0]
+        if not folder_exists(job_folder):  # the holder of its lease may make it again
+            raise StoreError("gone", job_folder, f"the job's folder does not exist {_HERE}")
         with (
             self._registry.open_pinned(ref) as fd,
             closing(MappedSlotReader(ref, fd)) as image,

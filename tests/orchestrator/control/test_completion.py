@@ -129,3 +129,54 @@ async def test_function_without_engine_has_nothing_to_store(folder: Path):
     await harness.steps(5)
     await harness.finish()
     assert harness.store.steps == []
+
+
+@async_test
+async def test_step_that_is_retried_gives_way_to_the_last_one(folder: Path):
+    """The end waits for one checkpoint, not for each that is due."""
+    store = FakeCheckpointStore()
+    harness = start_job(folder, FakeCluster(checkpoint_every=5), store)
+    store.errors = [RayzeroError("the folder is read-only") for _ in range(2)]
+    await harness.steps(5)
+    harness.cluster.step(last=True)
+    await harness.clock.advance(WRITE_RETRY_BACKOFF_S[0])
+    assert (await harness.result()).metrics["checkpoints"] == {"written": 1, "failed": 2}
+    assert store.steps == [6]
+
+
+@async_test
+async def test_checkpoint_is_stored_at_once_after_the_folder_was_removed(folder: Path):
+    store = FakeCheckpointStore()
+    harness = start_job(folder, FakeCluster(checkpoint_every=2), store)
+    await harness.steps(3)
+    assert store.steps == [2]
+
+    def find_removed() -> None:
+        """What the lease's holder does at its next write."""
+        if store.steps == [2]:
+            store.steps.clear()
+            harness.controller.on_folder_removed()
+
+    store.check_lease = find_removed
+    harness.controller.on_folder_removed()
+    await settle()
+    assert store.steps == [3]
+    assert harness.controller.status().checkpoint_step == 3
+    await harness.steps(2)
+    await harness.finish()
+    assert store.steps == [3, 4, 6]
+
+
+@async_test
+async def test_removed_checkpoint_is_not_the_newest_any_more(folder: Path):
+    store = FakeCheckpointStore()
+    harness = start_job(folder, FakeCluster(checkpoint_every=5), store)
+    await harness.steps(5)
+    store.steps.clear()
+    attempts = len(WRITE_RETRY_BACKOFF_S) + 1
+    store.errors = [RayzeroError("the folder is read-only") for _ in range(2 * attempts)]
+    harness.controller.on_folder_removed()
+    harness.cluster.step(last=True)
+    await harness.clock.advance(2 * sum(WRITE_RETRY_BACKOFF_S))
+    with pytest.raises(JobFailedError, match="there is no other one"):
+        await harness.result()

@@ -27,6 +27,8 @@ from rayzero.orchestrator.job.claims import (
     this_process,
 )
 from rayzero.orchestrator.job.lease import Lease, LeaseLostError, acquire_lease
+from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate
+from rayzero.orchestrator.journal.writer import JournalWriter
 
 REMOTE_PROCESS = replace(this_process(), host="other", boot="another boot")
 
@@ -144,11 +146,65 @@ def test_missing_claim_is_a_takeover(tmp_path: Path):
     lease.release()
 
 
-def test_missing_job_folder_is_a_store_error(tmp_path: Path):
-    lease = acquire(tmp_path / "runs")
-    shutil.rmtree(tmp_path / "runs")
+def write_journal(folder: Path, run: str) -> None:
+    updates: list[JournalUpdate] = []
+    JournalWriter(updates.append).append(
+        "begun", run=run, adopted=False, spec={}, working_dir="", by_value=False
+    )
+    JournalFiles(str(folder)).write(updates)
+
+
+@pytest.mark.parametrize("left", ["nothing", "the folder", "its journal"])
+def test_removed_job_folder_is_claimed_again(tmp_path: Path, left: str):
+    """Also in the middle of `rm -rf`, which may have removed the claim first."""
+    folder, removed, warnings = tmp_path / "job", threading.Event(), list[str]()
+    lease = acquire_lease(
+        str(folder), "job", 60.0, warnings.append, run="7", on_removed=removed.set
+    )
+    write_journal(folder, "7")
+    (old,) = claims(folder)
+    shutil.rmtree(folder / LEASE_FOLDER if left == "its journal" else folder)
+    if left == "the folder":
+        folder.mkdir()
+    lease.check()
+    lease.check()
+    assert removed.is_set()
+    (text,) = warnings
+    assert f"{folder} was removed while the job runs" in text
+    (claim,) = claims(folder)
+    assert (claim.id, claim.holds, claim.epoch) == (old.id, True, old.epoch + 1)
+    with pytest.raises(ConfigError, match="is in use"):
+        acquire(folder)
+    lease.release()
+    assert claims(folder) == []
+    with pytest.raises(LeaseLostError):
+        lease.check()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_removed_job_folder_that_another_job_has_acquired_is_lost(tmp_path: Path, ended: bool):
+    folder, lost = tmp_path / "job", list[RayzeroError]()
+    lease = acquire(folder, on_lost=lost.append)
+    shutil.rmtree(folder)
+    other = acquire(folder)
+    write_journal(folder, "8")
+    if ended:
+        other.release()
+    with pytest.raises(LeaseLostError, match="has taken over"):
+        lease.check()
+    lease.release()
+    other.release()
+
+
+def test_job_folder_that_is_gone_with_its_disk_is_not_made_again(tmp_path: Path):
+    lease = acquire(tmp_path / "disk" / "job")
+    shutil.rmtree(tmp_path / "disk")
+    with pytest.raises(StoreError, match="neither the job's folder nor"):
+        lease.check()
+    (tmp_path / "disk").mkdir()  # what a disk was mounted on
     with pytest.raises(StoreError):
         lease.check()
+    assert list((tmp_path / "disk").iterdir()) == []
     lease.release()
 
 

@@ -239,3 +239,12 @@ def test_actor_imports_no_torch():
     script = "import sys, rayzero.workers.vault.actor\nsys.exit('torch' in sys.modules)\n"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=300)
     assert done.returncode == 0
+
+
+def test_vault_does_not_make_the_jobs_folder(cluster: VaultCluster, tmp_path: Path):
+    """Without its lease a folder that was removed would be taken for the job's."""
+    buffer = cluster.client().reserve(1, 0, 1, table())
+    write(buffer, 0, 4, pin=True)
+    with pytest.raises(StoreError, match="the job's folder does not exist on this node"):
+        cluster.vault().write(str(tmp_path / "job" / "step-4"), refs((1, 0, 4)))
+    assert list(tmp_path.iterdir()) == []
