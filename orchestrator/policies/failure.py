@@ -13,6 +13,7 @@ from enum import StrEnum
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.errors import JobConfigError, JobFailedError
 from rayzero.workers.messages import WorkerInfo
+from rayzero.workers.vault.process_end import EXITED
 
 
 class FaultCause(StrEnum):
@@ -183,6 +184,8 @@ def _fatal_error(
     counted = faults_in_budget((*earlier, root), causes, budget, root.at_s)
     exceeded = len(counted) > budget.max_faults
     if causes is HARDWARE_CAUSES:
+        if exits := _equal_exits(root, earlier):
+            return _equal_exits_error(exits)
         if _is_same_loss(root, earlier):
             return _same_loss_error(root)
         return _hardware_error(root, counted, budget) if exceeded else None
@@ -223,6 +226,27 @@ def start_error(failures: Sequence[Fault], budget: FaultBudget) -> JobFailedErro
     newest = failures[-1]
     recent = [fault for fault in failures if fault.at_s > newest.at_s - budget.window_s]
     return _hardware_error(newest, recent, budget) if len(recent) > budget.max_faults else None
+
+
+def _equal_exits(root: Fault, earlier: Sequence[Fault]) -> list[Fault]:
+    """The processes that ended themselves without an error in this step, if there were several:
+    what they run did so, on whichever rank. A cluster that ends a process sends a signal, or makes
+    it exit with another code."""
+    step, code = root.step, f"{EXITED}0"
+    exits = [it for it in (*earlier, root) if (it.detail, it.step) == (code, step)]
+    return exits if step and root in exits and len({it.generation for it in exits}) > 1 else []
+
+
+def _equal_exits_error(exits: Sequence[Fault]) -> JobFailedError:
+    ranks = " and then ".join(
+        f"rank {it.rank} on node {it.worker.node} (pid {it.worker.pid})" for it in exits
+    )
+    return JobFailedError(
+        f"the processes of {ranks} exited with code 0 in step {exits[-1].step}, while the other "
+        "ranks went on: the training function, or what it calls, ends its process there",
+        allowed="a function or a script that ends on every rank after the same step",
+        fix="os._exit and the like in the training function; the worker's log has its last lines",
+    )
 
 
 def _is_same_loss(root: Fault, earlier: Sequence[Fault]) -> bool:

@@ -18,6 +18,8 @@ from select import POLLIN, poll
 from signal import SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGKILL, SIGSEGV, Signals
 from typing import TextIO
 
+EXITED = "its process exited with code "
+"""Of a status without a signal, followed by the code."""
 _MAX_REPORT_BYTES = 16 * 1024
 _EXIT_WAIT_MS = 10
 _CALLERS = "/rayzero/workers/worker.py"
@@ -115,7 +117,7 @@ def _describe(status: int | None) -> str:
     if status is None:
         return ""
     if not os.WIFSIGNALED(status):
-        return f"its process exited with code {os.WEXITSTATUS(status)}"
+        return f"{EXITED}{os.WEXITSTATUS(status)}"
     number = os.WTERMSIG(status)
     name = Signals(number).name if number in set(Signals) else f"signal {number}"
     return f"its process was killed by {name}{_SIGKILL_CAUSES if number == SIGKILL else ''}"

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import permutations
 
@@ -19,6 +22,7 @@ from rayzero.orchestrator.policies.failure import (
 )
 from rayzero.orchestrator.policies.placement import quarantined_nodes, restart_backoff_s
 from rayzero.workers.messages import WorkerInfo
+from rayzero.workers.vault import process_end
 
 
 def worker(index: int, node: str = "a") -> WorkerInfo:
@@ -254,6 +258,22 @@ def test_third_equal_loss_in_the_same_step_is_a_user_error():
     ):
         other = replace(third, **change)  # type: ignore[arg-type]
         assert decided(other, earlier=tuple(earlier), budget=budget) is other
+
+
+def test_process_that_exits_with_0_is_a_user_error_when_the_next_rank_does():
+    """Also if ranks just go, so that no rank does it twice. The status is a real process's."""
+    with subprocess.Popen([sys.executable, "-c", "import os; os._exit(0)"]) as process:
+        _, status = os.waitpid(process.pid, 0)
+        process.returncode = 0
+    first = replace(LOST, rank=2, worker=worker(2), detail=process_end._describe(status))
+    assert decided(first) is first
+    second = replace(first, rank=1, worker=worker(1), generation=2, trained_s=0.1)
+    text = str(error(decided(second, earlier=(first,))))
+    assert "rank 2 on node node-a (pid 4712) and then rank 1 on node node-a (pid 4711)" in text
+    assert "exited with code 0 in step 8" in text
+    for change in ({"step": 9}, {"detail": "its process exited with code 1"}, {"generation": 1}):
+        other = replace(second, **change)  # type: ignore[arg-type]
+        assert decided(other, earlier=(first,)) is other
 
 
 def test_stop_may_be_caught_by_several_ranks_in_one_generation_but_not_in_two():
