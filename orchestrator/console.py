@@ -43,7 +43,8 @@ class PlainConsole:
         self._write(f"job {name}")
 
     def await_next(self, text: str) -> None:
-        """The job waits for that."""
+        """The job waits for that, before its first event."""
+        self._write(text)
 
     def on_event(self, event: job_events.JobEvent) -> None:
         if isinstance(event, StepRecord):

@@ -24,9 +24,15 @@ SCHEMES = ("file", "s3", "gs", "gcs", "hdfs")  # URL schemes of checkpoint folde
 
 _SCHEMES = ", ".join(f"{scheme}://" for scheme in SCHEMES)
 _ENTRYPOINT = re.compile(r"[\w.]+:[\w.<>]+")
+_FILE_ENTRYPOINT = re.compile(r"^(?:\./)?((?:\w+/)*\w+)\.py(?=:)")
 
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 JOB_NAME_RULE = "letters, digits, '.', '_' and '-', at most 63, a letter or digit first"
+
+
+def _name_module(file: re.Match[str]) -> str:
+    """`src.first` of `src/first.py`"""
+    return file[1].replace("/", ".")
 
 
 MAX_WORKERS = 100_000
@@ -211,7 +217,10 @@ class JobSpec(SpecSection):
         description="letters, digits, '.', '_' and '-'; also the name of the job's output folder",
         json_schema_extra={"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$", "maxLength": 63},
     )
-    entrypoint: str = Field(description="module:function, imported on the workers")
+    entrypoint: str = Field(
+        description="module:function, imported on the workers; or file.py:function, from the "
+        "working directory"
+    )
     launch: LaunchSpec | None = Field(
         default=None, description="a script to run instead of an entrypoint and its args"
     )
@@ -257,6 +266,7 @@ class JobSpec(SpecSection):
     @field_validator("entrypoint")
     @classmethod
     def _check_entrypoint(cls, value: str) -> str:
+        value = _FILE_ENTRYPOINT.sub(_name_module, value)
         if not _ENTRYPOINT.fullmatch(value):
             path, _, function = value.partition(":")
             path, is_file = path.removesuffix(".py"), path.endswith(".py")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, TypeAlias, cast
 
@@ -35,21 +35,30 @@ def load_train_function(
     function = resolve_entrypoint(entrypoint)
     if entrypoint == SCRIPT_ENTRYPOINT and args is not None:
         function.__globals__["preload"](args)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    if inspect.iscoroutinefunction(function):
+        raise no_plain_function_error(name, "a coroutine")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise no_plain_function_error(name, "a generator")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # native code has none
         return function
+    check_signature(name, signature)
+    return function
+
+
+def check_signature(name: str, signature: inspect.Signature) -> None:
+    """Raises EntryPointError if a function of that signature cannot be called with ctx alone."""
     try:
         signature.bind(None)
     except TypeError as error:
-        name = getattr(function, "__qualname__", type(function).__qualname__)
         raise EntryPointError(
             f"the entry point {name}{signature} cannot be called with ctx as its only argument: "
             f"{error}",
             allowed="a function of one argument, ctx; pass further values as `args` (ctx.args)",
             fix=f"{name}, or {_FIX_HINT}",
         ) from None
-    return function
 
 
 def resolve_entrypoint(entrypoint: str | bytes) -> TrainFunction:
@@ -67,11 +76,7 @@ def resolve_entrypoint(entrypoint: str | bytes) -> TrainFunction:
     else:
         name, target = f"entrypoint {entrypoint!r}", _import_object(entrypoint)
     if not callable(target):
-        raise EntryPointError(
-            f"{name} is of type {type(target).__name__}, which is not callable",
-            allowed="a function of one argument, ctx",
-            fix=_FIX_HINT,
-        )
+        raise not_callable_error(name, type(target).__name__)
     return cast(TrainFunction, target)
 
 
@@ -101,9 +106,28 @@ def _import_module(entrypoint: str, module_name: str) -> Any:
         ) from error
 
 
-def missing_module_error(entrypoint: str, missing: str, folder: str) -> EntryPointError:
+def not_callable_error(what: str, type_name: str) -> EntryPointError:
     return EntryPointError(
-        f"entrypoint {entrypoint!r}: no module named {missing!r}",
+        f"{what} is of type {type_name}, which is not callable",
+        allowed="a function of one argument, ctx",
+        fix=_FIX_HINT,
+    )
+
+
+def no_plain_function_error(name: str, returned: str) -> EntryPointError:
+    return EntryPointError(
+        f"the entry point {name} returns {returned} instead of training",
+        allowed="a function of one argument, ctx, without async and yield",
+        fix=f"{name}, or {_FIX_HINT}",
+    )
+
+
+def missing_module_error(
+    entrypoint: str, missing: str, folder: str, modules: Sequence[str] = ()
+) -> EntryPointError:
+    near = did_you_mean(missing, list(modules))
+    return EntryPointError(
+        f"entrypoint {entrypoint!r}: no module named {missing!r}{near}",
         allowed=f"a module that can be imported from {folder}",
         fix=f"{_FIX_HINT}, or run from the folder that holds the module",
     )

@@ -168,15 +168,15 @@ def _make_spec(
 
 def _check_syntax(script: str) -> None:
     """Raises ConfigError at a syntax error, before a cluster or a worker starts."""
+    from rayzero.orchestrator.job.entrypoint_check import syntax_problem
+
     try:
         ast.parse(Path(script).read_bytes(), script)
         return
     except OSError as error:
         problem = f"{script!r} cannot be read: {error.strerror}"
     except (SyntaxError, ValueError) as error:
-        line, text = getattr(error, "lineno", None), getattr(error, "text", None)
-        place = f"{script}:{line}" if line else script
-        problem = f"{place}: {getattr(error, 'msg', error)}" + (f": {text.strip()}" if text else "")
+        problem = syntax_problem(script, error)
     raise ConfigError(problem, "a script in Python", "`rayzero launch SCRIPT.py`")
 
 

@@ -143,6 +143,7 @@ def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: 
     from rayzero.orchestrator.cluster.local_cluster import LocalCluster
     from rayzero.orchestrator.console import console_for
     from rayzero.orchestrator.errors import JobStoppedError
+    from rayzero.orchestrator.job.entrypoint_check import check_entrypoint
     from rayzero.orchestrator.plan import forked_worker_env
 
     with console_for(as_json) as console, ExitStack() as stack:
@@ -152,6 +153,7 @@ def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: 
             console.start(spec.name, spec.steps)
             local = None
             if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
+                check_entrypoint(spec.entrypoint, os.getcwd(), only_here=True)
                 console.await_next("starting Ray on this machine")
                 local = LocalCluster(forked_worker_env(spec))
                 stack.callback(local.stop)

@@ -7,16 +7,28 @@ be told from the source is left to the workers.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from importlib.machinery import PathFinder
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
+from inspect import Parameter, Signature
 from pathlib import Path
+from typing import Any
 
-from rayzero.workers.entrypoint import missing_module_error, missing_name_error
+from rayzero.workers.entrypoint import (
+    EntryPointError,
+    check_signature,
+    missing_module_error,
+    missing_name_error,
+    no_plain_function_error,
+    not_callable_error,
+)
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def check_entrypoint(entrypoint: str, folder: str, *, only_here: bool) -> None:
-    """Raises EntryPointError if there is no such module, or no such name in it.
+    """Raises EntryPointError if there is no such module, or none in Python, or no such name in it,
+    or the name is of what cannot be called with ctx.
 
     Args:
         entrypoint: `module:function`.
@@ -24,20 +36,33 @@ def check_entrypoint(entrypoint: str, folder: str, *, only_here: bool) -> None:
         only_here: whether the workers are on this machine; others may have modules that it has not.
     """
     module, _, path = entrypoint.partition(":")
-    top = module.partition(".")[0]
     source = _source_in(folder, module)
     if source is None:
-        if only_here and not _is_found(top, folder):
-            raise missing_module_error(entrypoint, top, folder)
+        if missing := _missing_part(folder, module, only_here=only_here):
+            raise missing_module_error(entrypoint, missing, folder, _modules_in(folder, missing))
         return
     try:
-        tree = ast.parse(source.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+        tree = ast.parse(source.read_bytes(), str(source))
+    except OSError:
         return  # the worker's error has a traceback
+    except (SyntaxError, ValueError) as error:
+        if only_here:  # others may have another version of Python
+            raise EntryPointError(
+                syntax_problem(str(source), error), "a module in Python"
+            ) from None
+        return
     names = set(_defined_names(tree.body))
     name = path.partition(".")[0]
     if name not in names and names.isdisjoint(("*", "__getattr__", "globals")):
         raise missing_name_error(entrypoint, name, str(source), sorted(names))
+    _check_definition(entrypoint, tree, path.split("."))
+
+
+def syntax_problem(path: str, error: SyntaxError | ValueError) -> str:
+    """`train.py:3: invalid syntax: def train(ctx`"""
+    line, text = getattr(error, "lineno", None), getattr(error, "text", None)
+    place = f"{path}:{line}" if line else path
+    return f"{place}: {getattr(error, 'msg', error)}" + (f": {text.strip()}" if text else "")
 
 
 def _source_in(folder: str, module: str) -> Path | None:
@@ -46,11 +71,48 @@ def _source_in(folder: str, module: str) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def _is_found(top: str, folder: str) -> bool:
+def _missing_part(folder: str, module: str, *, only_here: bool) -> str:
+    """The module, or the package of it, that does not exist; empty if that cannot be told."""
+    top, *parts = module.split(".")
+    spec = PathFinder.find_spec(top, [folder])
+    if spec is None or spec.origin is None:  # not there, or without an __init__: parts elsewhere
+        return top if only_here and spec is None and not _is_installed(top) else ""
+    name = top
+    for part in parts:
+        if (places := _import_path(spec)) is None:
+            return ""
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, places)
+        if spec is None:
+            return name
+    return ""
+
+
+def _is_installed(top: str) -> bool:
     try:
-        return PathFinder.find_spec(top, [folder]) is not None or find_spec(top) is not None
+        return find_spec(top) is not None
     except (ImportError, ValueError):  # of a finder, or of a module without a spec
         return True
+
+
+def _import_path(package: ModuleSpec) -> Sequence[str] | None:
+    """Where the modules of a package are; None if it may set that itself."""
+    if package.submodule_search_locations is None:
+        return []
+    try:
+        sets_path = package.origin and "__path__" in Path(package.origin).read_text("utf-8")
+    except (OSError, ValueError):
+        sets_path = True
+    return None if sets_path else list(package.submodule_search_locations)
+
+
+def _modules_in(folder: str, missing: str) -> list[str]:
+    """The modules and packages of the folder that should have the missing one."""
+    *parents, _ = missing.split(".")
+    place = Path(folder, *parents)
+    found = [path.stem for path in place.glob("*.py")]
+    found += [path.parent.name for path in place.glob("*/__init__.py")]
+    return [".".join([*parents, name]) for name in sorted(found) if name.isidentifier()]
 
 
 def _defined_names(body: list[ast.stmt]) -> Iterator[str]:
@@ -68,3 +130,96 @@ def _defined_names(body: list[ast.stmt]) -> Iterator[str]:
                     inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias)
                     if isinstance(node, inner):
                         yield (getattr(node, "asname", None) or node.name).partition(".")[0]
+
+
+def _check_definition(entrypoint: str, tree: ast.Module, path: list[str]) -> None:
+    """Of a function, a method or a plain value, where nothing in the module replaces it."""
+    found: ast.stmt | None = None
+    body = tree.body
+    for name in path:
+        found = _only_definition(tree, body, name)
+        body = found.body if isinstance(found, ast.ClassDef) else []
+    match found:
+        case ast.Assign() | ast.AnnAssign() if (kind := _plain_type(found.value)) is not None:
+            raise not_callable_error(f"entrypoint {entrypoint!r}", kind)
+        case ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]):
+            if (kind := _returned_at_once(found)) is not None:
+                raise no_plain_function_error(found.name, kind)
+            check_signature(found.name, _signature(found.args))
+
+
+def _only_definition(tree: ast.Module, body: list[ast.stmt], name: str) -> ast.stmt | None:
+    """The statement of `body` that binds the name; None if another one in the module may, too."""
+    bound = [node for node in ast.walk(tree) if _binds(node, name)]
+    for statement in body if len(bound) == 1 else ():
+        targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+        if any(bound[0] is node for node in (statement, *targets)):
+            return statement
+    return None
+
+
+def _binds(node: ast.AST, name: str) -> bool:
+    match node:
+        case ast.Name(ctx=ast.Store() | ast.Del()):
+            return node.id == name
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return node.name == name
+        case ast.alias():
+            return (node.asname or node.name) in (name, "*")
+    return False
+
+
+def _plain_type(value: ast.expr | None) -> str | None:
+    """The type of a literal; None for what may be callable."""
+    match value:
+        case ast.Constant():
+            return type(value.value).__name__
+        case ast.List() | ast.Dict() | ast.Tuple() | ast.Set():
+            return type(value).__name__.lower()
+    return None
+
+
+def _returned_at_once(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
+    """A coroutine or a generator; None for a plain function."""
+    nodes: list[ast.AST] = list(function.body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Yield | ast.YieldFrom):
+            return "a generator"
+        nodes += [] if isinstance(node, _SCOPES) else ast.iter_child_nodes(node)
+    return "a coroutine" if isinstance(function, ast.AsyncFunctionDef) else None
+
+
+def _signature(given: ast.arguments) -> Signature:
+    """As `inspect.signature` of the function."""
+    positional: list[tuple[ast.arg, Any]]
+    positional = [(it, Parameter.POSITIONAL_ONLY) for it in given.posonlyargs]
+    positional += [(it, Parameter.POSITIONAL_OR_KEYWORD) for it in given.args]
+    missing = [None] * (len(positional) - len(given.defaults))
+    parameters = [
+        _parameter(it.arg, kind, default)
+        for (it, kind), default in zip(positional, [*missing, *given.defaults], strict=True)
+    ]
+    if given.vararg is not None:
+        parameters.append(Parameter(given.vararg.arg, Parameter.VAR_POSITIONAL))
+    parameters += [
+        _parameter(it.arg, Parameter.KEYWORD_ONLY, default)
+        for it, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+    if given.kwarg is not None:
+        parameters.append(Parameter(given.kwarg.arg, Parameter.VAR_KEYWORD))
+    return Signature(parameters)
+
+
+class _Source:
+    """A default value that is shown as it is written."""
+
+    def __init__(self, value: ast.expr) -> None:
+        self._text = ast.unparse(value)
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _parameter(name: str, kind: Any, default: ast.expr | None) -> Parameter:
+    return Parameter(name, kind, default=Parameter.empty if default is None else _Source(default))

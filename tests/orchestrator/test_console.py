@@ -121,10 +121,12 @@ def test_plain_console_shows_steps_at_interval_and_last(
 def test_plain_console_shows_events_immediately():
     lines: list[str] = []
     console = PlainConsole(lines.append)
+    console.await_next("starting Ray on this machine")
     for shown_event in SHOWN_EVENTS:
         console.on_event(shown_event)
     console.finish_ok(RESULT)
     assert lines == [
+        "starting Ray on this machine",
         "worker 0 is ready on node host (pid 7)",
         "state: running",
         "warning: beware",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -67,6 +68,13 @@ def no_arguments() -> None: ...
 def two_arguments(ctx: object, other: object) -> None: ...
 
 
+async def a_coroutine(ctx: object) -> None: ...
+
+
+def a_generator(ctx: object) -> Iterator[int]:
+    yield 1
+
+
 def one_and_more(ctx: object = None, *others: object, **named: object) -> None: ...
 
 
@@ -82,6 +90,14 @@ def test_function_signature_is_checked(function, words: str):
         load_train_function(pickle.dumps(function))
     assert words in caught.value.seen
     assert "ctx.args" in caught.value.allowed
+
+
+@pytest.mark.parametrize("function", [a_coroutine, a_generator])
+def test_function_that_returns_before_it_trains_is_refused(function):
+    with pytest.raises(
+        EntryPointError, match=f"returns {function.__name__.replace('_', ' ')} inst"
+    ):
+        load_train_function(pickle.dumps(function))
 
 
 @pytest.mark.parametrize("function", [one_and_more, print, partial(two_arguments, other=1)])

@@ -21,6 +21,12 @@ from rayzero.orchestrator.cli.app import app
 
 LIMIT_S = 3.0
 
+FIRST = """
+def train(ctx): ...
+def two(ctx, other): ...
+async def later(ctx): ...
+steps = 3
+"""
 JOB = """\
 name: first
 entrypoint: first:train
@@ -51,7 +57,13 @@ JOB_FILES: list[tuple[str, str, tuple[str, ...]]] = [
     ("entrypoint: first:train\n", "", ("entrypoint: this key is required",)),
     ("first:train", "first.py", ("module:function, such as first:train", "'first.py'")),
     ("first:train", "first.train", ("module:function, such as first:train",)),
-    ("first:train", "src/first.py:train", ("module:function, such as src.first:train",)),
+    ("first:train", "../first.py:train", ("module:function, such as first:train",)),
+    ("first:train", "src/first.py:train", ("no module named 'src'",)),
+    ("first:train", "first.py:trian", ("entrypoint 'first:trian'", "did you mean 'train'")),
+    ("first:train", "first:two", ("two(ctx, other) cannot be called with ctx", "ctx.args")),
+    ("first:train", "first:later", ("later returns a coroutine", "without async")),
+    ("first:train", "first:steps", ("'first:steps' is of type int, which is not callable",)),
+    ("first:train", "broken.py:train", ("broken.py:1: '(' was never closed",)),
     ("first:train", "first:trian", ("'trian' is not in", "did you mean 'train'")),
     ("first:train", "frist:train", ("no module named 'frist'",)),
     ("", "step: 10", ("step: unknown key", "'steps'")),
@@ -199,7 +211,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayzero.orchestrator.cluster.local_cluster.LocalCluster", _NoCluster)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.chdir(tmp_path)
-    Path("first.py").write_text("def train(ctx):\n    pass\n")
+    Path("first.py").write_text(FIRST)
+    Path("broken.py").write_text("def train(ctx:\n")
     Path("job.yaml").write_text(JOB)
     Path("ds.json").write_text(json.dumps(ENGINE))
 
