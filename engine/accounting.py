@@ -52,11 +52,11 @@ def bytes_by_class(runtime: ZeroRuntime, optimizer: ShardedOptimizer) -> dict[st
         model_weights=sum(param.nbytes for param in runtime.ungrouped_params.values()),
         main_weights=0,
         main_grads=0,
-        optimizer_state=0,
         error_feedback=sum(
             residual.nbytes for feedback in reduction.residuals for residual in feedback.tensors
         )
         + sum(tensor.nbytes for _, tensor in reduction.replicated_state()),
+        optimizer_state=sum(tensor.nbytes for _, tensor in optimizer.replicated_state()),
         second_shards=gather.secondary_bytes if gather is not None else 0,
         slots=gathered,
         grad_slots=sum(buffer.nbytes for buffer in grad_buffers),

@@ -121,10 +121,6 @@ class OneBitAdamReduction(QuantizedReduction):
             for shard in optimizer.shards:
                 self._shards_by_unit[shard.unit.name].append(shard)
 
-    def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
-        if self._optimizer is not None:
-            yield from self._optimizer.replicated_state()
-
     def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
         return OneBitAdamReduce(self._codec_context, unit, self._add_feedback(unit), self)
 

@@ -274,6 +274,6 @@ REFUSED_OPTIMIZERS = {
     "MuAdamW": "width scaling is the mup package's: use initialize(optimizer=mup.MuAdamW(...))",
     "MuSGD": "width scaling is the mup package's: use initialize(optimizer=mup.MuSGD(...))",
     "LBFGS": "its step needs the whole model and several losses: use AdamW or Muon",
-    "Adafactor": "it factors moments over whole matrices: use Lion, which keeps one moment",
+    "Adafactor": "torch's factors moments over whole matrices: use transformers.Adafactor",
     "SparseAdam": "gradients are dense here: use AdamW",
 }

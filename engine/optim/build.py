@@ -17,6 +17,7 @@ from rayzero.engine.config import OptimizerConfig
 from rayzero.engine.config.model import coerce_numbers, parse_params
 from rayzero.engine.config.optimizers import OPTIMIZER_PARAMS
 from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.engine.optim.adafactor import AdafactorUpdate, is_adafactor
 from rayzero.engine.optim.param_groups import ParamGroups
 from rayzero.engine.optim.sharded_optimizer import (
     OptimizerFactory,
@@ -91,6 +92,8 @@ def make_optimizer(
     else:
         return NoOptimizer()
     check_elementwise(optimizer)
+    if is_adafactor(optimizer):
+        AdafactorUpdate(optimizer)
     if isinstance(optimizer, NeedsWholeParams):
         if any(shard.unit.state_store.chunk_numel is not None for shard in shards):
             raise ConfigError(
@@ -128,7 +131,8 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
 
     if row is None:
         check_elementwise(implementation)
-        _check_elementwise_by_trial(make, config.type)
+        if not is_adafactor(implementation):
+            _check_elementwise_by_trial(make, config.type)
     return make
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.offload.stores import StateStore, UpdateChunk
 from rayzero.engine.offload.transfer import MemoryKind
+from rayzero.engine.optim.adafactor import is_adafactor
 from rayzero.engine.optim.whole_params import NeedsWholeParams
 from rayzero.engine.zero.unit import Unit
 from rayzero.engine.zero.unused_params import UnusedRanges
@@ -183,14 +184,20 @@ class ShardedOptimizer:
         state = self.torch_optimizer.state.get(shard.weight, {})
         return {key: it for key, it in state.items() if isinstance(it, Tensor) and it.ndim}
 
+    def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of state that is equal on all ranks and belongs to no element."""
+        if hasattr(self.torch_optimizer, "replicated_state"):
+            yield from self.torch_optimizer.replicated_state()
+
     def reset_state(self) -> None:
         """Reset the optimizer state to that before the first step."""
         _reset_state(self.torch_optimizer)
 
     @property
     def lr(self) -> float:
-        """The first group's learning rate."""
-        return float(self.torch_optimizer.param_groups[0]["lr"])
+        """The first group's learning rate; 0 if the optimizer sets its own (Adafactor's
+        `relative_step`)."""
+        return float(self.torch_optimizer.param_groups[0]["lr"] or 0.0)
 
 
 def group_shards(
@@ -207,13 +214,14 @@ def check_elementwise(optimizer: object) -> None:
     """Refuse an optimizer of torch, or its class, that is known not to be elementwise. Raises
     ConfigError if the update of shards would differ from that of whole parameters."""
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    if issubclass(cls, NeedsWholeParams):
+    if issubclass(cls, NeedsWholeParams) or is_adafactor(cls):
         return
     if any(base.__name__ in _NOT_ELEMENTWISE for base in cls.__mro__):
         raise ConfigError(
             f"the optimizer {cls.__name__} does not update each element independently",
             allowed="optimizers such as AdamW, SGD, RMSprop or Adagrad, which shards can use; "
-            '"optimizer": {"type": "Muon"} or {"type": "Lamb"} in the engine config',
+            '"optimizer": {"type": "Muon"} or {"type": "Lamb"} in the engine config, or '
+            "transformers.Adafactor",
             fix="initialize(optimizer=...)",
         )
 

@@ -49,7 +49,7 @@ class ShardedWholeParamOps(WholeParamOps):
         for unit in self._units:
             specs = enumerate(unit.layout.params, start=len(params))
             self._params_of[unit.name] = [
-                WholeParam(number, spec.shape, spec.group) for number, spec in specs
+                WholeParam(number, spec.shape, spec.group, spec.name) for number, spec in specs
             ]
             params += self._params_of[unit.name]
         segments: dict[Tensor, Sequence[ParamSegment]] = {
@@ -60,6 +60,12 @@ class ShardedWholeParamOps(WholeParamOps):
         self._sharded = any(unit.owned != slice(0, unit.layout.numel) for unit in self._units)
         self._unit_of: dict[Tensor, Unit] = {shard.weight: shard.unit for shard in shards}
         self._plans: dict[object, Plan] = {}
+
+    def params_of(self, updated: Sequence[Tensor]) -> list[WholeParam]:
+        names = {self._unit_of[tensor].name for tensor in updated}
+        return [
+            it for unit in self._units if unit.name in names for it in self._params_of[unit.name]
+        ]
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         if not self._sharded:

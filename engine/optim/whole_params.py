@@ -22,6 +22,7 @@ class WholeParam:
     number: int
     shape: tuple[int, ...]
     group: int
+    name: str = ""
 
     @property
     def numel(self) -> int:
@@ -82,6 +83,11 @@ class WholeParamOps:
 
     def params_in_groups(self, groups: Sequence[int]) -> list[WholeParam]:
         return [param for param in self.params if param.group in groups]
+
+    def params_of(self, updated: Sequence[Tensor]) -> list[WholeParam]:
+        """The parameters that tensors which the current step updates are of, on any rank: the same
+        list on every rank."""
+        return [segment.param for tensor in updated for segment in self.segments[tensor]]
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """`values`, summed if ranks hold parts of parameters, on their device. The host waits only

@@ -1,4 +1,5 @@
-"""Error feedback residuals of gradient compression as named ranges.
+"""Error feedback residuals of gradient compression as named ranges, and state that is equal on all
+ranks.
 
 Summed over all ranks they are the gradient that has not been applied yet; every change of world
 size preserves that sum.
@@ -18,13 +19,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from rayzero.engine.layout.state_index import LogicalTensor, StateSource
+from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
 from rayzero.engine.state.ranges import StateRange, range_of_unit, read_ranges, whole_tensor_range
 from rayzero.engine.zero.reducer import UnitGradSpec
 from rayzero.engine.zero.runtime import ZeroRuntime
@@ -35,24 +37,34 @@ LOCAL_PREFIX, REDUCED_PREFIX = "residual.terms.", "residual.sum"
 _LOCAL_PATTERN = re.compile(r"residual\.terms\.(\d+)/")
 
 
-def residual_ranges(runtime: ZeroRuntime) -> list[StateRange]:
-    """The residuals that this rank saves; no other rank saves them."""
+def residual_ranges(
+    runtime: ZeroRuntime, optimizer: ShardedOptimizer, *, owned: bool
+) -> list[StateRange]:
+    """The residuals that this rank saves; no other rank saves them. What is equal on all ranks is
+    in rank 0's share only (`owned`)."""
     rank = runtime.collectives.rank
     parts = []
     for residuals in runtime.grad_reduction.residuals:
         parts.append(_local_range(residuals.unit, rank, residuals.local))
         if residuals.reduced is not None:
             parts.append(_reduced_range(residuals.unit, residuals.reduced))
-    if rank == 0:
-        parts += [
-            whole_tensor_range(name, value)
-            for name, value in runtime.grad_reduction.replicated_state()
-        ]
+    if rank == 0 or not owned:
+        parts += [whole_tensor_range(*each) for each in _replicated_state(runtime, optimizer)]
     return parts
 
 
+def _replicated_state(
+    runtime: ZeroRuntime, optimizer: ShardedOptimizer
+) -> Iterator[tuple[str, Tensor]]:
+    yield from runtime.grad_reduction.replicated_state()
+    yield from optimizer.replicated_state()
+
+
 def load_residuals(
-    runtime: ZeroRuntime, held: Mapping[str, LogicalTensor], source: StateSource
+    runtime: ZeroRuntime,
+    optimizer: ShardedOptimizer,
+    held: Mapping[str, LogicalTensor],
+    source: StateSource,
 ) -> None:
     """Load residuals saved by any number of ranks. `held` has every logical tensor of the source.
 
@@ -68,7 +80,7 @@ def load_residuals(
         )
     replicated = [
         whole_tensor_range(name, value)
-        for name, value in reduction.replicated_state()
+        for name, value in _replicated_state(runtime, optimizer)
         if name in held and held[name].shape == tuple(value.shape)
     ]
     read_ranges(replicated, source)

@@ -116,7 +116,7 @@ def load_tensors(
     for shard in optimizer.shards if options.optimizer else ():
         parts += _make_optimizer_state(optimizer, shard, held, source, thawed)
     read_ranges(parts, source)
-    load_residuals(runtime, held, source)
+    load_residuals(runtime, optimizer, held, source)
 
 
 def _find_absent(

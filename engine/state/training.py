@@ -160,7 +160,7 @@ class TrainingState:
 
     def _pack_ranges(self, *, owned: bool) -> StateBlock:
         parts = state_ranges(self._model, self._runtime, self._optimizer, owned=owned)
-        residuals = residual_ranges(self._runtime)
+        residuals = residual_ranges(self._runtime, self._optimizer, owned=owned)
         return pack_block(parts + [replace(part, volatile=True) for part in residuals])
 
     def metadata(self) -> bytes:

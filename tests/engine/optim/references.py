@@ -109,6 +109,12 @@ MUON = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.05}
 ADAM = {"lr": 0.004, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.05}
 
 
+def _adafactor(groups: Groups, **options: Any) -> Any:
+    from transformers import Adafactor  # which takes seconds to import
+
+    return Adafactor(groups, **options)
+
+
 def muon(groups: Groups) -> Any:
     return MuonAndAdamW(groups, MUON, ADAM)
 
@@ -142,6 +148,19 @@ PAIRS: dict[str, tuple[dict[str, Any], Callable[[Groups], Any]]] = {
     "lamb": (
         {"type": "Lamb", "params": {"lr": 5e-2, "max_coeff": 0.9, "min_coeff": 0.2}},
         lambda groups: Lamb(groups, lr=5e-2, max_coeff=0.9, min_coeff=0.2),
+    ),
+    "adafactor": (
+        {
+            "type": "transformers.Adafactor",
+            "params": {"lr": 0.05, "relative_step": False, "beta1": 0.5, "weight_decay": 0.1},
+        },
+        lambda groups: _adafactor(
+            groups, lr=0.05, relative_step=False, beta1=0.5, weight_decay=0.1
+        ),
+    ),
+    "adafactor_without_lr": (
+        {"type": "transformers.Adafactor", "params": {"clip_threshold": 0.5}},
+        lambda groups: _adafactor(groups, clip_threshold=0.5),
     ),
     "muon": (
         {

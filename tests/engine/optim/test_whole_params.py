@@ -274,3 +274,45 @@ def test_filters_and_stacks_of_matrices() -> None:
     model = FilterModel().double()
     change = (unsharded["experts"] - model.experts.detach() * 0.99**2).norm()
     assert 0 < change < 0.1 * 2 * 1.3 * (3 * 6) ** 0.5
+
+
+def train_with_adafactor(rank: int, world: int, stage: int) -> tuple[dict[str, Tensor], float]:
+    """With the user's optimizer and schedule: plain torch, if there is no stage."""
+    from transformers import Adafactor  # which takes seconds to import
+
+    model = FilterModel().double()
+    optimizer = Adafactor(model.parameters(), lr=0.1, relative_step=False, scale_parameter=False)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    engine: Any = model
+    if stage >= 0:
+        engine, *_ = rayzero.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=schedule,
+            config={
+                "train_batch_size": 2,
+                "gradient_clipping": 0,
+                "zero_optimization": {"stage": stage},
+            },
+        )
+    for step in range(3):
+        x = torch.randn(2, 2, 5, 5, generator=torch.Generator().manual_seed(step)).double()
+        if stage >= 0:
+            engine.backward(engine(x.chunk(world)[rank]))
+            engine.step()
+        else:
+            optimizer.zero_grad()
+            torch.stack([model(part) for part in x.chunk(2)]).mean().backward()
+            optimizer.step()
+            schedule.step()
+    return engine.state_dict(), schedule.get_last_lr()[0]
+
+
+@pytest.mark.filterwarnings("error:Detected call of `lr_scheduler")
+def test_adafactor_of_the_user_with_filters_and_stacks_of_matrices() -> None:
+    expected, lr = train_with_adafactor(0, 1, -1)
+    for stage in (0, 3):
+        state, last_lr = run_ranks(2, train_with_adafactor, stage, timeout_s=300)[0]
+        assert last_lr == lr
+        for name, value in expected.items():
+            assert zoo.relative_error(state[name], value) < 1e-9, name
