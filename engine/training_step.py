@@ -251,7 +251,8 @@ class TrainingStep:
     def _apply_vote(self, vote: StepVote, factor: float, unused: UnusedRanges) -> None:
         """Changes the state from one step to the next. No collectives except LAMB's and Muon's."""
         if vote.finite:
-            clip = vote.clip_factor(self.settings.config.gradient_clipping)
+            limit = self.settings.config.gradient_clipping
+            clip = vote.clip_factor(self.runtime.grad_reduction.clip_limit(limit))
             self.optimizer.step(factor * clip, unused)
             if self.scheduler is not None:
                 self.scheduler.step()

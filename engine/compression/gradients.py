@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -22,6 +23,8 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.onebit import MomentumReduced
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
 from rayzero.engine.zero.reducer import ErrorFeedback, GradReduction, UnitGradSpec
+
+log = logging.getLogger("rayzero.engine")
 
 
 class QuantizedReduction(GradReduction):
@@ -112,6 +115,7 @@ class OneBitAdamReduction(QuantizedReduction):
     ) -> None:
         super().__init__(codec, collectives, device, feedback=True, factor=factor)
         self._optimizer: MomentumReduced | None = None
+        self._told_unclipped = False
         self._shards_by_unit: defaultdict[str, list[OptimizerShard]] = defaultdict(list)
 
     def track_optimizer(self, optimizer: ShardedOptimizer) -> None:
@@ -120,6 +124,23 @@ class OneBitAdamReduction(QuantizedReduction):
             self._optimizer = optimizer.torch_optimizer
             for shard in optimizer.shards:
                 self._shards_by_unit[shard.unit.name].append(shard)
+
+    def clip_limit(self, limit: float) -> float:
+        """`limit` in steps that reduce gradients: momenta's terms have no norm to clip to."""
+        optimizer = self._optimizer
+        weights = [it.weight for shards in self._shards_by_unit.values() for it in shards]
+        if optimizer is None or not limit or not any(map(optimizer.is_variance_frozen, weights)):
+            return limit
+        if not self._told_unclipped and self._collectives.rank == 0:
+            log.warning(
+                "gradient_clipping limits no step in which %s reduces momenta as signs, of which "
+                "this is the first: no rank has the whole gradient then. If most gradients were "
+                "clipped until now, steps become longer: lower the learning rate, or use a larger "
+                "gradient_clipping",
+                type(optimizer).__name__,
+            )
+        self._told_unclipped = True
+        return 0.0
 
     def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
         return OneBitAdamReduce(self._codec_context, unit, self._add_feedback(unit), self)

@@ -70,19 +70,13 @@ def _find_weight_conflicts(config: EngineConfig) -> Iterator[str]:
 
 def _find_onebit_conflicts(config: EngineConfig, codecs: str) -> Iterator[str]:
     kind = "" if config.optimizer is None else config.optimizer.type
-    stage, clip = config.zero_optimization.stage, config.gradient_clipping
+    stage = config.zero_optimization.stage
     instead = '"rayzero": {"compression": {"gradients": "sign"}} with AdamW'
     if stage != 0:
         yield (
             f"zero_optimization.stage: 0 with optimizer.type {kind}: each rank must hold the "
             f"momentum of all weights, and at stage {stage} holds only its shard; {instead} works "
             "at any stage"
-        )
-    if clip:
-        yield (
-            f"gradient_clipping: 0 with optimizer.type {kind}, set explicitly, as the default is 1 "
-            f"(seen: {clip:g}): after its warm-up momenta are communicated instead of gradients, "
-            f"whose norm is then unknown; {instead} clips"
         )
     if codecs:
         yield f"optimizer.type: {kind} has its own compression, and {codecs}; leave one out"

@@ -262,6 +262,11 @@ class GradReduction:
         """(name, tensor) of training state that is equal on all ranks."""
         yield from ()
 
+    def clip_limit(self, limit: float) -> float:
+        """The norm that this step's gradients are clipped to, where the config says `limit`; 0: not
+        at all."""
+        return limit
+
     def discard_residuals(self) -> None:
         """A step was skipped: its gradient must not be applied later."""
         for feedback in self.residuals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,7 @@ def train(
     return losses, local, engine.metrics.collectives, Block.of(engine)
 
 
-def train_reference(steps: int) -> dict[str, Tensor]:
+def train_reference(steps: int, clip: float = 0.0) -> dict[str, Tensor]:
     """Train in float64 with Adam without bias correction, as in the 1-bit Adam paper."""
     torch.manual_seed(0)
     model = zoo.make_model(torch.float64)
@@ -59,6 +60,8 @@ def train_reference(steps: int) -> dict[str, Tensor]:
     for batch in zoo.batches(steps, SAMPLES):
         model.zero_grad()
         model(batch[:, :-1], targets=batch[:, 1:])["loss"].backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(params, clip)
         with torch.no_grad():
             for param, m, v in zip(params, momenta, variances, strict=True):
                 grad = torch.zeros_like(param) if param.grad is None else param.grad
@@ -68,10 +71,14 @@ def train_reference(steps: int) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("world", [0, 2, 3])
-def test_warmup_equals_adam(world: int) -> None:
-    expected = train_reference(4)
-    for _, local, traffic, _ in run_ranks(world, train, config(9, double=True), range(4), None):
+CLIP = 0.05  # a tenth of the gradients' norms
+
+
+@pytest.mark.parametrize(("world", "clip"), [(0, 0.0), (2, CLIP), (3, 0.0)])
+def test_warmup_equals_adam(world: int, clip: float) -> None:
+    expected = train_reference(4, clip)
+    settings = config(9, double=True, gradient_clipping=clip)
+    for _, local, traffic, _ in run_ranks(world, train, settings, range(4), None):
         for name, value in expected.items():
             torch.testing.assert_close(local[name], value, rtol=1e-6, atol=1e-7)
         assert "all_to_all" not in traffic
@@ -107,11 +114,34 @@ def test_resume_at_smaller_world_size() -> None:
         assert results[0][0][-1] < first[0][0][-1]
 
 
+def train_and_log(rank: int, world: int, clip: float) -> tuple[list[float], list[str]]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("rayzero.engine")
+    logger.addHandler(handler)
+    try:
+        losses, *_ = train(rank, world, config(2, gradient_clipping=clip), range(5), None)
+    finally:
+        logger.removeHandler(handler)
+    return losses, [it for it in told if "gradient_clipping" in it]
+
+
+def test_clipping_ends_with_the_warmup_which_is_said_once() -> None:
+    (losses, told), (_, nothing) = run_ranks(2, train_and_log, CLIP)
+    assert len(told) == 1
+    assert "OneBitAdam reduces momenta" in told[0]
+    assert nothing == []
+    unclipped, silent = run_ranks(2, train_and_log, 0.0)[0]
+    assert losses[:1] == unclipped[:1]
+    assert losses[1:3] != unclipped[1:3]
+    assert silent == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage: 0 with optimizer.type One"),
-        ({"gradient_clipping": 1.0}, "gradient_clipping: 0 with optimizer.type OneBitAdam"),
         ({"communication_data_type": "bf16"}, "compression, and communication_data_type is bf16;"),
         (
             {"optimizer": {"type": "OneBitAdam", "params": {"amsgrad": True}}},
