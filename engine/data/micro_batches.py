@@ -222,7 +222,9 @@ class MicroBatches:
         if last is not None and (last is self._current or not last.is_last):
             step = "its step() is missing" if last is self._current else "its step is not finished"
             log.warning("the training loop ended with %s: %s, its gradient is lost", last, step)
-        untrained, promised = list(self._untrained), self._promised
+        # Without the lock, which the garbage collector may interrupt; a copy is one call of C code.
+        untrained = list(self._untrained)
+        promised = self._promised
         shifted = self._read_to_end and self._took_by_order
         behind = promised is not None and promised in untrained
         self._took_by_order, self._promised = False, None  # told once
@@ -247,7 +249,8 @@ class MicroBatches:
         """The micro-batch of a backward; None for a batch that the script has made."""
         if self._forwarded:
             return self._forwarded.pop(0)
-        ahead = list(islice(self._untrained, 2))  # the current one is in the queue until it ends
+        with self._lock:
+            ahead = list(islice(self._untrained, 2))  # the current one is first, until it ends
         if self._current is not None and (step_due or len(ahead) < 2):
             return self._current
         if ahead:

@@ -2,7 +2,8 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from queue import Queue
 from threading import Thread
 from typing import Any
@@ -229,3 +230,29 @@ def test_a_loop_that_ends_within_a_step_says_so(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING):
         loop.engine.check_loop()
     assert "the training loop ended with micro-batch 2 of step 2" in caplog.text
+
+
+class QueueThatGrows(deque[Any]):
+    """A thread appends to it, if it may, between the first look at it and its items."""
+
+    def __init__(self, items: Iterable[Any], append: Callable[[], object]) -> None:
+        super().__init__(items)
+        self.thread = Thread(target=append)
+
+    def __iter__(self) -> Iterator[Any]:
+        items = super().__iter__()
+        if self.thread.ident is None:
+            self.thread.start()
+            self.thread.join(0.2)  # it waits for the lock
+        return items
+
+
+def test_thread_that_reads_while_a_backward_looks_for_its_batch() -> None:
+    loop = Loop()
+    batches = iter(loop.loader.until(STEPS))
+    first = next(batches)
+    own = loop.engine._step.micro_batches
+    own._untrained = queue = QueueThatGrows(own._untrained, lambda: next(batches))
+    loop.train(first, copied=True)
+    queue.thread.join(60)
+    assert len(queue) == 1
