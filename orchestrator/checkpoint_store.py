@@ -130,8 +130,8 @@ class CheckpointStore:
         raise ConfigError(
             f"no checkpoint in {self._plan.job_folder} can be used; the newest is that of step "
             f"{info.step}: {info.problem}",
-            allowed="a complete checkpoint, or to begin anew with --from-scratch",
-            fix=f"see `rayzero ckpt ls {self._plan.job_folder}`; {instead}, or pass --from-scratch "
+            allowed="a complete checkpoint, or to begin anew with --restart",
+            fix=f"see `rayzero ckpt ls {self._plan.job_folder}`; {instead}, or pass --restart "
             "(checkpoint.resume: scratch)",
         )
 
@@ -156,7 +156,8 @@ class CheckpointStore:
                 f"{self._plan.job_folder} holds {len(existing)} checkpoint{plural}{damage}, "
                 f"the newest of step {existing[-1].step}, and checkpoint.resume is {resume}",
                 allowed=f"a folder without checkpoints{damage}",
-                fix="another name or checkpoint.path, checkpoint.resume: auto, or remove them",
+                fix="another name or checkpoint.path, checkpoint.resume: auto, or remove them"
+                + "; an object store cannot set them aside" * (resume == "scratch"),
             )
 
     def _resume_from(self, path: str) -> CheckpointRef:

@@ -104,9 +104,10 @@ def summary_lines(result: JobResult) -> Iterator[str]:
 
 def _progress_parts(own: Mapping[str, Any]) -> Iterator[str]:
     """`80 steps in 12.3 s`, `2 workers`, `loss 8.1 to 2.5`, `12,345 tokens/s`"""
-    yield count_of(own["steps"], "step") + (
-        f" in {format_duration(own['seconds'])}" if "seconds" in own else ""
-    )
+    steps = count_of(own["steps"], "step")
+    if own.get("steps_trained") == 0:
+        steps = f"no step was trained (after {steps})"
+    yield steps + (f" in {format_duration(own['seconds'])}" if "seconds" in own else "")
     if sizes := own.get("world_sizes"):
         yield f"{' then '.join(map(str, sizes))} worker{'s' * (sizes != [1])}"
     if (loss := own.get("loss")) and loss["last"] is not None:

@@ -33,6 +33,7 @@ class JobPlan:
         output_dir: the folder of the job's local files.
         job_folder: the folder of its checkpoints: a path or a URL.
         stage: the ZeRO stage of the job's engine config; None if the job has no such config.
+        source: a hash of the code that the entry point names; empty if unknown.
     """
 
     spec: JobSpec
@@ -41,6 +42,7 @@ class JobPlan:
     output_dir: Path
     job_folder: str
     stage: int | None
+    source: str = ""
 
     @property
     def log_path(self) -> Path:
@@ -67,7 +69,10 @@ class JobPlan:
 
 
 def make_plan(
-    spec: JobSpec, entrypoint: str | bytes, import_paths: tuple[str, ...] = ()
+    spec: JobSpec,
+    entrypoint: str | bytes,
+    import_paths: tuple[str, ...] = (),
+    source: str = "",
 ) -> JobPlan:
     """Plans a run from the current working directory. Raises ConfigError if the output folder
     cannot be created or will be removed by Ray, or a fault is invalid.
@@ -76,6 +81,7 @@ def make_plan(
         spec: the checked spec, with its engine config inline.
         entrypoint: the spec's entrypoint, or a callable pickled by value.
         import_paths: where the workers import from, after the working directory.
+        source: see `JobPlan`.
     """
     cwd = os.getcwd()
     path = spec.checkpoint.path
@@ -109,6 +115,7 @@ def make_plan(
         output_dir,
         job_folder,
         stage,
+        source,
     )
 
 

@@ -13,6 +13,15 @@ from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.job_events import JobEvent
 from rayzero.orchestrator.machine import State
 
+OWN_KEYS = frozenset(
+    {
+        *("job", "world_size", "stage", "loss", "tokens_per_s", "seconds", "peak_bytes"),
+        *("world_sizes", "faults", "repairs", "steps_redone", "checkpoints", "newest_checkpoint"),
+        *("resumed_from", "steps", "steps_trained", "note"),
+    }
+)
+"""Keys of `summary.json` that are not of the training function, unless it returns them."""
+
 
 @dataclass(frozen=True)
 class JobResult:
@@ -32,6 +41,11 @@ class JobResult:
     @property
     def steps(self) -> int:
         return int(self.metrics["steps"])
+
+    @property
+    def note(self) -> str:
+        """Why no step was trained; empty if one was."""
+        return str(self.metrics.get("note", ""))
 
 
 def write_summary(result: JobResult) -> None:

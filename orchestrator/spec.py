@@ -133,8 +133,9 @@ class CheckpointSpec(SpecSection):
         min_length=1,
         max_length=_MAX_PATH,
         description="checkpoint to start from: `auto` is the newest complete one in the job's "
-        "folder, if any, and fails if none of those can be used; `scratch` begins anew beside "
-        "damaged ones; `never` fails if the folder has checkpoints; or the path of a checkpoint",
+        "folder, if any, and fails if none of those can be used; `scratch` begins anew and sets "
+        "the files of the last run aside; `never` fails if the folder has checkpoints; or the path "
+        "of a checkpoint",
     )
     grace_period_s: _Seconds = Field(
         default=30, description="seconds that a stop may take, including a last checkpoint"
@@ -276,3 +277,9 @@ class JobSpec(SpecSection):
             example = near if _ENTRYPOINT.fullmatch(near) else "examples.gpt.train:train"
             raise ValueError(f"must be module:function, such as {example}")
         return value
+
+
+def with_resume(spec: JobSpec, resume: str) -> JobSpec:
+    """The job with another `checkpoint.resume`."""
+    checkpoint = spec.checkpoint.model_copy(update={"resume": resume})
+    return spec.model_copy(update={"checkpoint": checkpoint})

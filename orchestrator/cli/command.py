@@ -44,11 +44,13 @@ SpecOverrides: TypeAlias = Annotated[
         help="Override a key of the job file: steps=10, engine.bf16.enabled=true.",
     ),
 ]
-FromScratchFlag: TypeAlias = Annotated[
+RestartFlag: TypeAlias = Annotated[
     bool,
     typer.Option(
+        "--restart",
         "--from-scratch",
-        help="Begin anew although the job's checkpoints are damaged (checkpoint.resume: scratch).",
+        help="Begin anew. The files of the last run are set aside, in a folder NAME.1 or the next "
+        "number (checkpoint.resume: scratch).",
     ),
 ]
 JobsPath: TypeAlias = Annotated[
@@ -151,9 +153,9 @@ def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
     return local_command(run)
 
 
-def spec_overrides(given: list[str] | None, from_scratch: bool) -> list[str]:
-    """The values of `--set`, and what `--from-scratch` stands for."""
-    return [*(given or ()), *(["checkpoint.resume=scratch"] * from_scratch)]
+def spec_overrides(given: list[str] | None, restart: bool) -> list[str]:
+    """The values of `--set`, and what `--restart` stands for."""
+    return [*(given or ()), *(["checkpoint.resume=scratch"] * restart)]
 
 
 def _command_line(command: Callable[..., object], values: dict[str, Any]) -> Iterator[str]:

@@ -14,8 +14,8 @@ import typer
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cli.command import (
-    FromScratchFlag,
     JsonLinesFlag,
+    RestartFlag,
     SpecOverrides,
     StartAddress,
     cluster_command,
@@ -72,7 +72,7 @@ def launch(
     ] = None,
     address: StartAddress = None,
     overrides: SpecOverrides = None,
-    from_scratch: FromScratchFlag = False,
+    restart: RestartFlag = False,
     as_json: JsonLinesFlag = False,
     num_gpus: Annotated[
         int | None,
@@ -99,7 +99,7 @@ def launch(
     document = {"launch": launched, "name": name or _name_of(command[0])}
     unused = {"--master_port": master_port, "--master_addr": master_addr}
     limits = _workers_of(workers, num_gpus, num_nodes, unused)
-    changes = spec_overrides(overrides, from_scratch)
+    changes = spec_overrides(overrides, restart)
     return _run(lambda: _make_spec(document, limits, changes), autotuning, address, as_json)
 
 

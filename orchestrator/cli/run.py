@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.orchestrator.cli.command import (
     ClusterAddress,
-    FromScratchFlag,
     JobFile,
     JobName,
     JobsPath,
     JsonLinesFlag,
+    RestartFlag,
     SpecOverrides,
     StartAddress,
     cluster_command,
@@ -46,7 +46,7 @@ def run(
     job: JobFile,
     address: StartAddress = None,
     overrides: SpecOverrides = None,
-    from_scratch: FromScratchFlag = False,
+    restart: RestartFlag = False,
     as_json: JsonLinesFlag = False,
 ) -> int:
     """Run a job and wait until it ends.
@@ -56,7 +56,7 @@ def run(
     """
     from rayzero.orchestrator.job_file import load_job
 
-    changes = spec_overrides(overrides, from_scratch)
+    changes = spec_overrides(overrides, restart)
     return run_with_console(lambda: load_job(job, changes), address, as_json)
 
 
@@ -66,7 +66,7 @@ def submit(
     job: JobFile,
     address: ClusterAddress = None,
     overrides: SpecOverrides = None,
-    from_scratch: FromScratchFlag = False,
+    restart: RestartFlag = False,
 ) -> None:
     """Start a job that keeps running after this command has ended.
 
@@ -75,7 +75,7 @@ def submit(
     """
     from rayzero.orchestrator.job_file import load_job
 
-    spec = load_job(job, spec_overrides(overrides, from_scratch))
+    spec = load_job(job, spec_overrides(overrides, restart))
     # Import Ray, which takes a second.
     from rayzero.orchestrator.cluster.command_client import CLIENT_ADDRESS_VARIABLE
     from rayzero.orchestrator.cluster.connect import find_clusters
@@ -91,7 +91,9 @@ def submit(
             if status.is_running and status.state != "pending":
                 break
     if handle.wait(0):
-        handle.result()
+        if note := handle.result().note:
+            print(f"{spec.name}: {note}")
+            return
     else:
         handle.close()
     client_address = os.environ.get(CLIENT_ADDRESS_VARIABLE)
@@ -105,7 +107,7 @@ def resume(
     name: JobName,
     address: ClusterAddress = None,
     path: JobsPath = "runs",
-    from_scratch: FromScratchFlag = False,
+    restart: RestartFlag = False,
     as_json: JsonLinesFlag = False,
 ) -> int:
     """Run a job again with the spec in its journal; a lost run continues at its last state.
@@ -119,7 +121,7 @@ def resume(
         check_journal_owner,
         load_run_history,
     )
-    from rayzero.orchestrator.spec import JobSpec
+    from rayzero.orchestrator.spec import JobSpec, with_resume
 
     last_run = load_run_history(path, check_job_name(name))
     check_journal_owner(path, name)
@@ -130,9 +132,10 @@ def resume(
             fix="submit its job file or run its script again; it continues at its last state",
         )
     spec = validate_document(JobSpec, last_run.spec, f"the journal of job {name!r}")
-    if from_scratch:
-        checkpoint = spec.checkpoint.model_copy(update={"resume": "scratch"})
-        spec = spec.model_copy(update={"checkpoint": checkpoint})
+    # A run that was set aside continues in its folder; one that began anew does not do so again.
+    spec = spec.model_copy(update={"name": name})
+    if restart or spec.checkpoint.resume == "scratch":
+        spec = with_resume(spec, "scratch" if restart else "auto")
     if Path(last_run.working_dir).is_dir():
         os.chdir(last_run.working_dir)
     return run_with_console(lambda: spec, address, as_json)

@@ -55,6 +55,8 @@ class CheckpointWriter:
         self._on_committed = on_committed
         self._context = context
         self._newest: CheckpointRef | None = None
+        self.resumed_from: CheckpointRef | None = None
+        """What this run started from; it may be another job's."""
         self._unreadable: CheckpointRef | None = None
         self._marking: asyncio.Task[None] | None = None
         self._write_lock = asyncio.Lock()
@@ -69,6 +71,7 @@ class CheckpointWriter:
             ConfigError: `checkpoint.resume` names no usable checkpoint.
         """
         self._newest = await self._context.deps.checkpoint_store.resolve_resume()
+        self.resumed_from = self._newest
         if self._newest is not None:
             self._context.emit(Resumed(self._newest.step, self._newest.folder))
         return self._newest is not None
@@ -119,8 +122,8 @@ class CheckpointWriter:
         folder = self._unreadable.folder if self._unreadable else ctx.plan.job_folder
         return JobFailedError(
             f"the checkpoint {folder} cannot be read, and no other copy of the state is left",
-            allowed="a complete checkpoint, or to begin anew with --from-scratch",
-            fix=f"see `rayzero ckpt verify {folder}`; copy its files back, or pass --from-scratch "
+            allowed="a complete checkpoint, or to begin anew with --restart",
+            fix=f"see `rayzero ckpt verify {folder}`; copy its files back, or pass --restart "
             "(checkpoint.resume: scratch)",
         )
 
@@ -129,10 +132,16 @@ class CheckpointWriter:
         """The newest checkpoint that this run resumed from or wrote."""
         return self._newest
 
+    @property
+    def newest_own(self) -> CheckpointRef | None:
+        """As `newest`, unless that is another job's."""
+        newest, store = self._newest, self._context.deps.checkpoint_store
+        is_own = newest is not None and newest.folder == store.folder(newest.step)
+        return newest if is_own else None
+
     def forget_own(self) -> None:
         """The checkpoints in the job's folder were removed."""
-        store = self._context.deps.checkpoint_store
-        if self._newest is not None and self._newest.folder == store.folder(self._newest.step):
+        if self.newest_own is not None:
             self._newest = None
 
     def covers(self, step: int) -> bool:

@@ -14,7 +14,8 @@ from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.policies.usefulness import check_trained
+from rayzero.orchestrator.policies.recovery import CheckpointRef
+from rayzero.orchestrator.policies.usefulness import LastRun, check_trained, nothing_left
 
 STORE_TRIES = 3
 """Attempts to store a state that training replaces."""
@@ -29,11 +30,33 @@ class JobCompletion:
         replication: Replication,
         checkpoints: CheckpointWriter,
         restore: RestoreSelector,
+        last: LastRun | None,
     ) -> None:
+        """
+        Args:
+            last: the last run, if it has ended.
+        """
         self._context = context
         self._replication = replication
         self._checkpoints = checkpoints
         self._restore = restore
+        # Which another checkpoint than its own says nothing about.
+        self._last = last if context.plan.spec.checkpoint.resume == "auto" else None
+        self.note = ""
+        """Why no step was trained; empty if one was."""
+        self._has_announced = False
+
+    def announce(self, found: CheckpointRef | None) -> None:
+        """Says what is to be expected of a run that starts from that checkpoint."""
+        ctx = self._context
+        if found is None:
+            return
+        differences = () if self._last is None else self._last.differences
+        if text := nothing_left(found, ctx.plan.spec.steps):
+            self._has_announced = True
+            ctx.warn(text)
+        if differences:
+            ctx.warn(f"this job differs from its last run: {'; '.join(differences)}")
 
     def begin(self) -> None:
         """The training function has returned on every rank of the newest generation."""
@@ -70,11 +93,19 @@ class JobCompletion:
         if ctx.generation is not generation:
             return
         spec = ctx.plan.spec
-        problem = check_trained(ctx.progress, spec.steps, launched=spec.launch is not None)
+        problem = check_trained(
+            ctx.progress,
+            spec.steps,
+            has_engine=generation.all_restored,
+            launched=spec.launch is not None,
+            last=self._last,
+        )
         if isinstance(problem, RayzeroError):
             ctx.post_event(machine.FaultFatal(problem))
             return
-        if problem is not None:
+        if not ctx.progress.steps_executed:
+            self.note = problem or ""
+        if problem is not None and not self._has_announced:
             ctx.warn(problem)
         step = self._due_step()
         if step is not None and not self._checkpoints.covers(step):
@@ -109,7 +140,7 @@ class JobCompletion:
             await self._checkpoints.write_state(state)
 
     def _error(self, step: int) -> JobFailedError:
-        ctx, newest = self._context, self._checkpoints.newest
+        ctx, newest = self._context, self._checkpoints.newest_own
         cause = self._checkpoints.abandoned.get(step, "no complete copy of its state is left")
         stored = f"the newest one is of step {newest.step} in {newest.folder}" if newest else ""
         return JobFailedError(

@@ -31,6 +31,7 @@ from rayzero.orchestrator.journal.run_history import RunHistory, faults_on_clock
 from rayzero.orchestrator.machine import Instruction, State
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.placement import spare_cores
+from rayzero.orchestrator.policies.usefulness import LastRun
 from rayzero.orchestrator.results import JobResult, JobStatus
 from rayzero.workers.messages import WorkerInfo
 from rayzero.workers.vault.process_end import ProcessEnd
@@ -43,10 +44,17 @@ class Controller:
     workers and vaults are released.
     """
 
-    def __init__(self, plan: JobPlan, deps: Dependencies, past: RunHistory | None = None) -> None:
+    def __init__(
+        self,
+        plan: JobPlan,
+        deps: Dependencies,
+        past: RunHistory | None = None,
+        last: LastRun | None = None,
+    ) -> None:
         """
         Args:
             past: history of a run that lost its controller and is to be continued.
+            last: the last run, if it has ended.
         """
         ctx = self._context = JobContext(plan, deps, self._on_task_error)
         failures = self._failures = FailureHandler(ctx)
@@ -55,7 +63,7 @@ class Controller:
         checkpoints = self._checkpoints = CheckpointWriter(ctx, injector.on_checkpoint_committed)
         replication = Replication(ctx, checkpoints)
         restore = RestoreSelector(ctx, failures, vaults, checkpoints)
-        completion = self._completion = JobCompletion(ctx, replication, checkpoints, restore)
+        completion = self._completion = JobCompletion(ctx, replication, checkpoints, restore, last)
         shrink = CommunicatorShrink(ctx)
         dispatcher = MessageDispatcher(
             ctx, failures, replication, vaults, injector, shrink, completion.begin
@@ -124,7 +132,7 @@ class Controller:
     def status(self) -> JobStatus:
         """A snapshot of the job."""
         ctx = self._context
-        spec, now_s, newest = ctx.plan.spec, time.time(), self._checkpoints.newest
+        spec, now_s, newest = ctx.plan.spec, time.time(), self._checkpoints.newest_own
         return JobStatus(
             name=spec.name,
             state=ctx.state,
@@ -206,6 +214,7 @@ class Controller:
         ctx = self._context
         # First: a run that cannot start needs no workers, and workers read the record of faults.
         self._fault_injector.start(resumed=await self._checkpoints.resolve_resume())
+        self._completion.announce(self._checkpoints.newest)
         workers = await ctx.deps.workers.start_workers(
             ctx.plan.resources, self._failures.on_start_failed, self._on_waiting
         )
@@ -259,7 +268,8 @@ class Controller:
         """The training function's return value is merged in, and takes precedence over all but
         `steps`, by which clients see how far the job came."""
         ctx = self._context
-        progress, newest = ctx.progress, self._checkpoints.newest
+        progress, newest = ctx.progress, self._checkpoints.newest_own
+        resumed_from = self._checkpoints.resumed_from
         self._summary = {
             "job": ctx.plan.spec.name,
             "world_size": ctx.generation.world_size,
@@ -277,6 +287,9 @@ class Controller:
                 "failed": self._checkpoints.failed,
             },
             "newest_checkpoint": None if newest is None else newest.folder,
+            "resumed_from": None if resumed_from is None else resumed_from.folder,
+            "steps_trained": progress.steps_executed,
+            **({"note": self._completion.note} if self._completion.note else {}),
             **ctx.generation.return_value,
             "steps": progress.steps,
         }
@@ -290,7 +303,7 @@ class Controller:
             return JobResult(name, self._summary, ctx.plan.summary_path, returned)
         if self._error is not None:
             raise self._error
-        newest = self._checkpoints.newest
+        newest = self._checkpoints.newest_own
         raise JobStoppedError(
             f"job {name!r} was stopped after step {ctx.progress.steps}"
             + (f"; its newest checkpoint is {newest.folder}" if newest else ""),

@@ -24,6 +24,7 @@ from rayzero.engine.redact import redact_url
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.background_writer import BackgroundWriter
+from rayzero.orchestrator.cluster.actor_pool import remove_stale_reservations
 from rayzero.orchestrator.control.context import DISK_MARGIN_S
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobFailedError, internal_error
@@ -31,8 +32,9 @@ from rayzero.orchestrator.job.command_server import ensure_command_server
 from rayzero.orchestrator.job.ended_jobs import delete_ended, store_ended
 from rayzero.orchestrator.job.lease import Lease, acquire_lease
 from rayzero.orchestrator.job.log import LogPosition, read_log
+from rayzero.orchestrator.job.past_runs import load_past_runs, repeated_result
 from rayzero.orchestrator.job.recorder import EventBuffer
-from rayzero.orchestrator.job.run import JobRun, load_adoptable_run, open_run, save_summary
+from rayzero.orchestrator.job.run import JobRun, open_run, save_summary
 from rayzero.orchestrator.job_events import JobWarning
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import JobPlan
@@ -203,14 +205,18 @@ class JobActor:
 
     async def _run_job(self, lease: Lease) -> JobResult:
         plan = self._plan
-        history = await load_adoptable_run(plan)
+        await asyncio.to_thread(remove_stale_reservations, plan.spec.name)
+        past = await asyncio.to_thread(load_past_runs, plan, self._warn)
+        if repeated := await asyncio.to_thread(repeated_result, plan, past.last):
+            self._warn(repeated.note)
+            return repeated
         self._has_begun = True
         with suppress(RayError):  # then commands from outside the cluster take longer, and say so
             await asyncio.to_thread(ensure_command_server)
         with suppress(RayError):  # then the record of the last run is shown for a little longer
             await asyncio.to_thread(delete_ended, plan.spec.name)
         run = self._run = await open_run(
-            plan, self._can_grow, history, lease, self._events, self._writer, self._warn
+            plan, self._can_grow, past, lease, self._events, self._writer, self._warn
         )
         if self._stop_requested:
             run.controller.post_event(machine.StopRequested())
@@ -226,6 +232,8 @@ class JobActor:
         await asyncio.to_thread(self._writer.close, self._disk_limit_s)
         error = first_line(outcome) if isinstance(outcome, RayzeroError) else ""
         status = replace(await self.status(), state=final_state(outcome), error=error)
+        if isinstance(outcome, JobResult):
+            status = replace(status, step=outcome.steps, steps=self._plan.spec.steps)
         ended = EndedJob(status, outcome)
         if not self._has_begun:
             return ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -24,10 +25,11 @@ from rayzero.orchestrator.job.entrypoint_check import check_entrypoint
 from rayzero.orchestrator.job.handle import JobHandle, stop_limit_s
 from rayzero.orchestrator.job.lookup import find_any
 from rayzero.orchestrator.job.recorder import LATEST
+from rayzero.orchestrator.job.source_hash import hash_source
 from rayzero.orchestrator.job_events import JobObserver, NullObserver
 from rayzero.orchestrator.plan import JobPlan, forked_worker_env, make_plan
 from rayzero.orchestrator.results import EndedJob, JobResult
-from rayzero.orchestrator.spec import JobSpec, Workers
+from rayzero.orchestrator.spec import JobSpec, Workers, with_resume
 
 EXIT_TIMEOUT_S = 60.0  # limit for the exit of the process of a job that has ended
 _RETRY_INTERVAL_S = 0.05
@@ -47,6 +49,8 @@ class Job:
         workers: number and resources of the workers.
         args: available to the function as ctx.args.
         steps: optimizer steps, available as ctx.steps.
+        restart: begin anew, and set the files of the last run of this name aside, in NAME.1 or the
+            next number (checkpoint.resume: scratch).
         settings: any other key of the job file, such as seed, checkpoint, recovery.
 
     Raises:
@@ -61,6 +65,7 @@ class Job:
         workers: Workers | dict[str, Any] | None = None,
         args: dict[str, Any] | None = None,
         steps: int | None = None,
+        restart: bool = False,
         **settings: Any,
     ) -> None:
         self._function = None if isinstance(entrypoint, str) else entrypoint
@@ -75,6 +80,7 @@ class Job:
         }
         document = {key: value for key, value in settings.items() if value is not None}
         spec = validate_document(JobSpec, document, "job")
+        spec = with_resume(spec, "scratch") if restart else spec
         self.spec = job_file.resolve_engine_config(spec, Path())
 
     @classmethod
@@ -176,9 +182,11 @@ class Job:
             handle.end()
 
     def _make_plan(self) -> JobPlan:
+        source = hash_source(self.spec, os.getcwd(), self._function)
         if self._function is None:
-            return make_plan(self.spec, self.spec.entrypoint)
-        return make_plan(self.spec, cloudpickle.dumps(self._function), tuple(sys.path))  # type: ignore[no-untyped-call]
+            return make_plan(self.spec, self.spec.entrypoint, source=source)
+        pickled = cloudpickle.dumps(self._function)  # type: ignore[no-untyped-call]
+        return make_plan(self.spec, pickled, tuple(sys.path), source)
 
 
 def start_or_attach(plan: JobPlan, can_grow: bool) -> JobProcess:

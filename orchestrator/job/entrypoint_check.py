@@ -36,7 +36,7 @@ def check_entrypoint(entrypoint: str, folder: str, *, only_here: bool) -> None:
         only_here: whether the workers are on this machine; others may have modules that it has not.
     """
     module, _, path = entrypoint.partition(":")
-    source = _source_in(folder, module)
+    source = source_in(folder, module)
     if source is None:
         if missing := _missing_part(folder, module, only_here=only_here):
             raise missing_module_error(entrypoint, missing, folder, _modules_in(folder, missing))
@@ -65,7 +65,8 @@ def syntax_problem(path: str, error: SyntaxError | ValueError) -> str:
     return f"{place}: {getattr(error, 'msg', error)}" + (f": {text.strip()}" if text else "")
 
 
-def _source_in(folder: str, module: str) -> Path | None:
+def source_in(folder: str, module: str) -> Path | None:
+    """The file of a module in the folder; None if it is elsewhere."""
     base = Path(folder, *module.split("."))
     candidates = (base / "__init__.py", base.with_name(f"{base.name}.py"))
     return next((path for path in candidates if path.is_file()), None)

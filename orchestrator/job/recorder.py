@@ -138,6 +138,7 @@ class JobRecorder:
             spec=to_document(self._plan.spec),
             working_dir=worker_spec.working_dir,
             by_value=isinstance(worker_spec.entrypoint, bytes),
+            source=self._plan.source,
         )
         adopted_text = ", continuing a run whose controller was lost" * adopted
         self._log.put(

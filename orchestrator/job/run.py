@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rayzero.orchestrator.aio import Clock, with_timeout
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
-from rayzero.orchestrator.cluster.actor_pool import remove_stale_reservations
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
-from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
+from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job.lease import Lease
+from rayzero.orchestrator.job.past_runs import PastRuns
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
 from rayzero.orchestrator.job_events import EventBus, MetricsServed
-from rayzero.orchestrator.journal.files import read_journal
-from rayzero.orchestrator.journal.run_history import RunHistory, why_not_adoptable
 from rayzero.orchestrator.metrics.run_files import RunFiles, restore_curves
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.metrics.trackers import Trackers
@@ -39,28 +37,10 @@ class JobRun:
     controller: Controller
 
 
-async def load_adoptable_run(plan: JobPlan) -> RunHistory | None:
-    """The last run of this job, if it was lost before its end. Raises ConfigError if this job
-    differs from it; JobStoppedError if this process was restarted just after the job's end."""
-    await asyncio.to_thread(remove_stale_reservations, plan.spec.name)
-    history = await asyncio.to_thread(read_journal, plan.job_folder)
-    if history is None:
-        return None
-    if history.end_state:
-        if history.run == plan.worker_spec.run:
-            raise JobStoppedError(f"job {plan.spec.name!r} has ended before: {history.end_state}")
-        return None
-    if (refusal := why_not_adoptable(history, plan.spec)) is not None:
-        raise refusal
-    workers, before = plan.spec.workers, history.spec.get("workers", {})
-    same_limits = (before.get("min"), before.get("max")) == (workers.min, workers.most)
-    return history if same_limits else replace(history, scaled_limits=None)
-
-
 async def open_run(
     plan: JobPlan,
     can_grow: bool,
-    history: RunHistory | None,
+    past: PastRuns,
     lease: Lease,
     buffer: EventBuffer,
     writer: BackgroundWriter,
@@ -69,10 +49,11 @@ async def open_run(
     """Builds a run of a job whose folder is leased. Raises as `Telemetry`.
 
     Args:
-        history: of the lost run to adopt.
+        past: the lost run to adopt, or the one to continue from.
         buffer, writer: where its events go; they outlive the run.
         warn: thread-safe.
     """
+    history = past.lost
     # It exists if and only if the last run succeeded.
     await asyncio.to_thread(plan.summary_path.unlink, missing_ok=True)
     clock = Clock()
@@ -101,7 +82,8 @@ async def open_run(
         return await asyncio.to_thread(recorder.flush_journal, limit_s)
 
     dependencies = Dependencies(workers, vaults, store, events, clock, flush_journal)
-    return JobRun(recorder, telemetry, trackers, Controller(plan, dependencies, history))
+    controller = Controller(plan, dependencies, history, past.last)
+    return JobRun(recorder, telemetry, trackers, controller)
 
 
 async def save_summary(

@@ -45,6 +45,7 @@ class RunHistory:
         run: the id of its last process.
         working_dir: the submitter's.
         by_value: the training function was submitted as an object, not by name.
+        source: a hash of the code it names, of its last process; empty if unknown.
         began_at_s, last_at_s: Unix time of its first and last entry.
         step: finished steps; `best_step`: the most it ever had, before it went back.
         reserved_generations: its controllers gave no generation a greater number.
@@ -80,6 +81,7 @@ class RunHistory:
     adoptions: int = 0
     end_state: str = ""
     error: str = ""
+    source: str = ""
     entries: Mapping[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
 
     @property
@@ -196,11 +198,15 @@ def _list_entry(
 def _begin(history: RunHistory | None, entry: Mapping[str, Any]) -> RunHistory:
     at_s, spec, run = float(entry["at_s"]), dict(entry["spec"]), str(entry["run"])
     if history is None or not entry.get("adopted"):
-        return RunHistory(spec, run, str(entry["working_dir"]), bool(entry["by_value"]), at_s, at_s)
-    adoptions = history.adoptions + 1
-    return replace(
-        history, spec=spec, run=run, last_at_s=at_s, adoptions=adoptions, end_state="", error=""
-    )
+        begun = RunHistory(
+            spec, run, str(entry["working_dir"]), bool(entry["by_value"]), at_s, at_s
+        )
+    else:
+        adoptions = history.adoptions + 1
+        begun = replace(
+            history, spec=spec, run=run, last_at_s=at_s, adoptions=adoptions, end_state="", error=""
+        )
+    return replace(begun, source=str(entry.get("source", "")))
 
 
 def _decode_fault(entry: Mapping[str, Any]) -> Fault:
@@ -213,7 +219,7 @@ def why_not_adoptable(history: RunHistory, spec: JobSpec) -> ConfigError | None:
     """Why this job must not continue a lost run; None if it may."""
     document = redact_document(to_document(spec))
     diffs = not_covered_by(diff_documents(history.spec, document), ADOPTABLE_KEYS)
-    diffs += _global_batch_diff(history, spec)
+    diffs += global_batch_diff(history, spec)
     if not diffs:
         return None
     listed = "\n".join(f"    {diff}" for diff in diffs)
@@ -230,7 +236,7 @@ def faults_on_clock(history: RunHistory, now_s: float, unix_s: float) -> list[Fa
     return [replace(fault, at_s=now_s - (unix_s - fault.at_s)) for fault in history.faults]
 
 
-def _global_batch_diff(history: RunHistory, spec: JobSpec) -> list[str]:
+def global_batch_diff(history: RunHistory, spec: JobSpec) -> list[str]:
     """Compares the global batches, where they follow from the micro-batch size."""
     if not isinstance(spec.engine, dict) or "train_batch_size" in spec.engine:
         return []

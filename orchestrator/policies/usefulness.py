@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from math import isfinite
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.messages import StepReport
 
 CHECKED_STEPS = 3
 """First steps of a run in which the losses of the ranks are compared."""
+
+
+@dataclass(frozen=True)
+class LastRun:
+    """The last run of a job's name, which has ended.
+
+    Args:
+        differences: of this job, in what determines what is trained: `key: old -> new`.
+    """
+
+    state: str
+    step: int
+    differences: tuple[str, ...] = ()
+
+    @property
+    def has_succeeded(self) -> bool:
+        return self.state == State.SUCCEEDED
 
 
 class EqualLosses:
@@ -52,14 +72,38 @@ NO_STEP_OF_SCRIPT = (
 )
 
 
+HOW_TO_TRAIN = (
+    "engine.backward(loss) and engine.step() of the engine of ctx.initialize(model=..., "
+    "training_data=...); ctx.report(step=n) where there is no engine, as in an evaluation"
+)
+
+
+def nothing_left(found: CheckpointRef, target: int | None) -> str:
+    """What is said before a run that starts from a checkpoint of its last step; else empty."""
+    if target is None or found.step < target:
+        return ""
+    return (
+        f"no step is left to train: the checkpoint {found.folder} is of step {found.step}, and "
+        f"steps is {target}; the training function runs once more, without a step. To train: more "
+        "steps, --restart (restart=True), or another name"
+    )
+
+
 def check_trained(
-    progress: JobProgress, target: int | None, *, launched: bool = False
+    progress: JobProgress,
+    target: int | None,
+    *,
+    has_engine: bool,
+    launched: bool = False,
+    last: LastRun | None = None,
 ) -> RayzeroError | str | None:
     """What is wrong with a run whose training function has returned on every rank.
 
     Args:
         target: the job's `steps`.
+        has_engine: the function has called `initialize`, on every rank.
         launched: the function runs a script.
+        last: the run whose checkpoint this one may continue from.
 
     Returns:
         The error that it ends with, the text of a warning, or None.
@@ -72,16 +116,40 @@ def check_trained(
             fix="the learning rate, gradient_clipping, bf16 instead of fp16, or the data: a loss "
             "that is nan from the first step on comes from the model or from its inputs",
         )
-    if done == 0 and target is not None:
+    if not progress.steps_executed and not (done and has_engine):
+        if launched and target is None:
+            return NO_STEP_OF_SCRIPT
+        step = "a step" if target is None else f"one of {target} steps"
+        why = "it has called initialize" if has_engine else "it has not called initialize"
         return JobFailedError(
-            f"the training function returned without one of {target} steps",
-            allowed="engine.step() of an engine of rayzero.initialize (or deepspeed.initialize), "
-            "or ctx.report(step=...)",
+            f"the training function returned without {step}: {why}",
+            allowed=HOW_TO_TRAIN,
             fix="the training function",
         )
-    if target is not None and done != target:
-        what = "before" if done < target else "after"
-        return f"the training function returned {what} the job's {target} steps: it made {done}"
-    if done:
-        return None
-    return NO_STEP_OF_SCRIPT if launched else "the training function returned without a step"
+    if target is not None and done < target:
+        return f"the training function returned before the job's {target} steps: it made {done}"
+    if not progress.steps_executed:
+        return _nothing_trained(done, launched=launched, last=last)
+    if target is not None and done > target:
+        return f"the training function returned after the job's {target} steps: it made {done}"
+    return None
+
+
+def _nothing_trained(
+    done: int, *, launched: bool, last: LastRun | None
+) -> RayzeroError | str | None:
+    """A run that continued from `done` steps and trained none. What differs from the last run would
+    have given other weights; a script may also have been started to evaluate."""
+    seen = f"no step was trained: the job had finished its {done} steps before"
+    instead = "more steps or epochs, --restart (restart=True), or another name"
+    differences = () if last is None else last.differences
+    listed = "".join(f"\n    {line}" for line in differences)
+    if differences and not launched and last is not None and last.has_succeeded:
+        return JobFailedError(
+            f"{seen}, and this job differs from its last run:{listed}",
+            allowed="the same job, or one with steps left",
+            fix=f"{instead}; checkpoint.resume: PATH of its checkpoint, to run without a step",
+        )
+    return (
+        f"{seen}{', and differs from its last run:' if listed else ''}{listed}; to train: {instead}"
+    )

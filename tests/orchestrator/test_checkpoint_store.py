@@ -143,7 +143,7 @@ def test_a_folder_with_damaged_checkpoints_only_needs_a_decision(tmp_path: Path,
     mark(folder_store, 10)
     with pytest.raises(ConfigError, match=r"step 10: rank-.* is damaged") as refused:
         folder_store.resume_point()
-    assert "--from-scratch" in str(refused.value)
+    assert "--restart" in str(refused.value)
     anew = StoreInFolder(tmp_path, adopting=adopting, resume="scratch")
     assert anew.resume_point() is None
     anew.save(5)

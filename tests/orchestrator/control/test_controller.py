@@ -10,6 +10,7 @@ import pytest
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError, WorkerStartError
+from rayzero.orchestrator.event_text import summary_lines
 from rayzero.orchestrator.job_events import (
     FaultDetected,
     JobWarning,
@@ -18,6 +19,7 @@ from rayzero.orchestrator.job_events import (
     WorkersReady,
 )
 from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import CheckpointSpec
 from rayzero.workers.messages import (
@@ -70,6 +72,8 @@ async def test_job_runs_to_summary(folder: Path):
         "steps_redone": 0,
         "checkpoints": {"written": 0, "failed": 0},
         "newest_checkpoint": None,
+        "resumed_from": None,
+        "steps_trained": 1,
         "score": 0,
     }
     (record,) = harness.log.of(StepRecord)
@@ -331,8 +335,46 @@ async def test_job_resumes_from_newest_checkpoint(folder: Path):
     for assign in harness.assignments.values():
         assert assign.restore is not None
         assert (assign.restore.step, assign.restore.checkpoint) == (40, "/runs/job/step-40")
+    assert "no step is left" not in str(harness.log.events)
     await harness.steps(2)
-    assert (await harness.finish()).steps == 43
+    result = await harness.finish()
+    assert (result.steps, result.metrics["steps_trained"], result.note) == (43, 3, "")
+    assert result.metrics["resumed_from"] == "/runs/job/step-40"
+
+
+@async_test
+async def test_job_with_nothing_left_says_so_before_workers_start_and_at_the_end(folder: Path):
+    cluster = FakeCluster()
+    cluster.may_start.clear()
+    harness = Harness(folder, cluster, FakeCheckpointStore(40), steps=40)
+    await settle()
+    (before,) = harness.log.of(JobWarning)
+    assert "no step is left to train" in before.text
+    cluster.may_start.set()
+    await settle()
+    for rank in (0, 1):
+        cluster.send(rank, finished(rank))
+    await settle()
+    result = await harness.result()
+    assert "no step was trained" in result.note
+    assert harness.log.of(JobWarning) == [before]
+    assert "no step was trained (after 40 steps)" in next(summary_lines(result))
+
+
+@async_test
+async def test_checkpoint_of_another_job_is_not_offered_as_this_jobs(folder: Path):
+    store = FakeCheckpointStore()
+    harness = Harness(folder, FakeCluster(), store, checkpoint={"resume": "/runs/other"})
+
+    async def resolve() -> CheckpointRef:
+        return CheckpointRef(40, "/runs/other/step-40")
+
+    store.resolve_resume = resolve  # type: ignore[method-assign]
+    await harness.steps(2)
+    assert harness.controller.status().checkpoint_step is None
+    metrics = (await harness.finish()).metrics
+    assert metrics["newest_checkpoint"] is None
+    assert metrics["resumed_from"] == "/runs/other/step-40"
 
 
 @async_test

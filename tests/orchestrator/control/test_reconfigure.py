@@ -540,7 +540,7 @@ async def test_job_does_not_begin_anew_if_all_checkpoints_are_damaged(folder: Pa
     await settle()
     with pytest.raises(JobFailedError, match="/runs/job/step-10 cannot be read") as caught:
         await harness.result()
-    assert "--from-scratch" in str(caught.value)
+    assert "--restart" in str(caught.value)
     assert {step: text.partition(" ")[0] for step, text in store.marked.items()} == {
         20: "step-20/rank-0",
         10: "step-10/rank-0",

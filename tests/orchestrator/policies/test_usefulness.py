@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.policies.usefulness import EqualLosses, check_trained
+from rayzero.orchestrator.policies.recovery import CheckpointRef
+from rayzero.orchestrator.policies.usefulness import (
+    EqualLosses,
+    LastRun,
+    check_trained,
+    nothing_left,
+)
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.messages import StepReport
 
@@ -28,16 +34,26 @@ def progress(*skipped: float) -> JobProgress:
     [
         ((1.0, 1.0), 2, "all 2 steps of this run were skipped"),
         ((1.0, 1.0), None, "all 2 steps of this run were skipped"),
-        ((), 40, "returned without one of 40 steps"),
+        ((), 40, "returned without one of 40 steps: it has called initialize"),
+        ((), None, "returned without a step: it has called initialize"),
     ],
 )
 def test_run_without_a_trained_step_fails(
     skipped: tuple[float, ...], target: int | None, said: str
 ):
-    problem = check_trained(progress(*skipped), target)
+    problem = check_trained(progress(*skipped), target, has_engine=True)
     assert isinstance(problem, JobFailedError)
     assert said in problem.seen
     assert problem.fix
+
+
+@pytest.mark.parametrize("restored", [0, 40])
+def test_function_without_an_engine_and_a_step_fails(restored: int):
+    """A loop of plain torch, or one that does nothing: also after a resume."""
+    problem = check_trained(continued(restored), None, has_engine=False)
+    assert isinstance(problem, JobFailedError)
+    assert "it has not called initialize" in problem.seen
+    assert "engine.step()" in problem.allowed
 
 
 @pytest.mark.parametrize(
@@ -45,7 +61,6 @@ def test_run_without_a_trained_step_fails(
     [
         ((1.0, 0.0), 3, "returned before the job's 3 steps: it made 2"),
         ((0.0, 0.0), 1, "returned after the job's 1 steps: it made 2"),
-        ((), None, "without a step"),
         ((1.0, 0.0), 2, None),
         ((0.0,), None, None),
     ],
@@ -53,19 +68,54 @@ def test_run_without_a_trained_step_fails(
 def test_other_runs_succeed_but_not_in_silence(
     skipped: tuple[float, ...], target: int | None, said: str | None
 ):
-    problem = check_trained(progress(*skipped), target)
+    problem = check_trained(progress(*skipped), target, has_engine=True)
     assert problem is None if said is None else said in str(problem)
     assert not isinstance(problem, JobFailedError)
 
 
-def test_resumed_run_that_had_all_its_steps_is_no_problem():
-    resumed = JobProgress()
-    resumed.start_generation(1, 1, step=40)
-    assert check_trained(resumed, 40) is None
+def continued(step: int) -> JobProgress:
+    made = JobProgress()
+    made.start_generation(1, 1, step=step)
+    return made
+
+
+SAME = LastRun("succeeded", 40)
+OTHER = LastRun("succeeded", 40, ("engine.optimizer.params.lr: 0.001 -> 0.01",))
+
+
+@pytest.mark.parametrize(
+    ("last", "launched", "fails"),
+    [
+        (None, False, False),
+        (SAME, False, False),
+        (OTHER, False, True),
+        (OTHER, True, False),
+        (LastRun("failed", 40, OTHER.differences), False, False),
+    ],
+)
+def test_resumed_run_that_had_all_its_steps_says_so(
+    last: LastRun | None, launched: bool, fails: bool
+):
+    """It fails if what differs would have trained other weights."""
+    problem = check_trained(continued(40), None, has_engine=True, launched=launched, last=last)
+    assert isinstance(problem, JobFailedError) == fails
+    assert "no step was trained: the job had finished its 40 steps before" in str(problem)
+    assert "--restart" in str(problem)
+    is_listed = "lr: 0.001 -> 0.01" in str(problem)
+    assert is_listed == bool(last and last.differences)
+
+
+def test_run_without_a_step_left_says_so_before_it_starts():
+    found = CheckpointRef(40, "runs/job/step-40")
+    assert nothing_left(found, 41) == nothing_left(found, None) == ""
+    text = nothing_left(found, 40)
+    assert "runs/job/step-40 is of step 40, and steps is 40" in text
+    assert "--restart" in text
 
 
 def test_script_without_a_step_is_told_what_makes_one():
-    assert "Accelerator.prepare" in str(check_trained(progress(), None, launched=True))
+    problem = check_trained(progress(), None, has_engine=False, launched=True)
+    assert "Accelerator.prepare" in str(problem)
 
 
 def warnings(losses: list[list[float]]) -> list[str]:

@@ -1,0 +1,178 @@
+"""The runs that a job's folder has from before.
+
+One that was lost is adopted, the result of one that has succeeded is repeated if nothing is left to
+train, and with `checkpoint.resume: scratch` their files are set aside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rayzero.engine.checkpoint.catalogue import newest_complete
+from rayzero.engine.checkpoint.store import is_remote, local_path
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.redact import redact_document
+from rayzero.engine.validation import validate_document
+from rayzero.orchestrator.errors import JobStoppedError
+from rayzero.orchestrator.job.claims import LEASE_FOLDER
+from rayzero.orchestrator.job_file import (
+    ADOPTABLE_KEYS,
+    diff_documents,
+    not_covered_by,
+    to_document,
+)
+from rayzero.orchestrator.journal.files import STATE_FILE, read_journal
+from rayzero.orchestrator.journal.run_history import (
+    RunHistory,
+    global_batch_diff,
+    why_not_adoptable,
+)
+from rayzero.orchestrator.journal.writer import write_end
+from rayzero.orchestrator.plan import JobPlan
+from rayzero.orchestrator.policies.usefulness import LastRun
+from rayzero.orchestrator.results import OWN_KEYS, JobResult
+from rayzero.orchestrator.spec import JobSpec
+
+TRAIN_HINT = (
+    "more steps, another name, or --restart (restart=True), which sets the files of the last run "
+    "aside"
+)
+
+_ANY_WEIGHTS = (*ADOPTABLE_KEYS, "checkpoint")
+"""Keys that do not determine what is trained."""
+
+
+@dataclass(frozen=True)
+class PastRuns:
+    """
+    Args:
+        lost: a run that ended without an end, to adopt.
+        last: the last run, if it has ended and this job may continue from its checkpoints.
+    """
+
+    lost: RunHistory | None = None
+    last: LastRun | None = None
+
+
+def load_past_runs(plan: JobPlan, warn: Callable[[str], None]) -> PastRuns:
+    """Sets the files of the last run aside if that is asked for. May block; the caller holds the
+    folder's lease. Raises ConfigError if the last run was lost and this job differs from it;
+    JobStoppedError if this process was restarted just after the job's end."""
+    history = read_journal(plan.job_folder)
+    if history is not None and history.end_state and history.run == plan.worker_spec.run:
+        raise JobStoppedError(f"job {plan.spec.name!r} has ended before: {history.end_state}")
+    if plan.spec.checkpoint.resume == "scratch" and not _is_restarting(history, plan):
+        if history is not None and not history.end_state:
+            write_end(plan.job_folder, history, "stopped", "given up by checkpoint.resume: scratch")
+        if folder := set_aside(plan.job_folder):
+            warn(f"the job begins anew; the files of its last run are now in {folder}")
+        return PastRuns()
+    if history is None:
+        return PastRuns()
+    if history.end_state:
+        return PastRuns(last=compare_with(history, plan.spec, plan.source))
+    if (refusal := why_not_adoptable(history, plan.spec)) is not None:
+        raise refusal
+    workers, before = plan.spec.workers, history.spec.get("workers", {})
+    same_limits = (before.get("min"), before.get("max")) == (workers.min, workers.most)
+    return PastRuns(history if same_limits else replace(history, scaled_limits=None))
+
+
+def _is_restarting(history: RunHistory | None, plan: JobPlan) -> bool:
+    """Whether a run that began anew was lost: it is continued by the same command, which whoever
+    submitted it may repeat by itself."""
+    if history is None or history.end_state:
+        return False
+    before = history.spec.get("checkpoint", {}).get("resume")
+    return history.run == plan.worker_spec.run or before == "scratch"
+
+
+def set_aside(job_folder: str) -> str:
+    """Moves all that is in a job's folder, but its lease, into a new folder beside it, NAME.1 or
+    the next number. Returns that; empty if there is nothing to move, or in an object store, which
+    cannot: there only damaged checkpoints may be left behind."""
+    if is_remote(job_folder):
+        return ""
+    folder = Path(local_path(job_folder))
+    names = {entry.name for entry in os.scandir(folder)} - {LEASE_FOLDER}
+    if not names:
+        return ""
+    for number in count(1):
+        target = folder.with_name(f"{folder.name}.{number}")
+        with suppress(FileExistsError):
+            target.mkdir()
+            break
+    for name in sorted(names, key=lambda name: (name == STATE_FILE, name)):  # the journal last
+        os.rename(folder / name, target / name)
+    return str(target)
+
+
+def repeated_result(plan: JobPlan, last: LastRun | None) -> JobResult | None:
+    """The result of the last run, if it has made all steps of this job and nothing is left to
+    train. None if something is left, or cannot be known yet. May block.
+
+    Raises:
+        ConfigError: nothing is left, and this job would have trained other weights.
+    """
+    spec = plan.spec
+    if last is None or not last.has_succeeded or not spec.steps or spec.checkpoint.resume != "auto":
+        return None
+    newest = newest_complete(plan.job_folder)
+    if newest is None or newest.step < spec.steps:
+        return None
+    differences = list(last.differences)
+    if newest.step > spec.steps:
+        differences.append(f"steps: {newest.step} -> {spec.steps}")
+    if differences:
+        listed = "\n".join(f"    {line}" for line in differences)
+        raise ConfigError(
+            f"nothing is left to train: the last run of job {spec.name!r} has finished "
+            f"{newest.step} of {spec.steps} steps, and this job differs from it:\n{listed}",
+            allowed="the same job, which repeats its result",
+            fix=f"{TRAIN_HINT}; checkpoint.resume: {newest.folder} runs the function with its "
+            "weights, without a step",
+        )
+    summary = _read_summary(plan.summary_path)
+    if summary is None:
+        return None
+    note = (
+        f"nothing is left to train: the last run of job {spec.name!r} has finished all "
+        f"{spec.steps} steps, and this job is the same; its result is repeated. To train: "
+        f"{TRAIN_HINT}"
+    )
+    returned = {key: value for key, value in summary.items() if key not in OWN_KEYS}
+    return JobResult(spec.name, summary | {"note": note}, plan.summary_path, returned)
+
+
+def _read_summary(path: Path) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError):
+        summary = json.loads(path.read_bytes())
+        return summary if isinstance(summary, dict) and "steps" in summary else None
+    return None
+
+
+def compare_with(history: RunHistory, spec: JobSpec, source: str) -> LastRun:
+    """
+    Args:
+        source: as of `hash_source`.
+    """
+    diffs = diff_documents(_with_defaults(history.spec), redact_document(to_document(spec)))
+    lines = not_covered_by(diffs, _ANY_WEIGHTS) + global_batch_diff(history, spec)
+    if history.source and source and history.source != source:
+        script = spec.launch and (spec.launch.script or spec.launch.module)
+        lines.append(f"{script or spec.entrypoint}: its file has changed")
+    return LastRun(history.end_state, history.step, tuple(lines))
+
+
+def _with_defaults(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """As this version would have written it: another one may have other keys."""
+    with suppress(ConfigError):
+        return to_document(validate_document(JobSpec, dict(document), "the journal"))
+    return document

@@ -1,0 +1,188 @@
+"""What becomes of the runs that a job's folder has from before."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.errors import JobStoppedError
+from rayzero.orchestrator.job.lease import acquire_lease
+from rayzero.orchestrator.job.past_runs import PastRuns, load_past_runs, repeated_result
+from rayzero.orchestrator.job.source_hash import hash_source
+from rayzero.orchestrator.job_file import to_document
+from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate, read_journal
+from rayzero.orchestrator.journal.writer import JournalWriter
+from rayzero.orchestrator.plan import JobPlan
+from tests.orchestrator.support import plan
+from tests.orchestrator.test_checkpoint_store import StoreInFolder
+
+ENGINE = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+def a_job(folder: Path, source: str = "a", run: str = "2", **changes: Any) -> JobPlan:
+    changes = {"engine": ENGINE, "steps": 40} | changes
+    made = plan(folder, **changes)
+    return replace(made, source=source, worker_spec=replace(made.worker_spec, run=run))
+
+
+def write_run(job: JobPlan, state: str = "succeeded") -> None:
+    """The journal of a run of 40 steps; lost if `state` is empty."""
+    updates: list[JournalUpdate] = []
+    journal = JournalWriter(updates.append)
+    journal.append(
+        "begun",
+        run=job.worker_spec.run,
+        adopted=False,
+        spec=to_document(job.spec),
+        working_dir="/w",
+        by_value=False,
+        source=job.source,
+    )
+    journal.append("step", step=40)
+    if state:
+        journal.append("ended", state=state, error="")
+    JournalFiles(job.job_folder).write(updates)
+    metrics = {"steps": 40, "loss": {"first": 8.0, "last": 2.5}, "score": 0.5}
+    job.summary_path.write_text(json.dumps(metrics))
+
+
+def load(job: JobPlan) -> tuple[PastRuns, list[str]]:
+    warnings: list[str] = []
+    return load_past_runs(job, warnings.append), warnings
+
+
+def test_result_of_the_same_finished_job_is_repeated(tmp_path: Path):
+    write_run(a_job(tmp_path, run="1"))
+    StoreInFolder(tmp_path).save(20, 40)
+    same = a_job(tmp_path, workers={"min": 1}, metrics={"port": 0}, recovery={"max_faults": 3})
+    past, _ = load(same)
+    assert past.lost is None
+    result = repeated_result(same, past.last)
+    assert result is not None
+    assert (result.steps, result.metrics["loss"]["last"]) == (40, 2.5)
+    assert result.returned == {"score": 0.5}
+    assert "has finished all 40 steps" in result.note
+    assert "--restart" in result.note
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"engine": ENGINE | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}},
+            "engine.optimizer.params.lr: 0.001 -> 0.01",
+        ),
+        ({"args": {"width": 8}}, "args.width: (none) -> 8"),
+        ({"entrypoint": "m:other"}, 'entrypoint: "m:f" -> "m:other"'),
+        ({"source": "b"}, "m:f: its file has changed"),
+        ({"steps": 30}, "steps: 40 -> 30"),
+    ],
+)
+def test_another_job_with_nothing_left_is_refused(
+    tmp_path: Path, changes: dict[str, Any], line: str
+):
+    write_run(a_job(tmp_path, run="1"))
+    StoreInFolder(tmp_path).save(40)
+    other = a_job(tmp_path, **changes)
+    past, _ = load(other)
+    with pytest.raises(ConfigError, match="nothing is left to train") as refused:
+        repeated_result(other, past.last)
+    assert [text.strip() for text in refused.value.seen.splitlines()[1:]] == [line]
+    assert "--restart" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    "case", ["steps left", "no steps", "failed before", "no checkpoint", "by its path"]
+)
+def test_job_that_may_have_steps_left_runs(tmp_path: Path, case: str):
+    write_run(a_job(tmp_path, run="1"), "failed" if case == "failed before" else "succeeded")
+    StoreInFolder(tmp_path).save(*([20] if case == "no checkpoint" else [40]))
+    changes: dict[str, Any] = {
+        "steps left": {"steps": 41, "source": "b"},
+        "no steps": {"steps": None},
+        "by its path": {"checkpoint": {"resume": str(tmp_path / "job" / "step-40")}},
+    }.get(case, {})
+    job = a_job(tmp_path, **changes)
+    past, _ = load(job)
+    assert repeated_result(job, past.last) is None
+    assert past.last is not None
+    differs = ("m:f: its file has changed",) if case == "steps left" else ()
+    assert past.last.differences == differs
+
+
+def test_journal_of_an_older_version_does_not_differ(tmp_path: Path):
+    """It lacks keys, which had their defaults, and a source."""
+    job = a_job(tmp_path, run="1")
+    write_run(job)
+    path = tmp_path / "job" / "job.json"
+    document = json.loads(path.read_text())
+    del document["source"], document["spec"]["ledger"], document["spec"]["recovery"]["balance"]
+    path.write_text(json.dumps(document))
+    past, _ = load(a_job(tmp_path))
+    assert past.last is not None
+    assert past.last.differences == ()
+
+
+@pytest.mark.parametrize("state", ["succeeded", "failed", ""])
+def test_restart_sets_the_files_of_the_last_run_aside(tmp_path: Path, state: str):
+    """Also of a run that was lost, which is thereby given up."""
+    write_run(a_job(tmp_path, run="1"), state)
+    StoreInFolder(tmp_path).save(20, 40)
+    folder, aside = tmp_path / "job", tmp_path / "job.2"
+    (tmp_path / "job.1").mkdir()
+    before = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    lease = acquire_lease(str(folder), "job", 60.0, print)
+    past, warnings = load(a_job(tmp_path, checkpoint={"resume": "scratch"}, steps=30))
+    assert past == PastRuns()
+    assert f"files of its last run are now in {aside}" in warnings[0]
+    after = {str(path.relative_to(aside)) for path in aside.rglob("*")}
+    assert after - {"events.jsonl"} == before - {"events.jsonl"}
+    assert [path.name for path in folder.iterdir()] == ["lease"]
+    lease.check()
+    lease.release()
+    kept = read_journal(str(aside))
+    assert kept is not None
+    assert kept.end_state == (state or "stopped")
+    assert StoreInFolder(tmp_path, resume="scratch").resume_point() is None
+
+
+@pytest.mark.parametrize("run", ["1", "2"])
+def test_lost_run_that_began_anew_is_continued_by_the_same_command(tmp_path: Path, run: str):
+    """Which a pod that submits the job repeats after the head was lost, and Ray repeats as well."""
+    scratch = {"checkpoint": {"resume": "scratch"}}
+    write_run(a_job(tmp_path, run="1", **scratch), "")
+    past, _ = load(a_job(tmp_path, run=run, **scratch))
+    assert past.lost is not None
+    assert past.lost.step == 40
+
+
+def test_process_that_is_started_again_after_the_end_does_nothing(tmp_path: Path):
+    for changes in ({}, {"checkpoint": {"resume": "scratch"}}):
+        job = a_job(tmp_path, run="1", **changes)
+        write_run(job)
+        with pytest.raises(JobStoppedError, match="has ended before"):
+            load(job)
+
+
+def a_function(ctx: Any) -> None:
+    del ctx
+
+
+def test_source_is_that_of_the_code(tmp_path: Path):
+    def hashed(source: str, **changes: Any) -> str:
+        (tmp_path / "m.py").write_text(source)
+        return hash_source(plan(tmp_path, **changes).spec, str(tmp_path))
+
+    first = hashed("def f(ctx):\n    return 1\n")
+    assert first
+    assert hashed("# a comment\ndef f( ctx ):\n\n    return 1\n") == first
+    assert hashed("def f(ctx):\n    return 2\n") != first
+    assert hashed("def f(ctx):") == ""
+    assert hash_source(plan(tmp_path).spec, str(tmp_path / "elsewhere")) == ""
+    assert hash_source(plan(tmp_path).spec, "", a_function) not in ("", first)
+    assert hash_source(plan(tmp_path).spec, "", len) == ""
