@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from rayzero.engine.checkpoint.export_model import write_model_file
 from rayzero.engine.checkpoint_io import load_model_state, without_frozen
 from rayzero.engine.comm.collectives import run_on_all_ranks
 from rayzero.engine.engine import Engine
+
+log = logging.getLogger("rayzero.engine")
 
 
 class ModelExport(Engine):
@@ -43,7 +46,8 @@ class ModelExport(Engine):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Writes the full model, in the dtype of its weights, as one file. At every stage: sharded
-        weights are gathered unit by unit.
+        weights are gathered unit by unit. A launched script that was entered again does not write
+        the file of an epoch that was finished before, as it does not write its checkpoint.
 
         Args:
             save_filename: `*.safetensors` for that format; otherwise `torch.load` reads it.
@@ -51,8 +55,13 @@ class ModelExport(Engine):
         Returns:
             True.
         """
-        state = self.module_state_dict(exclude_frozen_parameters)
         path = Path(save_dir) / save_filename
+        if self.progress.script_lag:
+            if self.rank == 0:
+                text = "%s, of an epoch that is finished, is not written again, with step %d"
+                log.warning(text, path, self.progress.step)
+            return True
+        state = self.module_state_dict(exclude_frozen_parameters)
         run_on_all_ranks(
             self._runtime.collectives,
             self.device,

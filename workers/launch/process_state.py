@@ -4,6 +4,7 @@ worker's process group in place of the script's: a script makes and destroys non
 from __future__ import annotations
 
 import atexit
+import builtins
 import logging
 import os
 import random
@@ -25,7 +26,9 @@ class ProcessState:
     """The state of a process before a script was first entered. Used by the training thread.
 
     It holds the environment, the working directory, torch's, NumPy's and Python's random-number
-    generators. Between `watch` and `leave` it also records the exit functions and the handlers of
+    generators, and what a script replaces to be silent on all ranks but one: the standard streams,
+    `print`, the level that `logging.disable` sets. Its rank may be another when it runs again.
+    Between `watch` and `leave` it also records the exit functions and the handlers of
     loggers that the script adds; not those that a module adds while it is imported, since a module
     is imported once.
     """
@@ -34,6 +37,9 @@ class ProcessState:
         self._environment = dict(os.environ)
         self._folder = os.getcwd()
         self._rng = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        self._streams = sys.stdout, sys.stderr
+        self._print = builtins.print
+        self._disabled_level = logging.root.manager.disable
         self._functions: list[Callable[[], object]] = []
         self._handlers: list[tuple[logging.Logger, logging.Handler]] = []
         self._register, self._add_handler = atexit.register, logging.Logger.addHandler
@@ -48,6 +54,9 @@ class ProcessState:
         torch.set_rng_state(self._rng[0])
         random.setstate(self._rng[1])
         np.random.set_state(self._rng[2])
+        sys.stdout, sys.stderr = self._streams
+        builtins.print = self._print
+        logging.disable(self._disabled_level)
         _reset_libraries()
 
     def watch(self) -> None:

@@ -1,0 +1,106 @@
+"""What a launched script does after the loop over an epoch, where that was finished before the
+script was entered again; and what it left in its process."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayzero.workers.launch.process_state import ProcessState
+from rayzero.workers.messages import Finished, StepReport, Stopped
+from tests.workers.launch.test_script import make_workers
+
+FINISHED_EPOCHS = 2  # before the script is drained
+NEXT = pytest.mark.xfail(
+    strict=True, reason="a finished epoch's loop yields nothing, and the code after it runs"
+)
+
+
+@pytest.fixture(scope="module")
+def reentered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+    """The script's folder, and the files in it when the script was drained."""
+    folder = tmp_path_factory.mktemp("ends")
+    local = make_workers(folder, "epoch_ends.py", str(folder), count=1)
+    try:
+        local.form(1, [0])
+        local.wait(0, lambda message: isinstance(message, StepReport) and message.step == 12)
+        local.workers[0].call("drain", 1)
+        files = {file.name: file.read_bytes() for file in folder.glob("*.pt")}
+        (folder / "drained").touch()
+        assert isinstance(local.wait_end(0, 1), Stopped)
+        local.form(2, [0], local.slots(1, 1))
+        assert isinstance(local.wait_end(0, 2), Finished), local.texts(0)
+    finally:
+        local.close()
+    assert len(files) == 2 * FINISHED_EPOCHS
+    return folder, files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["half", pytest.param("plain", marks=NEXT)])
+def test_files_of_finished_epochs_are_kept(
+    reentered: tuple[Path, dict[str, bytes]], name: str
+) -> None:
+    folder, files = reentered
+    assert len(list(folder.glob(f"{name}-*.pt"))) == 4
+    for file, content in files.items():
+        if file.startswith(name):
+            assert (folder / file).read_bytes() == content, file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param(name, marks=NEXT) for name in ("last", "mean")])
+def test_each_epoch_tells_its_loss_once(
+    reentered: tuple[Path, dict[str, bytes]], name: str
+) -> None:
+    lines = [json.loads(line) for line in (reentered[0] / "told").read_text().splitlines()]
+    assert [epoch for epoch, told in lines if name in told] == [0, 1, 2, 3]
+    assert [told for _, told in lines if "error" in told] == []
+
+
+def silence(mode: str, log: io.StringIO) -> None:
+    """As scripts do on all ranks but one."""
+    if mode == "devnull":
+        sys.stdout = sys.stderr = io.StringIO()
+    elif mode == "print":  # DETR's setup_for_distributed
+        builtins.print = lambda *_, **__: None
+    elif mode == "logging":
+        logging.disable(logging.CRITICAL)
+    elif mode == "tee":
+        sys.stdout = _Tee(sys.stdout, log)
+
+
+class _Tee(io.StringIO):
+    def __init__(self, *targets: Any) -> None:
+        super().__init__()
+        self._targets = targets
+
+    def write(self, text: str) -> int:
+        return max(target.write(text) for target in self._targets)
+
+
+@pytest.mark.parametrize("mode", ["devnull", "print", "logging", "tee"])
+def test_script_that_had_silenced_itself_is_heard_again(
+    mode: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its rank may be 0 now: rank 0 was lost."""
+    state, log = ProcessState(), io.StringIO()
+    try:
+        silence(mode, log)
+        print("first entry")
+        state.restore()
+        print("second entry")
+        logging.getLogger("script").warning("second entry")
+    finally:
+        state.restore()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.count("second entry") == 1
+    assert caplog.messages == ["second entry"]
+    assert "second entry" not in log.getvalue()
