@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from rayzero.engine.redact import redact_url
@@ -13,6 +16,8 @@ CONTENT_ERRORS = (
 )
 """Errors of libraries, and of code here, for unexpected keys, types, lengths and numbers in files;
 RuntimeError is also torch's, and RecursionError is one."""
+
+_PACKAGE_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class RayzeroError(Exception):
@@ -40,6 +45,22 @@ class RayzeroError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.seen, self.allowed, self.fix)
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython and notebooks show in place of a traceback with the frames of our code."""
+        return render_short(self)
+
+
+def render_short(error: BaseException) -> list[str]:
+    """The message of an error first, then the line of the user's code where it was raised, and its
+    cause with the traceback."""
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    frames = traceback.extract_tb(error.__traceback__)
+    if own := [frame for frame in frames if not frame.filename.startswith(_PACKAGE_FOLDER)]:
+        lines.append(f"  in line {own[-1].lineno} of {own[-1].name}: {own[-1].line}")
+    if error.__cause__ is not None:
+        lines += ["", *"".join(traceback.format_exception(error.__cause__)).splitlines()]
+    return lines
 
 
 class ConfigError(RayzeroError, ValueError):

@@ -3,10 +3,15 @@ with exit code 2."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
-from rayzero.engine.errors import ConfigError, RayzeroError
+from rayzero.engine.errors import ConfigError, RayzeroError, render_short
 from rayzero.workers.messages import WorkerInfo
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _TracedError(RayzeroError):
@@ -41,6 +46,26 @@ class JobConfigError(_TracedError, ConfigError):
 
 class JobStoppedError(RayzeroError):
     """The job was stopped on request before its end."""
+
+
+class JobInterrupted(KeyboardInterrupt):
+    """Ctrl-C has stopped the job that this process waited for."""
+
+    def _render_traceback_(self) -> list[str]:
+        return render_short(self)
+
+
+def short_traceback(method: Callable[P, T]) -> Callable[P, T]:
+    """Lets what a user is told leave a public method without the frames of our code."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except (RayzeroError, JobInterrupted) as error:
+            raise error.with_traceback(None)  # noqa: B904  # the same error
+
+    return call
 
 
 class WorkerLostError(Exception):

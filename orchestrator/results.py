@@ -23,7 +23,7 @@ OWN_KEYS = frozenset(
 """Keys of `summary.json` that are not of the training function, unless it returns them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class JobResult:
     """The outcome of a successful job.
 
@@ -34,9 +34,14 @@ class JobResult:
     """
 
     name: str
-    metrics: dict[str, Any] = field(repr=False)
+    metrics: dict[str, Any]
     summary_path: Path
-    returned: dict[str, Any] = field(default_factory=dict, repr=False)
+    returned: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        loss = (self.metrics.get("loss") or {}).get("last")
+        shown = "" if loss is None else f", loss {loss:.6g}"
+        return f"<JobResult {self.name!r}: {self.steps} steps{shown}, {self.summary_path}>"
 
     @property
     def steps(self) -> int:
@@ -61,7 +66,7 @@ def final_state(outcome: JobResult | RayzeroError) -> State:
     return State.STOPPED if isinstance(outcome, JobStoppedError) else State.FAILED
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class JobStatus:
     """A snapshot of a job.
 
@@ -99,9 +104,29 @@ class JobStatus:
     goodput: float | None = None
     waiting_for: str = ""
 
+    def __repr__(self) -> str:
+        loss = "" if self.loss is None else f", loss {self.loss:.6g}"
+        return f"<JobStatus {self.name!r}: {self.describe()}{loss}>"
+
     @property
     def is_running(self) -> bool:
         return self.state is not None and not self.state.is_final
+
+    def describe(self) -> str:
+        """`running at step 12 of 100, 2 workers`"""
+        state = "lost" if self.state is None else str(self.state)
+        steps = f" of {self.steps}" if self.steps else ""
+        text = f"{state} at step {self.step}{steps}"
+        if self.waiting_for:
+            return f"{text}, waiting for {self.waiting_for}"
+        if self.is_running:
+            return f"{text}, {self.world_size} worker{'s' * (self.world_size != 1)}"
+        if self.state is None and self.checkpoint_step is None:
+            return f"{text}; `rayzero resume {self.name}` begins anew: it has no checkpoint"
+        if self.state is None:
+            newest = f"continues from its newest checkpoint, of step {self.checkpoint_step}"
+            return f"{text}; `rayzero resume {self.name}` {newest}"
+        return f"{text}: {self.error}" if self.error and self.state == "failed" else text
 
 
 @dataclass(frozen=True)

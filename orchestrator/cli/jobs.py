@@ -87,7 +87,7 @@ def status(
     if as_json:
         print(json.dumps(asdict(status)))
         return
-    print(f"{name}: {status_line(status)}")
+    print(f"{name}: {status.describe()}")
     for label, text in _status_fields(status):
         print(f"  {label}: {text}")
 
@@ -185,23 +185,6 @@ def _journaled_status(path: str, name: str) -> JobStatus:
         return JobStatus(name, None, error=first_line(error))
 
 
-def status_line(status: JobStatus) -> str:
-    """`running at step 12 of 100, 2 workers`"""
-    state = "lost" if status.state is None else str(status.state)
-    steps = f" of {status.steps}" if status.steps else ""
-    text = f"{state} at step {status.step}{steps}"
-    if status.waiting_for:
-        return f"{text}, waiting for {status.waiting_for}"
-    if status.is_running:
-        return f"{text}, {status.world_size} worker{'s' * (status.world_size != 1)}"
-    if status.state is None and status.checkpoint_step is None:
-        return f"{text}; `rayzero resume {status.name}` begins anew: it has no checkpoint"
-    if status.state is None:
-        newest = f"continues from its newest checkpoint, of step {status.checkpoint_step}"
-        return f"{text}; `rayzero resume {status.name}` {newest}"
-    return f"{text}: {status.error}" if status.error and status.state == "failed" else text
-
-
 def _cluster_statuses(address: str | None, ended: bool) -> Iterator[JobStatus]:
     """Ended jobs first, so that a running one of the same name replaces them."""
     from rayzero.orchestrator.cluster.connect import connect_each
@@ -245,7 +228,7 @@ def _abandon_lost_run(name: str, path: str, not_found: ConfigError) -> None:
 
 
 def _status_fields(status: JobStatus) -> Iterator[tuple[str, str]]:
-    """What `status_line` does not say, with a label."""
+    """What `describe` does not say, with a label."""
     from rayzero.orchestrator.top.format import format_duration, format_time
 
     if status.loss is not None:

@@ -110,11 +110,12 @@ def _run(
     as_json: bool,
 ) -> int:
     """Runs the job, with the best settings if it is tuned before; the exit code."""
-    from rayzero.orchestrator.cli.run import StopSignals, run_with_console
+    from rayzero.orchestrator.cli.run import run_with_console
 
     if autotuning is None:
         return run_with_console(make_spec, address, as_json)
     from rayzero.orchestrator.cli.autotuning import tune_and_report
+    from rayzero.orchestrator.job.stop_signals import StopSignals
 
     with StopSignals() as signals:
         try:

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.orchestrator.cli.command import (
@@ -28,16 +27,12 @@ from rayzero.orchestrator.cli.command import (
 )
 
 if TYPE_CHECKING:
-    from rayzero.orchestrator.console import Console
-    from rayzero.orchestrator.job.handle import JobHandle
     from rayzero.orchestrator.spec import JobSpec
 
 commands = new_group()
 
 ACCEPT_TIMEOUT_S = 60.0
 """How long a job's process may take to start and accept the job."""
-_SIGNAL_POLL_S = 0.1
-_HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @commands.command(epilog="Example: rayzero run examples/gpt/job.yaml --set steps=50 --json")
@@ -147,6 +142,7 @@ def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: 
     from rayzero.orchestrator.console import console_for
     from rayzero.orchestrator.errors import JobStoppedError
     from rayzero.orchestrator.job.entrypoint_check import check_entrypoint
+    from rayzero.orchestrator.job.stop_signals import StopSignals, wait_stoppable
     from rayzero.orchestrator.plan import forked_worker_env
 
     with console_for(as_json) as console, ExitStack() as stack:
@@ -160,13 +156,13 @@ def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: 
                 console.await_next("starting Ray on this machine")
                 local = LocalCluster(forked_worker_env(spec))
                 stack.callback(local.stop)
-                signals.on_exit = local.kill
+                signals.on_second = local.kill
             from rayzero.orchestrator.job.api import Job  # imports Ray, which takes a second
 
             handle = Job.from_spec(spec).submit_with(local, address, console)
             console.await_next("starting the job's process")
             signals.graceful()  # after submit: Ray replaces the SIGTERM handler when it starts
-            _wait_stoppable(handle, signals, console)
+            wait_stoppable(handle, signals, console)
             console.finish_ok(handle.result())
         except JobStoppedError as stopped:
             console.finish_error(stopped)
@@ -179,64 +175,6 @@ def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: 
         except SystemExit:  # likewise, after Ray replaced the SIGTERM handler
             return 128 + signal.SIGTERM
     return 0
-
-
-class StopSignals:
-    """Handles SIGINT and SIGTERM inside a `with`, in the main thread.
-
-    Until `graceful`, the first signal raises KeyboardInterrupt; after it, it is only recorded, and
-    the main thread's loop acts on it. The second ends this process: a local Ray cluster with it,
-    and on any other cluster the job's process completes the stop by itself.
-    """
-
-    def __init__(self) -> None:
-        self.on_exit: Callable[[], object] = lambda: None
-        """Called by the second signal."""
-        self.first: signal.Signals | None = None
-        self._is_graceful = False
-        self._previous_handlers: dict[int, Any] = {}
-
-    @property
-    def exit_code(self) -> int:
-        """128 + the number of the first signal; 0 without one."""
-        return 0 if self.first is None else 128 + self.first
-
-    def __enter__(self) -> StopSignals:
-        self._previous_handlers = {
-            number: signal.signal(number, self._on_signal) for number in _HANDLED_SIGNALS
-        }
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
-
-    def graceful(self) -> None:
-        """From now on only records the first signal. Replaces handlers that were set meanwhile."""
-        self._is_graceful = True
-        for number in _HANDLED_SIGNALS:
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        if self.first is not None:
-            self.on_exit()
-            os._exit(128 + number)
-        self.first = self.first or signal.Signals(number)
-        if not self._is_graceful:
-            raise KeyboardInterrupt
-
-
-def _wait_stoppable(handle: JobHandle, signals: StopSignals, console: Console) -> None:
-    from rayzero.orchestrator.job_events import JobWarning
-
-    stopping = False
-    while not handle.wait(_SIGNAL_POLL_S):
-        if signals.first is not None and not stopping:
-            handle.stop()
-            text = f"{signals.first.name}: stopping the job; once more {handle._on_hard_exit}"
-            console.on_event(JobWarning(text))
-            stopping = True
 
 
 def _only_cluster(addresses: Sequence[str]) -> str:

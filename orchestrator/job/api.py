@@ -6,19 +6,26 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import ray
 from ray import cloudpickle
+from ray.util import inspect_serializability
 
-from rayzero.engine.errors import ConfigError
+from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator import job_file
 from rayzero.orchestrator.cluster.connect import ClusterConnection, connect, head_address
 from rayzero.orchestrator.cluster.local_cluster import LocalCluster
 from rayzero.orchestrator.console import open_console
-from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.errors import (
+    JobFailedError,
+    JobInterrupted,
+    JobStoppedError,
+    short_traceback,
+)
 from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.client import JobProcess, JobProcessLostError, JobUnavailableError
 from rayzero.orchestrator.job.entrypoint_check import check_entrypoint
@@ -26,6 +33,7 @@ from rayzero.orchestrator.job.handle import JobHandle, stop_limit_s
 from rayzero.orchestrator.job.lookup import find_any
 from rayzero.orchestrator.job.recorder import LATEST
 from rayzero.orchestrator.job.source_hash import hash_source
+from rayzero.orchestrator.job.stop_signals import StopSignals, wait_stoppable
 from rayzero.orchestrator.job_events import JobObserver, NullObserver
 from rayzero.orchestrator.plan import JobPlan, forked_worker_env, make_plan
 from rayzero.orchestrator.results import EndedJob, JobResult
@@ -57,6 +65,7 @@ class Job:
         ConfigError: a value is invalid.
     """
 
+    @short_traceback
     def __init__(
         self,
         name: str,
@@ -90,6 +99,20 @@ class Job:
         job._function, job.spec = None, spec
         return job
 
+    def __repr__(self) -> str:
+        workers, steps = self.spec.workers, self.spec.steps
+        limits = (
+            f"{workers.min}" if workers.most == workers.min else f"{workers.min}:{workers.most}"
+        )
+        what = (
+            self.spec.entrypoint
+            if self.spec.launch is None
+            else (self.spec.launch.script or self.spec.launch.module)
+        )
+        of_steps = "" if steps is None else f", {steps} steps"
+        return f"<Job {self.spec.name!r}: {what}, workers {limits}{of_steps}>"
+
+    @short_traceback
     def submit(self, address: str | None = None, observer: JobObserver | None = None) -> JobHandle:
         """Starts the job in a process of its own on the head node. The job continues when this
         process ends, except in a local cluster, which ends with this process.
@@ -115,7 +138,7 @@ class Job:
             local: a local cluster to start, if it comes to that; by default one is made.
         """
         plan = self._make_plan()
-        is_local = head_address(address) in ("", "local") and not ray.is_initialized()
+        is_local = _starts_cluster(address)
         if self._function is None:
             folder = plan.worker_spec.working_dir
             check_entrypoint(self.spec.entrypoint, folder, only_here=is_local)
@@ -137,6 +160,7 @@ class Job:
         return JobHandle(process, cluster, observer, 0, limit_s)
 
     @classmethod
+    @short_traceback
     def attach(
         cls, name: str, address: str | None = None, observer: JobObserver | None = None
     ) -> JobHandle:
@@ -158,9 +182,11 @@ class Job:
         observer, limit_s = observer or NullObserver(), stop_limit_s(job.spec)
         return JobHandle(job.process, job.cluster, observer, LATEST, limit_s)
 
+    @short_traceback
     def run(self, address: str | None = None, observer: JobObserver | None = None) -> JobResult:
-        """Runs the job and waits for its end. An exception in this process, such as Ctrl-C, stops
-        the job.
+        """Runs the job and waits for its end. The first Ctrl-C requests its stop and waits for it,
+        a last checkpoint included; the second ends a local cluster, and leaves the stop to any
+        other. Another exception in this process stops the job, too.
 
         Args:
             address: as for `submit`.
@@ -168,25 +194,47 @@ class Job:
 
         Raises:
             JobFailedError, ConfigError: the job failed.
+            JobStoppedError: it was stopped, but not by Ctrl-C.
+            KeyboardInterrupt: it was stopped by Ctrl-C.
         """
-        if observer is None:
+        with StopSignals.of_caller() as signals:
+            if observer is not None:
+                return self._run(address, observer, signals)
             with open_console(sys.stdout) as console:
                 console.start(self.spec.name, self.spec.steps)
-                result = self.run(address, console)
+                if _starts_cluster(address):
+                    console.await_next("starting Ray on this machine")
+                result = self._run(address, console, signals)
                 console.finish_ok(result)
                 return result
+
+    def _run(self, address: str | None, observer: JobObserver, signals: StopSignals) -> JobResult:
         handle = self.submit(address, observer)
         try:
+            signals.on_second = handle.abandon
+            signals.graceful()
+            wait_stoppable(handle, signals, observer)
             return handle.result()
-        finally:
+        except JobStoppedError as stopped:
+            if signals.first is None:
+                raise
+            raise JobInterrupted(str(stopped)) from None
+        except KeyboardInterrupt:
+            if signals.first is not None:  # the second
+                handle.close()
+                text = f"job {self.spec.name!r}: a second Ctrl-C {handle.on_hard_exit}"
+                raise JobInterrupted(text) from None
             handle.end()
+            raise
+        except BaseException:
+            handle.end()
+            raise
 
     def _make_plan(self) -> JobPlan:
         source = hash_source(self.spec, os.getcwd(), self._function)
         if self._function is None:
             return make_plan(self.spec, self.spec.entrypoint, source=source)
-        pickled = cloudpickle.dumps(self._function)  # type: ignore[no-untyped-call]
-        return make_plan(self.spec, pickled, tuple(sys.path), source)
+        return make_plan(self.spec, _pickle(self._function), tuple(sys.path), source)
 
 
 def start_or_attach(plan: JobPlan, can_grow: bool) -> JobProcess:
@@ -228,6 +276,32 @@ def _attach_to_running(process: JobProcess, running: JobSpec, spec: JobSpec) -> 
         )
     if diffs:
         process.call(JobActor.scale, spec.workers.min, spec.workers.most)
+
+
+def _starts_cluster(address: str | None) -> bool:
+    return head_address(address) in ("", "local") and not ray.is_initialized()
+
+
+def _pickle(function: Callable[[Any], Any]) -> bytes:
+    """By value, if the workers cannot import it. Raises ConfigError that names what cannot be
+    pickled."""
+    try:
+        return cast(bytes, cloudpickle.dumps(function))  # type: ignore[no-untyped-call]
+    except Exception as error:  # noqa: BLE001  # also of the user's __reduce__
+        name = _entrypoint_name(function)
+        failures: Any  # older versions of Ray have other attributes
+        _, failures = inspect_serializability(function, name, print_file=StringIO())
+        paths = [it.path if hasattr(it, "path") else (name, it.name) for it in failures]
+        used = sorted({".".join(map(str, path[1:3])) for path in paths if len(path) > 1})
+        what = f"uses {' and '.join(used)}, which" if used else "which"
+        raise ConfigError(
+            f"the training function {name} {what} cannot be sent to the workers: "
+            f"{first_line(error)}",
+            allowed="a function over what pickle can copy: no lock, open file, connection or "
+            "generator",
+            fix="make it inside the function; or name a function of a module, "
+            "entrypoint='module:function'",
+        ) from None
 
 
 def _entrypoint_name(entrypoint: EntryPoint) -> str:

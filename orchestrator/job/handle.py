@@ -8,13 +8,14 @@ from contextlib import suppress
 from threading import Condition
 
 from rayzero.orchestrator.cluster.connect import ClusterConnection
-from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.errors import JobFailedError, short_traceback
 from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.client import JobProcess, read_ended_log, tail_log
 from rayzero.orchestrator.job.log import iter_log_lines
 from rayzero.orchestrator.job.subscriber import LONG_POLL_S, EventSubscriber
-from rayzero.orchestrator.job_events import JobEvent, JobObserver, NullObserver
+from rayzero.orchestrator.job_events import JobEvent, JobObserver, NullObserver, StateEntered
 from rayzero.orchestrator.job_file import parse_worker_limits
+from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import EndedJob, JobResult, JobStatus
 from rayzero.orchestrator.spec import JobSpec
 
@@ -67,9 +68,20 @@ class JobHandle:
         handle.wait()
         return handle
 
+    def __repr__(self) -> str:
+        if (ended := self._subscriber.ended) is not None:
+            return f"<JobHandle {self.name!r}: {ended.status.describe()}>"
+        state, step = self._subscriber.newest(StateEntered), self._subscriber.newest(StepRecord)
+        shown = "starting" if state is None else str(state.state)
+        if step is not None:
+            shown += f" at step {step.step}"
+        return (
+            f"<JobHandle {self.name!r}: {shown}{'' if self._subscriber.is_alive else ', closed'}>"
+        )
+
     @property
-    def _on_hard_exit(self) -> str:
-        """What happens to the job when this process is killed, for messages."""
+    def on_hard_exit(self) -> str:
+        """What happens to the job when this process no longer waits for it, for messages."""
         return "kills it" if self._cluster.is_local else "leaves that to the cluster"
 
     def logs(self, follow: bool = False, rank: int | None = None) -> Iterator[str]:
@@ -109,6 +121,7 @@ class JobHandle:
         """Waits for the job's end. Returns False when `timeout_s` passed before it."""
         return self._subscriber.wait(timeout_s)
 
+    @short_traceback
     def result(self) -> JobResult:
         """Waits for the job's end and returns its result. Raises JobFailedError or ConfigError if
         the job failed, JobStoppedError if it was stopped."""
@@ -160,6 +173,13 @@ class JobHandle:
         """Stops the job and waits for its end, up to the limit of a clean stop."""
         self.stop()
         self.wait(self._stop_limit_s)
+
+    def abandon(self) -> None:
+        """Detaches at once; a local cluster is killed, and the job with it. Safe in a signal
+        handler."""
+        self._subscriber.close()
+        if self._cluster.local is not None:
+            self._cluster.local.kill()
 
     def close(self) -> None:
         """Detaches from the job, which continues. Happens by itself at the job's end and at

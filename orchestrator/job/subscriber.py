@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from threading import Condition, Event, Thread
+from typing import TypeVar
 
 from rayzero.engine.errors import RayzeroError, first_line
 from rayzero.orchestrator.errors import JobFailedError, internal_error
@@ -16,6 +17,8 @@ from rayzero.orchestrator.job.ended_jobs import load_ended
 from rayzero.orchestrator.job_events import JobEvent, JobObserver, JobWarning, NullObserver
 from rayzero.orchestrator.results import EndedJob, EventPage, JobStatus
 from rayzero.workers.bounded_queue import BoundedQueue
+
+T = TypeVar("T")
 
 LONG_POLL_S = 1.0  # how long a poll waits in the job's process for an event
 ANSWER_MARGIN_S = 30.0  # how much longer the reply may take
@@ -67,6 +70,12 @@ class EventSubscriber:
     def close(self) -> None:
         """Ends the thread. The job continues."""
         self._closed.set()
+
+    def newest(self, kind: type[T]) -> T | None:
+        """The newest event of that kind, among those that are kept."""
+        with self._changed:
+            events = list(self._events.since(0))
+        return next((event for event in reversed(events) if isinstance(event, kind)), None)
 
     def iter_events(self) -> Iterator[JobEvent]:
         """From the oldest event that is kept to the last one; waits for events to come."""
@@ -136,6 +145,8 @@ class EventSubscriber:
         with self._changed:
             self._events.append(event)
             self._changed.notify_all()
+        if self._closed.is_set():
+            return  # whose observer it was does other things
         try:
             self._observer.on_event(event)
         except Exception:  # noqa: BLE001  # user code must not end this thread
