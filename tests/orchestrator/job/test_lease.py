@@ -198,7 +198,7 @@ def test_removed_job_folder_that_another_job_has_acquired_is_lost(tmp_path: Path
 
 def test_job_folder_that_is_gone_with_its_disk_is_not_made_again(tmp_path: Path):
     lease = acquire(tmp_path / "disk" / "job")
-    shutil.rmtree(tmp_path / "disk")
+    (tmp_path / "disk").rename(tmp_path / "unmounted")  # a new folder has another inode then
     with pytest.raises(StoreError, match="neither the job's folder nor"):
         lease.check()
     (tmp_path / "disk").mkdir()  # what a disk was mounted on
