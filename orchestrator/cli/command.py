@@ -21,8 +21,6 @@ from rayzero.engine.errors import ConfigError, RayzeroError
 
 P = ParamSpec("P")
 
-DASHBOARD_SCHEMES = ("http://", "https://")
-
 JobName: TypeAlias = Annotated[str, typer.Argument(help="Name of the job.", metavar="NAME")]
 JobFile: TypeAlias = Annotated[Path, typer.Argument(help="Job file (YAML).", metavar="JOB.yaml")]
 _ADDRESS_HELP = (
@@ -122,27 +120,32 @@ def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> int | None:
-        address: Any = kwargs.get("address") or os.environ.get("RAY_ADDRESS", "")
         from rayzero.orchestrator.cluster import command_client
+        from rayzero.orchestrator.cluster.addresses import named_address
 
+        given: Any = kwargs.get("address")
+        named = named_address(given)
         is_served = command.__name__ in command_client.SERVED_COMMANDS
-        if not address.startswith(DASHBOARD_SCHEMES):
+        if not named.is_dashboard:
             if is_served and command_client.CLIENT_ADDRESS_VARIABLE in os.environ:
                 from rayzero.orchestrator.job.command_server import start_command_server
 
                 start_command_server()  # for the next one; this command is a Ray job
             return command(*args, **kwargs)
+        from rayzero.orchestrator.cluster.probe import check_dashboard
+
+        check_dashboard(named)
         words = [command.__name__, *_command_line(command, kwargs)]
         show = partial(print, flush=True)
         if is_served:
-            code = command_client.run_at_command_server(address, words, show)
+            code = command_client.run_at_command_server(named.text, words, show)
             if code is not None:
                 return code
         from rayzero.orchestrator.cluster.job_submission import RemoteJobClient
         from rayzero.orchestrator.cluster.upload import select_upload
 
         paths = [value for value in kwargs.values() if isinstance(value, Path)]
-        cluster = RemoteJobClient(address)
+        cluster = RemoteJobClient(named.text)
         folder = paths[0].resolve().parent if paths else None
         folder = Path.cwd() if command.__name__ == "launch" else folder
         upload = None if folder is None else select_upload(folder)

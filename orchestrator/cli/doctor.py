@@ -46,13 +46,13 @@ def doctor(
     Exit code 0: jobs can run, perhaps with warnings. 1: jobs cannot run. 2: a mistake in the job
     file.
     """
-    from rayzero.orchestrator.cluster.connect import head_address
+    from rayzero.orchestrator.cluster.addresses import head_address
     from rayzero.orchestrator.doctor.collect import collect_facts
     from rayzero.orchestrator.doctor.diagnose import Severity, diagnose, worst_severity
     from rayzero.orchestrator.job_file import load_job
 
     env = {} if job is None else load_job(job).workers.env
-    findings = diagnose(collect_facts(checkpoint, head_address(address), env))
+    findings = diagnose(collect_facts(checkpoint, head_address(address).text, env))
     level = worst_severity(findings)
     if as_json:
         print(json.dumps({"level": level, "findings": [asdict(finding) for finding in findings]}))

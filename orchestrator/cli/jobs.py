@@ -108,6 +108,7 @@ def stop(name: JobName, address: ClusterAddress = None, path: JobsPath = "runs")
     try:
         job = find_running(check_job_name(name), address)
     except ConfigError as not_found:
+        check_may_be_lost(not_found, address)
         _abandon_lost_run(name, path, not_found)
         return
     limit_s = stop_limit_s(job.spec)
@@ -165,6 +166,7 @@ def find_job(name: str, address: str | None, path: str | None) -> RunningJob | E
     try:
         job = lookup.find_any(lookup.check_job_name(name), address)
     except ConfigError as not_found:
+        check_may_be_lost(not_found, address)
         try:
             return lookup.status_from_journal(path or lookup.DEFAULT_CHECKPOINT_PATH, name)
         except lookup.NoJournalError:
@@ -172,6 +174,18 @@ def find_job(name: str, address: str | None, path: str | None) -> RunningJob | E
     if path is None or isinstance(job, lookup.RunningJob):
         return job
     return lookup.status_from_journal(path, name)
+
+
+def check_may_be_lost(error: ConfigError, address: str | None) -> None:
+    """Raises the error again if it says that what was named is no cluster. One that has ended may
+    have left a job's journal; the address that RAY_ADDRESS still has may be its own."""
+    from rayzero.orchestrator.cluster.addresses import AddressError, NothingListensError
+
+    has_ended = isinstance(error, NothingListensError)
+    if isinstance(error, AddressError) and (address is not None or not has_ended):
+        raise error
+    if has_ended:
+        print(f"note: {error.seen}; to change it: {error.fix}", file=sys.stderr)
 
 
 def _journaled_status(path: str, name: str) -> JobStatus:
@@ -201,7 +215,8 @@ def _cluster_statuses(address: str | None, ended: bool) -> Iterator[JobStatus]:
                     yield process.call(JobActor.status)
     except ConfigError as error:
         if address is not None or isinstance(error, AuthRefusedError):
-            raise  # otherwise no cluster runs on this machine
+            raise
+        check_may_be_lost(error, address)  # otherwise no cluster runs on this machine
 
 
 def _abandon_lost_run(name: str, path: str, not_found: ConfigError) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import typer
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cli.command import (
-    DASHBOARD_SCHEMES,
     ClusterAddress,
     JobName,
     JsonLinesFlag,
@@ -86,9 +84,13 @@ def top(
     if "://" in job:
         follow_job(endpoint_source(job), as_json, once)
         return 0
-    address = address or os.environ.get("RAY_ADDRESS")
-    if address is not None and address.startswith(DASHBOARD_SCHEMES):
-        return _watch_remotely(job, address, once, as_json)
+    from rayzero.orchestrator.cluster.addresses import named_address
+    from rayzero.orchestrator.cluster.probe import check_dashboard
+
+    named = named_address(address)
+    if named.is_dashboard:
+        check_dashboard(named)
+        return _watch_remotely(job, named.text, once, as_json)
     from rayzero.orchestrator.job.lookup import find_running  # imports ray, which a URL needs not
 
     running = find_running(job, address)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,13 +72,15 @@ def submit(
 
     spec = load_job(job, spec_overrides(overrides, restart))
     # Import Ray, which takes a second.
+    from rayzero.orchestrator.cluster.addresses import named_address
     from rayzero.orchestrator.cluster.command_client import CLIENT_ADDRESS_VARIABLE
-    from rayzero.orchestrator.cluster.connect import find_clusters
+    from rayzero.orchestrator.cluster.connect import find_clusters, only_cluster
     from rayzero.orchestrator.errors import JobFailedError
     from rayzero.orchestrator.job.api import Job
 
-    cluster = address or os.environ.get("RAY_ADDRESS") or _only_cluster(find_clusters(None))
-    handle = Job.from_spec(spec).submit(cluster)
+    if not named_address(address).text:
+        address = only_cluster(find_clusters(None))
+    handle = Job.from_spec(spec).submit(address)
     deadline_s = time.monotonic() + ACCEPT_TIMEOUT_S
     while not handle.wait(0.1) and time.monotonic() < deadline_s:
         with suppress(JobFailedError):  # still starting; or it has failed, which `result` raises
@@ -138,6 +140,7 @@ def resume(
 
 def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: bool) -> int:
     """Runs the job that `load` returns, and shows its events; the exit code."""
+    from rayzero.orchestrator.cluster.addresses import head_address
     from rayzero.orchestrator.cluster.local_cluster import LocalCluster
     from rayzero.orchestrator.console import console_for
     from rayzero.orchestrator.errors import JobStoppedError
@@ -151,7 +154,7 @@ def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: 
             spec = load()
             console.start(spec.name, spec.steps)
             local = None
-            if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
+            if head_address(address).text in ("", "local"):
                 check_entrypoint(spec.entrypoint, os.getcwd(), only_here=True)
                 console.await_next("starting Ray on this machine")
                 local = LocalCluster(forked_worker_env(spec))
@@ -176,12 +179,3 @@ def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: 
             return 128 + signal.SIGTERM
     return 0
 
-
-def _only_cluster(addresses: Sequence[str]) -> str:
-    if len(addresses) != 1:
-        raise ConfigError(
-            f"{len(addresses)} Ray clusters run on this machine: {', '.join(addresses)}",
-            allowed="one cluster",
-            fix="name the cluster with --address or RAY_ADDRESS",
-        )
-    return addresses[0]

@@ -7,24 +7,30 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
 import ray
 
 from rayzero.engine.errors import ConfigError, first_line
+from rayzero.orchestrator.cluster.addresses import (
+    ADDRESS_VARIABLE,
+    HOST_PORT,
+    Address,
+    head_address,
+)
 from rayzero.orchestrator.cluster.local_cluster import LocalCluster
+from rayzero.orchestrator.cluster.probe import check_listens, other_grpc_error
 from rayzero.orchestrator.cluster.ray_api import (
     AuthRefusedError,
     check_auth,
+    connected_address,
     join_cluster,
     local_head_addresses,
     stop_error_printer,
 )
-
-_CONNECT_TIMEOUT_S = 5.0
 
 
 @contextmanager
@@ -80,41 +86,24 @@ def connect(address: str | None, local: LocalCluster | None = None) -> ClusterCo
     Ray already it returns that connection. Raises ConfigError if there is no cluster at that
     address; JobFailedError if a local one could not be started."""
     if ray.is_initialized():
+        _check_connected_to(address)
         return ClusterConnection(owned=False, can_grow=True)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = head_address(address) or "local"
-    if address == "local":
+    named = head_address(address)
+    if named.text in ("", "local"):
         local = local or LocalCluster(worker_env=None)
         with preserve_process_state():
             local.start()
         return ClusterConnection(owned=True, can_grow=False, local=local)
-    check_reachable(address)
+    text = _only_local_head() if named.text == "auto" else named.text
+    check_reachable(Address(text, named.is_variable))
     try:
         with preserve_process_state():
-            join_cluster(address)
+            join_cluster(text)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise _version_mismatch_error(address, error) or _no_cluster_error(address, error) from None
+        mismatch = _version_mismatch_error(named, error)
+        raise mismatch or named.error(first_line(error)) from None
     return ClusterConnection(owned=True, can_grow=True)
-
-
-def head_address(address: str | None) -> str:
-    """`address`, or else RAY_ADDRESS, or else an empty string. Raises ConfigError for an address of
-    Ray Client or of a dashboard, which a process outside the cluster cannot join."""
-    address = address or os.environ.get("RAY_ADDRESS") or ""
-    if address.startswith("ray://"):
-        raise ConfigError(
-            f"address {address!r} is an address of Ray Client, which rayzero does not support",
-            allowed="host:port of a cluster that this machine is part of, or `auto`",
-            fix="from outside the cluster: `ray job submit --address http://HOST:8265 -- "
-            "rayzero run job.yaml`",
-        )
-    if address.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"address {address!r} is a dashboard's, and a job in Python joins the cluster",
-            allowed="host:port of a cluster that this machine is part of, or `auto`",
-            fix=f"from outside the cluster: `ray job submit --address {address} -- python FILE.py`",
-        )
-    return address
 
 
 def find_clusters(address: str | None) -> list[str]:
@@ -122,16 +111,17 @@ def find_clusters(address: str | None) -> list[str]:
     whose head node runs on this machine. In a process that is connected to Ray: `auto`. Raises
     ConfigError if there is none."""
     if ray.is_initialized():
+        _check_connected_to(address)
         return ["auto"]
     named = head_address(address)
-    if named not in ("", "auto", "local"):
-        return [named]
+    if named.is_named:
+        return [named.text]
     addresses = local_head_addresses()
     if not addresses:
         raise ConfigError(
             "no Ray cluster runs on this machine",
             allowed="the machine of the cluster's head node, or the cluster's address",
-            fix="--address or RAY_ADDRESS: host:port of the head node",
+            fix=f"--address or {ADDRESS_VARIABLE}: host:port of the head node",
         )
     return sorted(addresses)
 
@@ -145,12 +135,13 @@ def connect_each(address: str | None) -> Iterator[ClusterConnection]:
     there is only one.
     """
     addresses = find_clusters(address)
+    is_named = not ray.is_initialized() and head_address(address).is_named
     errors = []
     for candidate in addresses:
         try:
-            cluster = connect(candidate)
+            cluster = connect(address if is_named else candidate)
         except ConfigError as error:
-            if address is not None or len(addresses) == 1:
+            if is_named or len(addresses) == 1:
                 raise
             errors.append(error)
             continue
@@ -161,36 +152,85 @@ def connect_each(address: str | None) -> Iterator[ClusterConnection]:
         raise refused[-1]
 
 
-def check_reachable(address: str) -> None:
+def check_reachable(named: Address) -> None:
     """Checks that a head node listens at host:port and accepts the token. `ray.init` would retry
     for minutes without a way to interrupt it. Other addresses, such as `auto`, are not checked.
-    Raises ConfigError if nothing listens there; AuthRefusedError if the token is rejected."""
-    host, _, port = address.rpartition(":")
-    if not (host and port.isdecimal()):
+    Raises NothingListensError; ConfigError for another server; AuthRefusedError if the token is
+    rejected."""
+    check_listens(named)
+    if named.is_named and not check_auth(named.text):
+        raise other_grpc_error(named)
+
+
+def _only_local_head() -> str:
+    """What `auto` means. Several clusters: the one of RAY_ADDRESS, if that is one of them; none
+    that can be seen from here: `auto`, for Ray to look in its files. Raises ConfigError if it could
+    be any of several."""
+    addresses = sorted(local_head_addresses())
+    if os.environ.get(ADDRESS_VARIABLE) in addresses:
+        return os.environ[ADDRESS_VARIABLE]
+    return only_cluster(addresses) if addresses else "auto"
+
+
+def only_cluster(addresses: Sequence[str]) -> str:
+    """The one of these. Raises ConfigError if there are several."""
+    if len(addresses) != 1:
+        raise ConfigError(
+            f"{len(addresses)} Ray clusters run on this machine: {', '.join(addresses)}",
+            allowed="one cluster",
+            fix=f"name the cluster with --address or {ADDRESS_VARIABLE}",
+        )
+    return addresses[0]
+
+
+def _check_connected_to(address: str | None) -> None:
+    """Raises ConfigError if `address` is not that of the cluster to which this process is
+    connected."""
+    named = Address("") if address is None else head_address(address)
+    if not named.is_named or _is_same_server(named.text, connected := connected_address()):
         return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
-        raise _no_cluster_error(address, error) from None
-    check_auth(address)
-
-
-def _no_cluster_error(address: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"there is no Ray cluster at {address!r}: {first_line(error)}",
-        allowed="host:port of the head node of a running cluster, or `auto`",
-        fix="--address or RAY_ADDRESS; without either, a local cluster is started",
+    raise ConfigError(
+        f"address {named.shown} is not that of the cluster {connected!r}, to which this process is "
+        "connected already (`ray.init`)",
+        allowed="one cluster in a process",
+        fix="leave the address out, or call `ray.shutdown()` before",
     )
 
 
-def _version_mismatch_error(address: str, error: Exception) -> ConfigError | None:
+def _is_same_server(first: str, second: str) -> bool:
+    """Whether two host:port name one server: the same port of the same host, or of this one."""
+    matches = [HOST_PORT.fullmatch(text) for text in (first, second)]
+    if None in matches:
+        return first == second
+    hosts = [_ips(match["host"]) for match in matches if match]
+    ports = {match["port"] for match in matches if match}
+    return len(ports) == 1 and (bool(hosts[0] & hosts[1]) or all(map(_are_own, hosts)))
+
+
+def _ips(host: str) -> set[str]:
+    with suppress(OSError, UnicodeError):
+        return {str(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None)}
+    return set()
+
+
+def _are_own(ips: set[str]) -> bool:
+    """Whether one of them is an address of this machine."""
+    for ip in ips:
+        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as own:
+            own.bind((ip, 0))
+            return True
+    return False
+
+
+def _version_mismatch_error(named: Address, error: Exception) -> ConfigError | None:
     """None if the error is not Ray's refusal of other versions of Ray or Python."""
     versions = re.findall(r"^ *(Ray|Python): (\S+)", str(error), re.MULTILINE)
     if [name for name, _ in versions] != ["Ray", "Python"] * 2:
         return None
     cluster, process = (" and ".join(map(" ".join, part)) for part in (versions[:2], versions[2:]))
     return ConfigError(
-        f"the cluster at {address!r} has {cluster}, and this process {process}",
+        f"the cluster at {named.shown} has {cluster}, and this process {process}",
         allowed="exactly the same versions",
         fix="install them here, or use --address http://HOST:8265, which runs the command there",
     )

@@ -14,6 +14,7 @@ from ray.job_submission import JobSubmissionClient
 
 from rayzero.engine.errors import ConfigError, RayzeroError, first_line
 from rayzero.engine.redact import REDACTED, is_secret_key, redact_url
+from rayzero.orchestrator.cluster.addresses import only_given_address
 from rayzero.orchestrator.cluster.command_client import CLIENT_ADDRESS_VARIABLE
 from rayzero.orchestrator.cluster.upload import Upload
 from rayzero.orchestrator.errors import JobFailedError
@@ -42,7 +43,8 @@ class RemoteJobClient:
         for name, level in _RAY_LOGGERS.items():
             logging.getLogger(name).setLevel(level)
         try:
-            self._client = JobSubmissionClient(address)
+            with only_given_address():
+                self._client = JobSubmissionClient(address)
         except _CLIENT_ERRORS as error:
             raise self._rejected_error(error, ConfigError) from None
 

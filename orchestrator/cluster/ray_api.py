@@ -33,6 +33,8 @@ from ray.experimental.internal_kv import _internal_kv_get
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.cluster.addresses import only_given_address
+from rayzero.orchestrator.cluster.probe import CHECK_ALIVE_RPC
 from rayzero.orchestrator.policies.placement import Capacity
 
 ACTOR_LOST = (RayActorError, ActorUnschedulableError, ActorPlacementGroupRemoved)
@@ -41,7 +43,6 @@ ACTOR_LOST = (RayActorError, ActorUnschedulableError, ActorPlacementGroupRemoved
 NAMESPACE = "rayzero"
 """Of named actors."""
 _HEAD_RESOURCE = "node:__internal_head__"  # a resource that Ray gives the head's node alone
-_CHECK_ALIVE_RPC = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty request names no node
 _AUTH_RPC_TIMEOUT_S = 2.0
 _LOOPBACK = "127.0.0.1"
 _CONNECT_RETRIES = {
@@ -93,20 +94,27 @@ def start_head(object_store_bytes: int) -> None:
 
 
 def join_cluster(address: str) -> None:
-    """`ray.init` of a running cluster. Raises ConnectionError, ValueError, RuntimeError."""
+    """`ray.init` of a running cluster: this one, also if it is `auto` and RAY_ADDRESS is set.
+    Raises ConnectionError, ValueError, RuntimeError."""
     is_loopback = address.startswith(f"{_LOOPBACK}:") and address in local_head_addresses()
     resolve = services.resolve_ip_for_localhost
     if is_loopback:  # Ray would replace it by an address on which `start_head`'s does not listen
         services.resolve_ip_for_localhost = lambda host: host
     try:
-        ray.init(
-            address=address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _node_ip_address=_LOOPBACK if is_loopback else None,
-        )
+        with only_given_address():
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address=_LOOPBACK if is_loopback else None,
+            )
     finally:
         services.resolve_ip_for_localhost = resolve
+
+
+def connected_address() -> str:
+    """host:port of the head of the cluster to which this process is connected."""
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def head_pids() -> list[int]:
@@ -166,27 +174,26 @@ class AuthRefusedError(ConfigError):
     """The cluster rejected the auth token."""
 
 
-def check_auth(address: str) -> None:
+def check_auth(address: str) -> bool:
     """Checks the auth token with one RPC to the head at host:port. `ray.init` would retry a
-    rejected token for 20 s and then report that the cluster does not respond. Raises
-    AuthRefusedError if the token is rejected or missing; all other errors are left to
-    `ray.init`."""
+    rejected token for 20 s and then report that the cluster does not respond. Returns False if it
+    is not a head; all other errors are left to `ray.init`. Raises AuthRefusedError if the token is
+    rejected or missing."""
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
-        return
+        return True
     import grpc  # slow to import
 
     headers = get_auth_headers_if_auth_enabled({})
     metadata = tuple((key.lower(), value) for key, value in headers.items())
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
-            channel.unary_unary(_CHECK_ALIVE_RPC)(
+            channel.unary_unary(CHECK_ALIVE_RPC)(
                 b"", timeout=_AUTH_RPC_TIMEOUT_S, metadata=metadata
             )
+            return True
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
-                return
-        else:
-            return
+                return error.code() is not grpc.StatusCode.UNIMPLEMENTED
     problem = "rejected the auth token" if metadata else "requires an auth token, and none is set"
     raise AuthRefusedError(
         f"the Ray cluster at {address!r} {problem}",

@@ -17,7 +17,8 @@ from ray.util import inspect_serializability
 from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator import job_file
-from rayzero.orchestrator.cluster.connect import ClusterConnection, connect, head_address
+from rayzero.orchestrator.cluster.addresses import head_address
+from rayzero.orchestrator.cluster.connect import ClusterConnection, connect
 from rayzero.orchestrator.cluster.local_cluster import LocalCluster
 from rayzero.orchestrator.console import open_console
 from rayzero.orchestrator.errors import (
@@ -279,7 +280,7 @@ def _attach_to_running(process: JobProcess, running: JobSpec, spec: JobSpec) -> 
 
 
 def _starts_cluster(address: str | None) -> bool:
-    return head_address(address) in ("", "local") and not ray.is_initialized()
+    return not ray.is_initialized() and head_address(address).text in ("", "local")
 
 
 def _pickle(function: Callable[[Any], Any]) -> bytes:

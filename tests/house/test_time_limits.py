@@ -90,7 +90,7 @@ REASONS = {
         orchestrator.control.hang_detector: STACK_TIMEOUT_S INSPECT_TIMEOUT_S
         orchestrator.control.chaos: VAULT_REPLY_TIMEOUT_S
         orchestrator.cli.run: ACCEPT_TIMEOUT_S
-        orchestrator.cluster.connect: _CONNECT_TIMEOUT_S
+        orchestrator.cluster.probe: CONNECT_LIMIT_S ANSWER_LIMIT_S
         orchestrator.cluster.command_client: _REPLY_TIMEOUT_S
         orchestrator.cluster.ray_api: _AUTH_RPC_TIMEOUT_S
         orchestrator.cluster.vault_group: _START_TIMEOUT_S

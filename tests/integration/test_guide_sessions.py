@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from select import select
 from shutil import rmtree
@@ -80,9 +80,25 @@ class Terminal:
 
     def rayzero(self, *words: str) -> str:
         assert self._commands is not None
-        done = self._commands.run(*words)
+        if "--address" in words:
+            command = [sys.executable, "-m", "rayzero", *words]
+            done = subprocess.run(
+                command,
+                cwd=self.folder,
+                env=self._env(words),
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+        else:
+            done = self._commands.run(*words)
         assert done.returncode == 0, (words, done.stdout, done.stderr)
         return done.stdout
+
+    def _env(self, words: Sequence[str]) -> dict[str, str]:
+        """A command that names its cluster is given where RAY_ADDRESS names another, lost one."""
+        address = "127.0.0.1:1" if "--address" in words else self.head.address
+        return {**self.head.env, "RAY_ADDRESS": address}
 
     def is_listed(self, name: str, state: str) -> bool:
         rows = self.rayzero("ls").splitlines()
@@ -144,7 +160,7 @@ class Terminal:
         return self._outputs[-1]
 
     def _follow(self, words: list[str]) -> None:
-        env = {**self.head.env, "RAY_ADDRESS": self.head.address}
+        env = self._env(words)
         with self._new_output().open("wb") as output:
             command = [sys.executable, "-m", *words]
             self._followers.append(

@@ -159,4 +159,4 @@ def test_unknown_job(subcommand: str, tmp_path: Path):
 def test_dashboard_that_does_not_respond():
     result = command("ls", "--address", "http://127.0.0.1:1")
     assert result.exit_code == 2
-    assert "the cluster at http://127.0.0.1:1 rejected the request" in result.output
+    assert "no Ray cluster at 'http://127.0.0.1:1': nothing listens there" in result.output

@@ -11,6 +11,7 @@ import pytest
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cluster import connect, ray_api
+from rayzero.orchestrator.cluster.addresses import Address
 from rayzero.orchestrator.cluster.ray_api import AuthRefusedError, check_auth
 
 TOKEN = "a" * 64
@@ -48,7 +49,7 @@ def with_headers(monkeypatch: pytest.MonkeyPatch, **headers: str) -> None:
 
 def test_valid_token_is_accepted(head: str, monkeypatch: pytest.MonkeyPatch):
     with_headers(monkeypatch, Authorization=f"Bearer {TOKEN}")
-    check_auth(head)
+    assert check_auth(head)
 
 
 def test_wrong_or_missing_token_is_rejected_immediately(head: str, monkeypatch: pytest.MonkeyPatch):
@@ -78,7 +79,7 @@ def test_token_check_ignores_other_servers():
         server = grpc.server(pool)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        check_auth(f"127.0.0.1:{port}")
+        assert not check_auth(f"127.0.0.1:{port}")
         server.stop(None).wait(10)
     with pytest.raises(ConfigError, match="there is no Ray cluster"):
-        connect.check_reachable("127.0.0.1:1")
+        connect.check_reachable(Address("127.0.0.1:1"))

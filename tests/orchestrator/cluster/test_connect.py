@@ -14,6 +14,11 @@ from rayzero.orchestrator.cluster import connect
 from rayzero.orchestrator.errors import JobFailedError
 
 
+@pytest.fixture(autouse=True)
+def _no_local_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect, "local_head_addresses", set)
+
+
 def failing(error: Exception) -> Any:
     def init(*_: object, **__: object) -> None:
         raise error

@@ -113,6 +113,7 @@ def test_dashboard_address_runs_the_command_in_its_cluster(
 ) -> None:
     monkeypatch.setattr("rayzero.orchestrator.cluster.job_submission.JobSubmissionClient", Client)
     monkeypatch.setattr(command_client, "run_at_command_server", lambda *_: None)
+    monkeypatch.setattr("rayzero.orchestrator.cluster.probe.check_dashboard", lambda _: None)
     monkeypatch.setenv("RAY_ADDRESS", "http://head:8265" if given == "variable" else "auto")
     Client.output, Client.cut = "first: running\n", 100
     options = ["--address", "http://head:8265"] if given == "option" else []

@@ -178,6 +178,7 @@ class RemoteCluster:
 def remote(monkeypatch: pytest.MonkeyPatch) -> type[RemoteCluster]:
     subclass = type("Made", (RemoteCluster,), {})
     monkeypatch.setattr(job_submission, "RemoteJobClient", subclass)
+    monkeypatch.setattr("rayzero.orchestrator.cluster.probe.check_dashboard", lambda _: None)
     RemoteCluster.arguments, RemoteCluster.stopped_job = (), ""
     return subclass
 

@@ -1,0 +1,195 @@
+"""What listens at an address of a cluster, within seconds.
+
+Imports no Ray, whose import takes a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from http import HTTPStatus
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from rayzero.engine.errors import ConfigError, first_line
+from rayzero.orchestrator.cluster.addresses import HOST_PORT, Address, NothingListensError
+
+CONNECT_LIMIT_S = 2.0
+ANSWER_LIMIT_S = 5.0
+"""For a busy dashboard, or a head on a busy machine; others are known by what they send at once."""
+CHECK_ALIVE_RPC = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty request names no node
+_RAY_CLIENT_RPC = "/ray.rpc.RayletDriver/ClusterInfo"
+_MAX_REPLY_BYTES = 1 << 16
+_SETTINGS_FRAME = b"\x04\x00"  # type and flags of the first frame of a server that speaks HTTP/2
+
+DASHBOARD, CLUSTER, RAY_CLIENT = "a Ray dashboard", "Ray's own port", "a Ray Client server"
+GRPC = "a gRPC server that is not of Ray's head node"
+TLS = "a server that speaks TLS"
+UNKNOWN = "a server that speaks neither HTTP nor gRPC"
+SILENT = "a server that does not answer"
+
+
+def check_listens(named: Address) -> None:
+    """Checks, within some seconds, that Ray's own port may be at host:port: `ray.init` would try
+    for minutes, without a way to interrupt it. Raises NothingListensError; ConfigError for a server
+    of another kind."""
+    match = HOST_PORT.fullmatch(named.text)
+    if match is None:
+        return
+    host, port = match["host"].strip("[]"), int(match["port"])
+    uses_tls = os.environ.get("RAY_USE_TLS", "0") not in ("", "0")
+    with closing(_open(named, host, port)) as connection:
+        if uses_tls:
+            return
+        head = _ask(connection, host, "")
+    if _is_http2(head):
+        return
+    found = _found_by_http(head)
+    proposals = [f"http://{named.text}"] if found == DASHBOARD else []
+    raise _other_server_error(named, found, [*proposals, f"{named.host}:6379"])
+
+
+def check_dashboard(named: Address) -> None:
+    """Checks, within some seconds, that a Ray dashboard may be at this URL. Raises
+    NothingListensError; ConfigError for a server of another kind."""
+    try:
+        parts = urlsplit(named.text)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        host, port = "", None
+    if not host:
+        raise named.error("it is not a URL")
+    if parts.scheme in getproxies() and not proxy_bypass(host):
+        return  # the proxy knows
+    port = port or (443 if parts.scheme == "https" else 80)
+    with closing(_open(named, host, port)) as connection:
+        try:
+            stream = _encrypted(connection, host) if parts.scheme == "https" else connection
+        except OSError:
+            raise named.error(
+                "the server there does not speak TLS", f"http://{parts.netloc}"
+            ) from None
+        with closing(stream):
+            head = _ask(stream, host, parts.path.rstrip("/"))
+    found = (
+        _found_by_http(head) if not _is_http2(head) else identify_grpc(f"{_bracketed(host)}:{port}")
+    )
+    if found == DASHBOARD:
+        return
+    if found == CLUSTER:
+        proposals = [f"{parts.netloc} on a machine of the cluster", f"http://{host}:8265"]
+    else:
+        proposals = [f"http://{host}:8265"]
+    raise _other_server_error(named, found, [it for it in proposals if it != named.text])
+
+
+def identify_grpc(target: str) -> str:
+    """What a gRPC server at host:port is."""
+    import grpc  # slow to import
+
+    for method, found in ((CHECK_ALIVE_RPC, CLUSTER), (_RAY_CLIENT_RPC, RAY_CLIENT)):
+        with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
+            try:
+                channel.unary_unary(method)(b"", timeout=ANSWER_LIMIT_S)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    continue
+            return found
+    return GRPC
+
+
+def other_grpc_error(named: Address) -> ConfigError:
+    """For host:port with a gRPC server that is not of a head node."""
+    found = identify_grpc(named.text)
+    return _other_server_error(named, found, [f"{named.host}:6379", f"http://{named.host}:8265"])
+
+
+def _other_server_error(named: Address, found: str, proposals: list[str]) -> ConfigError:
+    return named.error(f"{found} is there", *proposals)
+
+
+def _open(named: Address, host: str, port: int) -> socket.socket:
+    """A connection. Raises NothingListensError."""
+    deadline_s = time.monotonic() + CONNECT_LIMIT_S
+    reason: Exception = OSError("the host has no address")
+    try:
+        for family, kind, number, _, place in socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM):
+            connection = socket.socket(family, kind, number)
+            connection.settimeout(max(0.1, deadline_s - time.monotonic()))
+            try:
+                connection.connect(place)
+                return connection
+            except OSError as error:
+                connection.close()
+                reason = error
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = error
+    text = reason.strerror if isinstance(reason, OSError) and reason.strerror else str(reason)
+    found = f"nothing listens there ({text or first_line(reason)})"
+    raise named.error(found, kind=NothingListensError) from None
+
+
+def _encrypted(connection: socket.socket, host: str) -> socket.socket:
+    """TLS, without a check of who answers: Ray's client does that, before it sends anything."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    connection.settimeout(ANSWER_LIMIT_S)
+    return context.wrap_socket(connection, server_hostname=host)
+
+
+def _ask(connection: socket.socket, host: str, folder: str) -> bytes:
+    """The beginning of the answer to a dashboard's simplest request. A gRPC server, which speaks
+    HTTP/2, sends its own first frame whatever it gets."""
+    request = f"GET {folder}/api/version HTTP/1.1\r\nHost: {_bracketed(host)}\r\n"
+    reply = b""
+    with suppress(OSError):  # silent, or closed: what was read is the answer
+        connection.sendall(f"{request}Connection: close\r\n\r\n".encode())
+        for part in _parts(connection):
+            reply += part
+            if len(reply) > _MAX_REPLY_BYTES or not b"HTTP/".startswith(reply[:5]):
+                break
+    return reply
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _parts(connection: socket.socket) -> Iterator[bytes]:
+    deadline_s = time.monotonic() + ANSWER_LIMIT_S
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        connection.settimeout(left_s)
+        if not (part := connection.recv(4096)):
+            return
+        yield part
+
+
+def _is_http2(reply: bytes) -> bool:
+    return reply[:1] == b"\x00" and reply[3:5] == _SETTINGS_FRAME
+
+
+def _found_by_http(reply: bytes) -> str:
+    """What sent this reply to `_ask`."""
+    head, _, body = reply.partition(b"\r\n\r\n")
+    status = re.match(rb"HTTP/1\.\d (\d{3})", head)
+    if status is None:
+        if not reply:
+            return SILENT
+        return TLS if reply[:2] == b"\x15\x03" else UNKNOWN
+    code = int(status[1])
+    if code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) or 300 <= code < 400:
+        return DASHBOARD  # as far as one can see without its token
+    with suppress(ValueError, TypeError):
+        if "ray_version" in json.loads(body):
+            return DASHBOARD
+    name = re.search(rb"\r\nserver: *([^\r]*)", head, re.IGNORECASE)
+    server = f" ({name[1].decode(errors='replace')})" if name else ""
+    answer = f"{code} {HTTPStatus(code).phrase}" if code in {*HTTPStatus} else str(code)
+    return f"an HTTP server{server} that is no Ray dashboard, with `{answer}` for /api/version,"
