@@ -222,12 +222,12 @@ def _cluster_statuses(address: str | None, ended: bool) -> Iterator[JobStatus]:
 def _abandon_lost_run(name: str, path: str, not_found: ConfigError) -> None:
     """Writes the end of a run whose process is lost into its journal."""
     from rayzero.orchestrator.job.lease import acquire_lease
-    from rayzero.orchestrator.job.lookup import job_folder, load_run_history
+    from rayzero.orchestrator.job.lookup import NoJournalError, job_folder, load_run_history
     from rayzero.orchestrator.journal.writer import write_end
 
     try:
         last_run = load_run_history(path, name)
-    except ConfigError:
+    except NoJournalError:
         raise not_found from None
     if last_run.end_state:
         print(f"{name}: not running, it has {last_run.end_state} already")

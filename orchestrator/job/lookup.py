@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayzero.engine.checkpoint.errors import store_errors
+from rayzero.engine.checkpoint.errors import StoreError, store_errors
 from rayzero.engine.checkpoint.store import is_remote, join_url, open_store
 from rayzero.engine.errors import ConfigError, did_you_mean
 from rayzero.engine.redact import redact_url
@@ -58,10 +58,16 @@ def job_folder(path: str, name: str) -> str:
 
 
 def load_run_history(path: str, name: str) -> RunHistory:
-    """The journal of a job's last run. Raises NoJournalError if there is none; StoreError if it
-    cannot be read."""
+    """The journal of a job's last run. Raises NoJournalError if there is none; StoreError or
+    ConfigError if it cannot be read."""
     folder = job_folder(path, name)
     history = read_journal(folder)
+    if history is None and has_journal(folder):
+        raise ConfigError(
+            f"the journal {redact_url(state_url(folder))} is damaged: it is not the state of a run",
+            allowed="the file as a job wrote it",
+            fix="a copy of the file, or remove it; the job's checkpoints do not depend on it",
+        )
     if history is None:
         raise NoJournalError(
             f"no job {name!r} is running, and there is no journal in {redact_url(folder)}",
@@ -106,7 +112,15 @@ def list_journaled_jobs(path: str) -> list[str]:
     """Names of the jobs with a journal in a `checkpoint.path`."""
     folders = [entry.name for entry in open_store(path).list_folder() if entry.is_folder]
     names = [name for name in folders if JOB_NAME.fullmatch(name)]
-    return sorted(name for name in names if has_journal(join_url(path, name)))
+    return sorted(name for name in names if _may_have_journal(join_url(path, name)))
+
+
+def _may_have_journal(folder: str) -> bool:
+    """Also of a folder that cannot be read: whoever reads the journal gets the error."""
+    try:
+        return has_journal(folder)
+    except StoreError:
+        return True
 
 
 def status_from_journal(path: str, name: str) -> JobStatus:
@@ -119,17 +133,16 @@ def status_from_journal(path: str, name: str) -> JobStatus:
     except (LookupError, TypeError, ValueError, OverflowError):
         raise NoJournalError(f"{redact_url(state_url(folder))} states no workers") from None
     causes = [str(fault.cause) for fault in history.faults]
-    loss = history.counters.get("loss")
     return JobStatus(
         name=name,
         state=State(history.end_state) if history.end_state else None,
         step=history.step,
-        steps=history.spec.get("steps"),
+        steps=history.steps,
         generation=history.generation,
         world_size=history.world_size,
         workers_min=least,
         workers_max=most,
-        loss=loss if isinstance(loss, float) else None,
+        loss=history.loss,
         began_at_s=history.began_at_s,
         at_s=history.last_at_s,
         faults={cause: causes.count(cause) for cause in sorted(set(causes))},

@@ -143,7 +143,8 @@ def _read_segments(job_folder: str) -> RunHistory | None:
         entries = segment + entries
         if any(entry["kind"] == "begun" and not entry.get("adopted") for entry in segment):
             break
-    return fold_entries(entries)
+    history = fold_entries(entries)
+    return None if history is None else RunHistory.from_json(history.to_json())  # checks it
 
 
 def _parse_lines(content: bytes) -> Iterator[dict[str, Any]]:

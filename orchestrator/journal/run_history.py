@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import isfinite
 from typing import Any
 
-from pydantic import FiniteFloat, TypeAdapter
+from pydantic import TypeAdapter
 
 from rayzero.engine.config import parse_config, resolve_batch_sizes
 from rayzero.engine.errors import ConfigError
@@ -23,6 +24,7 @@ from rayzero.orchestrator.job_file import (
     to_document,
 )
 from rayzero.orchestrator.machine import FINAL_STATES
+from rayzero.orchestrator.numbers import MAX_COUNT, Count, UnixTime
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.spec import JobSpec
 from rayzero.workers.messages import WorkerInfo
@@ -60,29 +62,54 @@ class RunHistory:
     run: str
     working_dir: str
     by_value: bool
-    began_at_s: FiniteFloat
-    last_at_s: FiniteFloat
+    began_at_s: UnixTime
+    last_at_s: UnixTime
     state: str = "pending"
-    step: int = 0
-    best_step: int = 0
-    generation: int = 0
-    reserved_generations: int = 0
-    world_size: int = 0
-    scaled_limits: tuple[int, int] | None = None
+    step: Count = 0
+    best_step: Count = 0
+    generation: Count = 0
+    reserved_generations: Count = 0
+    world_size: Count = 0
+    scaled_limits: tuple[Count, Count] | None = None
     counters: Mapping[str, Any] = field(default_factory=dict)
     fault_entries: tuple[dict[str, Any], ...] = ()
-    repairs_by_cause: Mapping[str, int] = field(default_factory=dict)
-    resizes: int = 0
-    steps_redone: int = 0
-    checkpoint_step: int | None = None
-    checkpoint_at_s: float = 0.0
-    checkpoints_written: int = 0
-    checkpoints_failed: int = 0
-    adoptions: int = 0
+    repairs_by_cause: Mapping[str, Count] = field(default_factory=dict)
+    resizes: Count = 0
+    steps_redone: Count = 0
+    checkpoint_step: Count | None = None
+    checkpoint_at_s: UnixTime = 0.0
+    checkpoints_written: Count = 0
+    checkpoints_failed: Count = 0
+    adoptions: Count = 0
     end_state: str = ""
     error: str = ""
     source: str = ""
     entries: Mapping[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int | None:
+        """The step at which it ends; None if it has none."""
+        steps = self.spec.get("steps")
+        if isinstance(steps, int) and not isinstance(steps, bool) and 0 <= steps <= MAX_COUNT:
+            return steps
+        return None
+
+    @property
+    def loss(self) -> float | None:
+        """Of its last step, if that was counted and is finite."""
+        loss = self.counters.get("loss")
+        return loss if isinstance(loss, float) and isfinite(loss) else None
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Wall time by cause, as counted."""
+        counted = self.counters.get("seconds")
+        items = counted.items() if isinstance(counted, Mapping) else ()
+        return {
+            cause: float(s)
+            for cause, s in items
+            if isinstance(s, int | float) and abs(s) <= MAX_COUNT
+        }
 
     @property
     def total_repairs(self) -> int:
@@ -102,8 +129,9 @@ class RunHistory:
         """None for what is not the state of a run."""
         try:
             history = TypeAdapter(cls).validate_json(content)
-            known = history.faults is not None and history.end_state in ("", *FINAL_STATES)
-        except (ValueError, LookupError, TypeError):
+            known = history.end_state in ("", *FINAL_STATES)
+            known = known and all(isfinite(fault.at_s) for fault in history.faults)
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
             return None
         return history if known else None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from time import time
 from typing import Any
 
+from rayzero.engine.errors import RayzeroError, first_line
 from rayzero.orchestrator.metrics.endpoint import (
     STOP_TIMEOUT_S,
     StartResponse,
@@ -54,7 +55,10 @@ class JobsPage:
         if path == "/jobs.json":
             return respond(environ, start, *json_response(self._list_jobs()))
         named = _RUN_FILE.fullmatch(path)
-        content = None if named is None else self._index.file(*named.groups())
+        try:
+            content = None if named is None else self._index.file(*named.groups())
+        except RayzeroError as error:
+            return refuse(start, "422 Unprocessable Content", first_line(error))
         if content is None:
             known = "/, /jobs.json, /jobs/NAME/snapshot.json, /jobs/NAME/history.json"
             return refuse(start, "404 Not Found", f"available: {known}")

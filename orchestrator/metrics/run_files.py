@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rayzero.engine.checkpoint.errors import StoreError
-from rayzero.engine.errors import ConfigError, first_line
+from rayzero.engine.checkpoint.store_local import LocalStore
+from rayzero.engine.errors import ConfigError, RayzeroError, first_line
 from rayzero.orchestrator.background_writer import BackgroundWriter, WriteQueue
 from rayzero.orchestrator.job_events import EventBus, JobEvent, StateEntered
 from rayzero.orchestrator.journal.files import STATE_FILE, read_journal
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.metrics.snapshot import SNAPSHOT_FORMAT
+from rayzero.orchestrator.metrics.snapshot_model import validate_snapshot
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.messages import Heartbeat
@@ -95,27 +97,43 @@ class RunIndex:
         return sorted(rows, key=lambda row: -float(row["began_s"]))
 
     def file(self, job: str, name: str) -> bytes | None:
-        """The content of a run's file; None if there is none. `job` is a name, not a path."""
+        """The content of a run's file; None if there is none. `job` is a name, not a path. Raises
+        StoreError if it cannot be read; ConfigError if it is damaged."""
         path = self._folder / job / name
-        with suppress(OSError):
-            if path.stat().st_size <= MAX_FILE_BYTES:
-                return path.read_bytes()
-        return None
+        check = self._read_snapshot if name == SNAPSHOT_FILE else self._check_history
+        if isinstance(damage := self._cached(path, check), Damage):
+            raise ConfigError(damage.text)
+        return self._read(path)
 
     def _row(self, job: str) -> Row | None:
+        """A damaged file is an error in the row of its run, and in no other's."""
         snapshot = self._cached(self._folder / job / SNAPSHOT_FILE, self._read_snapshot)
         past = self._cached(self._folder / job / STATE_FILE, self._read_journal)
-        if snapshot is None:
-            return None if past is None else _row_of_journal(job, past)
-        row = _row_of_snapshot(snapshot) | {"name": job}
-        if past is None:
-            return row
-        return row | {
-            "state": past.end_state or row["state"],
-            "error": past.error.partition("\n")[0],
-        }
+        damaged = next((it for it in (snapshot, past) if isinstance(it, Damage)), None)
+        if isinstance(snapshot, dict):
+            row = _row_of_snapshot(snapshot) | {"name": job}
+        elif isinstance(past, RunHistory):
+            row = _row_of_journal(job, past)
+        elif damaged is not None:
+            return {
+                **_UNKNOWN_ROW,
+                "name": job,
+                "state": "unreadable",
+                "error": damaged.text,
+                "began_s": damaged.at_s,
+                "at_s": damaged.at_s,
+            }
+        else:
+            return None
+        if isinstance(past, RunHistory):
+            row |= {
+                "state": past.end_state or row["state"],
+                "error": past.error.partition("\n")[0],
+            }
+        return row | ({} if damaged is None else {"error": damaged.text})
 
     def _cached(self, path: Path, read: Callable[[Path], Any]) -> Any:
+        """What `read` returns; `Damage` for what it raises."""
         try:
             status = path.stat()
         except OSError:
@@ -123,20 +141,73 @@ class RunIndex:
         key = (status.st_mtime_ns, status.st_size)
         cached = self._cache.get(path)
         if cached is None or cached[0] != key:
-            cached = self._cache[path] = (key, read(path))
+            try:
+                value = read(path)
+            except RayzeroError as error:
+                value = Damage(first_line(error), status.st_mtime)
+            cached = self._cache[path] = (key, value)
         return cached[1]
 
-    def _read_snapshot(self, path: Path) -> Row | None:
+    def _read(self, path: Path) -> bytes | None:
+        """Of a regular file: anything else, such as a FIFO, would block."""
         try:
-            value = json.loads(self.file(path.parent.name, path.name) or b"")
-            return value if value["format"] == SNAPSHOT_FORMAT else None
-        except (ValueError, LookupError, TypeError):
-            return None
+            return LocalStore(path.parent).read(path.name, MAX_FILE_BYTES)
+        except StoreError as error:
+            if error.kind == "gone":
+                return None
+            raise
+
+    def _read_snapshot(self, path: Path) -> Row | None:
+        content = self._read(path)
+        return None if content is None else _parse_snapshot(content)
+
+    def _check_history(self, path: Path) -> None:
+        content = self._read(path)
+        value = None if content is None else _parse_json(content, path.name)
+        if content is not None and not (isinstance(value, dict) and "curves" in value):
+            raise ConfigError(f"{path.name} has no curves")
 
     def _read_journal(self, path: Path) -> RunHistory | None:
-        with suppress(StoreError, ConfigError):
-            return read_journal(str(path.parent))
+        past = read_journal(str(path.parent))
+        if past is None:
+            raise ConfigError(f"{path.name} is not the state of a run")
+        return past
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Why a file cannot be used, and when it was written (Unix time)."""
+
+    text: str
+    at_s: float
+
+
+_UNKNOWN_ROW: Mapping[str, Any] = {
+    **dict.fromkeys(("world_size", "stage", "step", "steps", "step_s", "tokens_per_s")),
+    **dict.fromkeys(("remaining_s", "loss", "goodput", "faults", "wall_s")),
+    "has_curves": False,
+}
+
+
+def _parse_json(content: bytes, name: str) -> Any:
+    """As a browser does, without NaN and Infinity. Raises ConfigError."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"it has {constant}")
+
+    try:
+        return json.loads(content, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is not JSON: {first_line(error)}") from None
+
+
+def _parse_snapshot(content: bytes) -> Row | None:
+    """None if it is of another version. Raises ConfigError if it is damaged."""
+    value = _parse_json(content, SNAPSHOT_FILE)
+    if isinstance(value, dict) and value.get("format", SNAPSHOT_FORMAT) != SNAPSHOT_FORMAT:
         return None
+    validate_snapshot(value, SNAPSHOT_FILE)
+    return dict(value)
 
 
 def _row_of_snapshot(value: Row) -> Row:
@@ -156,7 +227,7 @@ def _row_of_snapshot(value: Row) -> Row:
 
 def _row_of_journal(job: str, past: RunHistory) -> Row:
     """Of a run of an earlier version, or whose other files are elsewhere."""
-    seconds = dict(past.counters.get("seconds", {}))
+    productive_s = past.seconds.get("productive", 0.0)
     wall_s = max(0.0, past.last_at_s - past.began_at_s)
     unknown = ("stage", "step_s", "tokens_per_s", "remaining_s", "loss")
     return {
@@ -168,8 +239,8 @@ def _row_of_journal(job: str, past: RunHistory) -> Row:
         "at_s": past.last_at_s,
         "world_size": past.world_size,
         "step": past.step,
-        "steps": past.spec.get("steps"),
-        "goodput": seconds.get("productive", 0.0) / wall_s if wall_s else None,
+        "steps": past.steps,
+        "goodput": productive_s / wall_s if wall_s else None,
         "faults": len(past.fault_entries),
         "wall_s": wall_s,
         "has_curves": False,

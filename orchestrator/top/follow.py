@@ -131,7 +131,8 @@ def endpoint_source(url: str) -> SnapshotSource:
 
 
 def check_snapshot(value: Any, where: str) -> Snapshot:
-    """The value itself. Raises ConfigError if it is not a snapshot, or has another format."""
+    """The value itself. Raises ConfigError if it is not a snapshot, has another format, or values
+    that cannot be shown."""
     if not isinstance(value, dict) or "format" not in value:
         raise _not_a_snapshot(where)
     if value["format"] != SUPPORTED_FORMAT:
@@ -140,6 +141,9 @@ def check_snapshot(value: Any, where: str) -> Snapshot:
             allowed=f"format {SUPPORTED_FORMAT}",
             fix="use the same version of rayzero here as in the job",
         )
+    from rayzero.orchestrator.metrics.snapshot_model import validate_snapshot  # pydantic is slow
+
+    validate_snapshot(value, f"the snapshot of {where}")
     return value
 
 

@@ -76,7 +76,9 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     """A curve as block characters: each is the mean of its values, blank if unknown."""
     columns = min(width, len(values))
     edges = [len(values) * index // columns for index in range(columns + 1)] if columns else []
-    cells = [_mean_known(values[start:stop]) for start, stop in pairwise(edges)]
+    largest = max((abs(value) for value in values if value is not None), default=0.0) or 1.0
+    shares = [None if value is None else value / largest for value in values]  # sums stay finite
+    cells = [_mean_known(shares[start:stop]) for start, stop in pairwise(edges)]
     numbers = [value for value in cells if value is not None]
     if not numbers:
         return ""

@@ -82,7 +82,9 @@ def read(url: str) -> Any:
 
 
 def test_index_has_running_and_ended_jobs_newest_first(runs: Path, url: str) -> None:
-    rows = read(url + "jobs.json")["jobs"]
+    torn, *rows = read(url + "jobs.json")["jobs"]
+    assert (torn["name"], torn["state"]) == ("gpt-torn", "unreadable")
+    assert torn["error"].startswith("snapshot.json is not JSON: ")
     assert [row["name"] for row in rows] == [
         *("gpt-bad", "gpt-large", "gpt-small", "of-earlier-version")
     ]

@@ -1,0 +1,115 @@
+"""What a snapshot must be, for those that read one of a file or another process.
+
+Readers rely on it: numbers are finite, and such that they can be shown. Unknown keys are allowed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+from rayzero.engine.validation import validate_document
+from rayzero.orchestrator.numbers import Amount, Count, UnixTime
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Limits(_Row):
+    min: Count
+    max: Count
+
+
+class _Progress(_Row):
+    step: Count
+    steps: Count | None
+    remaining_s: Amount | None
+    step_s: Amount | None
+    tokens_per_s: Amount | None
+
+
+class _Training(_Row):
+    loss: FiniteFloat | None
+    learning_rate: FiniteFloat | None
+    gradient_norm: FiniteFloat | None
+    loss_scale: FiniteFloat | None
+    model_flops_utilization: FiniteFloat | None
+
+
+class _Goodput(_Row):
+    ratio: Amount
+    wall_s: Amount
+    unattributed_s: Amount
+    seconds: dict[str, Amount]
+
+
+class _GenerationEntry(_Row):
+    at_s: UnixTime
+    world_size: Count
+
+
+class _FaultEntry(_Row):
+    at_s: UnixTime
+    cause: str
+    text: str
+
+
+class _RecoveryEntry(_Row):
+    at_s: UnixTime
+    kind: str
+    total_s: Amount
+    step: Count
+    world_size_before: Count
+    world_size: Count
+
+
+class _CheckpointEntry(_Row):
+    at_s: UnixTime
+    step: Count
+    bytes: Amount
+    seconds: Amount
+
+
+class _Replicas(_Row):
+    step: Count | None
+    bytes: Amount | None
+
+
+class _Rank(_Row):
+    rank: Count
+    phase: str | None
+    waiting: bool | None
+    silent_s: Amount | None
+
+
+class _Snapshot(_Row):
+    """`rayzero.orchestrator.metrics.snapshot.make_snapshot` makes it."""
+
+    version: str
+    job: str
+    state: str
+    stage: Count | None
+    at_s: UnixTime
+    began_s: UnixTime
+    generation: Count
+    world_size: Count
+    workers: _Limits
+    progress: _Progress
+    training: _Training
+    loss: list[Annotated[list[FiniteFloat | None], Field(min_length=2, max_length=2)]]
+    goodput: _Goodput
+    generations: list[_GenerationEntry]
+    faults: list[_FaultEntry]
+    recoveries: list[_RecoveryEntry]
+    checkpoints: list[_CheckpointEntry]
+    checkpoint_failures: Count
+    replicas: _Replicas
+    ranks: list[_Rank]
+
+
+def validate_snapshot(value: Any, what: str) -> None:
+    """Raises ConfigError, which names what is wrong, if it is not a snapshot that can be shown;
+    `what` is its name in the message."""
+    validate_document(_Snapshot, value, what)

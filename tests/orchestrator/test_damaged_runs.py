@@ -1,0 +1,189 @@
+"""A run whose files are damaged is a row with an error; it hides no other run, ends no command and
+is never waited for: in `ls`, `status`, `top` and the page of all jobs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.cli.app import app
+from rayzero.orchestrator.cli.job_table import job_table
+from rayzero.orchestrator.cli.jobs import _status_fields, status_line
+from rayzero.orchestrator.cluster import connect
+from rayzero.orchestrator.job.lookup import status_from_journal
+from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate
+from rayzero.orchestrator.journal.writer import JournalWriter
+from rayzero.orchestrator.metrics.jobs_page import JobsPage
+from rayzero.orchestrator.metrics.run_files import RunIndex
+from rayzero.orchestrator.top.board import render_board, snapshot_line
+from rayzero.orchestrator.top.follow import check_snapshot
+from tests.orchestrator.page.sample import START_S, history, sample
+from tests.support.mutations import mutate_text, mutate_tree, read_mutations, to_json
+
+FILES = ("job.json", "snapshot.json", "history.json")
+
+
+def write_run(runs: Path, name: str) -> Path:
+    folder = runs / name
+    folder.mkdir(parents=True)
+    updates: list[JournalUpdate] = []
+    append = JournalWriter(updates.append, now_s=lambda: START_S).append
+    spec = {"name": name, "steps": 50, "workers": {"min": 1, "max": 2}, "checkpoint": {}}
+    append("begun", run="1", spec=spec, working_dir="/", by_value=False)
+    append("moved", state="running", generation=1, world_size=2, step=7)
+    append("step", step=9, counted={"loss": 0.5, "seconds": {"productive": 3.0}})
+    JournalFiles(str(folder)).write(updates)
+    (folder / "snapshot.json").write_text(json.dumps(sample() | {"job": name}))
+    (folder / "history.json").write_text(json.dumps(history(name, 0.0)))
+    return folder
+
+
+def change(path: Path, *keys: str, to: str) -> None:
+    """Replaces a value by this JSON text."""
+    document = json.loads(path.read_text())
+    part = document
+    for key in keys[:-1]:
+        part = part[key]
+    part[keys[-1]] = "@"
+    path.write_text(json.dumps(document).replace('"@"', to))
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:100]),
+    "empty": lambda path: path.write_bytes(b""),
+    "list": lambda path: path.write_text("[]"),
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "too large": lambda path: os.truncate(path, 2**27),
+    "fifo": fifo,
+    "folder": folder,
+    "device": device,
+}
+VALUES = [
+    ("snapshot.json", ("progress",), "5"),
+    *(("snapshot.json", ("progress", "step"), it) for it in ('"7"', "-1", "1e400", "9" * 40)),
+    *(("snapshot.json", ("at_s",), it) for it in ("NaN", "1e18", "-1e18", "null")),
+    ("snapshot.json", ("training", "loss"), "Infinity"),
+    ("snapshot.json", ("goodput", "ratio"), "[]"),
+    ("job.json", ("step",), '"many"'),
+    ("job.json", ("began_at_s",), "1e300"),
+    ("job.json", ("last_at_s",), "-1e300"),
+    ("job.json", ("step",), "9" * 40),
+    ("job.json", ("end_state",), '"gone"'),
+]
+CASES: list[tuple[str, Callable[[Path], object]]] = [
+    *((name, damage) for name in FILES for damage in DAMAGES.values()),
+    *((name, lambda path, k=keys, t=to: change(path, *k, to=t)) for name, keys, to in VALUES),  # type: ignore[misc]
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), CASES)
+def test_damaged_run_hides_no_other(
+    name: str, damage: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(connect, "local_head_addresses", set)
+    write_run(tmp_path, "good")
+    damage(write_run(tmp_path, "bad") / name)
+    listed = CliRunner().invoke(app, ["ls", "--path", str(tmp_path)])
+    assert listed.exit_code == 0, listed.output
+    states = {line.split()[0]: line.split()[1] for line in listed.stdout.splitlines()}
+    bad_state = "unreadable" if name == "job.json" else "lost"
+    assert states == {"name": "state", "good": "lost", "bad": bad_state}
+    status = CliRunner().invoke(app, ["status", "bad", "--path", str(tmp_path)])
+    assert status.exit_code == (0 if name != "job.json" else status.exit_code)
+    assert isinstance(status.exception, SystemExit | None), status.exception
+    if name == "job.json":
+        assert status.exit_code in (1, 2)
+        assert "job.json" in status.stderr
+    with closing(JobsPage(tmp_path, "127.0.0.1", 0)) as page:
+        for _ in range(2):  # then from the cache
+            with urlopen(f"{page.url}jobs.json", timeout=10) as response:
+                rows = {row["name"]: row for row in json.loads(response.read())["jobs"]}
+            assert rows["good"]["step"] == sample()["progress"]["step"]
+            assert not rows["good"]["error"]
+            assert (name != "history.json") == bool(rows["bad"]["error"])
+        for served in FILES[1:]:
+            with urlopen(f"{page.url}jobs/good/{served}", timeout=10) as response:
+                assert response.status == 200
+        if name != "job.json":
+            with pytest.raises(HTTPError) as refused:
+                urlopen(f"{page.url}jobs/bad/{name}", timeout=10)
+            assert refused.value.code == 422
+            assert name in refused.value.read().decode()
+
+
+def test_any_snapshot_is_shown_or_refused() -> None:
+    """By `top`, as a board, a line and JSON."""
+
+    def make(rng: random.Random) -> Any:
+        return mutate_tree(sample() | {"format": 2}, rng)
+
+    def show(value: Any) -> None:
+        now = check_snapshot(value, "a job")
+        for width in (20, 200):
+            Console(file=io.StringIO(), width=width).print(render_board(now))
+        assert "\n" not in snapshot_line(now)
+
+    assert 0.2 < read_mutations(make, show, seed=11).rejected_share < 0.99
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_file_is_shown_or_refused(name: str, tmp_path: Path) -> None:
+    """By `ls` and `status`, and by the page, whose index is always JSON that a browser reads."""
+    write_run(tmp_path, "good")
+    path = write_run(tmp_path, "bad") / name
+    original = path.read_bytes()
+    index = RunIndex(tmp_path)
+
+    def make(rng: random.Random) -> bytes:
+        if rng.random() < 0.3:
+            return mutate_text(original, rng)
+        return to_json(mutate_tree(json.loads(original), rng))
+
+    def show(content: bytes) -> None:
+        path.write_bytes(content)
+        rows = {row["name"]: row for row in json.loads(json.dumps(index.rows(), allow_nan=False))}
+        assert rows["good"]["state"]
+        if name == "job.json":
+            status = status_from_journal(str(tmp_path), "bad")
+            assert len([*job_table([status], START_S, 100)]) == 2
+            assert [status_line(status), *_status_fields(status)]
+        elif (served := index.file("bad", name)) is not None:
+            json.loads(served)
+
+    assert read_mutations(make, show, seed=12).rejected_share > 0.1
+
+
+def test_folder_of_jobs_itself_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    assert RunIndex(tmp_path / "runs").rows() == []
+    with pytest.raises(RayzeroError):
+        status_from_journal(str(tmp_path / "runs"), "gpt")
