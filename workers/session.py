@@ -106,8 +106,18 @@ class JobSession:
         return self.engine is None and (trains or not self.replays_epochs)
 
     def _check_second_engine(self) -> None:
-        """Its state is in no mirror: a job goes on with it as long as nothing happens."""
+        """Its state is in no mirror and no checkpoint: a job goes on with it as long as nothing
+        happens."""
         fix = "one model that holds both, with parameter groups"
+        checkpoints = self._spec.mirror.checkpoint_every_steps is not None
+        if checkpoints and not self.reporter.has_steps:  # what is trained is not thrown away
+            raise ConfigError(
+                "a second engine that trains, in a job with checkpoint.every_steps: a checkpoint "
+                "has the state of the first only, and no job can resume from it",
+                allowed="one engine, for a job that writes checkpoints",
+                fix=f"{fix}; or checkpoint.every_steps: leave it out, and call save_checkpoint of "
+                "both engines",
+            )
         if self.restored_step:
             raise ConfigError(
                 f"a second engine that trains, in a job that continues at step "

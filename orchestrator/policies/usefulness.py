@@ -35,7 +35,8 @@ class LastRun:
 
 
 class EqualLosses:
-    """Finds ranks that train on the same samples: their losses are equal to the last bit.
+    """Finds ranks that train on the same samples, or random numbers: their losses are equal to the
+    last bit.
 
     An engine reports its rank's own loss (`rank_loss`) in the first steps after its start only.
     """
@@ -61,8 +62,10 @@ class EqualLosses:
         self._is_over = True
         return (
             f"all {world_size} ranks had the same loss to the last bit in {CHECKED_STEPS} steps: "
-            "they probably train on the same samples. Give `training_data=` to initialize, or your "
-            "own DataLoader a torch.utils.data.DistributedSampler"
+            "they probably train on the same samples, or on the same random numbers. Give "
+            "`training_data=` to initialize, or your own DataLoader a "
+            "torch.utils.data.DistributedSampler; where inputs are drawn, such as a GAN's noise, "
+            "each rank needs a seed of its own: torch.manual_seed(seed + rank)"
         )
 
 

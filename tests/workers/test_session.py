@@ -18,6 +18,7 @@ from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFault
 from rayzero.workers.context import Context
 from rayzero.workers.messages import (
     SCRIPT_ENTRYPOINT,
+    MirrorPolicy,
     Restored,
     StepReport,
     WentBack,
@@ -223,6 +224,19 @@ def test_second_engine_that_trains_is_told_at_once_and_refused_after_a_fault(
         monkeypatch.setattr(JobSession, "restored_step", 3)
         with pytest.raises(ConfigError, match=r"second engine .* continues at step 3"):
             initialize(model=nn.Linear(1, 1), config=config)
+
+
+def test_second_engine_that_trains_is_refused_where_checkpoints_would_have_the_first_only():
+    job_session, _, _ = session(mirror=MirrorPolicy(checkpoint_every_steps=10))
+    config = recovery_jobs.engine_config(1)
+    with use_session(job_session):
+        initialize(model=nn.Linear(1, 1), config=config)
+        with pytest.raises(
+            ConfigError, match=r"checkpoint.every_steps: a checkpoint has the state"
+        ):
+            initialize(model=nn.Linear(1, 1), config=config)
+        frozen, *_ = initialize(model=nn.Linear(1, 1).requires_grad_(False), config={})
+    assert frozen.global_steps == 0
 
 
 def engine_with_checkpoints(job_session: JobSession, folder: Path, restored: int = 3) -> Engine:

@@ -131,6 +131,7 @@ def warnings(losses: list[list[float]]) -> list[str]:
 def test_ranks_with_the_same_samples_are_found_once():
     (text,) = warnings([[0.5, 0.5], [0.4, 0.4], [0.25, 0.25], [0.2, 0.2]])
     assert "DistributedSampler" in text
+    assert "torch.manual_seed(seed + rank)" in text  # where samples differ, and noise does not
 
 
 @pytest.mark.parametrize(
