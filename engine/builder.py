@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
@@ -234,6 +235,16 @@ def make_model(model: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
             f"initialize(model=...) got {type(model).__name__}",
             allowed="a torch.nn.Module, or a function that returns one",
         )
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        try:
+            inspect.signature(model).bind()
+        except TypeError as error:
+            raise ConfigError(
+                f"initialize(model={model.__name__}) got a class, which cannot be called without "
+                f"arguments: {error}",
+                allowed="a torch.nn.Module, or a function that returns one",
+                fix=f"model={model.__name__}(...)",
+            ) from None
     with zero_init():
         built = model()
     if not isinstance(built, nn.Module):
@@ -281,5 +292,10 @@ def _make_schedule(
     optimizer: torch.optim.Optimizer, given: SchedulerLike | None, config: EngineConfig
 ) -> Scheduler | None:
     if given is not None:
+        if not hasattr(given, "step") and not callable(given):
+            raise ConfigError(
+                f"initialize(lr_scheduler=...) got {type(given).__name__}",
+                allowed="a scheduler over the optimizer, or a function that makes one of it",
+            )
         return check_schedule(given if hasattr(given, "step") else given(optimizer), optimizer)
     return None if config.scheduler is None else make_schedule(config.scheduler, optimizer)

@@ -35,6 +35,14 @@ def load_train_function(
     function = resolve_entrypoint(entrypoint)
     if entrypoint == SCRIPT_ENTRYPOINT and args is not None:
         function.__globals__["preload"](args)
+    check_function(function)
+    return function
+
+
+def check_function(function: Any) -> None:
+    """Raises EntryPointError if it is not a function that trains when it is called with ctx."""
+    if not callable(function):
+        raise not_callable_error("the entry point", type(function).__name__)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     if inspect.iscoroutinefunction(function):
         raise no_plain_function_error(name, "a coroutine")
@@ -43,9 +51,8 @@ def load_train_function(
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # native code has none
-        return function
+        return
     check_signature(name, signature)
-    return function
 
 
 def check_signature(name: str, signature: inspect.Signature) -> None:

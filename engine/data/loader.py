@@ -123,6 +123,7 @@ class StepLoader:
 
     def until(self, step: int) -> Iterator[Any]:
         """The remaining micro-batches until `progress.step` is `step`."""
+        _check_count(f"loader.until({step!r})", step)
         ahead = self._micro_batches.next_place[0] - self.progress.sample_cursor
         finished = self.progress.step + ahead // self.progress.global_batch
         yield from self.steps(max(0, step - finished))
@@ -134,6 +135,7 @@ class StepLoader:
         was not completed is yielded again. Raises EngineError if no step was finished since the
         previous epoch was yielded.
         """
+        _check_count(f"loader.epochs({count!r})", count)
         previous = None
         while (cursor := self._micro_batches.next_place[0]) < count * self._order.length:
             epoch = cursor // self._order.length
@@ -213,6 +215,15 @@ class StepLoader:
             ) from error
 
 
+def _check_count(call: str, count: Any) -> None:
+    try:
+        is_count = count >= 0
+    except TypeError:
+        is_count = False
+    if not is_count:
+        raise EngineError(f"{call} was called", "a number, 0 or more", "the call")
+
+
 def _dataset_length(dataset: object) -> int:
     name = type(dataset).__name__
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -222,7 +233,11 @@ def _dataset_length(dataset: object) -> int:
             "a map-style dataset, with __len__ and __getitem__",
             "training_data: only indexed samples can be split over a changing set of workers",
         )
-    length = len(dataset)  # type: ignore[arg-type]
+    try:
+        length = len(dataset)  # type: ignore[arg-type]
+    except Exception as error:
+        seen = f"len() of the training data (a {name}) failed: {type(error).__name__}: {error}"
+        raise DataError(seen, fix="the dataset, or the data behind it") from error
     if length < 1:
         raise DataError(f"the training data (a {name}) is empty", "one sample or more", "the data")
     return length

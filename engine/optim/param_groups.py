@@ -37,6 +37,12 @@ def find_param_groups(
     Parameters in no group are frozen, since their gradients would be unused. Raises ConfigError if
     there are no trainable parameters, or a parameter is in two groups or of another model.
     """
+    if given is not None and not isinstance(given, Iterable):
+        raise ConfigError(
+            f"initialize(model_parameters=...) got {type(given).__name__}",
+            allowed="parameters, or groups of them",
+            fix="model.parameters()",
+        )
     if optimizer is not None:
         entries: list[Any] = list(optimizer.param_groups)
     else:

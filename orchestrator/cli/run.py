@@ -178,4 +178,3 @@ def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: 
         except SystemExit:  # likewise, after Ray replaced the SIGTERM handler
             return 128 + signal.SIGTERM
     return 0
-

@@ -39,6 +39,7 @@ from rayzero.orchestrator.job_events import JobObserver, NullObserver
 from rayzero.orchestrator.plan import JobPlan, forked_worker_env, make_plan
 from rayzero.orchestrator.results import EndedJob, JobResult
 from rayzero.orchestrator.spec import JobSpec, Workers, with_resume
+from rayzero.workers.entrypoint import check_function
 
 EXIT_TIMEOUT_S = 60.0  # limit for the exit of the process of a job that has ended
 _RETRY_INTERVAL_S = 0.05
@@ -79,6 +80,8 @@ class Job:
         **settings: Any,
     ) -> None:
         self._function = None if isinstance(entrypoint, str) else entrypoint
+        if not isinstance(entrypoint, str):
+            check_function(entrypoint)
         settings = {
             "name": name,
             "entrypoint": _entrypoint_name(entrypoint),

@@ -4,6 +4,7 @@ cluster or takes seconds, and none shows a traceback."""
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -164,12 +165,78 @@ COMMANDS: list[tuple[str, tuple[str, ...]]] = [
     ("launch --stage 5 first.py", ("launch.stage", "less than or equal to 3", "seen: 5")),
 ]
 
+
+class Broken(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        raise RuntimeError("no index file")
+
+    def __getitem__(self, index: int) -> int:
+        raise KeyError("nope")
+
+
+class Unreadable(Broken):
+    def __len__(self) -> int:
+        return 8
+
+
+async def _later(ctx: object) -> None: ...
+
+
 SMALL = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 
 def _initialize(**given: Any) -> rayzero.engine.api.engine.Engine:
     values = {"model": nn.Linear(4, 1), "config": SMALL} | given
     return rayzero.initialize(**values)[0]
+
+
+def _loader() -> Any:
+    data = TensorDataset(torch.ones(16, 4), torch.ones(16, 1))
+    return _initialize(training_data=data).training_dataloader
+
+
+Turn = Callable[[Any, Any], object]
+
+
+def _loop(turn: Turn, data: Any = None) -> None:
+    """A training loop over two micro-batches a step."""
+    data = TensorDataset(torch.ones(16, 4), torch.ones(16, 1)) if data is None else data
+    config = SMALL | {"train_micro_batch_size_per_gpu": 2}
+    engine = _initialize(config=config, training_data=data)
+    for batch in engine.training_dataloader or ():
+        turn(engine, batch)
+
+
+def _loss(engine: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(engine(batch[0]), batch[1])
+
+
+def _no_step(engine: Any, batch: Any) -> None:
+    engine.backward(_loss(engine, batch))
+
+
+def _optimizer_step(engine: Any, batch: Any) -> None:
+    _no_step(engine, batch)
+    engine.optimizer.step()
+
+
+def _two_steps(engine: Any, batch: Any) -> None:
+    _no_step(engine, batch)
+    engine.step()
+    engine.step()
+
+
+def _detached(engine: Any, batch: Any) -> None:
+    engine.backward(_loss(engine, batch).detach())
+
+
+def _number(engine: Any, batch: Any) -> None:
+    engine.backward(_loss(engine, batch).item())
+
+
+def _over_a_lock() -> Callable[[object], object]:
+    lock = threading.Lock()
+    return lambda ctx: lock
 
 
 CALLS: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
@@ -190,6 +257,39 @@ CALLS: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
     ),
     (lambda: _initialize().step(), ("without a backward()", "one backward(), then one step()")),
     (lambda: _initialize().backward(torch.ones(4)), ("shape (4,)", "a scalar loss")),
+    (lambda: _initialize(model=nn.Linear), ("got a class", "'in_features'", "model=Linear(...)")),
+    (lambda: _initialize(model_parameters=nn.Linear(4, 1)), ("got Linear", "model.parameters()")),
+    (lambda: _initialize(lr_scheduler=3), ("(lr_scheduler=...) got int", "a scheduler over the")),
+    (lambda: _initialize(config=[1]), ("a list was given", "a dict, or the path")),
+    (lambda: _initialize(training_data=Broken()), ("len() of the training data", "no index file")),
+    (lambda: _loop(lambda engine, batch: None, Unreadable()), ("could not be read", "'nope'")),
+    (lambda: _initialize(training_data=iter([1])), ("can only be iterated", "__getitem__")),
+    (lambda: next(_loader().until("10")), ("loader.until('10') was called", "0 or more")),
+    (lambda: next(_loader().epochs(-1)), ("loader.epochs(-1) was called", "0 or more")),
+    (lambda: _loop(_no_step), ("came before the step() of micro-batch 1 of step 1",)),
+    (lambda: _loop(_optimizer_step), ("optimizer.step() was called", "engine.step()")),
+    (lambda: _loop(_two_steps), ("step() was called without a backward()",)),
+    (lambda: _loop(_detached), ("without a graph", "with gradients enabled")),
+    (lambda: _loop(_number), ("backward() got a float", "a scalar loss")),
+    (lambda: rayzero.Job("j", 3), ("of type int, which is not callable",)),  # type: ignore[arg-type]
+    (lambda: rayzero.Job("j", None), ("of type NoneType, which is not callable",)),  # type: ignore[arg-type]
+    (lambda: rayzero.Job("j", lambda: None), ("<lambda>() cannot be called with ctx",)),
+    (lambda: rayzero.Job("j", _later), ("_later returns a coroutine instead of training",)),
+    (lambda: rayzero.Job("j", "m:f", workers=4), ("workers: keys and values", '{"min": 4}')),  # type: ignore[arg-type]
+    (lambda: rayzero.Job("j", "m:f", args=[1]), ("args: keys and values were expected",)),  # type: ignore[arg-type]
+    (lambda: rayzero.Job("j", "m:f", steps=-1), ("steps: input should be greater", "seen: -1")),
+    (lambda: rayzero.Job("j", "m:f", epochs=3), ("epochs: unknown key", "steps")),
+    (lambda: rayzero.Job("j", _over_a_lock()).submit(), ("uses lock, which cannot be sent",)),
+    (
+        lambda: rayzero.Job("j", "first:train", args={"a": threading.Lock()}).submit(),
+        ("job 'j', args", "JSON types"),
+    ),
+    (
+        lambda: rayzero.Job("j", "first:train", checkpoint={"path": "ds.json"}).submit(),
+        ("ds.json/j' cannot be created: Not a directory", "checkpoint.path"),
+    ),
+    (lambda: rayzero.Job("j", "first:two").submit(), ("two(ctx, other) cannot be called",)),
+    (lambda: rayzero.Job("j", "frist:train").submit(), ("'frist' (did you mean 'first'?)",)),
     (lambda: rayzero.Workers(mn=3), ("mn: unknown key", "'min'")),
     (lambda: rayzero.Job("a b", "m:f"), ("name: must be letters, digits", "'a b'")),
 ]
