@@ -79,13 +79,14 @@ class RunAdopted:
 @dataclass(frozen=True)
 class FaultDetected:
     """A fault, as it is first seen. `rank` is None if the worker was no member of the generation;
-    `text` is the full description."""
+    `text` is the full description. `is_fatal`: the job's error tells the same."""
 
     cause: str
     worker: WorkerInfo
     rank: int | None
     step: int
     text: str
+    is_fatal: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerMessage
+from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.records import SlotInfo
 
 
@@ -49,5 +50,5 @@ class WorkerCalls(Protocol):
             VaultGoneError: the vault does not answer.
         """
 
-    def dump_stack(self) -> str:
-        """The Python stack of every thread of the process."""
+    def dump_stack(self) -> Stacks:
+        """What the threads of the process do."""

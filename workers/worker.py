@@ -43,7 +43,7 @@ from rayzero.workers.output import Outbox, tee_output
 from rayzero.workers.rendezvous_store import open_store
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import JobSession
-from rayzero.workers.stacks import format_stacks
+from rayzero.workers.stacks import Stacks, read_stacks
 from rayzero.workers.torch_startup import defer_dynamo_import, warm_up_torch
 from rayzero.workers.training_thread import THREAD_EXIT_S, GenerationChannel, TrainingThread
 from rayzero.workers.vault.records import SlotInfo
@@ -170,8 +170,8 @@ class WorkerProcess(WorkerCalls):
         except RuntimeError as error:  # torch's: the device may have failed since
             raise EngineError(f"the state in memory cannot be copied: {error}") from error
 
-    def dump_stack(self) -> str:
-        return format_stacks()
+    def dump_stack(self) -> Stacks:
+        return read_stacks()
 
     def _run_generation(self, assignment: Assignment, channel: GenerationChannel) -> WorkerMessage:
         function = self._train_function = self._train_function or load_train_function(

@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 
+from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import with_timeout
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
@@ -19,6 +20,7 @@ from rayzero.orchestrator.policies.failure import LOSS_CAUSES, Fault, FaultCause
 from rayzero.orchestrator.policies.hang import Hang
 from rayzero.orchestrator.policies.recovery import Excluded
 from rayzero.workers.messages import Crashed
+from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.vault import Vault
 
 COLLECTIVE_GRACE_S = 3.0
@@ -52,15 +54,27 @@ class FailureHandler:
     def counts_by_cause(self) -> dict[str, int]:
         return dict(sorted(Counter(str(fault.cause) for fault in self.history).items()))
 
-    def kill_hung(self, worker: int, hang: Hang) -> None:
+    def kill_hung(self, worker: int, hang: Hang, stacks: Stacks) -> None:
         """Kills a member that hangs, or that does not leave an ended generation."""
-        self._hung[worker] = hang
-        self.on_worker_lost(worker, hang.reason)
+        self._hung[worker] = replace(hang, place=stacks.place)
+        what = f", {stacks.activity}" if stacks.activity else ""
+        where = f"; it is at {stacks.place}{what}" if stacks.place else ""
+        self.on_worker_lost(worker, f"{hang.reason}{where}", stacks.text)
 
     def on_device_failed(self, worker: int, crash: Crashed) -> None:
         """A worker cannot use its device any more: its process, useless now, is lost."""
         self._device_failures[worker] = crash
         self.on_worker_lost(worker, crash.error)
+
+    def on_fenced(self, generation: GenerationState) -> None:
+        """All survivors have left. A loss is often known before their reports of the last steps."""
+        history = failure.corrected(self.history, generation.number, generation.step)
+        if history != self.history:
+            self.history[:] = history
+            error = failure.repeated_loss(history, generation.number)
+            if error is not None and not self._fatal_reported:
+                self._fatal_reported = True
+                self._context.post_event(machine.FaultFatal(error))
 
     async def wait_killed(self) -> None:
         """Waits up to `KILL_TIMEOUT_S` until all killed processes have exited."""
@@ -100,9 +114,10 @@ class FailureHandler:
         ctx.registry.mark_lost(worker)
         self._kill(worker)  # a process that stopped responding must not come back
         cause = self._loss_cause(worker)
-        crash = self._device_failures.get(worker)
+        crash, hang = self._device_failures.get(worker), self._hung.get(worker)
         frames = stack if crash is None else crash.traceback
-        fault = ctx.generation.on_lost(worker, cause, detail, ctx.now_s(), frames)
+        place = hang.place if hang and cause is FaultCause.HANG else ""
+        fault = ctx.generation.on_lost(worker, cause, detail, ctx.now_s(), frames, place)
         if fault is not None:
             self._announce(fault)
             self.evaluate()
@@ -140,14 +155,7 @@ class FailureHandler:
         ctx, generation = self._context, self._context.generation
         if not generation.pending_faults or ctx.state is State.STOPPING or ctx.state.is_final:
             return
-        decision = failure.decide(
-            generation.pending_faults,
-            self.history,
-            self._budget,
-            steps=ctx.progress.steps_executed,
-            restored=generation.restore is not None,
-            grace_over=grace_over,
-        )
+        decision = self._decide(generation, grace_over=grace_over)
         if isinstance(decision, Fault):
             self._start_recovery(generation, decision)
         elif decision is None:
@@ -159,6 +167,18 @@ class FailureHandler:
                 ctx.emit(FaultRecorded(root, is_fatal=True))
             self._fatal_reported = True
             ctx.post_event(machine.FaultFatal(decision))
+
+    def _decide(
+        self, generation: GenerationState, *, grace_over: bool = False
+    ) -> Fault | RayzeroError | None:
+        return failure.decide(
+            generation.pending_faults,
+            self.history,
+            self._budget,
+            steps=self._context.progress.steps_executed,
+            restored=generation.restore is not None,
+            grace_over=grace_over,
+        )
 
     def on_fault(self) -> None:
         """A member's fault was added to the pending ones."""
@@ -234,4 +254,9 @@ class FailureHandler:
         text = failure.describe_fault(fault)
         if fault.cause is FaultCause.PROCESS_LOST and fault.traceback:
             text = f"{text}\n{fault.traceback}"
-        self._context.emit(FaultDetected(fault.cause, fault.worker, fault.rank, fault.step, text))
+        generation = self._context.generation
+        is_fatal = fault in generation.pending_faults and isinstance(
+            self._decide(generation), RayzeroError
+        )
+        event = FaultDetected(fault.cause, fault.worker, fault.rank, fault.step, text, is_fatal)
+        self._context.emit(event)

@@ -27,6 +27,8 @@ from rayzero.workers.messages import (
 )
 from rayzero.workers.vault.records import Restore
 
+_BEFORE_STEP = ("load", "recompute")
+"""The phases of a recovery that the next finished step ends."""
 NO_MEMBERS = Selected(())
 
 
@@ -171,7 +173,13 @@ class GenerationState(ObservedState):
         return True
 
     def on_lost(
-        self, worker: int, cause: FaultCause, detail: str, at_s: float, traceback: str = ""
+        self,
+        worker: int,
+        cause: FaultCause,
+        detail: str,
+        at_s: float,
+        traceback: str = "",
+        place: str = "",
     ) -> Fault | None:
         """Records a lost process. Returns the fault if it was a member that had not finished."""
         self.active.discard(worker)
@@ -179,7 +187,7 @@ class GenerationState(ObservedState):
         self._in_process.pop(worker, None)
         if worker not in self.assignments or worker in self.finished:
             return None
-        return self._add_fault(worker, cause, self.step, detail, at_s, traceback)
+        return self._add_fault(worker, cause, self.step, detail, at_s, traceback, place)
 
     def on_early_return(self, worker: int, reason: str, at_s: float) -> None:
         """A member's function has returned although other members wait for it."""
@@ -201,6 +209,7 @@ class GenerationState(ObservedState):
         detail: str,
         at_s: float,
         traceback: str = "",
+        place: str = "",
     ) -> Fault:
         rank = self.assignments[worker].rank
         trained_s = at_s - max(self.restored.values()) if self.all_restored else 0.0
@@ -214,6 +223,7 @@ class GenerationState(ObservedState):
             self.number,
             traceback,
             trained_s,
+            place,
         )
         self.pending_faults = [*self.pending_faults, fault]
         return fault
@@ -247,11 +257,14 @@ class RecoveryTimer:
         self.steps_redone = 0
         self._now_s = now_s
         self._current: _Timeline | None = None
+        self._next: _Timeline | None = None
+        """A resize that was requested before the step that completes a repair."""
 
     def fault_detected(
         self, cause: str, lost: Iterable[str], world_size: int, since_s: float
     ) -> None:
         """The policy decided to recover from a fault whose first sign came at `since_s`."""
+        self._next = None
         if self._current is None:
             self._current = _Timeline(world_size, "detect", since_s)
         self._current.cause = self._current.cause or cause
@@ -259,10 +272,18 @@ class RecoveryTimer:
         self.enter_phase("detect")
 
     def resize_requested(self, reason: str, world_size: int) -> None:
+        resize = _Timeline(world_size, "drain", self._now_s(), reason)
         if self._current is None:
-            self._current = _Timeline(world_size, "drain", self._now_s(), reason)
+            self._current = resize
+        elif self._current.phase in _BEFORE_STEP:
+            self._next = resize
 
     def enter_phase(self, phase: str) -> None:
+        if self._next is not None:
+            if phase == "drain":
+                return
+            if phase not in _BEFORE_STEP:  # no step came before the drain: both are one repair
+                self._next = None
         if (timeline := self._current) is not None:
             now_s = self._now_s()
             timeline.seconds[timeline.phase] += now_s - timeline.phase_began_s
@@ -278,9 +299,9 @@ class RecoveryTimer:
     def completed(self, step_s: float, world_size: int) -> Repaired | Resized | None:
         """A step was finished that took `step_s`. Returns the recovery it completes, if any."""
         timeline = self._current
-        if timeline is None or timeline.phase not in ("load", "recompute"):
+        if timeline is None or timeline.phase not in _BEFORE_STEP:
             return None  # a step of the previous generation
-        self._current = None
+        self._current, self._next = self._next, None
         seconds = timeline.seconds
         seconds[timeline.phase] += max(0.0, self._now_s() - timeline.phase_began_s - step_s)
         before, step = timeline.world_size, timeline.step

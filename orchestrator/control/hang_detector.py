@@ -26,6 +26,7 @@ from rayzero.orchestrator.policies.hang import (
 )
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.messages import Heartbeat
+from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.vault import Vault
 
 CHECK_INTERVAL_S = 1.0
@@ -142,10 +143,10 @@ class HangDetector:
         stacks = await self._dump_stacks(worker)
         self._inbox.deliver(worker)
         if generation is self._context.generation and worker in generation.active:
-            self._context.warn(f"{hang.reason}\n{stacks}".rstrip())
-            self._failures.kill_hung(worker, hang)
+            self._context.warn(f"{hang.reason}\n{stacks.text}".rstrip())
+            self._failures.kill_hung(worker, hang, stacks)
 
-    async def _dump_stacks(self, worker: int) -> str:
+    async def _dump_stacks(self, worker: int) -> Stacks:
         """Its Python stacks; if it does not respond, what its node's vault sees of the process."""
         ctx, info = self._context, self._context.registry.info(worker)
         with suppress(WorkerUnavailableError):
@@ -153,5 +154,5 @@ class HangDetector:
             return await ctx.worker_reply(worker, stacks, STACK_TIMEOUT_S)
         with suppress(VaultLostError):
             inspection = ctx.deps.vaults.call(info.node_id, Vault.inspect, info.pid)
-            return await ctx.vault_reply(inspection, INSPECT_TIMEOUT_S)
-        return "(its process could not be inspected)"
+            return Stacks(await ctx.vault_reply(inspection, INSPECT_TIMEOUT_S))
+        return Stacks("(its process could not be inspected)")

@@ -157,6 +157,7 @@ class Reconfiguration:
         ctx, generation = self._context, self._context.generation
         ctx.timer.enter_phase("fence")
         await ctx.changed.wait_until(lambda: not generation.active)
+        self._failures.on_fenced(generation)
         await self._failures.wait_killed()
 
     async def _drain(self) -> None:

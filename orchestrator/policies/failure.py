@@ -7,7 +7,7 @@ itself is reported. So a failed collective is decided only after a grace period.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rayzero.engine.errors import RayzeroError
@@ -46,13 +46,16 @@ HARDWARE_CAUSES = frozenset(
 """Causes outside the training function; they use the budget `recovery.max_faults`."""
 LOSS_CAUSES = HARDWARE_CAUSES - {FaultCause.COLLECTIVE}
 """Causes that point to a node; a failed collective does not."""
+UNSEEN_CAUSES = frozenset({FaultCause.NODE_LOST, FaultCause.PROCESS_LOST, FaultCause.PREEMPTED})
+"""Causes of which no message of the worker itself tells: reports of its last steps may be lost."""
 USER_CODE_CAUSES = frozenset(
     {FaultCause.DATA, FaultCause.CAUGHT_STOP, FaultCause.EARLY_RETURN, FaultCause.USER_CODE}
 )
 """Causes in the training function; they have a budget of their own, of the same size."""
 SAME_LOSSES = 3
 """A process or its device that is lost so many times in a row on the same rank in the same step,
-each time after about the same time, is ended by what it computes there, not by its machine."""
+each time after about the same time, is ended by what it computes there, not by its machine. A hang
+is the function's when it is in the same step and the same line of it so many times."""
 
 
 DETECTION_S = 0.5
@@ -68,8 +71,9 @@ class Fault:
         step: the step in progress, counted from 1; 0 before the first.
         detail: the exception, or the cluster's report on the process; empty until it arrives.
         at_s: when the controller detected it.
-        traceback: the user's frames, for user code.
+        traceback: the user's frames, for user code and hangs.
         trained_s: for how long its generation had been training.
+        place: the line of the user's code in which it hung; empty if it hung elsewhere.
     """
 
     cause: FaultCause
@@ -81,6 +85,7 @@ class Fault:
     generation: int = 0
     traceback: str = ""
     trained_s: float = 0.0
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -150,10 +155,16 @@ def incidents(
 
 
 def describe_fault(fault: Fault) -> str:
-    """`rank 1 on node a (pid 7) was lost in step 8: it was killed`"""
+    """`rank 1 on node a (pid 7) was lost after step 7: it was killed`
+
+    Of a process that is gone, the last steps may not have been reported: the text says what is
+    known.
+    """
     worker = fault.worker
     who = f"worker {worker.index}" if fault.rank is None else f"rank {fault.rank}"
     when = f"in step {fault.step}" if fault.step else "before the first step"
+    if fault.cause in UNSEEN_CAUSES and fault.step > 1:
+        when = f"after step {fault.step - 1}"
     what = {
         FaultCause.NODE_LOST: "was lost with its node",
         FaultCause.PROCESS_LOST: "was lost",
@@ -168,6 +179,29 @@ def describe_fault(fault: Fault) -> str:
     detail = fault.detail or "its process ended"
     pid = f" (pid {worker.pid})" if worker.pid else ""  # none: it did not start
     return f"{who} on node {worker.node}{pid} {what} {when}: {detail}"
+
+
+def corrected(history: Sequence[Fault], generation: int, step: int) -> list[Fault]:
+    """The history with the step of that generation's losses: the survivors have left, and told in
+    which one all were."""
+    return [
+        replace(fault, step=step)
+        if fault.generation == generation
+        and fault.rank is not None
+        and fault.cause in UNSEEN_CAUSES
+        and fault.step < step
+        else fault
+        for fault in history
+    ]
+
+
+def repeated_loss(history: Sequence[Fault], generation: int) -> JobFailedError | None:
+    """The error if a loss of that generation is one like the losses before."""
+    earlier = [fault for fault in history if fault.generation != generation]
+    for fault in history:
+        if fault.generation == generation and _is_same_loss(fault, earlier):
+            return _same_loss_error(fault)
+    return None
 
 
 def _fatal_error(
@@ -252,17 +286,30 @@ def _equal_exits_error(exits: Sequence[Fault]) -> JobFailedError:
 def _is_same_loss(root: Fault, earlier: Sequence[Fault]) -> bool:
     """Whether the last losses were all like this one; of one generation, one counts."""
     lost = root.cause in (FaultCause.PROCESS_LOST, FaultCause.DEVICE)
-    if not lost or not root.step or root.rank is None:
+    if not (lost or root.place) or not root.step or root.rank is None:
         return False
     members = {fault.generation: fault for fault in earlier if fault.rank is not None}
     last = [*list(members.values())[1 - SAME_LOSSES :], root]
-    if len(last) < SAME_LOSSES or len({(f.cause, f.rank, f.step) for f in last}) > 1:
+    if len(last) < SAME_LOSSES or len({(f.cause, f.step) for f in last}) > 1:
+        return False
+    if root.cause is FaultCause.HANG:  # with another world size the same sample is another rank's
+        return len({fault.place for fault in last}) == 1
+    if len({fault.rank for fault in last}) > 1:
         return False
     shortest_s, longest_s = (pick(fault.trained_s for fault in last) for pick in (min, max))
     return longest_s <= 1.5 * shortest_s + DETECTION_S
 
 
 def _same_loss_error(root: Fault) -> JobFailedError:
+    if root.cause is FaultCause.HANG:
+        return JobFailedError(
+            f"the training function hung in step {root.step} {SAME_LOSSES} times in a row at "
+            f"{root.place}: {root.detail}",
+            allowed="code that goes on within recovery.hang_timeout_s; usual causes are a lock, an "
+            "endless loop, and a read of a file or of the network without a timeout",
+            fix="the code there, or recovery.hang_timeout_s if it only takes longer",
+            traceback=root.traceback,
+        )
     what, survivor = f"process of rank {root.rank} ended", "a process that survives its steps"
     causes = "os._exit, a crash in native code, and the kernel's out-of-memory killer"
     if root.cause is FaultCause.DEVICE:

@@ -80,11 +80,13 @@ class Hang:
     Args:
         rank: the culprit; None if no rank is to blame.
         caught_stop: whether it caught the exception that ends its generation.
+        place: the line of the user's code it hangs in; empty: elsewhere, or unknown.
     """
 
     rank: int | None
     reason: str
     caught_stop: bool = False
+    place: str = ""
 
 
 @dataclass(frozen=True)

@@ -263,7 +263,7 @@ def _assert_killed_worker_fails_job(handle: JobHandle, event_log: EventLog, tmp_
         handle.result()
     text = str(caught.value).splitlines()[0]
     victim = next(worker for worker in ready.workers if f"(pid {worker.pid})" in text)
-    assert text.startswith(f"rank 1 on node {victim.node} (pid {victim.pid}) was lost in step")
+    assert text.startswith(f"rank 1 on node {victim.node} (pid {victim.pid}) was lost after step")
     # The kernel's words, Ray's where it does not tell (before Linux 6.15).
     if tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 15):
         assert ": its process was killed by SIGKILL" in text

@@ -50,6 +50,7 @@ from rayzero.workers.messages import (
     WorkerInfo,
     WorkerMessage,
 )
+from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.records import ConnectionLost, SlotInfo, SlotRef, VaultGoneError
 
 WorkerOutput = list[WorkerMessage] | WorkerLostError
@@ -75,6 +76,8 @@ class FakeProcess:
     """Whether it ignores commands."""
     stuck: bool = False
     """Whether it does not unwind, as in a long call."""
+    hangs_at: str = ""
+    """The line of the user's in its stacks."""
     leaving: bool = False
     """Whether it unwinds once it is not stuck any more."""
     engine: bool = True
@@ -582,9 +585,9 @@ class FakeCluster:
         vault.slots[slot.generation, slot.rank, slot.step] = slot
         return slot
 
-    async def dump_stack(self, worker: int) -> str:
+    async def dump_stack(self, worker: int) -> Stacks:
         await self._receive_command("stack", worker)
-        return "the stack"
+        return Stacks("the stack", self.processes[worker].hangs_at)
 
     async def draining_nodes(self) -> frozenset[str]:
         return self.draining

@@ -230,7 +230,7 @@ def test_stacks_show_the_users_code(make_worker: MakeWorker):
     begin(worker)
     poll_until(worker.poll, StepReport)
     try:
-        stacks = worker.dump_stack()
+        stacks = worker.dump_stack().text
     finally:
         done.set()
         own.join()

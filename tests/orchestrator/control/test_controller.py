@@ -125,6 +125,8 @@ async def test_user_error_before_first_step_fails_job_with_traceback(folder: Pat
     with pytest.raises(JobFailedError, match="in step 1 on rank 1") as caught:
         await harness.result()
     assert caught.value.traceback == "the user's frames"
+    (fault,) = harness.log.of(FaultDetected)
+    assert fault.is_fatal, "the error tells the same"
 
 
 @async_test

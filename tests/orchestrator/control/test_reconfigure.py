@@ -367,8 +367,8 @@ async def test_exhausted_fault_budget_fails_job_and_lists_faults(folder: Path):
     with pytest.raises(JobFailedError) as caught:
         await harness.result()
     text = str(caught.value)
-    assert "rank 2 on node host-a (pid 102) was lost in step 4" in text
-    assert "before that: rank 3 on node host-a (pid 103) was lost in step 3: cause 3" in text
+    assert "rank 2 on node host-a (pid 102) was lost after step 3" in text
+    assert "before that: rank 3 on node host-a (pid 103) was lost after step 2: cause 3" in text
     assert "recovery.max_faults" in text
     assert harness.states[-1] is State.FAILED
 
@@ -398,7 +398,7 @@ async def test_fatal_loss_waits_for_cause_reported_by_cluster(folder: Path):
     assert not harness.run.done()
     harness.cluster.report_cause(1, "out of memory")
     await settle()
-    with pytest.raises(JobFailedError, match="was lost in step 2: out of memory"):
+    with pytest.raises(JobFailedError, match="was lost after step 1: out of memory"):
         await harness.result()
 
 
@@ -663,6 +663,54 @@ async def test_hung_rank_is_reported_with_stack_and_killed(folder: Path):
     assert (fault.cause, fault.rank) == ("hang", 1)
     assert sorted(harness.assignments) == [0, 2]
     assert (await harness.finish()).metrics["faults"] == {"hang": 1}
+
+
+@async_test
+async def test_sample_that_hangs_each_time_fails_the_job_with_its_line(folder: Path):
+    recovery = {"hang_timeout_s": 10.0, "max_faults": 20}
+    harness = start_three(folder, workers={"min": 2, "max": 3}, recovery=recovery)
+    cluster = harness.cluster
+    await harness.steps(3)
+    for _ in range(3):
+        culprit = max(harness.assignments.keys() & {0, 1, 2})  # a new process has more time
+        cluster.processes[culprit].hangs_at = "data.py:12, in __getitem__"
+        for worker in sorted(harness.assignments.keys() - {culprit}):
+            cluster.send_heartbeat(worker, step=4, collective=7, waiting=True, silent_s=10.5)
+        cluster.send_heartbeat(culprit, step=4, collective=6, phase="data", silent_s=11.0)
+        cluster.join()
+        await harness.clock.advance(2)
+    with pytest.raises(JobFailedError, match=r"3 times in a row at data\.py:12") as failure:
+        await harness.result()
+    assert failure.value.traceback == "the stack"
+
+
+@async_test
+async def test_losses_are_in_the_step_that_the_survivors_tell_of(folder: Path):
+    """Their reports may arrive after the loss; without them no loss was equal to another."""
+    recovery = {"max_faults": 20}
+    harness = start_three(folder, workers={"min": 2, "max": 3}, recovery=recovery)
+    cluster = harness.cluster
+    for attempt in range(3):
+        await settle()
+        members = sorted(harness.assignments)
+        if attempt == 0:
+            await harness.clock.advance(1)
+            await harness.steps(3)
+            for worker in members:
+                cluster.processes[worker].delayed = True
+            assert cluster.step()
+            assert cluster.step()
+        (victim,) = (w for w in members if harness.assignments[w].rank == 1)
+        cluster.processes[victim].backlog.clear()
+        cluster.processes[victim].delayed = False
+        cluster.kill(victim)
+        cluster.join()
+        await settle()
+        for worker in members:
+            cluster.deliver_delayed(worker)
+        await harness.clock.advance(1)
+    with pytest.raises(JobFailedError, match=r"ended in step 6 3 times in a row"):
+        await harness.result()
 
 
 @async_test

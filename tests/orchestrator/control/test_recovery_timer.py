@@ -82,3 +82,36 @@ def test_step_of_previous_generation_does_not_complete_resize():
     assert resized.seconds == {"drain": 2.0, "load": 0.5}
     assert harness.completed(0.5, 3, 4.0) is None
     assert (harness.timer.repairs, harness.timer.resizes) == (0, 1)
+
+
+def test_resize_requested_before_the_repairs_step_is_one_of_its_own():
+    """A replacement is ready while the survivors load: the repair was told after the resize, as one
+    of 3 -> 3 workers."""
+    harness = TimerHarness()
+    harness.fault_detected("lost", "rank 1", since_s=0.0, now_s=0.0)
+    harness.timer.step_selected(41, 2)
+    harness.enter_phase("load", 1.0)
+    harness.timer.resize_requested("1 joined", 2)
+    harness.enter_phase("drain", 1.0)
+    harness.enter_phase("recompute", 2.0)
+    repaired = harness.completed(0.5, 2, now_s=3.0)
+    assert isinstance(repaired, Repaired)
+    assert (repaired.world_size_before, repaired.world_size) == (3, 2)
+    harness.enter_phase("select_step", 3.0)
+    harness.timer.step_selected(42, 0)
+    harness.enter_phase("load", 4.0)
+    resized = harness.completed(0.5, 3, now_s=5.0)
+    assert isinstance(resized, Resized)
+    assert (resized.world_size_before, resized.world_size, resized.step) == (2, 3, 42)
+    assert resized.seconds == {"drain": 2.0, "select_step": 1.0, "load": 0.5}
+
+
+def test_resize_whose_drain_finished_no_step_belongs_to_the_repair():
+    harness = TimerHarness()
+    harness.fault_detected("lost", "rank 1", since_s=0.0, now_s=0.0)
+    harness.enter_phase("load", 1.0)
+    harness.timer.resize_requested("1 joined", 2)
+    harness.enter_phase("select_step", 2.0)
+    harness.enter_phase("load", 3.0)
+    assert isinstance(harness.completed(0.5, 3, now_s=4.0), Repaired)
+    assert harness.completed(0.5, 3, now_s=5.0) is None

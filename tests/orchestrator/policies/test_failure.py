@@ -16,9 +16,11 @@ from rayzero.orchestrator.policies.failure import (
     Fault,
     FaultBudget,
     FaultCause,
+    corrected,
     decide,
     describe_fault,
     faults_in_budget,
+    repeated_loss,
 )
 from rayzero.orchestrator.policies.placement import quarantined_nodes, restart_backoff_s
 from rayzero.workers.messages import WorkerInfo
@@ -69,7 +71,8 @@ def test_lost_worker_is_repaired():
 
 def test_fault_description_has_rank_node_pid_and_cause():
     assert (
-        describe_fault(LOST) == "rank 1 on node node-b (pid 4711) was lost in step 8: it was killed"
+        describe_fault(LOST)
+        == "rank 1 on node node-b (pid 4711) was lost after step 7: it was killed"
     )
     unknown = replace(LOST, rank=None, step=0, detail="")
     assert describe_fault(unknown) == (
@@ -183,8 +186,10 @@ def test_preemption_does_not_count_as_fault():
 
 def test_exhausted_budget_lists_faults_and_settings():
     text = str(error(decided(LOST, earlier=hardware(2), grace_over=True)))
-    assert text.startswith("rank 1 on node node-b (pid 4711) was lost in step 8: it was killed\n")
-    assert "before that: rank 1 on node node-n1 (pid 4711) was lost in step 2: gone" in text
+    assert text.startswith(
+        "rank 1 on node node-b (pid 4711) was lost after step 7: it was killed\n"
+    )
+    assert "before that: rank 1 on node node-n1 (pid 4711) was lost after step 1: gone" in text
     assert "2 hardware faults within 50 s (recovery.max_faults, recovery.fault_window_s)" in text
 
 
@@ -274,6 +279,34 @@ def test_process_that_exits_with_0_is_a_user_error_when_the_next_rank_does():
     for change in ({"step": 9}, {"detail": "its process exited with code 1"}, {"generation": 1}):
         other = replace(second, **change)  # type: ignore[arg-type]
         assert decided(other, earlier=(first,)) is other
+
+
+def test_equal_losses_are_recognized_once_the_survivors_told_their_step():
+    *earlier, third = same_losses(3)
+    history = [*earlier, replace(third, step=4)]
+    assert repeated_loss(history, 3) is None
+    told = corrected(history, 3, 8)
+    assert told == [*earlier, third]
+    assert "ended in step 8 3 times in a row" in str(repeated_loss(told, 3))
+    assert corrected(history, 3, 2) == history, "the step never goes back"
+
+
+HUNG = replace(LOST, cause=FaultCause.HANG, place="data.py:12, in __getitem__", traceback="frames")
+
+
+def test_third_hang_in_the_same_line_of_the_same_step_is_a_user_error():
+    """Whichever rank the sample falls to, and however long it trained before."""
+    budget = FaultBudget(max_faults=20, window_s=500.0)
+    first = replace(HUNG, rank=0, trained_s=500.0)
+    second, third = (replace(HUNG, generation=number, trained_s=120.0) for number in (2, 3))
+    assert decided(second, earlier=(first,), budget=budget) is second
+    failure = error(decided(third, earlier=(first, second), budget=budget))
+    assert "hung in step 8 3 times in a row at data.py:12, in __getitem__" in str(failure)
+    assert failure.traceback == "frames"
+    assert "recovery.hang_timeout_s" in str(failure)
+    for change in ({"step": 9}, {"place": ""}, {"place": "data.py:13, in __getitem__"}):
+        other = replace(third, **change)  # type: ignore[arg-type]
+        assert decided(other, earlier=(first, second), budget=budget) is other
 
 
 def test_stop_may_be_caught_by_several_ranks_in_one_generation_but_not_in_two():
