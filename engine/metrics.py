@@ -112,6 +112,24 @@ def _flatten(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, float]]
             yield prefix + key, value
 
 
+class SkippedRun:
+    """Steps in a row whose gradient is not finite: told of at the first, second, fourth, eighth and
+    so on, not once a step."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self, step: int, finite: bool) -> str:
+        """What to tell about this step; empty: nothing."""
+        self._count = 0 if finite else self._count + 1
+        count = self._count
+        if not count or count & (count - 1):
+            return ""
+        if count == 1:
+            return f"step {step} skipped on every rank"
+        return f"steps {step - count + 1} to {step} skipped on every rank, {count} in a row"
+
+
 class StepMeter:
     """Collects the metrics of a step; reports phases and steps to the host's session, if any."""
 
@@ -126,7 +144,6 @@ class StepMeter:
     ) -> None:
         self.step_work = work
         self.phases = PhaseTimer(session.on_phase if session else None)
-        self.enter_phase = self.phases.enter
         self.last_step: dict[str, Any] = {}  # fields of StepMetrics; empty before the first step
         self._runtime = runtime
         self._optimizer = optimizer
@@ -139,6 +156,11 @@ class StepMeter:
         self._data_wait_s = progress.data_wait_s
         self._bytes_by_class: dict[str, int] = {}
         self._applied_steps = 0
+        self._skipped = SkippedRun()
+
+    @property
+    def enter_phase(self) -> Callable[[str], None]:
+        return self.phases.enter
 
     def step_requests(self) -> StepRequests:
         """The host's requests for the vote of this step."""
@@ -217,14 +239,14 @@ class StepMeter:
         step = self._progress.step
         if self._runtime.collectives.rank:
             return
-        if not vote.finite:
+        if text := self._skipped.add(step, vote.finite):
             log.warning(
-                "step %d skipped on every rank: the gradient norm is %s; the loss scale is now %g",
-                step,
+                "%s: the gradient norm is %s; the loss scale is now %g",
+                text,
                 vote.grad_norm,
                 self._runtime.precision.scaler.value,
             )
-        elif (every := self._config.steps_per_print) and step % every == 0:
+        elif vote.finite and (every := self._config.steps_per_print) and step % every == 0:
             loss, lr = self.last_step["loss"], self.last_step["lr"]
             text = "not known" if loss is None else f"{loss:.4f}"
             log.info("step %d: loss %s, lr %.3g", step, text, lr)

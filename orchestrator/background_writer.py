@@ -9,6 +9,7 @@ from threading import Condition, Thread
 from typing import Any
 
 from rayzero.engine.errors import first_line
+from rayzero.orchestrator.top.format import format_size
 from rayzero.workers.bounded_queue import BoundedQueue
 
 RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
@@ -146,7 +147,7 @@ class BackgroundWriter:
             self._changed.notify_all()  # those who wait in `flush`
         if dropped > 0:
             self._warn(
-                f"{queue.subject}: {dropped} entries ({nbytes / 2**20:.1f} MiB) were dropped: they"
+                f"{queue.subject}: {dropped} entries ({format_size(nbytes)}) were dropped: they"
                 " came faster than the disk could take them"
             )
 

@@ -12,14 +12,15 @@ from time import monotonic
 from typing import Any, TextIO, TypeAlias
 
 import rich.console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator import job_events
 from rayzero.orchestrator.event_text import event_lines, format_step, print_error, summary_lines
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.progress import StepRecord
+from rayzero.orchestrator.progress import StepPace, StepRecord
 from rayzero.orchestrator.results import JobResult
+from rayzero.orchestrator.top.format import format_duration
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import LogLine
 
@@ -31,8 +32,11 @@ class PlainConsole:
     """Shows a job's events and its end as lines for a file or a pipe: steps at an interval, all
     other events at once. `on_event` is called in another thread."""
 
-    def __init__(self, write: WriteLine) -> None:
+    def __init__(self, write: WriteLine, *, shows_end: bool = True) -> None:
+        """`shows_end`: how the job ends is shown by `finish_ok` or `finish_error`; without it, as
+        in a log, the last fault is what tells."""
         self._write = write
+        self._shows_end = shows_end
         self._steps: int | None = None
         self._next_print_s = 0.0
         self._unprinted_step: StepRecord | None = None
@@ -53,6 +57,8 @@ class PlainConsole:
                 self._next_print_s = monotonic() + STEP_INTERVAL_S
                 self._print_step()
             return
+        if isinstance(event, job_events.FaultDetected) and event.is_fatal and self._shows_end:
+            return  # its error is printed
         if isinstance(event, job_events.StateEntered):
             self._print_step()
         for line in event_lines(event):
@@ -83,19 +89,21 @@ class LiveConsole(PlainConsole):
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[left]}"),
             console=terminal,
             refresh_per_second=4,
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._task = self._bar.add_task("", total=None, text="")
+        self._task = self._bar.add_task("", total=None, text="", left="")
+        self._pace = StepPace()
         self._name = ""
         self.awaited = ""
         self._has_events = self._has_stepped = False
 
     def start(self, name: str, steps: int | None) -> None:
         self._name = name
+        self._steps = steps
         self._bar.update(self._task, total=steps)
         self.await_next("starting the job's process")
         self._bar.start()
@@ -114,7 +122,10 @@ class LiveConsole(PlainConsole):
             if not self._has_stepped:
                 self._has_stepped = True
                 self._show_awaited(State.RUNNING)
-            self._bar.update(self._task, completed=event.step, text=format_step(event))
+            self._pace.add(event)
+            remaining_s = self._pace.remaining_s(event.step, self._steps)
+            left = "" if remaining_s is None else f"{format_duration(remaining_s)} left"
+            self._bar.update(self._task, completed=event.step, text=format_step(event), left=left)
         elif isinstance(event, job_events.StateEntered):
             awaited = event.state if self._has_stepped else _BEFORE_FIRST_STEP.get(event.state)
             self._show_awaited(awaited or event.state)

@@ -55,7 +55,7 @@ def event_lines(event: job_events.JobEvent) -> Iterator[str]:
             yield _format_recovery(event)
         case job_events.Checkpointed():
             yield (
-                f"checkpoint of step {event.step}: {event.nbytes / 2**20:,.1f} MiB in "
+                f"checkpoint of step {event.step}: {format_size(event.nbytes)} in "
                 f"{event.seconds:.2f} s, training stopped for {event.stopped_s * 1e3:.0f} ms"
             )
         case job_events.CheckpointFailed():

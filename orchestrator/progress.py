@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from rayzero.workers.messages import StepReport
 
+SMOOTHING = 0.1
+"""Weight of the newest step in the recent duration of one."""
 FOLD_ROWS = 256
 """Rows that are aggregated at once, so that the last row of a step is as cheap as any other."""
 
@@ -257,3 +259,26 @@ class JobProgress:
             self.first_loss = record.loss if self.first_loss is None else self.first_loss
             self.last_loss = record.loss
         return record
+
+
+class StepPace:
+    """The recent duration of a step. A generation's first step includes one-time work, and the wait
+    for its workers: it counts only while no other step is known."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.0
+        self._generation = 0
+        self._is_steady = False
+
+    def add(self, record: StepRecord) -> None:
+        is_first = record.generation != self._generation
+        self._generation = record.generation
+        if is_first and self._is_steady:
+            return
+        weight = SMOOTHING if self._is_steady else 1.0
+        self.step_s += weight * (record.step_s - self.step_s)
+        self._is_steady = not is_first
+
+    def remaining_s(self, step: int, target: int | None) -> float | None:
+        """Time to the target step; None if that or the pace is unknown."""
+        return None if target is None or not self.step_s else max(0, target - step) * self.step_s

@@ -37,6 +37,8 @@ def _name_module(file: re.Match[str]) -> str:
 
 MAX_WORKERS = 100_000
 _MAX_PATH = 4096  # Linux' limit
+MAX_LEASE_S = 86_400.0
+"""After this time at most a lost controller's folder can be taken over."""
 _Seconds = Annotated[float, Field(gt=0, le=1e9)]  # the limit of a wait in Python is 9e9 s
 
 
@@ -140,9 +142,10 @@ class CheckpointSpec(SpecSection):
     grace_period_s: _Seconds = Field(
         default=30, description="seconds that a stop may take, including a last checkpoint"
     )
-    lease_s: _Seconds = Field(
+    lease_s: float = Field(
         default=20,
         ge=1,
+        le=MAX_LEASE_S,
         description="seconds without a lease renewal by the controller after which another "
         "cluster may take over the job's folder",
     )

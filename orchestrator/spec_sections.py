@@ -99,7 +99,7 @@ class MetricsSpec(SpecSection):
         ge=1,
         le=1000,
         description="number of ports tried in turn, starting at `port`: as many as jobs share a "
-        "head node",
+        "head node. If all are in use, the next free one is taken, and a line says so",
     )
     host: str = Field(
         default="127.0.0.1",

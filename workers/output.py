@@ -86,6 +86,10 @@ def dropped_lines_text(lines: int, nbytes: int, process: str) -> str:
     )
 
 
+_RAY_PROGRESS = "__ray_tqdm_magic_token__"
+"""In lines that Ray's progress bars (ray.experimental.tqdm_ray, Ray Data's) print for the driver of
+Ray's own log: states as JSON, which it draws and does not show."""
+
 LineSink = Callable[[str, str], None]
 """(stream name, line without its newline)"""
 
@@ -151,6 +155,8 @@ class LineTee(BufferedIOBase):
             self._pass_on(_last_state(line))
 
     def _pass_on(self, line: str) -> None:
+        if _RAY_PROGRESS in line:
+            return
         for start in range(0, max(1, len(line)), MAX_LINE_CHARACTERS):
             self._sink(self._stream, line[start : start + MAX_LINE_CHARACTERS])
 

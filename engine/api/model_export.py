@@ -35,8 +35,8 @@ class ModelExport(Engine):
     load_state_dict = load_module_state_dict
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether a script that asks it, as transformers' Trainer does, saves the full model at
-        stage 3."""
+        """The config's value, for scripts that ask it, as transformers' Trainer does;
+        `save_16bit_model` does not."""
         return self.settings.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
     def save_16bit_model(

@@ -171,10 +171,10 @@ class ZeroConfig(ConfigSection):
     stage3_max_reuse_distance: NonNegativeSize | None = no_op(
         None, "parameters that are reused within this many elements are kept", _FIXED_MEMORY
     )
-    stage3_gather_16bit_weights_on_model_save: bool = no_op(
+    stage3_gather_16bit_weights_on_model_save: bool = implemented(
         False,
-        "save_16bit_model gathers sharded weights",
-        "it always does",
+        "at stage 3, transformers' Trainer and Accelerate save the whole model only if this is "
+        "true; otherwise Trainer saves a checkpoint. save_16bit_model always saves the whole model",
         old_names=(
             "zero_optimization.stage3_gather_fp16_weights_on_model_save",
             "zero_optimization.gather_fp16_weights_on_model_save",

@@ -20,6 +20,9 @@ from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
 MAX_ARRAY_BYTES = 4 << 20
 """Maximum size of a tensor or array, since a checkpoint's JSON part is read as a whole."""
 
+MAX_DEPTH = 100
+"""Of values inside values; Python's own limit is that of its stack."""
+
 _TYPE_TAG = "__rayzero__"
 _ALLOWED_TYPES = (
     "None, bool, int, float, str, bytes, list, tuple, set, dict, argparse.Namespace, Path, numpy "
@@ -29,24 +32,35 @@ _ALLOWED_TYPES = (
 
 def encode_client_state(value: Any, where: str = "client_state") -> Any:
     """Encode `value` as JSON; types that JSON lacks become objects with a type tag. Raises
-    EngineError, with its path, if a value's type is not supported."""
+    EngineError, with its path, if a value's type is not supported, or it contains itself."""
+    return _encode(value, where, ())
+
+
+def _encode(value: Any, where: str, outer: tuple[int, ...]) -> Any:
+    """`outer`: the ids of the values that this one is in."""
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and isfinite(value)):
         return value
+    if id(value) in outer or len(outer) > MAX_DEPTH:
+        problem = "contains itself" if id(value) in outer else f"is {MAX_DEPTH} levels deep"
+        raise EngineError(
+            f"{where} {problem}, which a checkpoint cannot hold",
+            allowed=f"values inside values, up to {MAX_DEPTH} levels",
+            fix="save what it refers to by a name or a number",
+        )
+    outer = (*outer, id(value))
     if kind is list:
-        return [encode_client_state(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [_encode(item, f"{where}[{index}]", outer) for index, item in enumerate(value)]
     if kind in (dict, OrderedDict):
         if all(type(key) is str and key != _TYPE_TAG for key in value):
-            return {
-                key: encode_client_state(item, f"{where}[{key!r}]") for key, item in value.items()
-            }
+            return {key: _encode(item, f"{where}[{key!r}]", outer) for key, item in value.items()}
         pairs = [[key, item] for key, item in value.items()]
-        return {_TYPE_TAG: "dict", "value": encode_client_state(pairs, where)}
+        return {_TYPE_TAG: "dict", "value": _encode(pairs, where, outer)}
     if kind in (tuple, torch.Size, set, frozenset):
         tag = "tuple" if kind in (tuple, torch.Size) else "set"
-        return {_TYPE_TAG: tag, "value": encode_client_state(list(value), where)}
+        return {_TYPE_TAG: tag, "value": _encode(list(value), where, outer)}
     if kind is Namespace:
-        return {_TYPE_TAG: "namespace", "value": encode_client_state(vars(value), where)}
+        return {_TYPE_TAG: "namespace", "value": _encode(vars(value), where, outer)}
     if kind is float:
         return {_TYPE_TAG: "float", "value": repr(value)}
     if kind is bytes:

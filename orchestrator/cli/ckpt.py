@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
+from pathlib import Path
 from time import monotonic, time
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from rayzero.engine.checkpoint.verify import FileProblem
 
 PROGRESS_INTERVAL_S = 10.0
+JOBS_FOLDER = "runs"
+"""The default of `checkpoint.path`."""
 
 commands = new_group("List, verify, prune and export checkpoints.", "rayzero ckpt ls runs/gpt")
 
@@ -32,7 +35,7 @@ CheckpointPath: TypeAlias = Annotated[
     str,
     typer.Argument(
         help="A job's folder (checkpoint.path/name), or one checkpoint in it (step-<n>): a path or "
-        "a URL.",
+        "a URL. A name that is no path here is that of a job in runs/.",
         metavar="PATH",
     ),
 ]
@@ -45,6 +48,7 @@ def list_command(path: CheckpointPath, as_json: JsonLinesFlag = False) -> None:
 
     Reads only manifests and file sizes; `verify` reads all data.
     """
+    path = _place(path)
     checkpoints = _require_checkpoints(path)
     if as_json:
         for checkpoint in checkpoints:
@@ -62,6 +66,7 @@ def verify_command(path: CheckpointPath, as_json: JsonLinesFlag = False) -> int:
 
     Exit code 0: all files are intact. 1: a checkpoint is damaged.
     """
+    path = _place(path)
     any_damaged = False
     is_single = parse_step(split_url(path)[1]) is not None
     for checkpoint in _require_checkpoints(path):
@@ -102,6 +107,7 @@ def prune_command(
 
     Exit code 0: removed. 1: something could not be removed. 2: no such folder.
     """
+    path = _place(path)
     _require_checkpoints(path)
     from rayzero.engine.checkpoint.catalogue import prune_checkpoints
 
@@ -157,6 +163,13 @@ def export_command(
         print(file)
 
 
+def _place(path: str) -> str:
+    """The path itself, or that of a job of this name in the default `checkpoint.path`."""
+    named = Path(JOBS_FOLDER, path)
+    is_name = "://" not in path and not Path(path).exists() and named.is_dir()
+    return str(named) if is_name else path
+
+
 def _require_checkpoints(path: str) -> Sequence[CheckpointInfo]:
     from rayzero.engine.checkpoint.catalogue import list_checkpoints
 
@@ -164,7 +177,8 @@ def _require_checkpoints(path: str) -> Sequence[CheckpointInfo]:
     if not checkpoints:
         raise ConfigError(
             f"there are no checkpoints at {path}",
-            allowed="a job's folder with checkpoints (step-<n>), or one of them",
+            allowed="a job's folder with checkpoints (step-<n>), one of them, or the name of a job "
+            f"in {JOBS_FOLDER}/",
         )
     return checkpoints
 

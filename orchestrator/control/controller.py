@@ -157,7 +157,7 @@ class Controller:
     def _adopt(self, past: RunHistory) -> None:
         """Restores the counters, budgets and limits of an earlier controller's run."""
         ctx, now_s, unix_s = self._context, self._context.now_s(), time.time()
-        self._started_at_s = now_s - (unix_s - past.began_at_s)
+        self._started_at_s = now_s - max(0.0, unix_s - past.began_at_s)
         ctx.generation = GenerationState(past.generation, on_change=ctx.changed.notify)
         ctx.numbers.continue_after(max(past.generation, past.reserved_generations))
         ctx.progress.steps = past.step  # steps after the checkpoint will count as redone

@@ -10,11 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.store import join_url, open_store
+from rayzero.orchestrator.spec import MAX_LEASE_S
 
 LEASE_FOLDER = "lease"
 CLOCK_SLACK_S = 3.0  # resolution of a store's timestamps, at worst
@@ -47,13 +49,14 @@ class Claim:
         holds: True once the lease is acquired.
         epoch: increases with every holder.
         beat: increases with every renewal.
-        lease_s: a claim without a renewal for this long is lost.
+        lease_s: a claim without a renewal for this long is lost. A file with one that no job can
+            have is no claim: nobody would wait for its end.
     """
 
     id: str
     job: str
     process: ProcessIdentity
-    lease_s: float
+    lease_s: Annotated[float, Field(ge=1, le=MAX_LEASE_S)]
     holds: bool = False
     epoch: int = 0
     beat: int = 0

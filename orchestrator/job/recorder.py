@@ -119,7 +119,7 @@ class JobRecorder:
         append_lines = partial(append_log, plan.log_path, parents=plan.spec.checkpoint.is_url)
         log = writer.add_queue("the job's log", append_lines, _LOG_FLUSH_INTERVAL_S)
         self._log = log
-        self._plain_console = PlainConsole(log.put)
+        self._plain_console = PlainConsole(log.put, shows_end=False)
         files = JournalFiles(plan.job_folder, fence)
         self._journal_queue = writer.add_queue("the journal", files.write, files.flush_interval_s)
         self._journal = JournalWriter(

@@ -67,6 +67,8 @@ async def open_run(
     trackers = Trackers(plan, recorder.began_at_s, warn)
     trackers.subscribe_to(events)
     RunFiles(plan.output_dir, telemetry, writer).subscribe_to(events)
+    if telemetry.port_note:
+        warn(telemetry.port_note)
     if telemetry.url is not None:
         events.emit(MetricsServed(telemetry.url))
     if plan.output_is_temporary:

@@ -260,8 +260,9 @@ def why_not_adoptable(history: RunHistory, spec: JobSpec) -> ConfigError | None:
 
 
 def faults_on_clock(history: RunHistory, now_s: float, unix_s: float) -> list[Fault]:
-    """The faults of a lost run, their times on this controller's clock."""
-    return [replace(fault, at_s=now_s - (unix_s - fault.at_s)) for fault in history.faults]
+    """The faults of a lost run, their times on this controller's clock; none is in the future,
+    where the machine's time was set back."""
+    return [replace(fault, at_s=now_s - max(0.0, unix_s - fault.at_s)) for fault in history.faults]
 
 
 def global_batch_diff(history: RunHistory, spec: JobSpec) -> list[str]:

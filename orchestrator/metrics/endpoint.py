@@ -14,10 +14,12 @@ import socket
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from errno import EADDRINUSE
+from http.client import HTTPException
 from itertools import pairwise
 from threading import Lock
 from time import monotonic
 from typing import Any
+from urllib.request import urlopen
 
 from prometheus_client import make_wsgi_app
 from prometheus_client.registry import CollectorRegistry
@@ -31,6 +33,11 @@ MAX_REGULAR_INTERVAL_S = 60.0
 MAX_END_WAIT_S = 30.0
 """Maximum time that the end of a job waits for clients."""
 
+FURTHER_PORTS = 100
+"""How many ports after the given ones are tried."""
+OWNER_TIMEOUT_S = 1.0
+_MAX_OWNER_BYTES = 64 << 20
+_MAX_PORT = 65535
 _MAX_INTERVALS = 4
 _SLACK_S = 0.5
 STOP_TIMEOUT_S = 5.0
@@ -78,6 +85,10 @@ class ScrapeSchedule:
         return deadline_s
 
 
+class PortInUseError(ConfigError):
+    """Other processes listen on all of the ports."""
+
+
 class Endpoint:
     """Serves in a thread of its own, and one for each connection, until `close`. Raises ConfigError
     if it cannot listen on any of the ports.
@@ -92,8 +103,9 @@ class Endpoint:
     def __init__(
         self, host: str, ports: range, registry: CollectorRegistry, pages: dict[str, PageHandler]
     ) -> None:
-        settings = "metrics.port, metrics.ports and metrics.host in the job file"
-        self._server = listen(host, ports, "metrics.port", settings)
+        self.port_note = ""
+        """Says that another port than those is used, and why."""
+        self._server = self._listen(host, ports)
         self.port = int(self._server.server_address[1])
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self._metrics_app: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
@@ -101,6 +113,25 @@ class Endpoint:
         self._scrapes = ScrapeSchedule()
         self._server.set_app(self._handle_request)
         self._server.start()
+
+    def _listen(self, host: str, ports: range) -> BoundedHttpServer:
+        """On one of the ports, or, as Ray's dashboard does, on the next free one: a page is no
+        reason to fail a job."""
+        settings = "metrics.port, metrics.ports and metrics.host in the job file"
+        try:
+            return listen(host, ports, "metrics.port", settings)
+        except PortInUseError:
+            last = ports[-1]
+            further = range(last + 1, min(last + FURTHER_PORTS, _MAX_PORT) + 1)
+            if not further:
+                raise
+            server = listen(host, further, "metrics.port", settings)
+            taken = f"port {last} is" if len(ports) == 1 else f"ports {ports[0]} to {last} are"
+            owner = _job_at(host, last)
+            by = f" by the job {owner}" if owner else ""
+            port = int(server.server_address[1])
+            self.port_note = f"{taken} in use{by}: the page is at port {port} (metrics.port)"
+            return server
 
     async def await_final_scrape(self) -> None:
         """Waits until regular clients have read once more, `MAX_END_WAIT_S` at most."""
@@ -129,6 +160,17 @@ class Endpoint:
         return respond(environ, start, *self._pages[path]())
 
 
+def _job_at(host: str, port: int) -> str:
+    """The job whose endpoint answers there; empty if none does."""
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://{f'[{local}]' if ':' in local else local}:{port}/snapshot.json"
+    try:
+        with urlopen(url, timeout=OWNER_TIMEOUT_S) as response:
+            return str(json.loads(response.read(_MAX_OWNER_BYTES))["job"])
+    except (OSError, HTTPException, ValueError, KeyError, TypeError):
+        return ""
+
+
 def listen(host: str, ports: range, setting: str, settings: str) -> BoundedHttpServer:
     """A server on the first free one of these ports. Raises ConfigError, which names the setting of
     the port and those to change, if there is none."""
@@ -140,7 +182,8 @@ def listen(host: str, ports: range, setting: str, settings: str) -> BoundedHttpS
             if error.errno == EADDRINUSE and port != ports[-1]:
                 continue  # another job's
             where = f"{host}:{port}" if len(ports) == 1 else f"{host}:{ports[0]} to {ports[-1]}"
-            raise ConfigError(
+            kind = PortInUseError if error.errno == EADDRINUSE else ConfigError
+            raise kind(
                 f"{setting}: cannot listen on {where}: {error.strerror or error}",
                 allowed="a free port of this machine; 0 takes any free one",
                 fix=settings,

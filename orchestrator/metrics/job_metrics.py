@@ -20,11 +20,10 @@ from rayzero.orchestrator.metrics.goodput import TimeAccounting, TimeBreakdown, 
 from rayzero.orchestrator.metrics.history import DisplayHistory
 from rayzero.orchestrator.metrics.rank_metrics import RankMetricsTable
 from rayzero.orchestrator.policies.failure import FaultBudget
-from rayzero.orchestrator.progress import StepRecord
+from rayzero.orchestrator.progress import StepPace, StepRecord
 from rayzero.orchestrator.spec import JobSpec
 
 _PHASE_PREFIX = "phases/"
-_SMOOTHING = 0.1
 _StepHistogram = partial(Histogram, STEP_BUCKETS_S)
 
 STEP_PHASES = ("data", "forward", "backward", "reduce", "update", "publish", "mirror", "other")
@@ -45,7 +44,7 @@ class StepTotals:
     Args:
         step: the last finished step.
         last_record: None before the first step.
-        smoothed_step_s: recent duration of a step.
+        pace: the recent duration of a step.
         user_values: the last value under each name; a step need not report every name.
         user_values_dropped: under names beyond the first `MAX_USER_METRICS`.
     """
@@ -54,7 +53,7 @@ class StepTotals:
     done: int = 0
     last_record: StepRecord | None = None
     last_at_unix_s: float | None = None
-    smoothed_step_s: float = 0.0
+    pace: StepPace = field(default_factory=StepPace)
     tokens: float = 0.0
     samples: float = 0.0
     skipped: float = 0.0
@@ -76,8 +75,7 @@ class StepTotals:
         self.step, self.last_record = record.step, record
         self.done += count
         self.last_at_unix_s = unix_s
-        weight = _SMOOTHING if self.smoothed_step_s else 1.0
-        self.smoothed_step_s += weight * (record.step_s - self.smoothed_step_s)
+        self.pace.add(record)
         self.tokens += record.tokens * count
         self.samples += gauges.get("step_samples", 0.0) * count
         self.skipped += gauges.get("skipped", 0.0)
@@ -95,9 +93,7 @@ class StepTotals:
 
     def remaining_s(self, target: int | None) -> float | None:
         """Time to the target step at the recent step duration; None if either is unknown."""
-        if target is None or self.last_record is None:
-            return None
-        return max(0, target - self.step) * self.smoothed_step_s
+        return self.pace.remaining_s(self.step, target)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
             "step": steps.step,
             "steps": target,
             "remaining_s": steps.remaining_s(target),
-            "step_s": steps.smoothed_step_s or None,
+            "step_s": steps.pace.step_s or None,
             "tokens_per_s": record.tokens_per_s if record else None,
             "tokens": steps.tokens,
             "samples": steps.samples,

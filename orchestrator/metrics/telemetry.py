@@ -66,9 +66,10 @@ class Telemetry:
         if past is not None:
             restore_metrics(self._metrics, past)
         self._log: deque[str] = deque(maxlen=plan.spec.metrics.log_lines)
-        self._console = PlainConsole(self._log.append)
+        self._console = PlainConsole(self._log.append, shows_end=False)
         self._endpoint = self._open_endpoint(plan.spec.metrics)
         self.url = self._endpoint.url if self._endpoint is not None else None
+        self.port_note = self._endpoint.port_note if self._endpoint is not None else ""
         try:
             self._step_queues = open_step_files(plan, unix(), writer)
         except ConfigError:

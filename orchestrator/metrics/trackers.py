@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from math import isfinite
 from typing import Any, Protocol
 
-from rayzero.engine.errors import ConfigError
+from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.redact import redact_document
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.job_events import EventBus, StateEntered
@@ -65,11 +64,11 @@ class WandbRun:
     def end(self, state: State) -> None:
         exit_code = int(state is State.FAILED)
         self._open().finish(exit_code=exit_code)
-        import_module("wandb").teardown(exit_code=exit_code)  # its service process
+        _import("wandb").teardown(exit_code=exit_code)  # its service process
 
     def _open(self) -> Any:
         if self._run is None:
-            wandb: Any = import_module("wandb")
+            wandb = _import("wandb")
             self._run = wandb.init(
                 project=self._spec.project,
                 entity=self._spec.entity,
@@ -99,7 +98,7 @@ class MlflowRun:
 
     def log(self, records: Sequence[StepRecord]) -> None:
         self._open()
-        metric = import_module("mlflow.entities").Metric
+        metric = _import("mlflow.entities").Metric
         metrics = [
             metric(_MLFLOW_INVALID.sub("_", name), value, int(record.at_s * 1000), record.step)
             for record in records
@@ -117,7 +116,7 @@ class MlflowRun:
     def _open(self) -> None:
         if self._run_id:
             return
-        mlflow: Any = import_module("mlflow")
+        mlflow = _import("mlflow")
         self._client = client = mlflow.MlflowClient(self._spec.tracking_uri)
         name = self._spec.experiment
         experiment = client.get_experiment_by_name(name)
@@ -129,13 +128,42 @@ class MlflowRun:
             return
         tags = {"rayzero.run": self._key, "rayzero.job": self._plan.spec.name}
         run_id = client.create_run(folder, tags=tags, run_name=self._plan.spec.name).info.run_id
-        param = import_module("mlflow.entities").Param
+        param = _import("mlflow.entities").Param
         params = [
             param(_MLFLOW_INVALID.sub("_", key), str(value)[:_MAX_PARAM_CHARACTERS])
             for key, value in _flatten(_config(self._plan))
         ]
         client.log_batch(run_id, params=params[:100])
         self._run_id = run_id
+
+
+class TrackerImportError(Exception):
+    """The package of a tracker is there, and cannot be imported: trying again is of no use."""
+
+
+def _import(module: str) -> Any:
+    try:
+        return import_module(module)
+    except Exception as error:
+        raise TrackerImportError(f"{type(error).__name__}: {first_line(error)}") from error
+
+
+class _Delivery:
+    """Gives a tracker its events; none once its package could not be imported."""
+
+    def __init__(self, name: str, run: Tracker, warn: Callable[[str], None]) -> None:
+        self.name = name
+        self._run: Tracker | None = run
+        self._warn = warn
+
+    def __call__(self, events: Sequence[StepRecord | StateEntered]) -> None:
+        if self._run is None:
+            return
+        try:
+            _deliver(self._run, events)
+        except TrackerImportError as error:
+            self._run = None
+            self._warn(f"{self.name} does not get this job's steps: its package fails: {error}")
 
 
 class Trackers:
@@ -160,7 +188,7 @@ class Trackers:
         self._writer = BackgroundWriter(warn)
         self._queues = [
             self._writer.add_queue(
-                f"the job's run in {name}", partial(_deliver, run), FLUSH_INTERVAL_S
+                f"the job's run in {name}", _Delivery(name, run, warn), FLUSH_INTERVAL_S
             )
             for name, run in runs.items()
         ]
@@ -171,6 +199,8 @@ class Trackers:
 
     def close(self) -> None:
         """Waits, `END_LIMIT_S` at most, until the trackers have everything."""
+        if any(queue.failures for queue in self._queues):
+            self._warn(f"waiting up to {END_LIMIT_S:g} s for a tracker to take the last values")
         if not self._writer.close(END_LIMIT_S):
             self._warn(f"the last values did not reach a tracker within {END_LIMIT_S:g} s")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -225,6 +226,19 @@ def test_linked_files_exist(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     local = [target for target in targets if "://" not in target]
     assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+NOT_THIS_PROJECTS = {"first.py", "train.py"}
+"""Files that pages have the reader write."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_files_that_pages_name_exist(page: Path) -> None:
+    named = set(re.findall(r"`([\w./-]+\.py)`", page.read_text(encoding="utf-8")))
+    files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
+    known = {f"/rayzero/{file}" for file in files.stdout.splitlines()}
+    unknown = {name for name in named if not any(file.endswith(f"/{name}") for file in known)}
+    assert unknown - NOT_THIS_PROJECTS == set()
 
 
 if __name__ == "__main__":

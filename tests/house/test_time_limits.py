@@ -87,6 +87,7 @@ REASONS = {
         orchestrator.job.prestop: _CALL_TIMEOUT_S
         orchestrator.job.subscriber: ANSWER_MARGIN_S UNAVAILABLE_LIMIT_S _ACKNOWLEDGE_TIMEOUT_S
         orchestrator.metrics.http_server: CONNECTION_LIFETIME_S
+        orchestrator.metrics.endpoint: OWNER_TIMEOUT_S
         orchestrator.control.hang_detector: STACK_TIMEOUT_S INSPECT_TIMEOUT_S
         orchestrator.control.chaos: VAULT_REPLY_TIMEOUT_S
         orchestrator.cli.run: ACCEPT_TIMEOUT_S
@@ -97,6 +98,9 @@ REASONS = {
     """,
     "copies that the device's queue has already, after whatever they wait for was aborted": """
         workers.vault.client: _DEVICE_TIMEOUT_S
+    """,
+    "the largest value of a setting": """
+        orchestrator.spec: MAX_LEASE_S
     """,
     "one chunk of a fixed size": """
         engine.offload.nvme_store: IO_LIMIT_S

@@ -72,7 +72,7 @@ EVENTS = {
     ),
     "checkpoint": (
         Checkpointed(50, "f", 3 * 2**20, 0.5, 0.004),
-        "checkpoint of step 50: 3.0 MiB in 0.50 s, training stopped for 4 ms",
+        "checkpoint of step 50: 3 MiB in 0.50 s, training stopped for 4 ms",
     ),
     "checkpoint_failed": (
         CheckpointFailed(50, "the disk is full", 2, 4.0),
@@ -197,6 +197,16 @@ def test_json_lines_are_json_and_end_with_summary():
     assert events[2]["state"] == "running"
     assert (events[5]["step"], events[5]["tokens_per_s"]) == (1, 4000)
     assert events[-1]["loss"] == {"first": 8.0, "last": 2.5}
+
+
+def test_fault_that_ends_the_job_is_shown_by_its_error_only():
+    """A log has no other line about it."""
+    worker = WorkerInfo(0, "id", "host", "10.0.0.1", 7)
+    fault = FaultDetected("user", worker, 0, 3, "rank 0 raised an exception", is_fatal=True)
+    for shows_end in (True, False):
+        lines: list[str] = []
+        PlainConsole(lines.append, shows_end=shows_end).on_event(fault)
+        assert lines == ([] if shows_end else ["fault: rank 0 raised an exception"])
 
 
 @pytest.mark.parametrize("kind", [PlainConsole, JsonConsole])

@@ -86,6 +86,7 @@ def levels(count: int, width: int) -> str:
         ("args: {a: {b: 1e999}}", "args: a.b: a finite number was expected"),
         ("args: {a: [1, .nan]}", "args.a.1: a finite number was expected"),
         ("args: {1: x}", "args: a key is not text, but a int"),
+        ("checkpoint: {lease_s: 1e6}", "checkpoint.lease_s: .*86400"),
         ("recovery: {hang_timeout_s: .inf}", "recovery.hang_timeout_s: .*inf"),
         ("recovery: {hang_timeout_s: 1e300}", "recovery.hang_timeout_s: .*1000000000"),
         ("workers: {max: 1000000000}", "workers.max: .*100000"),

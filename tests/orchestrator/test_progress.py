@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.orchestrator import progress as progress_module
-from rayzero.orchestrator.progress import JobProgress, RowAggregator
+from rayzero.orchestrator.progress import JobProgress, RowAggregator, StepPace, StepRecord
 from rayzero.workers.messages import StepReport
 
 ROWS = st.lists(st.dictionaries(st.sampled_from("abcd"), st.floats(-1e6, 1e6)), max_size=20)
@@ -176,3 +176,17 @@ def test_last_row_costs_no_more_than_others():
     assert Counted.reads == 1000
     assert aggregator.maxima() == {"loss": 999.0}
     assert Counted.reads == 1000
+
+
+def test_pace_is_that_of_steps_without_one_time_work():
+    """A resize's first step waits for new workers: it made 50 s left 7 minutes."""
+    pace = StepPace()
+    assert pace.remaining_s(0, 100) is None
+    for step, (generation, step_s) in enumerate([(1, 9.0), (1, 0.5), (1, 0.5), (2, 30.0)], 1):
+        pace.add(StepRecord(step, 2, generation, None, 0.0, step_s, {}))
+        expected_s = 9.0 if step == 1 else 0.5
+        assert pace.remaining_s(step, 100) == pytest.approx((100 - step) * expected_s)
+    for step in range(5, 50):
+        pace.add(StepRecord(step, 3, 2, None, 0.0, 0.25, {}))
+    assert pace.step_s == pytest.approx(0.25, rel=0.05)
+    assert pace.remaining_s(7, None) is None

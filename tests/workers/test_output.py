@@ -9,6 +9,8 @@ from time import monotonic, process_time
 from typing import NamedTuple
 
 import pytest
+import ray
+from ray.experimental import tqdm_ray
 
 from rayzero.workers import bounded_queue, output
 from rayzero.workers.messages import Crashed, Joined, LogLine, StepReport
@@ -125,6 +127,20 @@ def test_lines_are_forwarded_at_newline(streams: Streams, written: list[str], li
         assert streams.out.write(text) == len(text)
     assert streams.texts == lines
     assert streams.files[0].getvalue() == "".join(written).encode()
+
+
+def test_states_of_rays_progress_bars_are_not_lines(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+):
+    """Ray Data prints them in a worker, for the driver of Ray's own log."""
+    monkeypatch.setattr(sys, "stdout", streams.out)  # pytest's, meanwhile
+    monkeypatch.setattr(ray._private.worker.global_worker, "mode", ray.WORKER_MODE)
+    bar = tqdm_ray.tqdm(total=3, desc="reading")
+    bar.update(2)
+    bar.close()
+    assert tqdm_ray.RAY_TQDM_MAGIC.encode() in streams.files[0].getvalue()
+    streams.out.write("a\n")
+    assert streams.texts == ["a"]
 
 
 def test_last_line_without_newline_is_forwarded(streams: Streams):

@@ -291,6 +291,20 @@ def test_load_deepspeed_checkpoint(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(value, oracle[f"weights/{parameter}"].float())
 
 
+def test_client_state_that_contains_itself_is_an_error_with_its_path() -> None:
+    state: dict[str, Any] = {"epoch": 3, "callbacks": []}
+    state["callbacks"].append({"trainer": state})
+    with pytest.raises(EngineError, match=r"\['callbacks'\]\[0\]\['trainer'\] contains itself"):
+        encode_client_state(state)
+    shared = [1, 2]
+    assert encode_client_state({"a": shared, "b": shared}) == {"a": [1, 2], "b": [1, 2]}
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(EngineError, match="100 levels"):
+        encode_client_state(deep)
+
+
 def test_client_state_round_trip() -> None:
     state = {
         "plain": [None, True, 1, 2.5, "é", {"a": {}}],

@@ -52,6 +52,15 @@ def test_ls(job):
     assert rows[0].split()[2] == "d"  # of its age
 
 
+def test_name_of_a_job_is_its_folder_in_runs(tmp_path, monkeypatch):
+    save(tmp_path / "runs/gpt", 9, created_s=0.0)
+    monkeypatch.chdir(tmp_path)
+    assert ckpt("ls", "gpt") == ckpt("ls", "runs/gpt")
+    assert ckpt("verify", "gpt/step-9") == "step 9: intact\n"
+    assert "there are no checkpoints at other" in ckpt("ls", "other", code=2)
+    assert "the name of a job in runs/" in ckpt("ls", "other", code=2)
+
+
 def test_ls_as_json(job):
     rows = [json.loads(line) for line in ckpt("ls", job / "step-100", "--json").splitlines()]
     assert rows == [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from threading import Semaphore, Thread
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayzero.orchestrator.job.claims import (
+    CLAIM_FORMAT,
     Claim,
     ClaimState,
     ClaimStore,
@@ -173,3 +175,17 @@ HOLDER = claim("2", holds=True, epoch=1)
 )
 def test_state_of_another_claim(other: OtherClaim, state: ClaimState):
     assert classify_claim(other, claim("1")) is state
+
+
+@pytest.mark.parametrize("lease_s", ["1e18", "-1", "NaN"])
+def test_claim_with_a_lease_that_no_job_can_have_is_no_claim(tmp_path: Path, lease_s: str):
+    """It was waited for, 30 billion years at most."""
+    other = CLAIM_FORMAT.dump_json(claim("0" * 16)).decode()
+    assert '"lease_s":10.0' in other
+    store = ClaimStore(str(tmp_path))
+    store.write(claim("1" * 16))
+    file = tmp_path / "lease" / f"{'0' * 16}.json"
+    file.write_text(other)
+    assert len(store.list_others("1" * 16)[0]) == 1
+    file.write_text(other.replace('"lease_s":10.0', f'"lease_s":{lease_s}'))
+    assert store.list_others("1" * 16) == ((), True)

@@ -428,6 +428,18 @@ def test_page_entries_are_bounded(tmp_path: Path):
 
 
 @async_test
+async def test_clock_that_was_set_back_makes_no_negative_times(folder: Path):
+    journal = start_journal(folder, lambda: time.time() + 3600)
+    journal.append("fault", cause="lost", worker=WORKER, rank=1, step=5, generation=1, detail="")
+    journal.append("moved", state="running", event="e", generation=1, world_size=2, step=12)
+    past = history_of(journal)
+    assert [fault.at_s for fault in faults_on_clock(past, 50.0, time.time())] == [50.0]
+    harness = Harness(folder, past=past, journal=journal)
+    await harness.steps(2)
+    assert (await harness.finish()).metrics["seconds"] >= 0
+
+
+@async_test
 async def test_counters_continue_in_adopted_run(folder: Path):
     """Over three processes: sums, and the wall time since the first one started."""
     start_s = time.time() - 500

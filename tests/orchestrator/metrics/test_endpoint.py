@@ -18,6 +18,7 @@ from prometheus_client import Gauge
 from prometheus_client.registry import CollectorRegistry
 
 from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.metrics import endpoint as module
 from rayzero.orchestrator.metrics.endpoint import MAX_END_WAIT_S, Endpoint, ScrapeSchedule
 
 
@@ -32,7 +33,7 @@ def open_endpoint(host: str = "127.0.0.1", port: int = 0, ports: int = 1) -> End
     registry = CollectorRegistry()
     Gauge("rayzero_step", "Steps.", registry=registry).set(7)
     pages = {
-        "/snapshot.json": lambda: ("application/json", b'{"step": 7}'),
+        "/snapshot.json": lambda: ("application/json", b'{"job": "demo", "step": 7}'),
         "/history.json": lambda: ("application/json", b"[" + b"1," * 9999 + b"1]"),
     }
     return Endpoint(host, range(port, port + ports), registry, pages)
@@ -53,7 +54,7 @@ def test_metrics_and_snapshot(endpoint: Endpoint):
     packed = get(endpoint, "/metrics", **{"Accept-Encoding": "gzip"})[1]
     assert gzip.decompress(packed) == body
     status, body = get(endpoint, "/snapshot.json")
-    assert (status, json.loads(body)) == (200, {"step": 7})
+    assert (status, json.loads(body)) == (200, {"job": "demo", "step": 7})
     body = get(endpoint, "/history.json")[1]
     packed = get(endpoint, "/history.json", **{"Accept-Encoding": "gzip"})[1]
     assert gzip.decompress(packed) == body
@@ -76,11 +77,6 @@ def test_idle_client_does_not_delay_others(endpoint: Endpoint):
         assert get(endpoint, "/metrics")[0] == 200
 
 
-def test_port_in_use_error_names_setting(endpoint: Endpoint):
-    with pytest.raises(ConfigError, match=rf"metrics\.port: .*127\.0\.0\.1:{endpoint.port}"):
-        open_endpoint(port=endpoint.port)
-
-
 def test_jobs_on_one_head_use_ports_in_turn(endpoint: Endpoint):
     """The next job uses the next free port."""
     first, last = endpoint.port, endpoint.port + 19
@@ -91,18 +87,31 @@ def test_jobs_on_one_head_use_ports_in_turn(endpoint: Endpoint):
         other.close()
 
 
-def test_ports_that_are_all_in_use_are_named(endpoint: Endpoint):
+def test_ports_that_are_all_in_use_are_named_and_the_next_one_is_taken(endpoint: Endpoint):
+    """As Ray's dashboard does: a page is no reason to fail a job."""
     listeners = []
     for port in (endpoint.port + 1, endpoint.port + 2):
         with contextlib.suppress(OSError):  # another process may use the port
             listeners.append(socket.create_server(("127.0.0.1", port)))
+    other = open_endpoint(port=endpoint.port, ports=3)
+    second = open_endpoint(port=endpoint.port)
     try:
-        where = rf"127\.0\.0\.1:{endpoint.port} to {endpoint.port + 2}"
-        with pytest.raises(ConfigError, match=where):
-            open_endpoint(port=endpoint.port, ports=3)
+        assert other.port > endpoint.port + 2
+        where = f"ports {endpoint.port} to {endpoint.port + 2} are in use: "
+        assert other.port_note.startswith(where)
+        assert f"at port {other.port} (metrics.port)" in other.port_note
+        assert f"port {endpoint.port} is in use by the job demo" in second.port_note
     finally:
+        other.close()
+        second.close()
         for listener in listeners:
             listener.close()
+
+
+def test_no_free_port_is_an_error(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "FURTHER_PORTS", 0)
+    with pytest.raises(ConfigError, match=rf"metrics\.port: .*127\.0\.0\.1:{endpoint.port}"):
+        open_endpoint(port=endpoint.port)
 
 
 def test_foreign_host_address_is_an_error():

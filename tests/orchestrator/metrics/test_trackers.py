@@ -117,6 +117,21 @@ def test_unreachable_tracker_costs_a_warning(tmp_path: Path, wandb: FakeWandb):
     assert [row["step"] for row in wandb.rows] == [1, 2, 3, 2, 3]
 
 
+def test_package_that_cannot_be_imported_is_told_once_and_not_waited_for(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(name: str) -> None:
+        raise AttributeError(f"module {name} has no attribute 'proto'")
+
+    monkeypatch.setattr(trackers, "import_module", fail)
+    started_s = time.monotonic()
+    (warning,) = run_job(tmp_path, wandb={})
+    assert time.monotonic() - started_s < trackers.END_LIMIT_S / 2
+    assert warning.startswith(
+        "W&B does not get this job's steps: its package fails: AttributeError"
+    )
+
+
 def test_end_of_job_waits_for_a_silent_tracker_with_a_limit(
     tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
 ):
