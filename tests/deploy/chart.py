@@ -28,7 +28,9 @@ def scenario_values(name: str) -> Object:
 def render_text(
     values: Mapping[str, Any], release: str = RELEASE, namespace: str = NAMESPACE
 ) -> dict[str, str]:
-    """The rendered text of every template, NOTES.txt included, by path in the chart."""
+    """The rendered text of every template, NOTES.txt included, by path in the chart. The image,
+    which every user gives, is `rayzero` unless the values name it."""
+    values = {**values, "image": {"repository": "rayzero", **values.get("image", {})}}
     with helm_python.Chart.load(str(CHART)) as chart:
         chart.validate_schema(dict(values))
         texts = chart.render(dict(values), name=release, namespace=namespace)

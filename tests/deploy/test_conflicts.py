@@ -11,11 +11,25 @@ import pytest
 from tests.deploy.chart import render, render_text
 
 PRIVILEGED = {"name": "a", "image": "b", "securityContext": {"privileged": True}}
+LOCKS = {"name": "ray-worker", "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}
 BOTH = ("requests", "limits")
+FOUR = {key: {"nvidia.com/gpu": 4} for key in BOTH}
 CONFLICTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "two storage locations": (
         {"storage": {"objectStore": {"url": "s3://bucket/runs"}}},
         ("storage.objectStore.url", "storage.pvc.enabled"),
+    ),
+    "no image": (
+        {"image": {"repository": ""}},
+        ("image.repository: not given", "registry.example.com/rayzero"),
+    ),
+    "GPUs that the job does not take": (
+        {"job": {"spec": {"workers": {"gpus": 0}}}},
+        ("job.spec.workers.gpus", "each pod of workers has 1", "workers.resources", "to null"),
+    ),
+    "capability of a user other than root": (
+        {"workers": {"podTemplate": {"spec": {"containers": [LOCKS]}}}},
+        ("workers.podTemplate.spec", "ray-worker adds", "IPC_LOCK", "runAsUser to 0", "LimitMEM"),
     ),
     "no storage location": ({"storage": {"pvc": {"enabled": False}}}, ("storage.pvc.enabled",)),
     "queue and autoscaler": (
@@ -115,7 +129,10 @@ CONFLICTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "thousandths of a CPU": (
         {
             "job": {"spec": {"workers": {"gpus": 0, "min": 4}}},
-            "workers": {"max": 2, "resources": {key: {"cpu": "500m"} for key in BOTH}},
+            "workers": {
+                "max": 2,
+                "resources": {key: {"cpu": "500m", "nvidia.com/gpu": None} for key in BOTH},
+            },
         },
         ("4 workers", "2 of workers with 1 CPUs"),
     ),
@@ -239,3 +256,23 @@ def test_checkpoints_on_a_volume_of_ones_own() -> None:
     pods = {"volumes": volumes, "volumeMounts": mounts}
     path = {"job": {"spec": {"checkpoint": {"path": "/work/data/runs"}}}}
     assert render({"head": pods, "workers": pods, **path})
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"job": {"spec": {"workers": {"min": 4, "cpus": 3}}}, "workers": {"resources": FOUR}},
+            ("3 of the 4 GPUs of each pod of workers", "job.spec.workers.cpus"),
+        ),
+        (
+            {"job": {"spec": {"workers": {"min": 2, "max": 2}}}, "workers": {"min": 4}},
+            ("room for 4 workers", "at most 2", "Lower workers.min"),
+        ),
+        ({}, ()),
+    ],
+)
+def test_notes_warn_of_idle_gpus(values: dict[str, Any], words: tuple[str, ...]) -> None:
+    notes = render_text(values)["templates/NOTES.txt"]
+    assert [word for word in words if word not in notes] == []
+    assert ("will be idle" in notes) is bool(words)

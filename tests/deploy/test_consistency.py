@@ -29,9 +29,14 @@ from tests.deploy.chart import (
 from tests.house.source import ROOT
 
 JOBS = tuple(name for name in SCENARIOS if scenario_values(name).get("mode") != "cluster")
-ROOTS = {"infiniband": {"IPC_LOCK"}, "gke-tcpx": {"IPC_LOCK", "NET_ADMIN"}}
+ROOTS = {
+    "infiniband": {"IPC_LOCK"},
+    "gke-tcpx": {"IPC_LOCK", "NET_ADMIN"},
+    "gke-tcpxo": {"IPC_LOCK", "NET_ADMIN", "NET_BIND_SERVICE"},
+}
 """Scenarios whose pods of the cluster run as root, and the capabilities that they add."""
-HOST_PATHS = ("gke-rdma", "gke-tcpx")
+HOST_PATHS = ("gke-rdma", "gke-tcpx", "gke-tcpxo")
+GOOGLES = ("tcpx-daemon", "tcpxo-daemon")
 WITH_JOBS = pytest.mark.parametrize("scenario", JOBS)
 
 
@@ -54,10 +59,10 @@ def test_containers_are_restricted(scenario: str) -> None:
         assert security["runAsNonRoot"] is True or scenario in ROOTS
         assert security["privileged"] is False
         assert security["allowPrivilegeEscalation"] is False
-        assert security["readOnlyRootFilesystem"] is (container.get("name") != "tcpx-daemon")
+        assert security["readOnlyRootFilesystem"] is (container.get("name") not in GOOGLES)
         added = set(security["capabilities"].get("add", ()))
         assert added <= ROOTS.get(scenario, set())
-        assert security["capabilities"]["drop"] == ["ALL"] or container["name"] == "tcpx-daemon"
+        assert security["capabilities"]["drop"] == ["ALL"] or container["name"] in GOOGLES
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}
         assert "memory" in container["resources"]["limits"]
         assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
@@ -91,7 +96,7 @@ def test_writable_paths_are_volumes(scenario: str) -> None:
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
         assert len(volumes) == len(pod["spec"]["volumes"])
         for container in pod["spec"]["containers"]:
-            if container["name"] == "tcpx-daemon":  # Google's
+            if container["name"] in GOOGLES:
                 continue
             mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
             assert len(mounts) == len(container["volumeMounts"])

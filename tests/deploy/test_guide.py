@@ -55,6 +55,7 @@ def installed(command: str) -> list[Object]:
         for part in outer:
             node = node.setdefault(part, {})
         node[last] = yaml.safe_load(value)
+    assert values["image"]["repository"]
     return render(values, release=shlex.split(command)[2], namespace=given.get("-n", "default"))
 
 

@@ -22,7 +22,7 @@ OVERRIDES: dict[str, Any] = {
         "containers": [
             {
                 "name": "ray-worker",
-                "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+                "securityContext": {"runAsNonRoot": False, "capabilities": {"add": ["IPC_LOCK"]}},
                 "resources": {"claims": [{"name": "gpus"}]},
                 "volumeMounts": [
                     {"name": "shared-mem", "mountPath": "/dev/shm", "subPath": "a"},

@@ -19,7 +19,6 @@ SCHEMA_VIOLATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown in a group": ({"workerGroups": [{"name": "a", "minn": 1}]}, "/workerGroups/0"),
     "mode": ({"mode": "service"}, "/mode"),
     "release name": ({"fullnameOverride": "Upper_case"}, "/fullnameOverride"),
-    "no image": ({"image": {"repository": ""}}, "/image/repository"),
     "digest": ({"image": {"digest": "sha256:12"}}, "/image/digest"),
     "pull policy": ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy"),
     "pull secret as text": ({"imagePullSecrets": ["registry"]}, "/imagePullSecrets/0"),

@@ -218,13 +218,14 @@ def helm_objects(line: str) -> list[Any]:
     values: dict[str, Any] = {}
     for file in words.files:
         values |= yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
-    for setting in words.values:
+    for setting in ",".join(words.values).split(",") if words.values else ():
         path, _, value = setting.partition("=")
         section = values
         *parents, last = path.split(".")
         for parent in parents:
             section = section.setdefault(parent, {})
         section[last] = value
+    assert values["image"]["repository"]
     return render(values, words.release, words.namespace)
 
 

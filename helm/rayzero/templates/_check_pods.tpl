@@ -112,6 +112,9 @@
 {{- range include "rayzero.groups" . | fromJsonArray -}}
 {{- $most := ternary (int .max) (int .min) $.Values.autoscaler.enabled -}}
 {{- $has := include "rayzero.room" (dict "pod" . "cpus" $cpus "gpus" $gpus) | fromJson -}}
+{{- if and $most (gt (int $has.gpus) 0) (eq $gpus 0.0) -}}
+{{- fail (printf "job.spec.workers.gpus, workers.resources: the job's workers take no GPU (gpus: 0), and each pod of %s has %v, which would be idle; set job.spec.workers.gpus to 1, or nvidia.com/gpu to null in workers.resources.requests and limits" .name $has.gpus) -}}
+{{- end -}}
 {{- $room = add $room (mul $most (int $has.workers)) -}}
 {{- $pods = append $pods (printf "%d of %s with %v CPUs and %v GPUs each, room for %d workers" $most .name $has.cpus $has.gpus (int $has.workers)) -}}
 {{- end -}}
@@ -124,6 +127,28 @@
 {{- if lt (int $room) $least -}}
 {{- fail (printf "job.spec.workers: %d workers (min) of %v CPUs (cpus) and %v GPUs (gpus) each do not fit the pods: there are at most %s. Lower job.spec.workers, or raise workers.resources.limits, workers.max (without the autoscaler workers.min), or workers.rayStartParams (num-cpus, num-gpus) where a device plugin or a resource claim gives them" $least $cpus $gpus (join "; " $pods)) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Warnings about GPUs that no worker of the job will use, one a line */}}
+{{- define "rayzero.idle" -}}
+{{- $workers := .Values.job.spec.workers | default dict -}}
+{{- $cpus := $workers.cpus | default 1 | float64 -}}
+{{- $gpus := $workers.gpus | default 0 | float64 -}}
+{{- $most := $workers.max | default $workers.min | default 1 | int -}}
+{{- $room := 0 -}}
+{{- range include "rayzero.groups" . | fromJsonArray -}}
+{{- $has := include "rayzero.room" (dict "pod" . "cpus" $cpus "gpus" $gpus) | fromJson -}}
+{{- $idle := sub (int $has.gpus) (mulf (int $has.workers) $gpus | int) -}}
+{{- $room = add $room (mul (int .min) (int $has.workers)) -}}
+{{- if gt $idle 0 }}
+WARNING: {{ $idle }} of the {{ $has.gpus }} GPUs of each pod of {{ .name }} will be idle: its {{ $has.cpus }} CPUs are enough for {{ $has.workers }} workers
+of {{ $cpus }} CPUs. Lower job.spec.workers.cpus, or raise workers.resources.limits.cpu.
+{{- end -}}
+{{- end -}}
+{{- if and (gt $gpus 0.0) (gt (int $room) $most) }}
+WARNING: workers.min pods have room for {{ $room }} workers, and the job has at most {{ $most }} (job.spec.workers.max): the other GPUs
+will be idle. Lower workers.min, or raise job.spec.workers.max.
 {{- end -}}
 {{- end -}}
 

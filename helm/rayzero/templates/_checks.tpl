@@ -1,7 +1,9 @@
 {{/* What a schema cannot see: values that do not go together. Each message names the values. */}}
 
 {{- define "rayzero.checks" -}}
-{{- $values := .Values -}}
+{{- if not .Values.image.repository -}}
+{{- fail "image.repository: not given; build the image with this project's Dockerfile, push it, and set its name with the registry, such as registry.example.com/rayzero. An image that was loaded onto the nodes (kind, minikube) is named as it is there: rayzero" -}}
+{{- end -}}
 {{- with .Values.storage -}}
 {{- if and .objectStore.url .pvc.enabled -}}
 {{- fail "storage.objectStore.url and storage.pvc.enabled: checkpoints lie in one place; set one of them" -}}

@@ -32,6 +32,15 @@
 {{- fail (printf "%s: container %s has no image; give one, or name a container that is there: %s" $path .name (join ", " $all)) -}}
 {{- end -}}
 {{- $has := .securityContext | default dict -}}
+{{- $user := index $pod.spec.securityContext "runAsUser" -}}
+{{- $guarded := index $pod.spec.securityContext "runAsNonRoot" -}}
+{{- if hasKey $has "runAsUser" -}}{{- $user = $has.runAsUser -}}{{- end -}}
+{{- if hasKey $has "runAsNonRoot" -}}{{- $guarded = $has.runAsNonRoot -}}{{- end -}}
+{{- $added := dig "capabilities" "add" list $has -}}
+{{- if and $added (not $has.allowPrivilegeEscalation) (or $guarded (gt (int $user) 0)) -}}
+{{- $other := ternary ". Or leave IPC_LOCK out, where the nodes' container runtime has LimitMEMLOCK=infinity" "" (has "IPC_LOCK" $added) -}}
+{{- fail (printf "%s: container %s adds the capabilities %s, and does not run as root: Kubernetes gives them to root only. Set securityContext.runAsUser to 0 and runAsNonRoot to false, of the pod and of the container%s" $path .name (join ", " $added) $other) -}}
+{{- end -}}
 {{- if and $has.privileged (hasKey $has "allowPrivilegeEscalation") (not $has.allowPrivilegeEscalation) -}}
 {{- fail (printf "%s: container %s is privileged, which Kubernetes takes only with securityContext.allowPrivilegeEscalation: true" $path .name) -}}
 {{- end -}}
