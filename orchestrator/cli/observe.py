@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator
-from contextlib import closing
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +24,8 @@ from rayzero.orchestrator.cli.command import (
 from rayzero.orchestrator.cli.jobs import find_job
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from rayzero.orchestrator.job.lookup import RunningJob
     from rayzero.orchestrator.results import EndedJob, JobStatus
     from rayzero.orchestrator.top.board import Snapshot
@@ -79,7 +80,8 @@ def top(
     Exit code 0: the job has ended, in whatever state. 1: the job did not respond. 2: no such job or
     address. 130: interrupted by Ctrl-C.
     """
-    from rayzero.orchestrator.top.follow import endpoint_source, follow_job
+    from rayzero.orchestrator.spec import CheckpointSpec
+    from rayzero.orchestrator.top.follow import connecting_board, endpoint_source, follow_job
 
     if "://" in job:
         follow_job(endpoint_source(job), as_json, once)
@@ -88,14 +90,13 @@ def top(
     from rayzero.orchestrator.cluster.probe import check_dashboard
 
     named = named_address(address)
+    folder = Path(CheckpointSpec().path) / job
+    first = connecting_board(job, named.text or "the cluster of this machine", folder)
     if named.is_dashboard:
         check_dashboard(named)
-        return _watch_remotely(job, named.text, once, as_json)
-    from rayzero.orchestrator.job.lookup import find_running  # imports ray, which a URL needs not
-
-    running = find_running(job, address)
-    with closing(running.cluster):
-        follow_job(partial(_fetch_snapshot, running), as_json, once)
+        return _watch_remotely(job, named.text, once, as_json, first)
+    with ExitStack() as stack:
+        follow_job(_job_source(job, address, stack), as_json, once, first=first)
     return 0
 
 
@@ -169,14 +170,16 @@ def _log_parts(
     )
 
 
-def _watch_remotely(name: str, address: str, once: bool, as_json: bool) -> int:
+def _watch_remotely(
+    name: str, address: str, once: bool, as_json: bool, first: RenderableType
+) -> int:
     """Shows the snapshots that the same command prints in the cluster; a Ray job is stopped."""
     from rayzero.orchestrator.cluster.command_client import run_at_command_server
     from rayzero.orchestrator.top.follow import open_display, parse_snapshot
 
     words = ["top", name, "--json", *(["--once"] if once else [])]
     other_lines: deque[str] = deque(maxlen=50)
-    with open_display(as_json, once) as show:
+    with open_display(as_json, once, first=first) as show:
 
         def show_line(line: str) -> None:
             if (snapshot := parse_snapshot(line, f"job {name!r}")) is not None:
@@ -197,6 +200,21 @@ def _watch_remotely(name: str, address: str, once: bool, as_json: bool) -> int:
     if code:
         print("\n".join(other_lines), file=sys.stderr)
     return code
+
+
+def _job_source(name: str, address: str | None, stack: ExitStack) -> Callable[[], Snapshot]:
+    """Snapshots of a running job, which the first call finds; `stack` closes its cluster."""
+    found: list[RunningJob] = []
+
+    def fetch() -> Snapshot:
+        from rayzero.orchestrator.job.lookup import find_running  # imports ray: seconds
+
+        if not found:
+            found.append(find_running(name, address))
+            stack.enter_context(closing(found[0].cluster))
+        return _fetch_snapshot(found[0])
+
+    return fetch
 
 
 def _fetch_snapshot(job: RunningJob) -> Snapshot:

@@ -8,24 +8,29 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
-from time import monotonic, sleep
+from pathlib import Path
+from time import monotonic, sleep, time
 from typing import Any, TextIO
 from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.orchestrator.top.board import Snapshot, has_ended, render_board, snapshot_line
+from rayzero.orchestrator.top.format import format_duration, printable_text
 
 SnapshotSource = Callable[[], Snapshot]
 
 SUPPORTED_FORMAT = 2
 """Of /snapshot.json."""
+SNAPSHOT_FILE = "snapshot.json"
+"""Of a job, in its folder."""
 _HTTP_TIMEOUT_S = 5.0
 _MAX_RESPONSE_BYTES = 64 << 20
 
@@ -45,14 +50,15 @@ def follow_job(
     out: TextIO | None = None,
     clock: Callable[[], float] = monotonic,
     wait: Callable[[float], None] = sleep,
+    first: RenderableType = "",
 ) -> None:
-    """Shows the job's current snapshot; unless `once`, until the job ends, or until Ctrl-C. Raises
-    SnapshotUnavailableError without a first response, or, if there is no live board, after a minute
-    without one."""
+    """Shows the job's current snapshot; unless `once`, until the job ends, or until Ctrl-C. `first`
+    is shown on a live board until the first response. Raises SnapshotUnavailableError without one,
+    or, if there is no live board, after a minute without one."""
     out = out or sys.stdout
     is_live = out.isatty() and not as_json
-    now, updated_s = source(), clock()
-    with open_display(as_json, once, out) as show:
+    with open_display(as_json, once, out, first) as show:
+        now, updated_s = source(), clock()
         show(now, None)
         while not (once or has_ended(now)):
             wait(REFRESH_S if is_live else LINE_INTERVAL_S)
@@ -68,8 +74,11 @@ def follow_job(
 
 
 @contextmanager
-def open_display(as_json: bool, once: bool, out: TextIO | None = None) -> Iterator[ShowSnapshot]:
-    """Yields a function that shows a snapshot: as JSON, on a board, or as a text line."""
+def open_display(
+    as_json: bool, once: bool, out: TextIO | None = None, first: RenderableType = ""
+) -> Iterator[ShowSnapshot]:
+    """Yields a function that shows a snapshot: as JSON, on a board, or as a text line. A live board
+    begins with `first`, of which nothing is left if there is no snapshot."""
     out = out or sys.stdout
     if as_json or not out.isatty():
         to_line = json.dumps if as_json else snapshot_line
@@ -78,8 +87,28 @@ def open_display(as_json: bool, once: bool, out: TextIO | None = None) -> Iterat
         yield lambda now, _: Console(file=out).print(render_board(now))
     else:
         terminal = Console(file=out)
-        with Live(console=terminal, auto_refresh=False, vertical_overflow="crop") as live:
-            yield lambda now, error: live.update(render_board(now, error), refresh=True)
+        with Live(first, console=terminal, auto_refresh=False, vertical_overflow="crop") as live:
+            live.transient = True
+
+            def update(now: Snapshot, error: str | None) -> None:
+                live.transient = False
+                live.update(render_board(now, error), refresh=True)
+
+            yield update
+
+
+def connecting_board(name: str, where: str, folder: Path) -> RenderableType:
+    """What is known of a job before its first response: the snapshot that it left in its folder, if
+    that is on this machine."""
+    text = Text.assemble((printable_text(name), "bold"), f"  connecting to {printable_text(where)}")
+    path = folder / SNAPSHOT_FILE
+    with suppress(OSError, ConfigError, ValueError, LookupError, TypeError, AttributeError):
+        if path.is_file():
+            last = check_snapshot(json.loads(path.read_bytes()), str(path))
+            board = render_board(last)
+            age = format_duration(time() - last["at_s"])
+            return Group(text.append(f"; its state {age} ago:"), board)
+    return text
 
 
 def parse_snapshot(line: str, where: str) -> Snapshot | None:

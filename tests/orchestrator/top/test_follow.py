@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.cluster import job_submission
+from rayzero.orchestrator.metrics.run_files import SNAPSHOT_FILE
+from rayzero.orchestrator.metrics.snapshot import SNAPSHOT_FORMAT
 from rayzero.orchestrator.top import follow
 from rayzero.orchestrator.top.follow import (
     SnapshotUnavailableError,
@@ -210,3 +212,40 @@ def test_remote_command_is_stopped_by_ctrl_c(remote: type[RemoteCluster]) -> Non
     result = CliRunner().invoke(app, ["top", "gpt", "--address", "http://head:8265"])
     assert result.exit_code == 130
     assert RemoteCluster.stopped_job == "raysubmit_1"
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_terminal_shows_last_state_while_it_connects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the first response: what is known at once, of which nothing is left without one."""
+    monkeypatch.setenv("TERM", "xterm")
+    (tmp_path / follow.SNAPSHOT_FILE).write_text(json.dumps(sample(at_s=77.0)))
+    shown: list[str] = []
+
+    def respond() -> dict[str, Any]:
+        shown.append(out.getvalue())
+        return sample(state="succeeded")
+
+    for folder, parts in (
+        (tmp_path, ["connecting to head", "ago:", "running", "12,345/20,000"]),
+        (tmp_path / "none", ["connecting to head"]),
+    ):
+        out = Terminal()
+        first = follow.connecting_board("gpt", "head", folder)
+        follow.follow_job(respond, False, False, out, first=first)
+        assert all(part in shown[-1] for part in parts)
+        assert "succeeded" in out.getvalue()
+    for damaged in (b"", b"[]", b'{"format": 2}', b'{"format": 99}', b"\xff"):
+        (tmp_path / follow.SNAPSHOT_FILE).write_bytes(damaged)
+        assert str(follow.connecting_board("gpt", "head", tmp_path)) == "gpt  connecting to head"
+    with pytest.raises(SnapshotUnavailableError):
+        follow.follow_job(Responses(NO_RESPONSE), False, False, Terminal(), first=first)
+
+
+def test_last_state_is_where_a_run_writes_it() -> None:
+    assert (follow.SNAPSHOT_FILE, follow.SUPPORTED_FORMAT) == (SNAPSHOT_FILE, SNAPSHOT_FORMAT)
