@@ -123,6 +123,11 @@ class Device:
         """The most bytes that this process had allocated; None on a CPU, or if it had none."""
         return None
 
+    def utilization(self) -> float | None:
+        """Share of the last second, or less, in which the device ran a kernel, of any process; None
+        if that is not known: on a CPU, without the package nvidia-ml-py, of a part of a GPU."""
+        return None
+
     def memory_info(self) -> tuple[int, int] | None:
         """Bytes that are free, and that tensors of this process have; None on a CPU."""
         return None

@@ -128,6 +128,12 @@ class CudaDevice(Device):
             return None
         return torch.accelerator.max_memory_allocated(self.torch_device)
 
+    def utilization(self) -> float | None:
+        try:
+            return torch.cuda.utilization(self.torch_device) / 100
+        except Exception:  # noqa: BLE001  of the driver's library, or because it is not installed
+            return None
+
     def memory_info(self) -> tuple[int, int] | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return free, torch.accelerator.memory_allocated(self.torch_device)

@@ -84,7 +84,7 @@ BUILTIN_GAUGES = frozenset(
         *("step", "step_s", "samples", "step_samples", "step_tokens", "tokens_per_s"),
         *("lr", "grad_norm", "loss_scale", "mfu", "flops_per_s", "skipped", "skipped_steps"),
         *("exposed_comm_s", "checkpoint_s", "replica_step", "replica_bytes"),
-        *("resident_bytes", "device_peak_bytes"),
+        *("resident_bytes", "device_peak_bytes", "cpu_cores", "gpu_utilization"),
     }
 )
 """Names that engines and workers report."""
@@ -122,6 +122,12 @@ class StepRecord:
     @property
     def tokens_per_s(self) -> float | None:
         return self.tokens / self.step_s if self.tokens and self.step_s > 0 else None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """None without an engine, which knows the batch size."""
+        samples = self.gauges.get("step_samples", 0.0)
+        return samples / self.step_s if samples and self.step_s > 0 else None
 
     def user_gauges(self) -> Iterator[tuple[str, float]]:
         """The values that the training function reports: those that no engine or worker does."""

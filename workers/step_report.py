@@ -1,10 +1,11 @@
-"""The metrics of a step: reported by the engine, the user's code and the worker itself."""
+"""The metrics of a step: reported by the engine, the user's code and the worker itself, which adds
+what it uses of its CPU and GPU."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from time import monotonic, time
+from collections.abc import Callable, Mapping
+from time import monotonic, process_time, time
 from typing import Any
 
 from rayzero.engine.device import get_device, local_device
@@ -22,6 +23,55 @@ _RESERVED_PREFIXES = ("phases/", "bytes/", "collectives/")
 
 _MAX_NAME_CHARACTERS = 128
 
+GPU_INTERVAL_S = 1.0
+"""Between two questions to the driver, which averages over up to a second itself."""
+
+
+def read_gpu() -> float | None:
+    """As `Device.utilization`."""
+    return get_device(local_device()).utilization()
+
+
+class UsageMeter:
+    """Measures from one step to the next. Used by the training thread.
+
+    Args:
+        clock, cpu: seconds of wall time; CPU seconds of all threads of this process.
+        gpu: as `read_gpu`.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = monotonic,
+        cpu: Callable[[], float] = process_time,
+        gpu: Callable[[], float | None] = read_gpu,
+    ) -> None:
+        self._clock = clock
+        self._cpu = cpu
+        self._gpu = gpu
+        self._gpu_share: float | None = None
+        self._gpu_asked_s: float | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """A step begins: what was used until now belongs to none."""
+        self._since_s = self._clock()
+        self._cpu_since_s = self._cpu()
+
+    def end_step(self) -> dict[str, float]:
+        """The gauges of the step that ends here; the next one begins."""
+        since_s, cpu_since_s = self._since_s, self._cpu_since_s
+        self.restart()
+        gauges = {}
+        if self._since_s > since_s:
+            gauges["cpu_cores"] = (self._cpu_since_s - cpu_since_s) / (self._since_s - since_s)
+        if self._gpu_asked_s is None or self._since_s - self._gpu_asked_s >= GPU_INTERVAL_S:
+            self._gpu_asked_s = self._since_s
+            self._gpu_share = self._gpu()
+        if self._gpu_share is not None:
+            gauges["gpu_utilization"] = self._gpu_share
+        return gauges
+
 
 class StepReporter:
     """Collects metrics until their step is finished. Used by the training thread."""
@@ -35,6 +85,7 @@ class StepReporter:
         self.last_step = 0
         """The last one that was finished: `start_step`, until this generation has finished one."""
         self._skipped_steps = 0.0
+        self._usage = UsageMeter()
         self._last_at_s = monotonic()
         self._checked_names: set[str] = set()
 
@@ -48,6 +99,7 @@ class StepReporter:
         self._skipped_steps = float(skipped_steps)
         self.start_step = self.last_step = step
         self._last_at_s = monotonic()
+        self._usage.restart()
         self._channel.progress.begin_step(step + 1)
 
     def add_user_metrics(self, metrics: Mapping[str, Any]) -> None:
@@ -95,6 +147,7 @@ class StepReporter:
             )
         now_s = monotonic()
         self._gauges.setdefault("step_s", now_s - self._last_at_s)
+        self._gauges |= self._usage.end_step()
         channel, counters, gauges = self._channel, dict(self._counters), dict(self._gauges)
         report = StepReport(channel.generation, channel.rank, step, counters, gauges, at_s=time())
         self._counters.clear()

@@ -216,6 +216,16 @@ TRAINING_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
             "Time since its training thread last made progress, as of its last heartbeat.",
             lambda rank: rank.beat.silent_s if rank.beat else None,
         ),
+        rank_gauge(
+            "rayzero_process_cpu_cores",
+            "CPU cores that a rank's process used, the mean over its last step.",
+            "cpu_cores",
+        ),
+        rank_gauge(
+            "rayzero_device_utilization_ratio",
+            "Share of the last second in which a rank's GPU ran a kernel, of any process.",
+            "gpu_utilization",
+        ),
         gauge(
             "rayzero_hang_timeout_seconds",
             "Time without progress after which a rank counts as hung.",

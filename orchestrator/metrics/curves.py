@@ -18,7 +18,7 @@ MAX_USER_CURVES = 40
 """Curves of values that the training function reports; further names have none."""
 
 _GAUGES = ("lr", "grad_norm", "loss_scale", "mfu", "exposed_comm_s")
-_BYTES = ("resident_bytes", "device_peak_bytes")
+_USAGE = ("resident_bytes", "device_peak_bytes", "cpu_cores", "gpu_utilization")
 _PHASE_PREFIX, _USER_PREFIX = "phases/", "user/"
 
 Row = list[Any]
@@ -138,8 +138,10 @@ class CurveSet:
         self._add("step_s", record.step, record.step_s)
         if record.tokens_per_s is not None:
             self._add("tokens_per_s", record.step, record.tokens_per_s)
+        if record.samples_per_s is not None:
+            self._add("samples_per_s", record.step, record.samples_per_s)
         for name, value in record.gauges.items():
-            if name in _GAUGES or name in _BYTES or name.startswith(_PHASE_PREFIX):
+            if name in _GAUGES or name in _USAGE or name.startswith(_PHASE_PREFIX):
                 self._add(name, record.step, value)
         for name, value in record.user_gauges():
             self._add_user(_USER_PREFIX + name, record.step, value)

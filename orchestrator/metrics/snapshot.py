@@ -51,6 +51,7 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
             "remaining_s": steps.remaining_s(target),
             "step_s": steps.pace.step_s or None,
             "tokens_per_s": record.tokens_per_s if record else None,
+            "samples_per_s": record.samples_per_s if record else None,
             "tokens": steps.tokens,
             "samples": steps.samples,
             "last_step_at_s": steps.last_at_unix_s,
@@ -63,6 +64,7 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
             "model_flops_utilization": steps.gauge("mfu"),
             "skipped_steps": steps.skipped,
         },
+        "usage": {name: steps.gauge(name) for name in ("cpu_cores", "gpu_utilization")},
         "loss": history.curves.loss.means(),
         "goodput": _goodput_row(metrics.time_breakdown()),
         "generations": list(history.generations),
@@ -125,6 +127,8 @@ def _rank_row(rank: int, metrics: RankMetrics) -> dict[str, Any]:
         "waiting": beat.waiting if beat else None,
         "step_s": metrics.gauge("step_s"),
         "resident_bytes": metrics.gauge("resident_bytes"),
+        "cpu_cores": metrics.gauge("cpu_cores"),
+        "gpu_utilization": metrics.gauge("gpu_utilization"),
     }
 
 

@@ -34,6 +34,8 @@ _TENSORBOARD_TAGS = {
     "step_s": "speed/step_seconds",
     "exposed_comm_s": "speed/exposed_communication_seconds",
     "mfu": "speed/model_flops_utilization",
+    "cpu_cores": "usage/cpu_cores",
+    "gpu_utilization": "usage/gpu_utilization",
 }
 _TAG_PREFIXES = {"phases/": "phase_seconds/", "bytes/": "memory_bytes/"}
 """Gauges that are shown under another TensorBoard folder."""

@@ -18,10 +18,11 @@ from rayzero.orchestrator.progress import StepRecord
 from tests.orchestrator.support import EventLog
 
 METRICS = {"port": 0, "jsonl": True, "tensorboard": True}
-# Not reported for a CPU job, whose peak FLOP/s are unknown.
+# Not reported for a CPU job.
 ABSENT = {
     "rayzero_model_flops_utilization_ratio",
     "rayzero_device_peak_memory_bytes",
+    "rayzero_device_utilization_ratio",
 }
 
 

@@ -39,10 +39,11 @@ from tests.orchestrator.support import EventLog
 from tools.dashboard.grafana import list_expressions
 
 pytestmark = pytest.mark.slow
-# Not reported for a CPU job, whose peak FLOP/s are unknown.
+# Not reported for a CPU job.
 ABSENT = {
     "rayzero_model_flops_utilization_ratio",
     "rayzero_device_peak_memory_bytes",
+    "rayzero_device_utilization_ratio",
 }
 TIMEOUT_S = 200.0
 

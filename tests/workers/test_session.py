@@ -76,6 +76,7 @@ def test_without_engine_report_finishes_step():
     assert (report.generation, report.rank, report.step) == (1, 0, 1)
     assert report.counters == {"tokens": 15}
     assert report.gauges.pop("step_s") >= 0
+    assert report.gauges.pop("cpu_cores") > 0
     assert report.gauges == {"loss": 2.0, "accuracy": 0.5}
     assert channel.progress.step == 2
 
@@ -87,7 +88,7 @@ def test_invalid_metric_name_is_rejected(name: str):
     with pytest.raises(EngineError, match=r"ctx\.report with a metric named"):
         ctx.report(**{name: 1.0})
     ctx.report(step=1)
-    assert set(report_of(posted).gauges) == {"eval/top-1 accuracy (%)", "step_s"}
+    assert set(report_of(posted).gauges) == {"eval/top-1 accuracy (%)", "step_s", "cpu_cores"}
 
 
 def test_metrics_are_reset_after_step():
@@ -97,7 +98,7 @@ def test_metrics_are_reset_after_step():
     second = posted[1]
     assert isinstance(second, StepReport)
     assert second.counters == {}
-    assert set(second.gauges) == {"step_s"}
+    assert set(second.gauges) == {"step_s", "cpu_cores"}
     ctx.report(tokens=7)
     assert ctx._session.reporter.leftover_counters() == {"tokens": 7}
 
@@ -113,6 +114,7 @@ def test_engine_finishes_step():
     report = report_of(posted[1:])
     assert report.step == 1
     assert report.gauges.pop("resident_bytes") > 2**20
+    assert report.gauges.pop("cpu_cores") > 0
     defaults = {"phases/mirror": 0, "phases/other": 0, "checkpoint_s": 0, "skipped": 0}
     assert report.gauges == {"loss": 2.0, "step_s": 0.25, **defaults}
     assert report.counters == {"tokens": 4}

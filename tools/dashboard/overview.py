@@ -252,6 +252,20 @@ SPEED_ROW = DashboardRow(
             ),
         ),
         Panel(
+            "CPU cores by rank",
+            "CPU cores that a rank's process used, the mean over its last step.",
+            "none",
+            (gauge_query("rayzero_process_cpu_cores", "rank {{rank}}", RANK_SELECTOR),),
+            width=12,
+        ),
+        Panel(
+            "GPU utilization by rank",
+            "Share of the last second in which a rank's GPU ran a kernel. Empty on CPUs.",
+            "percentunit",
+            (gauge_query("rayzero_device_utilization_ratio", "rank {{rank}}", RANK_SELECTOR),),
+            width=12,
+        ),
+        Panel(
             "Silence of ranks",
             "Time since a rank's training thread made progress. At the limit it counts as hung.",
             "s",

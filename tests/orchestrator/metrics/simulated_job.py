@@ -54,6 +54,8 @@ GAUGES = {
     "bytes/slots": 512.0,
     "resident_bytes": 2.0**20,
     "device_peak_bytes": 2.0**21,
+    "cpu_cores": 1.5,
+    "gpu_utilization": 0.75,
     "replica_bytes": 2048.0,
     "accuracy": 0.75,
 }

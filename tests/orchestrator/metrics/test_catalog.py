@@ -96,6 +96,8 @@ def test_exported_values_match_job():
     assert sample_value(job, "rayzero_replica_bytes", place="node") == 2048
     assert sample_value(job, "rayzero_replica_timestamp_seconds", place="node") == UNIX + job.now_s
     assert sample_value(job, "rayzero_user_value", name="accuracy") == 0.75
+    assert sample_value(job, "rayzero_process_cpu_cores", rank="0") == 1.5
+    assert sample_value(job, "rayzero_device_utilization_ratio", rank="0") == 0.75
 
 
 def test_traffic_is_summed_over_ranks_and_engines():
@@ -131,7 +133,7 @@ def test_series_of_lost_ranks_are_removed():
     job.form(1, 3, 0)
     job.step(1, 1, 3)
     before = ranks(job)
-    assert len(before) == 9
+    assert len(before) == 11
     assert all(exported == {"0", "1", "2"} for exported in before.values())
     job.enter(State.RECOVERING, 1, 3)
     job.form(2, 2, 1)

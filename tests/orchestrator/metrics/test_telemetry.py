@@ -168,7 +168,9 @@ def test_history_is_bounded_and_redacted(tmp_path: Path):
     assert len(history["names_without_curve"]) == 61 - MAX_USER_CURVES
     assert {"loss", "lr", "grad_norm", "tokens_per_s", "mfu", "step_s", "elapsed_s"} < curves.keys()
     assert {"resident_bytes", "device_peak_bytes", "phases/forward"} < curves.keys()
+    assert {"cpu_cores", "gpu_utilization"} < curves.keys()
     assert curves["tokens_per_s"][0] == [1, 512.0, 512.0, 512.0, 0]
+    assert curves["samples_per_s"][0] == [1, 16.0, 16.0, 16.0, 0]
     assert curves["elapsed_s"][-1][3] > 2999
     assert max(map(len, curves.values())) <= 512
     assert len(body) < 750_000
