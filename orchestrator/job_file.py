@@ -169,7 +169,7 @@ def to_document(spec: JobSpec) -> dict[str, Any]:
 def diff_documents(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     """The keys (dotted, sorted) with different values in two documents, each with a line
     `key: old -> new`, in which secrets are redacted."""
-    before, after = dict(_flatten_document("", old)), dict(_flatten_document("", new))
+    before, after = _leaf_texts(old), _leaf_texts(new)
     return {
         key: f"{key}: {_show_value(key, before)} -> {_show_value(key, after)}"
         for key in sorted(before.keys() | after.keys())
@@ -192,13 +192,19 @@ def _show_value(key: str, leaves: Mapping[str, str]) -> str:
     return REDACTED if is_secret_key(key.rpartition(".")[2]) else redact_url(leaves[key])
 
 
-def _flatten_document(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    """(dotted key, JSON) of every leaf; None and empty mappings are left out."""
+def flatten_document(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf; None and empty mappings are left out."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _flatten_document(f"{prefix}.{key}" if prefix else str(key), inner)
+            yield from flatten_document(inner, f"{prefix}.{key}" if prefix else str(key))
     elif value is not None:
-        yield prefix, json.dumps(value, sort_keys=True, default=str)
+        yield prefix, value
+
+
+def _leaf_texts(document: Mapping[str, Any]) -> dict[str, str]:
+    """JSON by dotted key."""
+    leaves = flatten_document(document)
+    return {key: json.dumps(value, sort_keys=True, default=str) for key, value in leaves}
 
 
 _WORKER_LIMITS_TEXT = re.compile(r"(\d{1,9})(?::(\d{1,9}))?")

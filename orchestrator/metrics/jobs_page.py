@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from time import time
 from typing import Any
 
-from rayzero.engine.errors import RayzeroError, first_line
+from rayzero.engine.errors import ConfigError, RayzeroError, first_line
+from rayzero.orchestrator.job_file import flatten_document
+from rayzero.orchestrator.metrics.csv_export import jobs_csv, steps_csv
 from rayzero.orchestrator.metrics.endpoint import (
     STOP_TIMEOUT_S,
     StartResponse,
@@ -17,13 +20,14 @@ from rayzero.orchestrator.metrics.endpoint import (
     refuse,
     respond,
 )
-from rayzero.orchestrator.metrics.run_files import HISTORY_FILE, SNAPSHOT_FILE, RunIndex
+from rayzero.orchestrator.metrics.run_files import HISTORY_FILE, SNAPSHOT_FILE, Row, RunIndex
 from rayzero.orchestrator.page import page_response
 
 INDEX_FORMAT = 1
 """Of /jobs.json: incremented when readers of the previous format could misread it."""
 _RUN_FILE = re.compile(
-    rf"/jobs/([A-Za-z0-9][A-Za-z0-9._-]{{0,62}})/({re.escape(SNAPSHOT_FILE)}|{re.escape(HISTORY_FILE)})"
+    rf"/jobs/([A-Za-z0-9][A-Za-z0-9._-]{{0,62}})/"
+    rf"({re.escape(SNAPSHOT_FILE)}|{re.escape(HISTORY_FILE)}|steps\.csv)"
 )
 """A job's name cannot leave the folder."""
 
@@ -54,20 +58,59 @@ class JobsPage:
             return respond(environ, start, *page_response(all_jobs=True))
         if path == "/jobs.json":
             return respond(environ, start, *json_response(self._list_jobs()))
+        if path == "/jobs.csv":
+            return respond(environ, start, *jobs_csv(with_config_differences(self._index.rows())))
         named = _RUN_FILE.fullmatch(path)
         try:
-            content = None if named is None else self._index.file(*named.groups())
+            found = None if named is None else self._read_run_file(*named.groups())
         except RayzeroError as error:
             return refuse(start, "422 Unprocessable Content", first_line(error))
-        if content is None:
-            known = "/, /jobs.json, /jobs/NAME/snapshot.json, /jobs/NAME/history.json"
-            return refuse(start, "404 Not Found", f"available: {known}")
-        return respond(environ, start, "application/json; charset=utf-8", content)
+        if found is None:
+            of_job = ", ".join(
+                f"/jobs/NAME/{name}" for name in (SNAPSHOT_FILE, HISTORY_FILE, "steps.csv")
+            )
+            return refuse(start, "404 Not Found", f"available: /, /jobs.json, /jobs.csv, {of_job}")
+        return respond(environ, start, *found)
+
+    def _read_run_file(self, job: str, name: str) -> tuple[str, bytes] | None:
+        """(content type, body); None without the file. Raises as `RunIndex.file`."""
+        is_csv = name == "steps.csv"
+        content = self._index.file(job, HISTORY_FILE if is_csv else name)
+        if content is None or not is_csv:
+            return None if content is None else ("application/json; charset=utf-8", content)
+        try:
+            return steps_csv(json.loads(content))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise ConfigError(f"the curves in {HISTORY_FILE} are damaged") from None
 
     def _list_jobs(self) -> dict[str, Any]:
         return {
             "format": INDEX_FORMAT,
             "at_s": self._now(),
             "folder": str(self._folder),
-            "jobs": self._index.rows(),
+            "jobs": with_config_differences(self._index.rows()),
         }
+
+
+def with_config_differences(rows: Sequence[Row]) -> list[Row]:
+    """The rows, whose `config` is a job file, each with those of its values by dotted key that are
+    not the same in all whose job file is known."""
+    configs = [_leaves(row["config"]) for row in rows]
+    known = [config for config in configs if config]
+    keys = {key: None for config in known for key in config}
+    differing = [
+        key for key in keys if any(config.get(key) != known[0].get(key) for config in known)
+    ]
+    return [
+        row | {"config": {key: config[key] for key in differing if key in config}}
+        for row, config in zip(rows, configs, strict=True)
+    ]
+
+
+def _leaves(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists as JSON. A job's name is no setting."""
+    return {
+        key: json.dumps(value) if isinstance(value, list) else value
+        for key, value in flatten_document(config)
+        if key != "name"
+    }

@@ -129,6 +129,7 @@ class RunIndex:
             row |= {
                 "state": past.end_state or row["state"],
                 "error": past.error.partition("\n")[0],
+                "config": past.spec,
             }
         return row | ({} if damaged is None else {"error": damaged.text})
 
@@ -185,7 +186,9 @@ class Damage:
 _UNKNOWN_ROW: Mapping[str, Any] = {
     **dict.fromkeys(("world_size", "stage", "step", "steps", "step_s", "tokens_per_s")),
     **dict.fromkeys(("remaining_s", "loss", "goodput", "faults", "wall_s")),
+    **dict.fromkeys(("samples_per_s", "cpu_cores", "gpu_utilization")),
     "has_curves": False,
+    "config": {},
 }
 
 
@@ -212,16 +215,20 @@ def _parse_snapshot(content: bytes) -> Row | None:
 
 def _row_of_snapshot(value: Row) -> Row:
     progress, training = value["progress"], value["training"]
+    usage = value.get("usage", {})  # a run of an earlier version has none
     return {
         **{key: value[key] for key in ("state", "began_s", "at_s", "world_size", "stage")},
         **{
             key: progress[key] for key in ("step", "steps", "step_s", "tokens_per_s", "remaining_s")
         },
+        **{key: usage.get(key) for key in ("cpu_cores", "gpu_utilization")},
+        "samples_per_s": progress.get("samples_per_s"),
         "loss": training["loss"],
         "goodput": value["goodput"]["ratio"],
         "faults": len(value["faults"]),
         "wall_s": value["goodput"]["wall_s"],
         "has_curves": True,
+        "config": {},
     }
 
 
@@ -229,9 +236,9 @@ def _row_of_journal(job: str, past: RunHistory) -> Row:
     """Of a run of an earlier version, or whose other files are elsewhere."""
     productive_s = past.seconds.get("productive", 0.0)
     wall_s = max(0.0, past.last_at_s - past.began_at_s)
-    unknown = ("stage", "step_s", "tokens_per_s", "remaining_s", "loss")
+    unknown = ("stage", "step_s", "tokens_per_s", "samples_per_s", "remaining_s", "loss")
     return {
-        **dict.fromkeys(unknown),
+        **dict.fromkeys((*unknown, "cpu_cores", "gpu_utilization")),
         "name": job,
         "state": past.end_state or past.state,
         "error": past.error.partition("\n")[0],
@@ -244,4 +251,5 @@ def _row_of_journal(job: str, past: RunHistory) -> Row:
         "faults": len(past.fault_entries),
         "wall_s": wall_s,
         "has_curves": False,
+        "config": past.spec,
     }

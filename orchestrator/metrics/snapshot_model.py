@@ -28,6 +28,12 @@ class _Progress(_Row):
     remaining_s: Amount | None
     step_s: Amount | None
     tokens_per_s: Amount | None
+    samples_per_s: Amount | None = None  # a run of an earlier version has none
+
+
+class _Usage(_Row):
+    cpu_cores: Amount | None = None
+    gpu_utilization: Amount | None = None
 
 
 class _Training(_Row):
@@ -98,6 +104,7 @@ class _Snapshot(_Row):
     workers: _Limits
     progress: _Progress
     training: _Training
+    usage: _Usage = _Usage()
     loss: list[Annotated[list[FiniteFloat | None], Field(min_length=2, max_length=2)]]
     goodput: _Goodput
     generations: list[_GenerationEntry]

@@ -23,6 +23,7 @@ from rayzero.orchestrator.console import PlainConsole
 from rayzero.orchestrator.job_events import JOB_EVENTS, EventBus, JobEvent
 from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.metrics.catalog import job_families, rank_families
+from rayzero.orchestrator.metrics.csv_export import steps_csv
 from rayzero.orchestrator.metrics.endpoint import Endpoint, json_response
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.snapshot import (
@@ -157,6 +158,7 @@ class Telemetry:
             "/": page_response,
             "/snapshot.json": lambda: json_response(self.snapshot()),
             "/history.json": lambda: json_response(self.history()),
+            "/steps.csv": lambda: steps_csv(self.history()),
         }
         ports = range(config.port, min(config.port + config.ports, _PORT_LIMIT))
         return Endpoint(config.host, ports, registry, pages)

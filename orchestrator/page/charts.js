@@ -9,6 +9,24 @@ let cursor = null; // { axis: "step" or "time", at }
 const axisOfView = () => (view.byTime ? "time" : "step");
 const axisText = (axis, at) => (axis === "time" ? `after ${duration(at)}` : `step ${count(at)}`);
 
+// As many as wanted, or a few more: never a single one, which would show no scale.
+function enough(make, wanted, least) {
+  for (let number = wanted; number < 4 * wanted; number += 1) {
+    const values = make(number);
+    if (values.length >= least) return values;
+  }
+  return make(4 * wanted);
+}
+
+// With the digits that tell them apart.
+function labelsOf(values, format) {
+  for (let more = 0; more < 12; more += 1) {
+    const texts = values.map((value) => format(value, more));
+    if (new Set(texts).size === texts.length) return texts;
+  }
+  return values.map(String);
+}
+
 function ticks(low, high, wanted) {
   const rough = (high - low) / wanted || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -37,13 +55,13 @@ function logTicks(low, high) {
   return inside.length > 1 ? inside : ticks(low, high, 3).filter((value) => value > 0);
 }
 
-const SPANS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
+const SPANS_S = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
 
 function timeTicks(low, high, wanted) {
-  const length = Math.max(high - low, 1);
+  const length = Math.max(high - low, 0.1);
   const step = SPANS_S.find((span) => span * wanted >= length) || Math.ceil(length / wanted / 86400) * 86400;
   const first = Math.ceil(low / step);
-  return Array.from({ length: Math.floor(high / step) - first + 1 }, (_, index) => (first + index) * step);
+  return Array.from({ length: Math.floor(high / step) - first + 1 }, (_, index) => Number(((first + index) * step).toFixed(1)));
 }
 
 function scale(low, high, from, to) {
@@ -61,15 +79,19 @@ function frame(element, { axis, x: [left, right], y: [low, high], log, format, y
   const linear = log ? scale(Math.log10(low), Math.log10(high), bottom, EDGE.top) : scale(low, high, bottom, EDGE.top);
   const y = log ? (value) => linear(Math.log10(value)) : linear;
   const linearTicks = format === bytes ? byteTicks : ticks;
-  for (const value of yTicks || (log ? logTicks(low, high) : linearTicks(low, high, height > 200 ? 5 : 3))) {
+  const values = yTicks || (log ? logTicks(low, high) : enough((wanted) => linearTicks(low, high, wanted), height > 200 ? 5 : 3, 3));
+  const labels = labelsOf(values, format);
+  for (const [index, value] of values.entries()) {
     const at = y(value);
     drawing.append(shape("line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: at, y2: at }));
-    drawing.append(shape("text", { x: EDGE.left - 6, y: at + 4, "text-anchor": "end" }, format(value)));
+    drawing.append(shape("text", { x: EDGE.left - 6, y: at + 4, "text-anchor": "end" }, labels[index]));
   }
   const wanted = width < 420 ? 3 : 6;
-  const marks = axis === "time" ? timeTicks(left, right, wanted) : ticks(left, right, wanted).filter(Number.isInteger);
-  for (const value of marks) {
-    const text = axis === "time" ? (value ? duration(value) : "start") : count(value);
+  const along = (number) => (axis === "time" ? timeTicks(left, right, number) : ticks(left, right, number).filter(Number.isInteger));
+  const marks = left === right ? [left] : enough(along, wanted, 2);
+  const texts = axis === "time" ? labelsOf(marks, (value, more) => (value ? duration(value, more) : "start")) : marks.map((value) => count(value));
+  for (const [index, value] of marks.entries()) {
+    const text = texts[index];
     const half = text.length * 3.2;
     const anchor = x(value) - half < EDGE.left ? "start" : x(value) + half > width - EDGE.right ? "end" : "middle";
     drawing.append(shape("text", { x: x(value), y: height - 5, "text-anchor": anchor }, text));
@@ -137,13 +159,15 @@ function areaPath(points, x, y, upper, lower) {
   return `M${there.join("L")}L${back.join("L")}Z`;
 }
 
-// Lines of `series`, each { name, colour, rows, times }. `stacked`: areas on top of each other.
+// Lines of `series`, each { name, colour, rows, times }. `stacked`: areas on top of each other, of which the
+// thin ones, too thin to be seen, are drawn as one.
 function lineChart(figure, { title, series, format, stacked }) {
   const [plot, readout, legend] = ["plot", "readout", "legend"].map((name) => figure.querySelector(`.${name}`));
   const lines = series.map((line) => ({ ...line, points: smooth(toPoints(line.rows, line.times)) }))
     .filter((line) => line.points.some((point) => known(point.mean)));
   const log = view.log && !stacked;
   if (stacked) stack(lines);
+  const thin = lines.filter((line) => line.isThin);
   const seen = lines.flatMap((line) => line.points.flatMap((point) => (stacked ? [point.top] : [point.low, point.high])))
     .filter((value) => known(value) && (!log || value > 0));
   if (!seen.length) {
@@ -161,6 +185,7 @@ function lineChart(figure, { title, series, format, stacked }) {
   for (const line of lines) {
     const colour = `var(--${line.colour})`;
     if (stacked) {
+      if (line.isThin) continue;
       drawing.append(shape("path", { class: "layer", fill: colour, d: areaPath(line.points, x, y, (at) => at.top, (at) => at.base) }));
       continue;
     }
@@ -176,22 +201,27 @@ function lineChart(figure, { title, series, format, stacked }) {
         shape("title", {}, `step ${count(point.step)}: ${count(point.nonfinite)} inf or nan`)));
     }
   }
+  if (thin.length) {
+    const [first, last] = [thin[0].points, thin[thin.length - 1].points];
+    drawing.append(shape("path", { class: "layer thin", d: areaPath(last, x, y, (at) => at.top, (at) => first[nearest(first, at.x)].base) }));
+  }
   const items = lines.map((line) => element("b", {}));
   legend.replaceChildren(...(series.length < 2 ? [] : lines.map((line, index) =>
-    element("li", {}, element("span", { class: `spot k${line.colour.slice(1)}` }), line.name, items[index]))));
+    element("li", {}, element("span", { class: line.isThin ? "spot kink" : `spot k${line.colour.slice(1)}` }), line.name, items[index]))));
   const describe = (point) => format(point.mean) +
     (point.high > point.low ? ` (${format(point.low)} to ${format(point.high)})` : "") +
     (point.nonfinite ? `, ${count(point.nonfinite)} not finite` : "");
   addCursor(figure, plot, box, {
     title, axis: axisOfView(), points: longest(lines).points,
-    marks: (at) => lines.map((line) => {
+    marks: (at) => lines.filter((line) => !line.isThin || line === thin[thin.length - 1]).map((line) => {
       const point = line.points[nearest(line.points, at)];
       const value = stacked ? point.top : point.shown;
       return { x: x(point.x), y: known(value) ? y(value) : NaN, colour: line.colour };
     }),
     show: (at) => {
       const points = lines.map((line) => (at === null ? line.points[line.points.length - 1] : line.points[nearest(line.points, at)]));
-      points.forEach((point, index) => { items[index].textContent = format(point.mean); });
+      const whole = stacked ? points.reduce((sum, point) => sum + (point.mean || 0), 0) : 0;
+      points.forEach((point, index) => { items[index].textContent = format(point.mean) + (whole ? ` · ${share(point.mean / whole)}` : ""); });
       const where = at === null ? "" : `${axisText("step", points[0].step)}${view.byTime ? `, ${axisText("time", points[0].x)}` : ""}`;
       const value = series.length > 1 ? "" : describe(points[0]);
       readout.textContent = [value, where].filter(Boolean).join(" · ");
@@ -202,7 +232,15 @@ function lineChart(figure, { title, series, format, stacked }) {
 
 const longest = (lines) => lines.reduce((best, line) => (line.points.length > best.points.length ? line : best));
 
+const THIN = 0.02; // of the whole: about two pixels
+
+// The thin lines on top, in a colour of their own.
 function stack(lines) {
+  const sums = new Map(lines.map((line) => [line, line.points.reduce((sum, point) => sum + Math.max(0, point.mean || 0), 0)]));
+  const whole = [...sums.values()].reduce((sum, part) => sum + part, 0);
+  for (const line of lines) line.isThin = sums.get(line) < THIN * whole;
+  for (const line of lines) if (line.isThin) line.colour = "ink";
+  lines.sort((left, right) => left.isThin - right.isThin);
   const base = new Map();
   for (const line of lines) {
     for (const point of line.points) {

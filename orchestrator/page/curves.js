@@ -4,9 +4,12 @@ const CHARTS = [
   { id: "loss", title: "Loss", curves: { loss: "loss" }, format: figure },
   { id: "rate", title: "Learning rate", curves: { lr: "learning rate" }, format: figure },
   { id: "norm", title: "Gradient norm", curves: { grad_norm: "norm" }, format: figure },
-  { id: "speed", title: "Tokens/s", curves: { tokens_per_s: "tokens/s" }, format: count },
+  { id: "samples", title: "Samples/s", curves: { samples_per_s: "samples/s" }, format: rate },
+  { id: "speed", title: "Tokens/s", curves: { tokens_per_s: "tokens/s" }, format: rate },
   { id: "step", title: "Step time", curves: { step_s: "step" }, format: duration },
   { id: "utilization", title: "Flops utilization", curves: { mfu: "utilization" }, format: percent },
+  { id: "gpu", title: "GPU use", curves: { gpu_utilization: "time with a kernel running" }, format: percent },
+  { id: "cpu", title: "CPU cores of a rank", curves: { cpu_cores: "cores in use" }, format: figure },
   { id: "memory", title: "Memory of a rank", curves: { resident_bytes: "process, resident", device_peak_bytes: "device, peak" }, format: bytes },
   { id: "waits", title: "Waiting for other ranks", curves: { exposed_comm_s: "seconds of a step" }, format: duration },
 ];

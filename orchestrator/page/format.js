@@ -21,38 +21,42 @@ function shape(tag, attributes, ...children) {
 
 const known = (value) => typeof value === "number" && Number.isFinite(value);
 
-function figure(value, digits = 4) {
+// Each format has as many digits as a value needs, and `more` where neighbours on an axis would look the same.
+function figure(value, more = 0) {
   if (!known(value)) return "–";
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e9) return value.toLocaleString("en");
-  if (value !== 0 && (size < 1e-3 || size >= 1e6)) return Number(value.toPrecision(3)).toExponential();
-  return Number(value.toPrecision(digits)).toLocaleString("en");
+  if (value !== 0 && (size < 1e-3 || size >= 1e6)) return Number(value.toPrecision(3 + more)).toExponential();
+  return value.toLocaleString("en", { maximumSignificantDigits: Math.min(4 + more, 15) });
 }
 
-const count = (value) => (known(value) ? Math.round(value).toLocaleString("en") : "–");
+const count = (value, more = 0) => (known(value) ? value.toLocaleString("en", { maximumFractionDigits: more }) : "–");
 
-const percent = (value) => (known(value) ? `${(value * 100).toFixed(1)} %` : "–");
+const percent = (value, more = 0) => (known(value) ? `${(value * 100).toFixed(1 + more)} %` : "–");
 
-function bytes(value) {
+const share = (value) => (known(value) ? `${figure(100 * value, -2)} %` : "–");
+
+function bytes(value, more = 0) {
   if (!known(value)) return "–";
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let power = 0;
   while (value >= 1024 && power < units.length - 1) { value /= 1024; power += 1; }
-  return `${figure(value, 3)} ${units[power]}`;
+  return `${figure(value, more - 1)} ${units[power]}`;
 }
 
-function duration(seconds) {
+function duration(seconds, more = 0) {
   if (!known(seconds)) return "–";
-  if (seconds < 0) return "0 s";
-  if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
-  if (seconds < 59.5) return `${seconds < 9.95 ? Number(seconds.toFixed(1)) : Math.round(seconds)} s`;
+  if (seconds <= 0) return "0 s";
+  const digits = (value, least) => value.toLocaleString("en", { maximumSignificantDigits: least + more });
+  if (seconds < 0.9995) return `${seconds < 0.00995 ? digits(seconds * 1000, 2) : count(seconds * 1000, more)} ms`;
+  if (seconds < 59.5 || (more && seconds < 3600)) return `${seconds < 9.95 ? digits(seconds, 2) : count(seconds, more)} s`;
   const whole = Math.round(seconds);
-  const [days, hours] = [Math.floor(whole / 86400), Math.floor(whole / 3600) % 24];
-  const [minutes, rest] = [Math.floor(whole / 60) % 60, whole % 60];
-  if (days) return hours ? `${days} d ${hours} h` : `${days} d`;
-  if (hours) return minutes ? `${hours} h ${minutes} min` : `${hours} h`;
-  return rest ? `${minutes} min ${rest} s` : `${minutes} min`;
+  const parts = [[Math.floor(whole / 86400), "d"], [Math.floor(whole / 3600) % 24, "h"], [Math.floor(whole / 60) % 60, "min"], [whole % 60, "s"]];
+  const first = parts.findIndex(([amount]) => amount);
+  return parts.slice(first, first + 2 + more).filter(([amount]) => amount).map((part) => part.join(" ")).join(" ");
 }
+
+const rate = (value, more = 0) => (Math.abs(value) < 100 ? figure(value, more - 1) : count(value, more));
 
 const clock = (unixSeconds) => new Date(unixSeconds * 1000).toLocaleTimeString();
 

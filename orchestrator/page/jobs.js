@@ -1,7 +1,10 @@
-// The list of all jobs, of which some can be selected to be compared.
+// The table of all jobs: sorted by any column, filtered, and some of them selected to be compared.
 
 const STALE_S = 60;
+const MAX_KEYS = 4;
 const selected = new Set();
+const order = { column: null, descending: false };
+let listed = null; // the arguments of showJobs
 
 function stateBadge(job, at) {
   const badge = element("span", { class: "state small", "data-state": job.state }, job.state);
@@ -16,41 +19,116 @@ function shareBar(share) {
   return element("span", { class: "meter" }, fill);
 }
 
+function nameOf(job) {
+  const link = element("a", { href: `#/job/${encodeURIComponent(job.name)}`, "data-focus": `job ${job.name}` }, job.name);
+  return [link, ...(job.error ? [element("span", { class: job.state === "failed" ? "error" : "remark" }, job.error)] : [])];
+}
+
+const timeLeft = (job) => (FINAL.includes(job.state) || !known(job.remaining_s) ? [] : [element("span", { class: "quiet" }, ` ${duration(job.remaining_s)} left`)]);
+
+// `value` sorts, `show` makes the cell; `optional` ones are left out where no job has a value.
+const JOB_COLUMNS = [
+  { label: "Job", value: (job) => job.name, show: nameOf },
+  { label: "State", value: (job) => job.state, show: (job, at) => stateBadge(job, at) },
+  { label: "Age", value: (job, at) => at - job.began_s, show: (job, at) => [element("span", { title: new Date(job.began_s * 1000).toLocaleString() }, duration(at - job.began_s))] },
+  { label: "Step", value: (job) => job.step, show: (job) => [job.steps ? `${count(job.step)} of ${count(job.steps)}` : count(job.step), ...(job.steps ? [shareBar(job.step / job.steps)] : [])] },
+  { label: "Loss", value: (job) => job.loss, show: (job) => [figure(job.loss)] },
+  { label: "Samples/s", value: (job) => job.samples_per_s, show: (job) => [rate(job.samples_per_s)], optional: true },
+  { label: "Tokens/s", value: (job) => job.tokens_per_s, show: (job) => [rate(job.tokens_per_s)], optional: true },
+  { label: "Step time", value: (job) => job.step_s, show: (job) => [duration(job.step_s)] },
+  { label: "CPU cores", value: (job) => job.cpu_cores, show: (job) => [figure(job.cpu_cores, -1)], optional: true },
+  { label: "GPU use", value: (job) => job.gpu_utilization, show: (job) => [percent(job.gpu_utilization)], optional: true },
+  { label: "Goodput", value: (job) => job.goodput, show: (job) => [percent(job.goodput), shareBar(job.goodput)] },
+  { label: "Ranks", value: (job) => job.world_size, show: (job) => [count(job.world_size)] },
+  { label: "Faults", value: (job) => job.faults, show: (job) => [count(job.faults)] },
+  { label: "Took", value: (job) => job.wall_s, show: (job) => [duration(job.wall_s), ...timeLeft(job)] },
+];
+
+const settingText = (value) => (value === undefined ? "–" : String(value));
+
+// The keys of the job files that are not the same in all jobs shown, those of the training first.
+function differingKeys(jobs) {
+  const configs = jobs.map((job) => job.config).filter((config) => Object.keys(config).length);
+  const keys = [...new Set(configs.flatMap(Object.keys))];
+  const isOfTraining = (key) => /^(engine|args)\./.test(key);
+  return keys.filter((key) => configs.some((config) => config[key] !== configs[0][key]))
+    .sort((left, right) => isOfTraining(right) - isOfTraining(left));
+}
+
+const keyColumn = (key) => ({
+  label: key.replace(/^engine\./, ""), title: key, value: (job) => job.config[key], show: (job) => [element("span", { class: "setting" }, settingText(job.config[key]))],
+});
+
+function matches(job, words) {
+  const settings = Object.entries(job.config).map(([key, value]) => `${key}=${value}`);
+  const text = [job.name, job.state, job.error, ...settings].join("\n").toLowerCase();
+  return words.every((word) => text.includes(word));
+}
+
+// Unknown values come last in either direction.
+function sortJobs(jobs, columns, at) {
+  const column = columns.find((one) => one.label === order.column);
+  if (!column) return jobs;
+  const isKnown = (value) => value !== null && value !== undefined;
+  return [...jobs].sort((left, right) => {
+    const [first, second] = [column.value(left, at), column.value(right, at)];
+    if (!isKnown(first) || !isKnown(second)) return isKnown(second) - isKnown(first);
+    const ascending = known(first) && known(second) ? first - second : String(first).localeCompare(String(second), "en", { numeric: true });
+    return order.descending ? -ascending : ascending;
+  });
+}
+
+function sortBy(label) {
+  if (order.column !== label) Object.assign(order, { column: label, descending: false });
+  else if (!order.descending) order.descending = true;
+  else order.column = null; // the newest first again
+  showJobs(...listed);
+}
+
+function headOf(column) {
+  const direction = order.column === column.label ? (order.descending ? "descending" : "ascending") : "none";
+  const control = element("button", { type: "button", "data-focus": `sort ${column.label}`, ...(column.title ? { title: column.title } : {}) }, column.label);
+  control.addEventListener("click", () => sortBy(column.label));
+  return element("th", { scope: "col", "aria-sort": direction }, control);
+}
+
 // `colours` by name: of the jobs that are compared. Without them each row has a box to select it.
-function jobRow(job, at, colours) {
-  const name = element("a", { href: `#/job/${encodeURIComponent(job.name)}` }, job.name);
-  let mark = null;
-  if (colours) {
-    mark = element("span", { class: `spot k${(colours[job.name] || "c0").slice(1)}` });
-  } else {
-    mark = element("input", { type: "checkbox", "aria-label": `Select ${job.name}`, ...(job.has_curves ? {} : { disabled: "" }) });
-    mark.checked = selected.has(job.name);
-    mark.addEventListener("change", () => {
-      if (mark.checked) selected.add(job.name); else selected.delete(job.name);
-      showSelection();
-    });
-  }
-  const running = !FINAL.includes(job.state);
-  const cells = [
-    ["", [mark]], ["Job", [name, ...(job.error ? [element("span", { class: "error" }, job.error)] : [])]],
-    ["State", stateBadge(job, at)],
-    ["Step", [job.steps ? `${count(job.step)} of ${count(job.steps)}` : count(job.step), ...(job.steps ? [shareBar(job.step / job.steps)] : [])]],
-    ["Loss", [figure(job.loss)]], ["Tokens/s", [count(job.tokens_per_s)]], ["Step time", [duration(job.step_s)]],
-    ["Goodput", [percent(job.goodput), shareBar(job.goodput)]], ["Ranks", [count(job.world_size)]], ["Faults", [count(job.faults)]],
-    ["Took", [duration(job.wall_s), ...(running && known(job.remaining_s) ? [element("span", { class: "quiet" }, ` ${duration(job.remaining_s)} left`)] : [])]],
-    ["Began", [new Date(job.began_s * 1000).toLocaleString([], { dateStyle: "short", timeStyle: "short" })]],
-  ];
-  return element("tr", {}, ...cells.map(([label, content]) => element("td", { "data-label": label }, ...content)));
+function markOf(job, colours) {
+  if (colours) return element("span", { class: `spot k${(colours[job.name] || "c0").slice(1)}` });
+  const mark = element("input", { type: "checkbox", "aria-label": `Select ${job.name}`, "data-focus": `select ${job.name}`, ...(job.has_curves ? {} : { disabled: "" }) });
+  mark.checked = selected.has(job.name);
+  mark.addEventListener("change", () => {
+    if (mark.checked) selected.add(job.name); else selected.delete(job.name);
+    showSelection();
+  });
+  return mark;
+}
+
+function jobRow(job, columns, at, colours) {
+  return element("tr", {}, element("td", {}, markOf(job, colours)),
+    ...columns.map((column) => element("td", { "data-label": column.label }, ...column.show(job, at))));
 }
 
 function showJobs(index, jobs, colours) {
-  const key = [jobs, colours, jobs.map((job) => (FINAL.includes(job.state) ? 0 : Math.round((index.at_s - job.at_s) / STALE_S)))];
-  render("jobs", key, () => {
+  listed = [index, jobs, colours];
+  const words = colours ? [] : byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const shown = jobs.filter((job) => matches(job, words));
+  const keys = differingKeys(shown);
+  const shownKeys = byId("all-keys").checked ? keys : keys.slice(0, MAX_KEYS);
+  byId("all-keys-label").hidden = keys.length <= MAX_KEYS;
+  byId("all-keys-label").querySelector("span").textContent = `All ${keys.length} settings that differ`;
+  const columns = JOB_COLUMNS.filter((column) => !column.optional || shown.some((job) => known(column.value(job, index.at_s))));
+  columns.splice(columns.findIndex((column) => column.label === "Loss") + 1, 0, ...shownKeys.map(keyColumn));
+  const sorted = sortJobs(shown, columns, index.at_s);
+  const focused = document.activeElement && document.activeElement.dataset.focus;
+  render("jobs", [sorted, colours, order, shownKeys, Math.round(index.at_s / STALE_S)], () => {
     if (!jobs.length) return [element("p", { class: "none" }, `No job has written into ${index.folder} yet.`)];
-    const rows = jobs.map((job) => jobRow(job, index.at_s, colours));
-    const heads = [...rows[0].children].map((cell) => element("th", { scope: "col" }, cell.dataset.label));
-    return [element("table", { class: "jobs" }, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...rows))];
+    if (!sorted.length) return [element("p", { class: "none" }, `None of ${count(jobs.length)} jobs matches the filter.`)];
+    const heads = element("tr", {}, element("th", { scope: "col" }), ...columns.map(headOf));
+    return [element("table", { class: "jobs" }, element("thead", {}, heads),
+      element("tbody", {}, ...sorted.map((job) => jobRow(job, columns, index.at_s, colours))))];
   });
+  if (focused) [...document.querySelectorAll("[data-focus]")].find((one) => one.dataset.focus === focused)?.focus({ preventScroll: true });
   showSelection();
 }
 
@@ -60,4 +138,8 @@ function showSelection() {
   link.hidden = names.length < 2 || place.view !== "jobs";
   link.textContent = `Compare ${names.length} jobs`;
   link.href = `#/compare/${names.map(encodeURIComponent).join(",")}`;
+}
+
+function onJobSettings() {
+  for (const id of ["filter", "all-keys"]) byId(id).addEventListener("input", () => { if (listed) showJobs(...listed); });
 }

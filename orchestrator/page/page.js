@@ -48,7 +48,8 @@ function show(now) {
 }
 
 function showProgress(now) {
-  const { step, steps, remaining_s: left, step_s: stepTime, tokens_per_s: speed } = now.progress;
+  const { step, steps, remaining_s: left, step_s: stepTime, tokens_per_s: speed, samples_per_s: samples } = now.progress;
+  const usage = now.usage || {}; // a run of an earlier version has none
   const done = steps ? Math.min(1, step / steps) : 0;
   byId("fill").style.width = `${100 * done}%`;
   const bar = byId("bar");
@@ -60,7 +61,10 @@ function showProgress(now) {
     ["Time left", FINAL.includes(now.state) ? "–" : duration(left)],
     ["Running for", duration(now.at_s - now.began_s)],
     ["Step time", duration(stepTime)],
-    ...(known(speed) ? [["Tokens/s", count(speed)]] : []),
+    ...(known(samples) ? [["Samples/s", rate(samples)]] : []),
+    ...(known(speed) ? [["Tokens/s", rate(speed)]] : []),
+    ...(known(usage.cpu_cores) ? [["CPU cores of a rank", figure(usage.cpu_cores, -1)]] : []),
+    ...(known(usage.gpu_utilization) ? [["GPU use", percent(usage.gpu_utilization)]] : []),
     ["Ranks", `${count(now.world_size)} (of ${range(now.workers.min, now.workers.max)})`],
   ]);
 }
@@ -126,6 +130,11 @@ function enter() {
   for (const part of document.querySelectorAll("[data-views]")) part.hidden = !part.dataset.views.split(" ").includes(place.view);
   byId("all-jobs").hidden = document.body.dataset.scope === "job" || place.view === "jobs";
   byId("compare").hidden = true;
+  byId("all-keys-label").hidden = true;
+  const [first] = place.jobs;
+  byId("steps-csv").href = fileOf(first, "steps.csv");
+  byId("steps-csv").download = `${first || "job"}-steps.csv`;
+  listed = null;
   byId("charts").replaceChildren();
   for (const id of ["log-tail", "config", "jobs"]) { rendered.delete(id); byId(id).replaceChildren(); }
   plots.clear();
@@ -198,6 +207,7 @@ function redraw() {
 
 enter();
 onSettings(redraw);
+onJobSettings();
 addEventListener("resize", redraw);
 addEventListener("hashchange", () => { enter(); poll(); });
 document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });

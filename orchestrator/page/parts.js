@@ -58,7 +58,8 @@ function phaseLegend(ranks) {
 }
 
 function rankTiles(ranks) {
-  byId("ranks").classList.toggle("many", ranks.length >= NO_LABELS_FROM);
+  const isMany = ranks.length >= NO_LABELS_FROM;
+  byId("ranks").classList.toggle("many", isMany);
   if (!ranks.length) return [element("li", { class: "p0" }, "no rank has reported yet")];
   return ranks.map((rank) => {
     const silent = known(rank.silent_s) && rank.silent_s >= SILENT_S;
@@ -66,6 +67,8 @@ function rankTiles(ranks) {
     const more = [`step ${count(rank.step)}`];
     if (silent) more.push(`silent for ${duration(rank.silent_s)}`);
     else if (known(rank.step_s)) more.push(`${duration(rank.step_s)}/step`);
+    if (!isMany && known(rank.cpu_cores)) more.push(`${figure(rank.cpu_cores, -2)} CPU cores`);
+    if (!isMany && known(rank.gpu_utilization)) more.push(`GPU ${Math.round(100 * rank.gpu_utilization)} %`);
     const whole = `rank ${rank.rank}${rank.node ? ` on ${rank.node}` : ""}: ${doing}; ${more.join(", ")}` +
       (known(rank.resident_bytes) ? `; ${bytes(rank.resident_bytes)}` : "");
     const colour = PHASES[rank.phase] ? `b${PHASES[rank.phase]}` : "";

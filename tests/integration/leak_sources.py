@@ -43,7 +43,7 @@ def read_files(*folders: Path) -> Iterator[tuple[str, bytes]]:
 
 def read_metrics_server(url: str) -> Iterator[tuple[str, bytes]]:
     """Responses of a job's metrics server."""
-    for path in ("/", "/metrics", "/snapshot.json", "/history.json", "/nothing"):
+    for path in ("/", "/metrics", "/snapshot.json", "/history.json", "/steps.csv", "/nothing"):
         with suppress(OSError), urlopen(url + path, timeout=60) as answer:
             yield path, answer.read()
 

@@ -126,6 +126,8 @@ def start_browser(folder: Path) -> Iterator[Browser]:
     flags = [
         *("--headless", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu"),
         *("--no-first-run", "--disable-dev-shm-usage", "--hide-scrollbars", "--lang=en-US"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+        "--disable-quic",
         f"--user-data-dir={folder}",
     ]
     process = subprocess.Popen(

@@ -38,6 +38,7 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
             "steps": 20_000,
             "remaining_s": 2481.0,
             "step_s": 0.324,
+            "samples_per_s": 40.0,
             "tokens_per_s": 81_920.0,
             "tokens": 3.2e8,
             "samples": 250_000.0,
@@ -51,6 +52,7 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
             "model_flops_utilization": 0.412,
             "skipped_steps": 3.0,
         },
+        "usage": {"cpu_cores": 1.87, "gpu_utilization": 0.93},
         "loss": [[step, None if step == 600 else 2.3] for step in range(0, 12_346, 60)],
         "goodput": {
             "ratio": seconds["productive"] / at_s,
@@ -122,6 +124,9 @@ def history(job: str = "gpt-stdlib", shift: float = 0.0) -> dict[str, Any]:
         "tokens_per_s": curve(lambda at: 81_920 + 2000 * sin(at / 300), 1500.0),
         "step_s": curve(lambda at: 0.324 + 0.01 * sin(at / 300), 0.01),
         "mfu": curve(lambda at: 0.41 + 0.01 * sin(at / 300)),
+        "samples_per_s": curve(lambda at: 40 + sin(at / 300)),
+        "cpu_cores": curve(lambda at: 1.9 + 0.1 * sin(at / 20)),
+        "gpu_utilization": curve(lambda at: 0.93 + 0.05 * sin(at / 40)),
         "resident_bytes": curve(lambda at: 2.1e9),
         "device_peak_bytes": curve(lambda at: 6.1e9 + 1e9 * (at > 3000)),
         "elapsed_s": [
@@ -132,7 +137,7 @@ def history(job: str = "gpt-stdlib", shift: float = 0.0) -> dict[str, Any]:
     }
     curves["loss"][80][1:] = [None, None, None, 60]
     for index, phase in enumerate(("data", "forward", "backward", "reduce", "update", "mirror")):
-        seconds = (0.02, 0.09, 0.14, 0.03, 0.03, 0.01)[index]
+        seconds = (0.02, 0.09, 0.14, 0.03, 0.003, 0.001)[index]
         curves[f"phases/{phase}"] = curve(lambda at, s=seconds: s * (1 + 0.05 * sin(at / 200)))
     return {
         "format": 1,
@@ -155,6 +160,8 @@ def rank(number: int) -> dict[str, Any]:
         "waiting": number % 3 == 2,
         "step_s": 0.324,
         "resident_bytes": 2.1e9,
+        "cpu_cores": 1.87,
+        "gpu_utilization": 0.93,
     }
 
 
@@ -167,6 +174,7 @@ def empty() -> dict[str, Any]:
     )
     value |= {"stage": None, "generation": 0, "world_size": 0}
     value["progress"] = dict.fromkeys(value["progress"]) | {"step": 0}
+    value["usage"] = dict.fromkeys(value["usage"])
     value["training"] = dict.fromkeys(value["training"]) | {"skipped_steps": 0.0}
     value["goodput"] = {"ratio": 0.0, "wall_s": 2.0, "unattributed_s": 2.0, "seconds": {}}
     value["replicas"] = {"step": None, "at_s": None, "bytes": 0.0}

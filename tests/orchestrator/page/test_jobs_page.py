@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from io import StringIO
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from rayzero.orchestrator.journal.files import JournalFiles
 from rayzero.orchestrator.journal.writer import JournalWriter
 from rayzero.orchestrator.metrics.jobs_page import JobsPage
 from rayzero.orchestrator.metrics.run_files import RunFiles, restore_curves
+from rayzero.orchestrator.metrics.step_files import write_json_lines
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.progress import StepRecord
 from tests.orchestrator.fake_cluster import FakeCluster
@@ -44,12 +47,13 @@ def write_run(folder: Path, name: str, shift: float = 0.0, **changes: Any) -> No
     (folder / name / "history.json").write_text(json.dumps(history(name, shift)))
 
 
-def journal(folder: Path, name: str, **end: str) -> None:
+def journal(folder: Path, name: str, lr: float = 1e-3, **end: str) -> None:
     """A run whose journal alone is there, or beside its other files."""
     (folder / name).mkdir(exist_ok=True)
     files = JournalFiles(str(folder / name))
     writer = JournalWriter(lambda update: files.write([update]), now_s=lambda: START_S)
-    spec = {"name": name, "steps": 50, "workers": {"min": 1, "max": 1}}
+    engine = {"optimizer": {"type": "AdamW", "params": {"lr": lr, "betas": [0.9, 0.95]}}}
+    spec = {"name": name, "steps": 50, "workers": {"min": 1, "max": 1}, "engine": engine}
     writer.append("begun", run="1", spec=spec, working_dir="/", by_value=False)
     if end:
         writer.append("ended", **end)
@@ -62,6 +66,8 @@ def runs(tmp_path: Path) -> Path:
     write_run(folder, "gpt-small", 0.0)
     write_run(folder, "gpt-large", 1.0, state="succeeded")
     write_run(folder, "gpt-bad", 2.0)
+    journal(folder, "gpt-small", 3e-4)
+    journal(folder, "gpt-large", 6e-4, state="succeeded", error="")
     journal(folder, "gpt-bad", state="failed", error=f"rank 1 was lost {HTML}\nand more")
     journal(folder, "of-earlier-version", state="stopped", error="")
     (folder / "no-job").mkdir()
@@ -114,6 +120,8 @@ def test_index_has_running_and_ended_jobs_newest_first(runs: Path, url: str) -> 
         "jobs/gpt-small/snapshot.json/",
         "metrics",
         "jobs/none/history.json",
+        "jobs/gpt-torn/steps.csv",
+        "jobs/../secret/steps.csv",
     ],
 )
 def test_nothing_else_is_served(runs: Path, url: str, path: str) -> None:
@@ -175,6 +183,68 @@ def test_curves_continue_in_adopted_run(tmp_path: Path) -> None:
     assert second.history()["curves"] == curves
 
 
+def read_csv(url: str) -> list[dict[str, str]]:
+    with urlopen(url, timeout=10) as response:
+        assert response.headers["Content-Type"] == "text/csv; charset=utf-8"
+        return list(csv.DictReader(StringIO(response.read().decode(), newline="")))
+
+
+@pytest.mark.parametrize("steps", [200, 1500])
+def test_csv_of_curves_equals_step_file(runs: Path, url: str, steps: int) -> None:
+    """The oracle is metrics.jsonl: every step of a short run, means and extremes of a long one."""
+    folder = runs / "gpt-large"
+    job_plan, records = plan(folder, metrics={"port": 0}), []
+    telemetry = Telemetry(job_plan, VirtualClock(), NO_FILES, lambda: START_S)
+    for step in range(1, steps + 1):
+        loss = nan if step == 7 else 3 / step
+        gauges = {"lr": 1e-3 * step, "step_samples": 32.0, 'a,b"c': step % 7}
+        records.append(StepRecord(step, 2, 1, loss, 0.0, 0.5 + step % 3, gauges))
+        telemetry.on_event(records[-1])
+    write_json_lines(folder / "metrics.jsonl", records)
+    (folder / "history.json").write_text(json.dumps(telemetry.history()))
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    written = {line["step"]: line for line in map(json.loads, lines)}
+    rows = read_csv(url + "jobs/gpt-large/steps.csv")
+    assert read_csv(f"{telemetry.url}/steps.csv") == rows
+    telemetry.close()
+    names = {"loss": "loss", "lr": "lr", "step_s": "step_s", 'user/a,b"c': 'a,b"c'}
+    for column, field in names.items():
+        told = [row for row in rows if row[column]]
+        ends = [int(row["step"]) for row in told[1:]] + [steps + 1]
+        for row, end in zip(told, ends, strict=True):
+            part = [written[step][field] for step in range(int(row["step"]), end)]
+            finite = [value for value in part if value is not None]
+            mean = sum(finite) / len(finite) if finite else nan
+            assert float(row[column]) == pytest.approx(mean, rel=1e-6, nan_ok=True)
+            if steps > 256 and finite:
+                assert float(row[f"{column}_min"]) == pytest.approx(min(finite), rel=1e-6)
+                assert float(row[f"{column}_max"]) == pytest.approx(max(finite), rel=1e-6)
+    speeds = [32 / written[step]["step_s"] for step in range(1, 4)]
+    if steps < 256:
+        assert len(rows) == steps
+        assert not any(name.endswith(("_min", "_max")) for name in rows[0])
+        assert [float(row["samples_per_s"]) for row in rows[:3]] == pytest.approx(speeds, rel=1e-6)
+
+
+def test_csv_of_jobs_has_what_differs(runs: Path, url: str) -> None:
+    rows = {row["name"]: row for row in read_csv(url + "jobs.csv")}
+    snapshot = json.loads((runs / "gpt-large/snapshot.json").read_text())
+    large = rows["gpt-large"]
+    assert float(large["loss"]) == snapshot["training"]["loss"]
+    assert float(large["samples_per_s"]) == snapshot["progress"]["samples_per_s"]
+    assert float(large["gpu_utilization"]) == snapshot["usage"]["gpu_utilization"]
+    assert rows["of-earlier-version"]["loss"] == ""
+    assert rows["gpt-bad"]["error"] == f"rank 1 was lost {HTML}"
+    rates = {name: float(row["engine.optimizer.params.lr"]) for name, row in rows.items()}
+    assert rates == {
+        "gpt-small": 3e-4,
+        "gpt-large": 6e-4,
+        "gpt-bad": 1e-3,
+        "of-earlier-version": 1e-3,
+    }
+    assert not any(key.startswith(("workers", "engine.optimizer.type")) for key in large)
+
+
 def open_telemetry(folder: Path) -> Telemetry:
     return Telemetry(plan(folder), VirtualClock(), NO_FILES, lambda: START_S)
 
@@ -217,6 +287,76 @@ def test_list_and_comparison(tab: Browser, url: str, size: str, dark: bool) -> N
     assert tab.evaluate("document.querySelectorAll('#chart-loss path.curve').length") == 1
     tab.evaluate("document.getElementById('all-jobs').click()")
     tab.wait_for(f"{TEXT}.includes('of-earlier-version')")
+    assert tab.errors == []
+
+
+SHOWN_NAMES = "[...document.querySelectorAll('#jobs tbody a')].map((link) => link.textContent)"
+HEADS = "[...document.querySelectorAll('#jobs thead th')].map((head) => head.textContent)"
+
+
+def open_list(tab: Browser, url: str) -> None:
+    tab.set_viewport(*SIZES["desktop"], dark=False)
+    tab.open("about:blank")
+    tab.wait_for("location.href == 'about:blank'")
+    tab.errors.clear()
+    tab.open(url)
+    tab.wait_for(f"{TEXT}.includes('of-earlier-version')")
+
+
+def test_list_is_sorted_by_mouse_and_keys(tab: Browser, url: str) -> None:
+    open_list(tab, url)
+    newest_first = ["gpt-bad", "gpt-large", "gpt-small", "of-earlier-version"]
+    assert tab.evaluate(SHOWN_NAMES) == newest_first
+    head = (
+        "[...document.querySelectorAll('#jobs th button')].find((b) => b.textContent == '{}')"
+    ).format
+    tab.evaluate(f"{head('optimizer.params.lr')}.click()")
+    by_rate = ["gpt-small", "gpt-large", "gpt-bad", "of-earlier-version"]
+    assert tab.evaluate(SHOWN_NAMES) == by_rate
+    tab.evaluate(f"{head('Samples/s')}.focus()")
+    for direction in ("ascending", "descending", "none"):
+        tab.call(
+            "Input.dispatchKeyEvent",
+            type="keyDown",
+            key=" ",
+            code="Space",
+            text=" ",
+            windowsVirtualKeyCode=32,
+        )
+        tab.call(
+            "Input.dispatchKeyEvent", type="keyUp", key=" ", code="Space", windowsVirtualKeyCode=32
+        )
+        focused = "document.activeElement.textContent"
+        assert tab.evaluate(focused) == "Samples/s"  # though the table was made anew
+        sorted_by = "document.activeElement.parentElement.getAttribute('aria-sort')"
+        assert tab.evaluate(sorted_by) == direction
+        assert tab.evaluate(SHOWN_NAMES)[-1] == "of-earlier-version"  # has no value
+    assert tab.evaluate(SHOWN_NAMES) == newest_first
+    assert tab.errors == []
+
+
+def test_list_is_filtered_and_shows_what_differs(tab: Browser, url: str) -> None:
+    open_list(tab, url)
+
+    def filter_by(text: str) -> list[str]:
+        tab.evaluate(
+            "(() => { const input = document.getElementById('filter');"
+            f" input.value = {json.dumps(text)}; input.dispatchEvent(new Event('input')); }})()"
+        )
+        return list(tab.evaluate(SHOWN_NAMES))
+
+    assert "optimizer.params.lr" in tab.evaluate(HEADS)
+    assert not any("betas" in head or "Tokens" in head for head in tab.evaluate(HEADS)[:5])
+    assert filter_by("LR=0.0003") == ["gpt-small"]
+    assert "optimizer.params.lr" not in tab.evaluate(HEADS)  # of one job nothing differs
+    assert filter_by("gpt succeeded") == ["gpt-large"]
+    assert filter_by("nothing like it") == []
+    assert "None of 4 jobs matches the filter." in tab.evaluate(TEXT)
+    assert filter_by("earlier") == ["of-earlier-version"]
+    assert "Samples/s" not in tab.evaluate(HEADS)  # no job shown has a value
+    assert len(filter_by("")) == 4
+    reds = "[...document.querySelectorAll('#jobs .error')].map((one) => one.textContent)"
+    assert tab.evaluate(reds) == [f"rank 1 was lost {HTML}"]
     assert tab.errors == []
 
 

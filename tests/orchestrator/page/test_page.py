@@ -122,6 +122,11 @@ def test_page_shows_all_values(tab: Browser, open_page: OpenPage, state: ServerS
         "running",
         "41 min 21 s",  # remaining
         "81,920",  # tokens/s
+        "Samples/s",
+        "CPU cores of a rank",
+        "1.87",
+        "GPU use",
+        "93.0 %",
         "4 (of 2 to 4)",
         "65,536",
         "2.346",  # loss
@@ -329,6 +334,52 @@ def test_log_scale_smoothing_and_time(tab: Browser, open_page: OpenPage) -> None
     assert tab.errors == []
 
 
+def test_labels_of_an_axis_differ(tab: Browser, open_page: OpenPage) -> None:
+    """However small the range of a curve is: two labels at least, and no two alike."""
+    tab.set_viewport(*SIZES["desktop"], dark=False)
+    open_page("12,345 of 20,000")
+    ranges = [(1, 1.0001), (0.1230001, 0.1230002), (-3e-9, 5e-9), (1e6, 1e6 + 0.01), (0.5, 153.0)]
+    ranges += [(81_920, 81_920.4), (59.9, 60.1), (3600, 3601), (2**31, 2**31 + 9000), (7, 7)]
+    ranges += [(1.05, 2.58), (0.97, 1.53), (0, 1e-12), (1e12, 3e12), (0.019, 0.0204), (99, 101)]
+    named = ("loss", "step_s", "mfu", "resident_bytes", "tokens_per_s")
+    labels = """[...document.querySelectorAll('#charts figure')].map((figure) =>
+      Object.values(Object.groupBy([...figure.querySelectorAll('text')],
+        (text) => text.getAttribute('x') === '48' ? 'y' : 'x'))
+        .map((texts) => texts.map((text) => text.textContent)))"""
+    tab.evaluate("showHistory = () => {}")  # of the server
+    for low, high in ranges:
+        for last in (2, 3, 500):
+            rows = [[1, low], [last, high]]
+            times = [[1, 31.0], [last, 31 + 0.2 * last]]
+            shown = history() | {"curves": {**dict.fromkeys(named, rows), "elapsed_s": times}}
+            for by_time in ("false", "true"):
+                tab.evaluate(f"view.byTime = {by_time}; showCurves([{json.dumps(shown)}])")
+                for axes in tab.evaluate(labels):
+                    assert len(axes) == 2, (low, high, last, by_time)
+                    for texts in axes:
+                        assert len(texts) == len(set(texts)) >= 2, (low, high, last, texts)
+    tab.evaluate("view.byTime = false")
+    assert tab.errors == []
+
+
+def test_thin_phases_are_one_visible_layer(tab: Browser, open_page: OpenPage) -> None:
+    """update and mirror are 1 % and 0.4 % of a step: their values are in the legend."""
+    tab.set_viewport(*SIZES["desktop"], dark=False)
+    open_page("12,345 of 20,000")
+    layers = "[...document.querySelectorAll('#chart-phases .layer')]"
+    assert tab.evaluate(f"{layers}.length") == 5
+    box = f"{layers}.at(-1).getBoundingClientRect().height"
+    assert tab.evaluate(f"{layers}.at(-1).classList.contains('thin') && {box} >= 1")
+    items = "[...document.querySelectorAll('#chart-phases .legend li')].map((one) => one.innerText)"
+    legend = [item.split() for item in tab.evaluate(items)]
+    assert [item[0] for item in legend] == [
+        *("data", "forward", "backward", "reduce", "update", "mirror")
+    ]
+    assert legend[-1][-2:] == ["0.35", "%"]
+    widths = "[...document.querySelectorAll('.share > span')].map((one) => one.offsetWidth)"
+    assert min(tab.evaluate(widths)) >= 2  # recovery: 0.4 % of 4,000 s
+
+
 def test_fault_is_a_visible_dip(tab: Browser, open_page: OpenPage) -> None:
     """Two of four ranks for 10 s of an hour are wide enough to be seen."""
     tab.set_viewport(*SIZES["phone"], dark=False)
@@ -344,12 +395,14 @@ def test_fault_is_a_visible_dip(tab: Browser, open_page: OpenPage) -> None:
 
 def test_page_is_small_and_self_contained() -> None:
     text = render_page()
-    assert len(text.encode()) < 64_000
+    assert len(text.encode()) < 72_000
     assert "@@" not in text
-    assert not re.search(r"(src|href)=[\"'](?!snapshot\.json|metrics|#|data:,)", text)
+    assert not re.search(
+        r"(src|href)=[\"'](?!snapshot\.json|metrics|jobs\.csv|steps\.csv|#|data:,)", text
+    )
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
     assert "innerHTML" not in text
-    for control in ("<form", "<button", "method:", "POST"):
+    for control in ("<form", "method:", "POST"):
         assert control not in text
 
 
