@@ -99,6 +99,7 @@ def load_checkpoint(
         step.discard_gradients()
         if options.progress:
             step.micro_batches.forget()
+            step.tracker.uncounted_micro_steps = 0
             step.meter.on_state_loaded(tells_place=bool(encoded))
     elif collectives.rank == 0:
         text = "the checkpoint of step %d is not loaded: the job continues with %d finished steps"

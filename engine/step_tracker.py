@@ -66,6 +66,10 @@ class StepTracker:
         self.applied = False  # whether the last `step()` changed the weights
         self.zeroed = False  # `zero_grad()` since the last backward, and no `step()`
         self.unstepped = False  # no `step()` since the last backward
+        self.backwards = 0  # finished ones of this step
+        # Calls of step() beyond `gradient_accumulation_steps` in a step, where the script declares
+        # its end; negative where there were fewer.
+        self.uncounted_micro_steps = 0
         self._before = self._phase
 
     @property
@@ -76,6 +80,8 @@ class StepTracker:
     def phase(self, phase: StepPhase) -> None:
         if phase not in _NEXT[self._phase]:  # an error in the engine: the script's are refused
             raise RuntimeError(f"the step cannot go from {self._phase.name} to {phase.name}")
+        if phase is StepPhase.EMPTY:
+            self.backwards = 0
         self._phase = phase
 
     @property
@@ -86,6 +92,12 @@ class StepTracker:
     @property
     def step_pending(self) -> bool:
         return self.phase is StepPhase.STEP_PENDING
+
+    @property
+    def follows_no_sync(self) -> bool:
+        """Whether a `step()` is the first after a backward inside `no_sync()`, which has ended."""
+        accumulating = self.phase is StepPhase.ACCUMULATING
+        return accumulating and self.unstepped and not self.no_sync
 
     @property
     def updating(self) -> bool:
@@ -135,6 +147,7 @@ class StepTracker:
 
     def finish_backward(self) -> None:
         self.unstepped = True
+        self.backwards += 1
         deferred = self.no_sync or self.boundary is Boundary.NOT_LAST
         self.phase = StepPhase.ACCUMULATING if deferred else StepPhase.STEP_PENDING
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -186,20 +188,24 @@ class TrainingStep:
         """See `Engine.step`."""
         self.own_backward.abandon_failed()
         tracker = self.tracker
+        follows_no_sync = tracker.follows_no_sync and not self.is_boundary
         tracker.zeroed = tracker.unstepped = False
         tracker.applied = False
         if tracker.skips_step:
+            tracker.uncounted_micro_steps += 1
             return
-        if not tracker.step_pending:
+        if not tracker.step_pending and not follows_no_sync:
             if isinstance(self.optimizer, NoOptimizer):
                 raise no_optimizer_error("step")
             raise EngineError(
                 "step() was called without a backward() before it",
-                allowed="one backward(), then one step(); inside no_sync() no step()",
+                allowed="one backward(), then one step(); inside no_sync() no step(), and the last "
+                "backward() of a step outside",
             )
         self.micro_batches.begin_step(ends_step=self.is_boundary)
         if not self.is_boundary:
-            tracker.phase = StepPhase.ACCUMULATING
+            if not follows_no_sync:
+                tracker.phase = StepPhase.ACCUMULATING
             self._progress.micro_step += 1
             self.micro_batches.end_step()
             return
@@ -215,6 +221,25 @@ class TrainingStep:
         self._loss_known = True
         rank_loss, self._rank_loss = self._rank_loss, None
         self.meter.end_step(vote, lr, loss, rank_loss)
+
+    @contextmanager
+    def coalesced(self) -> Iterator[None]:
+        """Around the backwards of a step, which only add up: their sum is reduced once, at the end,
+        where gradients are held in full (stages 0 and 1)."""
+        tracker = self.tracker
+        if tracker.boundary is Boundary.STEP or not self.is_boundary:
+            raise EngineError(
+                "coalesce_grad_reduction() was called where it does not hold a whole step",
+                allowed="one for each step: gradient_accumulation_steps 1, or after "
+                "set_gradient_accumulation_boundary(True)",
+                fix="nothing with managed_gradient_accumulation: false: there the backwards of a "
+                "step are reduced once",
+            )
+        with tracker.without_sync():
+            yield
+        if tracker.phase is StepPhase.ACCUMULATING:
+            with tracker.backward():
+                self.runtime.reduce_accumulated()
 
     def close(self) -> None:
         """Removes the hooks of model and optimizer, ends threads and closes files."""
@@ -260,9 +285,20 @@ class TrainingStep:
             self.runtime.grad_reduction.discard_residuals()
         self.runtime.update_loss_scale(overflow=not vote.finite)
         self._progress.skipped_steps += not vote.finite
+        left_out = self.settings.batches.micro_steps - 1 - self._progress.micro_step
+        self.tracker.uncounted_micro_steps -= left_out
         self._progress.micro_step = 0
         self._progress.step += 1
-        self._progress.sample_cursor += self._progress.global_batch
+        self._progress.sample_cursor += self._step_samples
+
+    @property
+    def _step_samples(self) -> int:
+        """Samples of the step that ends. Where every `step()` ends one, over batches that the
+        script makes: of as many micro-batches as there were backwards."""
+        global_batch = self._progress.global_batch
+        if self.tracker.boundary is not Boundary.STEP or self.micro_batches.from_loader:
+            return global_batch
+        return global_batch // self.settings.batches.micro_steps * self.tracker.backwards
 
     def _check_backward(self, loss: Tensor, call: str) -> None:
         self.own_backward.abandon_failed()

@@ -11,7 +11,6 @@ _ENGINE_NAMES = {
         "allreduce_and_copy allreduce_bucket allreduce_no_retain buffered_allreduce_fallback "
         "sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain"
     ),
-    "engine.no_sync()": "coalesce_grad_reduction",
     "gradient_clipping in the config": "clip_fp32_gradients",
     "engine.compile(): there are no passes of DeepCompile": (
         "compile_autosp compile_autotp compile_zero_optimization_stage get_autosp_backend "

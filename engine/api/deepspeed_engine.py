@@ -49,8 +49,10 @@ class DeepSpeedEngine(ConfigGetters, FixedNames, ModelExport, CompileMethods, Sc
 
     @property
     def micro_steps(self) -> int:
-        """Finished micro-steps, at the present number of micro-steps per step."""
-        return self.progress.step * self.gradient_accumulation_steps() + self.progress.micro_step
+        """Calls of `step()`; before the state was loaded, at the present number of micro-steps per
+        step."""
+        counted = self.progress.step * self.gradient_accumulation_steps() + self.progress.micro_step
+        return counted + self._step.tracker.uncounted_micro_steps
 
     def get_global_grad_norm(self) -> float | None:
         """The L2 norm of the last step's gradient before clipping; None before the first."""
@@ -135,6 +137,12 @@ class DeepSpeedEngine(ConfigGetters, FixedNames, ModelExport, CompileMethods, Sc
                 "the last, or gradient_accumulation_steps in the config: at every stage",
             )
         return super().no_sync()
+
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Around all backwards of one step, whose `step()` follows: their gradients add up and are
+        reduced once. At stages 2 and 3 each backward reduces into this rank's shard, with the same
+        sum. Raises EngineError inside `no_sync` or itself, or where more micro-steps follow."""
+        return self._step.coalesced()
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the weights: not inside a step, nor if skipped."""

@@ -186,15 +186,22 @@ class MicroBatches:
         self._current = self._untrained[0]
         return yielded.weight
 
+    @property
+    def from_loader(self) -> bool:
+        """Whether the batch of the last backward, whose step() has not ended, is the loader's."""
+        return self._current is not None
+
     def begin_step(self, *, ends_step: bool) -> None:
         """A step() begins: reports the samples of its micro-batch. Raises EngineError if a step
         ends that has not had all of its micro-batches."""
         current = self._current
         if current is None:
             return
-        if ends_step and not current.is_last:
+        is_its_last = current.is_last and current.position[0] == self.progress.sample_cursor
+        if ends_step and not is_its_last:
             raise EngineError(
-                f"a step ended with {current}, which is not its last one",
+                f"a step ended with {current}, which is not the last one of step "
+                f"{self.progress.step + 1}",
                 allowed="as many micro-batches a step as gradient_accumulation_steps says, or "
                 "batches that the script makes itself",
                 fix="gradient_accumulation_steps in the config, or where the step ends",

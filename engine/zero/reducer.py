@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,6 +127,9 @@ class Reducer:
             return
         if not self._running():
             self.on_own_backward()
+        hooks = param._post_accumulate_grad_hooks
+        if hooks is not None and len(hooks) > 1:
+            _refuse_later_hook(next(reversed(hooks.values())))
         param.grad = None
         unit = self._units[number]
         if unit.collected or unit.held[index] is not None:
@@ -186,6 +190,19 @@ class Reducer:
                 allowed="one gradient for each parameter and backward",
                 fix="use torch.utils.checkpoint with use_reentrant=False around shared modules",
             )
+
+
+def _refuse_later_hook(last: Any) -> None:
+    """Raises EngineError if a parameter's last hook is not the engine's: it would find no `grad`,
+    which is the engine's from here on."""
+    function = getattr(last, "func", last)
+    if not getattr(function, "__module__", "").startswith("rayzero.engine."):
+        raise EngineError(
+            "register_post_accumulate_grad_hook was called on a parameter after initialize, which "
+            "takes gradients from param.grad first",
+            allowed="param.register_hook(f): f gets the gradient, and may return another",
+            fix="that, or safe_get_full_grad and safe_set_full_grad between backward and step",
+        )
 
 
 @dataclass(frozen=True)
