@@ -270,6 +270,7 @@ def make_sharded_optimizer(
         lambda: ShardedWholeParamOps(runtime.units, shards, collectives, device),
         runtime.precision.update_dtype,
     )
+    optimizer.resets_other_state = config.rayzero.other_optimizer_state == "reset"
     if isinstance(runtime.grad_reduction, OneBitAdamReduction):
         runtime.grad_reduction.track_optimizer(optimizer)
     if config.rayzero.unused_gradients == "none":

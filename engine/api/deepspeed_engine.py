@@ -238,7 +238,8 @@ class DeepSpeedEngine(ConfigGetters, FixedNames, ModelExport, CompileMethods, Sc
         Args:
             load_module_strict: checkpoint and model must have the same weights; otherwise those
                 that both have are loaded.
-            load_optimizer_states: also the optimizer's state, and its options, such as lr.
+            load_optimizer_states: also the optimizer's state, which must have the parts of this
+                optimizer's, and its options, such as lr.
             load_lr_scheduler_states: also the schedule's position.
             load_module_only: weights and buffers only.
             custom_load_fn: refused.

@@ -66,6 +66,12 @@ class RayzeroConfig(ConfigSection):
         "nor its optimizer state changes; steps that an optimizer counts (Adam's bias correction) "
         "go on",
     )
+    other_optimizer_state: Literal["error", "reset"] = implemented(
+        "error",
+        "what becomes of a saved optimizer state that has other parts than this optimizer's, as "
+        "of Adam for SGD. error: it is refused. reset: it is left out, with a warning, and the "
+        "optimizer starts anew; weights, step and data go on",
+    )
     reduce_each_micro_step: bool = implemented(
         True,
         "gradients are reduced into shards in every micro-step at stages 2 and 3; false: every "

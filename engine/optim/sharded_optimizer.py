@@ -70,6 +70,7 @@ class ShardedOptimizer:
     Attributes:
         torch_optimizer: the optimizer that learning-rate schedulers and users see.
         shards: what it updates.
+        resets_other_state: a saved state of another optimizer is left out instead of refused.
         update_dtype: that of updates and of optimizer state; None for the main weights' own. While
             a chunk is updated, its weights are copies in that dtype.
     """
@@ -83,6 +84,7 @@ class ShardedOptimizer:
         self.torch_optimizer = optimizer
         self.shards = shards
         self.update_dtype = update_dtype
+        self.resets_other_state = False
         # torch's GradScaler contract: the optimizer divides gradients by `grad_scale`, a float32,
         # inside its kernel, which saves a pass over them.
         self._uses_grad_scale = bool(

@@ -24,6 +24,7 @@ from rayzero.engine.state.ranges import (
     read_ranges,
     state_ranges,
 )
+from rayzero.engine.state.saved_optimizer import find_other_state
 from rayzero.engine.zero.runtime import ZeroRuntime
 
 log = logging.getLogger("rayzero.engine")
@@ -77,15 +78,16 @@ def load_tensors(
     optimizer: ShardedOptimizer,
     source: StateSource,
     options: LoadOptions = LOAD_ALL,
-) -> None:
-    """Load this rank's weights, buffers and optimizer state. Not collective.
+) -> bool:
+    """Load this rank's weights, buffers and optimizer state; whether the last was loaded. Not
+    collective.
 
     Buffers that the source lacks keep their values, as do frozen parameters if it was saved without
     them. The optimizer starts from its initial state if the source has weights only; the state of
     a weight that was frozen in the source starts at zero, at its group's step.
 
     Raises:
-        CheckpointMismatchError: the source is of another model.
+        CheckpointMismatchError: the source is of another model or optimizer.
         MissingRangesError: the source is incomplete.
         DataError: the source is damaged.
     """
@@ -106,6 +108,10 @@ def load_tensors(
         },
     )
     if options.optimizer:
+        if other := find_other_state(optimizer, source):
+            options = replace(options, optimizer=False)
+            if runtime.collectives.rank == 0:
+                log.warning("%s: it is left out, and the optimizer starts anew", other)
         optimizer.reset_state()
     parts = [
         replace(part, ranges=tuple(one for one in part.ranges if one.name not in absent))
@@ -117,6 +123,7 @@ def load_tensors(
         parts += _make_optimizer_state(optimizer, shard, held, source, thawed)
     read_ranges(parts, source)
     load_residuals(runtime, optimizer, held, source)
+    return options.optimizer
 
 
 def _find_absent(

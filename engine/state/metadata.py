@@ -27,7 +27,7 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 log = logging.getLogger("rayzero.engine")
 
 # Options that select a kernel and do not change the result: never restored.
-_KERNEL_OPTIONS = {"fused", "foreach", "capturable", "differentiable"}
+KERNEL_OPTIONS = {"fused", "foreach", "capturable", "differentiable"}
 
 
 def optimizer_metadata(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ def restore_optimizer_metadata(
                     state[key] = _scalar_from_json(key, value, group, shard.weight.device)
         if saved and not keep_options:
             options = saved[0]["options"]
-            group.update({key: options[key] for key in options.keys() - _KERNEL_OPTIONS})
+            group.update({key: options[key] for key in options.keys() - KERNEL_OPTIONS})
 
 
 @contextmanager

@@ -208,13 +208,12 @@ class TrainingState:
     @torch.no_grad()
     def load_from(self, source: StateSource, options: LoadOptions) -> None:
         """Read what this rank needs. Not collective; call `sync_model_weights` on every rank next.
-        Raises CheckpointMismatchError if the state is of another model; DataError if the state is
-        damaged or incomplete."""
+        Raises CheckpointMismatchError if the state is of another model or optimizer; DataError if
+        the state is damaged or incomplete."""
         self.before_write_of_constants()
         rank = self._runtime.collectives.rank
         document = source.metadata(rank)
-        load_tensors(self._model, self._runtime, self._optimizer, source, options)
-        if options.optimizer:
+        if load_tensors(self._model, self._runtime, self._optimizer, source, options):
             keep = self.scheduler is None and not options.optimizer_options
             metadata.restore_optimizer_metadata(self._optimizer, source, keep_options=keep)
         if options.scheduler:
