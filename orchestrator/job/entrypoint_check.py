@@ -14,6 +14,7 @@ from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
+from rayzero.engine.errors import did_you_mean
 from rayzero.workers.entrypoint import (
     EntryPointError,
     check_signature,
@@ -56,6 +57,19 @@ def check_entrypoint(entrypoint: str, folder: str, *, only_here: bool) -> None:
     if name not in names and names.isdisjoint(("*", "__getattr__", "globals")):
         raise missing_name_error(entrypoint, name, str(source), sorted(names))
     _check_definition(entrypoint, tree, path.split("."))
+
+
+def check_module(module: str, folder: str) -> None:
+    """Raises EntryPointError if a module that is run as `__main__`, on this machine, does not
+    exist."""
+    if _source_in(folder, module) is not None:
+        return
+    if missing := _missing_part(folder, module, only_here=True):
+        raise EntryPointError(
+            f"there is no module {missing!r}{did_you_mean(missing, _modules_in(folder, missing))}",
+            allowed=f"a module that can be imported from {folder}",
+            fix="`rayzero launch -m MODULE`",
+        )
 
 
 def syntax_problem(path: str, error: SyntaxError | ValueError) -> str:
