@@ -18,11 +18,13 @@ from rayzero.engine.api.param_access import (
     write_slices,
 )
 from rayzero.engine.api.sharded_params import add_param_attributes
+from rayzero.engine.comm.process_group import group_size
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.layout.packed import is_wrapper, scale_tensors
-from rayzero.engine.zero.deferred_init import recording, zero_init
+from rayzero.engine.zero.deferred_init import recording, take_initial_values, zero_init
 from rayzero.engine.zero.parameters import ShardedWeights
+from rayzero.engine.zero.recording import is_unmaterialized
 
 _GROUP_OPTIONS = (
     "data_parallel_group",
@@ -94,24 +96,28 @@ class GatheredParameters:
         self._params = list(unique.values())
         self._modifier_rank = modifier_rank
         self._gathered: list[_GatheredParam] = []
+        self._planned: list[nn.Parameter] = []  # of a model of `zero.Init` without an engine
         self._stack = ExitStack()
 
     @torch.no_grad()
     def __enter__(self) -> GatheredParameters:
         owners = [(param, find_owner(param)) for param in self._params]
         planned = [param for param, owner in owners if owner is None]
-        is_recorded = planned and self._modifier_rank in (None, 0)
-        if not is_recorded and any(param.device.type == "meta" for param in planned):
+        self._planned = [param for param in planned if is_unmaterialized(param)]
+        ranks = group_size()
+        if self._planned and not 0 <= (self._modifier_rank or 0) < ranks:
             raise EngineError(
-                f"GatheredParameters(modifier_rank={self._modifier_rank}) before initialize",
-                allowed="modifier_rank=0: rank 0's initial values are taken",
+                f"GatheredParameters(modifier_rank={self._modifier_rank}) before initialize, on "
+                f"{ranks} ranks",
+                allowed=f"0 to {ranks - 1}",
+                fix="deepspeed.init_distributed() before, if there are more ranks",
             )
         keep = self._modifier_rank is not None
         found = [(param, *owner) for param, owner in owners if owner]
         for _, engine, _ in found:
             _check_rank(engine, self._modifier_rank or 0)
         self._gathered = [_GatheredParam(*each, keep=keep) for each in found]
-        if is_recorded:  # last: nothing that raises may leave it on
+        if planned:  # last: nothing that raises may leave it on
             self._stack.enter_context(recording(planned))
         return self
 
@@ -119,6 +125,8 @@ class GatheredParameters:
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         self._stack.__exit__(kind, *error)
         modified = self._modifier_rank is not None and kind is None
+        if modified and self._planned and self._modifier_rank:  # rank 0's are taken anyway
+            take_initial_values(self._planned, self._modifier_rank)
         for gathered in self._gathered:
             if modified:
                 gathered.broadcast(self._modifier_rank or 0)

@@ -80,6 +80,19 @@ def all_gather_objects(value: T) -> list[T]:
     return values
 
 
+def broadcast_object(value: Any, source: int) -> Any:
+    """The picklable value of the rank `source`, over the default process group: as above.
+    Collective."""
+    values = [value]
+    dist.broadcast_object_list(values, source)
+    return values[0]
+
+
+def group_size() -> int:
+    """Ranks of the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def connect_collectives() -> tuple[Collectives, torch.device]:
     """The collectives over all ranks, and this rank's device.
 

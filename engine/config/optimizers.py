@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from rayzero.engine.config.fields import FiniteFloat, NonNegativeFloat, PositiveInt, StrictModel
 from rayzero.engine.config.keys import refused
@@ -34,14 +34,6 @@ def _refuse_if_set(reason: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _check_state_dtype(value: bool) -> bool:
-    if not value:
-        raise ValueError(
-            "refused: optimizer state has the dtype of main weights, which is fp32 in 16-bit runs"
-        )
-    return value
-
-
 class OptimizerParams(StrictModel):
     """Params of every optimizer."""
 
@@ -58,9 +50,9 @@ class OptimizerParams(StrictModel):
         alternative="gradient_clipping",
         group="optimizer, schedule, gradients",
     )
-    # Gradients live in buffers of the engine.
+    # Gradients live in buffers of the engine; state has the dtype of main weights.
     set_grad_none: Annotated[bool, NO_EFFECT] = True
-    fp32_optimizer_states: Annotated[bool, AfterValidator(_check_state_dtype), NO_EFFECT] = True
+    fp32_optimizer_states: Annotated[bool, NO_EFFECT] = True
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for the implementation: every param that is set and has an effect."""

@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.comm.process_group import broadcast_object
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.tensor_tree import iter_tensors, map_tensors, storage_id
 from rayzero.engine.zero.file_values import FileValues, MappedFiles, agree_on_files
@@ -53,6 +55,20 @@ def recording(tensors: Iterable[Tensor]) -> Iterator[None]:
     """
     with _record() if not _is_recording() and any(map(is_recorded, tensors)) else nullcontext():
         yield
+
+
+@torch.no_grad()
+def take_initial_values(params: Iterable[nn.Parameter], source: int) -> None:
+    """Makes the values that these parameters have on the rank `source` their initial values, which
+    are rank 0's otherwise. Collective, over the default process group."""
+    rank = dist.get_rank()
+    for param in params:
+        value = _recorder.replay(param, torch.device("cpu")) if rank == source else None
+        with _disable_current_modes():  # they may be recording: its tensors are real
+            value = broadcast_object(value, source)
+        if rank == 0:
+            with recording([param]):
+                param.copy_(value)
 
 
 def is_recorded(tensor: Tensor) -> bool:

@@ -54,6 +54,8 @@ _ZERO = {
     f"{_API}.sharded_params": (
         "ZeroParamStatus is_zero_param register_external_parameter unregister_external_parameter"
     ),
+    f"{_HERE}.tiling": "TiledLinear TiledLinearReturnBias",
+    f"{_HERE}.generation": "unwrap_model_for_generation",
 }
 _FRAGMENTS = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
@@ -220,6 +222,7 @@ WORKS: Mapping[str, Mapping[str, str]] = {
     },
     "runtime.utils": {
         "contextlib": "noop_context=nullcontext",
+        f"{_HERE}.partitioned_tensor": "PartitionedTensor",
         f"{_HERE}.runtime_utils": (
             "DummyOptim call_to_str clip_grad_norm_ copy_to_device empty_cache "
             "ensure_directory_exists get_global_norm get_only_unique_item move_to_device "
@@ -244,9 +247,13 @@ WORKS: Mapping[str, Mapping[str, str]] = {
         f"{_HERE}.accelerator": "get_accelerator",
         f"{_HERE}.constructors": "_orig_torch_arange zero_wrapper_for_fp_tensor_constructor",
     },
+    "runtime.zero.tiling": {
+        f"{_HERE}.tiling": "TiledLinear TiledLinearReturnBias split_tensor_along_last_dim",
+    },
     "runtime.zero.utils": {f"{_API}.sharded_params": "is_zero_param"},
     "runtime.zero.stage3": {
         f"{_API}.optimizer_view": "DeepSpeedZeroOptimizer_Stage3",
+        f"{_HERE}.generation": "unwrap_model_for_generation",
         f"{_HERE}.estimates": (
             "estimate_zero3_model_states_mem_needs "
             "estimate_zero3_model_states_mem_needs_all_cold "

@@ -55,7 +55,9 @@ class FusedAdam(torch.optim.Adam, metaclass=_IsAnyAdam):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """`FusedAdam`: `zero_optimization.offload_optimizer` decides where its state is kept."""
+    """`FusedAdam`: `zero_optimization.offload_optimizer` decides where its state is kept. Whatever
+    `fp32_optimizer_states` says, moments have the dtype of main weights: fp32, unless
+    `bf16.bf16_master_weights_and_grads` is set."""
 
     def __init__(
         self,
@@ -65,8 +67,15 @@ class DeepSpeedCPUAdam(FusedAdam):
         fp32_optimizer_states: bool = True,
         **options: Any,
     ) -> None:
-        _check_state_dtype(self, fp32_optimizer_states)
         super().__init__(model_params, lr, adam_w_mode=adamw_mode, **options)
+
+    def step_subgroup(self, subgroup_id: int, closure: Any = None) -> None:
+        """Raises ConfigError, as `rollback_subgroup`: the engine decides what is updated when."""
+        raise _no_subgroups("step_subgroup")
+
+    def rollback_subgroup(self, sub_group_id: int, closure: Any = None) -> None:
+        """See `step_subgroup`."""
+        raise _no_subgroups("rollback_subgroup")
 
 
 class FusedLion(Lion):
@@ -89,7 +98,6 @@ class DeepSpeedCPULion(FusedLion):
     def __init__(
         self, model_params: Params, *args: Any, fp32_optimizer_states: bool = True, **options: Any
     ) -> None:
-        _check_state_dtype(self, fp32_optimizer_states)
         super().__init__(model_params, *args, **options)
 
 
@@ -106,7 +114,6 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         fp32_optimizer_states: bool = True,
         **options: Any,
     ) -> None:
-        _check_state_dtype(self, fp32_optimizer_states)
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay, **options)
 
 
@@ -131,12 +138,10 @@ class FusedLamb(Lamb):
         super().__init__(params, lr, **options)
 
 
-def _check_state_dtype(optimizer: torch.optim.Optimizer, fp32_states: bool) -> None:
-    if not fp32_states:
-        raise ConfigError(
-            f"{type(optimizer).__name__}(fp32_optimizer_states=False) was given",
-            allowed="True: moments have the dtype of main weights",
-        )
+def _no_subgroups(method: str) -> ConfigError:
+    return ConfigError(
+        f"DeepSpeedCPUAdam.{method}() was called", fix="engine.step(), which updates all parameters"
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -25,10 +25,9 @@ _LEAF_MODULES = "set_z3_leaf_modules, or zero_optimization.leaf_module in the co
 _SCHEDULE = "scheduler in the config, or the classes of this module"
 _PARAMS = "param.shape and param.numel(), which are those of the full parameter at every stage"
 _ZERO = {
-    "torch.nn.Linear under stage 3": "TiledLinear TiledLinearReturnBias",
     _PARAMS: "ZeroParamType",
     "deepspeed.zero.Init()": "DeepSpeedTensorOverride",
-    "deepspeed.zero.GatheredParameters": "DeepSpeedZeRoOffload unwrap_model_for_generation",
+    "deepspeed.zero.GatheredParameters": "DeepSpeedZeRoOffload",
 }
 _CHECKPOINTING = {
     _DATA_PARALLEL: (
@@ -105,7 +104,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     },
     "runtime.utils": {
         _DATA_PARALLEL: (
-            "PartitionedTensor bwc_pipeline_parallel_world_size bwc_tensor_model_parallel_rank "
+            "bwc_pipeline_parallel_world_size bwc_tensor_model_parallel_rank "
             "bwc_tensor_model_parallel_world_size"
         ),
         "engine.get_global_grad_norm()": (
@@ -192,10 +191,9 @@ _PACKAGES: Mapping[str, str] = {
     "torch.Tensor.pin_memory": "ops.pin_memory utils.pin_memory utils.pin_memory_tracker",
     _PIPELINE: "pipe runtime.pipe",
     _METRICS: "profiling utils.comms_logging utils.timer",
-    "activation_checkpointing in the config": (
-        "runtime.activation_checkpointing.config "
-        "runtime.activation_checkpointing.offload_activations"
-    ),
+    "activation_checkpointing in the config": "runtime.activation_checkpointing.config",
+    "activation_checkpointing.cpu_checkpointing in the config, or "
+    "torch.autograd.graph.save_on_cpu": "runtime.activation_checkpointing.offload_activations",
     "torch.nn.functional.cross_entropy": "runtime.chunked_cross_entropy",
     "data_efficiency in the config": (
         "runtime.data_pipeline.config runtime.data_pipeline.constants "
@@ -227,7 +225,7 @@ _PACKAGES: Mapping[str, str] = {
     "zero_optimization.zero_hpz_partition_size; DeepSpeed 0.19 has none either": (
         "runtime.zero.mics"
     ),
-    "torch.nn.Linear under stage 3": "runtime.zero.linear runtime.zero.tiling",
+    "torch.nn.Linear under stage 3": "runtime.zero.linear",
     "torch.nn.Module.named_parameters": "utils.debug",
     "rayzero's ConfigError, or ValueError": "utils.exceptions",
     "deepspeed.DeepSpeedConfig": "utils.config",

@@ -227,15 +227,21 @@ def initialize_deferred(rank: int, world: int, stage: int) -> dict[str, Tensor]:
         with GatheredParameters(model.twice.bias, modifier_rank=0):
             if rank == 0:
                 nn.init.constant_(model.twice.bias, 3.0)
+        with GatheredParameters(model.head.weight, modifier_rank=1):
+            nn.init.constant_(model.head.weight, float(rank))
     assert all(param.device.type == "meta" for param in model.parameters())
     with GatheredParameters([model.twice.weight, model.embed.weight], modifier_rank=0):
         if rank == 0:
             nn.init.constant_(model.twice.weight, 4.0)
     with Init(enabled=False):
         assert nn.Linear(1, 1).weight.device.type == "cpu"
+    with GatheredParameters([model.twice.weight, model.blocks[2].mix], modifier_rank=1):
+        if rank == 1:
+            nn.init.constant_(model.twice.weight, 5.0)
+            nn.init.constant_(model.blocks[2].mix, 6.0)
     with (
-        pytest.raises(EngineError, match="modifier_rank=0"),
-        GatheredParameters(model.twice.weight, modifier_rank=1),
+        pytest.raises(EngineError, match="allowed: 0 to 1"),
+        GatheredParameters(model.twice.weight, modifier_rank=2),
     ):
         pass
     return make_engine(stage, model).state_dict()
@@ -247,7 +253,9 @@ def test_init_context_equals_ordinary_construction(stage: int) -> None:
     expected = zoo.make_model()
     with torch.no_grad():
         expected.twice.bias.fill_(3.0)
-        expected.twice.weight.fill_(4.0)
+        expected.twice.weight.fill_(5.0)
+        expected.head.weight.fill_(1.0)
+        expected.blocks[2].mix.fill_(6.0)
     for name, tensor in expected.state_dict().items():
         assert torch.equal(state[name], tensor), name
 

@@ -199,7 +199,6 @@ def test_lr_is_that_of_the_first_group() -> None:
         ("AdamW", {"betas": [0.9]}, r"optimizer\.params\.betas\.1: "),
         ("AdamW", {"betas": [0.9, 1.0]}, r"optimizer\.params\.betas\.1: .*less than 1"),
         ("AdamW", {"foreach": True, "fused": True}, "params for AdamW: .*fused"),
-        ("AdamW", {"fp32_optimizer_states": False}, r"fp32_optimizer_states: refused"),
         ("SGD", {"nesterov": True}, "params for SGD: Nesterov"),
         ("Lamb", {"amsgrad": True}, r"params\.amsgrad: refused"),
         ("Muon", {"per_head_muon": True}, r"params\.per_head_muon: refused"),

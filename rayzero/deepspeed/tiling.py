@@ -1,0 +1,151 @@
+"""`deepspeed.zero.TiledLinear`: a linear layer of several, run one after the other.
+
+At stage 3 each tile can be a block of its own (`rayzero.unshard_modules: ["Linear"]`), of which one
+is gathered at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rayzero.deepspeed.runtime_utils import partition_uniform
+from rayzero.engine.api.params import GatheredParameters
+from rayzero.engine.errors import ConfigError
+
+
+class TiledLinear(nn.Module):
+    """`nn.Linear` as a grid of smaller ones, `linears[row][column]`: rows are parts of the output,
+    columns parts of the input. Those of the last column have the bias.
+
+    Args:
+        in_splits: columns.
+        out_splits: rows.
+        input_is_already_split: `forward` is given the parts of the input.
+        combine_out_splits: False: `forward` returns the parts of the output.
+        linear_cls: makes a tile; gets `options`, too.
+        init_linear: a layer whose values are copied.
+
+    Raises:
+        ConfigError: more splits than features, or fewer than one.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        in_splits: int = 1,
+        out_splits: int = 1,
+        input_is_already_split: bool = False,
+        combine_out_splits: bool = True,
+        linear_cls: Callable[..., nn.Module] = nn.Linear,
+        init_linear: nn.Linear | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
+        self.in_splits, self.out_splits = in_splits, out_splits
+        self.input_is_already_split = input_is_already_split
+        self.combine_out_splits = combine_out_splits
+        self.in_parts = _bounds("in", in_features, in_splits)
+        self.out_parts = _bounds("out", out_features, out_splits)
+        widths = [stop - start for start, stop in pairwise(self.in_parts)]
+        heights = [stop - start for start, stop in pairwise(self.out_parts)]
+        has_bias = [False] * (in_splits - 1) + [bias]
+        self.linears = nn.ModuleList(
+            nn.ModuleList(
+                linear_cls(width, height, bias=own_bias, **options)
+                for width, own_bias in zip(widths, has_bias, strict=True)
+            )
+            for height in heights
+        )
+        if init_linear is not None:
+            self.copy_params_from(init_linear)
+
+    def forward(self, input_: Any) -> Any:
+        parts = input_ if self.input_is_already_split else self._split(input_)
+        if len(parts) != self.in_splits:
+            raise ConfigError(
+                f"TiledLinear got an input of {len(parts)} parts",
+                allowed=f"in_splits={self.in_splits}",
+            )
+        outputs = [
+            self._sum([tile(part) for tile, part in zip(row, parts, strict=True)])
+            for row in self._rows
+        ]
+        return self._join(outputs) if self.combine_out_splits else outputs
+
+    @property
+    def _rows(self) -> list[list[Any]]:
+        return [list(cast(nn.ModuleList, row)) for row in self.linears]
+
+    def _split(self, value: Tensor) -> Sequence[Tensor]:
+        sizes = [stop - start for start, stop in pairwise(self.in_parts)]
+        return split_tensor_along_last_dim(value, sizes)
+
+    def _sum(self, terms: list[Any]) -> Any:
+        total: Tensor = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        return total
+
+    def _join(self, outputs: list[Any]) -> Any:
+        return torch.cat(outputs, dim=-1)
+
+    @torch.no_grad()
+    def copy_params_from(self, other: nn.Linear) -> None:
+        """Copies a layer's values, at stage 3 rank 0's. Collective there. Raises ConfigError if it
+        has another shape, or a bias that this has not, or the other way round."""
+        shape, expected = tuple(other.weight.shape), (self.out_features, self.in_features)
+        if shape != expected or (other.bias is not None) != self.use_bias:
+            raise ConfigError(
+                f"TiledLinear.copy_params_from() got a layer with a weight of {shape}, "
+                f"bias={other.bias is not None}",
+                allowed=f"a weight of {expected}, bias={self.use_bias}",
+            )
+        for row, rows in zip(self._rows, pairwise(self.out_parts), strict=True):
+            part = slice(*rows)
+            for tile, columns in zip(row, pairwise(self.in_parts), strict=True):
+                _copy(tile.weight, other.weight[part, slice(*columns)])
+            if self.use_bias:
+                _copy(row[-1].bias, other.bias[part])
+
+
+class TiledLinearReturnBias(TiledLinear):
+    """`TiledLinear` of layers that return (output, bias), as Megatron's do; it does so as well."""
+
+    def _sum(self, terms: list[Any]) -> Any:
+        biases = [bias for _, bias in terms if bias is not None]
+        return super()._sum([output for output, _ in terms]), biases[-1] if biases else None
+
+    def _join(self, outputs: list[Any]) -> Any:
+        biases = [bias for _, bias in outputs if bias is not None]
+        joined = super()._join([output for output, _ in outputs])
+        return joined, super()._join(biases) if biases else None
+
+
+def split_tensor_along_last_dim(
+    tensor: Tensor, partitions: list[int], contiguous_split_chunks: bool = False
+) -> tuple[Tensor, ...]:
+    """Its parts of these sizes, on request with memory of their own."""
+    parts: tuple[Tensor, ...] = torch.split(tensor, partitions, dim=-1)
+    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
+
+
+def _bounds(name: str, features: int, splits: int) -> list[int]:
+    if not 1 <= splits <= features:
+        raise ConfigError(
+            f"TiledLinear({name}_features={features}, {name}_splits={splits}) was given",
+            allowed=f"{name}_splits from 1 to {features}",
+        )
+    return partition_uniform(features, splits)
+
+
+def _copy(param: Any, value: Tensor) -> None:
+    with GatheredParameters(param, modifier_rank=0):
+        param.copy_(value)
