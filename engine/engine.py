@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -231,6 +232,23 @@ class Engine:
             EngineError: another rank failed. This rank's state may then be partly loaded.
         """
         return load_checkpoint(self._step, str(folder), tag, options)
+
+    @property
+    def step_is_due(self) -> bool:
+        """Whether a backward has run whose `step()` updates the weights, or counts a micro-step."""
+        tracker = self._step.tracker
+        return tracker.step_pending and not tracker.zeroed
+
+    @contextmanager
+    def clipping_to(self, max_norm: float) -> Iterator[None]:
+        """Within it `step()` clips to this L2 norm in place of the config's; 0: never."""
+        settings = self._step.settings
+        config = settings.config.model_copy(update={"gradient_clipping": max_norm})
+        self._step.settings = replace(settings, config=config)
+        try:
+            yield
+        finally:
+            self._step.settings = settings
 
     def train(self, mode: bool = True) -> Self:
         """Sets the model to training mode, or to evaluation mode."""

@@ -31,6 +31,15 @@ from rayzero.engine.comm.process_group import all_gather_objects
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import current_session
 from rayzero.engine.state.metadata import capture_rng, restore_rng
+from rayzero.workers.launch.scripted_steps import (
+    ScriptedSteps,
+    adapt_options,
+    brings_no_config,
+    check_prepare,
+    clipping_where_called,
+    follow_script,
+    in_job,
+)
 from rayzero.workers.session import JobSession
 
 _first: dict[str, int] = {}
@@ -44,6 +53,7 @@ def patch_accelerator(module: ModuleType) -> None:
     module.Accelerator.prepare = _continuing_prepare(module.Accelerator.prepare)
     module.Accelerator.save_state = _saving_once(module.Accelerator.save_state)
     module.Accelerator.load_state = _staying_load(module.Accelerator.load_state)
+    module.Accelerator.clip_grad_norm_ = clipping_where_called(module.Accelerator.clip_grad_norm_)
     skip = _skipping_from_place(module.skip_first_batches)
     for name in (module.__name__, "accelerate.data_loader", "accelerate"):
         vars(sys.modules[name])["skip_first_batches"] = skip
@@ -106,8 +116,13 @@ def _restored_step() -> int:
 def _adapting_init(init: Callable[..., None]) -> Callable[..., None]:
     @wraps(init)
     def adapting(self: Any, *args: Any, **options: Any) -> None:
+        if in_job():
+            adapt_options(options)
         init(self, *args, **options)
         plugin = self.state.deepspeed_plugin
+        self.rayzero_scripted = in_job() and plugin is not None and brings_no_config(options)
+        if self.rayzero_scripted and plugin.is_auto("gradient_clipping"):
+            plugin.deepspeed_config["gradient_clipping"] = 0.0
         if not _restored_step() or plugin is None:
             return
         _agree()
@@ -136,12 +151,16 @@ def _agree() -> None:
 def _continuing_prepare(prepare: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(prepare)
     def continuing(self: Any, *args: Any, **options: Any) -> Any:
+        if getattr(self, "rayzero_scripted", False):
+            check_prepare(args)
         result = prepare(self, *args, **options)
         session, plugin = current_session(), self.state.deepspeed_plugin
         models = [number for number, it in enumerate(args) if isinstance(it, nn.Module)]
         if not isinstance(session, JobSession) or plugin is None or not models or len(args) < 2:
             return result
         engine = result[models[0]]
+        if self.rayzero_scripted:
+            follow_script(self, engine, result)
         steps = engine.gradient_accumulation_steps()
         if not _first:
             ranks = dist.get_world_size()
@@ -150,7 +169,10 @@ def _continuing_prepare(prepare: Callable[..., Any]) -> Callable[..., Any]:
         session.divide_step(_first["batches"])
         loaders = [it for it, given in zip(result, args, strict=True) if _is_loader(given)]
         if loaders:
-            _set_place(loaders[0], _Place(engine.global_steps, len(loaders[0]), steps))
+            place = _Place(engine.global_steps, len(loaders[0]), steps)
+            if isinstance(scripted := self.deepspeed_engine_wrapped, ScriptedSteps):
+                place.check_stepped = scripted.check_stepped
+            _set_place(loaders[0], place)
         for schedule in filter(_is_ours, result):
             _continue_schedule(schedule, engine.global_steps)
         return result
@@ -176,12 +198,14 @@ class _Place:
         batches: of this rank, of an epoch.
         step_batches: of this rank, of a step.
         loaded_step: of the checkpoint that a script has loaded when it was entered again.
+        check_stepped: called before each batch but the first.
     """
 
     missed_steps: int
     batches: int
     step_batches: int
     loaded_step: int | None = None
+    check_stepped: Callable[[], None] = lambda: None
 
     def skipped_by_script(self, batches: int) -> int:
         """Of an epoch's batches, where the script asks for so many. It may have counted them on
@@ -227,7 +251,8 @@ def _continuing_iter(iterate: Callable[..., Iterator[Any]]) -> Callable[..., Ite
         if place is None:
             return iterate(self)
         batches = place.begin_epoch(skipped)
-        return _announce_batches(iterate(self) if batches == 0 else _rest(self, batches))
+        rest = iterate(self) if batches == 0 else _rest(self, batches)
+        return _announce_batches(rest, place.check_stepped)
 
     return continuing
 
@@ -248,9 +273,10 @@ def _skipping_from_place(skip: Callable[..., Any]) -> Callable[..., Any]:
     return skipping
 
 
-def _announce_batches(batches: Iterator[Any]) -> Iterator[Any]:
+def _announce_batches(batches: Iterator[Any], check_stepped: Callable[[], None]) -> Iterator[Any]:
     for batch in batches:
         yield batch
+        check_stepped()
         if (session := current_session()) is not None:
             session.on_phase("data")
 

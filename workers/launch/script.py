@@ -28,6 +28,7 @@ from rayzero.workers.context import Context
 from rayzero.workers.entrypoint import EntryPointError
 from rayzero.workers.launch.accelerated import patch_accelerator
 from rayzero.workers.launch.process_state import ProcessState, own_process_group
+from rayzero.workers.launch.scripted_steps import patch_partial_state
 from rayzero.workers.launch.trainer import patch_trainer
 from rayzero.workers.launch.tries import ScriptSettings, TryEndedError
 from rayzero.workers.session import JobSession
@@ -113,11 +114,14 @@ def _import_deepspeed() -> None:
 
 def _apply_settings(args: dict[str, Any], session: JobSession) -> None:
     """The stage and the config of the command line, where `initialize` and Accelerate look for
-    them if the script names none."""
+    them if the script names none. Accelerate, and Trainer over it, train at stage 0 without any."""
     stage, file = args["stage"], args["deepspeed_config"]
-    if stage is None and file is None:
-        return
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # they would use DDP; the device is the worker's
+    os.environ.setdefault("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "true")
+    if stage is None and file is None:
+        os.environ.setdefault("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
+        return
     config: dict[str, Any] = {}
     if file is not None:
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = file
@@ -203,6 +207,7 @@ def _check_exit(exited: SystemExit, target: str) -> None:
 
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "accelerate.accelerator": patch_accelerator,
+    "accelerate.state": patch_partial_state,
     "transformers.trainer": patch_trainer,
 }
 

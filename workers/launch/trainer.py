@@ -23,6 +23,7 @@ import torch.distributed as dist
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import current_session
 from rayzero.engine.state.metadata import capture_rng
+from rayzero.workers.launch.scripted_steps import in_job
 from rayzero.workers.launch.trainer_snapshot import (
     Recorder,
     TrainerSnapshot,
@@ -47,6 +48,7 @@ def patch_trainer(module: ModuleType) -> None:
     loaded = module.deepspeed_load_checkpoint
     module.deepspeed_load_checkpoint = _unless_ours(loaded, _keep_rng)  # type: ignore[attr-defined]
     trainer._load_best_model = _after_training(trainer._load_best_model)
+    trainer.evaluation_loop = _evaluating_before_training(trainer.evaluation_loop)
     arguments.__post_init__ = _adapting_batches(arguments.__post_init__)
 
 
@@ -191,6 +193,24 @@ def _after_training(load_best: Callable[[Any], None]) -> Callable[[Any], None]:
         load_best(self)
 
     return loading
+
+
+def _evaluating_before_training(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """`evaluation_loop`, also before `train` in a script without a DeepSpeed config: Trainer over
+    DeepSpeed refuses that below stage 3, where each rank has the whole model."""
+
+    @wraps(loop)
+    def evaluating(self: Any, *args: Any, **options: Any) -> Any:
+        is_own = not self.is_deepspeed_enabled or self.deepspeed is not None or self.args.deepspeed
+        if not in_job() or is_own or self.accelerator.state.deepspeed_plugin.zero_stage == 3:
+            return loop(self, *args, **options)
+        self.is_deepspeed_enabled = False
+        try:
+            return loop(self, *args, **options)
+        finally:
+            self.is_deepspeed_enabled = True
+
+    return evaluating
 
 
 _loaded_rng: dict[str, Any] = {}

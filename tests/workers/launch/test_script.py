@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -240,6 +242,30 @@ def test_accelerate_loop_that_resumed_from_a_checkpoint_goes_on_after_a_kill(
     assert read_rank(tmp_path / "killed", "rates") == [pytest.approx(it) for it in rates]
     assert weight_difference(accelerated, tmp_path / "killed") <= 1e-9
     assert checkpointed_steps(tmp_path / "killed/checkpoints", "checkpoint_") == [6, 12]
+
+
+@pytest.mark.parametrize("name", ["hf_trainer.py", "accelerated_loop.py"])
+def test_script_without_a_config_equals_ddp_and_goes_on_after_a_kill(name: str, tmp_path: Path):
+    """Neither says anything of DeepSpeed or of CPUs. The oracle is the script itself, under
+    torchrun, with torch's DDP."""
+    (tmp_path / "plain").mkdir()
+    script = [str(SCRIPTS / name), "--plain", "--out", str(tmp_path / "plain")]
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *script],
+        check=True,
+        timeout=500,
+        stderr=subprocess.DEVNULL,
+    )
+    run(tmp_path / "killed", name, "--plain", "--kill-at", "5")
+    check_continued(tmp_path, steps=12)
+    if name == "hf_trainer.py":
+        assert read_log(tmp_path / "killed") == read_log(tmp_path / "plain")
+        before = read(tmp_path / "killed", "before")  # it trains, in each entry
+        assert before == [pytest.approx(before[0])] * 3
+    else:
+        norms = read_rank(tmp_path / "plain", "norms")
+        assert max(norms) > 0.1
+        assert read_rank(tmp_path / "killed", "norms") == pytest.approx(norms, rel=1e-5)
 
 
 def checkpointed_steps(folder: Path, name: str) -> list[int]:

@@ -1,4 +1,5 @@
-"""Accelerate over a DeepSpeed config with a loop of its own; one of its ranks is killed once.
+"""Accelerate over a DeepSpeed config, or without one, with a loop of its own; one of its ranks is
+killed once. Without one it also runs by itself, under torchrun.
 
 Writes each sample that it trains on, its steps and its final weights to a folder.
 """
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--numbered", action="store_true", help="Accelerate names checkpoints")
     parser.add_argument("--resume", type=Path, help="a checkpoint of --save-at")
     parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--plain", action="store_true", help="no config; clips its gradients")
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--width", type=int, default=4)
@@ -57,11 +59,14 @@ def main() -> None:
     args = parser.parse_args()
     note(args.out, "entries", time.time())
     steps = 2 // int(os.environ["WORLD_SIZE"])  # of the first entry
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as `accelerate launch --use_deepspeed`
-    PartialState(cpu=True)  # without it, Accelerate counts one process where there is no GPU
-    plugin = DeepSpeedPlugin(zero_stage=args.stage, gradient_accumulation_steps=steps)
+    plugin = None
+    if not args.plain:
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as `accelerate launch --use_deepspeed`
+        PartialState(cpu=True)
+        plugin = DeepSpeedPlugin(zero_stage=args.stage, gradient_accumulation_steps=steps)
     numbered = ProjectConfiguration(str(args.out), automatic_checkpoint_naming=args.numbered)
     accelerator = Accelerator(
+        cpu="TORCHELASTIC_RUN_ID" in os.environ,  # torchrun's
         project_config=numbered,
         deepspeed_plugin=plugin,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
@@ -84,16 +89,20 @@ def main() -> None:
         rest = accelerator.skip_first_batches(loader, skipped) if epoch == begun else loader
         for rows, indices in rest:
             kills = os.environ["RANK"] == "1" and not (args.out / "killed").exists()
-            if kills and model.global_steps == args.kill_at:
+            if kills and args.kill_at == getattr(model, "global_steps", None):
                 kill_itself(args.out)
             time.sleep(0 if (args.out / "fast").exists() else args.pace_s)
-            note(args.out, "used", [time.time(), model.global_steps, indices.tolist()])
+            step = getattr(model, "global_steps", 0)
+            note(args.out, "used", [time.time(), step, indices.tolist()])
             with accelerator.accumulate(model):
                 accelerator.backward(model(rows).pow(2).mean())
+                if args.plain and accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                    note(args.out, "norms", float(norm))
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-            if accelerator.sync_gradients:
+            if accelerator.sync_gradients and hasattr(model, "global_steps"):
                 note(args.out, "steps", [time.time(), model.global_steps])
                 note(args.out, "rates", schedule.get_last_lr())
                 if model.global_steps == args.save_at:

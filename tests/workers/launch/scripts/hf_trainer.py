@@ -1,4 +1,5 @@
-"""transformers' Trainer over a DeepSpeed config; one of its ranks is killed once, while it trains.
+"""transformers' Trainer over a DeepSpeed config, or without one; one of its ranks is killed once,
+while it trains. Without one it also runs by itself, under torchrun.
 
 Writes each sample that it reads, its log and its final weights to a folder.
 """
@@ -93,6 +94,7 @@ parser.add_argument("--kill-at", type=int, default=-1)
 parser.add_argument("--best", action="store_true", help="the model of the first evaluation")
 parser.add_argument("--kill-best", choices=["before", "after"], help="that is loaded")
 parser.add_argument("--stage", type=int, default=2)
+parser.add_argument("--plain", action="store_true", help="no config")
 parser.add_argument("--resume", help="a checkpoint of Trainer's")
 parser.add_argument("--samples", type=int, default=24)
 parser.add_argument("--epochs", type=int, default=2)
@@ -111,14 +113,15 @@ sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_head": 2}
 sizes |= {"n_embd": options.width, "n_layer": options.layers}
 dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options.dropout)
 names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+config = {
+    **dict.fromkeys((*names, "gradient_clipping"), "auto"),
+    "zero_optimization": {"stage": options.stage},
+}
 trainer = KilledTrainer(
     model=Model(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0)).double(),
     args=TrainingArguments(
         str(OUT / "output"),
-        deepspeed={
-            **dict.fromkeys((*names, "gradient_clipping"), "auto"),
-            "zero_optimization": {"stage": options.stage},
-        },
+        deepspeed=None if options.plain else config,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2 // int(os.environ["WORLD_SIZE"]),  # of the first entry
         num_train_epochs=options.epochs,
@@ -133,7 +136,7 @@ trainer = KilledTrainer(
         greater_is_better=True if options.best else None,  # of the loss, which falls
         logging_steps=3,
         report_to=[],
-        use_cpu=True,
+        use_cpu=not options.plain or "TORCHELASTIC_RUN_ID" in os.environ,  # torchrun's
         disable_tqdm=True,
         remove_unused_columns=False,
         label_names=["labels"],
@@ -142,6 +145,8 @@ trainer = KilledTrainer(
     eval_dataset=Tokens(),
     callbacks=[Watch(options.kill_at)],
 )
+if options.plain and "TORCHELASTIC_RUN_ID" not in os.environ:  # there, ranks then train alone
+    note(OUT, "before", trainer.evaluate()["eval_loss"])
 trainer.train(options.resume)
 note(OUT, "weights", [value.tolist() for value in trainer.model.state_dict().values()])
 logged = [(it["step"], name, it[name]) for it in trainer.state.log_history for name in it]

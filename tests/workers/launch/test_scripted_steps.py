@@ -1,0 +1,106 @@
+"""The calls of an Accelerate script without a DeepSpeed config, against the same calls on plain
+torch; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import rayzero
+from rayzero.engine.errors import ConfigError
+from rayzero.workers.launch.scripted_steps import ScriptedSteps, adapt_options, check_prepare
+from tests.support.ranks import run_ranks
+
+ROWS = torch.randn(9, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(4, 2).double()
+
+
+def train(
+    model: Callable[[Tensor], Tensor],
+    steps: Any,
+    backward: Callable[[Tensor], Any],
+    clip: Callable[[float], Tensor],
+) -> list[float]:
+    """Steps with and without clipping; of two losses; of a loss's own backward; and gradients that
+    are dropped."""
+    norms = []
+    for number, row in enumerate(ROWS):
+        losses = [model(row).pow(2).sum()]
+        if number == 3:
+            losses.append(model(row).abs().sum())
+        for loss in losses:
+            if number == 4:
+                loss.backward()
+            else:
+                backward(loss)
+        if number == 5:
+            steps.zero_grad()
+            continue
+        if number in (1, 2, 6):
+            norms.append(float(clip(0.5 * number)))
+        steps.step()
+        steps.zero_grad()
+    steps.step()
+    return norms
+
+
+def compare(rank: int, world: int, stage: int) -> None:
+    plain = make_model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    expected = train(
+        plain,
+        optimizer,
+        torch.Tensor.backward,
+        lambda norm: nn.utils.clip_grad_norm_(plain.parameters(), norm),
+    )
+    model = make_model()
+    own = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    config = {"gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    engine = rayzero.initialize(model=model, optimizer=own, config=config)[0]
+    steps = ScriptedSteps(engine, SimpleNamespace(sync_gradients=True))
+    norms = train(engine, steps, steps.backward, lambda norm: steps.clip_and_step(norm, 2))
+    assert norms == pytest.approx(expected, rel=1e-6)
+    assert engine.global_steps == len(ROWS) - 1
+    for name, value in engine.module_state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-12)
+    with pytest.raises(ConfigError, match=r"(?s)norm_type=inf.*allowed: norm_type=2"):
+        steps.clip_and_step(1.0, float("inf"))
+    steps.backward(engine(ROWS[0]).sum())
+    with pytest.raises(
+        ConfigError, match=r"(?s)without optimizer.step\(\).*accelerator.accumulate"
+    ):
+        steps.check_stepped()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_calls_do_what_they_do_in_torch(stage: int) -> None:
+    run_ranks(0, compare, stage)
+
+
+def test_what_would_train_without_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)FSDP.*--stage 3"):
+        adapt_options({"fsdp_plugin": object()})
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+    with pytest.raises(ConfigError, match=r"(?s)Megatron-LM.*--stage 3"):
+        adapt_options({})
+
+
+def test_a_model_is_prepared_with_its_optimizer_and_loader() -> None:
+    model, loader = make_model(), DataLoader(list(ROWS))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    check_prepare([loader])
+    check_prepare([model, optimizer, loader])
+    with pytest.raises(ConfigError, match="without its optimizer and the DataLoader"):
+        check_prepare([model])
+    with pytest.raises(ConfigError, match="without the DataLoader"):
+        check_prepare([model, optimizer])
