@@ -142,7 +142,21 @@ class ConstructorRecorder(TorchDispatchMode):
         """The value of `tensor` after all recorded operations, as a new tensor. Raises ConfigError
         if it is not known."""
         with _disable_current_modes(), torch.no_grad():
-            return _real_view(tensor, self._replay_storages(tensor)).to(device)
+            real = self._replay_storages(tensor)
+            value = _real_view(tensor, real)
+            made_elsewhere = real.keys() - self._created_storages(tensor)
+            if made_elsewhere and value.is_floating_point() and value.isnan().any():
+                raise _no_values(tensor)
+            return value.to(device)
+
+    def _created_storages(self, tensor: Tensor) -> set[int]:
+        """Those of its value that were made while recording."""
+        operations = [self._operations[number] for number in self._dependencies(tensor)]
+        return {
+            key
+            for operation in operations
+            for key in _storage_keys(operation.outputs) - _storage_keys(operation.inputs)
+        }
 
     def _replay_storages(self, *tensors: Tensor) -> dict[int, Tensor]:
         """Real tensors by the storage of their meta tensors: those given, and what they needed."""
@@ -243,7 +257,14 @@ def _version(tensor: Tensor) -> int:
 
 
 def _replay_op(operation: _RecordedOp, real: dict[int, Tensor]) -> None:
-    """Runs an operation on real tensors and adds those it creates to `real`, by storage."""
+    """Runs an operation on real tensors and adds those it creates to `real`, by storage. What it
+    writes to, but was not made while recording, is NaN before: transformers makes resized
+    embeddings so, and writes all of their rows."""
+    for written in _written(operation.func, operation.args, operation.kwargs):
+        is_known = not is_unmaterialized(written) or storage_id(written) in real
+        if not is_known and written.is_floating_point():
+            numel = written.untyped_storage().nbytes() // written.dtype.itemsize
+            real[storage_id(written)] = torch.full((numel,), torch.nan, dtype=written.dtype)
     if any(_version(source) != version for source, version in operation.sources):
         raise ConfigError(
             f"{operation.func} was recorded inside zero_init with a tensor that has changed since",
@@ -277,14 +298,21 @@ def _storage_keys(tensors: Iterable[Tensor]) -> set[int]:
     return set(map(storage_id, tensors))
 
 
+def _no_values(meta: Tensor) -> ConfigError:
+    return ConfigError(
+        f"a tensor of shape {tuple(meta.shape)} on the meta device has no values, or not in all of "
+        "its elements",
+        allowed="tensors made inside zero_init or zero.Init, of models that have no engine yet",
+        fix="resize, replace or initialize parts of the model inside `with rayzero.zero_init():` "
+        "or `with deepspeed.zero.Init():`, as the model itself",
+    )
+
+
 def _real_view(meta: Tensor, real: dict[int, Tensor]) -> Tensor:
     """The real counterpart of a meta tensor: the same view of the real storage, of its dtype."""
     owner = real.get(storage_id(meta))
     if owner is None:
-        raise ConfigError(
-            f"a tensor of shape {tuple(meta.shape)} on the meta device has no values",
-            allowed="tensors made inside zero_init, of models that have no engine yet",
-        )
+        raise _no_values(meta)
     offset, size, stride = meta.storage_offset(), meta.size(), meta.stride()
     storage = owner.untyped_storage()
     view = torch.empty(0, dtype=meta.dtype).set_(storage, offset, size, stride)

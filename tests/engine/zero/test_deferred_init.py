@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import rayzero
+from rayzero.engine.api.params import GatheredParameters
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.zero import deferred_init
 from rayzero.engine.zero.deferred_init import Materializer, is_recorded, zero_init
@@ -348,3 +349,33 @@ def test_values_lost_to_the_meta_device_are_an_error() -> None:
     model.adapter.weight = nn.Parameter(model.adapter.weight.data.to(model.weight.device))
     with pytest.raises(ConfigError, match=r"moving Linear.weight there lost its values"):
         rayzero.initialize(model=model, optimizer=zoo.sgd, config={})
+
+
+def resize(model: nn.Module, device: str, rows: int) -> None:
+    """As transformers resizes embeddings under stage 3: the new ones are made where the old ones
+    are, outside of zero.Init, and written inside GatheredParameters."""
+    old, new = model[0], nn.Embedding(6, 3, device=device)
+    with GatheredParameters([old.weight]):
+        new.weight.data[-rows:, :] = old.weight.data.mean(0)[None, :].repeat(rows, 1)
+    with GatheredParameters([old.weight, new.weight], modifier_rank=0):
+        new.weight.data[:4, :] = old.weight.data[:4, :]
+    with GatheredParameters([old.weight, new.weight], modifier_rank=0):
+        old.weight, old.num_embeddings = new.weight, 6
+
+
+def test_embeddings_resized_before_initialize() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(4, 3))
+    resize(plain, "cpu", 2)
+    config = {"optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3}}
+    for rows in (2, 1):  # of the two new ones
+        torch.manual_seed(0)
+        with zero_init():
+            model = nn.Sequential(nn.Embedding(4, 3))
+        resize(model, "meta", rows)
+        if rows == 1:
+            with pytest.raises(ConfigError, match=r"\(6, 3\) on the meta .* not in all of"):
+                rayzero.initialize(model=model, config=config)
+            break
+        engine, *_ = rayzero.initialize(model=model, config=config)
+        assert torch.equal(engine.state_dict()["0.weight"], plain[0].weight)
