@@ -70,7 +70,9 @@ def restore_optimizer_metadata(
                     state[key] = _scalar_from_json(key, value, group, shard.weight.device)
         if saved and not keep_options:
             options = saved[0]["options"]
-            group.update({key: options[key] for key in options.keys() - KERNEL_OPTIONS})
+            for key in options.keys() - KERNEL_OPTIONS:
+                is_tuple = isinstance(group.get(key), tuple)  # which JSON does not have
+                group[key] = tuple(options[key]) if is_tuple else options[key]
 
 
 @contextmanager

@@ -67,7 +67,10 @@ def add_alias_modules() -> None:
         full = f"{_PACKAGE}.{name}"
         sys.modules[full] = module
         parent, _, child = full.rpartition(".")
-        setattr(sys.modules[parent], child, module)
+        # `deepspeed.utils.z3_leaf_module` is the function that the module of that name has.
+        home, _ = homes(parent.partition(f"{_PACKAGE}.")[2]).get(child, (_PACKAGE, child))
+        if home == _PACKAGE:
+            setattr(sys.modules[parent], child, module)
 
 
 def install() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from argparse import ArgumentParser
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rayzero import deepspeed
 from rayzero.deepspeed import (
     comm,
     estimates,
@@ -172,6 +174,15 @@ def test_accelerator_on_the_cpu() -> None:
         _ = device.create_op_builder
     with pytest.raises(ConfigError, match=r"compile\.backend"):
         device.set_compile_backend("eager")
+
+
+def test_a_module_and_a_function_of_one_name() -> None:
+    """`deepspeed.utils.z3_leaf_module` is the function, as in DeepSpeed."""
+    layer = nn.Linear(2, 2)
+    deepspeed.utils.set_z3_leaf_module(layer, True)
+    assert deepspeed.utils.z3_leaf_module(layer)
+    module = import_module("rayzero.deepspeed.utils.z3_leaf_module")
+    assert module.z3_leaf_module is deepspeed.utils.z3_leaf_module
 
 
 def test_expert_groups() -> None:

@@ -106,6 +106,7 @@ def load_into_trained_engine(rank: int, world: int, stage: int, folder: str) -> 
     other.load_checkpoint(folder, "a")
     train(other, range(2, 4))
     for loaded in (engine, other):
+        assert loaded.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
         actual = loaded.state_dict()
         assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
