@@ -45,9 +45,9 @@ def _stage(engine: Engine) -> Stage:
 
 
 def _offload(engine: Engine, name: str) -> Any:
-    """A section of offloading; None where it is off."""
-    section = getattr(_config(engine).zero_optimization, name)
-    return None if section.device == "none" else section
+    """A section of offloading; None where it is not given."""
+    zero = _config(engine).zero_optimization
+    return getattr(zero, name) if name in zero.model_fields_set else None
 
 
 GETTERS: dict[str, Callable[[Any], Any]] = {
@@ -66,7 +66,9 @@ GETTERS: dict[str, Callable[[Any], Any]] = {
     "zero_hpz_partition_size": _at("zero_optimization.zero_hpz_partition_size"),
     "zero_offload_optimizer": lambda engine: _offload(engine, "offload_optimizer"),
     "zero_offload_param": lambda engine: _offload(engine, "offload_param"),
-    "zero_use_cpu_optimizer": lambda engine: bool(_offload(engine, "offload_optimizer")),
+    "zero_use_cpu_optimizer": lambda engine: (
+        _config(engine).zero_optimization.offload_optimizer.device != "none"
+    ),
     "zero_cpu_offload": lambda engine: (
         _config(engine).zero_optimization.offload_optimizer.device == "cpu"
     ),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rayzero.engine.config import BatchSizes, EngineConfig, parse_config, resolve_batch_sizes
+from rayzero.engine.config.monitors import MonitorConfig
 from rayzero.engine.config.zero import ZeroConfig
 from rayzero.engine.errors import ConfigError, did_you_mean
 
@@ -141,6 +142,13 @@ class DeepSpeedConfig:
             "train_micro_batch_size_per_gpu": self.train_micro_batch_size_per_gpu,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
         }
+
+    @property
+    def monitor_config(self) -> MonitorConfig:
+        """The sections of monitors."""
+        return MonitorConfig(
+            **{name: getattr(self._config, name) for name in MonitorConfig.model_fields}
+        )
 
     @property
     def torch_autocast_dtype(self) -> torch.dtype | None:

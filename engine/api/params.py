@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -125,6 +125,8 @@ class GatheredParameters:
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         self._stack.__exit__(kind, *error)
         modified = self._modifier_rank is not None and kind is None
+        checked = [it for it in self._gathered if kind is None and not modified and it.is_checked]
+        written = [it for it in checked if it.is_written]
         if modified and self._planned and self._modifier_rank:  # rank 0's are taken anyway
             take_initial_values(self._planned, self._modifier_rank)
         for gathered in self._gathered:
@@ -135,6 +137,26 @@ class GatheredParameters:
             for engine in {gathered.engine for gathered in self._gathered}:
                 invalidate_gathered(engine)
         self._gathered.clear()
+        _check_unwritten(checked, written)
+
+
+def _check_unwritten(checked: Sequence[_GatheredParam], written: Sequence[_GatheredParam]) -> None:
+    """Raises EngineError on all ranks if any of them has written. Collective if there are any that
+    are `checked`."""
+    for engine in dict.fromkeys(it.engine for it in checked):
+        own = [it for it in written if it.engine is engine]
+        nothing = torch.zeros(0, dtype=torch.float64, device=engine.settings.device)
+        collectives = engine._step.runtime.collectives
+        (count,) = collectives.sum_scalars(nothing, [len(own)], name="sanity check")
+        if count:
+            raise EngineError(
+                f"{count:.0f} parameters were written to inside GatheredParameters without "
+                f"modifier_rank, {len(own)} of them on this rank: the ranks' values would differ, "
+                "and all are dropped",
+                allowed="writes by one rank, whose values the others get",
+                fix="GatheredParameters(..., modifier_rank=0); "
+                "zero_optimization.enable_sanity_checks: false drops them silently, as DeepSpeed",
+            )
 
 
 def _check_rank(engine: Engine, rank: int) -> None:
@@ -157,6 +179,18 @@ class _GatheredParam:
         if stored is not None and isinstance(stored.unit.weights, ShardedWeights):
             param.data = stored.gather_model_weights(param.dtype)
         self._before = param.data.clone() if keep else param.data
+        self._version = param.data_ptr(), param._version
+
+    @property
+    def is_written(self) -> bool:
+        """Whether an operation of torch has written to the parameter since."""
+        return self._version != (self.param.data_ptr(), self.param._version)
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether a write without `modifier_rank` is an error: where it would be lost."""
+        zero = self.engine.settings.config.zero_optimization
+        return zero.enable_sanity_checks and zero.stage == 3
 
     def restore(self) -> None:
         """To where it belongs now: its block may have been gathered or released meanwhile."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import combinations
 from typing import Any
 
 from rayzero.engine.config.compression import find_compression_conflicts
@@ -44,12 +43,21 @@ def is_in_force(document: Mapping[str, Any], path: str) -> bool:
     return last in ("enabled", "device", "deepcompile", "autoep_non_moe") or on
 
 
+def find_without_effect(config: EngineConfig) -> Iterator[str]:
+    """A line for every setting that DeepSpeed ignores where other keys have these values."""
+    zero = config.zero_optimization
+    if zero.offload_param.device != "none" and zero.stage != 3:
+        yield (
+            f"zero_optimization.offload_param has no effect at stage {zero.stage}, as in "
+            "DeepSpeed: weights are offloaded at stage 3 only, others use all of them all the time"
+        )
+
+
 def find_conflicts(config: EngineConfig) -> Iterator[str]:
     """A line for every contradiction between keys of a config, and what to change."""
     zero, fp16, autocast = config.zero_optimization, config.fp16, config.torch_autocast
-    enabled = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(config, name).enabled]
-    for first, second in combinations(enabled, 2):
-        yield f'{first} and {second}: both are enabled; "enabled": false in one of them'
+    if fp16.enabled and config.bf16.enabled:
+        yield 'fp16 and bf16: both are enabled; "enabled": false in one of them'
     if autocast.enabled and autocast.dtype == "fp32":
         yield 'torch_autocast.dtype: bf16 or fp16; for fp32 "torch_autocast": false'
     if config.data_types.grad_accum_dtype == "fp16" and not fp16.enabled:
@@ -68,8 +76,11 @@ def find_conflicts(config: EngineConfig) -> Iterator[str]:
                 f"fp16.initial_scale_power: from {-_MAX_SCALE_POWER} to {_MAX_SCALE_POWER}: it is "
                 "an exponent of 2"
             )
-        if not fp16.min_loss_scale:
+        if fp16.min_loss_scale <= 0:
             yield "fp16.min_loss_scale: more than 0: halving a scale never reaches 0"
+        for key in ("loss_scale_window", "hysteresis"):
+            if getattr(fp16, key) < 1:
+                yield f"fp16.{key}: 1 or more: it counts steps (seen: {getattr(fp16, key)})"
     if not config.rayzero.reduce_each_micro_step:
         micro_steps = config.gradient_accumulation_steps
         if zero.stage < 2 or micro_steps == 1:
@@ -80,15 +91,10 @@ def find_conflicts(config: EngineConfig) -> Iterator[str]:
             f"rayzero.overlap_weight_gather: false at stage {zero.stage}: updated weights are "
             "gathered at stages 1 and 2 only; stage 3 gathers each block before it is used"
         )
-    offload = "zero_optimization.offload"
-    if zero.offload_param.device != "none" and zero.stage != 3:
-        yield (
-            f"{offload}_param.device: model weights can be offloaded at stage 3 only; others use "
-            "all of them all the time"
-        )
     for section in ("offload_optimizer", "offload_param"):
         settings, path = getattr(zero, section), f"zero_optimization.{section}"
-        if settings.device == "nvme" and not settings.nvme_path:
+        is_used = section == "offload_optimizer" or zero.stage == 3
+        if is_used and settings.device == "nvme" and not settings.nvme_path:
             yield (
                 f"{path}.nvme_path: this key is required with {path}.device nvme: a folder on a "
                 "local disk"

@@ -22,10 +22,10 @@ class CompileConfig(ConfigSection):
     )
     backend: str = implemented("inductor", "torch.compile's backend")
     kwargs: dict[str, Any] = implemented({}, "torch.compile's other arguments, such as `dynamic`")
-    deepcompile: bool = refused(
+    deepcompile: bool = implemented(
         False,
-        "DeepCompile: ZeRO inside the compiled graph",
-        alternative="compile.enabled",
+        "taken as compile.enabled, which a line in the log says: torch.compile, without "
+        "DeepCompile's ZeRO inside the graph",
     )
     autoep_non_moe: bool = refused(False, "everything but experts is compiled")
     free_activation: bool = _deepcompile_pass("large activations are freed eagerly")
@@ -43,4 +43,10 @@ class CompileConfig(ConfigSection):
     sync_after_allgather: bool = _deepcompile_pass("the device is synchronized after a gather")
     keep_int_input_tensors: bool = _deepcompile(True, "integer inputs are kept for backward")
     keep_all_input_tensors: bool = _deepcompile_pass("all inputs are kept for backward")
-    passes: Any = _deepcompile(None, "DeepCompile's passes")
+    passes: Any = refused(
+        None,
+        "DeepCompile's passes",
+        "AutoSP and AutoTP split sequences and layers over ranks, which are all data-parallel",
+        alternative="zero_optimization.stage 3",
+        is_active=lambda passes: bool({"autosp", "autotp"} & {*map(str, passes or ())}),
+    )

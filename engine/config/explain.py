@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rayzero.engine.config.checks import DEFAULTS, is_in_force
+from rayzero.engine.config.checks import DEFAULTS, find_without_effect, is_in_force
 from rayzero.engine.config.keys import IMPLEMENTED, NO_OP, KeyStatus
 from rayzero.engine.config.model import FREE_FORM_SECTIONS, KEY_GROUPS, KEYS, EngineConfig
 from rayzero.engine.config.normalize import OLD_NAMES, SHORTHANDS, get_path
@@ -73,6 +73,8 @@ def log_explanation(parsed: ParsedConfig) -> None:
     if parsed.ignored:
         keys = ", ".join(f"{key:.60}" for key in parsed.ignored[:20])
         _warn_once(f"config: unknown keys are ignored, as DeepSpeed ignores them: {keys}")
+    for line in find_without_effect(parsed.config):
+        _warn_once(f"config: {line}")
     for path, how in parsed.provenance.items():
         _log_once(f"config: {path} is {repr_value(get_path(dump, path))} ({how})")
     idle = [

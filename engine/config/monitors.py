@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rayzero.engine.config.fields import ConfigSection, NonNegativeInt
+from rayzero.engine.config.fields import ConfigSection, NonNegativeInt, StrictModel
 from rayzero.engine.config.keys import implemented
 
 _JOB_NAME = "DeepSpeedJobName"
@@ -60,3 +60,17 @@ class CometConfig(ConfigSection):
     mode: Literal["get", "create", "get_or_create"] | None = implemented(
         None, "whether an experiment is continued, made, or either"
     )
+
+
+class MonitorConfig(StrictModel):
+    """All of them, as DeepSpeed's config object has them."""
+
+    tensorboard: TensorBoardConfig = TensorBoardConfig()
+    csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
+    wandb: WandbConfig = WandbConfig()
+    comet: CometConfig = CometConfig()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any of them is."""
+        return any(getattr(self, name).enabled for name in type(self).model_fields)

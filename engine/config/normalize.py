@@ -108,6 +108,9 @@ def normalize(document: dict[str, Any], mistakes: list[str]) -> dict[str, str]:
     for name in OLD_NAMES:
         _rename(document, name, provenance, mistakes)
     _resolve_auto(document, provenance, mistakes)
+    if get_path(document, "compile.deepcompile") is True:
+        _set_path(document, "compile.enabled", True)
+        provenance["compile.enabled"] = "compile.deepcompile: torch.compile without DeepCompile"
     return provenance
 
 
@@ -178,7 +181,7 @@ def _resolve_auto(
     document: dict[str, Any], provenance: dict[str, str], mistakes: list[str]
 ) -> None:
     if get_path(document, TOTAL_STEPS_PATH) == AUTO:
-        _pop_path(document, TOTAL_STEPS_PATH)
+        _set_path(document, TOTAL_STEPS_PATH, 1)  # the only mistake is that there is no job
         mistakes.append(
             f"{TOTAL_STEPS_PATH}: auto is the number of steps of a job (`steps:` in its job file), "
             "but this is no job; write the number (transformers and Accelerate fill it in)"

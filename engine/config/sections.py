@@ -11,11 +11,11 @@ from pydantic import BeforeValidator
 from rayzero.engine.config.fields import (
     ConfigSection,
     DtypeName,
+    FiniteFloat,
     Integer,
     NonNegativeFloat,
     NonNegativeInt,
     NonNegativeSize,
-    PositiveInt,
     name_validator,
 )
 from rayzero.engine.config.keys import Auto, implemented, no_op, refused
@@ -39,14 +39,15 @@ class Fp16Config(ConfigSection):
     )
     loss_scale: NonNegativeFloat = implemented(0.0, "static loss scale; 0: dynamic")
     initial_scale_power: Integer = implemented(16, "a dynamic scale starts at 2 to this power")
-    loss_scale_window: PositiveInt = implemented(
+    # Of a dynamic scale only, as the checks of the rest: DeepSpeed reads them there alone.
+    loss_scale_window: Integer = implemented(
         1000, "steps without overflow after which the scale is doubled"
     )
-    hysteresis: PositiveInt = implemented(2, "overflows tolerated before the scale is halved")
+    hysteresis: Integer = implemented(2, "overflows tolerated before the scale is halved")
     consecutive_hysteresis: bool = implemented(
         False, "a step without overflow resets the hysteresis"
     )
-    min_loss_scale: NonNegativeFloat = implemented(1.0, "lower bound of a dynamic scale")
+    min_loss_scale: FiniteFloat = implemented(1.0, "lower bound of a dynamic scale")
     fp16_master_weights_and_grads: bool = refused(
         False,
         "main weights and main grads in float16 too",
@@ -123,8 +124,8 @@ class DataTypesConfig(ConfigSection):
         "the dtype of the model's weights, whatever the precision",
         alternative="fp16 or bf16, or a model that was built in that dtype",
     )
-    buffer_dtype: DtypeName | None = refused(
-        None, "the dtype of the model's buffers", alternative="model.to, before initialize"
+    buffer_dtype: DtypeName | None = implemented(
+        None, "the dtype of the model's floating-point buffers; by default they keep their own"
     )
     keep_in_fp32_modules: str | tuple[str, ...] = refused(
         "auto",

@@ -99,11 +99,11 @@ class UnsupportedKeys(ConfigSection):
         "how a PipelineModule is split into stages",
         "DeepSpeed reads it for a PipelineModule only, which rayzero does not have",
     )
-    dataloader_drop_last: Any = refused(
+    dataloader_drop_last: Any = no_op(
         False,
         "the last, incomplete batch of an epoch is dropped",
-        "every sample is used once per epoch: a batch may extend into the next one",
-        alternative="a torch DataLoader of your own",
+        "no batch is incomplete: the last one of an epoch extends into the next, so that every "
+        "sample is used once per epoch",
         group="data",
     )
     hybrid_engine: Any = _refused_section(

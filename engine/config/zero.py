@@ -77,6 +77,11 @@ class OffloadOptimizerConfig(ConfigSection):
         0.8, "fraction of the cores for super_offload", "it only applies to super_offload"
     )
 
+    @property
+    def pipeline(self) -> bool:
+        """DeepSpeed's name for either of the two."""
+        return self.pipeline_read or self.pipeline_write
+
 
 class OffloadParamConfig(ConfigSection):
     """Where the shards of the model weights are kept between uses; stage 3 only."""
@@ -235,7 +240,11 @@ class ZeroConfig(ConfigSection):
     legacy_stage1: bool = no_op(
         False, "an older implementation of stage 1", "there is one; the result is the same"
     )
-    enable_sanity_checks: bool = no_op(False, "internal checks", "all checks are always on")
+    enable_sanity_checks: bool = implemented(
+        False,
+        "a write to a parameter inside GatheredParameters without modifier_rank is an error on all "
+        "ranks at stage 3; otherwise it is lost, as in DeepSpeed; all other checks are always on",
+    )
     save_muon_momentum_buffer_in_memory: bool = no_op(
         False, "Muon's momentum is not offloaded to NVMe", "it is kept with the optimizer state"
     )

@@ -79,7 +79,8 @@ def plan_offload(
     """Builds the stores of a checked config. Raises ConfigError if no file can be created in
     `nvme_path`."""
     transfer, section = make_transfer(device), config.offload_optimizer
-    on_host = transfer.separate_memory and config.offload_param.device != "none"  # model weights
+    offloads_weights = config.stage == 3 and config.offload_param.device != "none"
+    on_host = transfer.separate_memory and offloads_weights  # model weights
     on_device = transfer.separate_memory and not on_host
     device_store = DeviceStore(precision, device, separate_memory=on_host)
     store: StateStore = device_store

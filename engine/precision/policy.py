@@ -39,15 +39,23 @@ class Precision:
         scaler: the loss scale; the optimizer divides gradients by it.
         update_dtype: in which main weights are updated, and optimizer state is kept, where that is
             not the main weights' own.
+        buffer_dtype: of the model's floating-point buffers; None: their own.
+        autocast_device, autocast_dtype: of torch.autocast around forward; None: no autocast.
     """
 
     average_before_reduce: ClassVar[bool] = True
     scaler: LossScaler = NO_SCALER
     grad_dtype_override: torch.dtype | None = None
     update_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    autocast_device: str = "cpu"
+    autocast_dtype: torch.dtype | None = None
 
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
         return original
+
+    def dtype_of_buffer(self, original: torch.dtype) -> torch.dtype:
+        return self.buffer_dtype or original if original.is_floating_point else original
 
     def grad_dtype(self, original: torch.dtype) -> torch.dtype:
         """The dtype in which main grads are stored, communicated and summed."""
@@ -65,19 +73,17 @@ class Precision:
         return value
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.autocast_device, dtype=self.autocast_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutocastPrecision(Precision):
-    """torch.autocast: torch picks a dtype for each operation; `dtype` where 16 bits are safe."""
+    """torch.autocast over the model's own dtype: torch picks one for each operation, 16 bits where
+    they are safe."""
 
     average_before_reduce = False
-    device_type: str
-    dtype: torch.dtype
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device_type, dtype=self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,35 +135,35 @@ _AUTOCAST_RULES = Fp16Config(loss_scale_window=2000, hysteresis=1)
 
 def choose_precision(config: EngineConfig, device: torch.device) -> Precision:
     """The precision policy of a run; config parsing has refused unsupported combinations."""
-    fp16, autocast = config.fp16, config.torch_autocast
-    name = config.data_types.grad_accum_dtype
-    grad_dtype = None if name is None else _CONFIG_DTYPES[name]
+    fp16, autocast, types = config.fp16, config.torch_autocast, config.data_types
+    options: dict[str, Any] = {
+        "grad_dtype_override": _CONFIG_DTYPES.get(types.grad_accum_dtype or ""),
+        "buffer_dtype": _CONFIG_DTYPES.get(types.buffer_dtype or ""),
+    }
+    if autocast.enabled:
+        options |= {
+            "autocast_device": device.type,
+            "autocast_dtype": _CONFIG_DTYPES[autocast.dtype],
+        }
     if fp16.enabled:
         scaler: LossScaler = (
             FixedScaler(fp16.loss_scale) if fp16.loss_scale else DynamicScaler(fp16)
         )
         return MixedPrecision(
-            scaler=scaler,
-            grad_dtype_override=grad_dtype,
-            dtype=torch.float16,
-            input_casting=fp16.auto_cast,
+            scaler=scaler, dtype=torch.float16, input_casting=fp16.auto_cast, **options
         )
     if config.bf16.enabled and config.bf16.bf16_master_weights_and_grads:
         return Bf16MainPrecision(
-            grad_dtype_override=grad_dtype,
             dtype=torch.bfloat16,
             update_dtype=None if config.bf16.bf16_optimizer_states else torch.float32,
+            **options,
         )
     if config.bf16.enabled:
-        return MixedPrecision(grad_dtype_override=grad_dtype, dtype=torch.bfloat16)
+        return MixedPrecision(dtype=torch.bfloat16, **options)
     if autocast.enabled:
-        return AutocastPrecision(
-            scaler=DynamicScaler(_AUTOCAST_RULES) if autocast.dtype == "fp16" else NO_SCALER,
-            grad_dtype_override=grad_dtype,
-            device_type=device.type,
-            dtype=_CONFIG_DTYPES[autocast.dtype],
-        )
-    return Precision(grad_dtype_override=grad_dtype)
+        rules = DynamicScaler(_AUTOCAST_RULES) if autocast.dtype == "fp16" else NO_SCALER
+        return AutocastPrecision(scaler=rules, **options)
+    return Precision(**options)
 
 
 def clamp_to_dtype(value: float, dtype: torch.dtype) -> float:

@@ -172,9 +172,10 @@ def place_ungrouped(
     model: nn.Module, plans: Sequence[UnitPlan], context: BuildContext
 ) -> dict[str, Tensor]:
     """Moves frozen parameters with replicated weights, and buffers, to the device of the run, with
-    rank 0's values; the parameters also to its dtype, while a buffer keeps its own: rounded to 16
-    bits, rotary frequencies and running statistics would be other ones. Returns the parameters'
-    tensors, and those that belong to quantized ones, by name.
+    rank 0's values; the parameters also to its dtype, while a buffer keeps its own, unless the
+    config has `data_types.buffer_dtype`: rounded to 16 bits, rotary frequencies and running
+    statistics would be other ones. Returns the parameters' tensors, and those that belong to
+    quantized ones, by name.
     """
     in_units = {param for plan in plans for param in plan.params}
     ungrouped = {}
@@ -191,7 +192,8 @@ def place_ungrouped(
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             persistent = name not in module._non_persistent_buffers_set
-            module._buffers[name] = _replicate(buffer, context, buffer.dtype, loaded=persistent)
+            dtype = context.precision.dtype_of_buffer(buffer.dtype)
+            module._buffers[name] = _replicate(buffer, context, dtype, loaded=persistent)
     return ungrouped
 
 

@@ -75,6 +75,13 @@ _LEAVES = {
     ),
 }
 
+_OFFLOAD_CONFIG = {
+    "rayzero.engine.config.zero": (
+        "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig "
+        "DeepSpeedZeroOffloadParamConfig=OffloadParamConfig"
+    ),
+}
+
 WORKS: Mapping[str, Mapping[str, str]] = {
     "": {
         _HERE: (
@@ -118,6 +125,16 @@ WORKS: Mapping[str, Mapping[str, str]] = {
             "DEEPSPEED_ENVIRONMENT_NAME DEEPSPEED_ENVIRONMENT_PATHS DLTS_HOSTFILE EXPORT_ENVS"
         ),
     },
+    "monitor": {},
+    "monitor.config": {
+        "rayzero.engine.config.monitors": (
+            "CSVConfig=CsvMonitorConfig CometConfig DeepSpeedMonitorConfig=MonitorConfig "
+            "TensorBoardConfig WandbConfig"
+        ),
+        f"{_HERE}.typed_config": "DeepSpeedConfigModel get_monitor_config",
+    },
+    "monitor.csv_monitor": {f"{_HERE}.monitor_classes": "csvMonitor"},
+    "monitor.monitor": {f"{_HERE}.monitor_classes": "MonitorMaster csvMonitor"},
     "moe": {},
     "moe.layer": {},
     "moe.utils": {
@@ -232,14 +249,13 @@ WORKS: Mapping[str, Mapping[str, str]] = {
     },
     "runtime.zero": _ZERO,
     "runtime.zero.config": {
-        "rayzero.engine.config.zero": "DeepSpeedZeroConfig=ZeroConfig",
-        f"{_HERE}.typed_config": "OffloadDeviceEnum ZeroStageEnum get_zero_config",
+        **_OFFLOAD_CONFIG,
+        f"{_HERE}.typed_config": (
+            "DeepSpeedZeroConfig OffloadDeviceEnum ZeroStageEnum get_zero_config"
+        ),
     },
     "runtime.zero.offload_config": {
-        "rayzero.engine.config.zero": (
-            "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig "
-            "DeepSpeedZeroOffloadParamConfig=OffloadParamConfig"
-        ),
+        **_OFFLOAD_CONFIG,
         f"{_HERE}.typed_config": "OffloadDeviceEnum OffloadStateTypeEnum",
     },
     "runtime.zero.partition_parameters": {

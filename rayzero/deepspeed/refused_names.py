@@ -180,7 +180,9 @@ _PACKAGES: Mapping[str, str] = {
         "moe.ep_count moe.ep_experts moe.ep_kernels moe.ep_repack moe.ep_router "
         "moe.ep_tp_dispatch moe.experts moe.fused_expert_layout moe.mappings moe.sharded_moe"
     ),
-    "the config's sections tensorboard, csv_monitor, wandb, comet; engine.monitor": "monitor",
+    "the config's sections tensorboard, csv_monitor, wandb, comet; engine.monitor": (
+        "monitor.comet monitor.tensorboard monitor.utils monitor.wandb"
+    ),
     _KERNELS: (
         "git_version_info_installed ops.adam.multi_tensor_apply ops.aio ops.compile "
         "ops.deepspeed4science ops.fp_quantizer ops.gds ops.lion.multi_tensor_apply "

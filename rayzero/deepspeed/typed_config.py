@@ -10,10 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
+from rayzero.engine.config.monitors import MonitorConfig
+from rayzero.engine.config.normalize import normalize
+from rayzero.engine.config.parse import to_plain
 from rayzero.engine.config.sections import Bf16Config, Fp16Config
-from rayzero.engine.config.zero import ZeroConfig
+from rayzero.engine.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from rayzero.engine.errors import ConfigError
 
 ParamDict = Mapping[str, Any]
@@ -103,9 +106,34 @@ def load_ds_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
     return read
 
 
-def get_zero_config(param_dict: ParamDict) -> ZeroConfig:
+class DeepSpeedZeroConfig(ZeroConfig):
+    """The section `zero_optimization`, also with old names; a section of offloading that is not
+    given is None, and `overlap_comm` is DeepSpeed's default."""
+
+    offload_optimizer: OffloadOptimizerConfig | None = None  # type: ignore[assignment]
+    offload_param: OffloadParamConfig | None = None  # type: ignore[assignment]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _convert(cls, section: Any) -> Any:
+        mistakes = list[str]()
+        document = {"zero_optimization": to_plain(section, "zero_optimization")}
+        normalize(document, mistakes)
+        if mistakes:
+            raise ValueError("; ".join(mistakes))
+        current = document["zero_optimization"]
+        return {"overlap_comm": current.get("stage") == 3, **current}
+
+
+def get_zero_config(param_dict: ParamDict) -> DeepSpeedZeroConfig:
     """The section `zero_optimization`, checked."""
-    return ZeroConfig.model_validate(param_dict.get("zero_optimization", {}))
+    return DeepSpeedZeroConfig.model_validate(param_dict.get("zero_optimization", {}))
+
+
+def get_monitor_config(param_dict: ParamDict) -> MonitorConfig:
+    """The sections of monitors, checked."""
+    names = MonitorConfig.model_fields
+    return MonitorConfig.model_validate({name: param_dict.get(name, {}) for name in names})
 
 
 def get_bfloat16_config(param_dict: ParamDict) -> Bf16Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import rayzero
+from rayzero.deepspeed.monitor_classes import MonitorMaster, csvMonitor
 from rayzero.engine.api.config_reader import PATHS, DeepSpeedConfig
 from rayzero.engine.errors import ConfigError
 from tests.deepspeed.make_config_values import CONFIGS, FILE
@@ -54,6 +56,19 @@ def test_engine_reads_its_config() -> None:
     assert engine.communication_data_type is torch.bfloat16
     assert not engine.curriculum_learning_enabled()
     assert engine.checkpoint_tag_validation_enabled()
+
+
+def test_monitors_of_a_config(tmp_path: Path) -> None:
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    monitors = DeepSpeedConfig({"csv_monitor": section}).monitor_config
+    assert (monitors.enabled, monitors.wandb.enabled) == (True, False)
+    csvMonitor(monitors.csv_monitor).write_events([("Train/loss", 0.5, 4)])
+    MonitorMaster(monitors).write_events([("Train/lr", 0.1, 8)])
+    written = {file.name: file.read_text().split() for file in (tmp_path / "run").iterdir()}
+    assert written == {
+        "Train_loss.csv": ["step,loss", "4,0.5"],
+        "Train_lr.csv": ["step,lr", "8,0.1"],
+    }
 
 
 def test_batch_sizes_and_parallelism_are_checked() -> None:

@@ -25,6 +25,7 @@ from rayzero.deepspeed import (
 )
 from rayzero.deepspeed import runtime_utils as utils
 from rayzero.deepspeed.accelerator import get_accelerator
+from rayzero.deepspeed.lookup import resolve
 from rayzero.engine.config.model import SchedulerConfig
 from rayzero.engine.config.zero import ZeroConfig
 from rayzero.engine.errors import ConfigError
@@ -108,6 +109,20 @@ def test_typed_readers() -> None:
     assert list(fp16.dynamic_loss_scale_args().values()) == [256, 1000, 2, False, 1]
     assert typed_config.get_bfloat16_config(precision).enabled
     assert not typed_config.get_bfloat16_config({"bf16": {}, "bfloat16": {"enabled": True}}).enabled
+    zero = typed_config.DeepSpeedZeroConfig  # what follows is DeepSpeed 0.19.8's
+    assert (zero().offload_optimizer, zero().offload_param, zero().overlap_comm) == (None,) * 2 + (
+        False,
+    )
+    assert zero(stage=3).overlap_comm
+    assert zero(cpu_offload=True).offload_optimizer.device == "cpu"
+    assert zero(cpu_offload_param=True).offload_param.device == "cpu"
+    assert zero(cpu_offload_use_pin_memory=True).cpu_offload_use_pin_memory
+    assert zero(offload_optimizer={"device": "none"}).offload_optimizer.device == "none"
+    fp16_save = zero(stage3_gather_fp16_weights_on_model_save=True)
+    assert fp16_save.gather_16bit_weights_on_model_save
+    optimizer = resolve("runtime.zero.config", "DeepSpeedZeroOffloadOptimizerConfig")
+    assert optimizer(pipeline_read=True).pipeline
+    assert not optimizer().pipeline
     typed: Any = ZeroConfig.model_validate({"stage3_param_persistence_threshold": 7})
     assert (typed.param_persistence_threshold, hasattr(typed, "persistence")) == (7, False)
 

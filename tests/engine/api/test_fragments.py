@@ -220,6 +220,37 @@ def test_gathered_parameters(stage: int, low: bool) -> None:
     run_ranks(2, modify_gathered, stage, low)
 
 
+def write_without_modifier(rank: int, world: int) -> list[str]:
+    """What each of two engines tells this rank, of which rank 1 writes."""
+    told = []
+    for checks in (False, True):
+        model = zoo.make_model()
+        zero = {"stage": 3, "enable_sanity_checks": checks}
+        config = {"train_batch_size": 2, "optimizer": {"type": "SGD"}, "zero_optimization": zero}
+        engine, *_ = rayzero.initialize(model=model, config=config)
+        before = tensor_fragments.safe_get_full_fp32_param(model.embed.weight)
+        try:
+            with GatheredParameters([model.embed.weight, model.blocks[0].up.weight]):
+                if rank == 1:
+                    torch.nn.init.zeros_(model.embed.weight)
+            told.append("")
+        except EngineError as error:
+            told.append(str(error).partition("\n")[0])
+        assert torch.equal(tensor_fragments.safe_get_full_fp32_param(model.embed.weight), before)
+        with GatheredParameters([model.embed.weight]):
+            assert torch.equal(model.embed.weight, before), "read only is no error"
+        assert engine.global_steps == 0
+    return told
+
+
+def test_writes_without_modifier_rank_are_lost_or_an_error_on_all_ranks() -> None:
+    """As in DeepSpeed 0.19.8, by `enable_sanity_checks`."""
+    for rank, told in enumerate(run_ranks(2, write_without_modifier)):
+        assert told[0] == ""
+        assert told[1].startswith("1 parameters were written to inside GatheredParameters")
+        assert f"{rank} of them on this rank" in told[1]
+
+
 def initialize_deferred(rank: int, world: int, stage: int) -> dict[str, Tensor]:
     """Builds a model on the meta device and sets weights before the engine exists."""
     with Init(dtype=torch.float32, config_dict_or_path={}):

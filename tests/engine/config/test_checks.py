@@ -9,6 +9,7 @@ import pytest
 from rayzero.engine.compression.codecs import CODECS
 from rayzero.engine.config import EngineConfig, parse_config
 from rayzero.engine.config.compression import NEED_ERROR_FEEDBACK
+from rayzero.engine.config.explain import log_explanation
 from rayzero.engine.config.parse import parse_with_provenance
 from rayzero.engine.config.sections import Bf16Config, Fp16Config
 from rayzero.engine.errors import ConfigError
@@ -36,9 +37,7 @@ def test_codecs_that_need_error_feedback() -> None:
     ("document", "message"),
     [
         ({"fp16": True, "bf16": True}, "fp16 and bf16: both are enabled"),
-        ({"torch_autocast": True, "bf16": True}, "bf16 and torch_autocast: both are enabled"),
         ({"torch_autocast": {"enabled": True, "dtype": "float"}}, r"dtype: bf16 or fp16"),
-        ({ZERO: {"stage": 2, "offload_param": True}}, r"offload_param\.device: .* stage 3 only"),
         ({ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}}, r"param\.nvme_path: this key"),
         ({ZERO: {"offload_optimizer": {"device": "nvme"}}}, r"nvme_path: this key is required"),
         ({"data_types": {"grad_accum_dtype": "fp16"}}, "grad_accum_dtype: fp32 or bf16 without"),
@@ -50,6 +49,11 @@ def test_codecs_that_need_error_feedback() -> None:
             "grads: with bf16.bf16_optimizer_states, or with",
         ),
         ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "min_loss_scale: more than 0"),
+        ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "loss_scale_window: 1 or more"),
+        (
+            {"compile": {"deepcompile": True, "passes": ["autosp"]}},
+            "compile.passes: refused: AutoSP",
+        ),
         ({ZERO: {"stage": 2, "zero_quantized_weights": True}}, "weights: at .* every rank holds"),
         ({ZERO: {"stage": 1, "zero_hpz_partition_size": 2}}, "size: at .* every rank holds all"),
         (
@@ -72,7 +76,11 @@ def test_conflicts_are_errors(document: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     "document",
     [
-        {"fp16": {"enabled": True, "loss_scale": 8, "min_loss_scale": 0}},
+        {"fp16": {"enabled": True, "loss_scale": 8, "min_loss_scale": 0, "hysteresis": 0}},
+        {"fp16": {"enabled": False, "min_loss_scale": -1, "loss_scale_window": 0}},
+        {"torch_autocast": True, "bf16": True},
+        {ZERO: {"stage": 2, "offload_param": {"device": "nvme"}}},
+        {"dataloader_drop_last": True, "data_types": {"buffer_dtype": "bf16"}},
         {"fp16": False, "bf16": True, "torch_autocast": {"enabled": False, "dtype": "fp32"}},
         {ZERO: {"stage": 3, "offload_param": {"device": "cpu"}}},
         {ZERO: {"stage": 1, "offload_param": {"device": "none"}}},
@@ -81,6 +89,16 @@ def test_conflicts_are_errors(document: dict[str, Any], message: str) -> None:
 )
 def test_configs_without_conflict_are_accepted(document: dict[str, Any]) -> None:
     parse_config(document)
+
+
+def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        log_explanation(parse_with_provenance({ZERO: {"stage": 2, "offload_param": True}}))
+        compiled = parse_with_provenance({"compile": {"deepcompile": True}})
+        log_explanation(compiled)
+    assert compiled.config.compile.enabled
+    assert "offload_param has no effect at stage 2" in caplog.text
+    assert "compile.enabled is True (compile.deepcompile: torch.compile without" in caplog.text
 
 
 def test_config_objects_are_checked() -> None:

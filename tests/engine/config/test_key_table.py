@@ -148,10 +148,7 @@ def test_refused_keys_are_accepted_if_disabled(path: str) -> None:
         ({"aio": {"use_gds": True}}, r"aio\.use_gds: refused"),
         ({"weight_quantization": {"num_bits": 8}}, "weight_quantization: refused"),
         ({"nebula": {"persistent_storage_path": "x"}}, "nebula: refused"),
-        (
-            {"datastates_ckpt": {}, "compile": {"deepcompile": True}},
-            r"deepcompile: refused.*use compile.enabled",
-        ),
+        ({"sparse_attention": {"mode": "fixed"}}, "use torch.nn.attention.flex_attention"),
         ({"checkpoint": {"use_node_local_storage": True}}, "a URL of an object store"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import rayzero
 from rayzero.engine.errors import ConfigError
@@ -109,5 +109,26 @@ def test_invalid_autocast_settings():
 
     with pytest.raises(ConfigError, match=r"torch_autocast\.dtype"):
         build(torch_autocast={"enabled": True, "dtype": "fp32"})
-    with pytest.raises(ConfigError, match="bf16 and torch_autocast"):
-        build(torch_autocast={"enabled": True}, bf16={"enabled": True})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_autocast_of_16_bit_weights_and_a_dtype_of_buffers(stage):
+    """DeepSpeed takes both; it keeps buffers as they are unless the config says their dtype."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    engine, *_ = rayzero.initialize(
+        model=model,
+        config={
+            "bf16": {"enabled": True},
+            "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+            "data_types": {"buffer_dtype": "bf16"},
+            "optimizer": {"type": "SGD"},
+            "zero_optimization": {"stage": stage},
+        },
+    )
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert model[1].running_var.dtype is torch.bfloat16
+    assert model[1].num_batches_tracked.dtype is torch.int64
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    engine(torch.ones(8, 4).bfloat16())
+    assert seen == [True]

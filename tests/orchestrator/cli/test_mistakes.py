@@ -123,10 +123,6 @@ ENGINES: list[tuple[dict[str, Any] | str, tuple[str, ...]]] = [
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
         ("zero_optimization.offload_optimizer.nvme_path", "a folder on a local disk"),
     ),
-    (
-        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-        ("zero_optimization.offload_param.device", "stage 3 only"),
-    ),
     ({"tensor_parallel": {"autotp_size": 4}}, ("tensor_parallel: refused", "stage 3")),
     ({"amp": {"enabled": True}}, ("amp: refused", "use bf16, fp16 or torch_autocast")),
     ('{"train_batch_size": NaN}', ("train_batch_size: a finite number was expected",)),
