@@ -100,7 +100,7 @@ class StepLoader:
         if not getattr(self._session, "replays_epochs", False):
             return self._iterate(None)
         end = self._script_cursor = self._script_epoch_end()
-        left = end - self._micro_batches.next_place[0]
+        left = end - self._micro_batches.next_place()[0]
         self.progress.script_lag = -left if left <= 0 else None
         left = max(0, left)
         return self._iterate(left // self.progress.global_batch)
@@ -124,7 +124,7 @@ class StepLoader:
     def until(self, step: int) -> Iterator[Any]:
         """The remaining micro-batches until `progress.step` is `step`."""
         _check_count(f"loader.until({step!r})", step)
-        ahead = self._micro_batches.next_place[0] - self.progress.sample_cursor
+        ahead = self._micro_batches.next_place()[0] - self.progress.sample_cursor
         finished = self.progress.step + ahead // self.progress.global_batch
         yield from self.steps(max(0, step - finished))
 
@@ -137,7 +137,7 @@ class StepLoader:
         """
         _check_count(f"loader.epochs({count!r})", count)
         previous = None
-        while (cursor := self._micro_batches.next_place[0]) < count * self._order.length:
+        while (cursor := self._micro_batches.next_place()[0]) < count * self._order.length:
             epoch = cursor // self._order.length
             if cursor == previous:
                 raise EngineError(

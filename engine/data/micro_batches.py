@@ -83,7 +83,7 @@ class MicroBatches:
         self._current: YieldedBatch | None = None  # has had a backward, and no step()
         self._trained: YieldedBatch | None = None  # the last one that was trained on
         self._read_to_end = False  # the last iteration yielded all of its micro-batches
-        self._promised: YieldedBatch | None = None  # a newer iteration began behind it
+        self._promised: YieldedBatch | None = None  # a newer iteration begins behind it
         self._took_by_order = False  # a backward's micro-batch was not known by its tensors
         self._other_weight: float | None = None  # of another engine's loader, as in a GAN
 
@@ -94,10 +94,8 @@ class MicroBatches:
         leave out of that). It begins at what was not trained on; but behind that, if the last
         iteration was read to its end and its last batch is still held: the loop has read ahead."""
         with self._lock:
-            cursor, done = self.next_place
-            if self._is_ahead:
-                self._promised = self._untrained[-1]
-            else:
+            cursor, done = self.next_place()
+            if not self._is_ahead:
                 while self._untrained and self._untrained[-1] is not self._current:
                     self._untrained.pop()
             self._read_to_end = False
@@ -120,11 +118,12 @@ class MicroBatches:
         with self._lock:
             self._read_to_end = iteration == self._iteration
 
-    @property
     def next_place(self) -> tuple[int, int]:
-        """Where the next iteration begins."""
+        """Where the next iteration begins. Behind what was not trained on, if the loop is ahead: it
+        is an error then if it ends without."""
         if self._is_ahead:
-            return self._behind(self._untrained[-1])
+            self._promised = self._untrained[-1]
+            return self._behind(self._promised)
         last = self._current or self._trained
         if last is not None and last.position[0] == self.progress.sample_cursor:
             return self._behind(last)
@@ -223,27 +222,33 @@ class MicroBatches:
     def check_end(self) -> None:
         """The training loop has ended. Raises EngineError if micro-batches were left out that only
         their order could tell, because those after them had the wrong weights; or if a newer
-        iteration left them out, because it began behind them. Warns if the loop ended in
-        the middle of a step."""
-        last, self._trained = self._current or self._trained, None  # told once
-        if last is not None and (last is self._current or not last.is_last):
-            step = "its step() is missing" if last is self._current else "its step is not finished"
+        iteration left them out, because it began behind them. Warns if others were left out that
+        the loop had read, or if it ended in the middle of a step."""
+        current = self._current
+        last = current or self._trained
+        if last is not None and (last is current or not last.is_last):
+            step = "its step() is missing" if last is current else "its step is not finished"
             log.warning("the training loop ended with %s: %s, its gradient is lost", last, step)
         # Without the lock, which the garbage collector may interrupt; a copy is one call of C code.
-        untrained = list(self._untrained)
-        promised = self._promised
+        left_out = [it for it in list(self._untrained) if it is not current]
         shifted = self._read_to_end and self._took_by_order
-        behind = promised is not None and promised in untrained
-        self._took_by_order, self._promised = False, None  # told once
-        if not untrained or not (shifted or behind):
+        behind = self._promised in left_out
+        was_read = self._read_to_end
+        self._trained = self._promised = None  # told once
+        self._took_by_order = self._read_to_end = False
+        if not (left_out and (was_read or behind)):
             return
-        raise EngineError(
-            f"the loader yielded {len(untrained)} micro-batches more than the loop trained on "
-            f"(step() was called for {self.progress.step} steps)",
+        count = f"{len(left_out)} micro-batch{'es' * (len(left_out) != 1)}"
+        error = EngineError(
+            f"the loader yielded {count} more than the loop trained on (step() was called for "
+            f"{self.progress.step} steps)",
             allowed=_CONTRACT,
             fix="engine.step() after the backward of every micro-batch, and no batch left out: "
-            "filter the dataset instead",
+            "filter the dataset, or end the training with loader.until(step)",
         )
+        if shifted or behind:
+            raise error
+        log.warning("%s", error)
 
     def warn_at_end(self) -> None:
         """`check_end`, where no caller is left to be told."""

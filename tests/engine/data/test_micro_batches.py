@@ -211,7 +211,31 @@ def test_a_batch_left_out_of_copied_tensors_is_an_error_at_the_end() -> None:
     for turn, batch in enumerate(loop.loader.until(STEPS)):
         if turn != 5:
             loop.train(batch, copied=True)
-    with pytest.raises(EngineError, match="yielded 1 micro-batches more than the loop trained on"):
+    with pytest.raises(EngineError, match="yielded 1 micro-batch more than the loop trained on"):
+        loop.engine.check_loop()
+
+
+def test_a_last_batch_that_is_left_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(train_micro_batch_size_per_gpu=BATCH)
+    for turn, batch in enumerate(loop.loader.until(STEPS)):
+        if turn != STEPS - 1:
+            loop.train(batch)
+    with caplog.at_level(logging.WARNING):
+        loop.engine.check_loop()
+    assert "yielded 1 micro-batch more than the loop trained on" in caplog.text
+    loop.assert_plain(STEPS - 1)
+
+
+def test_a_last_batch_that_is_read_and_left_for_a_loop_that_ends_is_an_error() -> None:
+    """The second loop takes it for one that the first has yet to train on."""
+    loop = Loop(train_micro_batch_size_per_gpu=BATCH)
+    for again in (False, True):
+        for _ in loop.loader.epochs(1):
+            for turn, batch in enumerate(list(loop.loader)):
+                if turn == SAMPLES // BATCH - 1 and not again:
+                    break
+                loop.train(batch)
+    with pytest.raises(EngineError, match="yielded 1 micro-batch more than the loop trained on"):
         loop.engine.check_loop()
 
 
