@@ -62,7 +62,7 @@ def check_entrypoint(entrypoint: str, folder: str, *, only_here: bool) -> None:
 def check_module(module: str, folder: str) -> None:
     """Raises EntryPointError if a module that is run as `__main__`, on this machine, does not
     exist."""
-    if _source_in(folder, module) is not None:
+    if source_in(folder, module) is not None:
         return
     if missing := _missing_part(folder, module, only_here=True):
         raise EntryPointError(
