@@ -6,10 +6,12 @@ const selected = new Set();
 const order = { column: null, descending: false };
 let listed = null; // the arguments of showJobs
 
+const isBad = (job) => job.state === "failed" || job.state === "unreadable";
+
 function stateBadge(job, at) {
   const badge = element("span", { class: "state small", "data-state": job.state }, job.state);
   const silent = at - job.at_s;
-  if (FINAL.includes(job.state) || silent < STALE_S) return [badge];
+  if (FINAL.includes(job.state) || isBad(job) || silent < STALE_S) return [badge];
   return [badge, " ", element("span", { class: "quiet" }, `no news for ${duration(silent)}`)];
 }
 
@@ -21,7 +23,7 @@ function shareBar(share) {
 
 function nameOf(job) {
   const link = element("a", { href: `#/job/${encodeURIComponent(job.name)}`, "data-focus": `job ${job.name}` }, job.name);
-  return [link, ...(job.error ? [element("span", { class: job.state === "failed" ? "error" : "remark" }, job.error)] : [])];
+  return [link, ...(job.error ? [element("span", { class: isBad(job) ? "error" : "remark" }, job.error)] : [])];
 }
 
 const timeLeft = (job) => (FINAL.includes(job.state) || !known(job.remaining_s) ? [] : [element("span", { class: "quiet" }, ` ${duration(job.remaining_s)} left`)]);
