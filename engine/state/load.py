@@ -154,11 +154,12 @@ def _find_absent(
 
 
 def _model_tensors(model: nn.Module, runtime: ZeroRuntime) -> dict[str, LogicalTensor]:
-    """Every weight and buffer of the model, on whichever rank."""
+    """Every weight and buffer of the model, on whichever rank. Not a frozen parameter that the
+    model got after `initialize`: it is in no state, and keeps the values that the script gave."""
     tensors = {
         f"weights/{name}": _logical(param.dtype, param.shape)
         for name, param in model.named_parameters()
-        if not is_wrapper(param)
+        if param.requires_grad and not is_wrapper(param)
     }
     for name, value in runtime.ungrouped_params.items():
         tensors[f"weights/{name}"] = _logical(value.dtype, value.shape)

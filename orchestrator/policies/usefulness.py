@@ -70,8 +70,8 @@ class EqualLosses:
 
 
 NO_STEP_OF_SCRIPT = (
-    "the script ended without a step: rayzero trains what `initialize`, Trainer.train or "
-    "Accelerator.prepare of a model over a DeepSpeed config (--stage N gives one) hands out"
+    "the script ended without a step: rayzero trains the engine of `initialize`, and the models of "
+    "Trainer.train and Accelerator.prepare; a loop of plain torch trains on each rank alone"
 )
 
 

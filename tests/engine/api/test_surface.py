@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,13 +199,17 @@ def test_batch_size_can_change_between_steps() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_parameters_that_come_later_are_refused_unless_frozen(stage: int) -> None:
+def test_parameters_that_come_later_are_refused_unless_frozen(stage: int, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     config = {"train_batch_size": 2, "zero_optimization": {"stage": stage}}
     engine, *_ = rayzero.initialize(model=model, config=config)
     model.frozen = nn.Linear(1, 1).requires_grad_(False)
+    values = [param.clone() for param in model.frozen.parameters()]
     x = torch.ones(2, 3)
     assert engine(x).shape == (2, 1)
+    engine.save_checkpoint(str(tmp_path))
+    engine.load_checkpoint(str(tmp_path))  # they are in no state, and stay as they are
+    assert all(map(torch.equal, model.frozen.parameters(), values))
     other, *_ = rayzero.initialize(model=(late := nn.Sequential(nn.Linear(3, 1))), config=config)
     late.head = nn.Linear(1, 1)
     with pytest.raises(EngineError, match=r"had not at `initialize`: head.weight, head.bias"):
