@@ -15,7 +15,7 @@ from rayzero.engine.checkpoint.catalogue import (
 )
 from rayzero.engine.checkpoint.format import step_folder_name
 from rayzero.engine.checkpoint.manifest import RankFile, make_manifest
-from rayzero.engine.checkpoint.store import join_url
+from rayzero.engine.checkpoint.store import is_remote, join_url, local_path
 from rayzero.engine.checkpoint.verify import mark_damaged
 from rayzero.engine.checkpoint.writer import commit_checkpoint
 from rayzero.engine.errors import ConfigError, EngineError
@@ -167,11 +167,22 @@ class CheckpointStore:
         newest = self._newest_usable(checkpoints)
         if newest is not None:
             return newest
-        if checkpoints or not ("://" in path or Path(path).exists()):
-            problem = checkpoints[-1].problem if checkpoints else "there is no such folder"
-            raise ConfigError(
-                f"checkpoint.resume: {path!r} cannot be resumed from: {problem}",
-                allowed="auto, never, or a checkpoint's folder: a path or a URL",
-                fix="checkpoint.resume in the job file",
-            )
+        check_resume_exists(path)
+        if checkpoints:
+            raise _resume_error(path, checkpoints[-1].problem)
         return CheckpointRef(0, path)
+
+
+def check_resume_exists(resume: str) -> None:
+    """Raises ConfigError if `checkpoint.resume` is a path that does not exist."""
+    is_path = resume not in ("auto", "never", "scratch") and not is_remote(resume)
+    if is_path and not Path(local_path(resume)).exists():
+        raise _resume_error(resume, "there is no such folder")
+
+
+def _resume_error(path: str, problem: str) -> ConfigError:
+    return ConfigError(
+        f"checkpoint.resume: {path!r} cannot be resumed from: {problem}",
+        allowed="auto, never, or a checkpoint's folder: a path or a URL",
+        fix="checkpoint.resume in the job file",
+    )

@@ -144,7 +144,7 @@ def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: 
     from rayzero.orchestrator.cluster.local_cluster import LocalCluster
     from rayzero.orchestrator.console import console_for
     from rayzero.orchestrator.errors import JobStoppedError
-    from rayzero.orchestrator.job.entrypoint_check import check_entrypoint, check_module
+    from rayzero.orchestrator.job.early_checks import check_early
     from rayzero.orchestrator.job.stop_signals import StopSignals, wait_stoppable
     from rayzero.orchestrator.plan import forked_worker_env
 
@@ -155,9 +155,7 @@ def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: 
             console.start(spec.name, spec.steps)
             local = None
             if head_address(address).text in ("", "local"):
-                check_entrypoint(spec.entrypoint, os.getcwd(), only_here=True)
-                if spec.launch is not None and spec.launch.module is not None:
-                    check_module(spec.launch.module, os.getcwd())
+                check_early(spec, os.getcwd())
                 console.await_next("starting Ray on this machine")
                 local = LocalCluster(forked_worker_env(spec))
                 stack.callback(local.stop)

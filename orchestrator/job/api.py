@@ -29,11 +29,12 @@ from rayzero.orchestrator.errors import (
 )
 from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.client import JobProcess, JobProcessLostError, JobUnavailableError
+from rayzero.orchestrator.job.early_checks import check_early
 from rayzero.orchestrator.job.entrypoint_check import check_entrypoint
 from rayzero.orchestrator.job.handle import JobHandle, stop_limit_s
 from rayzero.orchestrator.job.lookup import find_any
+from rayzero.orchestrator.job.past_runs import hash_source
 from rayzero.orchestrator.job.recorder import LATEST
-from rayzero.orchestrator.job.source_hash import hash_source
 from rayzero.orchestrator.job.stop_signals import StopSignals, wait_stoppable
 from rayzero.orchestrator.job_events import JobObserver, NullObserver
 from rayzero.orchestrator.plan import JobPlan, forked_worker_env, make_plan
@@ -143,9 +144,11 @@ class Job:
         """
         plan = self._make_plan()
         is_local = _starts_cluster(address)
-        if self._function is None:
-            folder = plan.worker_spec.working_dir
-            check_entrypoint(self.spec.entrypoint, folder, only_here=is_local)
+        folder = plan.worker_spec.working_dir
+        if is_local:
+            check_early(self.spec, folder, has_function=self._function is not None)
+        elif self._function is None:
+            check_entrypoint(self.spec.entrypoint, folder, only_here=False)
         if is_local and local is None:
             local = LocalCluster(forked_worker_env(self.spec))
         return self._start(plan, connect(address, local), observer)

@@ -12,8 +12,12 @@ import pytest
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.job.lease import acquire_lease
-from rayzero.orchestrator.job.past_runs import PastRuns, load_past_runs, repeated_result
-from rayzero.orchestrator.job.source_hash import hash_source
+from rayzero.orchestrator.job.past_runs import (
+    PastRuns,
+    hash_source,
+    load_past_runs,
+    repeated_result,
+)
 from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate, read_journal
 from rayzero.orchestrator.journal.writer import JournalWriter
