@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from threading import Lock
+from threading import Lock, Thread, current_thread
 from typing import Any
 
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
@@ -78,6 +78,7 @@ class MicroBatches:
         self.session = session
         self._lock = Lock()
         self._iteration = 0  # number of the newest one
+        self._reader: Thread | None = None  # the one that advances it
         self._untrained: deque[YieldedBatch] = deque()
         self._forwarded: list[YieldedBatch] = []  # by tensors, since the last backward
         self._current: YieldedBatch | None = None  # has had a backward, and no step()
@@ -92,7 +93,8 @@ class MicroBatches:
     def begin_iteration(self) -> tuple[int, int, int]:
         """Begins an iteration: (its number, the sample cursor of its first step, micro-batches to
         leave out of that). It begins at what was not trained on; but behind that, if the last
-        iteration was read to its end and its last batch is still held: the loop has read ahead."""
+        iteration was read to its end, by the same thread, and its last batch is still held: the
+        loop has read ahead. How far another thread has read differs between the ranks."""
         with self._lock:
             cursor, done = self.next_place()
             if not self._is_ahead:
@@ -100,6 +102,7 @@ class MicroBatches:
                     self._untrained.pop()
             self._read_to_end = False
             self._iteration += 1
+            self._reader = current_thread()
             return self._iteration, cursor, done
 
     def add(self, iteration: int, yielded: YieldedBatch, batch: Any) -> None:
@@ -132,7 +135,9 @@ class MicroBatches:
     @property
     def _is_ahead(self) -> bool:
         """Whether the loop is training on what the last iteration has yielded."""
-        return self._read_to_end and bool(self._untrained) and self._untrained[-1].is_held
+        if not self._read_to_end or self._reader is not current_thread():
+            return False
+        return bool(self._untrained) and self._untrained[-1].is_held
 
     def _behind(self, yielded: YieldedBatch) -> tuple[int, int]:
         cursor, turn = yielded.position

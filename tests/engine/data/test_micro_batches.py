@@ -148,6 +148,19 @@ def test_what_was_read_before_a_break_is_read_again() -> None:
     loop.assert_plain()
 
 
+def test_what_a_thread_has_read_to_the_end_before_a_break_is_read_again() -> None:
+    """How far it has read by then differs between the ranks."""
+    loop, read = Loop(), list[Batch]()
+    thread = Thread(target=lambda: read.extend(loop.loader.until(STEPS)))
+    thread.start()
+    thread.join(60)
+    for batch in read[:9]:
+        loop.train(batch)
+    for batch in loop.loader.until(STEPS):
+        loop.train(batch)
+    loop.assert_plain()
+
+
 def leave_one_out(loop: Loop) -> None:
     for turn, batch in enumerate(loop.loader.until(STEPS)):
         if turn != 5:
