@@ -50,7 +50,7 @@ REASONS = {
         orchestrator.policies.placement: MAX_BACKOFF_S
         orchestrator.cli.jobs: STOP_POLL_S
         orchestrator.cli.ckpt: PROGRESS_INTERVAL_S
-        orchestrator.cli.run: _SIGNAL_POLL_S
+        orchestrator.job.stop_signals: _SIGNAL_POLL_S
         orchestrator.cluster.actor_pool: _MAX_START_BACKOFF_S
         orchestrator.cluster.ray_api: _PING_INTERVAL_S
         orchestrator.cluster.actor_calls: _MAX_BATCH_DELAY_S _DELAY_PER_WORKER_S
@@ -100,8 +100,9 @@ REASONS = {
     "copies that the device's queue has already, after whatever they wait for was aborted": """
         workers.vault.client: _DEVICE_TIMEOUT_S
     """,
-    "the largest value of a setting": """
+    "the largest value of a setting, or of a time in a file": """
         orchestrator.spec: MAX_LEASE_S
+        orchestrator.numbers: MAX_UNIX_S
     """,
     "one chunk of a fixed size": """
         engine.offload.nvme_store: IO_LIMIT_S

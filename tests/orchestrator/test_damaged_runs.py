@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.cli.job_table import job_table
-from rayzero.orchestrator.cli.jobs import _status_fields, status_line
+from rayzero.orchestrator.cli.jobs import _status_fields
 from rayzero.orchestrator.cluster import connect
 from rayzero.orchestrator.job.lookup import status_from_journal
 from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate
@@ -175,7 +175,7 @@ def test_any_file_is_shown_or_refused(name: str, tmp_path: Path) -> None:
         if name == "job.json":
             status = status_from_journal(str(tmp_path), "bad")
             assert len([*job_table([status], START_S, 100)]) == 2
-            assert [status_line(status), *_status_fields(status)]
+            assert [status.describe(), *_status_fields(status)]
         elif (served := index.file("bad", name)) is not None:
             json.loads(served)
 

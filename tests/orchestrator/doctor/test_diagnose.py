@@ -215,7 +215,7 @@ def test_doctor_command(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     result = doctor("--address", "ray://head:10001")
     assert result.exit_code == 2
-    assert "ray job submit" in result.stderr
+    assert "--address http://head:8265" in result.stderr
 
 
 def test_doctor_checks_what_a_job_sets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -235,6 +235,8 @@ def test_csv_of_jobs_has_what_differs(runs: Path, url: str) -> None:
     assert float(large["gpu_utilization"]) == snapshot["usage"]["gpu_utilization"]
     assert rows["of-earlier-version"]["loss"] == ""
     assert rows["gpt-bad"]["error"] == f"rank 1 was lost {HTML}"
+    torn = rows.pop("gpt-torn")
+    assert (torn["state"], torn["engine.optimizer.params.lr"]) == ("unreadable", "")
     rates = {name: float(row["engine.optimizer.params.lr"]) for name, row in rows.items()}
     assert rates == {
         "gpt-small": 3e-4,
@@ -305,13 +307,13 @@ def open_list(tab: Browser, url: str) -> None:
 
 def test_list_is_sorted_by_mouse_and_keys(tab: Browser, url: str) -> None:
     open_list(tab, url)
-    newest_first = ["gpt-bad", "gpt-large", "gpt-small", "of-earlier-version"]
+    newest_first = ["gpt-torn", "gpt-bad", "gpt-large", "gpt-small", "of-earlier-version"]
     assert tab.evaluate(SHOWN_NAMES) == newest_first
     head = (
         "[...document.querySelectorAll('#jobs th button')].find((b) => b.textContent == '{}')"
     ).format
     tab.evaluate(f"{head('optimizer.params.lr')}.click()")
-    by_rate = ["gpt-small", "gpt-large", "gpt-bad", "of-earlier-version"]
+    by_rate = ["gpt-small", "gpt-large", "gpt-bad", "of-earlier-version", "gpt-torn"]
     assert tab.evaluate(SHOWN_NAMES) == by_rate
     tab.evaluate(f"{head('Samples/s')}.focus()")
     for direction in ("ascending", "descending", "none"):
@@ -330,7 +332,8 @@ def test_list_is_sorted_by_mouse_and_keys(tab: Browser, url: str) -> None:
         assert tab.evaluate(focused) == "Samples/s"  # though the table was made anew
         sorted_by = "document.activeElement.parentElement.getAttribute('aria-sort')"
         assert tab.evaluate(sorted_by) == direction
-        assert tab.evaluate(SHOWN_NAMES)[-1] == "of-earlier-version"  # has no value
+        without_value = {"gpt-torn", "of-earlier-version"}
+        assert (set(tab.evaluate(SHOWN_NAMES)[-2:]) == without_value) == (direction != "none")
     assert tab.evaluate(SHOWN_NAMES) == newest_first
     assert tab.errors == []
 
@@ -351,12 +354,14 @@ def test_list_is_filtered_and_shows_what_differs(tab: Browser, url: str) -> None
     assert "optimizer.params.lr" not in tab.evaluate(HEADS)  # of one job nothing differs
     assert filter_by("gpt succeeded") == ["gpt-large"]
     assert filter_by("nothing like it") == []
-    assert "None of 4 jobs matches the filter." in tab.evaluate(TEXT)
+    assert "None of 5 jobs matches the filter." in tab.evaluate(TEXT)
     assert filter_by("earlier") == ["of-earlier-version"]
     assert "Samples/s" not in tab.evaluate(HEADS)  # no job shown has a value
-    assert len(filter_by("")) == 4
+    assert len(filter_by("")) == 5
     reds = "[...document.querySelectorAll('#jobs .error')].map((one) => one.textContent)"
-    assert tab.evaluate(reds) == [f"rank 1 was lost {HTML}"]
+    unreadable, lost = tab.evaluate(reds)
+    assert unreadable.startswith("snapshot.json is not JSON: ")
+    assert lost == f"rank 1 was lost {HTML}"
     assert tab.errors == []
 
 
