@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ class RunIndex:
             row |= {
                 "state": past.end_state or row["state"],
                 "error": past.error.partition("\n")[0],
-                "config": past.spec,
+                "config": _as_json(past.spec),
             }
         return row | ({} if damaged is None else {"error": damaged.text})
 
@@ -251,5 +252,17 @@ def _row_of_journal(job: str, past: RunHistory) -> Row:
         "faults": len(past.fault_entries),
         "wall_s": wall_s,
         "has_curves": False,
-        "config": past.spec,
+        "config": _as_json(past.spec),
     }
+
+
+def _as_json(value: Any) -> Any:
+    """With infinite numbers and NaN as text: a browser's JSON has none."""
+    match value:
+        case dict():
+            return {key: _as_json(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_as_json(item) for item in value]
+        case float() if not isfinite(value):
+            return str(value)
+    return value
