@@ -136,11 +136,9 @@ UNSUPPORTED = {
     "import deepspeed; deepspeed.init_inference()": "use a server for inference",
     "import deepspeed; deepspeed.PipelineModule.forward": "use stage 3",
     "import deepspeed; deepspeed.initialise": "did you mean 'initialize'?",
-    "import deepspeed; deepspeed.zero.TiledLinear(1, 2)": "use torch.nn.Linear under stage 3",
     "import deepspeed; deepspeed.get_accelerator().create_op_builder": "no kernels to compile",
     "import deepspeed.comm; deepspeed.comm.get_rnk": "'get_rank'",
     "import deepspeed.comm; deepspeed.comm.TorchBackend()": "use deepspeed.init_distributed",
-    "from deepspeed.runtime.zero.tiling import TiledLinear; TiledLinear()": "use torch.nn.Linear",
     "from deepspeed.runtime.fp16.onebit.adam import OnebitAdam; OnebitAdam()": "optimizer.type",
     "from deepspeed.utils.timer import ThroughputTimer; ThroughputTimer()": "use engine.metrics",
 }

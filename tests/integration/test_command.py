@@ -240,7 +240,7 @@ def test_import_error_exits_with_2_and_prints_user_frames(shell: Shell, head: He
     )
     assert done.returncode == 2
     assert "cannot be imported: ZeroDivisionError" in done.stderr
-    assert "VALUE = helper()" in done.stderr
+    assert "VALUE = helper(None)" in done.stderr
     assert "controller.py" not in done.stderr
 
 

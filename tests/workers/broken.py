@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 
-def helper() -> int:
+def helper(ctx: object) -> int:
     return 1 // 0
 
 
-VALUE = helper()
+VALUE = helper(None)
