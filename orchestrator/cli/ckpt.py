@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from rayzero.engine.checkpoint.format import parse_step
-from rayzero.engine.checkpoint.store import split_url
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.cli.command import JsonLinesFlag, JsonValueFlag, local_command, new_group
@@ -68,7 +66,7 @@ def verify_command(path: CheckpointPath, as_json: JsonLinesFlag = False) -> int:
     """
     path = _place(path)
     any_damaged = False
-    is_single = parse_step(split_url(path)[1]) is not None
+    is_single = _is_one_checkpoint(path)
     for checkpoint in _require_checkpoints(path):
         is_read = is_single or checkpoint.status != "unfinished"
         problems = _find_problems(checkpoint, as_json) if is_read else []
@@ -201,7 +199,7 @@ def _find_exportable(path: str) -> CheckpointInfo | None:
     """The checkpoint at `path`; of a job's folder the newest complete one; None without any."""
     from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complete
 
-    if parse_step(split_url(path)[1]) is None:
+    if not _is_one_checkpoint(path):
         return newest_complete(path)
     return next(iter(list_checkpoints(path)), None)
 
@@ -271,3 +269,11 @@ def print_progress(
             print(line, file=sys.stderr, flush=True)
 
     return add
+
+
+def _is_one_checkpoint(path: str) -> bool:
+    """Whether the path is of one checkpoint, not of a job's folder."""
+    from rayzero.engine.checkpoint.format import parse_step
+    from rayzero.engine.checkpoint.store import split_url
+
+    return parse_step(split_url(path)[1]) is not None

@@ -56,7 +56,7 @@ COLLECTIVES = (
     *("all_gather", "all_reduce", "all_to_all", "batch_isend_irecv", "broadcast", "gather"),
     *("irecv", "isend", "recv", "reduce", "scatter", "send"),
 )
-MAX_IMPORT_S = 0.3
+MAX_IMPORT_S = 0.2
 
 
 def imports_package(module: Module, package: str) -> bool:
@@ -247,9 +247,13 @@ def cpu_s(*arguments: str) -> float:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("arguments", [["-c", "import rayzero"], ["-m", "rayzero", "--help"]])
-def test_import_and_help_are_fast(arguments: list[str]) -> None:
-    assert cpu_s(*arguments) - cpu_s("-c", "pass") < MAX_IMPORT_S
+@pytest.mark.parametrize(
+    ("arguments", "library"),
+    [(["-c", "import rayzero"], "pass"), (["-m", "rayzero", "--help"], "import typer.rich_utils")],
+)
+def test_import_and_help_are_fast(arguments: list[str], library: str) -> None:
+    """Without the library that prints the help, which takes two thirds of it on any machine."""
+    assert cpu_s(*arguments) - cpu_s("-c", library) < MAX_IMPORT_S
 
 
 def test_import_and_help_load_neither_torch_nor_ray() -> None:
