@@ -56,7 +56,8 @@ def check(shape: Shape, outcomes: list[Outcome]) -> None:
     errors = {outcome.error for outcome in outcomes}
     if any(errors):
         assert shape.may_fail, errors
-        assert all(errors)  # on every rank
+        # On every rank; a reading thread that a nested loop closes may have ended on some.
+        assert all(errors) or shape.threaded
         return
     samples = [
         [index for part in ranks for index in part]
