@@ -98,7 +98,10 @@ class MicroBatches:
         with self._lock:
             cursor, done = self.next_place()
             if not self._is_ahead:
-                while self._untrained and self._untrained[-1] is not self._current:
+                left_out = [it for it in self._untrained if it is not self._current]
+                if left_out and self._is_shifted:
+                    raise self._left_out_error(len(left_out))
+                for _ in left_out:
                     self._untrained.pop()
             self._read_to_end = False
             self._iteration += 1
@@ -137,7 +140,14 @@ class MicroBatches:
         """Whether the loop is training on what the last iteration has yielded."""
         if not self._read_to_end or self._reader is not current_thread():
             return False
-        return bool(self._untrained) and self._untrained[-1].is_held
+        # What is not known by its tensors may still be trained on without them.
+        return bool(self._untrained) and (self._untrained[-1].is_held or self._took_by_order)
+
+    @property
+    def _is_shifted(self) -> bool:
+        """Whether micro-batches that are left had others trained on in their place: all of the
+        iteration was read, and only their order could tell which a backward was of."""
+        return self._read_to_end and self._took_by_order
 
     def _behind(self, yielded: YieldedBatch) -> tuple[int, int]:
         cursor, turn = yielded.position
@@ -236,24 +246,27 @@ class MicroBatches:
             log.warning("the training loop ended with %s: %s, its gradient is lost", last, step)
         # Without the lock, which the garbage collector may interrupt; a copy is one call of C code.
         left_out = [it for it in list(self._untrained) if it is not current]
-        shifted = self._read_to_end and self._took_by_order
+        shifted = self._is_shifted
         behind = self._promised in left_out
         was_read = self._read_to_end
         self._trained = self._promised = None  # told once
         self._took_by_order = self._read_to_end = False
         if not (left_out and (was_read or behind)):
             return
-        count = f"{len(left_out)} micro-batch{'es' * (len(left_out) != 1)}"
-        error = EngineError(
+        error = self._left_out_error(len(left_out))
+        if shifted or behind:
+            raise error
+        log.warning("%s", error)
+
+    def _left_out_error(self, number: int) -> EngineError:
+        count = f"{number} micro-batch{'es' * (number != 1)}"
+        return EngineError(
             f"the loader yielded {count} more than the loop trained on (step() was called for "
             f"{self.progress.step} steps)",
             allowed=_CONTRACT,
             fix="engine.step() after the backward of every micro-batch, and no batch left out: "
             "filter the dataset, or end the training with loader.until(step)",
         )
-        if shifted or behind:
-            raise error
-        log.warning("%s", error)
 
     def warn_at_end(self) -> None:
         """`check_end`, where no caller is left to be told."""

@@ -81,15 +81,22 @@ def in_a_thread(batches: Iterator[Batch]) -> Iterator[Batch]:
     """As a prefetcher of the user's own: read by another thread, up to 3 ahead."""
     queue: Queue[Batch | None] = Queue(3)
 
+    errors: list[EngineError] = []
+
     def read() -> None:
-        for batch in batches:
-            queue.put(batch)
+        try:
+            for batch in batches:
+                queue.put(batch)
+        except EngineError as error:
+            errors.append(error)
         queue.put(None)
 
     thread = Thread(target=read, daemon=True)
     thread.start()
     yield from iter(queue.get, None)
     thread.join()
+    for error in errors:
+        raise error
 
 
 def one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -159,6 +166,20 @@ def test_what_a_thread_has_read_to_the_end_before_a_break_is_read_again() -> Non
     for batch in loop.loader.until(STEPS):
         loop.train(batch)
     loop.assert_plain()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_batch_left_out_of_copied_tensors_is_an_error_in_the_next_epoch(threaded: bool) -> None:
+    loop = Loop()
+    with pytest.raises(EngineError, match="more than the loop trained on"):  # noqa: PT012
+        for _ in loop.loader.epochs(2):
+            for turn, batch in enumerate(
+                in_a_thread(iter(loop.loader)) if threaded else loop.loader
+            ):
+                if turn != 5:
+                    loop.train(batch, copied=True)
+                del batch
+        loop.engine.check_loop()
 
 
 def leave_one_out(loop: Loop) -> None:
