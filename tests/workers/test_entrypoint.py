@@ -42,7 +42,7 @@ def test_invalid_entry_point_is_reported_without_traceback(entrypoint: str | byt
 @pytest.mark.parametrize(
     ("module", "first_frame", "error"),
     [
-        ("broken", "VALUE = helper()", "ZeroDivisionError"),
+        ("broken", "VALUE = helper(None)", "ZeroDivisionError"),
         ("missing_import", "import not_installed_anywhere", "ModuleNotFoundError"),
     ],
 )
