@@ -107,7 +107,7 @@ def _line(frame: FrameSummary) -> str:
 
 
 def _read_activity(frame: FrameType | None) -> str:
-    """Of the loader's thread: `reading sample 37`."""
+    """The work of the loader's thread: `reading sample 37`."""
     while frame is not None:
         if frame.f_code.co_name == _READ and _is_file_of_package(frame.f_code.co_filename):
             return f"reading {frame.f_locals.get('failing', 'samples')}"

@@ -42,7 +42,7 @@ def folder_exists(url: str) -> bool:
 
 
 def local_path(url: str) -> str:
-    """Of a path, or a file:// URL."""
+    """The path of a folder that is given by path or file:// URL."""
     return unquote(urlsplit(url).path) if "://" in url else url
 
 

@@ -21,7 +21,7 @@ MAX_ARRAY_BYTES = 4 << 20
 """Maximum size of a tensor or array, since a checkpoint's JSON part is read as a whole."""
 
 MAX_DEPTH = 100
-"""Of values inside values; Python's own limit is that of its stack."""
+"""Limit on values inside values; Python's own is that of its stack."""
 
 _TYPE_TAG = "__rayzero__"
 _ALLOWED_TYPES = (

@@ -48,7 +48,7 @@ class Address:
 
     @property
     def host(self) -> str:
-        """For a proposal; `HOST` if it has none."""
+        """The host, for a proposal; `HOST` if there is none."""
         rest = self.text.partition("://")[2] or self.text
         return rest.split("/")[0].rpartition("@")[2].rpartition(":")[0] or "HOST"
 

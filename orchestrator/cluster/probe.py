@@ -105,7 +105,7 @@ def identify_grpc(target: str) -> str:
 
 
 def other_grpc_error(named: Address) -> ConfigError:
-    """For host:port with a gRPC server that is not of a head node."""
+    """The error for host:port of a gRPC server that is not a head node's."""
     found = identify_grpc(named.text)
     return _other_server_error(named, found, [f"{named.host}:6379", f"http://{named.host}:8265"])
 

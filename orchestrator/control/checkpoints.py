@@ -134,7 +134,7 @@ class CheckpointWriter:
 
     @property
     def newest_own(self) -> CheckpointRef | None:
-        """As `newest`, unless that is another job's."""
+        """The newest checkpoint, unless that is another job's."""
         newest, store = self._newest, self._context.deps.checkpoint_store
         is_own = newest is not None and newest.folder == store.folder(newest.step)
         return newest if is_own else None

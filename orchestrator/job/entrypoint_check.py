@@ -111,7 +111,7 @@ def _is_installed(top: str) -> bool:
 
 
 def _import_path(package: ModuleSpec) -> Sequence[str] | None:
-    """Where the modules of a package are; None if it may set that itself."""
+    """The folders of a package's modules; None if it may set them itself."""
     if package.submodule_search_locations is None:
         return []
     try:
@@ -148,7 +148,7 @@ def _defined_names(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def _check_definition(entrypoint: str, tree: ast.Module, path: list[str]) -> None:
-    """Of a function, a method or a plain value, where nothing in the module replaces it."""
+    """Checks a function, a method or a plain value, where nothing in the module replaces it."""
     found: ast.stmt | None = None
     body = tree.body
     for name in path:
@@ -206,7 +206,7 @@ def _returned_at_once(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str |
 
 
 def _signature(given: ast.arguments) -> Signature:
-    """As `inspect.signature` of the function."""
+    """Returns what `inspect.signature` would of the function."""
     positional: list[tuple[ast.arg, Any]]
     positional = [(it, Parameter.POSITIONAL_ONLY) for it in given.posonlyargs]
     positional += [(it, Parameter.POSITIONAL_OR_KEYWORD) for it in given.args]

@@ -178,7 +178,7 @@ def compare_with(history: RunHistory, spec: JobSpec, source: str) -> LastRun:
 
 
 def _with_defaults(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """As this version would have written it: another one may have other keys."""
+    """The document as this version would have written it: another one may have other keys."""
     with suppress(ConfigError):
         return to_document(validate_document(JobSpec, dict(document), "the journal"))
     return document

@@ -68,7 +68,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def graceful(self) -> None:
-        """From now on only records the first signal. Replaces handlers that were set meanwhile."""
+        """Makes the first signal be recorded only. Replaces handlers that were set meanwhile."""
         self._is_graceful = True
         for number in self._numbers:
             signal.signal(number, self._on_signal)

@@ -96,7 +96,7 @@ class RunHistory:
 
     @property
     def loss(self) -> float | None:
-        """Of its last step, if that was counted and is finite."""
+        """The loss of its last step, if that was counted and is finite."""
         loss = self.counters.get("loss")
         return loss if isinstance(loss, float) and isfinite(loss) else None
 

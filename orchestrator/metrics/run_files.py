@@ -151,7 +151,7 @@ class RunIndex:
         return cached[1]
 
     def _read(self, path: Path) -> bytes | None:
-        """Of a regular file: anything else, such as a FIFO, would block."""
+        """Reads a regular file: anything else, such as a FIFO, would block."""
         try:
             return LocalStore(path.parent).read(path.name, MAX_FILE_BYTES)
         except StoreError as error:
@@ -194,7 +194,7 @@ _UNKNOWN_ROW: Mapping[str, Any] = {
 
 
 def _parse_json(content: bytes, name: str) -> Any:
-    """As a browser does, without NaN and Infinity. Raises ConfigError."""
+    """Parses JSON as a browser does, without NaN and Infinity. Raises ConfigError."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"it has {constant}")
@@ -257,7 +257,7 @@ def _row_of_journal(job: str, past: RunHistory) -> Row:
 
 
 def _as_json(value: Any) -> Any:
-    """With infinite numbers and NaN as text: a browser's JSON has none."""
+    """The value with infinite numbers and NaN as text: a browser's JSON has none."""
     match value:
         case dict():
             return {key: _as_json(item) for key, item in value.items()}

@@ -30,7 +30,7 @@ SnapshotSource = Callable[[], Snapshot]
 SUPPORTED_FORMAT = 2
 """Of /snapshot.json."""
 SNAPSHOT_FILE = "snapshot.json"
-"""Of a job, in its folder."""
+"""Name of a job's file in its folder."""
 _HTTP_TIMEOUT_S = 5.0
 _MAX_RESPONSE_BYTES = 64 << 20
 

@@ -44,7 +44,8 @@ def patch_partial_state(module: ModuleType) -> None:
 
 
 def adapt_options(options: dict[str, Any]) -> None:
-    """Of `Accelerator`. Raises ConfigError for what would train without the engine."""
+    """Changes the options of `Accelerator`. Raises ConfigError for what would train without the
+    engine."""
     for name, variable in (("FSDP", "FSDP"), ("Megatron-LM", "MEGATRON_LM")):
         plugin = options.get(f"{variable.lower()}_plugin")
         if plugin is not None or os.environ.get(f"ACCELERATE_USE_{variable}") == "true":
@@ -142,7 +143,7 @@ class ScriptedSteps:
 
 
 def follow_script(accelerator: Any, engine: Any, prepared: Sequence[Any]) -> None:
-    """From now on the script's calls clip and step the engine."""
+    """Lets the script's own calls clip and step the engine."""
     steps = accelerator.deepspeed_engine_wrapped = ScriptedSteps(engine, accelerator.gradient_state)
     for it in prepared:
         if isinstance(it, torch.optim.Optimizer):  # DeepSpeedOptimizerWrapper

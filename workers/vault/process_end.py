@@ -19,7 +19,7 @@ from signal import SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGKILL, SIGSEGV, Signals
 from typing import TextIO
 
 EXITED = "its process exited with code "
-"""Of a status without a signal, followed by the code."""
+"""Text for a status without a signal, followed by the code."""
 _MAX_REPORT_BYTES = 16 * 1024
 _EXIT_WAIT_MS = 10
 _CALLERS = "/rayzero/workers/worker.py"
