@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from rayzero.orchestrator.errors import JobInterrupted
 from rayzero.orchestrator.job_events import JobObserver, JobWarning
 
 if TYPE_CHECKING:
@@ -21,14 +22,18 @@ _SIGNAL_POLL_S = 0.1
 class StopSignals:
     """Handles signals inside a `with`, in the main thread.
 
-    Until `graceful`, the first signal raises KeyboardInterrupt; after it, it is only recorded, and
-    the main thread's loop acts on it. The second calls `on_second`.
+    Until `graceful`, the first signal raises JobInterrupted; after it, it is only recorded, and the
+    main thread's loop acts on it. The second calls `on_second`.
+
+    JobInterrupted, because a plain KeyboardInterrupt that is raised inside `exec` of a string, as
+    where a module with dataclasses is imported, makes Python end the process by SIGINT although it
+    was caught (CPython's `unhandled_keyboard_interrupt`): the exit code would be lost.
 
     Args:
         numbers: of the signals.
         ends_process: whether the second signal ends this process: a local Ray cluster with it, and
             on any other cluster the job's process completes the stop by itself. Otherwise it
-            raises KeyboardInterrupt.
+            raises JobInterrupted.
     """
 
     def __init__(
@@ -79,10 +84,10 @@ class StopSignals:
             self.on_second()
             if self._ends_process:
                 os._exit(128 + number)
-            raise KeyboardInterrupt
+            raise JobInterrupted("interrupted twice")
         self.first = signal.Signals(number)
         if not self._is_graceful:
-            raise KeyboardInterrupt
+            raise JobInterrupted(f"interrupted by {self.first.name}")
 
 
 def wait_stoppable(handle: JobHandle, signals: StopSignals, observer: JobObserver) -> None:
