@@ -55,11 +55,17 @@ class ShmSegments:
         return location[0], location[1] + int(tensor.storage_offset()) * tensor.element_size()
 
     def view(self, rank: int, location: tuple[int, int], like: Tensor) -> Tensor:
-        """Another rank's memory at a location, with the length and dtype of `like`."""
+        """Another rank's memory at a location, with the length and dtype of `like`. Raises
+        RuntimeError, as a lost connection does, if that rank's process has ended."""
         descriptor, offset = location
         key = rank, descriptor
         if key not in self._peer_maps:
-            self._peer_maps[key] = _map_segment(self._pids[rank], descriptor)
+            try:
+                self._peer_maps[key] = _map_segment(self._pids[rank], descriptor)
+            except OSError as error:
+                raise RuntimeError(
+                    f"the shared memory of rank {rank} cannot be read: {error.strerror}"
+                ) from error
         return torch.frombuffer(
             self._peer_maps[key], dtype=like.dtype, count=like.numel(), offset=offset
         )

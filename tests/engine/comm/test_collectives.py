@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from rayzero.engine.comm.process_group import (
     init_distributed,
 )
 from rayzero.engine.comm.shared_memory import SharedMemoryBackend, make_gloo_backend
+from rayzero.engine.comm.shm_segments import ShmSegments
 from rayzero.engine.device import CudaDevice
 from rayzero.engine.errors import CollectiveError, ConfigError
 from tests.support.ranks import RankError, run_ranks
@@ -427,3 +430,13 @@ def test_killed_peer_error_names_the_collective(share: bool) -> None:
     names = ["all_gather", "reduce_scatter", "all_reduce", "vote", "broadcast"]
     for number, name in enumerate(names, start=2):
         assert f"{name} failed on rank 0 of 2 (collective {number})" in text
+
+
+def test_peer_that_has_ended_before_its_memory_was_mapped_is_a_failed_collective() -> None:
+    """Its token may arrive first: the reader opens its memory by the process id only then."""
+    peer = subprocess.Popen(["true"])
+    peer.wait()
+    segments = ShmSegments([os.getpid(), peer.pid])
+    collectives = Collectives(SimpleNamespace(rank=0, world_size=2))  # type: ignore[arg-type]
+    with pytest.raises(CollectiveError, match="memory of rank 1 cannot be read: No such file"):
+        collectives.run_timed("all_gather", 1, lambda: segments.view(1, (17, 0), torch.zeros(4)))
