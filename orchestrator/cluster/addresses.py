@@ -58,11 +58,17 @@ class Address:
         return f"{text}, the value of {ADDRESS_VARIABLE}" if self.is_variable else text
 
     def error(
-        self, found: str, *proposals: str, kind: type[AddressError] = AddressError
+        self,
+        found: str,
+        *proposals: str,
+        kind: type[AddressError] = AddressError,
+        setting: str = "",
     ) -> AddressError:
-        """There is no cluster at this address, but what was found; `proposals` to use instead."""
+        """There is no cluster at this address, but what was found; `proposals` to use instead, and
+        a setting with which it may be found."""
         option = f"{ADDRESS_VARIABLE}=" if self.is_variable else "--address "
         words = [f"{option}{text}" for text in proposals]
+        words += [setting] if setting else []
         if self.is_variable:
             words.append(f"--address, which has precedence, or `unset {ADDRESS_VARIABLE}`")
         return kind(

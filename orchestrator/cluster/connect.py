@@ -157,9 +157,9 @@ def check_reachable(named: Address) -> None:
     for minutes without a way to interrupt it. Other addresses, such as `auto`, are not checked.
     Raises NothingListensError; ConfigError for another server; AuthRefusedError if the token is
     rejected."""
-    check_listens(named)
-    if named.is_named and not check_auth(named.text):
-        raise other_grpc_error(named)
+    deadline = check_listens(named)
+    if named.is_named and not check_auth(named.text, deadline.left_s):
+        raise other_grpc_error(named, deadline)
 
 
 def _only_local_head() -> str:

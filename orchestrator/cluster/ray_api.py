@@ -43,7 +43,6 @@ ACTOR_LOST = (RayActorError, ActorUnschedulableError, ActorPlacementGroupRemoved
 NAMESPACE = "rayzero"
 """Of named actors."""
 _HEAD_RESOURCE = "node:__internal_head__"  # a resource that Ray gives the head's node alone
-_AUTH_RPC_TIMEOUT_S = 2.0
 _LOOPBACK = "127.0.0.1"
 _CONNECT_RETRIES = {
     "raylet_client_connect_timeout_milliseconds": 20,
@@ -174,11 +173,11 @@ class AuthRefusedError(ConfigError):
     """The cluster rejected the auth token."""
 
 
-def check_auth(address: str) -> bool:
-    """Checks the auth token with one RPC to the head at host:port. `ray.init` would retry a
-    rejected token for 20 s and then report that the cluster does not respond. Returns False if it
-    is not a head; all other errors are left to `ray.init`. Raises AuthRefusedError if the token is
-    rejected or missing."""
+def check_auth(address: str, limit_s: float) -> bool:
+    """Checks the auth token with one RPC to the head at host:port, within the time limit.
+    `ray.init` would retry a rejected token for 20 s and then report that the cluster does not
+    respond. Returns False if it is not a head; all other errors are left to `ray.init`. Raises
+    AuthRefusedError if the token is rejected or missing."""
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return True
     import grpc  # slow to import
@@ -187,9 +186,7 @@ def check_auth(address: str) -> bool:
     metadata = tuple((key.lower(), value) for key, value in headers.items())
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
-            channel.unary_unary(CHECK_ALIVE_RPC)(
-                b"", timeout=_AUTH_RPC_TIMEOUT_S, metadata=metadata
-            )
+            channel.unary_unary(CHECK_ALIVE_RPC)(b"", timeout=limit_s, metadata=metadata)
             return True
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAUTHENTICATED:

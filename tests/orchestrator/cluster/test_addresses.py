@@ -263,7 +263,7 @@ FOUND = {
     ),
     "silent": (
         lambda: raw_server(b""),
-        "a server that does not answer is there",
+        "a server that does not answer within 0.5 s is there",
         "{option}127.0.0.1:6379",
     ),
     "nothing": (nothing, "nothing listens there (Connection refused)", ""),
@@ -286,7 +286,7 @@ def test_error_says_what_is_at_the_address(
     scheme: str, kind: str, origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(probe, "ANSWER_LIMIT_S", 0.5)
+    monkeypatch.setenv("RAYZERO_PROBE_S", "0.5" if kind == "silent" else f"{HANG_S:g}")
     serve, found, proposal = (FOUND_BY_HTTP if scheme else FOUND)[kind]
     with serve() as address:
         given = f"{scheme}{address}"
@@ -295,6 +295,7 @@ def test_error_says_what_is_at_the_address(
         began_s = time.monotonic()
         printed = command("scale gpt 2", *options)
         assert time.monotonic() - began_s < HANG_S
+    assert ("RAYZERO_PROBE_S=2.5" in printed) is (kind == "silent")
     where = "" if origin == "option" else ", the value of RAY_ADDRESS"
     assert f"error: there is no Ray cluster at '{given}'{where}: " in printed
     assert found in printed
@@ -303,6 +304,47 @@ def test_error_says_what_is_at_the_address(
         assert proposal.format(option=option, address=address) in printed
     if origin == "variable":
         assert "`unset RAY_ADDRESS`" in printed
+
+
+@pytest.mark.parametrize(
+    ("scheme", "first"),
+    [
+        ("https://", b""),
+        ("http://", b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"),
+        ("http://", b"HTTP/1.1 200 OK\r\nServer: slow"),
+    ],
+    ids=["TLS", "gRPC", "half a head"],
+)
+def test_a_probe_has_one_limit_for_all_that_it_waits_for(
+    scheme: str, first: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a server that takes the connection, and stops in the middle of an answer."""
+    monkeypatch.setenv("RAYZERO_PROBE_S", "0.5")
+    with raw_server(first) as address:
+        printed = command("status gpt", "--address", f"{scheme}{address}")
+    assert "a server that does not answer within 0.5 s is there" in printed
+    assert "RAYZERO_PROBE_S=2.5, if it takes longer" in printed
+
+
+def test_connection_that_is_not_taken_is_told_with_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAYZERO_PROBE_S", "0.5")
+    with socket.socket() as full, socket.socket() as first, socket.socket() as second:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for waiting in (first, second):
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        printed = command("status gpt", "--address", f"127.0.0.1:{full.getsockname()[1]}")
+    assert "nothing listens there (no answer within 0.5 s)" in printed
+    assert "RAYZERO_PROBE_S=2.5" in printed
+
+
+@pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf", "1e9"])
+def test_time_limit_is_a_number_of_seconds(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYZERO_PROBE_S", text)
+    assert f"error: RAYZERO_PROBE_S={text}\n" in command("status gpt", "--address", "127.0.0.1:1")
 
 
 def test_lost_cluster_of_the_variable_leaves_its_journals(

@@ -15,6 +15,7 @@ from rayzero.orchestrator.cluster.addresses import Address
 from rayzero.orchestrator.cluster.ray_api import AuthRefusedError, check_auth
 
 TOKEN = "a" * 64
+LIMIT_S = 20.0
 
 
 class TokenHandler(grpc.GenericRpcHandler):
@@ -49,14 +50,14 @@ def with_headers(monkeypatch: pytest.MonkeyPatch, **headers: str) -> None:
 
 def test_valid_token_is_accepted(head: str, monkeypatch: pytest.MonkeyPatch):
     with_headers(monkeypatch, Authorization=f"Bearer {TOKEN}")
-    assert check_auth(head)
+    assert check_auth(head, LIMIT_S)
 
 
 def test_wrong_or_missing_token_is_rejected_immediately(head: str, monkeypatch: pytest.MonkeyPatch):
     start_s = time.monotonic()
     with_headers(monkeypatch)
     with pytest.raises(AuthRefusedError, match="requires an auth token, and none is set"):
-        check_auth(head)
+        check_auth(head, LIMIT_S)
     with_headers(monkeypatch, Authorization="Bearer b")
     with pytest.raises(AuthRefusedError) as error:
         connect.connect(head)
@@ -79,7 +80,7 @@ def test_token_check_ignores_other_servers():
         server = grpc.server(pool)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        assert not check_auth(f"127.0.0.1:{port}")
+        assert not check_auth(f"127.0.0.1:{port}", LIMIT_S)
         server.stop(None).wait(10)
     with pytest.raises(ConfigError, match="there is no Ray cluster"):
         connect.check_reachable(Address("127.0.0.1:1"))
