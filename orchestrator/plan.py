@@ -33,7 +33,7 @@ class JobPlan:
         output_dir: the folder of the job's local files.
         job_folder: the folder of its checkpoints: a path or a URL.
         stage: the ZeRO stage of the job's engine config; None if the job has no such config.
-        source: a hash of the code that the entry point names; empty if unknown.
+        source: a hash of the job's code, see `hash_source`; empty if unknown.
     """
 
     spec: JobSpec

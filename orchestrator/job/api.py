@@ -33,8 +33,8 @@ from rayzero.orchestrator.job.early_checks import check_early
 from rayzero.orchestrator.job.entrypoint_check import check_entrypoint
 from rayzero.orchestrator.job.handle import JobHandle, stop_limit_s
 from rayzero.orchestrator.job.lookup import find_any
-from rayzero.orchestrator.job.past_runs import hash_source
 from rayzero.orchestrator.job.recorder import LATEST
+from rayzero.orchestrator.job.source_hash import hash_source
 from rayzero.orchestrator.job.stop_signals import StopSignals, wait_stoppable
 from rayzero.orchestrator.job_events import JobObserver, NullObserver
 from rayzero.orchestrator.plan import JobPlan, forked_worker_env, make_plan

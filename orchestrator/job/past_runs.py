@@ -6,13 +6,8 @@ train, and with `checkpoint.resume: scratch` their files are set aside.
 
 from __future__ import annotations
 
-import ast
-import hashlib
-import inspect
 import json
 import os
-import sys
-import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,7 +22,6 @@ from rayzero.engine.redact import redact_document
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.job.claims import LEASE_FOLDER
-from rayzero.orchestrator.job.entrypoint_check import source_in
 from rayzero.orchestrator.job_file import (
     ADOPTABLE_KEYS,
     diff_documents,
@@ -50,6 +44,8 @@ TRAIN_HINT = (
     "more steps, another name, or --restart (restart=True), which sets the files of the last run "
     "aside"
 )
+
+CHANGED_SOURCE = "its file, or a module that it imports from here, has changed"
 
 _ANY_WEIGHTS = (*ADOPTABLE_KEYS, "checkpoint")
 """Keys that do not determine what is trained."""
@@ -173,7 +169,7 @@ def compare_with(history: RunHistory, spec: JobSpec, source: str) -> LastRun:
     lines = not_covered_by(diffs, _ANY_WEIGHTS) + global_batch_diff(history, spec)
     if history.source and source and history.source != source:
         script = spec.launch and (spec.launch.script or spec.launch.module)
-        lines.append(f"{script or spec.entrypoint}: its file has changed")
+        lines.append(f"{script or spec.entrypoint}: {CHANGED_SOURCE}")
     return LastRun(history.end_state, history.step, tuple(lines))
 
 
@@ -182,27 +178,3 @@ def _with_defaults(document: Mapping[str, Any]) -> Mapping[str, Any]:
     with suppress(ConfigError):
         return to_document(validate_document(JobSpec, dict(document), "the journal"))
     return document
-
-
-def hash_source(spec: JobSpec, folder: str, function: Callable[[Any], Any] | None = None) -> str:
-    """The hash of the file of the function or script, or of a given function's own source; empty
-    if there is none. Comments and formatting do not count; what it imports does not either.
-
-    Args:
-        folder: where the workers import from first.
-    """
-    with suppress(OSError, TypeError, SyntaxError, ValueError, RecursionError):
-        if function is not None:
-            return _hash(textwrap.dedent(inspect.getsource(function)))
-        if spec.launch is not None and spec.launch.script:
-            return _hash(Path(folder, spec.launch.script).read_bytes())
-        module = spec.launch.module if spec.launch is not None else spec.entrypoint
-        path = source_in(folder, str(module).partition(":")[0])
-        return "" if path is None else _hash(path.read_bytes())
-    return ""
-
-
-def _hash(source: str | bytes) -> str:
-    """Python's versions have different syntax trees."""
-    tree = f"{sys.version_info[:2]}{ast.dump(ast.parse(source))}"
-    return hashlib.sha256(tree.encode()).hexdigest()[:16]

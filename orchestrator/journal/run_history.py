@@ -47,7 +47,7 @@ class RunHistory:
         run: the id of its last process.
         working_dir: the submitter's.
         by_value: the training function was submitted as an object, not by name.
-        source: a hash of the code it names, of its last process; empty if unknown.
+        source: a hash of its code, of its last process; empty if unknown.
         began_at_s, last_at_s: Unix time of its first and last entry.
         step: finished steps; `best_step`: the most it ever had, before it went back.
         reserved_generations: its controllers gave no generation a greater number.

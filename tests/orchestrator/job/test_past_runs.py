@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,15 +16,17 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.job.lease import acquire_lease
 from rayzero.orchestrator.job.past_runs import (
+    CHANGED_SOURCE,
     PastRuns,
-    hash_source,
     load_past_runs,
     repeated_result,
 )
+from rayzero.orchestrator.job.source_hash import MAX_MODULES, hash_source
 from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate, read_journal
 from rayzero.orchestrator.journal.writer import JournalWriter
 from rayzero.orchestrator.plan import JobPlan
+from rayzero.orchestrator.spec_sections import LaunchSpec
 from tests.orchestrator.support import plan
 from tests.orchestrator.test_checkpoint_store import StoreInFolder
 
@@ -83,7 +88,7 @@ def test_result_of_the_same_finished_job_is_repeated(tmp_path: Path):
         ),
         ({"args": {"width": 8}}, "args.width: (none) -> 8"),
         ({"entrypoint": "m:other"}, 'entrypoint: "m:f" -> "m:other"'),
-        ({"source": "b"}, "m:f: its file has changed"),
+        ({"source": "b"}, f"m:f: {CHANGED_SOURCE}"),
         ({"steps": 30}, "steps: 40 -> 30"),
     ],
 )
@@ -115,7 +120,7 @@ def test_job_that_may_have_steps_left_runs(tmp_path: Path, case: str):
     past, _ = load(job)
     assert repeated_result(job, past.last) is None
     assert past.last is not None
-    differs = ("m:f: its file has changed",) if case == "steps left" else ()
+    differs = (f"m:f: {CHANGED_SOURCE}",) if case == "steps left" else ()
     assert past.last.differences == differs
 
 
@@ -190,3 +195,68 @@ def test_source_is_that_of_the_code(tmp_path: Path):
     assert hash_source(plan(tmp_path).spec, str(tmp_path / "elsewhere")) == ""
     assert hash_source(plan(tmp_path).spec, "", a_function) not in ("", first)
     assert hash_source(plan(tmp_path).spec, "", len) == ""
+
+
+LOCAL_MODULES = {
+    "a/__init__.py": "from . import two, missing\nfrom .... import beyond\n",
+    "a/one.py": "from .three import x as y\nfrom .b.four import *\n",
+    "a/two.py": "x = 1\n",
+    "a/three.py": "def f():\n    import late, src.late\n",
+    "a/b/four.py": "from ..five import x\n",
+    "a/five.py": "import broken, torch, os\n",
+    "late.py": "import train, src.train\n",
+}
+OTHER_MODULES = ("unused.py", "a/unused.py", ".venv/torch/__init__.py", "broken.py")
+
+
+@pytest.mark.parametrize("kind", ["module", "package", "script", "value"])
+def test_source_includes_the_local_modules_that_it_imports(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    """By each form of import, directly and through others; nothing of them is run."""
+    top = tmp_path / "src" if kind == "package" else tmp_path
+    files = LOCAL_MODULES | dict.fromkeys(OTHER_MODULES, "import")
+    files["train.py"] = "from .a import one\n" if kind == "package" else "import a.one\n"
+    for name, text in files.items():
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        (top / name).write_text(f"raise SystemExit\n{text}")
+    spec, function = plan(tmp_path).spec, None
+    spec = spec.model_copy(update={"entrypoint": "src.train:f" if kind == "package" else "train:f"})
+    if kind == "script":
+        spec = spec.model_copy(update={"launch": LaunchSpec(script="train.py")})
+    elif kind == "value":
+        module = ModuleType("train")
+        text = f"import a.one\n{inspect.getsource(a_function)}"
+        (top / "train.py").write_text(text.replace(": Any", ""))
+        code = "def a_function(ctx):\n    del ctx"
+        exec(compile(f"\n{code}", str(top / "train.py"), "exec"), module.__dict__)
+        monkeypatch.setitem(sys.modules, "train", module)
+        function = module.__dict__["a_function"]
+
+    def hashed() -> str:
+        return hash_source(spec, str(tmp_path), function)
+
+    first = hashed()
+    assert first
+    for name in LOCAL_MODULES:
+        text = (top / name).read_text()
+        (top / name).write_text(f"{text}added = 1\n")
+        assert hashed() not in ("", first), name
+        (top / name).write_text(f"{text}# added\n")
+        assert hashed() == first, name
+    for name in OTHER_MODULES:
+        (top / name).write_text("added = 1; import")
+        assert hashed() == first, name
+
+
+def test_source_of_a_large_library_is_cut(tmp_path: Path):
+    """At the same place each time, so that the same files have the same hash."""
+    count = 3 * MAX_MODULES
+    for number in range(count):
+        (tmp_path / f"m{number}.py").write_text(f"import m{number + 1}")
+    (tmp_path / "m.py").write_text("import m0")
+    first = hash_source(plan(tmp_path).spec, str(tmp_path))
+    (tmp_path / f"m{count - 1}.py").write_text("x = 1")
+    assert hash_source(plan(tmp_path).spec, str(tmp_path)) == first
+    (tmp_path / "m5.py").write_text("x = 1")
+    assert hash_source(plan(tmp_path).spec, str(tmp_path)) != first

@@ -1,0 +1,134 @@
+"""A hash of the code that a job trains with, by which another one of its name is told from it.
+
+It covers the file of the function or script, and the modules of the job's folder that it imports,
+directly or through others. They are read, not imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import sys
+import textwrap
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import resolve_name
+from pathlib import Path
+from typing import Any
+
+from rayzero.orchestrator.job.entrypoint_check import source_in
+from rayzero.orchestrator.spec import JobSpec
+
+MAX_MODULES = 100
+"""The first ones in the order of imports: a job does not wait for the rest of a large library."""
+_NOT_THE_USERS = ("rayzero",)
+_INSTALLED = "site-packages"
+_UNREADABLE = (OSError, TypeError, SyntaxError, ValueError, RecursionError)
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module's file. `package`: the name that its relative imports begin with; empty if it has
+    none."""
+
+    path: Path
+    package: str = ""
+
+
+def hash_source(spec: JobSpec, folder: str, function: Callable[[Any], Any] | None = None) -> str:
+    """The hash of the file of the function or script, or of a given function's own source, and of
+    the local modules that the file imports; empty if there is no such source. Comments and
+    formatting do not count.
+
+    Args:
+        folder: where the workers import from first.
+    """
+    with suppress(*_UNREADABLE):
+        if function is not None:
+            source = textwrap.dedent(inspect.getsource(function))
+            path = Path(inspect.getsourcefile(function) or "")
+            package = sys.modules[function.__module__].__package__ or ""
+            return _hash(_parse(source), _Module(path, package), _roots(folder, path))
+        if spec.launch is not None and spec.launch.script:
+            path = Path(folder, spec.launch.script)
+            return _hash(_parse(path.read_bytes()), _Module(path), [path.parent, Path(folder)])
+        name = spec.launch.module if spec.launch is not None else spec.entrypoint
+        module = _find(str(name).partition(":")[0], [Path(folder)])
+        if module is not None:
+            return _hash(_parse(module.path.read_bytes()), module, [Path(folder)])
+    return ""
+
+
+def _roots(folder: str, path: Path) -> list[Path]:
+    """Where a function's file imports local modules from; nowhere if it is not in the folder, or
+    installed there."""
+    top = Path(folder).absolute()
+    if not path.absolute().is_relative_to(top) or _INSTALLED in path.parts:
+        return []
+    return [path.parent, top]
+
+
+def _hash(tree: ast.Module, start: _Module, roots: Sequence[Path]) -> str:
+    """Python's versions have different syntax trees."""
+    text = [f"{sys.version_info[:2]}{ast.dump(tree)}"]
+    text += [f"{name}\n{code}" for name, code in sorted(_local_code(start, roots).items())]
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+
+
+def _local_code(start: _Module, roots: Sequence[Path]) -> dict[str, str]:
+    """The code of the modules in these folders that a module imports, by their names."""
+    code: dict[str, str] = {}
+    waiting, seen = deque([start]), {start.path.absolute()}
+    while waiting and len(code) < MAX_MODULES:
+        module = waiting.popleft()
+        try:
+            tree = _parse(module.path.read_bytes())
+        except _UNREADABLE:
+            continue  # whoever runs it gets the error
+        if module is not start:
+            code[_name(module.path, roots)] = ast.dump(tree)
+        for name in _imported_names(tree, module.package):
+            found = _find(name, roots)
+            if found is not None and found.path.absolute() not in seen:
+                seen.add(found.path.absolute())
+                waiting.append(found)
+    return code
+
+
+def _name(path: Path, roots: Sequence[Path]) -> str:
+    root = next(root for root in roots if path.is_relative_to(root))
+    return str(path.relative_to(root))
+
+
+def _find(name: str, roots: Sequence[Path]) -> _Module | None:
+    for root in roots:
+        if (path := source_in(str(root), name)) is not None:
+            is_package = path.name == "__init__.py"
+            return _Module(path, name if is_package else name.rpartition(".")[0])
+    return None
+
+
+def _imported_names(tree: ast.Module, package: str) -> Iterator[str]:
+    """Names of modules, and of what may be one: `from package import name`."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        match node:
+            case ast.Import():
+                names = [alias.name for alias in node.names]
+            case ast.ImportFrom():
+                base = node.module or ""
+                if node.level:
+                    with suppress(ImportError):  # beyond the top package
+                        base = resolve_name("." * node.level + base, package)
+                names = [f"{base}.{alias.name}".strip(".") for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] not in _NOT_THE_USERS:
+                yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
+
+
+def _parse(source: str | bytes) -> ast.Module:
+    return ast.parse(source)
