@@ -24,7 +24,7 @@ from rayzero.orchestrator.journal.files import (
     SEGMENTS_FOLDER,
     STATE_FILE,
     has_journal,
-    read_journal,
+    read_sound_journal,
     state_url,
 )
 from rayzero.orchestrator.journal.run_history import RunHistory
@@ -61,13 +61,7 @@ def load_run_history(path: str, name: str) -> RunHistory:
     """The journal of a job's last run. Raises NoJournalError if there is none; StoreError or
     ConfigError if it cannot be read."""
     folder = job_folder(path, name)
-    history = read_journal(folder)
-    if history is None and has_journal(folder):
-        raise ConfigError(
-            f"the journal {redact_url(state_url(folder))} is damaged: it is not the state of a run",
-            allowed="the file as a job wrote it",
-            fix="a copy of the file, or remove it; the job's checkpoints do not depend on it",
-        )
+    history = read_sound_journal(folder)
     if history is None:
         raise NoJournalError(
             f"no job {name!r} is running, and there is no journal in {redact_url(folder)}",

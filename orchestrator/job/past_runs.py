@@ -28,7 +28,7 @@ from rayzero.orchestrator.job_file import (
     not_covered_by,
     to_document,
 )
-from rayzero.orchestrator.journal.files import STATE_FILE, read_journal
+from rayzero.orchestrator.journal.files import STATE_FILE, read_journal, read_sound_journal
 from rayzero.orchestrator.journal.run_history import (
     RunHistory,
     global_batch_diff,
@@ -65,9 +65,12 @@ class PastRuns:
 
 def load_past_runs(plan: JobPlan, warn: Callable[[str], None]) -> PastRuns:
     """Sets the files of the last run aside if that is asked for. May block; the caller holds the
-    folder's lease. Raises ConfigError if the last run was lost and this job differs from it;
-    JobStoppedError if this process was restarted just after the job's end."""
-    history = read_journal(plan.job_folder)
+    folder's lease. Raises ConfigError if the last run was lost and this job differs from it, or if
+    its journal is damaged and this job does not say what to begin with; JobStoppedError if this
+    process was restarted just after the job's end."""
+    says_what_to_begin_with = plan.spec.checkpoint.resume not in ("auto", "never")
+    read = read_journal if says_what_to_begin_with else read_sound_journal
+    history = read(plan.job_folder)
     if history is not None and history.end_state and history.run == plan.worker_spec.run:
         raise JobStoppedError(f"job {plan.spec.name!r} has ended before: {history.end_state}")
     if plan.spec.checkpoint.resume == "scratch" and not _is_restarting(history, plan):

@@ -17,6 +17,8 @@ from typing import Any
 
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.store import is_remote, join_url, open_store
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.journal.run_history import RunHistory, fold_entries
 
 STATE_FILE = "job.json"
@@ -64,6 +66,21 @@ def read_journal(job_folder: str) -> RunHistory | None:
             raise
         return _read_segments(job_folder)
     return RunHistory.from_json(content)
+
+
+def read_sound_journal(job_folder: str) -> RunHistory | None:
+    """As `read_journal`. Raises ConfigError also if there is a journal, and it is damaged."""
+    history = read_journal(job_folder)
+    if history is None and has_journal(job_folder):
+        raise ConfigError(
+            f"the journal {redact_url(state_url(job_folder))} is damaged: it is not the state of a "
+            "run",
+            allowed="the file as a job wrote it",
+            fix="a copy of the file, or remove it: the job's checkpoints do not depend on it; or "
+            "run the job with --restart, which sets its files aside, or with checkpoint.resume: "
+            "PATH of a checkpoint",
+        )
+    return history
 
 
 class JournalFiles:

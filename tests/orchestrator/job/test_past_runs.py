@@ -170,6 +170,26 @@ def test_lost_run_that_began_anew_is_continued_by_the_same_command(tmp_path: Pat
     assert past.lost.step == 40
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b'{"format": 3, "run": "1"}', b"\xff\x00"])
+def test_damaged_journal_is_not_overwritten(tmp_path: Path, content: bytes):
+    """By a run that begins anew, unless that is said: the damaged one may be half done."""
+    write_run(a_job(tmp_path, run="1"), "")
+    StoreInFolder(tmp_path).save(20)
+    path = tmp_path / "job" / "job.json"
+    path.write_bytes(content)
+    for resume in ("auto", "never"):
+        with pytest.raises(ConfigError, match=f"{path} is damaged") as refused:
+            load(a_job(tmp_path, checkpoint={"resume": resume}))
+    assert "--restart" in refused.value.fix
+    assert "checkpoint.resume: PATH" in refused.value.fix
+    named = str(path.with_name("step-20"))
+    assert load(a_job(tmp_path, checkpoint={"resume": named})) == (PastRuns(), [])
+    assert path.read_bytes() == content
+    _, warnings = load(a_job(tmp_path, checkpoint={"resume": "scratch"}))
+    assert "the files of its last run are now in" in warnings[0]
+    assert (tmp_path / "job.1" / "job.json").read_bytes() == content
+
+
 def test_process_that_is_started_again_after_the_end_does_nothing(tmp_path: Path):
     for changes in ({}, {"checkpoint": {"resume": "scratch"}}):
         job = a_job(tmp_path, run="1", **changes)
