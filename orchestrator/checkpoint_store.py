@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rayzero.engine.checkpoint.catalogue import (
@@ -166,11 +168,19 @@ class CheckpointStore:
         checkpoints = list_checkpoints(path)
         newest = self._newest_usable(checkpoints)
         if newest is not None:
-            return newest
+            own = self.folder(newest.step)
+            return replace(newest, folder=own) if _is_same_folder(newest.folder, own) else newest
         check_resume_exists(path)
         if checkpoints:
             raise _resume_error(path, checkpoints[-1].problem)
         return CheckpointRef(0, path)
+
+
+def _is_same_folder(first: str, second: str) -> bool:
+    """Whether two paths or URLs name one folder, however they are written."""
+    if is_remote(first) or is_remote(second):
+        return first == second
+    return os.path.realpath(local_path(first)) == os.path.realpath(local_path(second))
 
 
 def check_resume_exists(resume: str) -> None:

@@ -181,6 +181,22 @@ def test_resume_from_named_checkpoint(tmp_path: Path):
         StoreInFolder(tmp_path, resume=str(job / "step-10")).resume_point()
 
 
+@pytest.mark.parametrize(
+    "text", ["job/step-10", "./other/../job/step-10/", "link/step-10", "{}/job/step-10", "job"]
+)
+def test_own_checkpoint_is_own_however_it_is_written(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+):
+    """So that the summary's `newest_checkpoint` names it if no other one is written."""
+    StoreInFolder(tmp_path).save(10)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link").symlink_to("job")
+    monkeypatch.chdir(tmp_path)
+    resume = text.format(f"file://{tmp_path}")
+    own = CheckpointRef(10, str(tmp_path / "job" / "step-10"))
+    assert StoreInFolder(tmp_path, resume=resume).resume_point() == own
+
+
 def test_prune_keeps_newest_and_all_multiples(tmp_path: Path):
     folder_store = StoreInFolder(tmp_path, keep=2, keep_every=20)
     folder_store.save(10, 20, 30, 40, 50)
