@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -55,9 +55,10 @@ def build_training_step(
     model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
     lr_scheduler: SchedulerLike | None,
     session: HostSession | None,
+    undo: ExitStack,
 ) -> TrainingStep:
     """Builds an engine's parts from a checked config; the host's session may have a state to
-    restore. Collective."""
+    restore. `undo` gets what leaves the model to another engine, for an error. Collective."""
     check_packages(config)
     if session is not None:
         session.on_model(model)
@@ -83,6 +84,7 @@ def build_training_step(
         )
         settings = _resolve_settings(config, context, session.shares if session is not None else ())
         runtime = make_runtime(model, groups, config, context, settings.post_reduce_scale)
+        undo.callback(runtime.remove_hooks)
         sharded = make_sharded_optimizer(runtime, groups, optimizer, config, context.device)
         schedule = _make_schedule(sharded.torch_optimizer, lr_scheduler, config)
         batches = settings.batches
@@ -96,17 +98,20 @@ def build_training_step(
             state.load(source)
             for tensor in context.unequal:
                 collectives.broadcast(tensor)
-    peak = config.rayzero.peak_flops or peak_flops(
-        context.device, context.precision.model_dtype(torch.float32)
-    )
-    work = StepWork(batches.micro_steps, peak)
     if config.compile.enabled:
         compile_model(model, config)
+    work = StepWork(batches.micro_steps, _peak_flops(config, context))
     meter = StepMeter(runtime, sharded, progress, session, config, work)
     batches_read = MicroBatches(progress, session)
     step = TrainingStep(runtime, sharded, schedule, state, settings, meter, batches_read)
     follow_zero_grad(model, step.tracker)
     return step
+
+
+def _peak_flops(config: EngineConfig, context: BuildContext) -> float | None:
+    """The config's, or the device's for the dtype of the model's weights."""
+    dtype = context.precision.model_dtype(torch.float32)
+    return config.rayzero.peak_flops or peak_flops(context.device, dtype)
 
 
 def compile_model(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from rayzero.engine.checkpoint_io import load_checkpoint, save_checkpoint
 from rayzero.engine.config.explain import log_explanation
 from rayzero.engine.data.loader import MapDataset, StepLoader
 from rayzero.engine.metrics import StepMetrics
+from rayzero.engine.model_claims import check_unclaimed, claim_params
 from rayzero.engine.optim.build import NoOptimizer, OptimizerLike
 from rayzero.engine.session import current_session, session_of_engine
 from rayzero.engine.settings import ConfigLike, Settings, resolve_config
@@ -61,6 +62,14 @@ class Engine:
         self._step = step
         self._runtime = step.runtime
         _engines[self] = None
+        stage = step.settings.config.zero_optimization.stage
+        units = [unit for unit in self._runtime.units if unit.grads is not None]
+        claim_params(
+            self,
+            f"that of {type(module).__name__}, at stage {stage}",
+            [param for unit in units for param in unit.params],
+            self._runtime.hooks,
+        )
 
     @classmethod
     def build(
@@ -98,14 +107,17 @@ class Engine:
         parsed = resolve_config(config, optimizer, lr_scheduler, session)
         session = session_of_engine(session, optimizer, parsed.config.optimizer)
         module = make_model(model)
-        step = build_training_step(
-            parsed.config, module, optimizer, model_parameters, lr_scheduler, session
-        )
-        engine = cls(module, step)
-        if training_data is not None:
-            engine.training_dataloader = make_loader(step, training_data, collate_fn, session)
-        if session is not None:
-            session.on_engine_ready(engine)
+        check_unclaimed(module)
+        with ExitStack() as undo:
+            step = build_training_step(
+                parsed.config, module, optimizer, model_parameters, lr_scheduler, session, undo
+            )
+            engine = cls(module, step)
+            if training_data is not None:
+                engine.training_dataloader = make_loader(step, training_data, collate_fn, session)
+            if session is not None:
+                session.on_engine_ready(engine)
+            undo.pop_all()
         if engine.rank == 0:
             log_explanation(parsed)
         return engine

@@ -192,6 +192,10 @@ class ZeroRuntime:
     def close(self) -> None:
         """Removes the model's hooks, stops threads and closes files."""
         self.offload.close()
+        self.remove_hooks()
+
+    def remove_hooks(self) -> None:
+        """Leaves the model to another engine."""
         for handle in self.hooks:
             handle.remove()
         self.hooks.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import rayzero
-from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.engine.errors import ConfigError, DataError, EngineError
 from tests.engine import zoo
 from tests.support.covering import covering
 from tests.support.ranks import run_ranks
@@ -36,6 +37,70 @@ def make_engine(**overrides: Any) -> rayzero.Engine:
 
 def compute_loss(engine: rayzero.Engine, batch: Tensor) -> Tensor:
     return engine(batch[:, :-1], targets=batch[:, 1:])["loss"]
+
+
+def train_on_a_second_engine(rank: int, world: int, stage: int, destroyed: bool) -> float:
+    """The greatest difference of the weights from plain torch's; the first engine is gone."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
+    plain = copy.deepcopy(model)
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    settings = config(stage, optimizer=sgd, train_micro_batch_size_per_gpu=4)
+    engine = rayzero.initialize(model=model, config=settings)[0]
+    for part in (model, model[0], nn.ModuleList([nn.Linear(2, 2), model[1]])):
+        with pytest.raises(ConfigError, match="engine trains: that of Sequential, at stage"):
+            rayzero.initialize(model=part, config=settings)
+    if destroyed:
+        engine.destroy()
+        kept = engine  # noqa: F841
+    del engine
+    engine = rayzero.initialize(model=model, config=settings)[0]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        batch = torch.arange(16.0).reshape(4, 4).double() / (7 + step)
+        optimizer.zero_grad()
+        plain(batch).square().mean().backward()
+        optimizer.step()
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+    trained = engine.state_dict()
+    differences = [
+        (trained[name] - value).abs().max() for name, value in plain.state_dict().items()
+    ]
+    return max(differences).item()
+
+
+@pytest.mark.parametrize("destroyed", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_engine_trains_a_parameter(stage: int, destroyed: bool) -> None:
+    """Two would both take its gradients: a second one is refused, unless the first is gone."""
+    (difference,) = run_ranks(1, train_on_a_second_engine, stage, destroyed)
+    assert difference < 1e-12
+
+
+@pytest.mark.parametrize(
+    "mistake", [{"lr_scheduler": 3}, {"training_data": []}, {"training_data": iter([])}]
+)
+def test_failed_initialize_leaves_the_model(mistake: dict[str, Any]) -> None:
+    """As in a notebook, which keeps the error's frames, and where the cell is run again."""
+    model = nn.Linear(3, 1)
+    with pytest.raises((ConfigError, DataError)) as kept:
+        rayzero.initialize(model=model, config=config(), **mistake)
+    engine, *_ = rayzero.initialize(model=model, config=config())
+    engine.backward(engine(torch.ones(2, 3)).mean())
+    engine.step()
+    assert engine.metrics.grad_norm == pytest.approx(2.0)
+    del kept
+
+
+def test_engines_may_share_frozen_parameters() -> None:
+    shared = nn.Linear(3, 3).requires_grad_(False)
+    engines = [
+        rayzero.initialize(model=nn.Sequential(shared, nn.Linear(3, 1)), config=config(stage=1))[0]
+        for _ in range(2)
+    ]
+    for engine in engines:
+        engine.backward(engine(torch.ones(2, 3)).mean())
+        engine.step()
 
 
 class TestMisuse:
