@@ -56,11 +56,16 @@ def render_short(error: BaseException) -> list[str]:
     cause with the traceback."""
     lines = f"{type(error).__name__}: {error}".splitlines()
     frames = traceback.extract_tb(error.__traceback__)
-    if own := [frame for frame in frames if not frame.filename.startswith(_PACKAGE_FOLDER)]:
-        lines.append(f"  in line {own[-1].lineno} of {own[-1].name}: {own[-1].line}")
+    if users := [frame for frame in frames if not is_own_file(frame.filename)]:
+        lines.append(f"  in line {users[-1].lineno} of {users[-1].name}: {users[-1].line}")
     if error.__cause__ is not None:
         lines += ["", *"".join(traceback.format_exception(error.__cause__)).splitlines()]
     return lines
+
+
+def is_own_file(path: str) -> bool:
+    """Whether a frame with this file is of rayzero's code."""
+    return path.startswith(_PACKAGE_FOLDER)
 
 
 class ConfigError(RayzeroError, ValueError):

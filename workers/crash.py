@@ -8,7 +8,13 @@ from pathlib import Path
 from types import TracebackType
 
 from rayzero.engine.device import DeviceError, is_device_failure
-from rayzero.engine.errors import CollectiveError, ConfigError, DataError
+from rayzero.engine.errors import (
+    CollectiveError,
+    ConfigError,
+    DataError,
+    RayzeroError,
+    is_own_file,
+)
 from rayzero.workers.entrypoint import EntryPointError
 from rayzero.workers.messages import Crashed, CrashKind
 from rayzero.workers.process_group import is_collective_failure
@@ -37,9 +43,29 @@ def _describe_crash(error: BaseException, generation: int, rank: int, step: int)
 
 
 def user_traceback(error: BaseException) -> str:
-    """The formatted traceback of `error`, starting at the user's first frame."""
-    frames = _skip_framework_frames(error.__traceback__)
-    return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    """The formatted traceback of `error`, starting at the user's first frame and without frames of
+    rayzero, unless its code raised what is not meant for users. It ends with the user's line if
+    the error is rayzero's, whose text is told already."""
+    shown = traceback.TracebackException(
+        type(error), error, _skip_framework_frames(error.__traceback__)
+    )
+    part: traceback.TracebackException | None = shown
+    for one in _chain(error):
+        if part is None:
+            break
+        _leave_out_own_frames(part, one)
+        part = part.__cause__ or part.__context__
+    lines = list(shown.format())
+    if isinstance(error, RayzeroError):
+        lines = lines[: -len(list(shown.format_exception_only()))]
+    return "".join(lines).rstrip()
+
+
+def _leave_out_own_frames(shown: traceback.TracebackException, error: BaseException) -> None:
+    users = [frame for frame in shown.stack if not is_own_file(frame.filename)]
+    is_meant = isinstance(error, RayzeroError) or shown.stack[-1:] == users[-1:]
+    if users and is_meant:
+        shown.stack = traceback.StackSummary.from_list(users)
 
 
 def _crash_kind(error: BaseException) -> CrashKind:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Lock, Thread, get_ident
 
@@ -14,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import rayzero
 from rayzero.engine.errors import CollectiveError, ConfigError, DataError, EngineError
 from rayzero.workers import training_thread as module
 from rayzero.workers.crash import describe_crash
@@ -360,6 +364,46 @@ def test_exceptions_are_classified(error: Exception, kind: str, has_traceback: b
         assert "raise error" in message.traceback
     else:
         assert message.error == str(error)
+
+
+CONFIG = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+def step_alone() -> None:
+    rayzero.initialize(model=torch.nn.Linear(2, 1), config=CONFIG)[0].step()
+
+
+def forward_of_another_width() -> None:
+    rayzero.initialize(model=torch.nn.Linear(2, 1), config=CONFIG)[0](torch.zeros(1, 3))
+
+
+def handle_with_another_error() -> None:
+    try:
+        step_alone()
+    except EngineError as error:
+        raise KeyError("x") from error
+
+
+@pytest.mark.parametrize(
+    ("function", "last_line", "last_word"),
+    [
+        (step_alone, "initialize(", "[0].step()"),  # the text is in `error`
+        (forward_of_another_width, "F.linear(", "cannot be multiplied (1x3 and 2x1)"),
+        (handle_with_another_error, 'raise KeyError("x") from error', "KeyError: 'x'"),
+    ],
+)
+def test_traceback_has_no_frames_of_the_engine(
+    function: Callable[[], None], last_line: str, last_word: str
+):
+    with pytest.raises((EngineError, RuntimeError, KeyError)) as raised:
+        function()
+    message = describe_crash(raised.value, 1, 0, 1)
+    package = f"{Path(rayzero.__file__).parent}{os.sep}"
+    assert package in "".join(traceback.format_tb(raised.tb)) or raised.value.__cause__
+    assert package not in message.traceback
+    assert f"in {function.__name__}" in message.traceback
+    assert last_line in message.traceback
+    assert message.traceback.endswith(last_word)
 
 
 def test_wrapped_collective_failure_counts_as_one():
