@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from threading import Thread, Timer
@@ -55,6 +56,23 @@ DEVICE_EXIT_S = 10.0
 and kills it, before it ends itself."""
 DEVICE_EXIT_CODE = 70
 """EX_SOFTWARE: of a process that ended itself."""
+
+
+def _call_here(function: TrainFunction, context: Context) -> Any:
+    """Calls the training function. A process that it forks ends where the function ends, as that
+    of a script would: the generation, its sockets and its shared memory are this process's."""
+    process, failed = os.getpid(), True
+    try:
+        result = function(context)
+        failed = False
+        return result
+    except BaseException:
+        if os.getpid() != process:
+            traceback.print_exc(file=sys.__stderr__)
+        raise
+    finally:
+        if os.getpid() != process:
+            os._exit(int(failed))
 
 
 class WorkerProcess(WorkerCalls):
@@ -206,7 +224,7 @@ class WorkerProcess(WorkerCalls):
         channel.progress.begin_step(step)
         try:
             with use_session(session), self._polled_errors(channel):
-                result = self._json_result(function(context))
+                result = self._json_result(_call_here(function, context))
                 session.check_loop()
                 group.wait()
                 session.finish()

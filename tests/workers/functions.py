@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from typing import Any
 
@@ -64,3 +66,23 @@ class Holder:
 
 
 number = 3
+
+
+def forks(ctx: Any) -> dict[str, Any]:
+    """Two children return and raise as this function does; the exit codes of both."""
+    codes = []
+    for fails in (False, True):
+        child = os.fork()
+        if child == 0:
+            if fails:
+                raise ValueError("in the child")
+            return {"of": "the child"}
+        for _ in range(600):
+            if (ended := os.waitpid(child, os.WNOHANG)) != (0, 0):
+                break
+            time.sleep(0.05)
+        else:
+            os.kill(child, signal.SIGKILL)
+            ended = os.waitpid(child, 0)
+        codes.append(os.waitstatus_to_exitcode(ended[1]))
+    return {"codes": codes}

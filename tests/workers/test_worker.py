@@ -94,6 +94,13 @@ def test_generation_joins_and_finishes(make_worker: MakeWorker):
     assert os.environ["WORLD_SIZE"] == "1"
 
 
+def test_process_that_the_function_forks_ends_with_it(make_worker: MakeWorker):
+    worker = make_worker("forks")
+    begin(worker)
+    finished = poll_until(worker.poll, Finished)[-2:]
+    assert [it.result for it in finished if isinstance(it, Finished)] == [{"codes": [0, 1]}]
+
+
 @pytest.mark.parametrize(("given", "threads"), [("3", 3), (None, 2)])
 def test_compute_threads_are_those_that_ray_was_told(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, given: str | None, threads: int
