@@ -101,6 +101,8 @@ def _import_object(entrypoint: str) -> Any:
 def _import_module(entrypoint: str, module_name: str) -> Any:
     try:
         return import_module(module_name)
+    except SystemExit as error:
+        raise _exit_error(f"entrypoint {entrypoint!r} cannot be imported", error) from error
     except Exception as error:
         # Only the module itself or a parent package; another missing module is an import inside the
         # user's code, and its traceback shows where.
@@ -111,6 +113,16 @@ def _import_module(entrypoint: str, module_name: str) -> Any:
             f"entrypoint {entrypoint!r} cannot be imported: {type(error).__name__}: {error}",
             fix=_FIX_HINT,
         ) from error
+
+
+def _exit_error(problem: str, error: SystemExit) -> EntryPointError:
+    return EntryPointError(
+        f"{problem}: it calls sys.exit({error.code!r})",
+        allowed="a module that reads no command line when it is imported, as argparse's "
+        "parse_args does: the job's `args` are ctx.args",
+        fix="the module: `if __name__ == '__main__':` before what only its command needs; or run "
+        "it as a script, by `rayzero launch`",
+    )
 
 
 def not_callable_error(what: str, type_name: str) -> EntryPointError:
@@ -154,6 +166,8 @@ def missing_name_error(
 def _unpickle(entrypoint: bytes) -> Any:
     try:
         return pickle.loads(entrypoint)
+    except SystemExit as error:  # of a module that it refers to
+        raise _exit_error("the entry point cannot be unpickled on the worker", error) from error
     except Exception as error:
         raise EntryPointError(
             f"the entry point cannot be unpickled on the worker: {type(error).__name__}: {error}",

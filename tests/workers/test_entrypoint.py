@@ -44,6 +44,7 @@ def test_invalid_entry_point_is_reported_without_traceback(entrypoint: str | byt
     [
         ("broken", "VALUE = helper(None)", "ZeroDivisionError"),
         ("missing_import", "import not_installed_anywhere", "ModuleNotFoundError"),
+        ("reads_arguments", "ARGUMENTS = ", "sys.exit(2)"),
     ],
 )
 def test_import_error_shows_user_frames(module: str, first_frame: str, error: str):
