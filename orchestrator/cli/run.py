@@ -154,7 +154,10 @@ def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: 
             spec = load()
             console.start(spec.name, spec.steps)
             local = None
-            if head_address(address).text in ("", "local"):
+            named = head_address(address)
+            if named.is_named:
+                console.await_next(f"connecting to the Ray cluster at {named.shown}")
+            if named.text in ("", "local"):
                 check_early(spec, os.getcwd())
                 console.await_next("starting Ray on this machine")
                 local = LocalCluster(forked_worker_env(spec))

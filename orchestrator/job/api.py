@@ -211,6 +211,8 @@ class Job:
                 console.start(self.spec.name, self.spec.steps)
                 if _starts_cluster(address):
                     console.await_next("starting Ray on this machine")
+                elif not ray.is_initialized() and (named := head_address(address)).is_named:
+                    console.await_next(f"connecting to the Ray cluster at {named.shown}")
                 result = self._run(address, console, signals)
                 console.finish_ok(result)
                 return result

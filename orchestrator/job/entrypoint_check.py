@@ -34,7 +34,8 @@ def check_entrypoint(entrypoint: str, folder: str, *, only_here: bool) -> None:
     Args:
         entrypoint: `module:function`.
         folder: where the workers import from first.
-        only_here: whether the workers are on this machine; others may have modules that it has not.
+        only_here: whether the workers are on this machine; others may have modules that it has not,
+            but have its version of Python, with which alone Ray lets them join.
     """
     module, _, path = entrypoint.partition(":")
     source = source_in(folder, module)
@@ -47,11 +48,7 @@ def check_entrypoint(entrypoint: str, folder: str, *, only_here: bool) -> None:
     except OSError:
         return  # the worker's error has a traceback
     except (SyntaxError, ValueError) as error:
-        if only_here:  # others may have another version of Python
-            raise EntryPointError(
-                syntax_problem(str(source), error), "a module in Python"
-            ) from None
-        return
+        raise EntryPointError(syntax_problem(str(source), error), "a module in Python") from None
     names = set(_defined_names(tree.body))
     name = path.partition(".")[0]
     if name not in names and names.isdisjoint(("*", "__getattr__", "globals")):

@@ -366,3 +366,20 @@ def test_lost_cluster_of_the_variable_leaves_its_journals(
     with web_server() as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
         assert "a Ray dashboard is there" in command("ls")
+
+
+def test_run_says_which_cluster_it_connects_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(JOB)
+    Path("train.py").write_text("def train(ctx): ...\n")
+    monkeypatch.setenv("RAY_ADDRESS", dead := free_address())
+    line = f"connecting to the Ray cluster at '{dead}', the value of RAY_ADDRESS\n"
+    assert line in command("run job.yaml")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    line = f"connecting to the Ray cluster at '{dead}'\n"
+    assert line in command("run job.yaml", "--address", dead)
+    with pytest.raises(RayzeroError, match="nothing listens"):
+        rayzero.Job("gpt", "train:train").run(dead)
+    assert line in capsys.readouterr().out

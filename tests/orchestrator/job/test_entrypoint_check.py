@@ -84,12 +84,12 @@ def test_what_the_source_does_not_tell_is_left_to_the_workers(folder: str, modul
     check_entrypoint(f"{module}:train", folder, only_here=True)
 
 
-def test_syntax_error_is_found_where_the_version_of_python_is_that_of_the_workers(folder: str):
+@pytest.mark.parametrize("only_here", [True, False])
+def test_syntax_error_is_found(folder: str, only_here: bool):
     with pytest.raises(
         EntryPointError, match=r"broken.py:1: '\(' was never closed: def train\(ctx:"
     ):
-        check_entrypoint("broken:train", folder, only_here=True)
-    check_entrypoint("broken:train", folder, only_here=False)
+        check_entrypoint("broken:train", folder, only_here=only_here)
 
 
 def test_misspelt_function_is_found(folder: str):
