@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from rayzero.engine.device import get_device
-from rayzero.engine.errors import ConfigError
+from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.engine.session import current_session
 from rayzero.workers.context import Context
 from rayzero.workers.entrypoint import EntryPointError
@@ -40,7 +40,7 @@ _states: list[ProcessState] = []
 """The process's, as it was before the script was first entered."""
 
 
-class ScriptExitError(Exception):
+class ScriptExitError(RayzeroError):
     """The script called `sys.exit` with a code other than 0."""
 
 

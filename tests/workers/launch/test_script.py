@@ -160,6 +160,7 @@ def test_error_of_a_script_is_told_once_with_its_own_frames(tmp_path: Path):
     end, _ = run_alone(tmp_path, "import sys\nsys.exit('no data')\n")
     assert isinstance(end, Crashed)
     assert "called sys.exit('no data') at " in end.error
+    assert "called sys.exit" not in end.traceback, "it is told once"
     files = [line for line in end.traceback.splitlines() if line.startswith("  File")]
     assert [line.split('"')[1] for line in files] == [str(tmp_path / "script.py")]
 
