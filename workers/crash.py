@@ -21,6 +21,11 @@ from rayzero.workers.process_group import is_collective_failure
 from rayzero.workers.retained_state import StateError
 from rayzero.workers.vault.records import VaultMemoryError
 
+_WRITTEN_TO_EXPANDED = "more than one element of the written-to tensor"
+_WRITE_OUTSIDE = (
+    "a parameter at stage 3? Outside its block's forward each rank holds a part of it: write "
+    "inside zero.GatheredParameters(parameters, modifier_rank=0)"
+)
 _PACKAGE_FOLDER = Path(__file__).resolve().parent
 
 
@@ -101,10 +106,11 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def summarize(error: BaseException) -> str:
-    """The exception's type and text."""
+    """The exception's type and text, and what it means where torch cannot know."""
     if isinstance(error, SystemExit):
         return f"the training function called sys.exit({error.code!r})"
-    return "".join(traceback.format_exception_only(error)).strip()
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return f"{text}\n  {_WRITE_OUTSIDE}" if _WRITTEN_TO_EXPANDED in text else text
 
 
 def _skip_framework_frames(frames: TracebackType | None) -> TracebackType | None:

@@ -1,7 +1,8 @@
-"""`model.state_dict()` at stage 3 where a weight is not gathered: its use is refused.
+"""`model.state_dict()` and `model.load_state_dict()` at stage 3 where a weight is not gathered.
 
 There is no value to return, and gathering is collective, which a call on one rank is not. So the
-dictionary has names, shapes and dtypes, which scripts read, and tensors that refuse all else.
+dictionary has names, shapes and dtypes, which scripts read, and tensors that refuse all else. To
+load values is refused.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ class AbsentValue(Tensor):
 
 
 def refuse_absent_values(engine: Engine) -> None:
-    """Does it for the model of a stage-3 engine, also where one of its modules is asked. Without
-    effect on gathered weights and on the parameters of `keep_vars=True`."""
+    """Registers it for every module of a stage-3 engine's model. Without effect on gathered weights
+    and on the parameters of `keep_vars=True`."""
     if engine.settings.config.zero_optimization.stage != 3:
         return
     for module in engine.module.modules():
         if module._parameters and _replace not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(_replace)
+            module.register_load_state_dict_pre_hook(_refuse_load)
 
 
 def _replace(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -57,6 +59,22 @@ def _replace(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> N
         value = state.get(prefix + name)
         if param is None or not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
             continue
-        available = ZeroParamStatus.AVAILABLE
-        if getattr(param, "ds_status", available) is not available:
+        if _is_absent(param):
             state[prefix + name] = value.as_subclass(AbsentValue)
+
+
+def _refuse_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    for name, param in module._parameters.items():
+        if param is not None and prefix + name in state and _is_absent(param):
+            raise EngineError(
+                f"model.load_state_dict() was called with {prefix + name!r}, and at stage 3 each "
+                "rank holds a part of that weight",
+                allowed="inside zero.GatheredParameters(model.parameters(), modifier_rank=0), or "
+                "before initialize",
+                fix="engine.load_module_state_dict(state) on all ranks",
+            )
+
+
+def _is_absent(param: nn.Parameter) -> bool:
+    available = ZeroParamStatus.AVAILABLE
+    return getattr(param, "ds_status", available) is not available

@@ -366,6 +366,13 @@ def test_exceptions_are_classified(error: Exception, kind: str, has_traceback: b
         assert message.error == str(error)
 
 
+def test_write_to_parameter_that_is_not_gathered_names_what_gathers_it():
+    weight = torch.zeros(()).expand(2, 2)
+    with pytest.raises(RuntimeError) as raised:
+        weight.clamp_(min=0)
+    assert "zero.GatheredParameters" in describe_crash(raised.value, 1, 0, 1).error
+
+
 CONFIG = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 

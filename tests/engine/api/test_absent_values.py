@@ -55,6 +55,15 @@ def read_absent_values(rank: int, world: int, folder: str) -> None:
                 use(value)
     assert torch.isfinite(engine.module.state_dict()["1.running_mean"]).all()
     full = engine.state_dict()
+    whole = {name: torch.zeros(value.shape) for name, value in engine.module.state_dict().items()}
+    for part, prefix in ((engine.module, ""), (engine.module[0], "0.")):
+        state = {it.removeprefix(prefix): v for it, v in whole.items() if it.startswith(prefix)}
+        with pytest.raises(EngineError, match="GatheredParameters"):
+            part.load_state_dict(state)
+    with GatheredParameters(list(engine.module[0].parameters()), modifier_rank=0):
+        engine.module[0].load_state_dict({"weight": torch.ones(8, 8), "bias": torch.ones(8)})
+    full = engine.state_dict()
+    assert rank or (full["0.weight"] == 1).all()
     with GatheredParameters(list(engine.module.parameters())):
         gathered = engine.module.state_dict()
         if rank == 0:
