@@ -147,7 +147,7 @@ class StepWork:
 
     def __init__(self, micro_steps: int, peak: float | None) -> None:
         self.micro_step_flops = 0  # of forward and backward on this rank; 0 until counted
-        self._micro_steps = micro_steps
+        self.micro_steps = micro_steps  # of a step
         self._peak_flops = peak
         self._forward_flops = 0
         self._pending_tokens = 0  # tokens of a forward that may get a backward
@@ -202,7 +202,7 @@ class StepWork:
         if self._tokens and self._weight:
             metrics["step_tokens"] = self._tokens / self._weight
         if self.micro_step_flops and self._peak_flops is not None:
-            metrics["flops_per_s"] = self.micro_step_flops * self._micro_steps / step_s
+            metrics["flops_per_s"] = self.micro_step_flops * self.micro_steps / step_s
             metrics["mfu"] = metrics["flops_per_s"] / self._peak_flops
         self._tokens, self._weight = 0, 0.0
         return metrics

@@ -19,7 +19,7 @@ from rayzero.engine.compression.gradients import OneBitAdamReduction
 from rayzero.engine.config import EngineConfig, resolve_batch_sizes
 from rayzero.engine.data.loader import MapDataset, StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
-from rayzero.engine.data.sampling import TrainingProgress, assign_step
+from rayzero.engine.data.sampling import MicroBatch, TrainingProgress, assign_step
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.leaf_modules import apply_leaf_names
 from rayzero.engine.layout.units import find_blocks
@@ -33,7 +33,7 @@ from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer, optimizer_s
 from rayzero.engine.optim.whole_param_exchange import ShardedWholeParamOps
 from rayzero.engine.optim.whole_params import NeedsWholeParams
 from rayzero.engine.own_backward import follow_zero_grad
-from rayzero.engine.precision.policy import choose_precision, post_reduce_scale
+from rayzero.engine.precision.policy import Precision, choose_precision, post_reduce_scale
 from rayzero.engine.runtime_builder import make_runtime
 from rayzero.engine.session import HostSession
 from rayzero.engine.settings import Settings
@@ -64,12 +64,8 @@ def build_training_step(
         session.on_model(model)
     with session.resume_from() if session is not None else nullcontext() as source:
         if source is not None:
-            config = _with_saved_batch_sizes(config, source.metadata(0))
-        if config.zero_optimization.stage == STAGES[-1].number:  # on one rank too: more may join
-            apply_leaf_names(model, config.zero_optimization.leaf_module)
-            refuse_compiled(
-                modules_around(model, find_blocks(model, config.rayzero.unshard_modules))
-            )
+            config = with_saved_batch_sizes(config, source.metadata(0))
+        _prepare_blocks(model, config)
         groups = _resolve_param_groups(config, model, model_parameters, optimizer)
         collectives, device = connect_collectives()
         if session is not None:
@@ -82,7 +78,8 @@ def build_training_step(
             restoring=source is not None,
             elastic=session is not None,
         )
-        settings = _resolve_settings(config, context, session.shares if session is not None else ())
+        shares = session.shares if session is not None else ()
+        settings = resolve_settings(config, context.precision, collectives, device, shares)
         runtime = make_runtime(model, groups, config, context, settings.post_reduce_scale)
         undo.callback(runtime.remove_hooks)
         sharded = make_sharded_optimizer(runtime, groups, optimizer, config, context.device)
@@ -102,8 +99,8 @@ def build_training_step(
         compile_model(model, config)
     work = StepWork(batches.micro_steps, _peak_flops(config, context))
     meter = StepMeter(runtime, sharded, progress, session, config, work)
-    batches_read = MicroBatches(progress, session)
-    step = TrainingStep(runtime, sharded, schedule, state, settings, meter, batches_read)
+    micro_batches = MicroBatches(progress, plan_step(settings, collectives), session)
+    step = TrainingStep(runtime, sharded, schedule, state, settings, meter, micro_batches)
     follow_zero_grad(model, step.tracker)
     return step
 
@@ -112,6 +109,13 @@ def _peak_flops(config: EngineConfig, context: BuildContext) -> float | None:
     """The config's, or the device's for the dtype of the model's weights."""
     dtype = context.precision.model_dtype(torch.float32)
     return config.rayzero.peak_flops or peak_flops(context.device, dtype)
+
+
+def _prepare_blocks(model: nn.Module, config: EngineConfig) -> None:
+    """Applies the config's leaf modules, and refuses what is compiled around stage 3's blocks."""
+    if config.zero_optimization.stage == STAGES[-1].number:  # on one rank too: more may join
+        apply_leaf_names(model, config.zero_optimization.leaf_module)
+        refuse_compiled(modules_around(model, find_blocks(model, config.rayzero.unshard_modules)))
 
 
 def compile_model(
@@ -145,7 +149,7 @@ def _resolve_param_groups(
     )
 
 
-def _with_saved_batch_sizes(config: EngineConfig, saved: dict[str, Any]) -> EngineConfig:
+def with_saved_batch_sizes(config: EngineConfig, saved: dict[str, Any]) -> EngineConfig:
     """The config with the batch sizes of the saved state, so that a step has the same samples at
     any world size. A config with another global batch keeps its own."""
     total = saved.get("global_batch")
@@ -190,20 +194,37 @@ def make_build_context(
     )
 
 
-def _resolve_settings(
-    config: EngineConfig, context: BuildContext, shares: Sequence[float]
+def resolve_settings(
+    config: EngineConfig,
+    precision: Precision,
+    collectives: Collectives,
+    device: torch.device,
+    shares: Sequence[float],
 ) -> Settings:
-    world_size = context.collectives.world_size
+    """The settings on these ranks. Raises ConfigError if the batch sizes do not fit them."""
+    world_size = collectives.world_size
     batches = resolve_batch_sizes(config, world_size, shares)
     scale = post_reduce_scale(
         batches.micro_steps,
         world_size,
-        average_before_reduce=context.precision.average_before_reduce,
+        average_before_reduce=precision.average_before_reduce,
         prescale=config.prescale_gradients,
         predivide=config.gradient_predivide_factor,
     )
     factor = float(world_size) if config.gradient_allreduce_op == "sum" else 1.0
-    return Settings(config, batches, context.device, scale * factor, factor)
+    return Settings(config, batches, device, scale * factor, factor)
+
+
+def plan_step(settings: Settings, collectives: Collectives) -> tuple[MicroBatch, ...]:
+    """This rank's micro-batches of every step."""
+    batches = settings.batches
+    return assign_step(
+        batches.global_batch,
+        collectives.world_size,
+        collectives.rank,
+        batches.micro_batch,
+        batches.shares,
+    )
 
 
 def make_loader(
@@ -213,18 +234,9 @@ def make_loader(
     session: HostSession | None,
 ) -> StepLoader:
     """The loader of this rank's part of every step."""
-    batches, collectives = step.settings.batches, step.runtime.collectives
-    step_plan = assign_step(
-        batches.global_batch,
-        collectives.world_size,
-        collectives.rank,
-        batches.micro_batch,
-        batches.shares,
-    )
     return StepLoader(
         data,
         session.seed if session is not None else 0,
-        step_plan,
         step.micro_batches,
         collate_fn,
         step.settings.device,

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -20,11 +20,14 @@ from rayzero.engine.builder import SchedulerLike, build_training_step, make_load
 from rayzero.engine.checkpoint_io import load_checkpoint, save_checkpoint
 from rayzero.engine.config.explain import log_explanation
 from rayzero.engine.data.loader import MapDataset, StepLoader
+from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.metrics import StepMetrics
 from rayzero.engine.model_claims import check_unclaimed, claim_params
 from rayzero.engine.optim.build import NoOptimizer, OptimizerLike
+from rayzero.engine.recut import recut_engine
 from rayzero.engine.session import current_session, session_of_engine
 from rayzero.engine.settings import ConfigLike, Settings, resolve_config
+from rayzero.engine.state.kept import KeptSource
 from rayzero.engine.state.load import LOAD_ALL, LoadOptions
 from rayzero.engine.state.save import full_state_dict
 from rayzero.engine.training_step import TrainingStep
@@ -270,6 +273,12 @@ class Engine:
     def eval(self) -> Self:
         """Sets the model to evaluation mode."""
         return self.train(False)
+
+    def recut(self, source: StateSource, *, keep: bool, shares: Sequence[float] = ()) -> KeptSource:
+        """Continues on the ranks of the present process group, after those of the previous one are
+        gone: see `recut_engine`. Collective."""
+        self.__dict__.pop("_param_units", None)
+        return recut_engine(self._step, self.module, source, keep=keep, shares=shares)
 
     def check_loop(self) -> None:
         """Raises EngineError if the training loop, which has ended, left out micro-batches of the

@@ -78,6 +78,10 @@ class OwnBackward:
             self._running, self._has_gradients = never, False
             self._step.abandon_own()
 
+    def abandon(self) -> None:
+        """No backward runs: what one has left is gone with the step."""
+        self._running, self._has_gradients = never, False
+
     def _on_output(self, _: Any) -> None:
         if not self._running() and not self._runtime.in_backward:
             self._open()

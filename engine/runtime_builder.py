@@ -28,6 +28,7 @@ from rayzero.engine.zero.build import (
     place_ungrouped,
 )
 from rayzero.engine.zero.gather_buffers import Block, GatherBuffers
+from rayzero.engine.zero.grad_buffers import GradBufferPool
 from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
 from rayzero.engine.zero.large_modules import blocks_kept_elsewhere
 from rayzero.engine.zero.lazy_weights import LazyWeights
@@ -59,10 +60,7 @@ def make_runtime(
     large = find_large_modules(model, rayzero.unshard_modules, rayzero.unshard_min_numel)
     plans = _plan_units(model, groups, config, context, large)
     _find_files(plans, context)
-    part_numel = (
-        config.zero_optimization.reduce_bucket_size or get_device(context.device).part_numel
-    )
-    grad_buffers = make_grad_buffers(plans, context, NUM_GRAD_BUFFERS, part_numel)
+    grad_buffers = make_unit_grad_buffers(plans, context, config)
     units = [
         make_unit(plan, context, grad_buffers, reduction, store)
         for plan, store in zip(plans, context.offload.state_stores(plans), strict=True)
@@ -98,6 +96,14 @@ def make_runtime(
         unused_params=unused_params,
         hooks=hooks + hook_norms(model),
     )
+
+
+def make_unit_grad_buffers(
+    plans: list[UnitPlan], context: BuildContext, config: EngineConfig
+) -> GradBufferPool | None:
+    """The buffers that gradients are reduced from, as the config says; see `make_grad_buffers`."""
+    limit = config.zero_optimization.reduce_bucket_size or get_device(context.device).part_numel
+    return make_grad_buffers(plans, context, NUM_GRAD_BUFFERS, limit)
 
 
 def _make_unshard_scheduler(

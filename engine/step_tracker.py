@@ -151,6 +151,12 @@ class StepTracker:
         deferred = self.no_sync or self.boundary is Boundary.NOT_LAST
         self.phase = StepPhase.ACCUMULATING if deferred else StepPhase.STEP_PENDING
 
+    def abandon_step(self) -> None:
+        """The gradients and micro-steps of this step are gone, with the process group."""
+        self._phase = self._before = StepPhase.EMPTY
+        self.applied = self.zeroed = self.unstepped = False
+        self.backwards = 0
+
     @contextmanager
     def update(self) -> Iterator[None]:
         """Around the update at the end of a step. If it fails, its gradients are still held."""

@@ -248,6 +248,16 @@ class TrainingStep:
         self.runtime.close()
         self.meter.monitors.close()
 
+    def abandon(self) -> None:
+        """Forgets the step in progress, whose process group is gone: nothing of it is waited for.
+        The device has finished what was queued."""
+        self.own_backward.abandon()
+        self.tracker.abandon_step()
+        self._loss_sum.zero_()
+        self._scaled.clear()
+        self._loss_known = True
+        self._rank_loss = None
+
     def discard_gradients(self) -> None:
         """Forgets the gradients and losses of unfinished micro-steps."""
         self._loss_sum.zero_()

@@ -52,10 +52,16 @@ class Collectives:
     single_collective = True
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self.rank, self.world_size = backend.rank, backend.world_size
         self.counters = CommCounters()
         self.wait_observer: Callable[[int, bool], None] | None = None
+        self.reconnect(backend)
+
+    def reconnect(self, backend: Backend) -> None:
+        """Uses the backend of another process group from now on. Work that was launched on the
+        earlier one must not be waited for any more."""
+        self._backend = backend
+        self.rank = backend.rank
+        self.world_size = backend.world_size
 
     @property
     def staging_bytes(self) -> int:

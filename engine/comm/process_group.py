@@ -93,8 +93,8 @@ def group_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def connect_collectives() -> tuple[Collectives, torch.device]:
-    """The collectives over all ranks, and this rank's device.
+def connect_backend() -> tuple[Backend, torch.device]:
+    """The backend over all ranks, and this rank's device.
 
     Uses the default process group if it exists (rayzero workers and Ray Train create it), creates
     it under torchrun, and otherwise runs on this rank alone. CPU ranks on one host exchange data
@@ -108,12 +108,12 @@ def connect_collectives() -> tuple[Collectives, torch.device]:
     if joining is not None and ("nccl" in joining.backend or joining.world_size == 1):
         alone = joining.world_size == 1
         device = _make_current(joining.device)
-        return Collectives(SingleRankBackend() if alone else NcclBackend(joining)), device
+        return SingleRankBackend() if alone else NcclBackend(joining), device
     if not dist.is_initialized() and os.environ.keys() >= _RENDEZVOUS_VARIABLES:
         create_group(get_device(local_device()).backend)
         destroy_at_exit()
     if not dist.is_initialized():
-        return Collectives(SingleRankBackend()), _make_current(local_device())
+        return SingleRankBackend(), _make_current(local_device())
     group = dist.group.WORLD
     name = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl" if none was requested
     nccl = "nccl" in name
@@ -123,9 +123,14 @@ def connect_collectives() -> tuple[Collectives, torch.device]:
     bound = getattr(group, "bound_device_id", None)
     device = _make_current((bound or local_device()) if nccl else torch.device("cpu"))
     if group is None or dist.get_world_size() == 1:
-        return Collectives(SingleRankBackend()), device
+        return SingleRankBackend(), device
     share = os.environ.get("RAYZERO_SHARED_MEMORY", "1") != "0"
-    backend: Backend = NcclBackend(group) if nccl else make_gloo_backend(group, share_memory=share)
+    return NcclBackend(group) if nccl else make_gloo_backend(group, share_memory=share), device
+
+
+def connect_collectives() -> tuple[Collectives, torch.device]:
+    """New collectives over all ranks, and this rank's device: see `connect_backend`."""
+    backend, device = connect_backend()
     return Collectives(backend), device
 
 

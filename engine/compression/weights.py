@@ -23,7 +23,8 @@ class QuantizedGather(WeightGather):
         self._buffers = PayloadBuffers(collectives, device)
 
     def gather_op(self, unit: ShardedWeights) -> GatherOp:
-        return self._collectives if unit.packed else self
+        alone = self._collectives.world_size == 1  # nothing is sent, so nothing is rounded
+        return self._collectives if unit.packed or alone else self
 
     def all_gather(self, full: Tensor, part: Tensor) -> ChainableWork:
         rank, world_size = self._collectives.rank, self._collectives.world_size

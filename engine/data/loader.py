@@ -56,8 +56,8 @@ class StepLoader:
 
     Args:
         seed: of the order of samples.
-        step_plan: this rank's micro-batches of every step.
-        micro_batches: the engine's, with its progress and its session, which gets the phase "data".
+        micro_batches: the engine's, with its progress, this rank's micro-batches of every step, and
+            its session, which gets the phase "data".
         collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
         device: device of the batches; to CUDA through pinned memory, non-blocking.
     """
@@ -66,7 +66,6 @@ class StepLoader:
         self,
         dataset: MapDataset,
         seed: int,
-        step_plan: Sequence[MicroBatch],
         micro_batches: MicroBatches,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         device: torch.device | None = None,
@@ -76,7 +75,6 @@ class StepLoader:
         self._micro_batches = micro_batches
         self.device = device or torch.device("cpu")
         self._order = SampleOrder(_dataset_length(dataset), seed)
-        self._step_plan = step_plan
         self._session = micro_batches.session
         self._training_thread = threading.get_ident()
         self._collate = collate_fn or default_collate
@@ -87,7 +85,7 @@ class StepLoader:
     @property
     def micro_steps(self) -> int:
         """Number of micro-batches of a step."""
-        return len(self._step_plan)
+        return len(self._micro_batches.step_plan)
 
     def __len__(self) -> int:
         """Number of micro-batches of the current epoch, from its first step."""
@@ -155,7 +153,20 @@ class StepLoader:
             earlier.close()
         iteration, cursor, done = self._micro_batches.begin_iteration()
         steps = self._steps_to_epoch_end(cursor) if steps is None else steps
-        feed = Prefetch(self._read_ahead(cursor, done, steps))
+        end = cursor + steps * self.progress.global_batch
+        cuts = None
+        while cuts != self._micro_batches.cuts:  # again when the ranks have changed meanwhile
+            if cuts is not None:
+                cursor, done = self.progress.sample_cursor, 0
+            cuts = self._micro_batches.cuts
+            yield from self._iterate_cut(iteration, cursor, done, end)
+        self._micro_batches.end_iteration(iteration)
+
+    def _iterate_cut(self, iteration: int, cursor: int, done: int, end: int) -> Iterator[Any]:
+        """The micro-batches from a sample cursor to another one, as steps are split now; ends early
+        when they are split differently."""
+        steps, cuts = (end - cursor) // self.progress.global_batch, self._micro_batches.cuts
+        feed = Prefetch(self._read_ahead(cursor, done, steps, self._micro_batches.step_plan))
         self._prefetch = weakref.ref(feed)
         try:
             self._enter_phase()
@@ -166,8 +177,9 @@ class StepLoader:
                 del part  # its batch in host memory
                 yield batch
                 del batch
+                if self._micro_batches.cuts != cuts:
+                    return
                 self._enter_phase()
-            self._micro_batches.end_iteration(iteration)
         finally:
             feed.close()
 
@@ -182,14 +194,16 @@ class StepLoader:
         remaining = self._order.length - cursor % self._order.length
         return -(-remaining // self.progress.global_batch)
 
-    def _read_ahead(self, cursor: int, done: int, steps: int) -> Iterator[_StepPart]:
+    def _read_ahead(
+        self, cursor: int, done: int, steps: int, step_plan: Sequence[MicroBatch]
+    ) -> Iterator[_StepPart]:
         """Runs in the thread: batches in host memory, skipping `done` of the first step."""
         device = get_device(self.device)
         device.make_current()  # or pinning uses device 0
         for step in range(steps):
             start = cursor + step * self.progress.global_batch
-            for turn in range(done if step == 0 else 0, self.micro_steps):
-                part = self._step_plan[turn]
+            for turn in range(done if step == 0 else 0, len(step_plan)):
+                part = step_plan[turn]
                 indices = self._order.indices(start + part.start, part.read_count).tolist()
                 batch = self._collate_samples(indices)
                 if device.asynchronous:
@@ -198,7 +212,7 @@ class StepLoader:
                     (start, turn),
                     part.weight,
                     own_indices=indices[: part.count],
-                    is_last=turn == self.micro_steps - 1,
+                    is_last=turn == len(step_plan) - 1,
                     owner=self._micro_batches,
                 )
                 yield _StepPart(yielded, batch)

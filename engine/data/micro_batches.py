@@ -27,7 +27,7 @@ from typing import Any
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from rayzero.engine.data.prefetch import closed_error
-from rayzero.engine.data.sampling import TrainingProgress
+from rayzero.engine.data.sampling import MicroBatch, TrainingProgress
 from rayzero.engine.errors import EngineError
 from rayzero.engine.session import HostSession
 from rayzero.engine.tensor_tree import iter_tensors
@@ -69,12 +69,21 @@ class MicroBatches:
     queue, after `progress` has advanced.
 
     Attributes:
+        step_plan: this rank's micro-batches of every step.
+        cuts: how often the step plan was replaced.
         progress: the engine's; `micro_batch_weight` is that of batches that the script makes.
         session: gets the samples of each micro-batch that was trained on, before its step's vote.
     """
 
-    def __init__(self, progress: TrainingProgress, session: HostSession | None = None) -> None:
+    def __init__(
+        self,
+        progress: TrainingProgress,
+        step_plan: Sequence[MicroBatch],
+        session: HostSession | None = None,
+    ) -> None:
         self.progress = progress
+        self.step_plan = step_plan
+        self.cuts = 0
         self.session = session
         self._lock = Lock()
         self._iteration = 0  # number of the newest one
@@ -233,6 +242,14 @@ class MicroBatches:
         self._forwarded.clear()
         self._current = self._trained = self._promised = None
         self._read_to_end = self._took_by_order = False
+
+    def recut(self, step_plan: Sequence[MicroBatch]) -> None:
+        """Steps are split differently from now on: the iteration that runs goes on from `progress`,
+        with the samples of the step that was not finished."""
+        with self._lock:
+            self.forget()
+            self.step_plan = step_plan
+            self.cuts += 1
 
     def check_end(self) -> None:
         """The training loop has ended. Raises EngineError if micro-batches were left out that only

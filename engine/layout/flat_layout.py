@@ -7,7 +7,7 @@ optimizer state share one layout whatever their dtypes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -50,6 +50,11 @@ class UnitLayout:
     name: str
     params: tuple[ParamSpec, ...]
     world_size: int
+
+    def for_world_size(self, world_size: int) -> UnitLayout:
+        """The layout on other ranks: the parameters have the same offsets, only the padding at the
+        end and the shards differ."""
+        return self if world_size == self.world_size else replace(self, world_size=world_size)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:

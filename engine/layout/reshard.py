@@ -41,38 +41,53 @@ class MissingRangesError(EngineError):
     """Some wanted elements have no source."""
 
 
+class HeldRanges:
+    """The ranges that several sources hold, by tensor. Where several hold an element, the first
+    source is read.
+
+    Args:
+        held: the ranges of each source.
+    """
+
+    def __init__(self, held: Sequence[Iterable[TensorRange]]) -> None:
+        self._by_name: defaultdict[str, list[tuple[int, TensorRange]]] = defaultdict(list)
+        for source, ranges in enumerate(held):
+            for part in ranges:
+                self._by_name[part.name].append((source, part))
+        self._pieces: dict[str, list[_Piece]] = {}
+
+    def plan(self, wanted: Iterable[TensorRange]) -> list[RangeCopy]:
+        """Exactly one source for every element of `wanted`, whose ranges are disjoint. Raises
+        MissingRangesError for elements without a source."""
+        copies: list[RangeCopy] = []
+        gaps: list[str] = []
+        for target in wanted:
+            end = target.start  # of what has a source
+            for copy in _find_sources(target, self._pieces_of(target.name)):
+                if end < copy.start:
+                    gaps.append(f"{target.name}[{end}:{copy.start}]")
+                copies.append(copy)
+                end = copy.stop
+            if end < target.stop:
+                gaps.append(f"{target.name}[{end}:{target.stop}]")
+        if gaps:
+            more = f" and {len(gaps) - 5} more" if len(gaps) > 5 else ""
+            raise MissingRangesError(
+                f"the state is incomplete: no source holds {', '.join(gaps[:5])}{more}"
+            )
+        return copies
+
+    def _pieces_of(self, name: str) -> list[_Piece]:
+        if name not in self._pieces:
+            self._pieces[name] = _drop_overlaps(self._by_name.get(name, []))
+        return self._pieces[name]
+
+
 def plan_copies(
     wanted: Iterable[TensorRange], held: Sequence[Iterable[TensorRange]]
 ) -> list[RangeCopy]:
-    """Exactly one source for every wanted element. Linear in the number of ranges, plus sorting.
-    Raises MissingRangesError for elements without a source.
-
-    Args:
-        wanted: disjoint ranges.
-        held: the ranges of each source. Where several hold an element, the first source is read.
-    """
-    by_name: defaultdict[str, list[tuple[int, TensorRange]]] = defaultdict(list)
-    for source, ranges in enumerate(held):
-        for part in ranges:
-            by_name[part.name].append((source, part))
-    pieces = {name: _drop_overlaps(parts) for name, parts in by_name.items()}
-    copies: list[RangeCopy] = []
-    gaps: list[str] = []
-    for target in wanted:
-        end = target.start  # of what has a source
-        for copy in _find_sources(target, pieces.get(target.name, [])):
-            if end < copy.start:
-                gaps.append(f"{target.name}[{end}:{copy.start}]")
-            copies.append(copy)
-            end = copy.stop
-        if end < target.stop:
-            gaps.append(f"{target.name}[{end}:{target.stop}]")
-    if gaps:
-        more = f" and {len(gaps) - 5} more" if len(gaps) > 5 else ""
-        raise MissingRangesError(
-            f"the state is incomplete: no source holds {', '.join(gaps[:5])}{more}"
-        )
-    return copies
+    """As `HeldRanges.plan`, once. Linear in the number of ranges, plus sorting."""
+    return HeldRanges(held).plan(wanted)
 
 
 _Piece = tuple[int, int, int, TensorRange]  # start, stop, source, the source's range

@@ -82,13 +82,27 @@ class ShardedOptimizer:
         update_dtype: torch.dtype | None = None,
     ) -> None:
         self.torch_optimizer = optimizer
-        self.shards = shards
         self.update_dtype = update_dtype
         self.resets_other_state = False
+        self._set_shards(shards)
+
+    def rebind(self, shards: Sequence[OptimizerShard]) -> None:
+        """Updates these shards from now on. Their state is as it is in the torch optimizer; its
+        parameter groups keep their options."""
+        self._set_params(shards)
+        self._set_shards(shards)
+
+    def _set_params(self, shards: Sequence[OptimizerShard]) -> None:
+        """Makes the shards' weights the torch optimizer's only parameters."""
+        for number, group in enumerate(self.torch_optimizer.param_groups):
+            group["params"] = [shard.weight for shard in shards if shard.group == number]
+
+    def _set_shards(self, shards: Sequence[OptimizerShard]) -> None:
+        self.shards = shards
         # torch's GradScaler contract: the optimizer divides gradients by `grad_scale`, a float32,
         # inside its kernel, which saves a pass over them.
         self._uses_grad_scale = bool(
-            getattr(optimizer, "_step_supports_amp_scaling", False)
+            getattr(self.torch_optimizer, "_step_supports_amp_scaling", False)
         ) and all(self.state_dtype(shard) is torch.float32 for shard in shards)
         # The device first: the GPU computes its chunk while the CPU continues with the others.
         stores = {id(shard.unit.state_store): shard.unit.state_store for shard in shards}.values()
@@ -141,15 +155,11 @@ class ShardedOptimizer:
                 updates = [update for update, _ in chunks]
                 for number in store.update_chunks(updates, self.torch_optimizer.state):
                     _, shards = chunks[number]
-                    self._restrict_params(shards)
+                    self._set_params(shards)
                     yield shards
         finally:
             for group, params in zip(self.torch_optimizer.param_groups, all_params, strict=True):
                 group["params"] = params
-
-    def _restrict_params(self, shards: Sequence[OptimizerShard]) -> None:
-        for number, group in enumerate(self.torch_optimizer.param_groups):
-            group["params"] = [shard.weight for shard in shards if shard.group == number]
 
     def _step_shards(self, shards: Sequence[OptimizerShard], factor: float) -> None:
         """Step the torch optimizer, whose parameters currently are these shards."""

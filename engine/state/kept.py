@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -38,11 +38,13 @@ class KeptSource:
     """
 
     def __init__(self, held: Sequence[StateRange], source: StateSource) -> None:
-        self._held = pack_block(held)
-        self._by_ranges = {part.ranges: part.memory for part in held}
+        packed = pack_block(held)
+        self._offsets = packed.offsets
+        self._memories: list[Tensor | None] = [part.memory for part in packed.ranges]
+        self._by_ranges = {part.ranges: number for number, part in enumerate(packed.ranges)}
         self._source = source
         self.step = source.step
-        self.block_indexes = [self._held.index, *source.block_indexes]
+        self.block_indexes = [packed.index, *source.block_indexes]
         self.bytes_moved = self.bytes_copied = self.bytes_read = 0
 
     def metadata(self, rank: int) -> dict[str, Any]:
@@ -53,7 +55,8 @@ class KeptSource:
     ) -> Tensor | None:
         """The tensor of exactly these ranges, for good; None if none is held, or another's shape,
         device or `dtype` is needed."""
-        memory = self._by_ranges.get(ranges)
+        number = self._by_ranges.get(ranges)
+        memory = None if number is None else self._memories[number]
         wanted = like.shape, dtype, like.device
         if memory is None or (memory.shape, memory.dtype, memory.device) != wanted:
             return None
@@ -65,11 +68,19 @@ class KeptSource:
         if block:
             self.bytes_read += nbytes
             return None
+        number = bisect_right(self._offsets, offset) - 1
+        memory = self._memories[number]
+        if memory is None:
+            raise RuntimeError(f"byte {offset} of what is held was dropped")
         self.bytes_copied += nbytes
-        number = bisect_right(self._held.offsets, offset) - 1
-        memory = self._held.ranges[number].memory
-        start = (offset - self._held.offsets[number]) // memory.itemsize
+        start = (offset - self._offsets[number]) // memory.itemsize
         return memory[start : start + nbytes // memory.itemsize]
+
+    def drop(self, names: Container[str]) -> None:
+        """Frees what is held of these tensors: nothing reads it any more."""
+        for ranges, number in self._by_ranges.items():
+            if ranges[0].name in names:
+                self._memories[number] = None
 
     def read(self, block: int, offset: int, into: memoryview) -> None:
         self._source.read(block - 1, offset, into)
@@ -87,6 +98,6 @@ class KeptSource:
             "step %d: %d bytes were moved from this process's last engine, %d copied, %d read",
             *(self.step, self.bytes_moved, self.bytes_copied, self.bytes_read),
         )
-        self._held = pack_block([])
+        self._memories.clear()
         self._by_ranges.clear()
         self._source.close()

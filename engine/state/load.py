@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -120,7 +120,7 @@ def load_tensors(
     ]
     thawed = _newly_trained(optimizer, source) if options.optimizer else set()
     for shard in optimizer.shards if options.optimizer else ():
-        parts += _make_optimizer_state(optimizer, shard, held, source, thawed)
+        parts += make_optimizer_state(optimizer, shard, held, source, thawed)
     read_ranges(parts, source)
     load_residuals(runtime, optimizer, held, source)
     return options.optimizer
@@ -201,19 +201,19 @@ def _trained_names(shards: Sequence[OptimizerShard]) -> set[str]:
     }
 
 
-def _make_optimizer_state(
+def make_optimizer_state(
     optimizer: ShardedOptimizer,
     shard: OptimizerShard,
     held: Mapping[str, LogicalTensor],
     source: StateSource,
-    thawed: set[str],
+    thawed: Container[str] = (),
 ) -> list[StateRange]:
     """Create the state tensors that the source has for a shard's group; those to be read.
 
     By group, not by parameter: a shard may consist of padding only, or of parameters `thawed`.
     """
     names = _trained_names([shard])
-    if names <= thawed:
+    if all(name in thawed for name in names):
         names = _trained_names([it for it in optimizer.shards if it.group == shard.group])
     keys: dict[str, torch.dtype] = {}
     for full_name, tensor in held.items():

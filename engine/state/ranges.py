@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.flat_layout import UnitLayout
-from rayzero.engine.layout.reshard import plan_copies
+from rayzero.engine.layout.reshard import HeldRanges
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, StateSource, TensorRange
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
 from rayzero.engine.state.device_reads import Read, TensorHolder, read_to_device
 from rayzero.engine.zero.runtime import ZeroRuntime
+from rayzero.engine.zero.unit import Unit
 
 ALIGN_BYTES = 128  # of a part in a block, for copies and for views of any dtype
 
@@ -86,21 +87,22 @@ def state_ranges(
     collectives = runtime.collectives
     rank, world_size = (collectives.rank, collectives.world_size) if owned else (0, 1)
     parts = _frozen_ranges(runtime, rank, world_size)
-    for unit in runtime.units:
-        layout, within = unit.layout, unit.shard if owned else None
-        if unit.main_weights is not None:
-            parts.append(range_of_unit(layout, "weights", unit.main_weights, unit.owned, within))
-        else:
-            model_weights = unit.weights.owned_range(unit.shard)
-            parts.append(range_of_unit(layout, "weights", model_weights, unit.shard, constant=True))
+    parts += [weights_range(unit, within=unit.shard if owned else None) for unit in runtime.units]
     for shard in optimizer.shards:
         within = shard.unit.shard if owned else None
         for key, value in elementwise_state(optimizer, shard).items():
             parts.append(optimizer_range(shard, key, value, within))
     if rank == 0:
-        for name, value in persistent_buffers(model):
-            parts.append(replace(whole_tensor_range(f"buffers/{name}", value), volatile=True))
+        parts += buffer_ranges(model)
     return [part for part in parts if part.ranges]
+
+
+def weights_range(unit: Unit, within: slice | None = None) -> StateRange:
+    """A unit's main weights, or the model weights of a frozen one, on this rank."""
+    if unit.main_weights is not None:
+        return range_of_unit(unit.layout, "weights", unit.main_weights, unit.owned, within)
+    model_weights = unit.weights.owned_range(unit.shard)
+    return range_of_unit(unit.layout, "weights", model_weights, unit.shard, constant=True)
 
 
 def optimizer_range(
@@ -110,21 +112,25 @@ def optimizer_range(
     return range_of_unit(shard.unit.layout, kind, value, shard.layout_range, within)
 
 
-def read_ranges(parts: Sequence[StateRange], source: StateSource) -> None:
-    """Read ranges from the blocks that hold them, in the order in which they are stored."""
+def read_ranges(
+    parts: Sequence[StateRange], source: StateSource, held: HeldRanges | None = None
+) -> None:
+    """Read ranges from the blocks that hold them, in the order in which they are stored. `held`:
+    the ranges of the source's blocks, if they are indexed already."""
     targets = {wanted: part for part in parts for wanted in part.ranges}
     indexes = source.block_indexes
+    held = held or HeldRanges([index.ranges for index in indexes])
     reads: list[Read] = []
     holder = source if isinstance(source, TensorHolder) else None
-    for copy in plan_copies(targets, [index.ranges for index in indexes]):
+    for copy in held.plan(targets):
         tensor = indexes[copy.source].tensors[copy.held.name]
         offset = copy.held.offset + (copy.start - copy.held.start) * tensor.item_bytes
         first = copy.wanted.offset + copy.start - copy.wanted.start
         target = targets[copy.wanted].memory[first : first + copy.numel]
         if holder is not None:
-            held = holder.tensor(copy.source, offset, copy.numel * tensor.item_bytes)
-            if held is not None:
-                target.copy_(held)
+            value = holder.tensor(copy.source, offset, copy.numel * tensor.item_bytes)
+            if value is not None:
+                target.copy_(value)
                 continue
         reads.append((copy.source, offset, target, DTYPE_BY_NAME[tensor.dtype]))
     reads.sort(key=lambda read: read[:2])
@@ -163,6 +169,14 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in model.named_buffers():
         if name in kept:
             yield name, buffer
+
+
+def buffer_ranges(model: nn.Module) -> list[StateRange]:
+    """The persistent buffers."""
+    return [
+        replace(whole_tensor_range(f"buffers/{name}", value), volatile=True)
+        for name, value in persistent_buffers(model)
+    ]
 
 
 class BufferAddresses:

@@ -48,9 +48,6 @@ class TrainingState:
     """One rank's view of the state. For the training thread only, until that has ended.
 
     Attributes:
-        complete_on_rank: whether this rank's memory holds the complete state, as at stage 0.
-        update_is_collective: updates exchange data between ranks, so an abort may change the state
-            without an error: it is inconsistent until `confirm`.
         altered: something other than an update, such as a load, may have changed the state since
             the last update.
         copied_by: the newest copy that may still be running. Between updates forward and backward
@@ -67,16 +64,7 @@ class TrainingState:
         device: torch.device,
     ) -> None:
         self.progress = progress
-        # Each rank's error feedback residuals are in its own memory only.
-        self.complete_on_rank = runtime.stage.optimizer_state is Placement.REPLICATED and (
-            not runtime.grad_reduction.residuals or runtime.collectives.world_size == 1
-        )
         self.device = get_device(device)
-        self.update_is_collective = (
-            runtime.collectives.world_size > 1
-            and runtime.stage.optimizer_state is not Placement.REPLICATED
-            and isinstance(optimizer.torch_optimizer, NeedsWholeParams)
-        )
         self.altered = False
         self._constants_writes = 0
         self.copied_by: RunningCopy | None = None
@@ -84,10 +72,31 @@ class TrainingState:
         self._buffers = BufferAddresses(model)
         self._runtime = runtime
         self._optimizer = optimizer
+        self._needs_whole_params = isinstance(optimizer.torch_optimizer, NeedsWholeParams)
         self.scheduler = scheduler
         self._is_updating = False
         self._packed_signature: tuple[object, ...] | None = None
         self._own_block = pack_block([])
+
+    @property
+    def complete_on_rank(self) -> bool:
+        """Whether this rank's memory holds the complete state, as at stage 0."""
+        runtime = self._runtime
+        if runtime.stage.optimizer_state is not Placement.REPLICATED:
+            return False
+        # Each rank's error feedback residuals are in its own memory only.
+        return not runtime.grad_reduction.residuals or runtime.collectives.world_size == 1
+
+    @property
+    def update_is_collective(self) -> bool:
+        """Whether updates exchange data between ranks, so that an abort may change the state
+        without an error: it is inconsistent until `confirm`."""
+        runtime = self._runtime
+        return (
+            runtime.collectives.world_size > 1
+            and runtime.stage.optimizer_state is not Placement.REPLICATED
+            and self._needs_whole_params
+        )
 
     @property
     def constants_version(self) -> int:
@@ -211,16 +220,36 @@ class TrainingState:
         Raises CheckpointMismatchError if the state is of another model or optimizer; DataError if
         the state is damaged or incomplete."""
         self.before_write_of_constants()
-        rank = self._runtime.collectives.rank
-        document = source.metadata(rank)
+        document = source.metadata(self._runtime.collectives.rank)
         if load_tensors(self._model, self._runtime, self._optimizer, source, options):
             keep = self.scheduler is None and not options.optimizer_options
             metadata.restore_optimizer_metadata(self._optimizer, source, keep_options=keep)
+        self._load_metadata(document, source.step, options)
+
+    @torch.no_grad()
+    def recut(self, source: StateSource, recut_tensors: Callable[[], None]) -> None:
+        """Replaces the tensors of the state by those for other ranks, which `recut_tensors` makes
+        and reads from `source`, and continues from its step. Collective. The state is inconsistent
+        if that fails: a later attempt must not use what this rank holds."""
+        with self.updating():
+            self._own_block, self._packed_signature = pack_block([]), None
+            recut_tensors()
+            keep = self.scheduler is None
+            metadata.restore_optimizer_metadata(self._optimizer, source, keep_options=keep)
+            rank = self._runtime.collectives.rank
+            self._load_metadata(source.metadata(rank), source.step, LOAD_ALL)
+            self._constants_writes += 1
+        self.confirm()
+        self.sync_model_weights()
+
+    def _load_metadata(self, document: dict[str, Any], step: int, options: LoadOptions) -> None:
+        """Restores what the JSON part of a saved state tells besides the optimizer."""
+        rank = self._runtime.collectives.rank
         if options.scheduler:
             metadata.restore_scheduler(self.scheduler, document.get("scheduler"))
         if not options.progress:
             return
-        self.progress.step = source.step
+        self.progress.step = step
         self.progress.micro_step = 0
         self.progress.sample_cursor = document.get("sample_cursor", 0)
         self.progress.skipped_steps = document.get("skipped_steps", 0)

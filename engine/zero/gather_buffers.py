@@ -66,6 +66,13 @@ class Block:
             raise RuntimeError(f"{self.name!r} cannot go from {self.state.name} to {state.name}")
         self.state = state
 
+    def abandon(self) -> None:
+        """Forgets its buffers, and the gathers in flight of a process group that is gone."""
+        self.pending = []
+        self.buffers = []
+        self.forward_calls = 0
+        self.state = BlockState.SHARDED
+
 
 class GatherBuffers:
     """Owns the buffers' memory, and records which block is in each.

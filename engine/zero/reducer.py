@@ -93,15 +93,23 @@ class Reducer:
         *,
         overlap: bool,
     ) -> None:
+        self._overlap = overlap
+        self._first_micro_step = True
+        self._running: Running = never
+        self.connect(units, buffers)
+
+    def connect(
+        self, units: Sequence[tuple[GradStore, int]], buffers: GradBufferPool | None
+    ) -> None:
+        """Uses these stores and buffers from now on. Gradients in the earlier ones are forgotten,
+        and their reductions are not waited for."""
         self._units = [_UnitProgress(grads, count) for grads, count in units]
         self.buffer_pool = buffers
-        self._overlap = overlap
         # Of sharded gradients no more than there are buffers: older ones were waited for.
         self._in_flight: deque[Work] = deque(maxlen=buffers.max_count if buffers else None)
         self._next_unit = 0
-        self._first_micro_step = True
         self._reducing = False
-        self._running: Running = never
+        self._running = never
 
     def begin_backward(
         self, *, first: bool, last: bool, factor: float = 1.0, running: Running = always

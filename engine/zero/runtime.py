@@ -28,9 +28,10 @@ from rayzero.engine.zero.unshard import UnshardScheduler
 from rayzero.engine.zero.unused_params import UnusedParams, UnusedRanges
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ZeroRuntime:
-    """Everything between the model's hooks and the local optimizer.
+    """Everything between the model's hooks and the local optimizer. Lives as long as the engine;
+    what depends on the number of ranks is replaced when that changes (`recut`).
 
     Attributes:
         units: in launch order.

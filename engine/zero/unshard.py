@@ -60,27 +60,44 @@ class UnshardScheduler:
     ) -> None:
         self.blocks = blocks
         self.buffers = buffers
-        self.weight_gather = gather
-        device = blocks[0].units[0].device
-        self.large_modules = LargeModules(
-            [block for block in blocks if block.large],
-            kept_elsewhere,
-            lambda flags: gather.agree(flags, device),
-        )
+        self.paused = False  # the script has gathered all weights itself: no block is gathered
+        self._kept_elsewhere = frozenset(kept_elsewhere)
         modules = {block.module for block in blocks}
-        self._own_buffer = {  # blocks that contain others: they stay gathered while those run
+        self._outer_blocks = {  # blocks that contain others: they stay gathered while those run
             block
             for block in blocks
             if not reshard_after_forward or len(modules.intersection(block.module.modules())) > 1
         }
+        self.large_modules = self._observe_large_modules()
+        self._begin(gather)
+
+    def reconnect(self, gather: WeightGather) -> None:
+        """Gathers by `gather` from now on, from the blocks' new units. What the ranks have observed
+        together is forgotten: they must launch the same gathers, and new ones know nothing."""
+        for block in self.blocks:
+            block.abandon()
+        self.large_modules.remove()
+        self.large_modules = self._observe_large_modules()
+        self._begin(gather)
+
+    def _begin(self, gather: WeightGather) -> None:
+        self.weight_gather = gather
+        self._own_buffer = set(self._outer_blocks)
         self._running: list[Block] = []  # blocks whose forward has not returned, outermost first
         self._forward_order: dict[Block, None] = {}  # first uses since the last assignment
         self._successors: tuple[dict[Block, Block], ...] = ({}, {})  # in forward, in backward
         self._previous: Block | None = None
         self._prefetch_ready = False  # buffers are assigned by the recorded order
         self._backward_runs: Running = never
-        self.paused = False  # the script has gathered all weights itself: no block is gathered
-        self._assign_buffers(blocks)
+        self._assign_buffers(self.blocks)
+
+    def _observe_large_modules(self) -> LargeModules:
+        device = self.blocks[0].units[0].device
+        return LargeModules(
+            [block for block in self.blocks if block.large],
+            self._kept_elsewhere,
+            lambda flags: self.weight_gather.agree(flags, device),
+        )
 
     @untraced
     def root_pre_forward(self, around: Mapping[nn.Module, str] | None = None) -> None:

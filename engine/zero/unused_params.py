@@ -31,13 +31,14 @@ class UnusedParams:
 
     def __init__(self, units: Sequence[Unit], *, is_error: bool) -> None:
         self._is_error = is_error
-        self._params = [(unit, index) for unit in units for index in range(len(unit.params))]
+        self._params = [(unit.layout, index) for unit in units for index in range(len(unit.params))]
+        self._hooked = [param for unit in units for param in unit.params]
         self._used = [0.0] * len(self._params)
 
     def hook(self) -> list[RemovableHandle]:
         return [
-            unit.params[index].register_post_accumulate_grad_hook(partial(self._mark, number))
-            for number, (unit, index) in enumerate(self._params)
+            param.register_post_accumulate_grad_hook(partial(self._mark, number))
+            for number, param in enumerate(self._hooked)
         ]
 
     @property
@@ -53,10 +54,10 @@ class UnusedParams:
         """Raises EngineError, on all ranks, if there are any and that is an error."""
         found: dict[str, list[slice]] = {}
         names = []
-        for (unit, index), used in zip(self._params, sums, strict=True):
-            if not used:
-                found.setdefault(unit.name, []).append(unit.layout.param_range(index))
-                names.append(unit.layout.params[index].name)
+        for (layout, index), used in zip(self._params, sums, strict=True):
+            if not used:  # where a parameter is does not depend on the number of ranks
+                found.setdefault(layout.name, []).append(layout.param_range(index))
+                names.append(layout.params[index].name)
         if names and self._is_error:
             raise EngineError(
                 f"{len(names)} parameters got no gradient on any rank in this step: "

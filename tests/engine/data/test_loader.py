@@ -46,13 +46,13 @@ def make_loader(
     """A loader whose samples are their indices."""
     step_plan = assign_step(global_batch, *world, micro_batch, shares)
     progress = progress or TrainingProgress(global_batch=global_batch)
-    return StepLoader(list(range(length)), 1, step_plan, MicroBatches(progress, session))
+    return StepLoader(list(range(length)), 1, MicroBatches(progress, step_plan, session))
 
 
 def make_single_loader(data: Any, batch: int = 1, seed: int = 0, **options: Any) -> StepLoader:
     """A loader for one rank with one micro-batch per step."""
-    batches = MicroBatches(TrainingProgress(global_batch=batch))
-    return StepLoader(data, seed, assign_step(batch, 1, 0, batch), batches, **options)
+    progress, step_plan = TrainingProgress(global_batch=batch), assign_step(batch, 1, 0, batch)
+    return StepLoader(data, seed, MicroBatches(progress, step_plan), **options)
 
 
 def consume(step_loader: StepLoader, batches: Iterator) -> list[tuple[list[int], float]]:

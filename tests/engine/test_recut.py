@@ -1,0 +1,291 @@
+"""An engine that is re-cut for other ranks in the middle of a step. The oracle is plain torch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import rayzero
+from rayzero.engine.offload import plan
+from rayzero.engine.offload.transfer import HostTransfer
+from rayzero.engine.session import use_session
+from tests.engine.state.blocks import Block as StateBlock
+from tests.engine.state.blocks import BlocksSource, StateSession
+from tests.support.ranks import run_ranks
+from tests.workers.recovery_jobs import Data, engine_config, make_model, oracle
+
+SEED = 3
+STEPS_EACH = 2  # finished steps of each generation
+
+
+@dataclass
+class Generations:
+    """One process's part in a sequence of process groups. Rank r is a member of those with more
+    than r ranks: it leaves, and comes back as a new process would.
+
+    Args:
+        sizes: the ranks of each generation.
+        how: survivors re-cut their engine, with their own memory as the first source or without;
+            or build a new one.
+    """
+
+    rank: int
+    sizes: Sequence[int]
+    how: Literal["own", "source", "rebuild"]
+    store: dist.Store
+    number: int = -1
+    kept_bytes: list[int] = field(default_factory=list)
+
+    def form(self) -> bool:
+        """Forms the next group. False if this rank is not in it."""
+        self.number += 1
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if self.rank >= self.sizes[self.number]:
+            return False
+        store = dist.PrefixStore(f"generation-{self.number}", self.store)
+        size = self.sizes[self.number]
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=size)
+        return True
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == len(self.sizes) - 1
+
+    def publish(self, engine: Any) -> None:
+        self.store.set(f"block-{self.number}-{self.rank}", pickle.dumps(StateBlock.of(engine)))
+
+    def blocks(self) -> list[StateBlock]:
+        """The state that the previous generation has left, of all its ranks."""
+        before = self.number - 1
+        keys = [
+            f"block-{before}-{rank}" for rank in range(self.sizes[before] if before >= 0 else 0)
+        ]
+        return [pickle.loads(self.store.get(key)) for key in keys]
+
+
+def live_through(
+    rank: int,
+    world: int,
+    config: dict[str, Any],
+    sizes: Sequence[int],
+    how: Literal["own", "source", "rebuild"],
+    make: Callable[[], nn.Module],
+    steps: int,
+) -> tuple[dict[str, Tensor], list[tuple[int, int, int]]]:
+    """Trains through all generations; the weights at the end, and the bytes of each re-cut."""
+    port = torch.zeros(1, dtype=torch.int64)
+    own = (
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if not rank else None
+    )
+    if own is not None:
+        port[0] = own.port
+    dist.broadcast(port, 0)
+    store = own or dist.TCPStore("127.0.0.1", int(port), timeout=timedelta(seconds=120))
+    generations, weights, moved = Generations(rank, sizes, how, store), {}, []
+    separate = config["zero_optimization"].get("offload_optimizer")
+    with mock.patch.object(plan, "make_transfer", _separate) if separate else nullcontext():
+        while not generations.is_last:
+            if generations.form():
+                weights, bytes_of = train_as_member(generations, config, make, steps)
+                moved += bytes_of
+    store.wait([f"end-{it}" for it in range(world)]) if not store.set(f"end-{rank}", b"1") else None
+    return weights, moved
+
+
+def _separate(device: torch.device) -> HostTransfer:
+    return HostTransfer(separate_memory=True)
+
+
+def train_as_member(
+    generations: Generations, config: dict[str, Any], make: Callable[[], nn.Module], steps: int
+) -> tuple[dict[str, Tensor], list[tuple[int, int, int]]]:
+    """One training loop, from this rank's entry until it leaves, or the end."""
+    model = make()
+    with use_session(StateSession(generations.blocks() or None, seed=SEED)):
+        engine, optimizer, loader, _ = rayzero.initialize(
+            model=model, training_data=Data(), config=config
+        )
+    hooks = _count_hooks(model)
+    params, torch_optimizer = [*model.parameters()], optimizer.optimizer
+    begin, published, moved = engine.global_steps, -1, []
+    compiled, graphs = "compile" in config, 0
+    for x, y in loader.until(steps):
+        if engine.global_steps == begin + STEPS_EACH and not generations.is_last:
+            if published != generations.number:
+                generations.publish(engine)
+                published = generations.number
+            engine.backward(loss(engine, x, y))  # of a step that never ends
+            if generations.how == "rebuild" or not generations.form():
+                engine.close()
+                return {}, moved
+            keep = generations.how == "own"
+            reads = engine.recut(BlocksSource(generations.blocks()), keep=keep)
+            moved.append((reads.bytes_moved, reads.bytes_copied, reads.bytes_read))
+            begin = engine.global_steps
+            continue
+        engine.backward(loss(engine, x, y))
+        engine.step()
+        if compiled:
+            # Inputs have one shape: a survivor compiles nothing after its first step.
+            graphs = graphs or counters["stats"]["unique_graphs"]
+            assert counters["stats"]["unique_graphs"] == graphs > 0
+    assert all(one is other for one, other in zip(params, model.parameters(), strict=True))
+    assert engine.optimizer is optimizer
+    assert torch_optimizer.param_groups is optimizer.param_groups
+    assert engine.module is model
+    assert _count_hooks(model) == hooks
+    assert engine.global_steps == steps
+    weights = engine.module_state_dict()
+    engine.close()
+    return weights, moved
+
+
+def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(engine(x).double(), y.double())
+
+
+def _count_hooks(model: nn.Module) -> int:
+    return sum(
+        len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()
+    ) + sum(len(it._post_accumulate_grad_hooks or ()) for it in model.parameters())
+
+
+SIZES = (3, 2, 3, 1, 3)
+STEPS = STEPS_EACH * len(SIZES)
+
+
+def make_plain() -> nn.Module:
+    return make_model(torch.float64)
+
+
+class Block(nn.Module):
+    """Dropout, whose random numbers a re-cut restores; a frozen layer; a buffer that forward
+    changes, and one that no state contains."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.frozen = nn.Linear(2 * width + 1, width).requires_grad_(False)
+        self.drop = nn.Dropout(0.2)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("scale", torch.full((width,), 0.5), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
+        shift = self.scale.to(x.dtype) * self.mean.to(x.dtype)
+        return x + self.frozen(torch.tanh(self.up(self.drop(x)))) + shift
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Linear(6, 10)
+        self.blocks = nn.ModuleList([Block(10) for _ in range(3)])
+        self.outward = nn.Linear(10, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inward(x.to(self.inward.weight.dtype))
+        for block in self.blocks:
+            x = block(x)
+        return self.outward(x)
+
+
+def make_irregular() -> nn.Module:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.mark.parametrize("how", ["own", "source"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_weights_are_those_of_plain_torch_through_changes_of_ranks(stage: int, how: str):
+    results = run_ranks(3, live_through, engine_config(stage), SIZES, how, make_plain, STEPS)
+    for name, expected in oracle(STEPS).items():
+        torch.testing.assert_close(results[0][0][name], expected, rtol=1e-9, atol=1e-12)
+    assert len(results[0][1]) == len(SIZES) - 1
+    for moved, copied, _ in results[0][1]:
+        assert bool(moved + copied) == (how == "own")
+
+
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
+SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}}
+
+
+def zero(stage: int, **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 200} | keys}
+
+
+def compressed(**keys: Any) -> dict[str, Any]:
+    return {"rayzero": {"compression": keys}}
+
+
+def optimizer(name: str) -> dict[str, Any]:
+    return {"optimizer": {"type": name, "params": {"lr": 1e-2}}}
+
+
+ROWS = {
+    "bf16": zero(2) | BF16,
+    "fp16, accumulation": zero(1) | FP16 | {"train_micro_batch_size_per_gpu": 2},
+    "schedule, clipping": zero(3) | SCHEDULE | {"gradient_clipping": 0.1},
+    "momentum": zero(2) | optimizer("SGD"),
+    "Adagrad": zero(3) | optimizer("Adagrad"),
+    "Muon": zero(2) | optimizer("Muon"),
+    "LAMB": zero(3) | optimizer("Lamb"),
+    "1-bit Adam": zero(0) | optimizer("OneBitAdam"),
+    "host memory": zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
+    "host memory in part": zero(1, offload_optimizer={"device": "cpu", "ratio": 0.5}) | BF16,
+    "files": zero(3, offload_optimizer={"device": "nvme"}) | BF16,
+    "quantized gradients": zero(2) | compressed(gradients="int8", error_feedback=True),
+    "signs": zero(0) | compressed(gradients="sign"),
+    "low rank": zero(1) | compressed(gradients="lowrank"),
+    "quantized weights": zero(3, zero_quantized_weights=True),
+    "secondary shards": zero(3, zero_hpz_partition_size=3),
+    "lazy weights": zero(2) | {"rayzero": {"overlap_weight_gather": True}},
+    "every block gathered": zero(3) | {"rayzero": {"reshard_after_forward": False}},
+    "large modules": zero(3) | {"rayzero": {"unshard_min_numel": 1}},
+    "one reduction a step": zero(2) | {"rayzero": {"reduce_each_micro_step": False}},
+    "unused": zero(2) | {"rayzero": {"unused_gradients": "none"}},
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_re_cut_engine_is_bit_by_bit_one_that_was_built_anew(row: str, tmp_path: Path):
+    """Building anew is compared with plain torch elsewhere."""
+    config = engine_config(0) | copy.deepcopy(ROWS[row])
+    if "nvme" in str(config):
+        config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path)
+    ends = [
+        run_ranks(3, live_through, config, SIZES, how, make_irregular, STEPS)[0][0]
+        for how in ("own", "rebuild")
+    ]
+    for name, expected in ends[1].items():
+        assert torch.equal(ends[0][name], expected), name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_survivors_compile_nothing_again(stage: int):
+    compiled = {"compile": {"enabled": True, "backend": "eager"}}
+    config = engine_config(stage) | {"train_micro_batch_size_per_gpu": 1} | compiled
+    sizes = (3, 2, 3)
+    steps = STEPS_EACH * len(sizes)
+    ends = [
+        run_ranks(3, live_through, config, sizes, how, make_irregular, steps)[0][0]
+        for how in ("own", "rebuild")
+    ]
+    for name, expected in ends[1].items():
+        assert torch.equal(ends[0][name], expected), name
