@@ -72,8 +72,8 @@ def recut_engine(
     if runtime.lazy_weights is not None:
         runtime.lazy_weights.start({})
     kept = KeptSource(step.state.private_ranges() if keep else [], source)
-    for block in runtime.unshard_scheduler.blocks if runtime.unshard_scheduler else ():
-        block.abandon()
+    if runtime.unshard_scheduler is not None:
+        runtime.unshard_scheduler.abandon()
     backend, device = connect_backend()
     runtime.collectives.reconnect(backend)
     context = _make_context(step, model, device)

@@ -7,7 +7,7 @@ Under torchrun or alone there is no session.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -84,6 +84,14 @@ class HostSession(Protocol):
     def on_engine_ready(self, engine: Any) -> None:
         """Called once with the finished `Engine`, its state loaded. (It imports this module.)"""
 
+    @property
+    def on_broken(self) -> Callable[[str], None] | None:
+        """See `Collectives.on_broken`; with it, the host can `reform`."""
+
+    def reform(self) -> None:
+        """The process group is broken. Returns when there is another one, and the engine was re-cut
+        for its ranks (`Engine.recut`)."""
+
     def on_phase(self, name: str) -> None:
         """The training thread entered a phase: data, forward, backward, reduce, update, gather."""
 
@@ -108,6 +116,7 @@ class BesideSession:
 
     def __init__(self, host: HostSession) -> None:
         self.engine_config, self.seed, self.shares = host.engine_config, host.seed, host.shares
+        self.on_broken = None  # its state is in no source: a failed collective ends the function
         self.on_phase = host.on_phase
         self.on_collective_wait = host.on_collective_wait
 
@@ -130,6 +139,9 @@ class BesideSession:
         return
 
     def on_engine_ready(self, engine: Any) -> None:
+        return
+
+    def reform(self) -> None:
         return
 
     def on_samples_consumed(self, samples: Sequence[int]) -> None:

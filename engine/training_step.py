@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from rayzero.engine.curriculum import ScheduledInputs
 from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.device import get_device
-from rayzero.engine.errors import EngineError
+from rayzero.engine.errors import CollectiveError, EngineError
 from rayzero.engine.metrics import StepMeter
 from rayzero.engine.optim.build import NoOptimizer, no_optimizer_error
 from rayzero.engine.optim.schedule import Scheduler
@@ -31,6 +31,7 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.step_vote import StepVote
 from rayzero.engine.zero.unused_params import UnusedRanges
 
+T = TypeVar("T")
 _CHECK_STEPS = 50
 """Between two looks for parameters that the model got after `initialize`: a millisecond for each
 thousand."""
@@ -60,6 +61,7 @@ class TrainingStep:
         self._rank_loss: float | None = None  # of this step, between its vote and its end
         self._own_weight = 1.0  # of the micro-batch of the backward that the script runs itself
         self.own_backward = OwnBackward(self.runtime, self)
+        self.micro_batches.before_read = self.reform_if_broken
         self._step_hook: RemovableHandle | None = None
         if not isinstance(self.optimizer, NoOptimizer):
             self._step_hook = refuse_own_steps(self.optimizer.torch_optimizer, self.tracker)
@@ -95,12 +97,21 @@ class TrainingStep:
         """See `Engine.__call__`."""
         self.own_backward.abandon_failed()
         self.meter.enter_phase("forward")
+        if torch.is_grad_enabled():
+            if not (self.tracker.has_gradients or self.micro_batches.has_untrained):
+                self.reform_if_broken()
+        elif self.runtime.unshard_scheduler is not None:
+            return self.with_peers(lambda: self._forward(module, args, kwargs))
+        return self._forward(module, args, kwargs)
+
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._progress.step >= self._check_at_step:
             self.runtime.check_params(module)
             self._check_at_step = self._progress.step + _CHECK_STEPS
         context = self.runtime.precision.forward_context()
         if torch.is_grad_enabled():
             self.micro_batches.on_forward((args, kwargs))
+            self.runtime.collectives.detached = self.micro_batches.is_stale
         args, kwargs = self.forward_inputs(module, args, kwargs)
         with self.meter.step_work.track_forward((args, kwargs)), context:
             output = module(*args, **kwargs)
@@ -187,6 +198,14 @@ class TrainingStep:
     def step(self) -> None:
         """See `Engine.step`."""
         self.own_backward.abandon_failed()
+        if self._group_is_broken():
+            if self.micro_batches.is_stale:
+                self.micro_batches.end_stale()
+            self.reform_if_broken()
+            return
+        if self.runtime.collectives.detached:
+            self._end_stale_step()
+            return
         tracker = self.tracker
         follows_no_sync = tracker.follows_no_sync and not self.is_boundary
         tracker.zeroed = tracker.unstepped = False
@@ -209,18 +228,71 @@ class TrainingStep:
             self._progress.micro_step += 1
             self.micro_batches.end_step()
             return
-        with tracker.update():
-            if tracker.boundary is Boundary.STEP:
-                self.runtime.reduce_accumulated()
-            vote, lr = self._update()
+        try:
+            with tracker.update():
+                if tracker.boundary is Boundary.STEP:
+                    self.runtime.reduce_accumulated()
+                vote, lr = self._update()
+        except CollectiveError:
+            if not self._group_is_broken():
+                raise
+            self.reform_if_broken()  # nothing was committed, or not all of it
+            return
         self.micro_batches.end_step()
         if vote.finite:  # the state is complete without it: weights can be gathered again
             self.meter.enter_phase("publish")
-            self.runtime.sync_model_weights(lazy=True)
+            self._publish()
         loss = vote.loss if self._loss_known else None
         self._loss_known = True
         rank_loss, self._rank_loss = self._rank_loss, None
         self.meter.end_step(vote, lr, loss, rank_loss)
+
+    def _end_stale_step(self) -> None:
+        """Forgets a step of what the loop had read before the ranks changed."""
+        self.runtime.discard_gradients()
+        self.abandon()
+        self._progress.micro_step = 0
+        if self.runtime.unshard_scheduler is not None:
+            self.runtime.unshard_scheduler.abandon()  # what it has gathered is of no rank
+        self.micro_batches.end_stale()
+        self.runtime.collectives.detached = False
+
+    def _group_is_broken(self) -> bool:
+        return bool(self.runtime.collectives.broken)
+
+    def _publish(self) -> None:
+        """Starts to gather the updated weights. In a group that breaks meanwhile they are gathered
+        when it is replaced."""
+        try:
+            self.runtime.sync_model_weights(lazy=True)
+        except CollectiveError:
+            if not self._group_is_broken():
+                raise
+
+    def reform_if_broken(self) -> None:
+        """If the process group is broken: returns when this engine was re-cut for the ranks of
+        another one. What was made of the current step is lost, and its samples are read again.
+        Raises CollectiveError if the host cannot replace the group."""
+        session, collectives = self.micro_batches.session, self.runtime.collectives
+        while collectives.broken:
+            if session is None or session.on_broken is None:
+                raise CollectiveError(collectives.broken)
+            with suppress(CollectiveError):  # the next group broke while it was used first
+                session.reform()
+
+    def with_peers(self, call: Callable[[], T]) -> T:
+        """The result of what needs all ranks; again from its beginning if the process group breaks
+        meanwhile."""
+        while True:
+            self.reform_if_broken()
+            try:
+                result = call()
+            except CollectiveError:
+                if not self._group_is_broken():
+                    raise
+                continue
+            if not self._group_is_broken():
+                return result
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
@@ -279,6 +351,8 @@ class TrainingStep:
             self.meter.enter_phase("update")
         with self.state.updating():
             self._apply_vote(vote, factor, unused)
+        if self.runtime.collectives.broken and self.state.update_is_collective:
+            raise CollectiveError(self.runtime.collectives.broken)
         self.tracker.applied = vote.finite
         self._loss_sum.zero_()
         return vote, lr

@@ -12,13 +12,14 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import Backend, Work
+from rayzero.engine.comm.backend import Backend, CompletedWork, Work
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import CollectiveError, EngineError
 
@@ -45,15 +46,33 @@ class CommCounters:
 
 
 class Collectives:
-    """The engine's only connection to other ranks. `wait_observer` is called with (number, entered)
-    when a wait for other ranks begins and ends; an exception that it raises aborts the
-    collective."""
+    """The engine's only connection to other ranks.
+
+    A process group is *broken* once a collective of it has failed, or it is ended from outside
+    (`break_off`). With `on_broken`, that is a state: collectives complete at once with what is in
+    their buffers, so that forward and backward run on, until the group is replaced (`reconnect`).
+    Results are then undefined; `sum_scalars`, whose result the host acts upon, raises. Without it,
+    a failed collective raises CollectiveError wherever it is waited for.
+
+    Attributes:
+        detached: this rank computes on its own for a while: as in a broken group, collectives
+            complete at once, but no peer notices.
+        broken: why the group is broken; empty if it is not.
+        on_broken: called once for each group, with the reason, by the thread that noticed. It ends
+            this rank's connections, so that no peer waits for what this rank does not send.
+        wait_observer: called with (number, entered) when a wait for other ranks begins and ends; an
+            exception that it raises aborts the collective.
+    """
 
     single_collective = True
+    broken = ""
+    detached = False
 
     def __init__(self, backend: Backend) -> None:
         self.counters = CommCounters()
+        self.on_broken: Callable[[str], None] | None = None
         self.wait_observer: Callable[[int, bool], None] | None = None
+        self._breaking = Lock()
         self.reconnect(backend)
 
     def reconnect(self, backend: Backend) -> None:
@@ -62,6 +81,17 @@ class Collectives:
         self._backend = backend
         self.rank = backend.rank
         self.world_size = backend.world_size
+        self.broken = ""
+        self.detached = False
+
+    def break_off(self, reason: str) -> None:
+        """The group is broken from now on. By any thread: the flag is set before the group is
+        aborted, so that nothing is launched on it afterwards."""
+        with self._breaking:
+            is_first = not self.broken
+            self.broken = self.broken or reason
+        if is_first and self.on_broken is not None:
+            self.on_broken(reason)
 
     @property
     def staging_bytes(self) -> int:
@@ -77,7 +107,8 @@ class Collectives:
         Without it a peer could wait for this rank's share of an exchange while this rank waits in
         the script's collective.
         """
-        self.run_timed("an exchange", self.counters.sequence, self._backend.progress_pending)
+        sequence, progress = self.counters.sequence, self._backend.progress_pending
+        self.run_timed("an exchange", sequence, progress, _nothing)
 
     def all_reduce(self, full: Tensor) -> CollectiveWork:
         return self._launch("all_reduce", 2 * full.nbytes, lambda: self._backend.all_reduce(full))
@@ -123,17 +154,21 @@ class Collectives:
         """Sums a few numbers over the ranks, and returns the sums: those of the float64 `scalars`
         on the device, then those of `numbers`. The host waits; counted by `name`.
 
-        Raises CollectiveError if not every rank was counted: a group that is aborted lets its
-        kernels end early, with undefined results.
+        Raises CollectiveError if the group is broken, or if not every rank was counted: a group
+        that is aborted lets its kernels end early, with undefined results.
         """
         ballot, work = self._launch_sum(scalars, numbers, name)
         *sums, ranks = work.to_host(ballot).tolist()
-        if ranks != self.world_size:
-            raise CollectiveError(
-                f"{name} was aborted on rank {self.rank} (collective {self.counters.sequence}): it "
-                f"has summed over {ranks:g} of {self.world_size} ranks"
-            )
-        return sums
+        if not self.broken and ranks == self.world_size:
+            return sums
+        error = CollectiveError(
+            f"{name} was aborted on rank {self.rank} (collective {self.counters.sequence}): it has "
+            f"summed over {ranks:g} of {self.world_size} ranks"
+        )
+        if self.broken:
+            raise CollectiveError(self.broken)
+        self.break_off(error.seen)
+        raise error
 
     def sum_on_device(self, scalars: Tensor, name: str) -> Tensor:
         """`sum_scalars` whose result stays on the device: undefined if the group is aborted, so
@@ -155,22 +190,32 @@ class Collectives:
         traffic.calls += 1
         traffic.bytes += moved_bytes
         counters.sequence = number = counters.sequence + 1
-        return CollectiveWork(self.run_timed(name, number, start), self, name, number)
+        work = self.run_timed(name, number, start, CompletedWork)
+        return CollectiveWork(work, self, name, number)
 
-    def run_timed(self, name: str, number: int, waits: Callable[[], T]) -> T:
-        """Runs something that may wait for other ranks; a failure names the collective."""
+    def run_timed(
+        self, name: str, number: int, waits: Callable[[], T], broken: Callable[[], T]
+    ) -> T:
+        """Runs something that may wait for other ranks; `broken` in its place if the group is. A
+        failure names the collective."""
         if self.world_size == 1:
             return waits()
+        if self.broken or self.detached:
+            return broken()
         observe, start = self.wait_observer, perf_counter()
         if observe is not None:
             observe(number, True)
         try:
             result = waits()
         except RuntimeError as error:
-            raise CollectiveError(
+            failure = CollectiveError(
                 f"{name} failed on rank {self.rank} of {self.world_size} (collective {number}): "
                 f"{error}"
-            ) from error
+            )
+            if self.on_broken is None:
+                raise failure from error
+            self.break_off(failure.seen)
+            return broken()
         if observe is not None:
             observe(number, False)
         self.counters.exposed_s += perf_counter() - start
@@ -200,12 +245,15 @@ class CollectiveWork:
 
         def wait_and_copy() -> Tensor:
             self._work.wait()
+            return copy()
+
+        def copy() -> Tensor:
             return get_device(result.device).to_host(result)
 
-        return self._collectives.run_timed(self._name, self._number, wait_and_copy)
+        return self._collectives.run_timed(self._name, self._number, wait_and_copy, copy)
 
     def wait(self) -> None:
-        self._collectives.run_timed(self._name, self._number, self._work.wait)
+        self._collectives.run_timed(self._name, self._number, self._work.wait, _nothing)
         if self._callbacks:
             callbacks, self._callbacks = self._callbacks, ()
             for finish in callbacks:
@@ -214,7 +262,11 @@ class CollectiveWork:
     def release(self) -> None:
         if self._callbacks:
             self.wait()
-        self._collectives.run_timed(self._name, self._number, self._work.release)
+        self._collectives.run_timed(self._name, self._number, self._work.release, _nothing)
+
+
+def _nothing() -> None:
+    return
 
 
 def run_on_all_ranks(

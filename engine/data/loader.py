@@ -165,11 +165,15 @@ class StepLoader:
     def _iterate_cut(self, iteration: int, cursor: int, done: int, end: int) -> Iterator[Any]:
         """The micro-batches from a sample cursor to another one, as steps are split now; ends early
         when they are split differently."""
-        steps, cuts = (end - cursor) // self.progress.global_batch, self._micro_batches.cuts
-        feed = Prefetch(self._read_ahead(cursor, done, steps, self._micro_batches.step_plan))
+        cuts = self._micro_batches.cuts
+        self._enter_phase()
+        if self._micro_batches.cuts != cuts:
+            return
+        steps = (end - cursor) // self.progress.global_batch
+        step_plan = self._micro_batches.step_plan
+        feed = Prefetch(self._read_ahead(cursor, done, steps, cuts, step_plan))
         self._prefetch = weakref.ref(feed)
         try:
-            self._enter_phase()
             for part in feed:
                 self.progress.data_wait_s += feed.wait_s
                 batch = batch_to_device(part.batch, self.device)
@@ -177,17 +181,20 @@ class StepLoader:
                 del part  # its batch in host memory
                 yield batch
                 del batch
+                self._enter_phase()
                 if self._micro_batches.cuts != cuts:
                     return
-                self._enter_phase()
         finally:
             feed.close()
 
     def _enter_phase(self) -> None:
-        """Tells the session that the training thread is reading data: not another thread, in which
-        the script reads ahead."""
-        if self._session is not None and threading.get_ident() == self._training_thread:
+        """The training thread is about to read: not another thread, in which the script reads
+        ahead."""
+        if threading.get_ident() != self._training_thread:
+            return
+        if self._session is not None:
             self._session.on_phase("data")
+        self._micro_batches.before_read()
 
     def _steps_to_epoch_end(self, cursor: int) -> int:
         """Steps from `cursor` to the first end of a step at or after the end of its epoch."""
@@ -195,7 +202,7 @@ class StepLoader:
         return -(-remaining // self.progress.global_batch)
 
     def _read_ahead(
-        self, cursor: int, done: int, steps: int, step_plan: Sequence[MicroBatch]
+        self, cursor: int, done: int, steps: int, cut: int, step_plan: Sequence[MicroBatch]
     ) -> Iterator[_StepPart]:
         """Runs in the thread: batches in host memory, skipping `done` of the first step."""
         device = get_device(self.device)
@@ -214,6 +221,7 @@ class StepLoader:
                     own_indices=indices[: part.count],
                     is_last=turn == len(step_plan) - 1,
                     owner=self._micro_batches,
+                    cut=cut,
                 )
                 yield _StepPart(yielded, batch)
 

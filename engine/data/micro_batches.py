@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from threading import Lock, Thread, current_thread
@@ -48,6 +48,7 @@ class YieldedBatch:
     own_indices: Sequence[int]  # dataset indices of this rank's samples; empty for a filler
     is_last: bool  # of its step
     owner: MicroBatches
+    cut: int = 0  # `MicroBatches.cuts` of then: if that has grown, it is a part of another split
     tensors: list[TensorWeakRef] = field(default_factory=list)
 
     @property
@@ -71,6 +72,9 @@ class MicroBatches:
     Attributes:
         step_plan: this rank's micro-batches of every step.
         cuts: how often the step plan was replaced.
+        is_stale: the model's last forward was of a micro-batch that the loop had read before the
+            ranks changed: its step changes nothing, because all of its samples are read again.
+        before_read: called by the training thread before it reads a micro-batch.
         progress: the engine's; `micro_batch_weight` is that of batches that the script makes.
         session: gets the samples of each micro-batch that was trained on, before its step's vote.
     """
@@ -84,6 +88,7 @@ class MicroBatches:
         self.progress = progress
         self.step_plan = step_plan
         self.cuts = 0
+        self.before_read: Callable[[], None] = lambda: None
         self.session = session
         self._lock = Lock()
         self._iteration = 0  # number of the newest one
@@ -96,6 +101,8 @@ class MicroBatches:
         self._promised: YieldedBatch | None = None  # a newer iteration begins behind it
         self._took_by_order = False  # a backward's micro-batch was not known by its tensors
         self._other_weight: float | None = None  # of another engine's loader, as in a GAN
+        self._stale: deque[YieldedBatch] = deque()  # read before the ranks have changed, not seen
+        self.is_stale = False
 
     # The loader's side
 
@@ -126,7 +133,7 @@ class MicroBatches:
                 # A tensor that several of them share, such as a constant mask, identifies none.
                 _by_tensor[tensor] = None if tensor in _by_tensor else yielded
                 yielded.tensors.append(TensorWeakRef(tensor))
-            self._untrained.append(yielded)
+            (self._untrained if yielded.cut == self.cuts else self._stale).append(yielded)
 
     def end_iteration(self, iteration: int) -> None:
         """An iteration has yielded all of its micro-batches."""
@@ -175,9 +182,14 @@ class MicroBatches:
                 continue
             if yielded.owner is not self:
                 self._other_weight = yielded.weight
-            elif yielded not in self._forwarded:
-                self._forwarded.append(yielded)
+                return
+            self.is_stale = yielded.cut != self.cuts
+            if not self.is_stale:
+                self._stale.clear()  # micro-batches are trained on in their order
+                if yielded not in self._forwarded:
+                    self._forwarded.append(yielded)
             return
+        self.is_stale = bool(self._stale)
 
     def begin_backward(self, *, step_due: bool) -> float:
         """The weight of the loss whose backward begins.
@@ -189,6 +201,8 @@ class MicroBatches:
         Raises:
             EngineError: a micro-batch was left out or trained on twice, or a step() is missing.
         """
+        if self.is_stale:
+            return self.progress.micro_batch_weight
         yielded = self._choose(step_due=step_due)
         if yielded is None:
             other = self._other_weight
@@ -208,6 +222,17 @@ class MicroBatches:
         self._check_turn(yielded)
         self._current = self._untrained[0]
         return yielded.weight
+
+    def end_stale(self) -> None:
+        """What was read before the ranks changed has had its step."""
+        self.is_stale = False
+        if self._stale:
+            self._stale.popleft()
+
+    @property
+    def has_untrained(self) -> bool:
+        """Whether the loader has yielded what was not trained on."""
+        return bool(self._untrained or self._stale)
 
     @property
     def from_loader(self) -> bool:
@@ -247,6 +272,7 @@ class MicroBatches:
         """Steps are split differently from now on: the iteration that runs goes on from `progress`,
         with the samples of the step that was not finished."""
         with self._lock:
+            self._stale.extend(it for it in self._untrained if it is not self._current)
             self.forget()
             self.step_plan = step_plan
             self.cuts += 1

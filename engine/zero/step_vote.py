@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.device import Device, get_device
-from rayzero.engine.errors import EngineError
+from rayzero.engine.errors import CollectiveError, EngineError
 from rayzero.engine.session import NO_REQUESTS, StepRequests
 from rayzero.engine.zero.unit import Unit
 
@@ -64,7 +64,10 @@ def vote_on_step(
         used: numbers to be summed, those of `UnusedParams`.
     """
     # Timed and observed: the copies wait for the reductions.
-    summed = collectives.run_timed("a copy", collectives.counters.sequence, lambda: list(parts))
+    sequence = collectives.counters.sequence
+    summed = collectives.run_timed("a copy", sequence, lambda: list(parts), list[Tensor])
+    if collectives.broken:
+        raise CollectiveError(collectives.broken)
     scalars = torch.stack((_squared_norm(summed, get_device(loss.device)), loss.detach().double()))
     requested = requests.to_scalars()
     square, mean, *sums = collectives.sum_scalars(scalars, [*requested, *used])

@@ -74,11 +74,18 @@ class UnshardScheduler:
     def reconnect(self, gather: WeightGather) -> None:
         """Gathers by `gather` from now on, from the blocks' new units. What the ranks have observed
         together is forgotten: they must launch the same gathers, and new ones know nothing."""
-        for block in self.blocks:
-            block.abandon()
+        self.abandon()
         self.large_modules.remove()
         self.large_modules = self._observe_large_modules()
         self._begin(gather)
+
+    def abandon(self) -> None:
+        """Forgets what is gathered, and does not wait for what is being gathered."""
+        for block in self.blocks:
+            for unit in block.units if block.state is not BlockState.SHARDED else ():
+                unit.reshard()
+            block.abandon()
+        self.buffers.clear()
 
     def _begin(self, gather: WeightGather) -> None:
         self.weight_gather = gather
