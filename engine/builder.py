@@ -18,8 +18,8 @@ from rayzero.engine.compiling import compile_in_place, modules_around, refuse_co
 from rayzero.engine.compression.gradients import OneBitAdamReduction
 from rayzero.engine.config import EngineConfig, resolve_batch_sizes
 from rayzero.engine.data.loader import MapDataset, StepLoader
-from rayzero.engine.data.micro_batches import MicroBatches
-from rayzero.engine.data.sampling import MicroBatch, TrainingProgress, assign_step
+from rayzero.engine.data.micro_batches import MicroBatches, StepSplit
+from rayzero.engine.data.sampling import TrainingProgress, assign_step
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.leaf_modules import apply_leaf_names
 from rayzero.engine.layout.units import find_blocks
@@ -100,7 +100,7 @@ def build_training_step(
         compile_model(model, config)
     work = StepWork(batches.micro_steps, _peak_flops(config, context))
     meter = StepMeter(runtime, sharded, progress, session, config, work)
-    micro_batches = MicroBatches(progress, plan_step(settings, collectives), session)
+    micro_batches = MicroBatches(progress, split_step(settings, collectives), session)
     step = TrainingStep(runtime, sharded, schedule, state, settings, meter, micro_batches)
     follow_zero_grad(model, step.tracker)
     return step
@@ -216,15 +216,17 @@ def resolve_settings(
     return Settings(config, batches, device, scale * factor, factor)
 
 
-def plan_step(settings: Settings, collectives: Collectives) -> tuple[MicroBatch, ...]:
+def split_step(settings: Settings, collectives: Collectives) -> StepSplit:
     """This rank's micro-batches of every step."""
     batches = settings.batches
-    return assign_step(
-        batches.global_batch,
-        collectives.world_size,
-        collectives.rank,
-        batches.micro_batch,
-        batches.shares,
+    return StepSplit(
+        assign_step(
+            batches.global_batch,
+            collectives.world_size,
+            collectives.rank,
+            batches.micro_batch,
+            batches.shares,
+        )
     )
 
 
@@ -241,6 +243,7 @@ def make_loader(
         step.micro_batches,
         collate_fn,
         step.settings.device,
+        step.reforming.reform_if_broken,
     )
 
 

@@ -188,7 +188,7 @@ class Engine:
     def state_dict(self) -> dict[str, Tensor]:
         """The full model in CPU memory on rank 0, an empty dict on the others. Collective."""
         self._step.meter.enter_phase("gather")
-        return self._step.with_peers(lambda: full_state_dict(self.module, self._runtime))
+        return self._step.reforming.with_peers(lambda: full_state_dict(self.module, self._runtime))
 
     def save(
         self,

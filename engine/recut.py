@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from rayzero.engine.builder import plan_step, resolve_settings, with_saved_batch_sizes
+from rayzero.engine.builder import resolve_settings, split_step, with_saved_batch_sizes
 from rayzero.engine.comm.process_group import connect_backend
 from rayzero.engine.compression.gradients import OneBitAdamReduction
 from rayzero.engine.compression.select import make_grad_reduction, make_weight_gather
@@ -84,7 +84,7 @@ def recut_engine(
     micro_steps = step.settings.batches.micro_steps
     step.meter.step_work.micro_steps = micro_steps
     step.state.progress.micro_batch_weight = 1.0 / (micro_steps * collectives.world_size)
-    step.micro_batches.recut(plan_step(step.settings, collectives))
+    step.micro_batches.recut(split_step(step.settings, collectives))
     for buffer in _unsaved_buffers(model):
         collectives.broadcast(buffer)
     kept.close()

@@ -8,16 +8,22 @@ Under torchrun or alone there is no session.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from rayzero.engine.errors import CollectiveError
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from rayzero.engine.comm.collectives import Collectives
     from rayzero.engine.config.parse import ConfigSource
     from rayzero.engine.layout.state_index import StateSource
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,48 @@ class BesideSession:
 
     def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
         return
+
+
+class Reforming:
+    """Asks the host for another process group where an engine's is broken.
+
+    A broken group is a state, not an exception (`Collectives.broken`): the script's forward and
+    backward run on, and the engine waits where no part of a step is under way, or where the script
+    needs a result of all ranks. Used by the training thread.
+    """
+
+    def __init__(self, collectives: Collectives, session: HostSession | None) -> None:
+        self._collectives = collectives
+        self._session = session
+
+    def is_due(self) -> bool:
+        """Whether the process group is broken."""
+        return bool(self._collectives.broken)
+
+    def reform_if_broken(self) -> None:
+        """If the process group is broken: returns when the engine was re-cut for the ranks of
+        another one. What was made of the current step is lost, and its samples are read again.
+        Raises CollectiveError if the host cannot replace the group."""
+        session = self._session
+        while reason := self._collectives.broken:
+            if session is None or session.on_broken is None:
+                raise CollectiveError(reason)
+            with suppress(CollectiveError):  # the next group broke while it was used first
+                session.reform()
+
+    def with_peers(self, call: Callable[[], T]) -> T:
+        """The result of what needs all ranks; again from its beginning if the group breaks
+        meanwhile."""
+        while True:
+            self.reform_if_broken()
+            try:
+                result = call()
+            except CollectiveError:
+                if not self.is_due():
+                    raise
+                continue
+            if not self.is_due():
+                return result
 
 
 def session_of_engine(host: HostSession | None, *optimizers: object) -> HostSession | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 from weakref import ref
 
 import torch
@@ -23,6 +23,7 @@ from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
 from rayzero.engine.own_backward import OwnBackward, check_loss
 from rayzero.engine.precision.loss_scale import NO_SCALER
 from rayzero.engine.precision.policy import clamp_to_dtype
+from rayzero.engine.session import Reforming
 from rayzero.engine.settings import Settings
 from rayzero.engine.state.training import TrainingState
 from rayzero.engine.step_tracker import Boundary, StepPhase, StepTracker
@@ -31,7 +32,6 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.step_vote import StepVote
 from rayzero.engine.zero.unused_params import UnusedRanges
 
-T = TypeVar("T")
 _CHECK_STEPS = 50
 """Between two looks for parameters that the model got after `initialize`: a millisecond for each
 thousand."""
@@ -61,7 +61,7 @@ class TrainingStep:
         self._rank_loss: float | None = None  # of this step, between its vote and its end
         self._own_weight = 1.0  # of the micro-batch of the backward that the script runs itself
         self.own_backward = OwnBackward(self.runtime, self)
-        self.micro_batches.before_read = self.reform_if_broken
+        self.reforming = Reforming(self.runtime.collectives, self.micro_batches.session)
         self._step_hook: RemovableHandle | None = None
         if not isinstance(self.optimizer, NoOptimizer):
             self._step_hook = refuse_own_steps(self.optimizer.torch_optimizer, self.tracker)
@@ -99,9 +99,9 @@ class TrainingStep:
         self.meter.enter_phase("forward")
         if torch.is_grad_enabled():
             if not (self.tracker.has_gradients or self.micro_batches.has_untrained):
-                self.reform_if_broken()
+                self.reforming.reform_if_broken()
         elif self.runtime.unshard_scheduler is not None:
-            return self.with_peers(lambda: self._forward(module, args, kwargs))
+            return self.reforming.with_peers(lambda: self._forward(module, args, kwargs))
         return self._forward(module, args, kwargs)
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,7 +111,7 @@ class TrainingStep:
         context = self.runtime.precision.forward_context()
         if torch.is_grad_enabled():
             self.micro_batches.on_forward((args, kwargs))
-            self.runtime.collectives.detached = self.micro_batches.is_stale
+            self.runtime.collectives.detached = self.micro_batches.stale.is_next
         args, kwargs = self.forward_inputs(module, args, kwargs)
         with self.meter.step_work.track_forward((args, kwargs)), context:
             output = module(*args, **kwargs)
@@ -198,10 +198,9 @@ class TrainingStep:
     def step(self) -> None:
         """See `Engine.step`."""
         self.own_backward.abandon_failed()
-        if self._group_is_broken():
-            if self.micro_batches.is_stale:
-                self.micro_batches.end_stale()
-            self.reform_if_broken()
+        if self.reforming.is_due():
+            self.micro_batches.stale.end_step()
+            self.reforming.reform_if_broken()
             return
         if self.runtime.collectives.detached:
             self._end_stale_step()
@@ -234,9 +233,9 @@ class TrainingStep:
                     self.runtime.reduce_accumulated()
                 vote, lr = self._update()
         except CollectiveError:
-            if not self._group_is_broken():
+            if not self.reforming.is_due():
                 raise
-            self.reform_if_broken()  # nothing was committed, or not all of it
+            self.reforming.reform_if_broken()  # nothing was committed, or not all of it
             return
         self.micro_batches.end_step()
         if vote.finite:  # the state is complete without it: weights can be gathered again
@@ -254,11 +253,8 @@ class TrainingStep:
         self._progress.micro_step = 0
         if self.runtime.unshard_scheduler is not None:
             self.runtime.unshard_scheduler.abandon()  # what it has gathered is of no rank
-        self.micro_batches.end_stale()
+        self.micro_batches.stale.end_step()
         self.runtime.collectives.detached = False
-
-    def _group_is_broken(self) -> bool:
-        return bool(self.runtime.collectives.broken)
 
     def _publish(self) -> None:
         """Starts to gather the updated weights. In a group that breaks meanwhile they are gathered
@@ -266,33 +262,8 @@ class TrainingStep:
         try:
             self.runtime.sync_model_weights(lazy=True)
         except CollectiveError:
-            if not self._group_is_broken():
+            if not self.reforming.is_due():
                 raise
-
-    def reform_if_broken(self) -> None:
-        """If the process group is broken: returns when this engine was re-cut for the ranks of
-        another one. What was made of the current step is lost, and its samples are read again.
-        Raises CollectiveError if the host cannot replace the group."""
-        session, collectives = self.micro_batches.session, self.runtime.collectives
-        while collectives.broken:
-            if session is None or session.on_broken is None:
-                raise CollectiveError(collectives.broken)
-            with suppress(CollectiveError):  # the next group broke while it was used first
-                session.reform()
-
-    def with_peers(self, call: Callable[[], T]) -> T:
-        """The result of what needs all ranks; again from its beginning if the process group breaks
-        meanwhile."""
-        while True:
-            self.reform_if_broken()
-            try:
-                result = call()
-            except CollectiveError:
-                if not self._group_is_broken():
-                    raise
-                continue
-            if not self._group_is_broken():
-                return result
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:

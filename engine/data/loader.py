@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from rayzero.engine.data.micro_batches import MicroBatches, YieldedBatch
+from rayzero.engine.data.micro_batches import MicroBatches, StepSplit, YieldedBatch
 from rayzero.engine.data.prefetch import Prefetch, batch_to_device
-from rayzero.engine.data.sampling import MicroBatch, SampleOrder
+from rayzero.engine.data.sampling import SampleOrder
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import DataError, EngineError
 from rayzero.engine.tensor_tree import map_tensors
@@ -60,6 +60,7 @@ class StepLoader:
             its session, which gets the phase "data".
         collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
         device: device of the batches; to CUDA through pinned memory, non-blocking.
+        before_read: called by the training thread before it reads a micro-batch.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class StepLoader:
         micro_batches: MicroBatches,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         device: torch.device | None = None,
+        before_read: Callable[[], None] = lambda: None,
     ) -> None:
         self.dataset = dataset
         self.progress = micro_batches.progress
@@ -78,6 +80,7 @@ class StepLoader:
         self._session = micro_batches.session
         self._training_thread = threading.get_ident()
         self._collate = collate_fn or default_collate
+        self._before_read = before_read
         self._prefetch: weakref.ref[Prefetch[_StepPart]] | None = None
         weakref.finalize(self, micro_batches.warn_at_end)  # at the interpreter's exit at the latest
         self._script_cursor = 0  # where a launched script's next epoch begins
@@ -85,7 +88,7 @@ class StepLoader:
     @property
     def micro_steps(self) -> int:
         """Number of micro-batches of a step."""
-        return len(self._micro_batches.step_plan)
+        return len(self._micro_batches.split)
 
     def __len__(self) -> int:
         """Number of micro-batches of the current epoch, from its first step."""
@@ -154,24 +157,23 @@ class StepLoader:
         iteration, cursor, done = self._micro_batches.begin_iteration()
         steps = self._steps_to_epoch_end(cursor) if steps is None else steps
         end = cursor + steps * self.progress.global_batch
-        cuts = None
-        while cuts != self._micro_batches.cuts:  # again when the ranks have changed meanwhile
-            if cuts is not None:
-                cursor, done = self.progress.sample_cursor, 0
-            cuts = self._micro_batches.cuts
-            yield from self._iterate_cut(iteration, cursor, done, end)
+        split = self._micro_batches.split
+        yield from self._iterate_split(split, iteration, cursor, done, end)
+        while self._micro_batches.split is not split:  # the ranks have changed meanwhile
+            split, cursor = self._micro_batches.split, self.progress.sample_cursor
+            yield from self._iterate_split(split, iteration, cursor, 0, end)
         self._micro_batches.end_iteration(iteration)
 
-    def _iterate_cut(self, iteration: int, cursor: int, done: int, end: int) -> Iterator[Any]:
-        """The micro-batches from a sample cursor to another one, as steps are split now; ends early
-        when they are split differently."""
-        cuts = self._micro_batches.cuts
+    def _iterate_split(
+        self, split: StepSplit, iteration: int, cursor: int, done: int, end: int
+    ) -> Iterator[Any]:
+        """The micro-batches from a sample cursor to another one, until steps are split
+        differently."""
         self._enter_phase()
-        if self._micro_batches.cuts != cuts:
+        if self._micro_batches.split is not split:
             return
         steps = (end - cursor) // self.progress.global_batch
-        step_plan = self._micro_batches.step_plan
-        feed = Prefetch(self._read_ahead(cursor, done, steps, cuts, step_plan))
+        feed = Prefetch(self._read_ahead(split, cursor, done, steps))
         self._prefetch = weakref.ref(feed)
         try:
             for part in feed:
@@ -182,7 +184,7 @@ class StepLoader:
                 yield batch
                 del batch
                 self._enter_phase()
-                if self._micro_batches.cuts != cuts:
+                if self._micro_batches.split is not split:
                     return
         finally:
             feed.close()
@@ -194,7 +196,7 @@ class StepLoader:
             return
         if self._session is not None:
             self._session.on_phase("data")
-        self._micro_batches.before_read()
+        self._before_read()
 
     def _steps_to_epoch_end(self, cursor: int) -> int:
         """Steps from `cursor` to the first end of a step at or after the end of its epoch."""
@@ -202,15 +204,15 @@ class StepLoader:
         return -(-remaining // self.progress.global_batch)
 
     def _read_ahead(
-        self, cursor: int, done: int, steps: int, cut: int, step_plan: Sequence[MicroBatch]
+        self, split: StepSplit, cursor: int, done: int, steps: int
     ) -> Iterator[_StepPart]:
         """Runs in the thread: batches in host memory, skipping `done` of the first step."""
         device = get_device(self.device)
         device.make_current()  # or pinning uses device 0
         for step in range(steps):
             start = cursor + step * self.progress.global_batch
-            for turn in range(done if step == 0 else 0, len(step_plan)):
-                part = step_plan[turn]
+            for turn in range(done if step == 0 else 0, len(split)):
+                part = split[turn]
                 indices = self._order.indices(start + part.start, part.read_count).tolist()
                 batch = self._collate_samples(indices)
                 if device.asynchronous:
@@ -219,9 +221,9 @@ class StepLoader:
                     (start, turn),
                     part.weight,
                     own_indices=indices[: part.count],
-                    is_last=turn == len(step_plan) - 1,
+                    is_last=turn == len(split) - 1,
                     owner=self._micro_batches,
-                    cut=cut,
+                    split=split,
                 )
                 yield _StepPart(yielded, batch)
 

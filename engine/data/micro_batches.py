@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from threading import Lock, Thread, current_thread
@@ -39,6 +39,13 @@ _CONTRACT = (
 )
 
 
+class StepSplit(tuple[MicroBatch, ...]):
+    """This rank's micro-batches of every step. Another object after each change of the ranks, also
+    if it is equal."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, eq=False)
 class YieldedBatch:
     """One micro-batch of this rank, as the loader yielded it."""
@@ -48,7 +55,7 @@ class YieldedBatch:
     own_indices: Sequence[int]  # dataset indices of this rank's samples; empty for a filler
     is_last: bool  # of its step
     owner: MicroBatches
-    cut: int = 0  # `MicroBatches.cuts` of then: if that has grown, it is a part of another split
+    split: StepSplit
     tensors: list[TensorWeakRef] = field(default_factory=list)
 
     @property
@@ -62,6 +69,26 @@ class YieldedBatch:
         return f"micro-batch {turn} of step {step + 1 + ahead // self.owner.progress.global_batch}"
 
 
+class StaleBatches:
+    """Micro-batches that the loop had read before the ranks changed. What it trains on of them
+    changes nothing, because all of their samples are read again, split for the present ranks.
+
+    Attributes:
+        waiting: those that the loop may still come to, in its order.
+        is_next: the model's last forward was of one, and its step() has not ended.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[YieldedBatch] = deque()
+        self.is_next = False
+
+    def end_step(self) -> None:
+        """The step() of the oldest has ended, or it has none."""
+        if self.is_next and self.waiting:
+            self.waiting.popleft()
+        self.is_next = False
+
+
 class MicroBatches:
     """The micro-batches of one engine that were yielded and not trained on.
 
@@ -70,11 +97,8 @@ class MicroBatches:
     queue, after `progress` has advanced.
 
     Attributes:
-        step_plan: this rank's micro-batches of every step.
-        cuts: how often the step plan was replaced.
-        is_stale: the model's last forward was of a micro-batch that the loop had read before the
-            ranks changed: its step changes nothing, because all of its samples are read again.
-        before_read: called by the training thread before it reads a micro-batch.
+        split: that of the present ranks.
+        stale: what the loop had read before the ranks changed.
         progress: the engine's; `micro_batch_weight` is that of batches that the script makes.
         session: gets the samples of each micro-batch that was trained on, before its step's vote.
     """
@@ -82,13 +106,12 @@ class MicroBatches:
     def __init__(
         self,
         progress: TrainingProgress,
-        step_plan: Sequence[MicroBatch],
+        split: StepSplit,
         session: HostSession | None = None,
     ) -> None:
         self.progress = progress
-        self.step_plan = step_plan
-        self.cuts = 0
-        self.before_read: Callable[[], None] = lambda: None
+        self.split = split
+        self.stale = StaleBatches()
         self.session = session
         self._lock = Lock()
         self._iteration = 0  # number of the newest one
@@ -101,8 +124,6 @@ class MicroBatches:
         self._promised: YieldedBatch | None = None  # a newer iteration begins behind it
         self._took_by_order = False  # a backward's micro-batch was not known by its tensors
         self._other_weight: float | None = None  # of another engine's loader, as in a GAN
-        self._stale: deque[YieldedBatch] = deque()  # read before the ranks have changed, not seen
-        self.is_stale = False
 
     # The loader's side
 
@@ -133,7 +154,8 @@ class MicroBatches:
                 # A tensor that several of them share, such as a constant mask, identifies none.
                 _by_tensor[tensor] = None if tensor in _by_tensor else yielded
                 yielded.tensors.append(TensorWeakRef(tensor))
-            (self._untrained if yielded.cut == self.cuts else self._stale).append(yielded)
+            is_stale = yielded.split is not self.split  # of a thread that reads ahead
+            (self.stale.waiting if is_stale else self._untrained).append(yielded)
 
     def end_iteration(self, iteration: int) -> None:
         """An iteration has yielded all of its micro-batches."""
@@ -183,13 +205,13 @@ class MicroBatches:
             if yielded.owner is not self:
                 self._other_weight = yielded.weight
                 return
-            self.is_stale = yielded.cut != self.cuts
-            if not self.is_stale:
-                self._stale.clear()  # micro-batches are trained on in their order
+            self.stale.is_next = yielded.split is not self.split
+            if not self.stale.is_next:
+                self.stale.waiting.clear()  # micro-batches are trained on in their order
                 if yielded not in self._forwarded:
                     self._forwarded.append(yielded)
             return
-        self.is_stale = bool(self._stale)
+        self.stale.is_next = bool(self.stale.waiting)
 
     def begin_backward(self, *, step_due: bool) -> float:
         """The weight of the loss whose backward begins.
@@ -201,7 +223,7 @@ class MicroBatches:
         Raises:
             EngineError: a micro-batch was left out or trained on twice, or a step() is missing.
         """
-        if self.is_stale:
+        if self.stale.is_next:
             return self.progress.micro_batch_weight
         yielded = self._choose(step_due=step_due)
         if yielded is None:
@@ -223,16 +245,10 @@ class MicroBatches:
         self._current = self._untrained[0]
         return yielded.weight
 
-    def end_stale(self) -> None:
-        """What was read before the ranks changed has had its step."""
-        self.is_stale = False
-        if self._stale:
-            self._stale.popleft()
-
     @property
     def has_untrained(self) -> bool:
         """Whether the loader has yielded what was not trained on."""
-        return bool(self._untrained or self._stale)
+        return bool(self._untrained or self.stale.waiting)
 
     @property
     def from_loader(self) -> bool:
@@ -268,14 +284,13 @@ class MicroBatches:
         self._current = self._trained = self._promised = None
         self._read_to_end = self._took_by_order = False
 
-    def recut(self, step_plan: Sequence[MicroBatch]) -> None:
+    def recut(self, split: StepSplit) -> None:
         """Steps are split differently from now on: the iteration that runs goes on from `progress`,
         with the samples of the step that was not finished."""
         with self._lock:
-            self._stale.extend(it for it in self._untrained if it is not self._current)
+            self.stale.waiting += [it for it in self._untrained if it is not self._current]
             self.forget()
-            self.step_plan = step_plan
-            self.cuts += 1
+            self.split = split
 
     def check_end(self) -> None:
         """The training loop has ended. Raises EngineError if micro-batches were left out that only

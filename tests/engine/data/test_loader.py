@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from rayzero.engine.data.loader import StepLoader
-from rayzero.engine.data.micro_batches import MicroBatches
+from rayzero.engine.data.micro_batches import MicroBatches, StepSplit
 from rayzero.engine.data.prefetch import batch_to_device
 from rayzero.engine.data.sampling import SampleOrder, TrainingProgress, assign_step
 from rayzero.engine.device import get_device
@@ -46,13 +46,13 @@ def make_loader(
     """A loader whose samples are their indices."""
     step_plan = assign_step(global_batch, *world, micro_batch, shares)
     progress = progress or TrainingProgress(global_batch=global_batch)
-    return StepLoader(list(range(length)), 1, MicroBatches(progress, step_plan, session))
+    return StepLoader(list(range(length)), 1, MicroBatches(progress, StepSplit(step_plan), session))
 
 
 def make_single_loader(data: Any, batch: int = 1, seed: int = 0, **options: Any) -> StepLoader:
     """A loader for one rank with one micro-batch per step."""
     progress, step_plan = TrainingProgress(global_batch=batch), assign_step(batch, 1, 0, batch)
-    return StepLoader(data, seed, MicroBatches(progress, step_plan), **options)
+    return StepLoader(data, seed, MicroBatches(progress, StepSplit(step_plan)), **options)
 
 
 def consume(step_loader: StepLoader, batches: Iterator) -> list[tuple[list[int], float]]:
