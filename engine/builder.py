@@ -70,7 +70,6 @@ def build_training_step(
         collectives, device = connect_collectives()
         if session is not None:
             collectives.wait_observer = session.on_collective_wait
-            collectives.on_broken = session.on_broken
         context = make_build_context(
             config,
             model,

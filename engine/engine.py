@@ -274,11 +274,10 @@ class Engine:
         """Sets the model to evaluation mode."""
         return self.train(False)
 
-    def recut(self, source: StateSource, *, keep: bool, shares: Sequence[float] = ()) -> KeptSource:
-        """Continues on the ranks of the present process group, after those of the previous one are
-        gone: see `recut_engine`. Collective."""
-        self.__dict__.pop("_param_units", None)
-        return recut_engine(self._step, self.module, source, keep=keep, shares=shares)
+    @property
+    def survival(self) -> GroupSurvival:
+        """What lets the engine outlive its process group, for its host."""
+        return GroupSurvival(self)
 
     def check_loop(self) -> None:
         """Raises EngineError if the training loop, which has ended, left out micro-batches of the
@@ -335,3 +334,37 @@ class Engine:
 def live_engines() -> list[Engine]:
     """The engines that are still referenced, newest first."""
     return list(_engines)[::-1]
+
+
+class GroupSurvival:
+    """Lets an engine outlive its process group."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._collectives = engine._runtime.collectives
+
+    def enable(self, on_broken: Callable[[str], None] | None) -> None:
+        """From now on a process group that breaks is a state, in which the host's session is asked
+        to `reform`: see `Collectives`. None: an error, as before."""
+        self._collectives.on_broken = on_broken
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._collectives.on_broken is not None
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether the script's loop gets the samples again of a step that is lost with its group:
+        not if it has read all of them before, as `list(loader)` does."""
+        return self._engine._step.micro_batches.can_read_again
+
+    def break_group(self, reason: str) -> None:
+        """The process group is to be used no more. By any thread."""
+        self._collectives.break_off(reason)
+
+    def recut(self, source: StateSource, *, keep: bool, shares: Sequence[float] = ()) -> KeptSource:
+        """Continues on the ranks of the present process group, after those of the previous one are
+        gone: see `recut_engine`. Collective."""
+        engine = self._engine
+        engine.__dict__.pop("_param_units", None)
+        return recut_engine(engine._step, engine.module, source, keep=keep, shares=shares)

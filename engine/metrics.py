@@ -158,6 +158,13 @@ class StepMeter:
         self._applied_steps = 0
         self._skipped = SkippedRun()
 
+    def open_monitors(self) -> None:
+        """The monitors are rank 0's: those of the rank that this one is now."""
+        rank = self._runtime.collectives.rank
+        if rank != self.monitors.rank:
+            self.monitors.close()
+            self.monitors = make_monitors(self._config, self._progress.monitor_runs, rank)
+
     @property
     def enter_phase(self) -> Callable[[str], None]:
         return self.phases.enter

@@ -182,9 +182,13 @@ class Monitors:
 
     `openers` are called before the first write: by then a state that the script loads has told
     which run to continue.
+
+    Attributes:
+        rank: that they were made for.
     """
 
-    def __init__(self, openers: Sequence[Callable[[], MonitorWriter]]) -> None:
+    def __init__(self, openers: Sequence[Callable[[], MonitorWriter]], rank: int) -> None:
+        self.rank = rank
         self._openers = list(openers)
         self._writers: list[MonitorWriter] = []
         self._last: int | None = None  # samples of the newest step; None before the first
@@ -248,4 +252,4 @@ def make_monitors(config: EngineConfig, runs: dict[str, str], rank: int) -> Moni
         (config.wandb.enabled, partial(WandbWriter, config.wandb, runs)),
         (config.comet.enabled, partial(CometWriter, config.comet, runs)),
     ]
-    return Monitors([opener for enabled, opener in openers if enabled and rank == 0])
+    return Monitors([opener for enabled, opener in openers if enabled and rank == 0], rank)

@@ -83,6 +83,7 @@ def recut_engine(
     step.state.recut(kept, lambda: _Recut(step, model, context, kept).run())
     micro_steps = step.settings.batches.micro_steps
     step.meter.step_work.micro_steps = micro_steps
+    step.meter.open_monitors()
     step.state.progress.micro_batch_weight = 1.0 / (micro_steps * collectives.world_size)
     step.micro_batches.recut(split_step(step.settings, collectives))
     for buffer in _unsaved_buffers(model):

@@ -90,13 +90,10 @@ class HostSession(Protocol):
     def on_engine_ready(self, engine: Any) -> None:
         """Called once with the finished `Engine`, its state loaded. (It imports this module.)"""
 
-    @property
-    def on_broken(self) -> Callable[[str], None] | None:
-        """See `Collectives.on_broken`; with it, the host can `reform`."""
-
     def reform(self) -> None:
-        """The process group is broken. Returns when there is another one, and the engine was re-cut
-        for its ranks (`Engine.recut`)."""
+        """The process group of an engine that outlives it (`GroupSurvival.enable`) is broken.
+        Returns when there is another one, and the engine was re-cut for its ranks. Raises
+        CollectiveError if that one is broken, too."""
 
     def on_phase(self, name: str) -> None:
         """The training thread entered a phase: data, forward, backward, reduce, update, gather."""
@@ -122,7 +119,6 @@ class BesideSession:
 
     def __init__(self, host: HostSession) -> None:
         self.engine_config, self.seed, self.shares = host.engine_config, host.seed, host.shares
-        self.on_broken = None  # its state is in no source: a failed collective ends the function
         self.on_phase = host.on_phase
         self.on_collective_wait = host.on_collective_wait
 
@@ -179,10 +175,10 @@ class Reforming:
     def reform_if_broken(self) -> None:
         """If the process group is broken: returns when the engine was re-cut for the ranks of
         another one. What was made of the current step is lost, and its samples are read again.
-        Raises CollectiveError if the host cannot replace the group."""
+        Raises CollectiveError if the engine does not outlive its group."""
         session = self._session
         while reason := self._collectives.broken:
-            if session is None or session.on_broken is None:
+            if session is None or self._collectives.on_broken is None:
                 raise CollectiveError(reason)
             with suppress(CollectiveError):  # the next group broke while it was used first
                 session.reform()

@@ -191,11 +191,8 @@ class JobSession:
         self.reporter.start_at(step, engine.progress.skipped_steps)
         self.post(Restored(self._channel.generation, self._channel.rank, step))
 
-    on_broken = None
-    """A failed collective ends the training function, which is entered again."""
-
     def reform(self) -> None:
-        return
+        """A failed collective ends the training function, which is entered again."""
 
     def on_phase(self, name: str) -> None:
         """After a drain, raises Interrupted where the next step begins: what the function does

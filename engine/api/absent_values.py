@@ -63,7 +63,11 @@ def _replace(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> N
             state[prefix + name] = value.as_subclass(AbsentValue)
 
 
-def _refuse_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+def _refuse_load(
+    module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
+    if metadata.get("assign_to_params_buffers"):  # replaces the parameters
+        return
     for name, param in module._parameters.items():
         if param is not None and prefix + name in state and _is_absent(param):
             raise EngineError(

@@ -246,6 +246,12 @@ class MicroBatches:
         return yielded.weight
 
     @property
+    def can_read_again(self) -> bool:
+        """Whether the loop can get the samples of what it is training on once more: not if it has
+        read its iteration to the end, as `list(loader)` does."""
+        return not (self._read_to_end and self._untrained)
+
+    @property
     def has_untrained(self) -> bool:
         """Whether the loader has yielded what was not trained on."""
         return bool(self._untrained or self.stale.waiting)

@@ -107,12 +107,10 @@ class Session(StateSession):
     published: int = 0
     reformed: int = 0
 
-    def __post_init__(self) -> None:
-        self.on_broken = lambda reason: self.host.abort()
-
     def on_engine_ready(self, engine: Any) -> None:
         self.engine = engine
         self.published = engine.progress.step
+        engine.survival.enable(lambda reason: self.host.abort())
 
     def on_phase(self, name: str) -> None:
         step = self.host.begin if self.engine is None else self.engine.progress.step
@@ -131,7 +129,7 @@ class Session(StateSession):
         blocks = self.host.form()
         state = self.engine.state
         keep = state.consistent and self.engine.progress.step == self.host.begin
-        self.engine.recut(BlocksSource(blocks), keep=keep)
+        self.engine.survival.recut(BlocksSource(blocks), keep=keep)
         self.published = self.engine.progress.step
 
 

@@ -133,7 +133,7 @@ def train_as_member(
                 engine.close()
                 return {}, moved
             keep = generations.how == "own"
-            reads = engine.recut(BlocksSource(generations.blocks()), keep=keep)
+            reads = engine.survival.recut(BlocksSource(generations.blocks()), keep=keep)
             moved.append((reads.bytes_moved, reads.bytes_copied, reads.bytes_read))
             begin = engine.global_steps
             continue

@@ -35,6 +35,7 @@ class State(TrainingState):
     """Weights that updates change, a buffer that forward changes."""
 
     constants_version = 0
+    update_is_collective = False
 
     def __init__(self, device: LateDevice, *, collective: bool = False) -> None:
         self.device = device

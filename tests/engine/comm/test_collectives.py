@@ -438,5 +438,6 @@ def test_peer_that_has_ended_before_its_memory_was_mapped_is_a_failed_collective
     peer.wait()
     segments = ShmSegments([os.getpid(), peer.pid])
     collectives = Collectives(SimpleNamespace(rank=0, world_size=2))  # type: ignore[arg-type]
+    like = torch.zeros(4)
     with pytest.raises(CollectiveError, match="memory of rank 1 cannot be read: No such file"):
-        collectives.run_timed("all_gather", 1, lambda: segments.view(1, (17, 0), torch.zeros(4)))
+        collectives.run_timed("a", 1, lambda: segments.view(1, (17, 0), like), lambda: like)

@@ -188,13 +188,13 @@ def measure_steps(folder: Path) -> tuple[int, dict[str, int]]:
     before = anonymous_bytes()  # including gradients
     peaks = []
     optimizer: Any = engine._step.optimizer
-    restrict = optimizer._restrict_params
+    restrict = optimizer._set_params
 
     def watched(shards: Any) -> None:
         peaks.append(anonymous_bytes())
         restrict(shards)
 
-    optimizer._restrict_params = watched
+    optimizer._set_params = watched
     engine.step()
     for _ in range(3):
         engine.backward(engine(torch.randn(2, WIDTH)))

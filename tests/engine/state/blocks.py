@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +61,6 @@ class StateSession:
     requests: StepRequests = field(default_factory=StepRequests)
     agreed: list[StepRequests] = field(default_factory=list)
     source: BlocksSource | None = None
-    on_broken: Callable[[str], None] | None = None
 
     def admits_engine(self, *, trains: bool) -> bool:
         return True

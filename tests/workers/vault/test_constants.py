@@ -36,6 +36,7 @@ class State(TrainingState):
     """A frozen weight, and one that updates change."""
 
     constants_version = 0
+    update_is_collective = False
 
     def __init__(self, device: Any) -> None:
         self.device, self.update_is_collective, self.copied_by = device, False, None
