@@ -71,6 +71,7 @@ class Host:
         store = dist.PrefixStore(f"generation-{self.generation}", self.store)
         before = _open_sockets().keys()
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=WORLD)
+        dist.barrier()  # all have accepted the connections of the others
         self.sockets = _open_sockets().keys() - before
         return blocks
 
