@@ -276,7 +276,7 @@ class Engine:
 
     @property
     def survival(self) -> GroupSurvival:
-        """What lets the engine outlive its process group, for its host."""
+        """Lets the host keep the engine beyond its process group."""
         return GroupSurvival(self)
 
     def check_loop(self) -> None:
@@ -344,8 +344,8 @@ class GroupSurvival:
         self._collectives = engine._runtime.collectives
 
     def enable(self, on_broken: Callable[[str], None] | None) -> None:
-        """From now on a process group that breaks is a state, in which the host's session is asked
-        to `reform`: see `Collectives`. None: an error, as before."""
+        """Makes a process group that breaks a state, in which the host's session is asked to
+        `reform`: see `Collectives`. None makes it an error again."""
         self._collectives.on_broken = on_broken
 
     @property

@@ -159,15 +159,16 @@ class Collectives:
         """
         ballot, work = self._launch_sum(scalars, numbers, name)
         *sums, ranks = work.to_host(ballot).tolist()
-        if not self.broken and ranks == self.world_size:
+        if self.broken:
+            raise CollectiveError(self.broken)
+        if ranks == self.world_size:
             return sums
         error = CollectiveError(
             f"{name} was aborted on rank {self.rank} (collective {self.counters.sequence}): it has "
             f"summed over {ranks:g} of {self.world_size} ranks"
         )
-        if self.broken:
-            raise CollectiveError(self.broken)
-        self.break_off(error.seen)
+        if self.on_broken is not None:  # else every later collective fails by itself
+            self.break_off(error.seen)
         raise error
 
     def sum_on_device(self, scalars: Tensor, name: str) -> Tensor:

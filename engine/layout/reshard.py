@@ -86,7 +86,7 @@ class HeldRanges:
 def plan_copies(
     wanted: Iterable[TensorRange], held: Sequence[Iterable[TensorRange]]
 ) -> list[RangeCopy]:
-    """As `HeldRanges.plan`, once. Linear in the number of ranges, plus sorting."""
+    """Plans as `HeldRanges.plan`. Linear in the number of ranges, plus sorting."""
     return HeldRanges(held).plan(wanted)
 
 
