@@ -13,9 +13,9 @@ plus, bounded by a few units: slots (gathered weights), grad_slots (gradients be
 reduction: three parts at most) and staging (parts received from other ranks). Offloaded bytes, in
 host memory or files, are counted separately.
 
-MFU is that of Chowdhery et al., "PaLM", 2022, appendix B, except that it counts the operations that
-ran, by `torch.utils.flop_counter`, instead of a formula of the model's size. Activation
-checkpointing's recomputation is included.
+MFU is that of Chowdhery et al., "PaLM", 2022, appendix B. Of an eager model the operations that ran
+are counted, by `torch.utils.flop_counter`, with activation checkpointing's recomputation. Where
+torch.compile is used they are estimated from the model's size, see `flops_per_token`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from rayzero.engine.compiling import uses_compiler
 from rayzero.engine.device import get_device
 from rayzero.engine.offload.transfer import MemoryKind
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
@@ -137,25 +138,48 @@ class FlopCount(FlopCounterMode):
         self.mod_tracker: Any = _NoModules()
 
 
+def flops_per_token(runtime: ZeroRuntime) -> int:
+    """An estimate for a micro-step, of all parameters as if each were multiplied once per token.
+
+    2 in forward, 2 for the gradient of the activation, 2 for that of a parameter that is trained
+    (Chowdhery et al., appendix B). Attention's products of activations and recomputation are left
+    out; all experts of a mixture count, as do embeddings that are only looked up.
+    """
+    trained = sum(unit.layout.logical_numel for unit in runtime.units if unit.grads is not None)
+    frozen = sum(unit.layout.logical_numel for unit in runtime.units if unit.grads is None)
+    frozen += sum(param.numel() for param in runtime.ungrouped_params.values())
+    return 6 * trained + 4 * frozen
+
+
+def _counter(*, enabled: bool) -> AbstractContextManager[FlopCount | None]:
+    return FlopCount() if enabled else nullcontext()
+
+
 class StepWork:
     """Sums a step's work on this rank, from which that of all ranks is estimated.
 
-    Flops are counted in the first micro-step of a run, since later ones are the same, and only if
-    the device's peak is known (in flops per second): the counter imports torch's compiler, which
-    takes seconds.
+    Flops are determined once, in the second micro-step of a run, since later ones are the same, and
+    only if the device's peak is known (in flops per second): the counter imports torch's compiler,
+    which takes seconds. Under the counter, as under any dispatch mode, torch.compile leaves a
+    function eager for the rest of the process. So it runs only if torch.compile was not used by the
+    end of the first micro-step; otherwise the flops are `flops_per_token` for each token.
     """
 
-    def __init__(self, micro_steps: int, peak: float | None) -> None:
-        self.micro_step_flops = 0  # of forward and backward on this rank; 0 until counted
+    def __init__(self, micro_steps: int, peak: float | None, flops_per_token: int = 0) -> None:
+        self.micro_step_flops = 0  # of forward and backward on this rank; 0 until known
         self.micro_steps = micro_steps  # of a step
         self._peak_flops = peak
-        self._forward_flops = 0
+        self._flops_per_token = flops_per_token
+        self._unknown = peak is not None
+        self._had_backward = False
+        self._is_due = False  # in the micro-step that determines the flops
+        self._forward_flops: int | None = None  # None unless counted
         self._pending_tokens = 0  # tokens of a forward that may get a backward
         self._tokens = 0
         self._weight = 0.0
 
     @contextmanager
-    def track_forward(self, inputs: Any) -> Iterator[None]:
+    def track_forward(self, module: nn.Module, inputs: Any) -> Iterator[None]:
         """Around a forward of `inputs`, which counts if a backward follows. Tokens are the elements
         of the first integer tensor with more dimensions than the batch's."""
         if not torch.is_grad_enabled():
@@ -163,35 +187,40 @@ class StepWork:
             return
         integers = (it for it in iter_tensors(inputs) if it.dtype in (torch.int64, torch.int32))
         self._pending_tokens = next((it.numel() for it in integers if it.ndim >= 2), 0)
-        with self._counter(enabled=self._peak_flops is not None) as counter:
+        self._is_due = self._unknown and self._had_backward
+        with _counter(enabled=self._is_due and not uses_compiler(module)) as counter:
             yield
         if counter is not None:
-            self._forward_flops += counter.get_total_flops()
+            self._forward_flops = (self._forward_flops or 0) + counter.get_total_flops()
 
     @contextmanager
     def track_backward(self, weight: float) -> Iterator[None]:
         """Around a backward; `weight` is the micro-batch's share of the global batch."""
-        self._tokens += self._pending_tokens
-        self._weight += weight
-        self._pending_tokens = 0
-        with self._counter(enabled=self._forward_flops > 0) as counter:
+        tokens, flops = self._begin_backward(weight), self._forward_flops
+        with _counter(enabled=self._is_due and flops is not None) as counter:
             yield
-        if counter is not None:
-            self.micro_step_flops = self._forward_flops + counter.get_total_flops()
+        if counter is not None and flops is not None:
+            flops += counter.get_total_flops()
+        self._end_backward(tokens, flops)
 
     def count_backward(self, weight: float) -> None:
         """As `track_backward`, for one that is running already: a backward has about twice the
         flops of its forward."""
-        self._tokens += self._pending_tokens
-        self._weight += weight
-        self._pending_tokens = 0
-        if not self.micro_step_flops:
-            self.micro_step_flops = 3 * self._forward_flops
+        tokens, forward = self._begin_backward(weight), self._forward_flops
+        self._end_backward(tokens, None if forward is None else 3 * forward)
 
-    def _counter(self, *, enabled: bool) -> AbstractContextManager[FlopCount | None]:
-        if enabled and not self.micro_step_flops:
-            return FlopCount()
-        return nullcontext()
+    def _begin_backward(self, weight: float) -> int:
+        """The tokens of its forward."""
+        tokens, self._pending_tokens = self._pending_tokens, 0
+        self._tokens += tokens
+        self._weight += weight
+        return tokens
+
+    def _end_backward(self, tokens: int, counted: int | None) -> None:
+        self._had_backward = True
+        if self._is_due:
+            self._is_due = self._unknown = False
+            self.micro_step_flops = tokens * self._flops_per_token if counted is None else counted
 
     def end_step(self, step_s: float) -> dict[str, float]:
         """Returns the step's metrics, as far as they are known, and resets them.

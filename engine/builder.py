@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rayzero.engine.accounting import StepWork, peak_flops
+from rayzero.engine.accounting import StepWork, flops_per_token, peak_flops
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.process_group import connect_collectives
 from rayzero.engine.compiling import compile_in_place, modules_around, refuse_compiled
@@ -97,7 +97,8 @@ def build_training_step(
                 collectives.broadcast(tensor)
     if config.compile.enabled:
         compile_model(model, config)
-    work = StepWork(batches.micro_steps, _peak_flops(config, context))
+    peak = _peak_flops(config, context)
+    work = StepWork(batches.micro_steps, peak, flops_per_token(runtime))
     meter = StepMeter(runtime, sharded, progress, session, config, work)
     micro_batches = MicroBatches(progress, split_step(settings, collectives), session)
     step = TrainingStep(runtime, sharded, schedule, state, settings, meter, micro_batches)

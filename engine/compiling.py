@@ -7,6 +7,7 @@ module that contains blocks of stage 3 would have their hooks inside its graph: 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -49,6 +50,14 @@ def untraced(function: F, *, also_callees: bool = True) -> F:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled in place, or is torch.compile's wrapper of another one."""
     return module._compiled_call_impl is not None or type(module).__name__ == _WRAPPER
+
+
+def uses_compiler(model: nn.Module) -> bool:
+    """Whether a module of the model is compiled, or torch.compile has made a graph of any function
+    in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    graphs = dynamo.counters["stats"]["unique_graphs"] if dynamo is not None else 0
+    return graphs > 0 or any(map(is_compiled, model.modules()))
 
 
 def modules_around(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[nn.Module, str]:

@@ -113,7 +113,7 @@ class TrainingStep:
             self.micro_batches.on_forward((args, kwargs))
             self.runtime.collectives.detached = self.micro_batches.stale.is_next
         args, kwargs = self.forward_inputs(module, args, kwargs)
-        with self.meter.step_work.track_forward((args, kwargs)), context:
+        with self.meter.step_work.track_forward(module, (args, kwargs)), context:
             output = module(*args, **kwargs)
         self.own_backward.watch(output)
         return output

@@ -86,6 +86,8 @@ class RayzeroConfig(ConfigSection):
         "before that of the module that holds it",
     )
     peak_flops: PositiveFloat | None = implemented(
-        None, "peak flop/s of one device, for mfu; known for the usual GPUs"
+        None,
+        "peak flop/s of one device, for mfu; known for the usual GPUs. Flops are counted in the "
+        "second micro-step, or with torch.compile estimated from the sizes of model and batch",
     )
     compression: CompressionConfig = CompressionConfig()

@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import rayzero
 from examples.gpt.model import GPT, GPTConfig
-from rayzero.engine.accounting import StepWork, peak_flops
+from rayzero.engine.accounting import StepWork, flops_per_token, peak_flops
+from tests.support.ranks import run_ranks
 
 
 def run_micro_step(work: StepWork) -> None:
     layer = nn.Linear(8, 16)
     x = torch.ones(4, 8, requires_grad=True)
-    with work.track_forward(x):
+    with work.track_forward(layer, x):
         y = layer(x)
     with work.track_backward(1.0):
         y.sum().backward()
@@ -23,22 +25,49 @@ def run_micro_step(work: StepWork) -> None:
 def test_linear_layer_costs_three_matrix_products():
     work = StepWork(1, peak=1.0)
     run_micro_step(work)
-    assert work.micro_step_flops == 3 * 2 * 4 * 8 * 16
-    run_micro_step(work)
-    assert work.micro_step_flops == 3 * 2 * 4 * 8 * 16, "counted once"
+    assert work.micro_step_flops == 0, "the first shows whether torch.compile is used"
+    for _ in range(2):
+        run_micro_step(work)
+        assert work.micro_step_flops == 3 * 2 * 4 * 8 * 16, "counted once"
 
 
-def test_evaluation_before_first_step_is_not_counted():
+def test_evaluation_before_a_step_is_not_counted():
     work = StepWork(1, peak=1.0)
-    with torch.no_grad(), work.track_forward(()):
-        nn.Linear(8, 8)(torch.ones(1, 8))
+    for _ in range(2):
+        with torch.no_grad(), work.track_forward(nn.Linear(8, 8), ()):
+            nn.Linear(8, 8)(torch.ones(1, 8))
+        run_micro_step(work)
+    assert work.micro_step_flops == 3 * 2 * 4 * 8 * 16
+
+
+def test_a_second_backward_of_the_first_micro_step_is_none_of_the_next():
+    work = StepWork(1, peak=1.0, flops_per_token=1)
+    run_micro_step(work)
+    with work.track_backward(0.0):
+        pass
+    work.count_backward(0.0)
     run_micro_step(work)
     assert work.micro_step_flops == 3 * 2 * 4 * 8 * 16
+
+
+def test_flops_of_a_compiled_model_are_those_of_its_tokens():
+    layer = nn.Linear(8, 16)
+    layer.compile(backend="eager")  # not called: nothing is compiled
+    for ndim, flops in ((2, 7 * 12), (1, 0)):  # tokens, or labels
+        work = StepWork(1, peak=1.0, flops_per_token=7)
+        for _ in range(2):
+            with work.track_forward(layer, torch.ones((4, 3)[:ndim], dtype=torch.long)):
+                pass
+            with work.track_backward(1.0):
+                pass
+        assert work.micro_step_flops == flops
+        assert work.end_step(1.0).get("mfu", 0) == flops
 
 
 def test_flops_are_not_counted_without_peak():
     work = StepWork(1, peak=None)
-    run_micro_step(work)
+    for _ in range(3):
+        run_micro_step(work)
     assert work.micro_step_flops == 0
 
 
@@ -56,7 +85,7 @@ def test_peak_flops_by_device_name(monkeypatch: pytest.MonkeyPatch):
 def test_tokens_are_those_of_the_global_batch():
     work = StepWork(micro_steps=2, peak=None)
     for samples in (3, 1):
-        with work.track_forward(([torch.ones(samples, 5, dtype=torch.long)], {})):
+        with work.track_forward(nn.Identity(), ([torch.ones(samples, 5, dtype=torch.long)], {})):
             pass
         with work.track_backward(weight=samples / 8):  # of 8 samples on all ranks
             pass
@@ -68,7 +97,7 @@ def test_mfu_is_relative_to_peak():
     work = StepWork(micro_steps=2, peak=3072 * 10.0)
     layer, x = nn.Linear(8, 16), torch.ones(4, 8, requires_grad=True)
     for _ in range(2):
-        with work.track_forward(x):
+        with work.track_forward(layer, x):
             y = layer(x)
         with work.track_backward(0.5):
             y.sum().backward()
@@ -92,8 +121,32 @@ def test_engine_metrics():
     assert metrics.tokens_per_s == pytest.approx(2 * 2 * 16 / metrics.step_s)
     assert metrics.mfu is not None
     assert metrics.flops_per_s is not None
+    with FlopCounterMode(display=False) as plain:
+        GPT(shape)(tokens, tokens).backward()
+    flops = metrics.flops_per_s * metrics.step_s
+    assert flops == pytest.approx(2 * plain.get_total_flops())
     # Forward and backward of every matrix; attention is counted only for some kernels.
     matrices = sum(param.numel() for param in engine.module.parameters() if param.ndim == 2)
-    min_flops = 6 * matrices * 2 * 16 * 2
-    assert 0.999 <= metrics.flops_per_s * metrics.step_s / min_flops < 1.5
+    assert 0.999 <= flops / (6 * matrices * 2 * 16 * 2) < 1.5
     assert metrics.mfu == pytest.approx(metrics.flops_per_s / 1e9)
+
+
+def estimate_flops_per_token(rank: int, world: int, model: GPT, document: dict, expected: int):
+    engine, *_ = rayzero.initialize(model=model, config=document)
+    assert flops_per_token(engine._runtime) == expected
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_flops_per_token_of_the_model(stage: int):
+    shape = GPTConfig(vocab=96, context=16, layers=2, width=32, heads=2)
+    model, frozen = GPT(shape), GPT(shape).blocks[0]
+    model.blocks[0].requires_grad_(False)
+    document = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "rayzero": {"peak_flops": 1e9},
+        "zero_optimization": {"stage": stage},
+    }
+    total = sum(param.numel() for param in model.parameters())
+    fixed = sum(param.numel() for param in frozen.parameters())
+    run_ranks(2, estimate_flops_per_token, model, document, 6 * total - 2 * fixed)

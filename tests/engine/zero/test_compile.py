@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -159,6 +160,62 @@ def test_equals_pytorch(
     # not one a block, nor one for each buffer that weights are gathered into.
     assert 2 <= first <= 4
     assert total == first
+
+
+class TokenModel(Model):
+    """The same over embedded tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(self.embedding(tokens))
+
+
+def compile_function(engine: rayzero.Engine, backend: Graphs, fullgraph: bool = False) -> None:
+    """Between eager modules, as flex attention often is."""
+    activation = torch.compile(lambda x: torch.tanh(x) + x, backend=backend, fullgraph=fullgraph)
+    engine.module.first.register_forward_hook(lambda module, args, output: activation(output))
+
+
+def count_graphs(
+    rank: int, world: int, stage: int, how: Callable[..., None], peak: float | None
+) -> tuple[int, int, float | None]:
+    """Graphs after the first step and at the end; the flops of a token."""
+    backend = Graphs("aot_eager")
+    torch.manual_seed(3)
+    engine = start(TokenModel().double(), stage, rayzero={"peak_flops": peak})
+    how(engine, backend)
+    counts = []
+    for _ in range(STEPS):
+        engine.backward(engine(torch.arange(8).reshape(4, 2)))
+        engine.step()
+        counts.append(backend.count)
+    assert not backend.breaks
+    metrics = engine.metrics
+    engine.close()
+    if metrics.mfu is None:
+        return counts[0], counts[-1], None
+    return counts[0], counts[-1], metrics.flops_per_s * metrics.step_s / 8
+
+
+@pytest.mark.parametrize(
+    ("stage", "how"),
+    [
+        (2, compile_whole),
+        (3, compile_engine),
+        (3, compile_blocks),
+        (0, compile_function),
+        (3, partial(compile_function, fullgraph=True)),
+    ],
+)
+def test_a_known_peak_leaves_nothing_eager(stage: int, how: Callable[..., None]) -> None:
+    first, last, flops = run_ranks(2, count_graphs, stage, how, 1e12)[0]
+    assert first == last > 0
+    assert (first, last, None) == run_ranks(2, count_graphs, stage, how, None)[0]
+    parameters = sum(param.numel() for param in TokenModel().parameters())
+    assert flops == pytest.approx(6 * parameters)
 
 
 def compile_too_much(rank: int, world: int) -> None:
