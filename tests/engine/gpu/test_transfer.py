@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import CompletedWork
+from rayzero.engine.comm.backend import ChainableWork
+from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.comm.process_group import SingleRankBackend
 from rayzero.engine.device import get_device
 from rayzero.engine.offload.transfer import StreamTransfer
 from tests.engine.gpu.training import DEVICE
@@ -33,11 +35,16 @@ def delayed_fill(value: float) -> Tensor:
     return tensor.fill_(value)
 
 
+def reduced(source: Tensor) -> ChainableWork:
+    """The sum over the only rank: it is complete with what was enqueued before."""
+    return Collectives(SingleRankBackend()).all_reduce(source)
+
+
 def test_d2h_waits_for_compute_stream(transfer: StreamTransfer) -> None:
     target = transfer.host_zeros(NUMEL, torch.float32)
     assert target.is_pinned()
     source = delayed_fill(3.0)
-    transfer.d2h(CompletedWork(), source, target, add=False, early=True)
+    transfer.d2h(reduced(source), source, target, add=False, early=True)
     transfer.wait_d2h()
     assert torch.equal(target, torch.full((NUMEL,), 3.0))
 
@@ -45,7 +52,7 @@ def test_d2h_waits_for_compute_stream(transfer: StreamTransfer) -> None:
 def test_d2h_source_is_reusable_after_release(transfer: StreamTransfer) -> None:
     target = transfer.host_zeros(1 << 24, torch.float32)  # 64 MiB: takes milliseconds to copy
     source = torch.full((1 << 24,), 1.0, device=DEVICE)
-    pending = transfer.d2h(CompletedWork(), source, target, add=False, early=True)
+    pending = transfer.d2h(reduced(source), source, target, add=False, early=True)
     pending.release()
     source.fill_(2.0)
     transfer.wait_d2h()
@@ -58,7 +65,7 @@ def test_d2h_accumulates_in_order(transfer: StreamTransfer, early: bool) -> None
     target = transfer.host_zeros(NUMEL, torch.float32).fill_(100.0)
     for number in range(1, 6):
         source = delayed_fill(float(number))
-        pending = transfer.d2h(CompletedWork(), source, target, add=True, early=early)
+        pending = transfer.d2h(reduced(source), source, target, add=True, early=early)
         pending.wait()
     transfer.wait_d2h()
     assert torch.equal(target, torch.full((NUMEL,), 115.0))

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rayzero.engine.comm.backend import CompletedWork
+from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.comm.process_group import SingleRankBackend
 from rayzero.engine.config import parse_config
 from rayzero.engine.device import Device, Event, Stream, replace_device
 from rayzero.engine.engine import Engine
@@ -134,10 +135,16 @@ def test_cast_is_done_on_the_cpu_and_its_buffers_wait_for_their_copies(
     assert device.log == ["h2d waits for compute", "device copies", "event 5 on h2d"]
 
 
-def test_copy_to_the_host_is_ordered_by_events(device: LoggedDevice) -> None:
+@pytest.mark.parametrize("early", [True, False])
+def test_copy_to_the_host_is_ordered_by_events(device: LoggedDevice, early: bool) -> None:
+    """Whether the reduction is waited for on the copy's stream, or by the host before the copy."""
     transfer = StreamTransfer(device)
-    target = transfer.host_zeros(4, torch.float32)
-    pending = transfer.d2h(CompletedWork(), torch.ones(4), target, add=False, early=True)
+    source, target = torch.ones(4), transfer.host_zeros(4, torch.float32)
+    reduced = Collectives(SingleRankBackend()).all_reduce(source)
+    pending = transfer.d2h(reduced, source, target, add=False, early=early)
+    if not early:
+        assert device.log == []
+        pending.wait()
     pending.release()
     transfer.wait_d2h()
     assert device.log == [
@@ -146,6 +153,7 @@ def test_copy_to_the_host_is_ordered_by_events(device: LoggedDevice) -> None:
         "compute waits for event 1",
         "host waits for event 1",
     ]
+    assert torch.equal(target, source)
 
 
 def test_device_store_does_not_wait_for_its_copies(device: LoggedDevice) -> None:
