@@ -155,5 +155,6 @@ class Device:
 class MetaDevice(Device):
     """The meta device, for plans of GPUs."""
 
+    asynchronous = True
     separate_memory = True
     bucket_numel = 25_000_000, 64_000_000

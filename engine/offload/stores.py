@@ -24,6 +24,7 @@ from torch import Tensor
 from rayzero.engine.device import Event
 from rayzero.engine.offload.transfer import HostTransfer, MemoryKind
 from rayzero.engine.precision.policy import Precision
+from rayzero.engine.tensor_tree import storage_id
 
 OptimizerStateMap = MutableMapping[Tensor, dict[str, Any]]  # a torch optimizer's, by parameter
 
@@ -174,7 +175,7 @@ class HostStore(StateStore):
         return events
 
     def _copy_to_model(self, main: Tensor, model_weights: Tensor) -> Event:
-        if main.data_ptr() == model_weights.data_ptr():
+        if storage_id(main) == storage_id(model_weights):
             return Event()
         if self._separate_memory:
             return self._transfer.h2d(main, model_weights)

@@ -135,6 +135,8 @@ def _take_step(runtime: ZeroRuntime, optimizer: ShardedOptimizer, micro_steps: i
         with runtime.backward_pass(first=micro_step == 0, last=micro_step == micro_steps - 1):
             pass  # no gradient arrives: all are zeros
     runtime.reducer.wait()
+    for unit in runtime.units:  # as the vote, which waits for copies to host memory
+        unit.shard_grads()
     copies = Counter[str]()
     for shards in optimizer.chunks():
         copied = 0

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import rayzero
+from rayzero.engine.cpu_device import MetaDevice
 from rayzero.engine.offload import plan
-from rayzero.engine.offload.transfer import HostTransfer
+from rayzero.engine.offload.transfer import HostTransfer, StreamTransfer
 from tests.engine import zoo
 
 SAMPLES, CLIP = 12, 0.5
@@ -19,10 +20,15 @@ TrainResult = tuple[list[float], dict[str, Tensor]]
 
 
 @contextmanager
-def separate_host_memory() -> Iterator[None]:
-    """Copies between device and host memory on a CPU, as on a GPU."""
+def separate_host_memory(*, streams: bool = False) -> Iterator[None]:
+    """Copies between device and host memory on a CPU, as on a GPU; `streams`: with the buffers that
+    a GPU's copies need."""
     original = plan.make_transfer
-    plan.make_transfer = lambda device: HostTransfer(separate_memory=True)
+
+    def make_transfer(device: torch.device) -> HostTransfer:
+        return StreamTransfer(MetaDevice(device)) if streams else HostTransfer(separate_memory=True)
+
+    plan.make_transfer = make_transfer
     try:
         yield
     finally:

@@ -44,7 +44,7 @@ def batch(samples: int, shape: GPTConfig = SMALL) -> tuple[Tensor, Tensor]:
 
 def engine_bytes(rank: int, world: int, document: dict[str, Any]) -> dict[str, int]:
     """Bytes that an engine has allocated after three steps."""
-    with separate_host_memory():
+    with separate_host_memory(streams=True):
         engine, *_ = rayzero.initialize(model=small(), config=document)
         for _ in range(3 * engine.settings.batches.micro_steps):
             engine.backward(engine(*batch(2)))
@@ -120,6 +120,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "Lion": (1, {"optimizer": {"type": "Lion"}} | zero(0)),
     "half on the CPU": (2, zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5})),
     "on the CPU, one rank": (1, zero(2, offload_optimizer=CPU)),
+    "on the CPU, in bf16": (1, zero(0, offload_optimizer=CPU) | BF16),
     "on the CPU, accumulated": (
         2,
         zero(2, offload_optimizer=CPU) | {"gradient_accumulation_steps": 2},
