@@ -151,7 +151,14 @@ def show(facts: dict[str, Any], plan: Plan, rows: list[Row]) -> None:
         f"AdamW, clip 1.0; {plan.steps} steps after {plan.warmup} of warm-up"
     )
     table = Table("system", "median ms", "min ms", "ratio", "tokens/s", "MFU")
-    for title in ("exposed comm. ms", "exposed copies ms", "peak GiB", "reserved GiB", "loss"):
+    for title in (
+        "exposed comm. ms",
+        "exposed copies ms",
+        "static GiB",
+        "peak GiB",
+        "reserved GiB",
+        "loss",
+    ):
         table.add_column(title)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -161,7 +168,12 @@ def show(facts: dict[str, Any], plan: Plan, rows: list[Row]) -> None:
         cells = [_ms(row.median_s), _ms(row.min_s), _format(row.ratio, ".3f")]
         cells += [_format(row.tokens_per_s, ",.0f"), _format(row.mfu, ".1%")]
         cells += [_ms(row.communication_s), _ms(row.copies_s)]
-        cells += [_gib(row.peak_bytes), _gib(row.reserved_bytes), _format(row.loss, ".4f")]
+        cells += [
+            _gib(row.static_bytes),
+            _gib(row.peak_bytes),
+            _gib(row.reserved_bytes),
+            _format(row.loss, ".4f"),
+        ]
         table.add_row(row.system, *cells)
     console.print(table)
     for row in rows:

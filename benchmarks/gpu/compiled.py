@@ -40,24 +40,25 @@ def run(report: Report, settings: Settings) -> None:
         ("stage 2, whole model", 2, whole),
         ("stage 0, whole model", 0, whole),
     ]
-    eager: dict[int, tuple[list[float], float]] = {}
     for name, stage, prepare in cases:
         if settings.on_gpu and report.left_s < SHORTEST_S:
             report.skip(name, "no time was left")
             continue
-        eager[stage] = _measure(
+        expected, eager_s, _ = _measure(
             report, settings, f"stage {stage}, eager", stage, lambda model: None
         )
-        losses, step_s = _measure(report, settings, name, stage, prepare)
-        expected, eager_s = eager[stage]
+        losses, step_s, warm_graphs = _measure(report, settings, name, stage, prepare)
         close = all(abs(a - b) <= RTOL * abs(b) for a, b in zip(losses, expected, strict=True))
         report.check(f"{name}: losses", close, losses, f"{expected}, within {RTOL:g}")
+        graphs = counters["stats"]["unique_graphs"]
+        report.check(f"{name}: compiled", graphs >= 1, f"{graphs} graphs", "1 or more")
+        more = graphs - warm_graphs
+        report.check(f"{name}: no recompiles", more == 0, f"{more} after {STEPS} steps", "0")
         breaks = sum(counters["graph_break"].values())
         report.value(f"{name}: graph breaks", breaks)
         report.value(f"{name}: reasons", [text[:200] for text in counters["graph_break"]])
         report.value(f"{name}: step, ratio to eager", step_s / eager_s)
-        if stage == 3:
-            report.value(f"{name}: graphs", counters["stats"].get("unique_graphs", 0))
+        report.value(f"{name}: graphs", graphs)
         report.check(f"{name}: no graph breaks", breaks == 0, breaks, "0")
 
 
@@ -77,8 +78,8 @@ def _check_refusal(report: Report, settings: Settings, whole: Callable[[GPT], No
 
 def _measure(
     report: Report, settings: Settings, name: str, stage: int, prepare: Callable[[GPT], None]
-) -> tuple[list[float], float]:
-    """Losses of the first steps, and seconds of a later one."""
+) -> tuple[list[float], float, int]:
+    """Losses of the first steps, seconds of a later one, and graphs compiled before it."""
     torch._dynamo.reset()
     counters.clear()
     with single_rank_group(store(settings, name)):
@@ -86,10 +87,11 @@ def _measure(
         started_s = monotonic()
         losses = trainee.steps(STEPS)
         report.value(f"{name}: first {STEPS} steps_s", monotonic() - started_s)
+        graphs = counters["stats"]["unique_graphs"]
         step_s = _step_s(trainee, SMALL_TIMED_STEPS if settings.small else TIMED_STEPS)
         report.value(f"{name}: step_ms", 1e3 * step_s)
         trainee.engine.close()
-    return losses, step_s
+    return losses, step_s, graphs
 
 
 def _step_s(trainee: Trainee, steps: int) -> float:

@@ -24,7 +24,9 @@ class Row:
     """One system's line in the table: the maximum over its ranks.
 
     Attributes:
-        mfu: model flops utilization, computed by `rayzero.engine.accounting`; None on a CPU.
+        mfu: model flops utilization, of counted operations; None on a CPU.
+        static_bytes: allocated between two steps.
+        loss: the median of the last steps', the mean over the ranks.
         error: why there is no result; empty on success.
     """
 
@@ -36,6 +38,7 @@ class Row:
     mfu: float | None = None
     communication_s: float | None = None
     copies_s: float | None = None
+    static_bytes: int | None = None
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     loss: float | None = None
@@ -63,6 +66,7 @@ def make_row(
         mfu=None if peak is None else plan.ranks * flops / median_s / peak,
         communication_s=_max_or_none([r.communication_s for r in results]),
         copies_s=_max_or_none([r.copies_s for r in results]),
+        static_bytes=_max_or_none([r.static_bytes for r in results]),
         peak_bytes=_max_or_none([r.peak_bytes for r in results]),
         reserved_bytes=_max_or_none([r.reserved_bytes for r in results]),
         loss=sum(result.loss for result in results) / len(results),
@@ -83,7 +87,7 @@ def with_ratios(rows: list[Row]) -> list[Row]:
 
 
 def find_diverging(rows: list[Row]) -> list[str]:
-    """Systems whose final loss differs from DDP's, so that their times are not comparable."""
+    """Systems whose last losses differ from DDP's, so that their times are not comparable."""
     base = next((row.loss for row in rows if row.system == BASE), None)
     if base is None:
         return []

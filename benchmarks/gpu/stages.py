@@ -56,6 +56,6 @@ STAGES = (
     _stage("compiled", 1.0, "torch.compile by block and whole", correctness=True),
     _stage("compare", 1.75, "steps and memory against DDP, FSDP2 and DeepSpeed"),
     _stage("profiles", 0.3, "where a step of stages 2 and 3 goes"),
-    _stage("mirrors", 0.5, "mirroring every step, in percent of a step"),
+    _stage("mirrors", 0.5, "mirroring: training thread, copies, a step"),
     _stage("ray-job", 0.7, "a job whose worker is killed"),
 )

@@ -33,7 +33,7 @@ def run(report: Report, settings: Settings) -> None:
         report.skip("registered memory, copies beside products", "no GPU: plain copies only")
     for kind in KINDS:
         try:
-            with _memfd(nbytes, kind) as host:
+            with memfd_tensor(nbytes, kind) as host:
                 _measure(report, settings, kind, host, device)
         except OSError as error:
             report.skip(kind, f"{error}")
@@ -68,15 +68,16 @@ def _measure(report: Report, settings: Settings, kind: str, host: Tensor, device
 def _rates(report: Report, settings: Settings, name: str, host: Tensor, device: Tensor) -> None:
     """Both directions alone, and whether the bytes arrive."""
     device.fill_(7)
-    to_host = _copy_s(settings, lambda: host.copy_(device, non_blocking=True))
+    to_host = time_copy(settings, lambda: host.copy_(device, non_blocking=True))
     report.value(f"{name}: device to host_gb_s", host.nbytes / to_host / 1e9)
     sample = host[:: max(1, host.numel() // 1000)]
     report.check(f"{name}: bytes", bool((sample == 7).all()), int(sample[0]), "7")
-    to_device = _copy_s(settings, lambda: device.copy_(host, non_blocking=True))
+    to_device = time_copy(settings, lambda: device.copy_(host, non_blocking=True))
     report.value(f"{name}: host to device_gb_s", host.nbytes / to_device / 1e9)
 
 
-def _copy_s(settings: Settings, copy: Callable[[], object]) -> float:
+def time_copy(settings: Settings, copy: Callable[[], object]) -> float:
+    """Seconds of the fastest of a few copies."""
     seconds = []
     for _ in range(REPEATS):
         _synchronize(settings)
@@ -125,7 +126,7 @@ def _products(left: Tensor, out: Tensor) -> float:
 
 
 @contextmanager
-def _memfd(nbytes: int, kind: str) -> Iterator[Tensor]:
+def memfd_tensor(nbytes: int, kind: str = KINDS[0]) -> Iterator[Tensor]:
     """Shared anonymous memory like a vault's. Raises OSError if that kind of page is not there."""
     flags = MFD_HUGETLB if kind == KINDS[2] else 0
     descriptor = os.memfd_create("rz-gpu", flags)
