@@ -18,8 +18,8 @@ from rayzero.engine.compiling import compile_in_place, modules_around, refuse_co
 from rayzero.engine.compression.gradients import OneBitAdamReduction
 from rayzero.engine.config import EngineConfig, resolve_batch_sizes
 from rayzero.engine.data.loader import MapDataset, StepLoader
-from rayzero.engine.data.micro_batches import MicroBatches, StepSplit
-from rayzero.engine.data.sampling import TrainingProgress, assign_step
+from rayzero.engine.data.micro_batches import MicroBatches
+from rayzero.engine.data.sampling import StepSplit, TrainingProgress, assign_step
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.leaf_modules import apply_leaf_names
 from rayzero.engine.layout.units import find_blocks

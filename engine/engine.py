@@ -352,11 +352,20 @@ class GroupSurvival:
     def is_enabled(self) -> bool:
         return self._collectives.on_broken is not None
 
-    @property
-    def can_continue(self) -> bool:
+    def can_continue(self, *, calls_collectives: bool) -> bool:
         """Whether the script's loop gets the samples again of a step that is lost with its group:
-        not if it has read all of them before, as `list(loader)` does."""
-        return self._engine._step.micro_batches.can_read_again
+        not if it has read all of them before, as `list(loader)` does.
+
+        `calls_collectives`: the script's loop calls some of its own. It would call them, alone, in
+        the steps that it had read ahead.
+        """
+        batches = self._engine._step.micro_batches
+        return batches.can_read_again and not (calls_collectives and batches.has_read_ahead)
+
+    @property
+    def collectives_called(self) -> int:
+        """Collectives of the engine, so far."""
+        return self._collectives.counters.sequence
 
     def break_group(self, reason: str) -> None:
         """The process group is to be used no more. By any thread."""

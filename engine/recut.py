@@ -68,6 +68,7 @@ def recut_engine(
         ConfigError: the batch sizes do not fit the ranks.
     """
     runtime = step.runtime
+    runtime.collectives.in_step = True  # nothing of the previous group is waited for
     step.abandon()
     if runtime.lazy_weights is not None:
         runtime.lazy_weights.start({})

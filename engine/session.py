@@ -159,9 +159,10 @@ class BesideSession:
 class Reforming:
     """Asks the host for another process group where an engine's is broken.
 
-    A broken group is a state, not an exception (`Collectives.broken`): the script's forward and
-    backward run on, and the engine waits where no part of a step is under way, or where the script
-    needs a result of all ranks. Used by the training thread.
+    Within a training step a broken group is a state, not an exception (`Collectives.broken`): the
+    script's forward and backward run on, and `step()` commits nothing. The engine waits for another
+    group where the next step begins, because new ranks begin there: what the script does between
+    two steps with all ranks would wait for them in vain, and raises. Used by the training thread.
     """
 
     def __init__(self, collectives: Collectives, session: HostSession | None) -> None:
@@ -184,18 +185,12 @@ class Reforming:
                 session.reform()
 
     def with_peers(self, call: Callable[[], T]) -> T:
-        """The result of what needs all ranks; again from its beginning if the group breaks
-        meanwhile."""
-        while True:
-            self.reform_if_broken()
-            try:
-                result = call()
-            except CollectiveError:
-                if not self.is_due():
-                    raise
-                continue
-            if not self.is_due():
-                return result
+        """The result of what may need all ranks outside of a step's own passes. Raises
+        CollectiveError if the group is broken: the result would be undefined."""
+        result = call()
+        if reason := self._collectives.broken:
+            raise CollectiveError(reason)
+        return result
 
 
 def session_of_engine(host: HostSession | None, *optimizers: object) -> HostSession | None:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rayzero.engine.curriculum import ScheduledInputs
 from rayzero.engine.data.micro_batches import MicroBatches
+from rayzero.engine.data.sampling import StepSplit
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import CollectiveError, EngineError
 from rayzero.engine.metrics import StepMeter
@@ -97,12 +98,18 @@ class TrainingStep:
         """See `Engine.__call__`."""
         self.own_backward.abandon_failed()
         self.meter.enter_phase("forward")
-        if torch.is_grad_enabled():
-            if not (self.tracker.has_gradients or self.micro_batches.has_untrained):
-                self.reforming.reform_if_broken()
-        elif self.runtime.unshard_scheduler is not None:
+        if not torch.is_grad_enabled():
             return self.reforming.with_peers(lambda: self._forward(module, args, kwargs))
+        if not self.tracker.has_gradients:
+            self._begin_step()
+        self.runtime.collectives.in_step = True
         return self._forward(module, args, kwargs)
+
+    def _begin_step(self) -> None:
+        """Before the first forward of a step. In a broken group: another one is asked for when the
+        loader is read; here, if nothing is read from it by this thread."""
+        if self.micro_batches.reads_in_other_thread or not self.micro_batches.has_untrained:
+            self.reforming.reform_if_broken()
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._progress.step >= self._check_at_step:
@@ -197,13 +204,17 @@ class TrainingStep:
 
     def step(self) -> None:
         """See `Engine.step`."""
+        collectives = self.runtime.collectives
+        collectives.in_step = True
+        try:
+            self._step()
+        finally:
+            collectives.in_step = False
+
+    def _step(self) -> None:
         self.own_backward.abandon_failed()
-        if self.reforming.is_due():
-            self.micro_batches.stale.end_step()
-            self.reforming.reform_if_broken()
-            return
-        if self.runtime.collectives.detached:
-            self._end_stale_step()
+        if self.reforming.is_due() or self.runtime.collectives.detached:
+            self._lose_step()
             return
         tracker = self.tracker
         follows_no_sync = tracker.follows_no_sync and not self.is_boundary
@@ -235,7 +246,7 @@ class TrainingStep:
         except CollectiveError:
             if not self.reforming.is_due():
                 raise
-            self.reforming.reform_if_broken()  # nothing was committed, or not all of it
+            self._lose_step()  # nothing was committed, or not all of it
             return
         self.micro_batches.end_step()
         if vote.finite:  # the state is complete without it: weights can be gathered again
@@ -246,15 +257,18 @@ class TrainingStep:
         rank_loss, self._rank_loss = self._rank_loss, None
         self.meter.end_step(vote, lr, loss, rank_loss)
 
-    def _end_stale_step(self) -> None:
-        """Forgets a step of what the loop had read before the ranks changed."""
+    def _lose_step(self) -> None:
+        """Forgets a step whose group broke, or of what the loop had read before the ranks changed.
+        The loader reads again from the last finished step. A rank stays `detached` until its next
+        forward: what the script does before that, the other ranks do not."""
         self.runtime.discard_gradients()
         self.abandon()
         self._progress.micro_step = 0
         if self.runtime.unshard_scheduler is not None:
             self.runtime.unshard_scheduler.abandon()  # what it has gathered is of no rank
         self.micro_batches.stale.end_step()
-        self.runtime.collectives.detached = False
+        if self.reforming.is_due():
+            self.micro_batches.recut(StepSplit(self.micro_batches.split))
 
     def _publish(self) -> None:
         """Starts to gather the updated weights. In a group that breaks meanwhile they are gathered

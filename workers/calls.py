@@ -14,7 +14,7 @@ from rayzero.workers.vault.records import SlotInfo
 class WorkerCalls(Protocol):
     """What the controller calls in a worker's process, by `WorkerGroup.call` and `broadcast`.
 
-    `stop`, `drain`, `fence` and `shrink` do nothing if the worker has left that generation.
+    `stop`, `end`, `drain`, `fence` and `shrink` do nothing if the worker has left that generation.
     """
 
     def open_store(self) -> int:
@@ -29,11 +29,16 @@ class WorkerCalls(Protocol):
     def stop(self, generation: int) -> None:
         """Unwinds the training function at its next report, phase or step; `Stopped` follows."""
 
+    def end(self, generation: int) -> None:
+        """No generation follows: where the training function leaves this one, it is unwound."""
+
     def drain(self, generation: int) -> None:
-        """Unwinds it after a step that all ranks agree on and have mirrored."""
+        """Leaves the generation after a step that all ranks agree on and have mirrored; `Stopped`
+        follows. A function that can waits for the next generation; another one is unwound."""
 
     def fence(self, generation: int) -> None:
-        """Like `stop`, and also aborts a wait for peers in the process group."""
+        """Leaves the generation at once, also out of a wait for peers, which is aborted; `Stopped`
+        follows, as for `drain`."""
 
     def shrink(self, generation: int, lost: tuple[int, ...]) -> None:
         """Like `fence`, but the group is shrunk by the ranks `lost`, which ends the wait as well;

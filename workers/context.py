@@ -9,36 +9,50 @@ import torch
 
 from rayzero.engine.api.initialize import initialize
 from rayzero.engine.errors import ConfigError
-from rayzero.workers.messages import Assignment, WorkerSpec
+from rayzero.workers.messages import WorkerSpec
 
 if TYPE_CHECKING:
     from rayzero.workers.session import JobSession
 
 
 class Context:
-    """`ctx`, the training function's argument: one rank's view of the job in one generation.
+    """`ctx`, the training function's argument: one rank's view of the job, as it is now: a function
+    that stays in its loop may have another rank after a fault or a resize.
 
     Used by the training thread only.
     """
 
-    def __init__(
-        self, spec: WorkerSpec, assignment: Assignment, device: torch.device, session: JobSession
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, device: torch.device, session: JobSession) -> None:
         self.name = spec.name
         self.args = spec.args
         self.seed = spec.seed
         self.engine_config = spec.engine_config
         self.output_dir = Path(spec.output_dir)
         self.device = device
-        self.rank = assignment.rank
-        self.is_main = assignment.rank == 0
-        self.world_size = assignment.world_size
-        self.local_rank = assignment.local_rank
-        """The rank among the workers of this node."""
-        self.generation = assignment.generation
-        """The number of the current membership, and process group, of the job, from 1."""
         self._steps = spec.steps
         self._session = session
+
+    @property
+    def rank(self) -> int:
+        return self._session.assignment.rank
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def world_size(self) -> int:
+        return self._session.assignment.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """The rank among the workers of this node."""
+        return self._session.assignment.local_rank
+
+    @property
+    def generation(self) -> int:
+        """The number of the current membership, and process group, of the job, from 1."""
+        return self._session.assignment.generation
 
     @property
     def steps(self) -> int:
@@ -77,6 +91,6 @@ class Context:
         self._session.check()
         self._session.reporter.add_user_metrics(metrics)
         if "step" in metrics and self._session.engine is None:
-            self._session.await_group()
+            self._session.membership.await_group()
             self._session.post(self._session.reporter.build(int(metrics["step"])))
             self._session.check()

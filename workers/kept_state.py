@@ -31,10 +31,20 @@ def select_kept(
     before: Assignment | None,
     restore: Restore | None,
 ) -> list[StateRange]:
-    """What the engine of generation `before` holds of the state to restore. `left`: the state that
-    it left behind; None if that is inconsistent, or was not looked at after the unwind."""
+    """What the engine of generation `before` holds of the state to restore."""
+    return engine.state.private_ranges() if holds_state(engine, left, before, restore) else []
+
+
+def holds_state(
+    engine: Engine,
+    left: InProcessStateInfo | None,
+    before: Assignment | None,
+    restore: Restore | None,
+) -> bool:
+    """Whether the engine of generation `before` holds its part of the state to restore. `left`: the
+    state that it left behind; None if that is inconsistent, or was not looked at when it left."""
     if before is None or restore is None or not restore.slots:
-        return []
+        return False
     if left is None:
         _report("it was left within an update")
     elif left.step != restore.step:
@@ -44,8 +54,8 @@ def select_kept(
     elif not _is_same_version(restore, before):
         _report(f"step {left.step} is restored from another generation")
     else:
-        return engine.state.private_ranges()
-    return []
+        return True
+    return False
 
 
 def _is_same_version(restore: Restore, before: Assignment) -> bool:

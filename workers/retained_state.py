@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rayzero.engine.device import get_device
-from rayzero.engine.errors import DataError, EngineError, RayzeroError
+from rayzero.engine.errors import ConfigError, DataError, EngineError, RayzeroError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.state.kept import KeptSource
 from rayzero.engine.state.ranges import StateRange
-from rayzero.workers.kept_state import select_fitting, select_kept
-from rayzero.workers.messages import Assignment, InProcessStateInfo
+from rayzero.workers.kept_state import holds_state, select_fitting, select_kept
+from rayzero.workers.messages import Assignment, InProcessStateInfo, WorkerSpec
 from rayzero.workers.vault.buffers import fits_twice
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import Restore, SlotInfo, VaultGoneError
 
 if TYPE_CHECKING:
     from rayzero.engine.engine import Engine
+
+log = logging.getLogger("rayzero.workers")
 
 
 class StateError(RayzeroError):
@@ -47,6 +50,7 @@ class RetainedState:
         """Of the previous engine, until the next one is loaded."""
         self._old_engine_pending = False
         """The previous engine may still be in memory."""
+        self._holds = False
 
     def begin_generation(self, assignment: Assignment) -> None:
         """Starts a generation and releases the engine of the previous one, whose state is in the
@@ -63,6 +67,20 @@ class RetainedState:
             self._kept = []  # otherwise the last generation ended before it built an engine
         self._assignment = assignment
         self._connect(assignment.vault)
+
+    def continue_generation(self, assignment: Assignment) -> None:
+        """Starts a generation for the engine of the previous one, which is re-cut."""
+        last, self._assignment = self._assignment, assignment
+        engine = self._engine
+        self._holds = engine is not None and holds_state(
+            engine, self._left, last, assignment.restore
+        )
+        self._connect(assignment.vault)
+
+    def holds_state(self) -> bool:
+        """Whether the engine of the previous generation holds its part of the state that this one
+        starts from."""
+        return self._holds
 
     def _release_engine(self, last: Assignment | None, after: Assignment) -> list[StateRange]:
         """Drops the engine of generation `last`; what is kept of it."""
@@ -119,9 +137,18 @@ class RetainedState:
         if restore is None:
             yield None
             return
+        with self.open_restore(restore) as source:
+            if restore.slots:
+                source = KeptSource(kept, source)
+            del kept  # `close` is to free it
+            with closing(source):
+                yield source
+
+    @contextmanager
+    def open_restore(self, restore: Restore) -> Iterator[StateSource]:
+        """Opens the state, without what this process holds of it. Raises as `open_source`."""
         try:
-            with closing(self._open_restore(restore, kept)) as source:
-                del kept  # `close` is to free it
+            with closing(self._open_restore(restore)) as source:
                 yield source
         except (DataError, VaultGoneError, EngineError) as error:
             raise StateError(error.seen, error.allowed, error.fix) from error
@@ -154,13 +181,13 @@ class RetainedState:
         generation, rank, nbytes = assignment.generation, assignment.rank, block.index.nbytes
         return SlotInfo(generation, rank, world_size, memory_state.step, nbytes, pinned=False)
 
-    def _open_restore(self, restore: Restore, kept: list[StateRange]) -> StateSource:
+    def _open_restore(self, restore: Restore) -> StateSource:
         if restore.slots:
             if self.vault is None:
                 raise EngineError(
                     "the state is stored in vaults, and this node's vault cannot be reached"
                 )
-            return KeptSource(kept, self.vault.open_source(restore))
+            return self.vault.open_source(restore)
         # Imported here: it loads pyarrow's file systems, and few generations need it.
         from rayzero.engine.checkpoint.imports import open_foreign
         from rayzero.engine.checkpoint.reader import CheckpointSource
@@ -182,3 +209,33 @@ class RetainedState:
         if address:
             with suppress(VaultGoneError):
                 self.vault = VaultClient(address, self._worker)
+
+
+def check_second_engine(spec: WorkerSpec, assignment: Assignment, *, has_steps: bool) -> None:
+    """Before a second engine that trains: its state is not retained, and in no checkpoint. Raises
+    ConfigError where the job could not continue without it; else rank 0 warns.
+
+    `has_steps`: whether the first engine has taken a step, which is not thrown away.
+    """
+    fix = "one model that holds both, with parameter groups"
+    if spec.mirror.checkpoint_every_steps is not None and not has_steps:
+        raise ConfigError(
+            "a second engine that trains, in a job with checkpoint.every_steps: a checkpoint "
+            "has the state of the first only, and no job can resume from it",
+            allowed="one engine, for a job that writes checkpoints",
+            fix=f"{fix}; or checkpoint.every_steps: leave it out, and call save_checkpoint of "
+            "both engines",
+        )
+    if assignment.restore is not None and assignment.restore.step:
+        raise ConfigError(
+            "a second engine that trains, in a job that continues at step "
+            f"{assignment.restore.step}: the state of the first only is preserved",
+            allowed="one engine, for a job that is to survive faults",
+            fix=fix,
+        )
+    if assignment.rank == 0:
+        log.warning(
+            "the state of a second engine that trains is not preserved: this job ends with an "
+            "error at its first fault or resize\n  to change it: %s",
+            fix,
+        )

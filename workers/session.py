@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
-from time import monotonic
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from rayzero.engine.data.sample_ledger import SampleLedger
-from rayzero.engine.errors import ConfigError, DataError
+from rayzero.engine.errors import CollectiveError, ConfigError, EngineError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.session import StepRequests
-from rayzero.workers.chaos.inject import WorkerFaultInjector
+from rayzero.workers.ledger_writer import LedgerWriter
+from rayzero.workers.membership import Membership, OwnCollectives, SessionHost
 from rayzero.workers.messages import (
     SCRIPT_ENTRYPOINT,
     Assignment,
@@ -29,9 +26,10 @@ from rayzero.workers.messages import (
     WorkerSpec,
 )
 from rayzero.workers.mirror import Mirror
-from rayzero.workers.retained_state import RetainedState
+from rayzero.workers.process_group import is_collective_failure
+from rayzero.workers.retained_state import RetainedState, check_second_engine
 from rayzero.workers.step_report import StepReporter, worker_metrics
-from rayzero.workers.training_thread import GenerationChannel
+from rayzero.workers.training_thread import GenerationChannel, Interrupted
 
 if TYPE_CHECKING:
     from rayzero.engine.config.parse import ConfigSource
@@ -39,53 +37,118 @@ if TYPE_CHECKING:
     from rayzero.workers.launch.tries import ScriptSettings
 
 
-log = logging.getLogger("rayzero.workers")
-
-LEDGER_RETRY_S = 1.0
-"""Between two attempts to write the ledger."""
-
-T = TypeVar("T")
+_FIRST_PHASES = ("data", "forward")
+"""Of a step; also of an evaluation."""
 
 
 class JobSession:
-    """The engine's `HostSession` for one generation. Used by the training thread only.
+    """The engine's `HostSession` for one call of the training function, through its generations.
+    Used by the training thread only.
+
+    A function whose engine is ready outlives its generation: where that ends, it waits in `reform`
+    for the next one, and its engine is re-cut. Not a script with a loop over a loader of its own,
+    or of Trainer's or Accelerate's; nor a function with a second engine, whose state is in no
+    vault: those are unwound, and called again.
 
     Attributes:
+        membership: of the current generation.
         engine: None until `initialize` has built it.
         script_settings: those of a launched script; None before it runs, and without one.
         reporter: collects the metrics of the engine and of the user.
-        await_group: returns when the process group has formed; a thread joins it beside the build.
     """
 
     def __init__(
         self,
         spec: WorkerSpec,
-        assignment: Assignment,
-        channel: GenerationChannel,
+        membership: Membership,
         retained: RetainedState,
-        injector: WorkerFaultInjector,
-        await_group: Callable[[], None] = lambda: None,
+        host: SessionHost | None = None,
     ) -> None:
         self.engine_config = spec.engine_config
         self.script_settings: ScriptSettings | None = None
-        self.shares = assignment.shares
         self.engine: Engine | None = None
-        self.reporter = StepReporter(channel)
-        self.await_group = await_group
-        self._assignment = assignment
-        self._channel = channel
-        self._retained = retained
-        self._injector = injector
-        self._mirror = Mirror(
-            *(spec.mirror, assignment, spec.steps),
-            *(retained.vault, channel.post, channel.interrupt),
-        )
         self._divides_steps = False
         self._spec = spec
-        self._ledger = None
-        if spec.ledger:
-            self._ledger = self._retry_ledger(lambda: _open_ledger(spec, assignment))
+        self._retained = retained
+        self._host = host
         self._hooks: list[RemovableHandle] = []
+        self._reformed = False  # whether the function has been in more than one generation
+        self._own_collectives = OwnCollectives()
+        self._awaits_first_step = False  # of this call of the function
+        self.reporter = StepReporter(membership.channel)
+        self._enter(membership)
+
+    def _enter(self, membership: Membership) -> None:
+        """Takes part in a generation from now on."""
+        spec, channel = self._spec, membership.channel
+        self.membership = membership
+        self.reporter.begin_generation(channel)
+        self._mirror = Mirror(
+            spec.mirror,
+            self.assignment,
+            spec.steps,
+            self._retained.vault,
+            channel.post,
+            channel.interrupt,
+        )
+        self._ledger: LedgerWriter | None = None
+        if spec.ledger:
+            self._ledger = LedgerWriter(spec, self.assignment, channel.interrupt)
+
+    @property
+    def assignment(self) -> Assignment:
+        return self.membership.assignment
+
+    @property
+    def _channel(self) -> GenerationChannel:
+        return self.membership.channel
+
+    @property
+    def outlives_generation(self) -> bool:
+        """Whether the function stays in its loop where its generation ends. By any thread."""
+        return self.engine is not None and self.engine.survival.is_enabled
+
+    def break_group(self, reason: str) -> None:
+        """Ends the generation of a function that outlives it. By any thread."""
+        if self.engine is not None:
+            self.engine.survival.break_group(reason)
+
+    def reform(self) -> None:
+        """Leaves the generation, waits for the next one, and re-cuts the engine for it. Raises
+        CollectiveError, with a group that is broken, if that is ended meanwhile."""
+        engine = self.engine
+        if self._host is None or engine is None:
+            raise EngineError("a session without a host has one generation")
+        drained = self._channel.drained
+        continues = engine.survival.can_continue(calls_collectives=self._own_collectives.are_called)
+        if self._channel.ending or not continues:
+            engine.survival.enable(None)
+            self._channel.interrupt.leave()  # the function is called again, if the job goes on
+        self._reformed = True
+        self._mirror.close()
+        self._enter(self._host.await_next(drained=drained))
+        restore = self.assignment.restore
+        if restore is None:
+            raise EngineError("a generation of survivors starts from a state")
+        try:
+            self.membership.await_group()
+            self.on_phase("load")
+            with self._retained.open_restore(restore) as source:
+                keep = self._retained.holds_state()
+                engine.survival.recut(source, keep=keep, shares=self.shares)
+        except (Interrupted, CollectiveError, RuntimeError) as error:
+            if not (self._channel.interrupt.is_set() or is_collective_failure(error)):
+                raise
+            reason = str(error) or "the generation was ended while it formed"
+            engine.survival.break_group(reason)
+            raise CollectiveError(reason) from error
+        self._retained.retain(engine)
+        self._report_restored(engine)
+        self._own_collectives.begin(engine.survival.collectives_called)
+
+    @property
+    def shares(self) -> Sequence[float]:
+        return self.assignment.shares
 
     @property
     def seed(self) -> int:
@@ -96,42 +159,21 @@ class JobSession:
         return config if settings is None else settings.adapt_config(config)
 
     def on_model(self, model: nn.Module) -> None:
+        if self.engine is None:
+            self._own_collectives.end(0, is_first_step=True)
         if self.script_settings is not None:
             self.script_settings.on_model(model)
 
     def admits_engine(self, *, trains: bool) -> bool:
         """The first that trains; in a function, also one that does not, which is refused."""
         if trains and self.engine is not None:
-            self._check_second_engine()
+            check_second_engine(self._spec, self.assignment, has_steps=self.reporter.has_steps)
+            self.engine.survival.enable(None)
         return self.engine is None and (trains or not self.replays_epochs)
-
-    def _check_second_engine(self) -> None:
-        """Its state is in no mirror and no checkpoint: a job goes on with it as long as nothing
-        happens."""
-        fix = "one model that holds both, with parameter groups"
-        checkpoints = self._spec.mirror.checkpoint_every_steps is not None
-        if checkpoints and not self.reporter.has_steps:  # what is trained is not thrown away
-            raise ConfigError(
-                "a second engine that trains, in a job with checkpoint.every_steps: a checkpoint "
-                "has the state of the first only, and no job can resume from it",
-                allowed="one engine, for a job that writes checkpoints",
-                fix=f"{fix}; or checkpoint.every_steps: leave it out, and call save_checkpoint of "
-                "both engines",
-            )
-        if self.restored_step:
-            raise ConfigError(
-                f"a second engine that trains, in a job that continues at step "
-                f"{self.restored_step}: the state of the first only is preserved",
-                allowed="one engine, for a job that is to survive faults",
-                fix=fix,
-            )
-        if self._assignment.rank == 0:
-            text = "the state of a second engine that trains is not preserved: this job ends with "
-            log.warning(text + "an error at its first fault or resize\n  to change it: %s", fix)
 
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
         self.on_phase("load")
-        return self._retained.open_source(self._assignment.restore)
+        return self._retained.open_source(self.assignment.restore)
 
     @property
     def replays_epochs(self) -> bool:
@@ -142,13 +184,13 @@ class JobSession:
     def divide_step(self, parts: int) -> None:
         """Posts `StepDivided`, by rank 0."""
         self._divides_steps = True
-        if self._assignment.rank == 0:
-            self._channel.post(StepDivided(self._assignment.generation, 0, parts))
+        if self.assignment.rank == 0:
+            self._channel.post(StepDivided(self.assignment.generation, 0, parts))
 
     @property
     def restored_step(self) -> int:
         """Finished steps of the state that this generation starts from; 0 for a fresh start."""
-        return self._assignment.restore.step if self._assignment.restore else 0
+        return self.assignment.restore.step if self.assignment.restore else 0
 
     def admits_load(self, step: int, engine_step: int, client_keys: Sequence[str]) -> bool:
         """Before its first step a function that was entered again may go back to a checkpoint that
@@ -179,31 +221,62 @@ class JobSession:
             return
         self._mirror.go_back(step)
         self.reporter.start_at(step, self.engine.progress.skipped_steps)
-        if self._assignment.rank == 0:
+        if self.assignment.rank == 0:
             self.post(WentBack(self._channel.generation, 0, step))
 
     def on_engine_ready(self, engine: Engine) -> None:
         self.engine = engine
         self._retained.retain(engine)
         self._register_stop_hooks(engine)
+        # The controller's order: a rank that has loaded its state has joined.
+        self.membership.await_group()
+        self._report_restored(engine)
+        self._own_collectives.begin(engine.survival.collectives_called)
+        self._awaits_first_step = True
+
+    def _report_restored(self, engine: Engine) -> None:
         step = engine.progress.step
-        self.await_group()  # a rank that has loaded its state has joined: the controller's order
         self.reporter.start_at(step, engine.progress.skipped_steps)
         self.post(Restored(self._channel.generation, self._channel.rank, step))
 
-    def reform(self) -> None:
-        """A failed collective ends the training function, which is entered again."""
+    def _begin_step(self, engine: Engine, *, reads_loader: bool) -> None:
+        """From its first step on, where new members come in, a function outlives its generations:
+        unless it has called collectives before that, which new members would call in vain. A script
+        does if it trains on the engine's loader, which reads the samples of a lost step again."""
+        is_first, self._awaits_first_step = self._awaits_first_step, False
+        own = self._own_collectives
+        own.end(engine.survival.collectives_called, is_first_step=is_first)
+        if not is_first or self._host is None or own.before_first_step:
+            return
+        is_own_loop = self.replays_epochs and (self._divides_steps or not reads_loader)
+        if not (is_own_loop or self.assignment.shrinks):
+            engine.survival.enable(self._on_broken)
+
+    def _on_broken(self, reason: str) -> None:
+        if self._host is not None:
+            self._host.end_group(self._channel, reason)
 
     def on_phase(self, name: str) -> None:
-        """After a drain, raises Interrupted where the next step begins: what the function does
+        """After a drain, leaves the generation where the next step begins: what the function does
         after its last step (notes, a schedule, an evaluation, a file) is done, on all ranks."""
         self._enter_phase(name)
-        if self._channel.drained and self._begins_step(name):
-            self._channel.interrupt.leave()
+        if self._begins_step(name):
+            if self._channel.drained:
+                self._leave_drained()
+            if self.engine is not None and name in _FIRST_PHASES:
+                self._begin_step(self.engine, reads_loader=name == "data")
         self.check()
 
+    def _leave_drained(self) -> None:
+        if not self.outlives_generation:
+            self._channel.interrupt.leave()
+        while True:
+            with suppress(CollectiveError):  # the next one ended while it formed
+                self.reform()
+                return
+
     def _begins_step(self, phase: str) -> bool:
-        if phase not in ("data", "forward") or self.engine is None:
+        if phase not in _FIRST_PHASES or self.engine is None:
             return True
         return self.engine.module.training and torch.is_grad_enabled()
 
@@ -211,8 +284,9 @@ class JobSession:
         self._channel.post(message)
 
     def check(self) -> None:
-        """Raises Interrupted if the generation was stopped."""
-        self._channel.interrupt.check()
+        """Raises Interrupted if the generation was stopped, and the function with it."""
+        if not self._channel.reforming:
+            self._channel.interrupt.check()
 
     def on_collective_wait(self, collective: int, entered: bool) -> None:
         self._channel.progress.set_waiting(collective, entered)
@@ -232,13 +306,30 @@ class JobSession:
                 f"has finished {self.reporter.last_step} steps",
                 allowed="to go back, a new job, which loads it before its first step",
             )
-        if (ledger := self._ledger) is not None:
-            self._retry_ledger(lambda: ledger.write_step(step))
-        return replace(self._mirror.step_requests(step), drain=self._channel.drain.is_set())
+        with self._ended_as_collective():
+            if self._ledger is not None:
+                self._ledger.write_step(step)
+            requests = self._mirror.step_requests(step)
+        return replace(requests, drain=self._channel.drain.is_set())
+
+    @contextmanager
+    def _ended_as_collective(self) -> Iterator[None]:
+        """Around what waits for a generation that may be ended: to a function that outlives it, its
+        end is that of a collective."""
+        try:
+            yield
+        except Interrupted:
+            if not self._channel.reforming:
+                raise
+            raise CollectiveError("the generation was ended") from None
 
     def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
         """Mirrors the step before reporting it: a reported step is never lost. An interrupt takes
         effect after both; before, if an abort may have changed the state."""
+        with suppress(CollectiveError), self._ended_as_collective():
+            self._end_step(metrics, agreed)
+
+    def _end_step(self, metrics: dict[str, float], agreed: StepRequests) -> None:
         step = int(metrics["step"])
         self._enter_phase("mirror")
         self.reporter.add(metrics | worker_metrics(metrics, self._mirror))
@@ -248,6 +339,8 @@ class JobSession:
             self.reporter.add(self._mirror.gauges())
         self._mirror.post(self.reporter.build(step))
         self._retained.collect_garbage()
+        if self.engine is not None:
+            self._own_collectives.begin(self.engine.survival.collectives_called)
         self.check()
         if self.script_settings is not None:
             self.script_settings.on_step_end(metrics)
@@ -257,7 +350,10 @@ class JobSession:
 
     def finish(self) -> None:
         """The function has trained its last step: returns when that is reported, and in the vault
-        if the job writes checkpoints."""
+        if the job writes checkpoints. Raises Interrupted if the generation has ended before."""
+        if self.engine is not None:
+            self.engine.survival.enable(None)  # its loop has ended
+        self._channel.interrupt.check()
         engine, step = self.engine, self.reporter.last_step
         if engine is not None and self.reporter.has_steps and engine.progress.step == step:
             self._channel.progress.enter_phase("mirror")
@@ -266,9 +362,18 @@ class JobSession:
 
     def check_loop(self) -> None:
         """Raises EngineError if the function, which has returned, did not train on all that its
-        loader yielded."""
-        if self.engine is not None:
-            self.engine.check_loop()
+        loader yielded; CollectiveError if it has counted a step that was lost: it is called again,
+        and trains the rest."""
+        if self.engine is None:
+            return
+        self.engine.check_loop()
+        step, steps = self.engine.progress.step, self._spec.steps
+        if self._reformed and steps is not None and step < steps:
+            raise CollectiveError(
+                f"the training function returned after {step} of {steps} steps: its loop counts "
+                "the steps that are lost with a rank",
+                fix="loader.until(ctx.steps), or while engine.global_steps < ctx.steps",
+            )
 
     def close(self) -> None:
         """Removes the hooks, once the training function has returned or raised, and ends the
@@ -287,29 +392,6 @@ class JobSession:
             if isinstance(module, nn.ModuleList | nn.Sequential):
                 self._hooks += [child.register_forward_pre_hook(check_stop) for child in module]
 
-    def _retry_ledger(self, write: Callable[[], T]) -> T:
-        """Waits while the ledger cannot be written, for half as long as a rank may make no
-        progress: an outage of its storage is shorter than that, and steps without lines are no
-        ledger."""
-        limit_s, is_reported = self._spec.hang_timeout_s / 2, False
-        until_s = monotonic() + limit_s
-        while True:
-            try:
-                return write()
-            except DataError as error:
-                if isinstance(error.__cause__, FileExistsError) or monotonic() > until_s:
-                    raise
-                if not is_reported:
-                    log.warning("%s\n  training waits for it, up to %g s", error.seen, limit_s)
-                is_reported = True
-                self._channel.interrupt.wait(LEDGER_RETRY_S)
-                self.check()
-
     def _enter_phase(self, phase: str) -> None:
         self._channel.progress.enter_phase(phase)
-        self._injector.on_phase(phase, self._channel.progress.step)
-
-
-def _open_ledger(spec: WorkerSpec, assignment: Assignment) -> SampleLedger:
-    folder = Path(spec.output_dir, "ledger", spec.run)
-    return SampleLedger(folder, assignment.generation, assignment.rank, assignment.world_size)
+        self.membership.injector.on_phase(phase, self._channel.progress.step)

@@ -94,6 +94,13 @@ class StepReporter:
         """Whether this generation has finished a step."""
         return self.last_step > self.start_step
 
+    def begin_generation(self, channel: GenerationChannel) -> None:
+        """Reports to this generation from now on. What was added of a step that the earlier one did
+        not finish is forgotten."""
+        self._channel = channel
+        self._counters.clear()
+        self._gauges.clear()
+
     def start_at(self, step: int, skipped_steps: int = 0) -> None:
         """Sets the number of finished steps, and how many of them were skipped."""
         self._skipped_steps = float(skipped_steps)

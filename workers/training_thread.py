@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from queue import SimpleQueue
 from threading import Event, Lock, Thread
 from time import monotonic
 from types import FrameType
@@ -17,6 +18,7 @@ from rayzero.engine.errors import EngineError
 from rayzero.workers.crash import describe_crash, has_device_failed, summarize
 from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.messages import (
+    Assignment,
     Crashed,
     Heartbeat,
     InProcessStateInfo,
@@ -109,6 +111,10 @@ class GenerationChannel:
         drain: unwinds it before the step after one that all ranks agree on and have mirrored.
         drained: whether they have: no further step begins.
         fenced: whether waits for peers are being aborted until the training thread has left.
+        reforming: whether the function outlives the generation: `interrupt` does not unwind it, but
+            it waits for the next generation where no step is under way.
+        ending: no generation follows, so that the function is unwound.
+        left: set when the training thread has left the generation.
         sockets: the process group's connections; shutting them down aborts a wait for peers.
     """
 
@@ -122,10 +128,14 @@ class GenerationChannel:
         self.sockets = SocketTracker()
         self.drained = False
         self.fenced = False
+        self.reforming = False
+        self.ending = False
+        self.left = Event()
 
 
 class TrainingThread:
-    """Runs one generation at a time; each ends with exactly one message.
+    """Runs the training function. Each generation ends with exactly one message: when the function
+    has ended, or when it waits for the next generation (`park`).
 
     The thread is a daemon: a function that hangs in native code and never reaches a stop check must
     not keep the process alive when the controller kills it.
@@ -141,6 +151,9 @@ class TrainingThread:
         self._on_unwound = on_unwound
         self._thread: Thread | None = None
         self._end_posted = False  # the thread has nothing left to do but exit
+        self._channel: GenerationChannel | None = None  # of the generation that it is in
+        self._next: SimpleQueue[tuple[Assignment, GenerationChannel] | None] = SimpleQueue()
+        self._parked = False
         self._start_lock = Lock()  # `join` must not see a thread that is not started yet
 
     def start(self, channel: GenerationChannel, body: Callable[[], WorkerMessage]) -> None:
@@ -151,6 +164,7 @@ class TrainingThread:
         """
         # The end message is posted before the thread exits, so the next `start` may arrive while it
         # is still finishing.
+        self.dismiss()
         if not self.join(THREAD_EXIT_S if self._end_posted else 0.0):
             raise EngineError(
                 f"generation {channel.generation} cannot start: the training thread of the "
@@ -158,10 +172,47 @@ class TrainingThread:
             )
         with self._start_lock:
             self._end_posted = False
+            self._channel = channel
             self._thread = Thread(
                 target=self._run, args=(channel, body), name=TRAINING_THREAD, daemon=True
             )
             self._thread.start()
+
+    def park(self, *, drained: bool) -> tuple[Assignment, GenerationChannel]:
+        """On the training thread: leaves the generation as at the function's end, posts the message
+        of that, and returns the next generation. Raises Interrupted if the function is not to
+        continue in it; or what made the device, and so this process, useless."""
+        channel = self._channel
+        if channel is None:
+            raise RuntimeError("the training thread is in no generation")
+        memory, error = self._unwind(channel, drained=drained)
+        if error is not None:
+            raise error
+        message = self._left_message(channel, memory)
+        self._parked = True
+        channel.left.set()
+        channel.post(message)
+        following = self._next.get()
+        if following is None:
+            channel.interrupt.leave()
+        _, self._channel = following
+        return following
+
+    def resume(self, assignment: Assignment, channel: GenerationChannel) -> bool:
+        """Lets the function continue in the next generation, if it waits for that."""
+        if not self._parked:
+            return False
+        self._parked = False
+        channel.reforming = True
+        self._next.put((assignment, channel))
+        return True
+
+    def dismiss(self) -> None:
+        """A function that waits for the next generation is unwound: there is none, or another call
+        of it begins."""
+        if self._parked:
+            self._parked, self._end_posted = False, True
+            self._next.put(None)
 
     def join(self, timeout_s: float) -> bool:
         """Waits for the thread to exit; False on a timeout."""
@@ -186,7 +237,10 @@ class TrainingThread:
     def _run(self, channel: GenerationChannel, body: Callable[[], WorkerMessage]) -> None:
         message = self._run_body(channel, body)
         self._end_posted = True
-        channel.post(message)
+        channel = self._channel or channel
+        if not channel.left.is_set():  # else the message was posted when the function was parked
+            channel.left.set()
+            channel.post(message)
 
     def _run_body(
         self, channel: GenerationChannel, body: Callable[[], WorkerMessage]
@@ -194,11 +248,11 @@ class TrainingThread:
         raised: BaseException | None = None
         try:
             message = body()
-            if not channel.interrupt.times_raised:
+            if not (self._channel or channel).interrupt.times_raised:
                 return message
         except BaseException as error:  # noqa: BLE001  # the thread's last frame: report everything
             raised = error
-        return self._describe_end(channel, raised)
+        return self._describe_end(self._channel or channel, raised)
 
     def _describe_end(
         self, channel: GenerationChannel, raised: BaseException | None
@@ -211,13 +265,20 @@ class TrainingThread:
         for error in (raised, unwind_error):
             if error is not None and has_device_failed(error):
                 return describe_crash(error, generation, rank, step)
-        if stop.group_error:
-            return Crashed(generation, rank, "collective", step, stop.group_error, "", memory)
         # While a stop is wanted every exception counts as one: a collective that is aborted, and
         # what follows from its result, raises many types.
-        if raised is None or stop.times_raised or stop.is_set():
-            return Stopped(generation, rank, memory)
+        if stop.group_error or raised is None or stop.times_raised or stop.is_set():
+            return self._left_message(channel, memory)
         return replace(describe_crash(raised, generation, rank, step), memory=memory)
+
+    def _left_message(
+        self, channel: GenerationChannel, memory: InProcessStateInfo | None
+    ) -> Crashed | Stopped:
+        """The message for a generation that was ended from outside, or by its process group."""
+        generation, rank, step = channel.generation, channel.rank, channel.progress.step
+        if error := channel.interrupt.group_error:
+            return Crashed(generation, rank, "collective", step, error, "", memory)
+        return Stopped(generation, rank, memory)
 
     def _unwind(
         self, channel: GenerationChannel, *, drained: bool

@@ -7,7 +7,7 @@ import resource
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from threading import Thread, Timer
 from typing import Any
 
@@ -26,6 +26,7 @@ from rayzero.workers.context import Context
 from rayzero.workers.entrypoint import TrainFunction, load_train_function
 from rayzero.workers.function_result import encode_result
 from rayzero.workers.group_errors import polled_group_errors
+from rayzero.workers.membership import Membership
 from rayzero.workers.messages import (
     Assignment,
     Crashed,
@@ -95,6 +96,8 @@ class WorkerProcess(WorkerCalls):
         self._fault_schedule = FaultSchedule(FaultRecord(spec.output_dir), self._outbox.post)
         self._training_thread = TrainingThread(on_unwound=self._on_unwound)
         self._channel = GenerationChannel(self._post, generation=0, rank=index)
+        self._session: JobSession | None = None  # of the call of the training function that runs
+        self._error_polling = ExitStack()  # of the process group
         self._train_function: TrainFunction | None = None
         self._store: TCPStore | None = None
         self.node_address = "127.0.0.1"
@@ -125,7 +128,9 @@ class WorkerProcess(WorkerCalls):
         channel = GenerationChannel(self._post, assignment.generation, assignment.rank)
         with process_group.group_lock:
             self._channel = channel
-        self._training_thread.start(channel, lambda: self._run_generation(assignment, channel))
+        restores = assignment.restore is not None
+        if not (restores and self._training_thread.resume(assignment, channel)):
+            self._training_thread.start(channel, lambda: self._run_function(assignment, channel))
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
         return [*self._outbox.poll(timeout_s), self._training_thread.heartbeat(self._channel)]
@@ -134,16 +139,27 @@ class WorkerProcess(WorkerCalls):
         if self._channel.generation == generation:
             self._channel.interrupt.set()
 
+    def end(self, generation: int) -> None:
+        if self._channel.generation == generation:
+            self._channel.ending = True
+            self._training_thread.dismiss()
+
     def drain(self, generation: int) -> None:
         if self._channel.generation == generation:
             self._channel.drain.set()
 
     def fence(self, generation: int) -> None:
         channel = self._channel
-        if channel.generation == generation:
-            channel.interrupt.set()
-            self._shrinker.abandon()
-            self._begin_abort(channel)
+        if channel.generation != generation:
+            return
+        session = self._session
+        if session is not None and session.outlives_generation and not channel.ending:
+            channel.reforming = True  # before the interrupt, which then unwinds nothing
+        channel.interrupt.set()
+        self._shrinker.abandon()
+        if session is not None and channel.reforming:
+            session.break_group("the generation was ended")
+        self._begin_abort(channel)
 
     def shrink(self, generation: int, lost: tuple[int, ...]) -> None:
         channel = self._channel
@@ -172,14 +188,26 @@ class WorkerProcess(WorkerCalls):
                 if self._channel is not channel:
                     return
                 process_group.interrupt_collectives(self._device, channel.sockets)
-            if self._training_thread.join(FENCE_INTERVAL_S):
+            if channel.left.wait(FENCE_INTERVAL_S):
                 return
+
+    def end_group(self, channel: GenerationChannel, reason: str) -> None:
+        """See `SessionHost`. The controller may have ended the generation before."""
+        channel.reforming = True
+        if not channel.interrupt.is_set():
+            channel.interrupt.fail(reason)
+        self._begin_abort(channel)
+
+    def await_next(self, *, drained: bool) -> Membership:
+        """See `SessionHost`."""
+        self._error_polling.close()
+        return self._join(*self._training_thread.park(drained=drained), continues=True)
 
     def inject(self, faults: Sequence[FaultSpec]) -> None:
         self._fault_schedule.set_faults((*self._spec.faults, *faults))
 
     def salvage(self, vault: str) -> SlotInfo:
-        if not self._training_thread.join(THREAD_EXIT_S):
+        if not self._channel.left.wait(THREAD_EXIT_S):
             raise EngineError(
                 "the training function is still running, so its state cannot be salvaged"
             )
@@ -191,11 +219,11 @@ class WorkerProcess(WorkerCalls):
     def dump_stack(self) -> Stacks:
         return read_stacks()
 
-    def _run_generation(self, assignment: Assignment, channel: GenerationChannel) -> WorkerMessage:
-        function = self._train_function = self._train_function or load_train_function(
-            self._spec.entrypoint
-        )
-        device = self._device = self._select_device()
+    def _join(
+        self, assignment: Assignment, channel: GenerationChannel, *, continues: bool
+    ) -> Membership:
+        """Begins to join a generation; `continues`: with the engine of the previous one."""
+        device = self._device
         self.inject(assignment.faults)
         injector = WorkerFaultInjector(self._fault_schedule, assignment.rank)
         step = 1 + (assignment.restore.step if assignment.restore else 0)
@@ -206,8 +234,11 @@ class WorkerProcess(WorkerCalls):
         process_group.abort_default_group(device, channel.sockets)
         get_device(device).synchronize(self._device_timeout_s)
         # Before joining: the vault must detect a death during rendezvous, too.
-        self._retained.begin_generation(assignment)
-        channel.interrupt.check()
+        if continues:
+            self._retained.continue_generation(assignment)
+        else:
+            self._retained.begin_generation(assignment)
+            channel.interrupt.check()
         joined = Joined(assignment.generation, assignment.rank)
 
         def on_joined() -> None:
@@ -219,22 +250,34 @@ class WorkerProcess(WorkerCalls):
             *(assignment, device, self._collective_timeout_s, channel.sockets),
             *(channel.interrupt.check, on_joined, self._shrinker.take(assignment)),
         )
-        session = JobSession(self._spec, assignment, channel, self._retained, injector, group.wait)
-        context = Context(self._spec, assignment, device, session)
         channel.progress.begin_step(step)
+        self._error_polling.enter_context(self._polled_errors(channel))
+        return Membership(assignment, channel, injector, group.wait)
+
+    def _run_function(self, assignment: Assignment, channel: GenerationChannel) -> WorkerMessage:
+        """Calls the training function, and returns the message of its end: that of the generation
+        that it is in then."""
+        function = self._train_function = self._train_function or load_train_function(
+            self._spec.entrypoint
+        )
+        self._device = self._select_device()
+        membership = self._join(assignment, channel, continues=False)
+        session = self._session = JobSession(self._spec, membership, self._retained, self)
+        context = Context(self._spec, self._device, session)
         try:
-            with use_session(session), self._polled_errors(channel):
+            with use_session(session), self._error_polling:
                 result = self._json_result(_call_here(function, context))
                 session.check_loop()
-                group.wait()
+                session.membership.await_group()
                 session.finish()
         finally:
+            self._session = None
             session.close()
             for tee in self._tees:
                 tee.finish_line()
         return Finished(
-            assignment.generation,
-            assignment.rank,
+            session.assignment.generation,
+            session.assignment.rank,
             result,
             session.reporter.leftover_counters(),
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -260,6 +303,10 @@ class WorkerProcess(WorkerCalls):
             # The controller may be about to end it, and knows whether to shrink the group.
             limit_s = self._shrinker.limit_s
             if not (channel.fenced or (limit_s and channel.interrupt.wait(limit_s))):
+                session = self._session
+                if session is not None and session.outlives_generation:
+                    session.break_group(error)
+                    return
                 channel.interrupt.fail(error)
                 self._begin_abort(channel)
 

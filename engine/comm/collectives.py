@@ -25,6 +25,8 @@ from rayzero.engine.errors import CollectiveError, EngineError
 
 T = TypeVar("T")
 
+DETACHED = "the ranks have changed since the batch of this step was read, which is read again"
+
 
 @dataclass
 class CollectiveStats:
@@ -49,14 +51,15 @@ class Collectives:
     """The engine's only connection to other ranks.
 
     A process group is *broken* once a collective of it has failed, or it is ended from outside
-    (`break_off`). With `on_broken`, that is a state: collectives complete at once with what is in
-    their buffers, so that forward and backward run on, until the group is replaced (`reconnect`).
-    Results are then undefined; `sum_scalars`, whose result the host acts upon, raises. Without it,
-    a failed collective raises CollectiveError wherever it is waited for.
+    (`break_off`). With `on_broken`, that is a state within a training step (`in_step`): collectives
+    complete at once with what is in their buffers, so that forward and backward run on. Results are
+    then undefined; `sum_scalars`, whose result the host acts upon, raises CollectiveError, as every
+    collective does outside of a training step, and everywhere without `on_broken`.
 
     Attributes:
-        detached: this rank computes on its own for a while: as in a broken group, collectives
-            complete at once, but no peer notices.
+        in_step: a training step is under way: from its first forward to the end of its `step()`.
+        detached: this rank computes on its own for a while: as in a broken group, but no peer
+            notices.
         broken: why the group is broken; empty if it is not.
         on_broken: called once for each group, with the reason, by the thread that noticed. It ends
             this rank's connections, so that no peer waits for what this rank does not send.
@@ -66,6 +69,7 @@ class Collectives:
 
     single_collective = True
     broken = ""
+    in_step = False
     detached = False
 
     def __init__(self, backend: Backend) -> None:
@@ -82,7 +86,7 @@ class Collectives:
         self.rank = backend.rank
         self.world_size = backend.world_size
         self.broken = ""
-        self.detached = False
+        self.in_step = self.detached = False
 
     def break_off(self, reason: str) -> None:
         """The group is broken from now on. By any thread: the flag is set before the group is
@@ -197,11 +201,13 @@ class Collectives:
     def run_timed(
         self, name: str, number: int, waits: Callable[[], T], broken: Callable[[], T]
     ) -> T:
-        """Runs something that may wait for other ranks; `broken` in its place if the group is. A
-        failure names the collective."""
+        """Runs something that may wait for other ranks; `broken` in its place if the group is, in a
+        training step. A failure names the collective."""
         if self.world_size == 1:
             return waits()
         if self.broken or self.detached:
+            if not self.in_step:
+                raise CollectiveError(self.broken or DETACHED)
             return broken()
         observe, start = self.wait_observer, perf_counter()
         if observe is not None:
@@ -216,6 +222,8 @@ class Collectives:
             if self.on_broken is None:
                 raise failure from error
             self.break_off(failure.seen)
+            if not self.in_step:
+                raise failure from error
             return broken()
         if observe is not None:
             observe(number, False)

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from rayzero.engine.data.micro_batches import MicroBatches, StepSplit, YieldedBatch
+from rayzero.engine.data.micro_batches import MicroBatches, YieldedBatch
 from rayzero.engine.data.prefetch import Prefetch, batch_to_device
-from rayzero.engine.data.sampling import SampleOrder
+from rayzero.engine.data.sampling import SampleOrder, StepSplit
 from rayzero.engine.device import get_device
-from rayzero.engine.errors import DataError, EngineError
+from rayzero.engine.errors import CollectiveError, DataError, EngineError
 from rayzero.engine.tensor_tree import map_tensors
 
 
@@ -161,6 +161,11 @@ class StepLoader:
         yield from self._iterate_split(split, iteration, cursor, done, end)
         while self._micro_batches.split is not split:  # the ranks have changed meanwhile
             split, cursor = self._micro_batches.split, self.progress.sample_cursor
+            if cursor >= end:
+                raise CollectiveError(
+                    "the last step of a loop over the loader was interrupted on this rank, but "
+                    "finished by others: they do not wait for what follows the loop"
+                )
             yield from self._iterate_split(split, iteration, cursor, 0, end)
         self._micro_batches.end_iteration(iteration)
 
@@ -169,7 +174,7 @@ class StepLoader:
     ) -> Iterator[Any]:
         """The micro-batches from a sample cursor to another one, until steps are split
         differently."""
-        self._enter_phase()
+        self._enter_phase(end)
         if self._micro_batches.split is not split:
             return
         steps = (end - cursor) // self.progress.global_batch
@@ -183,16 +188,16 @@ class StepLoader:
                 del part  # its batch in host memory
                 yield batch
                 del batch
-                self._enter_phase()
+                self._enter_phase(end)
                 if self._micro_batches.split is not split:
                     return
         finally:
             feed.close()
 
-    def _enter_phase(self) -> None:
-        """The training thread is about to read: not another thread, in which the script reads
-        ahead."""
-        if threading.get_ident() != self._training_thread:
+    def _enter_phase(self, end: int) -> None:
+        """The training thread is about to read, unless all steps until `end` are finished: not
+        another thread, in which the script reads ahead."""
+        if threading.get_ident() != self._training_thread or self.progress.sample_cursor >= end:
             return
         if self._session is not None:
             self._session.on_phase("data")

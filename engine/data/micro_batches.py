@@ -27,7 +27,7 @@ from typing import Any
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from rayzero.engine.data.prefetch import closed_error
-from rayzero.engine.data.sampling import MicroBatch, TrainingProgress
+from rayzero.engine.data.sampling import StepSplit, TrainingProgress
 from rayzero.engine.errors import EngineError
 from rayzero.engine.session import HostSession
 from rayzero.engine.tensor_tree import iter_tensors
@@ -37,13 +37,6 @@ log = logging.getLogger("rayzero.engine")
 _CONTRACT = (
     "one backward() (or several) and one step() for each batch that the loader yields, in its order"
 )
-
-
-class StepSplit(tuple[MicroBatch, ...]):
-    """This rank's micro-batches of every step. Another object after each change of the ranks, also
-    if it is equal."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,8 +241,19 @@ class MicroBatches:
     @property
     def can_read_again(self) -> bool:
         """Whether the loop can get the samples of what it is training on once more: not if it has
-        read its iteration to the end, as `list(loader)` does."""
-        return not (self._read_to_end and self._untrained)
+        read its iteration to the end, as `list(loader)` does, or another thread reads ahead."""
+        return not ((self._read_to_end and self._untrained) or self.reads_in_other_thread)
+
+    @property
+    def has_read_ahead(self) -> bool:
+        """Whether the loop will come to micro-batches that it read before the ranks changed."""
+        ahead = [it for it in self._untrained if it is not self._current]
+        return bool(ahead or self.stale.waiting)
+
+    @property
+    def reads_in_other_thread(self) -> bool:
+        """Whether another thread than the caller's advances the loader."""
+        return self._reader not in (None, current_thread())
 
     @property
     def has_untrained(self) -> bool:

@@ -98,6 +98,13 @@ class MicroBatch:
         return self.count or 1
 
 
+class StepSplit(tuple[MicroBatch, ...]):
+    """This rank's micro-batches of every step. Another object after each change of the ranks, also
+    if it is equal."""
+
+    __slots__ = ()
+
+
 def samples_per_rank(
     global_batch: int, world_size: int, shares: Sequence[float] = ()
 ) -> tuple[int, ...]:

@@ -256,6 +256,8 @@ class Reconfiguration:
         ctx, generation = self._context, self._context.generation
         checkpointing = ctx.plan.worker_spec.mirror.checkpoint_every_steps is not None
         until_s = ctx.now_s() + ctx.plan.spec.checkpoint.grace_period_s
+        alive = [worker for worker in generation.assignments if ctx.registry.is_alive(worker)]
+        ctx.broadcast(alive, WorkerCalls.end, generation.number)
         if not generation.fenced:
             if not checkpointing:
                 await self._leave_softly()

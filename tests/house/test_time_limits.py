@@ -18,7 +18,7 @@ REASONS = {
         workers.vault.mappings: _POLL_S
         workers.beside_copy: _POLL_S
         workers.rendezvous_store: UNCHECKED_WAIT_S _POLL_INTERVAL_S
-        workers.session: LEDGER_RETRY_S
+        workers.ledger_writer: RETRY_S
         workers.step_report: GPU_INTERVAL_S
         workers.group_errors: POLL_INTERVAL_S
         engine.comm.joining_group: WAIT_CHECK_S INTERRUPT_INTERVAL_S

@@ -511,6 +511,9 @@ class FakeCluster:
 
         return self._command("stop", workers, stop)
 
+    def end(self, workers: Iterable[int], generation: int) -> PendingReplies:
+        return self._command("end", workers, lambda worker: None)
+
     def drain(self, workers: Iterable[int], generation: int) -> PendingReplies:
         def drain(worker: int) -> None:
             if self._runs(worker, generation):

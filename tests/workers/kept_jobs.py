@@ -40,13 +40,13 @@ def train(ctx: Any) -> dict[str, Any]:
         engine: Engine = parts[0]
 
         def fail(*_: Any) -> None:
-            if engine.progress.step + 1 == step:
+            member = ctx.generation, ctx.rank
+            if member == (generation, rank) and engine.progress.step + 1 == step:
                 engine.optimizer.state.clear()  # type: ignore[union-attr]
                 (ctx.output_dir / "update-failed").touch()
                 raise ValueError("within an update")
 
-        if (ctx.generation, ctx.rank) == (generation, rank):
-            engine.optimizer.register_step_pre_hook(fail)  # type: ignore[union-attr]
+        engine.optimizer.register_step_pre_hook(fail)  # type: ignore[union-attr]
         return parts
 
     ctx.initialize = initialize_and_fail

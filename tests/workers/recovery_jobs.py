@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import rayzero
@@ -74,6 +75,47 @@ def train_pretrained(ctx: Any) -> dict[str, Any]:
         engine, _, loader, _ = ctx.initialize(model=model, training_data=Data())
     (ctx.output_dir / f"read-{ctx.generation}-{ctx.rank}").write_text(str(count))
     return _finish(ctx, engine, loader)
+
+
+def train_with_calls(ctx: Any) -> None:
+    """`train` by epochs of 5 steps, with calls that need all ranks: of an evaluation and of the
+    weights after each epoch; and of the function's own, where `calls` says. Each entry leaves a
+    file."""
+    calls = ctx.args["calls"]
+    (ctx.output_dir / f"entry-{ctx.generation}-{ctx.rank}").touch()
+    if "first" in calls:
+        dist.barrier()
+    engine, _, loader, _ = ctx.initialize(model=make_model(torch.float64), training_data=Data())
+    weights: dict[str, Tensor] = {}
+    for _ in loader.epochs(EPOCHS):
+        for x, y in pairwise_first(loader) if "ahead" in calls else loader:
+            loss = nn.functional.mse_loss(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+            if "step" in calls:
+                dist.all_reduce(loss.detach())
+        with torch.no_grad():
+            engine(x)
+        weights = engine.state_dict()
+        if "epoch" in calls:
+            dist.barrier()
+    if ctx.is_main:
+        torch.save(weights, ctx.output_dir / "weights.pt")
+
+
+EPOCHS = 3
+EPOCH_STEPS = 13
+"""In all of them: 13 steps of 12 samples are the first to reach 3 times 50."""
+
+
+def pairwise_first(batches: Iterable[Any]) -> Iterator[Any]:
+    """Reads one batch ahead."""
+    before = None
+    for batch in batches:
+        if before is not None:
+            yield before
+        before = batch
+    yield before
 
 
 _all_gather_steps = SharedMemoryBackend._all_gather_steps

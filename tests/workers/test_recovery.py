@@ -53,8 +53,7 @@ def start_workers(tmp_path) -> Iterator[Callable[..., LocalWorkers]]:
                     steps=STEPS,
                     output_dir=str(tmp_path),
                     working_dir=os.getcwd(),
-                    args={},
-                    **{"engine_config": recovery_jobs.engine_config(stage)} | changes,
+                    **{"engine_config": recovery_jobs.engine_config(stage), "args": {}} | changes,
                 ),
                 count,
             )
@@ -125,6 +124,51 @@ def test_killed_worker_loses_no_finished_step(start_workers, stage, phase, pytes
     told = local.told_steps([(3, 0), (2, restore.step)])
     assert told == [*range(1, STEPS + 1)], "each step was told once"
     check_results(local)
+
+
+@pytest.mark.parametrize(
+    ("stage", "calls", "fault", "entries"),
+    [
+        (3, (), 'kill(rank=1, step=5, phase="publish")', 1),
+        (3, (), 'kill(rank=1, step=5, phase="mirror")', None),
+        (1, (), 'kill(rank=1, step=5, phase="forward")', 0),
+        (3, (), 'kill(rank=1, step=6, phase="data")', None),
+        (1, ("first",), 'kill(rank=1, step=3, phase="backward")', 1),
+        (2, ("step", "epoch"), 'kill(rank=1, step=3, phase="backward")', 1),
+        (1, ("epoch",), 'kill(rank=1, step=5, phase="update")', None),
+        (1, ("ahead", "step"), 'kill(rank=1, step=4, phase="reduce")', 1),
+    ],
+)
+def test_new_rank_and_survivor_meet_where_a_step_begins(
+    start_workers, tmp_path, stage, calls, fault, entries
+):
+    """What the survivor calls with all ranks after the step in which a rank is lost, and what the
+    new one calls before its first, has no partner. `entries`: how often the survivor's function is
+    called again; None where that depends on how far it was."""
+    local = start_workers(
+        3, stage, "train_with_calls", faults=(fault,), args={"calls": calls}, ledger=False
+    )
+    local.form(1, [0, 1])
+    assert wait_for_lost_worker(local) == 1
+    members, generation = [0, 1], 1
+    while generation < 5:
+        alive = [index for index in members if index != 1]
+        for index in alive:
+            local.workers[index].call("fence", generation)
+        ends = [local.wait_end(index, generation) for index in alive]
+        if all(isinstance(end, Finished) for end in ends):
+            break
+        restore = local.slots(generation, len(members))
+        members, generation = [2, 0], generation + 1
+        local.form(generation, members, restore)
+        finished = [local.wait_end(index, generation) for index in members]
+        if all(isinstance(end, Finished) for end in finished):
+            break
+    assert generation < 5, local.texts(0)
+    check_weights(local, recovery_jobs.EPOCH_STEPS)
+    again = [path.name for path in tmp_path.glob("entry-*-1") if path.name != "entry-1-1"]
+    if entries is not None:
+        assert len(again) == entries, again
 
 
 @pytest.mark.parametrize("phase", ["reduce", "update"])
@@ -230,10 +274,10 @@ def test_newcomer_has_the_survivors_values_not_its_files(start_workers, tmp_path
     for index in (0, 2):
         assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
     check_results(local)
-    counts = [
-        [int((tmp_path / f"read-{it}-{rank}").read_text()) for rank in (0, 1)] for it in (1, 2)
-    ]
-    assert (sum(counts[0]), counts[1]) == (numel, [0, 0])
+    counts = [int((tmp_path / f"read-1-{rank}").read_text()) for rank in (0, 1)]
+    assert sum(counts) == numel
+    assert (tmp_path / "read-2-0").read_text() == "0"
+    assert not (tmp_path / "read-2-1").exists(), "a survivor's function is not called again"
 
 
 def test_a_checkpoint_to_resume_wins_over_files(start_workers, tmp_path):

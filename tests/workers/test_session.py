@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,10 @@ from rayzero.engine.api.initialize import initialize
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError, DataError, EngineError
 from rayzero.engine.session import NO_REQUESTS, StepRequests, use_session
-from rayzero.workers import session as session_module
+from rayzero.workers import ledger_writer
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
 from rayzero.workers.context import Context
+from rayzero.workers.membership import Membership
 from rayzero.workers.messages import (
     SCRIPT_ENTRYPOINT,
     MirrorPolicy,
@@ -27,6 +29,7 @@ from rayzero.workers.messages import (
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import JobSession
 from rayzero.workers.training_thread import GenerationChannel, Interrupted
+from rayzero.workers.vault.records import Restore
 from tests.workers import recovery_jobs
 from tests.workers.support import ASSIGN, setup
 
@@ -36,7 +39,7 @@ def session(**changes: Any) -> tuple[JobSession, GenerationChannel, list[WorkerM
     channel = GenerationChannel(posted.append, 1, 0)
     injector = WorkerFaultInjector(FaultSchedule(FaultRecord("/nowhere"), posted.append), 0)
     return (
-        JobSession(setup(**changes), ASSIGN, channel, RetainedState(0, 10.0), injector),
+        JobSession(setup(**changes), Membership(ASSIGN, channel, injector), RetainedState(0, 10.0)),
         channel,
         posted,
     )
@@ -44,7 +47,7 @@ def session(**changes: Any) -> tuple[JobSession, GenerationChannel, list[WorkerM
 
 def context(**changes: Any) -> tuple[Context, GenerationChannel, list[WorkerMessage]]:
     job_session, channel, posted = session(**changes)
-    return Context(setup(**changes), ASSIGN, torch.device("cpu"), job_session), channel, posted
+    return Context(setup(**changes), torch.device("cpu"), job_session), channel, posted
 
 
 def report_of(posted: list[WorkerMessage]) -> StepReport:
@@ -105,7 +108,7 @@ def test_metrics_are_reset_after_step():
 
 def test_engine_finishes_step():
     job_session, _, posted = session()
-    ctx = Context(setup(), ASSIGN, torch.device("cpu"), job_session)
+    ctx = Context(setup(), torch.device("cpu"), job_session)
     engine, *_ = initialize(model=torch.nn.Linear(1, 1), config=recovery_jobs.engine_config(1))
     job_session.on_engine_ready(engine)
     ctx.report(step=99, tokens=4, loss=9.0)
@@ -137,7 +140,7 @@ def test_steps_must_increase_from_one(step: int):
 
 def test_interrupt_is_raised_at_next_report_phase_or_step():
     job_session, channel, posted = session()
-    ctx = Context(setup(), ASSIGN, torch.device("cpu"), job_session)
+    ctx = Context(setup(), torch.device("cpu"), job_session)
     job_session.on_phase("forward")
     channel.interrupt.set()
     for act in (
@@ -159,7 +162,8 @@ def test_agreed_drain_ends_function_where_the_next_step_begins():
     assert job_session.step_requests().drain
     job_session.on_step_end({"step": 1.0}, StepRequests(drain=True))
     assert isinstance(posted[-1], StepReport)
-    engine: Any = SimpleNamespace(module=nn.Linear(1, 1))
+    survival = SimpleNamespace(is_enabled=False)
+    engine: Any = SimpleNamespace(module=nn.Linear(1, 1), survival=survival)
     job_session.engine = engine
     with torch.no_grad():
         job_session.on_phase("forward")
@@ -182,7 +186,7 @@ def session_with_ledger(folder: Path, hang_timeout_s: float = 60.0) -> JobSessio
 def test_ledger_that_cannot_be_written_for_a_while_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(session_module, "LEDGER_RETRY_S", 0.01)
+    monkeypatch.setattr(ledger_writer, "RETRY_S", 0.01)
     job_session = session_with_ledger(tmp_path)
     (ledger,) = tmp_path.rglob("*.jsonl")
     moved = ledger.rename(tmp_path / "moved")
@@ -192,7 +196,7 @@ def test_ledger_that_cannot_be_written_for_a_while_is_waited_for(
         if next(failures) == 5:
             moved.rename(ledger)
 
-    monkeypatch.setattr(job_session, "check", repair)
+    monkeypatch.setattr(job_session._channel.interrupt, "check", repair)
     job_session.on_samples_consumed([3, 1])
     job_session.step_requests()
     (line,) = ledger.read_text().splitlines()
@@ -213,7 +217,7 @@ def test_ledger_of_another_run_is_no_outage(tmp_path: Path):
 
 
 def test_second_engine_that_trains_is_told_at_once_and_refused_after_a_fault(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ):
     job_session, _, _ = session()
     config = recovery_jobs.engine_config(1)
@@ -223,7 +227,8 @@ def test_second_engine_that_trains_is_told_at_once_and_refused_after_a_fault(
         (said,) = [it.message for it in caplog.records if "second engine" in it.message]
         assert "ends with an error at its first fault" in said
         assert "parameter groups" in said
-        monkeypatch.setattr(JobSession, "restored_step", 3)
+        restored = replace(ASSIGN, restore=Restore(step=3))
+        job_session.membership = replace(job_session.membership, assignment=restored)
         with pytest.raises(ConfigError, match=r"second engine .* continues at step 3"):
             initialize(model=nn.Linear(1, 1), config=config)
 

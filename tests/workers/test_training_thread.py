@@ -275,6 +275,7 @@ def test_generations_run_one_after_another(harness: ThreadHarness):
         harness.start(lambda: DONE)
     may_continue.set()
     assert harness.thread.join(5)
+    harness.channel = GenerationChannel(harness.posted.append, 2, 0)
     harness.start(lambda: DONE)
     assert harness.thread.join(5)
     assert harness.posted == [DONE, DONE]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from rayzero.engine.data.loader import StepLoader
-from rayzero.engine.data.micro_batches import MicroBatches, StepSplit
+from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.prefetch import batch_to_device
-from rayzero.engine.data.sampling import SampleOrder, TrainingProgress, assign_step
+from rayzero.engine.data.sampling import SampleOrder, StepSplit, TrainingProgress, assign_step
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import DataError, EngineError
 

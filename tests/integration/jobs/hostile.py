@@ -17,11 +17,13 @@ LONG_CALL_S = 11.0
 
 def train(ctx: Context) -> None:
     """In the first generation rank 1 dies, and rank 0 is in a long call then; in the later ones it
-    catches the exceptions of the engine, for ever."""
+    catches the exceptions of the engine, for ever. It reads all batches ahead, so that it does not
+    outlive a generation."""
     model = torch.nn.Linear(8, 1)
     engine, _, loader, _ = ctx.initialize(
         model=model, model_parameters=model.parameters(), training_data=Points()
     )
+    batches = iter(list(loader.steps(ctx.steps)))
     while engine.metrics.step < ctx.steps:
         time.sleep(0.1)
         if ctx.generation == 1 and engine.metrics.step == 2:
@@ -29,7 +31,7 @@ def train(ctx: Context) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(LONG_CALL_S)
         try:
-            x, y = next(loader.steps(ctx.steps))
+            x, y = next(batches)
             engine.backward(torch.nn.functional.mse_loss(engine(x), y))
             engine.step()
         except BaseException:

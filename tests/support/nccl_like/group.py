@@ -72,6 +72,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         self._mesh = mesh or Mesh(store, rank, size)
         if mesh is None:
             time.sleep(device.settings.init_s)
+        self._launched = 0
         self._abort_lock = threading.Lock()
         self._aborted = False
         self._lost_at_s: float | None = None
@@ -87,6 +88,9 @@ class NcclLikeGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: Any) -> Any:
         return self
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._launched
 
     def get_error(self) -> Any:
         """What the watchdog has found; torch's is an enum."""
@@ -187,6 +191,7 @@ class NcclLikeGroup(dist.ProcessGroup):
                 for output in outputs:
                     self._leave_garbage(output)
 
+        self._launched += 1
         self.stream.wait_stream(self._device.current_stream())
         self.stream.launch(kernel)
         return NcclLikeWork(self._device, self.stream.record(), blocks=blocks)

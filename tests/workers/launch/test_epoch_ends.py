@@ -1,5 +1,5 @@
-"""What a launched script does after the loop over an epoch, where that was finished before the
-script was entered again; and what it left in its process."""
+"""What a launched script does after the loop over an epoch that was finished before the ranks
+changed; and what it left in its process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ from rayzero.workers.messages import Finished, StepReport, Stopped
 from tests.workers.launch.test_script import make_workers
 
 FINISHED_EPOCHS = 2  # before the script is drained
-NEXT = pytest.mark.xfail(
-    strict=True, reason="a finished epoch's loop yields nothing, and the code after it runs"
-)
 
 
 @pytest.fixture(scope="module")
-def reentered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+def resized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
     """The script's folder, and the files in it when the script was drained."""
     folder = tmp_path_factory.mktemp("ends")
     local = make_workers(folder, "epoch_ends.py", str(folder), count=1)
@@ -44,11 +41,11 @@ def reentered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["half", pytest.param("plain", marks=NEXT)])
+@pytest.mark.parametrize("name", ["half", "plain"])
 def test_files_of_finished_epochs_are_kept(
-    reentered: tuple[Path, dict[str, bytes]], name: str
+    resized: tuple[Path, dict[str, bytes]], name: str
 ) -> None:
-    folder, files = reentered
+    folder, files = resized
     assert len(list(folder.glob(f"{name}-*.pt"))) == 4
     for file, content in files.items():
         if file.startswith(name):
@@ -56,11 +53,9 @@ def test_files_of_finished_epochs_are_kept(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=NEXT) for name in ("last", "mean")])
-def test_each_epoch_tells_its_loss_once(
-    reentered: tuple[Path, dict[str, bytes]], name: str
-) -> None:
-    lines = [json.loads(line) for line in (reentered[0] / "told").read_text().splitlines()]
+@pytest.mark.parametrize("name", ["last", "mean"])
+def test_each_epoch_tells_its_loss_once(resized: tuple[Path, dict[str, bytes]], name: str) -> None:
+    lines = [json.loads(line) for line in (resized[0] / "told").read_text().splitlines()]
     assert [epoch for epoch, told in lines if name in told] == [0, 1, 2, 3]
     assert [told for _, told in lines if "error" in told] == []
 

@@ -111,7 +111,8 @@ def main() -> None:
                 kill_once(args.out / "killed")
             engine.backward(engine(rows).pow(2).mean())
             engine.step()
-            note(args.out, "steps", [engine.global_steps, indices.tolist()])
+            if engine.was_step_applied():
+                note(args.out, "steps", [engine.global_steps, indices.tolist()])
             if args.save_every:
                 note(args.out, "rates", [engine.global_steps, *engine.get_lr()])
                 schedule.step()

@@ -1,0 +1,62 @@
+"""Writes this rank's part of the sample ledger, through outages of its storage."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import TypeVar
+
+from rayzero.engine.data.sample_ledger import SampleLedger
+from rayzero.engine.errors import DataError
+from rayzero.workers.messages import Assignment, WorkerSpec
+from rayzero.workers.training_thread import StopFlag
+
+log = logging.getLogger("rayzero.workers")
+
+RETRY_S = 1.0
+"""Between two attempts."""
+
+T = TypeVar("T")
+
+
+class LedgerWriter:
+    """The ledger of one rank in one generation.
+
+    Where it cannot be written, training waits, for half as long as a rank may make no progress: an
+    outage of its storage is shorter than that, and steps without lines are no ledger.
+    """
+
+    def __init__(self, spec: WorkerSpec, assignment: Assignment, interrupt: StopFlag) -> None:
+        """Opens the ledger. Raises Interrupted, and DataError as `SampleLedger`."""
+        self._limit_s = spec.hang_timeout_s / 2
+        self._interrupt = interrupt
+        folder = Path(spec.output_dir, "ledger", spec.run)
+        place = assignment.generation, assignment.rank, assignment.world_size
+        self._ledger = self._retry(lambda: SampleLedger(folder, *place))
+
+    def add_samples(self, samples: Sequence[int]) -> None:
+        """Samples that the loader has yielded for the current step."""
+        self._ledger.add_samples(samples)
+
+    def write_step(self, step: int) -> None:
+        """Writes the line of a step. Raises Interrupted, and DataError after the time limit."""
+        self._retry(lambda: self._ledger.write_step(step))
+
+    def _retry(self, write: Callable[[], T]) -> T:
+        is_reported = False
+        until_s = monotonic() + self._limit_s
+        while True:
+            try:
+                return write()
+            except DataError as error:
+                if isinstance(error.__cause__, FileExistsError) or monotonic() > until_s:
+                    raise
+                if not is_reported:
+                    log.warning(
+                        "%s\n  training waits for it, up to %g s", error.seen, self._limit_s
+                    )
+                is_reported = True
+                self._interrupt.wait(RETRY_S)
+                self._interrupt.check()
