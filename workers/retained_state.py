@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import ConfigError, DataError, EngineError, RayzeroError
 from rayzero.engine.layout.state_index import StateSource
-from rayzero.engine.state.kept import KeptSource
-from rayzero.engine.state.ranges import StateRange
-from rayzero.workers.kept_state import holds_state, select_fitting, select_kept
 from rayzero.workers.messages import Assignment, InProcessStateInfo, WorkerSpec
-from rayzero.workers.vault.buffers import fits_twice
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import Restore, SlotInfo, VaultGoneError
 
@@ -46,69 +42,44 @@ class RetainedState:
         self._assignment: Assignment | None = None
         self._left: InProcessStateInfo | None = None
         """What `in_process_state` has said of the engine since it was retained."""
-        self._kept: list[StateRange] = []
-        """Of the previous engine, until the next one is loaded."""
-        self._old_engine_pending = False
-        """The previous engine may still be in memory."""
-        self._holds = False
+        self._holds_state = False
 
     def begin_generation(self, assignment: Assignment) -> None:
-        """Starts a generation and releases the engine of the previous one, whose state is in the
-        vaults, except what the next engine can use of it. If two engines may not fit in memory it
-        is freed now, otherwise by `collect_garbage` after the next step.
+        """Starts a generation of a function that is called anew, and frees the engine of the
+        previous one, whose state is in the vaults.
 
         Continues without a vault that cannot be reached: death detection and replicas are then
         missing until the controller has started another one.
         """
-        last = self._assignment
-        if self._engine is not None:
-            self._kept = self._release_engine(last, assignment)
-        elif last is None or last.restore != assignment.restore:
-            self._kept = []  # otherwise the last generation ended before it built an engine
+        self._free_engine()
         self._assignment = assignment
         self._connect(assignment.vault)
 
     def continue_generation(self, assignment: Assignment) -> None:
         """Starts a generation for the engine of the previous one, which is re-cut."""
-        last, self._assignment = self._assignment, assignment
-        engine = self._engine
-        self._holds = engine is not None and holds_state(
-            engine, self._left, last, assignment.restore
-        )
+        before, self._assignment = self._assignment, assignment
+        reason = "there is none"
+        if self._engine is not None and before is not None:
+            altered = self._engine.state.altered
+            reason = why_not_held(self._left, before, assignment.restore, altered=altered)
+        if reason:
+            log.info("the state is read from the vaults, not taken from the engine: %s", reason)
+        self._holds_state = not reason
         self._connect(assignment.vault)
 
     def holds_state(self) -> bool:
         """Whether the engine of the previous generation holds its part of the state that this one
         starts from."""
-        return self._holds
+        return self._holds_state
 
-    def _release_engine(self, last: Assignment | None, after: Assignment) -> list[StateRange]:
-        """Drops the engine of generation `last`; what is kept of it."""
+    def _free_engine(self) -> None:
         if self._engine is None:
-            return []
-        kept = select_kept(self._engine, self._left, last, after.restore)
+            return
         device = get_device(self._engine.device)
-        before = device.memory_info()
         self._engine.close()  # the training function may reuse the model
-        third_engine = self._old_engine_pending  # no step was finished since the last time
-        self._engine, self._left, self._old_engine_pending = None, None, True
-        two_fit = fits_twice(after.local_world_size)
-        if third_engine or device.separate_memory or not two_fit:
-            self.collect_garbage()
-            device.empty_cache()  # communicators allocate beside torch's cache
-        growth = max(1.0, last.world_size / after.world_size) if last is not None else 1.0
-        count = len(kept)
-        kept = select_fitting(kept, device, before, two_fit=two_fit, growth=growth)
-        if len(kept) < count:
-            device.empty_cache()
-        return kept
-
-    def collect_garbage(self) -> None:
-        """Frees the previous engine, whose objects are in reference cycles. Takes about 30 ms;
-        call it when no peer waits for this rank."""
-        if self._old_engine_pending:
-            self._old_engine_pending = False
-            gc.collect()
+        self._engine = self._left = None
+        gc.collect()  # its objects are in reference cycles
+        device.empty_cache()  # communicators allocate memory outside of torch's cache
 
     def retain(self, engine: Engine) -> None:
         """Keeps the generation's engine, so that its state can be salvaged later."""
@@ -133,20 +104,9 @@ class RetainedState:
         Raises:
             StateError: the state is damaged, incomplete, or gone.
         """
-        kept, self._kept = self._kept, []
         if restore is None:
             yield None
             return
-        with self.open_restore(restore) as source:
-            if restore.slots:
-                source = KeptSource(kept, source)
-            del kept  # `close` is to free it
-            with closing(source):
-                yield source
-
-    @contextmanager
-    def open_restore(self, restore: Restore) -> Iterator[StateSource]:
-        """Opens the state, without what this process holds of it. Raises as `open_source`."""
         try:
             with closing(self._open_restore(restore)) as source:
                 yield source
@@ -209,6 +169,33 @@ class RetainedState:
         if address:
             with suppress(VaultGoneError):
                 self.vault = VaultClient(address, self._worker)
+
+
+def why_not_held(
+    left: InProcessStateInfo | None, before: Assignment, restore: Restore | None, *, altered: bool
+) -> str:
+    """Why an engine does not hold its part of the state to restore; empty if it does.
+
+    Args:
+        left: the state that it left behind in generation `before`; None if that is inconsistent.
+        altered: the training function has changed it since the last update.
+    """
+    if restore is None or not restore.slots:
+        return "it is read from a checkpoint"
+    if left is None:
+        return "it was left within an update"
+    if left.step != restore.step:
+        return f"it is of step {left.step}, restored is {restore.step}"
+    if altered:
+        return "the training function has changed it since the last update"
+    # A step that is done again by others may differ in rounding: the generation must have made the
+    # state, or started from it.
+    generations = {before.generation}
+    if before.restore is not None and before.restore.step == restore.step:
+        generations |= {slot.generation for slot in before.restore.slots}
+    if {slot.generation for slot in restore.slots} <= generations:
+        return ""
+    return f"step {left.step} is restored from another generation"
 
 
 def check_second_engine(spec: WorkerSpec, assignment: Assignment, *, has_steps: bool) -> None:

@@ -127,13 +127,11 @@ class JobSession:
         self._reformed = True
         self._mirror.close()
         self._enter(self._host.await_next(drained=drained))
-        restore = self.assignment.restore
-        if restore is None:
-            raise EngineError("a generation of survivors starts from a state")
         try:
             self.membership.await_group()
-            self.on_phase("load")
-            with self._retained.open_restore(restore) as source:
+            with self.resume_from() as source:
+                if source is None:
+                    raise EngineError("a generation of survivors starts from a state")
                 keep = self._retained.holds_state()
                 engine.survival.recut(source, keep=keep, shares=self.shares)
         except (Interrupted, CollectiveError, RuntimeError) as error:
@@ -338,7 +336,6 @@ class JobSession:
             self._mirror.step_done(step, agreed, self.engine.state)
             self.reporter.add(self._mirror.gauges())
         self._mirror.post(self.reporter.build(step))
-        self._retained.collect_garbage()
         if self.engine is not None:
             self._own_collectives.begin(self.engine.survival.collectives_called)
         self.check()

@@ -1,13 +1,13 @@
-"""State that this process still holds from its last engine, as the first source of the next one.
+"""State that an engine which is re-cut still holds, as the first source of its new shards.
 
-Optimizer state that is cut as before is moved, without a copy; any other range that the new engine
-needs is copied on the device. Only the rest is read from host memory.
+Optimizer state that is cut as before is moved, without a copy; any other range that is needed is
+copied on the device. Only the rest is read from host memory.
 
 Why it is genuine. Held is what only the engine changes (`TrainingState.private_ranges`), of a state
-that was consistent when the function had been unwound, and its device synchronized. What an abort
-leaves half done has written gathered weights, gradients and residuals, none of which is held.
+that was consistent when the group had ended, and its device synchronized. What an abort leaves half
+done has written gathered weights, gradients and residuals, none of which is held.
 
-Lifetimes. Tensors are held, not the engine. Copies run on the current stream, for which they were
+Lifetimes. Tensors are held. Copies run on the current stream, for which they were
 allocated: torch's allocator reuses their memory in its order, so `close` may drop them at once.
 """
 
@@ -95,7 +95,7 @@ class KeptSource:
 
     def close(self) -> None:
         log.info(
-            "step %d: %d bytes were moved from this process's last engine, %d copied, %d read",
+            "step %d: %d bytes were moved within this process, %d copied, %d read",
             *(self.step, self.bytes_moved, self.bytes_copied, self.bytes_read),
         )
         self._memories.clear()

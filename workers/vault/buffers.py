@@ -23,15 +23,6 @@ def available_bytes(root: Path = Path("/")) -> int:
     return min([_mem_available(root), *_cgroup_headroom(root)])
 
 
-def fits_twice(processes: int, root: Path = Path("/")) -> bool:
-    """Whether `processes` processes like this one can each allocate 1.5 times their resident memory
-    again. False if it cannot be determined."""
-    resident = resident_bytes(root)
-    with suppress(OSError, ValueError, RayzeroError):
-        return resident > 0 and available_bytes(root) > 1.5 * processes * resident
-    return False
-
-
 def resident_bytes(root: Path = Path("/")) -> int:
     """This process's resident memory; 0 if it cannot be determined."""
     try:

@@ -11,8 +11,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from rayzero.engine import builder
+from rayzero.engine import builder, recut
 from rayzero.engine.comm import nccl as nccl_module
+from rayzero.engine.comm.backend import Backend
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.comm.process_group import SingleRankBackend
@@ -33,10 +34,14 @@ def virtual_cluster(ranks: Alone | Ranks) -> Iterator[None]:
     """Connects engines that are built in this process to virtual NCCL, on virtual devices."""
     nccl = VirtualNccl(ranks)
 
-    def connect() -> tuple[Collectives, torch.device]:
+    def connect_backend() -> tuple[Backend, torch.device]:
         if ranks.world_size == 1:
-            return Collectives(SingleRankBackend()), DEVICE
-        return Collectives(NcclBackend(nccl.world)), DEVICE  # type: ignore[arg-type]
+            return SingleRankBackend(), DEVICE
+        return NcclBackend(nccl.world), DEVICE  # type: ignore[arg-type]
+
+    def connect() -> tuple[Collectives, torch.device]:
+        backend, device = connect_backend()
+        return Collectives(backend), device
 
     with ExitStack() as stack:
         stack.enter_context(replace_device(VirtualDevice()))
@@ -47,6 +52,7 @@ def virtual_cluster(ranks: Alone | Ranks) -> Iterator[None]:
             (torch._C, "_group_tensors_by_device_and_dtype", group_tensors),
             (torch, "frombuffer", frombuffer),
             (builder, "connect_collectives", connect),
+            (recut, "connect_backend", connect_backend),
             (transfer, "CAST_NUMEL", 512),
             (device_reads, "STAGING_BYTES", 512),
             (nvme_store, "ThreadPoolExecutor", VirtualPool),

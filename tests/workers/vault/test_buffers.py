@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.workers.vault.buffers import BufferPool, available_bytes, fits_twice, resident_bytes
+from rayzero.workers.vault.buffers import BufferPool, available_bytes, resident_bytes
 from rayzero.workers.vault.records import VaultMemoryError
 
 MIB = 2**20
@@ -33,13 +33,13 @@ def machine(root: Path, cgroup: str, files: Mapping[str, str]) -> Path:
     return root
 
 
-def test_fits_twice_compares_available_and_resident_memory(tmp_path: Path):
-    root = machine(tmp_path, V2, {})  # 1,024,000 bytes
+def test_resident_memory_is_the_kernels(tmp_path: Path):
+    root = machine(tmp_path, V2, {})
     (root / "proc/self/statm").write_text(f"999 {300_000 // os.sysconf('SC_PAGESIZE')} 9 9 0 9 0")
-    assert fits_twice(2, root)
-    assert not fits_twice(3, root)
+    page = os.sysconf("SC_PAGESIZE")
+    assert resident_bytes(root) == 300_000 // page * page
     (root / "proc/self/statm").unlink()
-    assert not fits_twice(1, root)  # unknown
+    assert resident_bytes(root) == 0  # unknown
 
 
 @pytest.mark.parametrize(

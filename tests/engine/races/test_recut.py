@@ -1,9 +1,7 @@
-"""State that stays on the device when an engine is replaced: no race, no memory freed early."""
+"""An engine that is re-cut from what it holds, on the device: no race, no memory freed early."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from threading import Thread
 from typing import Any
 
@@ -12,9 +10,8 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.device import get_device
-from rayzero.engine.session import use_session
 from rayzero.engine.state.kept import KeptSource
-from tests.engine.state.blocks import Block, BlocksSource, StateSession
+from tests.engine.state.blocks import Block, BlocksSource
 from tests.support.races.cases import Case
 from tests.support.races.models import make_batch
 from tests.support.races.running import build_engine
@@ -32,17 +29,8 @@ CASES = [
 ]
 
 
-class Session(StateSession):
-    source: Any = None
-
-    @contextmanager
-    def resume_from(self) -> Iterator[Any]:
-        yield self.source
-        self.source.close()
-
-
-def replace_engines(case: Case) -> tuple[list[Memory], list[KeptSource]]:
-    """Two ranks train, end within a step, build engines from what they hold, and train on."""
+def recut_engines(case: Case) -> tuple[list[Memory], list[KeptSource]]:
+    """Two ranks train, end within a step, are re-cut from what they hold, and train on."""
     ranks = Ranks(2)
     blocks: list[Any] = [None, None]
     memories: list[Any] = [None, None]
@@ -64,15 +52,9 @@ def replace_engines(case: Case) -> tuple[list[Memory], list[KeptSource]]:
                 train(engine, generator)
                 blocks[rank] = Block.of(engine)
                 train(engine, generator, update=False)
-                get_device(DEVICE).synchronize()  # as after an unwind
-                session = Session()
-                kept = engine.state.private_ranges()
-                engine.close()
+                get_device(DEVICE).synchronize()  # as where a generation ends
                 ranks._barrier.wait(60)
-                sources[rank] = session.source = KeptSource(kept, BlocksSource(blocks))
-                del kept, engine
-                with use_session(session):
-                    engine = build_engine(case)
+                sources[rank] = engine.survival.recut(BlocksSource(blocks), keep=True)
                 train(engine, generator)
                 get_device(DEVICE).synchronize()
                 engine.close()
@@ -90,8 +72,8 @@ def replace_engines(case: Case) -> tuple[list[Memory], list[KeptSource]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kept_state_does_not_race(case: Case):
-    memories, sources = replace_engines(case)
+def test_re_cut_does_not_race(case: Case):
+    memories, sources = recut_engines(case)
     for memory, source in zip(memories, sources, strict=True):
         assert source.bytes_moved > 0
         assert source.bytes_copied > 0
@@ -111,5 +93,5 @@ def test_copies_beside_the_compute_stream_are_noticed(monkeypatch: pytest.Monkey
             return tensor.clone()
 
     monkeypatch.setattr(KeptSource, "tensor", on_another_stream)
-    memories, _ = replace_engines(CASES[1])
+    memories, _ = recut_engines(CASES[1])
     assert all(memory.races for memory in memories)
