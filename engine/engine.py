@@ -187,8 +187,13 @@ class Engine:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The full model in CPU memory on rank 0, an empty dict on the others. Collective."""
+        return self._gather_state_dict()
+
+    def _gather_state_dict(self, *, by_new_ranks: bool = True) -> dict[str, Tensor]:
         self._step.meter.enter_phase("gather")
-        return self._step.reforming.with_peers(lambda: full_state_dict(self.module, self._runtime))
+        return self._step.reforming.with_peers(
+            lambda: full_state_dict(self.module, self._runtime), by_new_ranks=by_new_ranks
+        )
 
     def save(
         self,
@@ -352,15 +357,22 @@ class GroupSurvival:
     def is_enabled(self) -> bool:
         return self._collectives.on_broken is not None
 
-    def can_continue(self, *, calls_collectives: bool) -> bool:
+    def can_continue(self, *, calls_collectives: bool, replays_epochs: bool) -> bool:
         """Whether the script's loop gets the samples again of a step that is lost with its group:
-        not if it has read all of them before, as `list(loader)` does.
+        not if it has read all of them before, as `list(loader)` does; and whether no rank would
+        call collectives alone.
 
-        `calls_collectives`: the script's loop calls some of its own. It would call them, alone, in
-        the steps that it had read ahead.
+        Args:
+            calls_collectives: the script calls some of its own between two steps. It would call
+                them, alone, after the steps that it had read ahead.
+            replays_epochs: a new rank runs what follows a finished epoch, alone.
         """
-        batches = self._engine._step.micro_batches
-        return batches.can_read_again and not (calls_collectives and batches.has_read_ahead)
+        step = self._engine._step
+        if not step.micro_batches.can_read_again:
+            return False
+        if replays_epochs and (calls_collectives or step.reforming.gathered_between_steps):
+            return False
+        return not (calls_collectives and step.micro_batches.has_read_ahead)
 
     @property
     def collectives_called(self) -> int:

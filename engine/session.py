@@ -166,6 +166,8 @@ class Reforming:
     """
 
     def __init__(self, collectives: Collectives, session: HostSession | None) -> None:
+        self.gathered_between_steps = False
+        """Whether something has needed all ranks between two steps."""
         self._collectives = collectives
         self._session = session
 
@@ -184,10 +186,17 @@ class Reforming:
             with suppress(CollectiveError):  # the next group broke while it was used first
                 session.reform()
 
-    def with_peers(self, call: Callable[[], T]) -> T:
+    def with_peers(self, call: Callable[[], T], *, by_new_ranks: bool = True) -> T:
         """The result of what may need all ranks outside of a step's own passes. Raises
-        CollectiveError if the group is broken: the result would be undefined."""
+        CollectiveError if the group is broken: the result would be undefined.
+
+        `by_new_ranks`: where a script makes the call after each epoch, a new rank makes it after
+        those that were finished before it came, too.
+        """
+        called = self._collectives.counters.sequence
         result = call()
+        if by_new_ranks and self._collectives.counters.sequence != called:
+            self.gathered_between_steps = True
         if reason := self._collectives.broken:
             raise CollectiveError(reason)
         return result

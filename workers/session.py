@@ -120,7 +120,9 @@ class JobSession:
         if self._host is None or engine is None:
             raise EngineError("a session without a host has one generation")
         drained = self._channel.drained
-        continues = engine.survival.can_continue(calls_collectives=self._own_collectives.are_called)
+        continues = engine.survival.can_continue(
+            calls_collectives=self._own_collectives.are_called, replays_epochs=self.replays_epochs
+        )
         if self._channel.ending or not continues:
             engine.survival.enable(None)
             self._channel.interrupt.leave()  # the function is called again, if the job goes on

@@ -61,7 +61,8 @@ class ModelExport(Engine):
                 text = "%s, of an epoch that is finished, is not written again, with step %d"
                 log.warning(text, path, self.progress.step)
             return True
-        state = self.module_state_dict(exclude_frozen_parameters)
+        gathered = self._gather_state_dict(by_new_ranks=False)
+        state = without_frozen(self.module, gathered, exclude_frozen_parameters)
         run_on_all_ranks(
             self._runtime.collectives,
             self.device,

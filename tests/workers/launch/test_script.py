@@ -111,6 +111,45 @@ def test_killed_script_with_a_loop_of_its_own_resumes_from_its_own_checkpoint(tm
     assert rates == [[step, pytest.approx(0.1 * 0.9 ** (step - 1))] for step, _ in steps]
 
 
+@pytest.mark.parametrize(("calls", "entries"), [("none", 3), ("evaluate", 4), ("barrier", 4)])
+def test_new_worker_calls_nothing_alone_after_epochs_that_were_finished(
+    tmp_path: Path, calls: str, entries: int
+):
+    """The survivor stays in its loop if the new worker, which begins with the first epoch, calls
+    nothing in vain there."""
+    (tmp_path / "plain").mkdir()
+    run_alone_to_its_end(tmp_path / "plain", "epoch_calls.py", calls)
+    local = make_workers(tmp_path, "epoch_calls.py", str(tmp_path), calls, count=3)
+    try:
+        local.form(1, [0, 1])
+        local.wait_step(0, 1, 7)
+        assert any(loss.worker == 1 for loss in local.vault.poll(60.0))
+        local.workers[0].call("fence", 1)
+        assert isinstance(local.wait_end(0, 1), Stopped | Crashed), local.texts(0)
+        local.form(2, [2, 0], local.slots(1, 2))
+        for index in (0, 2):
+            assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
+    finally:
+        local.close()
+    assert len((tmp_path / "entries").read_text().splitlines()) == entries
+    (steps, plain), (other, killed) = (
+        json.loads((folder / "end.json").read_text()) for folder in (tmp_path / "plain", tmp_path)
+    )
+    assert steps == other == 15
+    for name, value in plain.items():
+        assert torch.allclose(torch.tensor(value), torch.tensor(killed[name]), atol=1e-12), name
+
+
+def run_alone_to_its_end(folder: Path, name: str, *args: str) -> None:
+    (folder / "killed").touch()  # by no rank
+    local = make_workers(folder, name, str(folder), *args, count=1)
+    try:
+        local.form(1, [0])
+        assert isinstance(local.wait_end(0, 1), Finished), local.texts(0)
+    finally:
+        local.close()
+
+
 def test_exit_codes_and_wrong_arguments_are_told_with_their_place(tmp_path: Path):
     local = make_workers(tmp_path, "own_loop.py", count=1)
     try:
