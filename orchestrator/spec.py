@@ -197,11 +197,6 @@ class RecoverySpec(SpecSection):
     fault_window_s: _Seconds = Field(
         default=3600, description="length of the fault window in seconds"
     )
-    communicator_shrink: bool = Field(
-        default=False,
-        description="on GPUs, where ranks just go: shrink the NCCL communicator (2.27, torch 2.10) "
-        "instead of making another; not measured on a GPU yet",
-    )
     balance: Literal["even", "auto"] = Field(
         default="even",
         description="samples of a step: the same number for all ranks, or by measured speed",

@@ -14,7 +14,7 @@ from rayzero.workers.vault.records import SlotInfo
 class WorkerCalls(Protocol):
     """What the controller calls in a worker's process, by `WorkerGroup.call` and `broadcast`.
 
-    `stop`, `end`, `drain`, `fence` and `shrink` do nothing if the worker has left that generation.
+    `stop`, `end`, `drain` and `fence` do nothing if the worker has left that generation.
     """
 
     def open_store(self) -> int:
@@ -39,10 +39,6 @@ class WorkerCalls(Protocol):
     def fence(self, generation: int) -> None:
         """Leaves the generation at once, also out of a wait for peers, which is aborted; `Stopped`
         follows, as for `drain`."""
-
-    def shrink(self, generation: int, lost: tuple[int, ...]) -> None:
-        """Like `fence`, but the group is shrunk by the ranks `lost`, which ends the wait as well;
-        `Shrunk` follows. All other ranks must get it; a `fence` gives it up."""
 
     def inject(self, faults: Sequence[FaultSpec]) -> None:
         """Replaces the list of all faults injected since the job started."""

@@ -88,8 +88,6 @@ class GenerationSpec:
         store_host, store_port: the store where the members rendezvous.
         restore: the state to start from; None: a fresh start.
         shares: each rank's share of a step's samples, adding up to 1; empty: even shares.
-        shrinks: the controller may ask to shrink the group (`WorkerCalls.shrink`).
-        shrunk: the group is what that of the generation before was shrunk to.
         remote: pin steps as often as possible, for replication to another node's vault.
         faults: all faults injected since the job started, in addition to `WorkerSpec.faults`.
         secret: of the store's keys.
@@ -101,8 +99,6 @@ class GenerationSpec:
     store_port: int
     restore: Restore | None = None
     shares: tuple[float, ...] = ()
-    shrinks: bool = False
-    shrunk: bool = False
     remote: bool = False
     faults: tuple[FaultSpec, ...] = ()
     secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
@@ -196,14 +192,6 @@ class StopCaught(RankMessage):
     second time, in the user's code at `place`. Sent once."""
 
     place: str
-
-
-@dataclass(frozen=True)
-class Shrunk(RankMessage):
-    """The attempt to shrink this rank's process group is over; `error` is empty if it succeeded.
-    Sent before the generation's last message."""
-
-    error: str
 
 
 @dataclass(frozen=True)

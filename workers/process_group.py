@@ -35,7 +35,6 @@ from torch.distributed.distributed_c10d import _abort_process_group, _world
 from rayzero.engine.comm.joining_group import JoiningGroup, end_joining, group_exists
 from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.device import get_device
-from rayzero.workers.communicator_shrink import register_default_group
 from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.messages import Assignment
 from rayzero.workers.rendezvous_store import AuthenticatedStore
@@ -54,7 +53,6 @@ def begin_join(
     sockets: SocketTracker,
     check: Callable[[], None],
     on_joined: Callable[[], None],
-    shrunken: Any = None,
 ) -> JoiningGroup:
     """Starts a thread that joins the group of a generation: see `join_process_group`.
 
@@ -74,7 +72,7 @@ def begin_join(
     )
 
     def join() -> None:
-        join_process_group(assignment, device, timeout_s, sockets, shrunken)
+        join_process_group(assignment, device, timeout_s, sockets)
         on_joined()
 
     ranks = assignment.rank, assignment.world_size
@@ -84,14 +82,9 @@ def begin_join(
 
 
 def join_process_group(
-    assignment: Assignment,
-    device: torch.device,
-    timeout_s: float,
-    sockets: SocketTracker,
-    shrunken: Any = None,
+    assignment: Assignment, device: torch.device, timeout_s: float, sockets: SocketTracker
 ) -> None:
-    """Creates the default process group of a generation; returns when all members have joined. At
-    once if it is made of the backend that the last one was `shrunken` to.
+    """Creates the default process group of a generation; returns when all members have joined.
 
     Args:
         timeout_s: of the rendezvous, and of every collective of the group.
@@ -106,17 +99,11 @@ def join_process_group(
     _world.group_count = 0
     with sockets.recording(assignment.world_size):
         host, port = assignment.store_host, assignment.store_port
-        tcp_store, before = _connect_to_store(host, port, timeout_s, sockets), group_store()
-        _group_store[:] = [AuthenticatedStore(tcp_store, assignment.secret, sockets.add_value)]
-        store = PrefixStore(f"generation-{assignment.generation}", _group_store[0])
-        if shrunken is not None:
-            if before is not None:
-                _group_store[0].adopt_clones(before)
-            register_default_group(shrunken, store, device)
-            return
+        store = _connect_to_store(host, port, timeout_s, sockets)
+        _group_store[:] = [AuthenticatedStore(store, assignment.secret, sockets.add_value)]
         dist.init_process_group(
             own.backend,
-            store=store,
+            store=PrefixStore(f"generation-{assignment.generation}", _group_store[0]),
             rank=assignment.rank,
             world_size=assignment.world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -134,11 +121,6 @@ def _connect_to_store(host: str, port: int, timeout_s: float, sockets: SocketTra
         raise dist.DistNetworkError(f"the rendezvous store at {host}:{port}: {error}") from None
     timeout = timedelta(seconds=timeout_s)
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
-def group_store() -> AuthenticatedStore | None:
-    """The default group's, or the last one's."""
-    return _group_store[0] if _group_store else None
 
 
 def warm_up_communicator(device: torch.device) -> None:

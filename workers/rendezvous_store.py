@@ -17,7 +17,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from rayzero.engine.errors import ConfigError
 
@@ -120,24 +120,7 @@ class AuthenticatedStore(Store):
         """A store with a connection of its own."""
         clone = AuthenticatedStore(self._store.clone(), self._secret, self._on_value)
         self._clones.append(clone)
-        return self._clones[-1]
-
-    def detach(self) -> None:
-        """From now on it, and what was or is cloned from it, is empty and this process's own: the
-        server may be in a process that was lost."""
-        self._store = HashStore()
-        for clone in self._clones:
-            clone.detach()
-
-    def adopt_clones(self, detached: AuthenticatedStore) -> None:
-        """Connects the clones of a detached store to this one's server, and keeps them alive."""
-        for clone in detached._clones:
-            self.adopt_clones(clone)
-            clone._store, clone._secret = self._store, self._secret
-            clone._on_value, clone._clones = self._on_value, []
-            clone._own_keys.clear()
-            clone._present.clear()
-        self._clones += detached._clones
+        return clone
 
     def _wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         names, until_s = [self._name(key) for key in keys], monotonic() + timeout.total_seconds()

@@ -249,7 +249,7 @@ class JobSession:
         if not is_first or self._host is None or own.before_first_step:
             return
         is_own_loop = self.replays_epochs and (self._divides_steps or not reads_loader)
-        if not (is_own_loop or self.assignment.shrinks):
+        if not is_own_loop:
             engine.survival.enable(self._on_broken)
 
     def _on_broken(self, reason: str) -> None:

@@ -21,7 +21,6 @@ from rayzero.workers import process_group
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
 from rayzero.workers.chaos.spec import FaultSpec
-from rayzero.workers.communicator_shrink import CommunicatorShrinker
 from rayzero.workers.context import Context
 from rayzero.workers.entrypoint import TrainFunction, load_train_function
 from rayzero.workers.function_result import encode_result
@@ -36,7 +35,6 @@ from rayzero.workers.messages import (
     Joined,
     LogLine,
     RankAssignment,
-    Shrunk,
     WorkerMessage,
     WorkerSpec,
 )
@@ -92,7 +90,6 @@ class WorkerProcess(WorkerCalls):
         # Half of the time after which a rank that is silent counts as hung, and is killed.
         self._device_timeout_s = spec.hang_timeout_s / 2
         self._retained = RetainedState(index, self._device_timeout_s)
-        self._shrinker = CommunicatorShrinker(self._device_timeout_s)
         self._fault_schedule = FaultSchedule(FaultRecord(spec.output_dir), self._outbox.post)
         self._training_thread = TrainingThread(on_unwound=self._on_unwound)
         self._channel = GenerationChannel(self._post, generation=0, rank=index)
@@ -156,25 +153,16 @@ class WorkerProcess(WorkerCalls):
         if session is not None and session.outlives_generation and not channel.ending:
             channel.reforming = True  # before the interrupt, which then unwinds nothing
         channel.interrupt.set()
-        self._shrinker.abandon()
         if session is not None and channel.reforming:
             session.break_group("the generation was ended")
         self._begin_abort(channel)
 
-    def shrink(self, generation: int, lost: tuple[int, ...]) -> None:
-        channel = self._channel
-        if channel.generation == generation:
-            channel.interrupt.set()
-            self._begin_abort(channel, lost)
-
-    def _begin_abort(self, channel: GenerationChannel, lost: Sequence[int] = ()) -> None:
+    def _begin_abort(self, channel: GenerationChannel) -> None:
         """Aborts its waits for peers. The thread ends with the training thread's function; one that
         stays is killed with the process by the hang detector."""
         if channel.fenced:
             return
         channel.fenced = True
-        if lost:
-            self._shrinker.begin(self._device, lost, process_group.group_store())
         fencing = Thread(target=self._abort_waits, args=[channel], name="rayzero-fence")
         fencing.daemon = True  # a function in native code may never return
         fencing.start()
@@ -182,7 +170,6 @@ class WorkerProcess(WorkerCalls):
     def _abort_waits(self, channel: GenerationChannel) -> None:
         """Runs until the training thread has left: it may be about to start a wait for peers, now
         or after a long call."""
-        self._shrinker.settle()
         while True:
             with process_group.group_lock:
                 if self._channel is not channel:
@@ -240,15 +227,13 @@ class WorkerProcess(WorkerCalls):
             self._retained.begin_generation(assignment)
             channel.interrupt.check()
         joined = Joined(assignment.generation, assignment.rank)
-
-        def on_joined() -> None:
-            if assignment.shrinks:
-                self._shrinker.open(device)
-            channel.post(joined)
-
         group = process_group.begin_join(
-            *(assignment, device, self._collective_timeout_s, channel.sockets),
-            *(channel.interrupt.check, on_joined, self._shrinker.take(assignment)),
+            assignment,
+            device,
+            self._collective_timeout_s,
+            channel.sockets,
+            channel.interrupt.check,
+            on_joined=lambda: channel.post(joined),
         )
         channel.progress.begin_step(step)
         self._error_polling.enter_context(self._polled_errors(channel))
@@ -290,9 +275,6 @@ class WorkerProcess(WorkerCalls):
         return 2 * self._spec.hang_timeout_s + 10
 
     def _on_unwound(self, drained: bool) -> InProcessStateInfo | None:
-        if (error := self._shrinker.settle()) is not None:
-            channel = self._channel
-            channel.post(Shrunk(channel.generation, channel.rank, error))
         if not drained:  # after a drain the next generation aborts it, once all ranks have left
             process_group.abort_default_group(self._device, self._channel.sockets)
         get_device(self._device).check_health(self._device_timeout_s)
@@ -300,15 +282,14 @@ class WorkerProcess(WorkerCalls):
 
     def _polled_errors(self, channel: GenerationChannel) -> AbstractContextManager[None]:
         def end_generation(error: str) -> None:
-            # The controller may be about to end it, and knows whether to shrink the group.
-            limit_s = self._shrinker.limit_s
-            if not (channel.fenced or (limit_s and channel.interrupt.wait(limit_s))):
-                session = self._session
-                if session is not None and session.outlives_generation:
-                    session.break_group(error)
-                    return
-                channel.interrupt.fail(error)
-                self._begin_abort(channel)
+            if channel.fenced:
+                return
+            session = self._session
+            if session is not None and session.outlives_generation:
+                session.break_group(error)
+                return
+            channel.interrupt.fail(error)
+            self._begin_abort(channel)
 
         return polled_group_errors(self._device, end_generation)
 

@@ -33,7 +33,7 @@ ATTRIBUTES = {
     "multicast (NVLS)": 132,
 }
 # Methods of torch's Backend that a repair could use: docs/faults.md.
-BACKEND_METHODS = ("abort", "shrink", "suspend", "resume", "memory_stats", "get_error")
+BACKEND_METHODS = ("abort", "suspend", "resume", "memory_stats", "get_error")
 VARIABLES = ("NCCL_", "TORCH_NCCL_", "CUDA_", "PYTORCH_", "OMP_")
 
 

@@ -12,7 +12,6 @@ from rayzero.engine.errors import RayzeroError, first_line
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.chaos import ClusterFaultInjector
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
-from rayzero.orchestrator.control.communicator_shrink import CommunicatorShrink
 from rayzero.orchestrator.control.completion import JobCompletion
 from rayzero.orchestrator.control.context import Dependencies, JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.elastic import ElasticScaler
@@ -64,14 +63,11 @@ class Controller:
         replication = Replication(ctx, checkpoints)
         restore = RestoreSelector(ctx, failures, vaults, checkpoints)
         completion = self._completion = JobCompletion(ctx, replication, checkpoints, restore, last)
-        shrink = CommunicatorShrink(ctx)
         dispatcher = MessageDispatcher(
-            ctx, failures, replication, vaults, injector, shrink, completion.begin
+            ctx, failures, replication, vaults, injector, completion.begin
         )
         inbox = self._inbox = WorkerInbox(ctx, dispatcher.dispatch, failures.on_worker_lost)
-        self._reconfiguration = Reconfiguration(
-            ctx, failures, vaults, restore, inbox, checkpoints, shrink
-        )
+        self._reconfiguration = Reconfiguration(ctx, failures, vaults, restore, inbox, checkpoints)
         self._hang_detector = HangDetector(ctx, inbox, failures)
         self._scaler = ElasticScaler(ctx, failures, vaults, inbox)
         self._error: RayzeroError | None = None

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from rayzero.orchestrator.aio import WORKER_POLL_S
 from rayzero.orchestrator.control.chaos import ClusterFaultInjector
-from rayzero.orchestrator.control.communicator_shrink import CommunicatorShrink
 from rayzero.orchestrator.control.context import JobContext, timeout_reason
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.replication import Replication
@@ -25,7 +24,6 @@ from rayzero.workers.messages import (
     LogLine,
     Pinned,
     Restored,
-    Shrunk,
     StepDivided,
     StepReport,
     StopCaught,
@@ -202,7 +200,6 @@ class MessageDispatcher:
         replication: Replication,
         vaults: VaultManager,
         fault_injector: ClusterFaultInjector,
-        shrink: CommunicatorShrink,
         on_all_finished: Callable[[], None],
     ) -> None:
         self._context = context
@@ -222,7 +219,6 @@ class MessageDispatcher:
             StopCaught: self._on_stop_caught,
             Stopped: self._on_left,
             Crashed: self._on_crashed,
-            Shrunk: shrink.on_shrunk,
             Pinned: replication.on_pinned,
             WentBack: lambda _, message: context.go_back(message),
             StepDivided: lambda _, message: context.divide_step(message.parts),

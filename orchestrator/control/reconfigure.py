@@ -15,7 +15,6 @@ from typing import Any
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import PendingReplies
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
-from rayzero.orchestrator.control.communicator_shrink import CommunicatorShrink
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.generation import GenerationState
@@ -54,7 +53,6 @@ class Reconfiguration:
         restore: RestoreSelector,
         inbox: WorkerInbox,
         checkpoints: CheckpointWriter,
-        shrink: CommunicatorShrink,
     ) -> None:
         self._context = context
         self._failures = failures
@@ -62,7 +60,6 @@ class Reconfiguration:
         self._restore = restore
         self._inbox = inbox
         self._checkpoints = checkpoints
-        self._shrink = shrink
         self._attempt: asyncio.Task[None] | None = None
         self._assignments = PendingReplies()
         """The replies of the newest generation's members to their assignments."""
@@ -73,7 +70,7 @@ class Reconfiguration:
     def recover(self) -> None:
         """Fences the generation, and forms the next one from what is left."""
         # Before anything else: unwinding is what the next generation waits for longest.
-        self._interrupt_members(shrinking=True)
+        self._interrupt_members()
         self._begin(self._fence)
 
     def resize(self) -> None:
@@ -89,23 +86,18 @@ class Reconfiguration:
         if self._attempt is not None:
             self._attempt.cancel()
 
-    def _interrupt_members(self, *, softly: bool = False, shrinking: bool = False) -> None:
+    def _interrupt_members(self, *, softly: bool = False) -> None:
         """Tells the active members to leave, each once it has its assignment: it would begin it
         otherwise.
 
         Args:
             softly: let them finish the collective they are in.
-            shrinking: where ranks just go, let them shrink their communicator.
         """
         generation = self._context.generation
         generation.fence(self._context.now_s())
         method = WorkerCalls.stop if softly else WorkerCalls.fence
         members = frozenset(generation.active)
-        assigned = members - self._assignments.pending
-        if shrinking and assigned == members and (lost := self._shrink.begin()):
-            self._context.broadcast(members, WorkerCalls.shrink, generation.number, lost)
-            return
-        if assigned:
+        if assigned := members - self._assignments.pending:
             self._context.broadcast(assigned, method, generation.number)
         if waiting := members - assigned:
             interrupting = self._interrupt_when_assigned(waiting, method, self._assignments)
@@ -214,7 +206,6 @@ class Reconfiguration:
         self._vaults.generation_uses(worker.node_id for worker in selection.members)
         if len(assignments) >= LARGE_JOB_WORKERS:
             await asyncio.sleep(0)
-        shrunk = self._shrink.made(tuple(assignments))
         generation = ctx.generation = GenerationState(
             number, selection, assignments, restore, ctx.changed.notify
         )
@@ -240,8 +231,6 @@ class Reconfiguration:
             store_port=store[1],
             restore=restore,
             shares=shares,
-            shrinks=ctx.plan.spec.recovery.communicator_shrink,
-            shrunk=shrunk,
             remote=ctx.replicates,
             faults=ctx.injected_faults,
         )

@@ -44,7 +44,6 @@ from rayzero.workers.messages import (
     Pinned,
     RankAssignment,
     Restored,
-    Shrunk,
     StepReport,
     Stopped,
     WorkerInfo,
@@ -135,11 +134,6 @@ class FakeCluster:
         self.assigned: list[tuple[int, Assignment]] = []
         self.commands: list[tuple[str, int]] = []
         self.injected: list[tuple[int, tuple[str, ...]]] = []
-        self.shrunk_by: dict[int, tuple[int, tuple[int, ...]]] = {}
-        """The generation whose group each worker has shrunk last, and by which ranks."""
-        self.shrink_errors: dict[int, str] = {}
-        self.shrink_stands: set[int] = set()
-        """Workers whose attempt waits for others."""
         self.replaced: list[tuple[int, float, tuple[str, ...]]] = []
         self.resized: list[tuple[int, int]] = []
         self.draining: frozenset[str] = frozenset()
@@ -459,11 +453,6 @@ class FakeCluster:
         for other in self.processes.values():
             if other.alive and other.assign is not None:
                 assert other.assign.generation == assign.generation, "two generations at once"
-        if assign.shrunk:
-            assert self.shrunk_by[worker][0] == assign.generation - 1, "it has no such group"
-            for _, other_assign in self.assigned:
-                if other_assign.generation == assign.generation:
-                    assert other_assign.shrunk, "all members have it, or none"
         self.assigned.append((worker, assign))
         process.assign, process.ready, process.drain = assign, False, False
         process.leaving = False
@@ -527,24 +516,6 @@ class FakeCluster:
                 self._unwind(self.processes[worker])
 
         return self._command("fence", workers, fence)
-
-    def shrink(
-        self, workers: Iterable[int], generation: int, lost: tuple[int, ...]
-    ) -> PendingReplies:
-        def shrink(worker: int) -> None:
-            if self._runs(worker, generation) and worker not in self.shrink_stands:
-                if worker not in self.shrink_errors:
-                    self.shrunk_by[worker] = generation, lost
-                self.end_shrink(worker, self.shrink_errors.get(worker, ""))
-
-        return self._command("shrink", workers, shrink)
-
-    def end_shrink(self, worker: int, error: str = "") -> None:
-        """A worker's attempt ends, and it leaves its generation."""
-        process = self.processes[worker]
-        assert process.assign is not None
-        self.send(worker, Shrunk(process.assign.generation, process.assign.rank, error))
-        self._unwind(process)
 
     def _command(
         self, name: str, workers: Iterable[int], execute: Callable[[int], None]

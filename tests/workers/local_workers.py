@@ -63,11 +63,10 @@ class LocalWorkers:
         members: Sequence[int],
         restore: Restore | None = None,
         recipients: Sequence[int] | None = None,
-        **changes: Any,
     ) -> None:
-        """Start a generation, only on `recipients` if given; `changes` are those of its spec."""
+        """Start a generation, only on `recipients` if given."""
         port = self.workers[members[0]].call("open_store")
-        spec = GenerationSpec(generation, len(members), "127.0.0.1", port, restore, **changes)
+        spec = GenerationSpec(generation, len(members), "127.0.0.1", port, restore)
         for rank, index in enumerate(members):
             if recipients is not None and index not in recipients:
                 continue

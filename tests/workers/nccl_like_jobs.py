@@ -67,8 +67,6 @@ def train(ctx: Any) -> dict[str, Any]:
     assert device is not None
     assert ctx.world_size == 1 or dist.get_backend() == "nccl_like"
     device.settings = NcclLike(**ctx.args.get("nccl_like", asdict(device.settings)))
-    group: Any = dist.group.WORLD
-    print(f"group of {group.size()}: {'shrunken' if group.was_shrunk else 'made'}")
     engine, _, loader, _ = ctx.initialize(model=make_model(torch.float64), training_data=Data())
     rank, *mirror = ctx.args.get("mirror", [None])
     begin_step = control_mirror(*mirror) if rank == ctx.rank and ctx.generation == 1 else None

@@ -210,26 +210,3 @@ def test_secret_is_shared_by_assignments_and_in_no_text():
     assert loads(dumps(spec)).secret == spec.secret != GenerationSpec(1, 2, "", 0).secret
     assert len(spec.secret) >= 32
     assert repr(spec.secret)[2:10] not in repr(spec)
-
-
-def test_clones_of_a_detached_store_move_to_the_next_server(server: TCPStore):
-    """As of a communicator that is shrunk twice: what torch holds is the clone, or the clone's."""
-    first = member(server)
-    first.set("key", "of the first")
-    first.detach()
-    held = PrefixStore("generation-1", first).clone()
-    for generation in (2, 3):
-        held.set("key", f"before {generation}")
-        next_server, secret = open_store("127.0.0.1", 60.0), bytes([generation])
-        second = member(next_server, secret)
-        second.adopt_clones(first)
-        assert not held.check(["key"]), "what it held was its own"
-        held.set("key", f"of {generation}")
-        peer = member(next_server, secret)
-        value = PrefixStore("generation-1", peer).get("key")
-        assert value == f"of {generation}".encode()
-        del peer, next_server
-        began_s = monotonic()
-        second.detach()  # its server is gone
-        first, held = second, held.clone()
-        assert monotonic() - began_s < 5

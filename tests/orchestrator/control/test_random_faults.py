@@ -43,9 +43,8 @@ class ControllerStateMachine(RuleBasedStateMachine):
         size=st.integers(2, 4),
         every=st.sampled_from([0, 2, 3]),
         large_job_workers=st.sampled_from([1, 500]),
-        shrinks=st.booleans(),
     )
-    def start_job(self, size: int, every: int, large_job_workers: int, shrinks: bool) -> None:
+    def start_job(self, size: int, every: int, large_job_workers: int) -> None:
         reconfigure.LARGE_JOB_WORKERS = large_job_workers
 
         async def start() -> Harness:
@@ -54,7 +53,7 @@ class ControllerStateMachine(RuleBasedStateMachine):
                 Path(self.folder.name),
                 cluster,
                 workers={"min": 1, "max": 4, "spares": 1, "start_timeout_s": 1e6},
-                recovery={"max_faults": 10**6, "communicator_shrink": shrinks},
+                recovery={"max_faults": 10**6},
                 checkpoint={"every_steps": every} if every else {},
             )
 

@@ -3,8 +3,7 @@
 What it takes over from ProcessGroupNCCL: launches and waits return at once; errors are nobody's
 exception; an abort takes time, ends what is queued, and leaves garbage; a second abort at the same
 time fails; what is launched on an aborted group fails; a watchdog, which by torch's defaults ends
-the process some time after it has seen an error, whatever the group's fate. `shrink` is
-ncclCommShrink with NCCL_SHRINK_ABORT.
+the process some time after it has seen an error, whatever the group's fate.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
 from tests.support.nccl_like.mesh import Mesh
 from tests.support.nccl_like.queues import Event
@@ -58,20 +56,13 @@ class NcclLikeGroup(dist.ProcessGroup):
     should_dump: ClassVar[bool] = False
     """Static in ProcessGroupNCCL, too: it outlives the group that has seen the error."""
 
-    supports_shrinking = True
-
-    def __init__(
-        self, store: Any, rank: int, size: int, device: VirtualDevice, mesh: Mesh | None = None
-    ) -> None:
+    def __init__(self, store: Any, rank: int, size: int, device: VirtualDevice) -> None:
         super().__init__(rank, size)
-        self.was_shrunk = mesh is not None
         self.stream = device.add_stream()
-        self._store = store
         self._device = device
         self._random = random.Random(f"{device.settings.seed} {rank} {size}")
-        self._mesh = mesh or Mesh(store, rank, size)
-        if mesh is None:
-            time.sleep(device.settings.init_s)
+        self._mesh = Mesh(store, rank, size)
+        time.sleep(device.settings.init_s)
         self._launched = 0
         self._abort_lock = threading.Lock()
         self._aborted = False
@@ -246,26 +237,6 @@ class NcclLikeGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self.abort()
-
-    def shrink(self, ranks_to_exclude: list[int], shrink_flags: int, opts: Any = None) -> Any:
-        """A group of the other ranks; blocks until all of them call it. What is queued on this one
-        ends with garbage, what is launched later stands until it is aborted."""
-        assert shrink_flags == c10d.SHRINK_ABORT
-        assert self.rank() not in ranks_to_exclude
-        settings = self._device.settings
-        if self._aborted:
-            raise dist.DistBackendError("NCCL communicator was aborted on this rank")
-        reached = threading.Event()
-        self.stream.launch(reached.set)
-        self._mesh.end_exchanges(reached.is_set)
-        if self.rank() in settings.shrink_fails:
-            raise dist.DistBackendError("NCCL error: ncclCommShrink failed (injected)")
-        mesh = self._mesh.shrink(ranks_to_exclude)
-        time.sleep(settings.shrink_s)
-        if self._aborted:  # NCCL frees it while it is in use
-            raise dist.DistBackendError("NCCL error: the parent was aborted while it was shrunk")
-        store = self._store.clone()  # after ncclCommShrink: its server may be gone
-        return NcclLikeGroup(store, mesh.rank, mesh.size, self._device, mesh)
 
     def _watch(self) -> None:
         """ProcessGroupNCCL's watchdog and heartbeat monitor, with their defaults."""

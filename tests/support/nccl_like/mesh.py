@@ -13,16 +13,14 @@ import os
 import select
 import socket
 import struct
-import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
 _HELLO = 16
-_POLL_S = 0.01
 _LOST = (BrokenPipeError, ConnectionError, OSError)
 
 
@@ -36,14 +34,15 @@ class Mesh:
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.peer_lost = False
-        self._aborted = self._interrupted = False
+        self._aborted = False
         self._wake_in, self._wake_out = os.pipe()
         self._peers: dict[int, socket.socket] = {}
-        self._listener = _listen(f"nccl-like-{uuid.uuid4().hex}", size)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"\0nccl-like-{uuid.uuid4().hex}")
+        self._listener.listen(size)
         own = self._listener.getsockname()[1:].decode()
         try:
-            self.names = self._join(store, own)
-            self._connect(self.names)
+            self._connect(self._join(store, own))
         except BaseException as error:
             self.close()
             if isinstance(error, OSError | ValueError):
@@ -105,7 +104,7 @@ class Mesh:
         by_number: dict[int, int] = {}
         for peer in {*out, *missing} & {*self._peers}:
             by_number[self._peers[peer].fileno()] = peer
-        while (out or missing) and not (self._aborted or self._interrupted):
+        while (out or missing) and not self._aborted:
             for number, peer in by_number.items():
                 mask = (select.POLLIN if peer in missing else 0) | (
                     select.POLLOUT if peer in out else 0
@@ -125,7 +124,7 @@ class Mesh:
                     self.peer_lost = True
                     by_number.pop(number)
                     poller.unregister(number)
-        if self._aborted or self._interrupted:
+        if self._aborted:
             raise InterruptedError("aborted")
         return {peer: bytes(data) for peer, data in received.items()}
 
@@ -171,61 +170,11 @@ class Mesh:
         with suppress(OSError):
             os.write(self._wake_out, b"x")
 
-    def end_exchanges(self, drained: Callable[[], bool]) -> None:
-        """Ends those that stand or are queued, until `drained`; later ones stand again."""
-        self._interrupted = True
-        os.write(self._wake_out, b"x")
-        while not (drained() or self._aborted):
-            time.sleep(_POLL_S)
-        os.read(self._wake_in, 1)
-        self._interrupted = False
-
-    def shrink(self, excluded: Sequence[int]) -> Mesh:
-        """A mesh of the ranks that are left, which find each other without a store. Blocks until
-        all of them call this; ended by `abort`."""
-        ranks = [rank for rank in range(self.size) if rank not in excluded]
-        child = Mesh.__new__(Mesh)
-        child.rank, child.size = ranks.index(self.rank), len(ranks)
-        child.peer_lost = child._aborted = child._interrupted = False
-        child._wake_in, child._wake_out = os.pipe()
-        child._peers = {}
-        child.names = [f"{self.names[rank]}-{len(ranks)}" for rank in ranks]
-        child._listener = _listen(child.names[child.rank], child.size)
-        while len(child._peers) < child.size - 1:
-            if self._aborted:
-                child.close()
-                raise dist.DistBackendError("NCCL error: shrink: the parent was aborted")
-            child._find_peers()
-        for one in child._peers.values():
-            one.setblocking(False)
-        return child
-
-    def _find_peers(self) -> None:
-        """As `_connect`, for as long as a peer is missing."""
-        for peer in {*range(self.rank)} - {*self._peers}:
-            one = socket.socket(socket.AF_UNIX)
-            if one.connect_ex("\0" + self.names[peer]):
-                one.close()
-                continue
-            one.sendall(self.rank.to_bytes(_HELLO, "little"))
-            self._peers[peer] = one
-        self._listener.settimeout(_POLL_S)
-        with suppress(TimeoutError):
-            one, _ = self._listener.accept()
-            self._peers[int.from_bytes(one.recv(_HELLO, socket.MSG_WAITALL), "little")] = one
-
     def close(self) -> None:
         """After `abort`, when no exchange runs any more."""
         for one in (*self._peers.values(), self._listener):
             one.close()
         self._peers.clear()
-
-
-def _listen(name: str, size: int) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0{name}")
-    listener.listen(size)
-    return listener
 
 
 def _line(connection: socket.socket) -> str:

@@ -21,8 +21,6 @@ class NcclLike:
         watchdog_s: from a peer's loss until torch's watchdog sees it.
         init_s: how long a group takes to be made, besides the wait for its ranks.
         dump_s: from there until it ends the process, if the environment does not say otherwise.
-        shrink_s: how long `shrink` takes, once all ranks that are left have called it.
-        shrink_fails: ranks where it raises; the others then wait for them until they are aborted.
     """
 
     seed: int = 0
@@ -32,8 +30,6 @@ class NcclLike:
     watchdog_s: float = 0.2
     dump_s: float = 3.0
     init_s: float = 0.0
-    shrink_s: float = 0.1
-    shrink_fails: tuple[int, ...] = ()
 
     def text(self) -> str:
         return json.dumps(asdict(self))
