@@ -259,16 +259,21 @@ class TrainingStep:
 
     def _lose_step(self) -> None:
         """Forgets a step whose group broke, or of what the loop had read before the ranks changed.
-        The loader reads again from the last finished step. A rank stays `detached` until its next
-        forward: what the script does before that, the other ranks do not."""
+        The loader reads again from the last finished step; a loop that will not read asks for
+        another group here. A rank stays `detached` until its next forward: what the script does
+        before that, the other ranks do not."""
         self.runtime.discard_gradients()
         self.abandon()
         self._progress.micro_step = 0
         if self.runtime.unshard_scheduler is not None:
             self.runtime.unshard_scheduler.abandon()  # what it has gathered is of no rank
         self.micro_batches.stale.end_step()
-        if self.reforming.is_due():
+        if not self.reforming.is_due():
+            return
+        if self.micro_batches.can_read_again:
             self.micro_batches.recut(StepSplit(self.micro_batches.split))
+        else:
+            self.reforming.reform_if_broken()
 
     def _publish(self) -> None:
         """Starts to gather the updated weights. In a group that breaks meanwhile they are gathered
