@@ -64,6 +64,7 @@ class Engine:
         self.state = step.state
         self._step = step
         self._runtime = step.runtime
+        self._on_reconfigure: list[Callable[[Engine], object]] = []
         _engines[self] = None
         stage = step.settings.config.zero_optimization.stage
         units = [unit for unit in self._runtime.units if unit.grads is not None]
@@ -256,8 +257,7 @@ class Engine:
     @property
     def step_is_due(self) -> bool:
         """Whether a backward has run whose `step()` updates the weights, or counts a micro-step."""
-        tracker = self._step.tracker
-        return tracker.step_pending and not tracker.zeroed
+        return self._step.tracker.step_pending and not self._step.tracker.zeroed
 
     @contextmanager
     def clipping_to(self, max_norm: float) -> Iterator[None]:
@@ -278,6 +278,11 @@ class Engine:
     def eval(self) -> Self:
         """Sets the model to evaluation mode."""
         return self.train(False)
+
+    def on_reconfigure(self, callback: Callable[[Engine], object]) -> None:
+        """Registers what is called with the engine when the ranks change and this one stays. No
+        collectives may be called in it: new ranks call none."""
+        self._on_reconfigure.append(callback)
 
     @property
     def survival(self) -> GroupSurvival:
@@ -388,4 +393,7 @@ class GroupSurvival:
         gone: see `recut_engine`. Collective."""
         engine = self._engine
         engine.__dict__.pop("_param_units", None)
-        return recut_engine(engine._step, engine.module, source, keep=keep, shares=shares)
+        moved = recut_engine(engine._step, engine.module, source, keep=keep, shares=shares)
+        for callback in engine._on_reconfigure:
+            callback(engine)
+        return moved

@@ -119,6 +119,8 @@ def train_as_member(
         engine, optimizer, loader, _ = rayzero.initialize(
             model=model, training_data=Data(), config=config
         )
+    told: list[tuple[int, int]] = []
+    engine.on_reconfigure(lambda it: told.append((it.rank, it.world_size)))
     hooks = _count_hooks(model)
     params, torch_optimizer = [*model.parameters()], optimizer.optimizer
     begin, published, moved = engine.global_steps, -1, []
@@ -135,6 +137,7 @@ def train_as_member(
             keep = generations.how == "own"
             reads = engine.survival.recut(BlocksSource(generations.blocks()), keep=keep)
             moved.append((reads.bytes_moved, reads.bytes_copied, reads.bytes_read))
+            assert told[len(moved) - 1 :] == [(engine.rank, engine.world_size)]
             begin = engine.global_steps
             continue
         engine.backward(loss(engine, x, y))
