@@ -44,7 +44,7 @@ class WorkerCalls(Protocol):
         """Replaces the list of all faults injected since the job started."""
 
     def salvage(self, vault: str) -> SlotInfo:
-        """Copies the state in an unwound worker's memory into the vault at that address.
+        """Copies the state in memory, of a worker that has left its generation, into that vault.
 
         Raises:
             EngineError: the training function is still running, or there is no state.

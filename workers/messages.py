@@ -231,8 +231,8 @@ class InProcessStateInfo:
 
 @dataclass(frozen=True)
 class Stopped(RankMessage):
-    """The training function was unwound on the controller's request. `memory` is None if there was
-    no engine, or it was mid-update."""
+    """The worker has left the generation on the controller's request. `memory` is None if there is
+    no engine, or it is mid-update."""
 
     memory: InProcessStateInfo | None = None
 

@@ -107,8 +107,8 @@ class GenerationChannel:
     """What the training thread and the command threads share for one generation.
 
     Attributes:
-        interrupt: unwinds the training function at its next report, phase or step.
-        drain: unwinds it before the step after one that all ranks agree on and have mirrored.
+        interrupt: makes the training thread leave the generation at its next report, phase or step.
+        drain: the same, before the step after one that all ranks agree on and have mirrored.
         drained: whether they have: no further step begins.
         fenced: whether waits for peers are being aborted until the training thread has left.
         reforming: whether the function outlives the generation: `interrupt` does not unwind it, but
@@ -141,14 +141,14 @@ class TrainingThread:
     not keep the process alive when the controller kills it.
     """
 
-    def __init__(self, on_unwound: Callable[[bool], InProcessStateInfo | None]) -> None:
+    def __init__(self, on_left: Callable[[bool], InProcessStateInfo | None]) -> None:
         """
         Args:
-            on_unwound: called on the training thread after an exception, with True for a drain. It
-                returns the state left in memory, and releases the peers; except after a drain,
-                where a slower peer may still be receiving what this rank sent.
+            on_left: called on the training thread when it has left a generation, with True for a
+                drain. It returns the state left in memory, and releases the peers; except after a
+                drain, where a slower peer may still be receiving what this rank sent.
         """
-        self._on_unwound = on_unwound
+        self._on_left = on_left
         self._thread: Thread | None = None
         self._end_posted = False  # the thread has nothing left to do but exit
         self._channel: GenerationChannel | None = None  # of the generation that it is in
@@ -185,7 +185,7 @@ class TrainingThread:
         channel = self._channel
         if channel is None:
             raise RuntimeError("the training thread is in no generation")
-        memory, error = self._unwind(channel, drained=drained)
+        memory, error = self._release(channel, drained=drained)
         if error is not None:
             raise error
         message = self._left_message(channel, memory)
@@ -261,8 +261,8 @@ class TrainingThread:
         generation, rank, step = channel.generation, channel.rank, channel.progress.step
         stop = channel.interrupt
         drained = bool(stop.times_raised) and not stop.is_set()
-        memory, unwind_error = self._unwind(channel, drained=drained)
-        for error in (raised, unwind_error):
+        memory, release_error = self._release(channel, drained=drained)
+        for error in (raised, release_error):
             if error is not None and has_device_failed(error):
                 return describe_crash(error, generation, rank, step)
         # While a stop is wanted every exception counts as one: a collective that is aborted, and
@@ -280,12 +280,12 @@ class TrainingThread:
             return Crashed(generation, rank, "collective", step, error, "", memory)
         return Stopped(generation, rank, memory)
 
-    def _unwind(
+    def _release(
         self, channel: GenerationChannel, *, drained: bool
     ) -> tuple[InProcessStateInfo | None, BaseException | None]:
         """The state left in memory; none, and the error, if releasing the generation failed."""
         try:
-            return self._on_unwound(drained), None
+            return self._on_left(drained), None
         except BaseException as error:  # noqa: BLE001  # the end message must be posted
             text = f"the generation could not be released, its state is lost: {summarize(error)}"
             channel.post(LogLine(channel.rank, "stderr", text))

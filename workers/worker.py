@@ -91,7 +91,7 @@ class WorkerProcess(WorkerCalls):
         self._device_timeout_s = spec.hang_timeout_s / 2
         self._retained = RetainedState(index, self._device_timeout_s)
         self._fault_schedule = FaultSchedule(FaultRecord(spec.output_dir), self._outbox.post)
-        self._training_thread = TrainingThread(on_unwound=self._on_unwound)
+        self._training_thread = TrainingThread(on_left=self._on_left)
         self._channel = GenerationChannel(self._post, generation=0, rank=index)
         self._session: JobSession | None = None  # of the call of the training function that runs
         self._error_polling = ExitStack()  # of the process group
@@ -274,7 +274,7 @@ class WorkerProcess(WorkerCalls):
         """A fallback: hang detection by heartbeats normally aborts the collective before."""
         return 2 * self._spec.hang_timeout_s + 10
 
-    def _on_unwound(self, drained: bool) -> InProcessStateInfo | None:
+    def _on_left(self, drained: bool) -> InProcessStateInfo | None:
         if not drained:  # after a drain the next generation aborts it, once all ranks have left
             process_group.abort_default_group(self._device, self._channel.sockets)
         get_device(self._device).check_health(self._device_timeout_s)

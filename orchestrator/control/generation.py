@@ -35,8 +35,8 @@ NO_MEMBERS = Selected(())
 class GenerationState(ObservedState):
     """The members of one generation and the state of each. Number 0 has no members.
 
-    A member is *active* from its assignment until its function has returned, failed or been
-    unwound, or its process ended: a generation without active members can do nothing more.
+    A member is *active* from its assignment until its function has returned or failed, it has left
+    the generation, or its process ended: without active members a generation can do nothing more.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class GenerationState(ObservedState):
         self._end(now_s)
 
     def in_process_states(self) -> dict[int, InProcessStateInfo]:
-        """The states in the memory of unwound members whose processes are alive, by worker, in the
-        order of the ranks."""
+        """The states in the memory of members that have left and whose processes are alive, by
+        worker, in the order of the ranks."""
         states = self._in_process
         return {worker: states[worker] for worker in self.assignments if worker in states}
 

@@ -69,7 +69,7 @@ class Reconfiguration:
 
     def recover(self) -> None:
         """Fences the generation, and forms the next one from what is left."""
-        # Before anything else: unwinding is what the next generation waits for longest.
+        # Before anything else: leaving is what the next generation waits for longest.
         self._interrupt_members()
         self._begin(self._fence)
 

@@ -25,7 +25,7 @@ from rayzero.workers.vault.records import Restore
 
 class RestoreSelector:
     """Selects the newest step of which every part of the state exists: in vaults, in the memory of
-    unwound workers, or in a checkpoint."""
+    workers that have left their generation, or in a checkpoint."""
 
     def __init__(
         self,

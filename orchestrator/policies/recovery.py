@@ -58,7 +58,7 @@ def select_recovery_step(
     """The newest step; of sources of the same step, the fastest: vaults, workers, checkpoint.
 
     Args:
-        in_process: the states in the memory of a generation's unwound workers, by worker.
+        in_process: the states in the memory of the workers that have left a generation.
         world_size: of that generation.
 
     Returns:
