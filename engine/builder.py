@@ -179,7 +179,10 @@ def make_build_context(
     zero = config.zero_optimization
     precision = choose_precision(config, device)
     offload = plan_offload(zero, precision, device, collectives)
-    stage = STAGES[zero.stage].for_world_size(collectives.world_size, moves=offload.separate_memory)
+    # Shards may be stored in other memory than the device's; and an engine that begins on one rank
+    # is re-cut when others join.
+    is_fixed = not (offload.separate_memory or elastic)
+    stage = STAGES[zero.stage].for_world_size(collectives.world_size, is_fixed=is_fixed)
     if not config.rayzero.reduce_each_micro_step:
         stage = stage.without_micro_step_reductions()
     return BuildContext(

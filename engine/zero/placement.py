@@ -39,10 +39,9 @@ class Stage:
     main_grads: Placement
     optimizer_state: Placement
 
-    def for_world_size(self, world_size: int, *, moves: bool = False) -> Stage:
-        """This row on `world_size` ranks; on one rank nothing is sharded, unless shards are stored
-        in other memory than the device's (`moves`)."""
-        return self if world_size > 1 or moves else Stage(self.number, R, P, R)
+    def for_world_size(self, world_size: int, *, is_fixed: bool = True) -> Stage:
+        """This row on `world_size` ranks; on one rank, if it stays alone, nothing is sharded."""
+        return Stage(self.number, R, P, R) if world_size == 1 and is_fixed else self
 
     def without_micro_step_reductions(self) -> Stage:
         """This row with gradients that every rank accumulates in full, reduced once a step."""
