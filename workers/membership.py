@@ -58,16 +58,20 @@ class OwnCollectives:
     def __init__(self) -> None:
         self.before_first_step = False
         self.are_called = False
-        self._marked = 0, 0  # the counts of the group and of the engine where the stretch begins
+        # The counts of the group and of the engine where a stretch began; None between two.
+        self._begin: tuple[int, int] | None = (0, 0)
 
     def begin(self, of_engine: int) -> None:
         """The function's code runs from here on; the engine has called `of_engine` so far."""
-        self._marked = count_collectives(), of_engine
+        self._begin = count_collectives(), of_engine
 
     def end(self, of_engine: int, *, is_first_step: bool = False) -> None:
-        """It has run until here."""
-        called = count_collectives() - self._marked[0]
-        called_by_engine = of_engine - self._marked[1]
+        """It has run until here; the engine's passes follow."""
+        if self._begin is None:
+            return
+        called = count_collectives() - self._begin[0]
+        called_by_engine = of_engine - self._begin[1]
+        self._begin = None
         self.are_called = self.are_called or called > called_by_engine
         if is_first_step and (called or called_by_engine):
             self.before_first_step = True
