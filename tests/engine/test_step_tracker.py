@@ -89,4 +89,4 @@ def test_initialize_returns_an_engine() -> None:
     engine, *_ = rayzero.initialize(model=nn.Linear(3, 1))
     assert isinstance(engine, rayzero.Engine)
     public = [name for name in vars(rayzero.Engine) if not name.startswith("_")]
-    assert len(public) <= 25
+    assert len(public) <= 26
