@@ -154,6 +154,7 @@ class TrainingThread:
         self._channel: GenerationChannel | None = None  # of the generation that it is in
         self._next: SimpleQueue[tuple[Assignment, GenerationChannel] | None] = SimpleQueue()
         self._parked = False
+        self._parking = Lock()  # `resume` and `dismiss` come from several threads
         self._start_lock = Lock()  # `join` must not see a thread that is not started yet
 
     def start(self, channel: GenerationChannel, body: Callable[[], WorkerMessage]) -> None:
@@ -189,9 +190,12 @@ class TrainingThread:
         if error is not None:
             raise error
         message = self._left_message(channel, memory)
-        self._parked = True
+        with self._parking:
+            self._parked = True
         channel.left.set()
         channel.post(message)
+        if channel.ending:  # set before the thread was parked: nobody has dismissed it
+            self.dismiss()
         following = self._next.get()
         if following is None:
             channel.interrupt.leave()
@@ -200,9 +204,8 @@ class TrainingThread:
 
     def resume(self, assignment: Assignment, channel: GenerationChannel) -> bool:
         """Lets the function continue in the next generation, if it waits for that."""
-        if not self._parked:
+        if not self._unpark():
             return False
-        self._parked = False
         channel.reforming = True
         self._next.put((assignment, channel))
         return True
@@ -210,9 +213,15 @@ class TrainingThread:
     def dismiss(self) -> None:
         """A function that waits for the next generation is unwound: there is none, or another call
         of it begins."""
-        if self._parked:
-            self._parked, self._end_posted = False, True
+        if self._unpark():
+            self._end_posted = True
             self._next.put(None)
+
+    def _unpark(self) -> bool:
+        """Whether the function waits for the next generation; it is told of that once."""
+        with self._parking:
+            was_parked, self._parked = self._parked, False
+        return was_parked
 
     def join(self, timeout_s: float) -> bool:
         """Waits for the thread to exit; False on a timeout."""

@@ -36,6 +36,7 @@ from rayzero.workers.training_thread import (
     ProgressRecord,
     TrainingThread,
 )
+from tests.workers.support import ASSIGN
 
 DONE = Finished(1, 0, None, {}, 0)
 
@@ -478,3 +479,27 @@ def test_collective_of_the_function_itself_is_a_wait(harness: ThreadHarness, mod
         assert not harness.channel.progress.heartbeat().waiting
     finally:
         release.release()
+
+
+@pytest.mark.parametrize("when", ["before it is parked", "while it is parked"])
+def test_parked_function_is_unwound_when_no_generation_follows(harness: ThreadHarness, when: str):
+    ended: SimpleQueue[str] = SimpleQueue()
+
+    def body() -> Finished:
+        try:
+            harness.channel.ending = when == "before it is parked"
+            harness.thread.park(drained=False)
+        except Interrupted:
+            ended.put("unwound")
+            raise
+        return DONE
+
+    harness.start(body)
+    assert harness.channel.left.wait(5)
+    if when == "while it is parked":
+        harness.channel.ending = True
+        harness.thread.dismiss()
+    assert ended.get(timeout=5) == "unwound"
+    assert harness.thread.join(5)
+    assert not harness.thread.resume(ASSIGN, harness.channel), "it waits no more"
+    assert [type(message) for message in harness.posted] == [Stopped], "the generation ended once"
