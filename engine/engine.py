@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -20,16 +20,14 @@ from rayzero.engine.builder import SchedulerLike, build_training_step, make_load
 from rayzero.engine.checkpoint_io import load_checkpoint, save_checkpoint
 from rayzero.engine.config.explain import log_explanation
 from rayzero.engine.data.loader import MapDataset, StepLoader
-from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.metrics import StepMetrics
 from rayzero.engine.model_claims import check_unclaimed, claim_params
 from rayzero.engine.optim.build import NoOptimizer, OptimizerLike
-from rayzero.engine.recut import recut_engine
 from rayzero.engine.session import current_session, session_of_engine
 from rayzero.engine.settings import ConfigLike, Settings, resolve_config
-from rayzero.engine.state.kept import KeptSource
 from rayzero.engine.state.load import LOAD_ALL, LoadOptions
 from rayzero.engine.state.save import full_state_dict
+from rayzero.engine.survival import GroupSurvival
 from rayzero.engine.training_step import TrainingStep
 from rayzero.engine.zero.unit import Unit
 
@@ -287,7 +285,12 @@ class Engine:
     @property
     def survival(self) -> GroupSurvival:
         """Lets the host keep the engine beyond its process group."""
-        return GroupSurvival(self)
+        return GroupSurvival(self._step, self.module, self._after_recut)
+
+    def _after_recut(self) -> None:
+        vars(self).pop("_param_units", None)
+        for callback in self._on_reconfigure:
+            callback(self)
 
     def check_loop(self) -> None:
         """Raises EngineError if the training loop, which has ended, left out micro-batches of the
@@ -344,56 +347,3 @@ class Engine:
 def live_engines() -> list[Engine]:
     """The engines that are still referenced, newest first."""
     return list(_engines)[::-1]
-
-
-class GroupSurvival:
-    """Lets an engine outlive its process group."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._collectives = engine._runtime.collectives
-
-    def enable(self, on_broken: Callable[[str], None] | None) -> None:
-        """Makes a process group that breaks a state, in which the host's session is asked to
-        `reform`: see `Collectives`. None makes it an error again."""
-        self._collectives.on_broken = on_broken
-
-    @property
-    def is_enabled(self) -> bool:
-        return self._collectives.on_broken is not None
-
-    def can_continue(self, *, calls_collectives: bool, replays_epochs: bool) -> bool:
-        """Whether the script's loop gets the samples again of a step that is lost with its group:
-        not if it has read all of them before, as `list(loader)` does; and whether no rank would
-        call collectives alone.
-
-        Args:
-            calls_collectives: the script calls some of its own between two steps. It would call
-                them, alone, after the steps that it had read ahead.
-            replays_epochs: a new rank runs what follows a finished epoch, alone.
-        """
-        step = self._engine._step
-        if not step.micro_batches.can_read_again:
-            return False
-        if replays_epochs and (calls_collectives or step.reforming.gathered_between_steps):
-            return False
-        return not (calls_collectives and step.micro_batches.has_read_ahead)
-
-    @property
-    def collectives_called(self) -> int:
-        """Collectives of the engine, so far."""
-        return self._collectives.counters.sequence
-
-    def break_group(self, reason: str) -> None:
-        """The process group is to be used no more. By any thread."""
-        self._collectives.break_off(reason)
-
-    def recut(self, source: StateSource, *, keep: bool, shares: Sequence[float] = ()) -> KeptSource:
-        """Continues on the ranks of the present process group, after those of the previous one are
-        gone: see `recut_engine`. Collective."""
-        engine = self._engine
-        engine.__dict__.pop("_param_units", None)
-        moved = recut_engine(engine._step, engine.module, source, keep=keep, shares=shares)
-        for callback in engine._on_reconfigure:
-            callback(engine)
-        return moved

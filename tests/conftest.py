@@ -77,6 +77,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFileSchedu
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     RUN.record_files(item.nodeid)
+    elastic = sys.modules.get("rayzero.engine.comm.elastic_group")
+    if elastic is not None and elastic.elastic_group() is not None:  # of a worker in this process
+        sys.modules["torch.distributed"].destroy_process_group()
 
 
 @pytest.hookimpl(trylast=True)  # after xdist's workers have exited

@@ -12,8 +12,8 @@ from threading import Event, Thread
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from rayzero.engine.comm.elastic_group import elastic_group
 from rayzero.engine.device import get_device
 
 POLL_INTERVAL_S = 1.0
@@ -22,8 +22,8 @@ POLL_INTERVAL_S = 1.0
 
 @contextmanager
 def polled_group_errors(device: torch.device, on_error: Callable[[str], None]) -> Iterator[None]:
-    """While it is entered, a thread polls the default group, if its backend reports errors; builds
-    of torch without NCCL do not. It waits for a group that is still joining.
+    """While it is entered, a thread polls the generation's group, if its backend reports errors;
+    builds of torch without NCCL do not. It waits for a group that is still joining.
 
     The thread ends with its first error, without a group, or within `POLL_INTERVAL_S` of the exit.
 
@@ -57,5 +57,7 @@ def polled_group_errors(device: torch.device, on_error: Callable[[str], None]) -
 
 def _error_reader(device: torch.device) -> Callable[[], Any] | None:
     """The backend's method. Looked up: torch's base class does not have it in all builds."""
-    group = dist.group.WORLD
-    return None if group is None else getattr(group._get_backend(device), "get_error", None)
+    group = elastic_group()
+    if group is None or group.joining is None:
+        return None
+    return getattr(group.joining.get_group()._get_backend(device), "get_error", None)

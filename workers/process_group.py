@@ -1,7 +1,8 @@
-"""The default process group of each generation: join, abort, and interrupt from another thread.
+"""The process group of each generation: join, abort, and interrupt from another thread.
 
-One process group exists at a time. Each generation has its own key prefix in the store, so that it
-never reads a late key of an earlier one.
+`dist.group.WORLD` is an `ElasticGroup`, through which the one group of the present generation is
+reached. Each generation has its own key prefix in the store, so that it never reads a late key of
+an earlier one.
 
 A thread joins the group while the training thread builds its engine (`JoiningGroup`). What ends a
 wait of gloo for a peer is in `group_sockets`.
@@ -23,16 +24,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    HashStore,
-    PrefixStore,
-    TCPStore,
-    _unregister_all_process_groups,
-)
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.distributed_c10d import _abort_process_group, _world
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from rayzero.engine.comm.joining_group import JoiningGroup, end_joining, group_exists
+from rayzero.engine.comm.elastic_group import elastic_group, make_elastic_group
+from rayzero.engine.comm.joining_group import JoiningGroup
 from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.device import get_device
 from rayzero.workers.group_sockets import SocketTracker
@@ -40,10 +35,10 @@ from rayzero.workers.messages import Assignment
 from rayzero.workers.rendezvous_store import AuthenticatedStore
 
 group_lock = RLock()
-"""Held to abort the default process group, and to take over a generation's channel: an abort in
-flight must not meet the next generation's group and sockets."""
+"""Held to abort a generation's process group, and to take over the channel of the next: an abort in
+flight must not meet its group and sockets."""
 _group_store: list[AuthenticatedStore] = []
-"""Of the default group, which keeps the C++ part alive, but not the Python object."""
+"""Of that group, which keeps the C++ part alive, but not the Python object."""
 
 
 def begin_join(
@@ -71,20 +66,22 @@ def begin_join(
         MASTER_PORT=str(assignment.store_port),
     )
 
-    def join() -> None:
-        join_process_group(assignment, device, timeout_s, sockets)
+    def join() -> dist.ProcessGroup:
+        group = join_process_group(assignment, device, timeout_s, sockets)
         on_joined()
+        return group
 
     ranks = assignment.rank, assignment.world_size
     joining = JoiningGroup(join, *ranks, device, get_device(device).backend, check)
-    joining.start()
+    make_elastic_group().begin(joining)
     return joining
 
 
 def join_process_group(
     assignment: Assignment, device: torch.device, timeout_s: float, sockets: SocketTracker
-) -> None:
-    """Creates the default process group of a generation; returns when all members have joined.
+) -> dist.ProcessGroup:
+    """Creates the process group of a generation; returns when all members have joined. By the
+    thread that joins it.
 
     Args:
         timeout_s: of the rendezvous, and of every collective of the group.
@@ -94,21 +91,21 @@ def join_process_group(
     """
     own = get_device(device)
     own.make_current()  # per thread: this is not the training thread
-    # Groups are named by a per-process counter, which an aborted join has already incremented: its
-    # peers that had not got as far would wait for a group of another name.
-    _world.group_count = 0
     with sockets.recording(assignment.world_size):
         host, port = assignment.store_host, assignment.store_port
         store = _connect_to_store(host, port, timeout_s, sockets)
         _group_store[:] = [AuthenticatedStore(store, assignment.secret, sockets.add_value)]
-        dist.init_process_group(
-            own.backend,
-            store=PrefixStore(f"generation-{assignment.generation}", _group_store[0]),
-            rank=assignment.rank,
-            world_size=assignment.world_size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if device.type == "cuda" else None,
-        )
+        own_keys = PrefixStore(f"generation-{assignment.generation}", _group_store[0])
+        return _form_group(own_keys, device, timeout=timedelta(seconds=timeout_s))
+
+
+def _form_group(store: Store, device: torch.device, **options: Any) -> dist.ProcessGroup:
+    return make_elastic_group().form_group(
+        store,
+        backend=get_device(device).backend,
+        device_id=device if device.type == "cuda" else None,
+        **options,
+    )
 
 
 def _connect_to_store(host: str, port: int, timeout_s: float, sockets: SocketTracker) -> TCPStore:
@@ -130,31 +127,27 @@ def warm_up_communicator(device: torch.device) -> None:
     with group_lock:
         own.make_current()
         try:
-            dist.init_process_group(
-                own.backend,
-                store=HashStore(),
-                rank=0,
-                world_size=1,
-                device_id=device if device.type == "cuda" else None,
-            )
-            NcclBackend(c10d._get_default_group()).all_reduce(torch.zeros(1, device=device)).wait()
+            group = _form_group(HashStore(), device)
+            NcclBackend(group).all_reduce(torch.zeros(1, device=device)).wait()
             own.synchronize()
         finally:
-            _abort_if_any()
+            make_elastic_group().abort_groups()
 
 
 def abort_default_group(device: torch.device, sockets: SocketTracker) -> None:
-    """Destroys the default group, if there is one, without waiting for peers. One that is joining
-    is interrupted, and its thread has ended afterwards.
+    """Destroys the generation's group, if there is one, without waiting for peers. One that is
+    joining is interrupted, and its thread has ended afterwards.
 
     Their collectives fail at once, because their connections to this rank close. No thread of this
     process may be in a collective of gloo.
     """
-    end_joining(sockets.shutdown)
+    if (elastic := elastic_group()) is None:
+        return
+    elastic.end_joining(sockets.shutdown)
     with group_lock:
         if sockets.is_recording or not get_device(device).asynchronous:
             sockets.shutdown()
-        _abort_if_any()
+        elastic.abort_groups()
 
 
 def interrupt_collectives(device: torch.device, sockets: SocketTracker) -> None:
@@ -163,27 +156,8 @@ def interrupt_collectives(device: torch.device, sockets: SocketTracker) -> None:
         asynchronous = get_device(device).asynchronous
         if sockets.is_recording or not asynchronous:
             sockets.shutdown()
-        if asynchronous and not sockets.is_recording:
-            _abort_if_any()
-
-
-def _abort_if_any() -> None:
-    """Aborts the default group. torch keeps it in its tables if that fails: a new one could not be
-    created."""
-    if not group_exists():
-        return
-    try:
-        _abort_process_group()
-    finally:
-        if group_exists():
-            c10d._update_default_pg(None)
-            tables: tuple[dict[Any, Any], ...] = (
-                *(_world.pg_map, _world.pg_names, _world.pg_group_ranks),
-                *(_world.pg_backend_config, _world.pg_to_tag, _world.tags_to_pg),
-            )
-            for table in tables:
-                table.clear()
-            _unregister_all_process_groups()
+        if asynchronous and not sockets.is_recording and (elastic := elastic_group()) is not None:
+            elastic.abort_groups()
 
 
 def is_collective_failure(error: BaseException) -> bool:

@@ -14,8 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from rayzero.engine.errors import CollectiveError, ConfigError, EngineError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.session import StepRequests
+from rayzero.workers.function_collectives import FunctionCollectives
 from rayzero.workers.ledger_writer import LedgerWriter
-from rayzero.workers.membership import Membership, OwnCollectives, SessionHost
+from rayzero.workers.membership import Membership, SessionHost
 from rayzero.workers.messages import (
     SCRIPT_ENTRYPOINT,
     Assignment,
@@ -63,6 +64,7 @@ class JobSession:
         membership: Membership,
         retained: RetainedState,
         host: SessionHost | None = None,
+        collectives: FunctionCollectives | None = None,
     ) -> None:
         self.engine_config = spec.engine_config
         self.script_settings: ScriptSettings | None = None
@@ -71,10 +73,9 @@ class JobSession:
         self._spec = spec
         self._retained = retained
         self._host = host
+        self._own_collectives = collectives
         self._hooks: list[RemovableHandle] = []
         self._reformed = False  # whether the function has been in more than one generation
-        self._own_collectives = OwnCollectives()
-        self._awaits_first_step = False  # of this call of the function
         self.reporter = StepReporter(membership.channel)
         self._enter(membership)
 
@@ -120,9 +121,7 @@ class JobSession:
         if self._host is None or engine is None:
             raise EngineError("a session without a host has one generation")
         drained = self._channel.drained
-        continues = engine.survival.can_continue(
-            calls_collectives=self._own_collectives.are_called, replays_epochs=self.replays_epochs
-        )
+        continues = engine.survival.can_continue(replays_epochs=self.replays_epochs)
         if self._channel.ending or not continues:
             engine.survival.enable(None)
             self._channel.interrupt.leave()  # the function is called again, if the job goes on
@@ -130,12 +129,12 @@ class JobSession:
         self._mirror.close()
         self._enter(self._host.await_next(drained=drained))
         try:
-            self.membership.await_group()
             with self.resume_from() as source:
                 if source is None:
                     raise EngineError("a generation of survivors starts from a state")
                 keep = self._retained.holds_state()
                 engine.survival.recut(source, keep=keep, shares=self.shares)
+            self.membership.await_group()
         except (Interrupted, CollectiveError, RuntimeError) as error:
             if not (self._channel.interrupt.is_set() or is_collective_failure(error)):
                 raise
@@ -144,7 +143,6 @@ class JobSession:
             raise CollectiveError(reason) from error
         self._retained.retain(engine)
         self._report_restored(engine)
-        self._own_collectives.begin(engine.survival.collectives_called)
 
     @property
     def shares(self) -> Sequence[float]:
@@ -159,8 +157,6 @@ class JobSession:
         return config if settings is None else settings.adapt_config(config)
 
     def on_model(self, model: nn.Module) -> None:
-        if self.engine is None:
-            self._own_collectives.end(0, is_first_step=True)
         if self.script_settings is not None:
             self.script_settings.on_model(model)
 
@@ -231,26 +227,26 @@ class JobSession:
         # The controller's order: a rank that has loaded its state has joined.
         self.membership.await_group()
         self._report_restored(engine)
-        self._own_collectives.begin(engine.survival.collectives_called)
-        self._awaits_first_step = True
+        if self._own_collectives is not None:
+            self._own_collectives.engine_is_ready(engine.survival)
 
     def _report_restored(self, engine: Engine) -> None:
         step = engine.progress.step
         self.reporter.start_at(step, engine.progress.skipped_steps)
         self.post(Restored(self._channel.generation, self._channel.rank, step))
 
-    def _begin_step(self, engine: Engine, *, reads_loader: bool) -> None:
+    def _begin_step(self, *, reads_loader: bool) -> None:
         """From its first step on, where new members come in, a function outlives its generations:
-        unless it has called collectives before that, which new members would call in vain. A script
-        does if it trains on the engine's loader, which reads the samples of a lost step again."""
-        is_first, self._awaits_first_step = self._awaits_first_step, False
+        unless its engine has gathered weights before that, which new members would gather in vain.
+        A script does if it trains on the engine's loader, which reads the samples of a lost step
+        again."""
         own = self._own_collectives
-        own.end(engine.survival.collectives_called, is_first_step=is_first)
-        if not is_first or self._host is None or own.before_first_step:
+        if own is None or (survival := own.begin_step()) is None:
             return
         is_own_loop = self.replays_epochs and (self._divides_steps or not reads_loader)
         if not is_own_loop:
-            engine.survival.enable(self._on_broken)
+            survival.enable(self._on_broken)
+            own.survival = survival
 
     def _on_broken(self, reason: str) -> None:
         if self._host is not None:
@@ -264,7 +260,7 @@ class JobSession:
             if self._channel.drained:
                 self._leave_drained()
             if self.engine is not None and name in _FIRST_PHASES:
-                self._begin_step(self.engine, reads_loader=name == "data")
+                self._begin_step(reads_loader=name == "data")
         self.check()
 
     def _leave_drained(self) -> None:
@@ -338,8 +334,6 @@ class JobSession:
             self._mirror.step_done(step, agreed, self.engine.state)
             self.reporter.add(self._mirror.gauges())
         self._mirror.post(self.reporter.build(step))
-        if self.engine is not None:
-            self._own_collectives.begin(self.engine.survival.collectives_called)
         self.check()
         if self.script_settings is not None:
             self.script_settings.on_step_end(metrics)

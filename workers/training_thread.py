@@ -14,6 +14,8 @@ from time import monotonic
 from types import FrameType
 from typing import NoReturn
 
+import torch.distributed as dist
+
 from rayzero.engine.errors import EngineError
 from rayzero.workers.crash import describe_crash, has_device_failed, summarize
 from rayzero.workers.group_sockets import SocketTracker
@@ -29,6 +31,11 @@ from rayzero.workers.messages import (
 )
 from rayzero.workers.stacks import TRAINING_THREAD, current_frames
 
+_WAITS_FOR_RANKS = (
+    "torch.distributed.",
+    "rayzero.engine.comm.elastic_group",
+    "rayzero.engine.comm.joining_group",
+)
 THREAD_EXIT_S = 10.0
 """The time for a thread to exit after it has posted its end message."""
 
@@ -131,6 +138,13 @@ class GenerationChannel:
         self.reforming = False
         self.ending = False
         self.left = Event()
+
+    def check_wait(self) -> None:
+        """In a wait for the process group, which is still joining. Raises Interrupted if the
+        generation was ended; DistError, as a lost peer does, to a function that outlives it."""
+        if self.reforming and self.interrupt.is_set():
+            raise dist.DistError("the generation was ended while its process group formed")
+        self.interrupt.check()
 
 
 class TrainingThread:
@@ -241,7 +255,7 @@ class TrainingThread:
             return beat
         frame = current_frames().get(ident)
         module = str(frame.f_globals.get("__name__", "")) if frame else ""
-        return replace(beat, waiting=module.startswith("torch.distributed."))
+        return replace(beat, waiting=module.startswith(_WAITS_FOR_RANKS))
 
     def _run(self, channel: GenerationChannel, body: Callable[[], WorkerMessage]) -> None:
         message = self._run_body(channel, body)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from rayzero.engine.comm.elastic_group import calls_of
 from rayzero.engine.device import device_count, get_device
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.session import use_session
@@ -23,6 +24,7 @@ from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFault
 from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.context import Context
 from rayzero.workers.entrypoint import TrainFunction, load_train_function
+from rayzero.workers.function_collectives import FunctionCollectives
 from rayzero.workers.function_result import encode_result
 from rayzero.workers.group_errors import polled_group_errors
 from rayzero.workers.membership import Membership
@@ -232,7 +234,7 @@ class WorkerProcess(WorkerCalls):
             device,
             self._collective_timeout_s,
             channel.sockets,
-            channel.interrupt.check,
+            channel.check_wait,
             on_joined=lambda: channel.post(joined),
         )
         channel.progress.begin_step(step)
@@ -247,10 +249,13 @@ class WorkerProcess(WorkerCalls):
         )
         self._device = self._select_device()
         membership = self._join(assignment, channel, continues=False)
-        session = self._session = JobSession(self._spec, membership, self._retained, self)
+        collectives = FunctionCollectives(assignment.rank, lambda: self._channel.interrupt.is_set())
+        session = self._session = JobSession(
+            self._spec, membership, self._retained, self, collectives
+        )
         context = Context(self._spec, self._device, session)
         try:
-            with use_session(session), self._error_polling:
+            with use_session(session), self._error_polling, calls_of(collectives):
                 result = self._json_result(_call_here(function, context))
                 session.check_loop()
                 session.membership.await_group()

@@ -9,13 +9,11 @@ kernels enqueued after `wait`, without further events.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch.distributed as dist
 from torch import Tensor
 
 from rayzero.engine.comm.backend import AsyncWork, Backend, Work, copy_or_add_, rank_chunk
-from rayzero.engine.comm.joining_group import JoiningGroup
 
 # torch 2.13 renames these; 2.11 has only the old names, and 2.13 warns when they are used.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -23,21 +21,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class NcclBackend(Backend):
-    """CUDA ranks. NCCL's kernels progress without the host. The first collective waits for a group
-    that is still joining; nothing else does."""
+    """CUDA ranks. NCCL's kernels progress without the host."""
 
-    def __init__(self, group: dist.ProcessGroup | JoiningGroup) -> None:
-        self._given = group
-        if isinstance(group, JoiningGroup):
-            self.rank, self.world_size = group.rank, group.world_size
-        else:
-            self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._group = group
         self._subgroups: dict[range, dist.ProcessGroup] = {}  # created at first use
-
-    @cached_property
-    def _group(self) -> dist.ProcessGroup:
-        given = self._given
-        return given.get_group() if isinstance(given, JoiningGroup) else given
 
     def all_reduce(self, full: Tensor) -> Work:
         return AsyncWork([dist.all_reduce(full, group=self._group, async_op=True)])

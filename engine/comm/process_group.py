@@ -17,10 +17,12 @@ from torch import Tensor
 
 from rayzero.engine.comm.backend import Backend, CompletedWork, Work, copy_unless_same
 from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.comm.elastic_group import elastic_group
 from rayzero.engine.comm.gloo_p2p import destroy_at_exit
-from rayzero.engine.comm.joining_group import joining_group
+from rayzero.engine.comm.joined_later import JoinedLater
+from rayzero.engine.comm.joining_group import JoiningGroup
 from rayzero.engine.comm.nccl import NcclBackend
-from rayzero.engine.comm.shared_memory import make_gloo_backend
+from rayzero.engine.comm.shared_memory import gloo_backend_joined_later, make_gloo_backend
 from rayzero.engine.device import get_device, local_device
 from rayzero.engine.errors import ConfigError
 
@@ -96,19 +98,16 @@ def group_size() -> int:
 def connect_backend() -> tuple[Backend, torch.device]:
     """The backend over all ranks, and this rank's device.
 
-    Uses the default process group if it exists (rayzero workers and Ray Train create it), creates
-    it under torchrun, and otherwise runs on this rank alone. CPU ranks on one host exchange data
+    Uses the default process group if it exists (Ray Train creates it), creates it under torchrun,
+    and otherwise runs on this rank alone. A rayzero worker's first collective waits for the group
+    of its generation, which may still be joining. CPU ranks on one host exchange data
     through shared memory unless RAYZERO_SHARED_MEMORY=0. Raises ConfigError if the group's backend
     is neither nccl nor gloo.
 
-    Collective on gloo, whose buffers depend on what the ranks share; it waits for a group that is
-    still joining. On NCCL the first collective does.
+    Collective on gloo, whose buffers depend on what the ranks share.
     """
-    joining = joining_group()
-    if joining is not None and ("nccl" in joining.backend or joining.world_size == 1):
-        alone = joining.world_size == 1
-        device = _make_current(joining.device)
-        return SingleRankBackend() if alone else NcclBackend(joining), device
+    if (elastic := elastic_group()) is not None:
+        return _connect_to_generation(elastic.joining)
     if not dist.is_initialized() and os.environ.keys() >= _RENDEZVOUS_VARIABLES:
         create_group(get_device(local_device()).backend)
         destroy_at_exit()
@@ -124,8 +123,24 @@ def connect_backend() -> tuple[Backend, torch.device]:
     device = _make_current((bound or local_device()) if nccl else torch.device("cpu"))
     if group is None or dist.get_world_size() == 1:
         return SingleRankBackend(), device
-    share = os.environ.get("RAYZERO_SHARED_MEMORY", "1") != "0"
-    return NcclBackend(group) if nccl else make_gloo_backend(group, share_memory=share), device
+    if nccl:
+        return NcclBackend(group), device
+    return make_gloo_backend(group, share_memory=_shares_memory()), device
+
+
+def _connect_to_generation(joining: JoiningGroup | None) -> tuple[Backend, torch.device]:
+    if joining is None:
+        return SingleRankBackend(), _make_current(local_device())
+    device = _make_current(joining.device)
+    if joining.world_size == 1:
+        return SingleRankBackend(), device
+    if "nccl" in joining.backend:
+        return JoinedLater(joining, NcclBackend), device
+    return gloo_backend_joined_later(joining, share_memory=_shares_memory()), device
+
+
+def _shares_memory() -> bool:
+    return os.environ.get("RAYZERO_SHARED_MEMORY", "1") != "0"
 
 
 def connect_collectives() -> tuple[Collectives, torch.device]:
@@ -199,15 +214,17 @@ def init_distributed(
 
 
 _one_rank_groups: dict[int, tuple[Any, Any]] = {}
-"""{id of the default group: that group, which keeps the id its own, and the group of this rank}."""
+"""{id of the group of all ranks: that group, which keeps the id its own, and the group of this
+rank}."""
 
 
 def one_rank_group() -> Any:
     """A group of this rank alone, made on first use; None without a process group. Not collective:
     ranks need not ask for it at the same time."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None:
+    if not dist.is_initialized():
         return None
+    elastic = elastic_group()
+    world = dist.group.WORLD if elastic is None else elastic.joining
     if id(world) not in _one_rank_groups:
         _one_rank_groups.clear()  # of a generation that has ended
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)

@@ -23,12 +23,14 @@ ALIGN_BYTES = 128
 class ShmSegments:
     """This rank's segments, and the peers' segments that it has mapped.
 
-    Segments live as long as this object: they are the buffers of one engine. `pids` are every
-    rank's process ids, by rank.
+    Segments live as long as this object: they are the buffers of one engine.
+
+    Attributes:
+        pids: every rank's process id, by rank; empty until they are known.
     """
 
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._pids = pids
+    def __init__(self, pids: Sequence[int] = ()) -> None:
+        self.pids = pids
         self._locations: dict[int, tuple[int, int]] = {}  # (descriptor, offset) by address
         self._peer_maps: dict[tuple[int, int], mmap.mmap] = {}  # by rank and its descriptor
         self._segments: list[tuple[int, mmap.mmap]] = []  # the last one is being filled
@@ -61,7 +63,7 @@ class ShmSegments:
         key = rank, descriptor
         if key not in self._peer_maps:
             try:
-                self._peer_maps[key] = _map_segment(self._pids[rank], descriptor)
+                self._peer_maps[key] = _map_segment(self.pids[rank], descriptor)
             except OSError as error:
                 raise RuntimeError(
                     f"the shared memory of rank {rank} cannot be read: {error.strerror}"

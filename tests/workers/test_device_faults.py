@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d as c10d
 
 from rayzero.engine.comm import gloo_p2p
+from rayzero.engine.comm.elastic_group import make_elastic_group
 from rayzero.engine.device import Device, DeviceError, replace_device
 from rayzero.workers import group_errors, process_group, worker
 from rayzero.workers.group_sockets import SocketTracker
@@ -63,34 +65,39 @@ def device() -> Iterator[AsynchronousDevice]:
 def aborts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The groups that were aborted."""
     seen: list[Any] = []
-    abort = process_group._abort_process_group
+    abort = dist.ProcessGroup.abort
 
-    def record() -> None:
-        seen.append(dist.group.WORLD)
-        abort()
+    def record(group: dist.ProcessGroup) -> None:
+        seen.append(group)
+        abort(group)
 
-    monkeypatch.setattr(process_group, "_abort_process_group", record)
+    monkeypatch.setattr(dist.ProcessGroup, "abort", record)
     return seen
 
 
-def make_group() -> None:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+def make_group() -> dist.ProcessGroup:
+    """A generation's group, of this rank alone."""
+    return make_elastic_group().form_group(HashStore(), backend="gloo")
+
+
+def groups() -> list[dist.ProcessGroup]:
+    """Those of generations that torch knows."""
+    return [group for group in c10d._world.pg_names if group is not dist.group.WORLD]
 
 
 @pytest.mark.usefixtures("device")
 def test_two_threads_abort_a_group_once(monkeypatch: pytest.MonkeyPatch, aborts: list[Any]):
     """The second one comes while the first is in the abort, and makes the next group after it."""
-    make_group()
-    first, abort = dist.group.WORLD, process_group._abort_process_group
+    first, abort = make_group(), dist.ProcessGroup.abort
     aborting, may_end = Event(), Event()
     errors: list[BaseException] = []
 
-    def slow_abort() -> None:
+    def slow_abort(group: dist.ProcessGroup) -> None:
         aborting.set()
         assert may_end.wait(20)
-        abort()
+        abort(group)
 
-    monkeypatch.setattr(process_group, "_abort_process_group", slow_abort)
+    monkeypatch.setattr(dist.ProcessGroup, "abort", slow_abort)
 
     def run(call: Callable[[], None]) -> None:
         try:
@@ -116,7 +123,8 @@ def test_two_threads_abort_a_group_once(monkeypatch: pytest.MonkeyPatch, aborts:
         thread.join(20)
     assert errors == []
     assert aborts == [first]
-    assert dist.group.WORLD not in (None, first), "the next group was left alone"
+    assert first not in groups()
+    assert len(groups()) == 1, "the next group was left alone"
     process_group.abort_default_group(CPU, SocketTracker())
 
 
@@ -124,14 +132,14 @@ def test_two_threads_abort_a_group_once(monkeypatch: pytest.MonkeyPatch, aborts:
 def test_next_group_can_be_made_after_an_abort_that_failed(monkeypatch: pytest.MonkeyPatch):
     make_group()
 
-    def fail() -> None:
+    def fail(group: dist.ProcessGroup) -> None:
         raise RuntimeError("NCCL error: unhandled cuda error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(process_group, "_abort_process_group", fail)
+        patch.setattr(dist.ProcessGroup, "abort", fail)
         with pytest.raises(RuntimeError, match="NCCL"):
             process_group.abort_default_group(CPU, SocketTracker())
-    assert not dist.is_initialized()
+    assert groups() == []
     make_group()
     process_group.abort_default_group(CPU, SocketTracker())
 
@@ -266,7 +274,7 @@ def test_warm_up_makes_and_aborts_a_communicator(
     monkeypatch.setattr(device, "synchronize", lambda: device.calls.append("synchronize"))
 
     def record(*args: Any, **options: Any) -> Any:
-        sums.append(dist.get_world_size())
+        sums.append(dist.get_world_size(options["group"]))
         return reduce(*args, **options)
 
     monkeypatch.setattr(dist, "all_reduce", record)
@@ -274,7 +282,7 @@ def test_warm_up_makes_and_aborts_a_communicator(
     assert device.calls == ["warm_up", "synchronize"]
     assert sums == [1]
     assert len(aborts) == 1
-    assert not dist.is_initialized()
+    assert groups() == []
 
 
 def test_device_that_fails_while_it_is_warmed_up_fails_the_start(
@@ -288,7 +296,7 @@ def test_device_that_fails_while_it_is_warmed_up_fails_the_start(
     monkeypatch.setattr(device, "warm_up", fail)
     with pytest.raises(torch.OutOfMemoryError):
         make_worker("returns").warm_up()
-    assert not dist.is_initialized()
+    assert groups() == []
 
 
 def test_group_of_nccl_is_aborted_at_exit(monkeypatch: pytest.MonkeyPatch):

@@ -30,12 +30,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What is asked of the device and of torch, in order."""
     calls: list[Any] = []
 
-    def make_group(backend: str, **options: Any) -> None:
-        calls.append((backend, options.get("device_id")))
+    def make_group(ranks: list[int], **options: Any) -> None:
+        calls.append((options["backend"], options["device_id"]))
         raise _MadeError
 
     monkeypatch.setattr(CudaDevice, "make_current", lambda self: calls.append("current"))
-    monkeypatch.setattr(dist, "init_process_group", make_group)
+    monkeypatch.setattr(dist, "new_group", make_group)
     monkeypatch.setattr(process_group, "_connect_to_store", lambda *_: HashStore())
     with replace_device(CudaDevice(GPU)):
         yield calls

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from rayzero.engine.device import Device, replace_device
 from rayzero.workers import process_group
@@ -119,7 +120,8 @@ def test_function_is_called_again_in_next_generation(make_worker: MakeWorker):
     poll_until(worker.poll, StepReport)
     worker.stop(1)
     assert Stopped(1, 0) in poll_until(worker.poll, Stopped)
-    assert not dist.is_initialized()
+    assert dist.group.WORLD is not None
+    assert list(c10d._world.pg_names) == [dist.group.WORLD], "the generation's group was aborted"
     begin(worker, generation=2)
     assert Joined(2, 0) in poll_until(worker.poll, StepReport)
     worker.stop(1)  # a late command for the previous generation

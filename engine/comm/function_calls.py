@@ -1,0 +1,107 @@
+"""The collectives that a training function calls itself: the host's part, and their works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+
+class CallHost(Protocol):
+    """The host's part in the collectives that a training function calls itself."""
+
+    def local_reason(self) -> str:
+        """Why a collective completes on this rank alone; empty if it has peers."""
+
+    def replays(self, name: str, outputs: Sequence[Tensor]) -> bool:
+        """Fills in what the call has returned before, if that is known."""
+
+    def records(self) -> bool:
+        """Whether results are wanted: then every collective is waited for where it is called."""
+
+    def record(self, name: str, outputs: Sequence[Tensor]) -> None:
+        """A collective has completed with these outputs."""
+
+    def outlives(self, error: Exception) -> bool:
+        """Whether the function goes on although a collective has failed."""
+
+
+class _NoHost:
+    """Without a training function: its collectives have peers, and fail."""
+
+    def local_reason(self) -> str:
+        return ""
+
+    def replays(self, name: str, outputs: Sequence[Tensor]) -> bool:
+        return False
+
+    def records(self) -> bool:
+        return False
+
+    def record(self, name: str, outputs: Sequence[Tensor]) -> None:
+        return
+
+    def outlives(self, error: Exception) -> bool:
+        return False
+
+
+NO_HOST = _NoHost()
+
+
+class FinishedCall(Work):
+    """Of a collective that has completed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[None] = torch.futures.Future()
+        self._future.set_result(None)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return self._future
+
+
+class PassedCall(Work):
+    """Of a collective of the generation's group. A failure ends where it is waited for, if the
+    function outlives it: `complete` then writes the outputs."""
+
+    def __init__(self, work: Work, complete: Callable[[], Work], host: CallHost) -> None:
+        super().__init__()
+        self._work = work
+        self._complete = complete
+        self._host = host
+
+    def wait(self, *timeout: Any) -> bool:
+        try:
+            return self._work.wait(*timeout)
+        except RuntimeError as error:
+            if not self._host.outlives(error):
+                raise
+            self._complete()
+            return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
+    def result(self) -> Any:
+        return self._work.result()

@@ -1,0 +1,75 @@
+"""How an engine outlives its process group: the host's view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from rayzero.engine.layout.state_index import StateSource
+from rayzero.engine.recut import recut_engine
+from rayzero.engine.state.kept import KeptSource
+from rayzero.engine.training_step import TrainingStep
+
+
+class GroupSurvival:
+    """Lets an engine outlive its process group.
+
+    Args:
+        step, model: of the engine.
+        after_recut: called where the ranks have changed.
+    """
+
+    def __init__(
+        self, step: TrainingStep, model: nn.Module, after_recut: Callable[[], None]
+    ) -> None:
+        self._step = step
+        self._model = model
+        self._after_recut = after_recut
+        self._collectives = step.runtime.collectives
+
+    def enable(self, on_broken: Callable[[str], None] | None) -> None:
+        """Makes a process group that breaks a state, in which the host's session is asked to
+        `reform`: see `Collectives`. None makes it an error again."""
+        self._collectives.on_broken = on_broken
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._collectives.on_broken is not None
+
+    @property
+    def broken(self) -> str:
+        """Why the process group is broken; empty if it is not."""
+        return self._collectives.broken
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether this rank computes on its own for a while: see `Collectives`."""
+        return self._collectives.detached
+
+    def can_continue(self, *, replays_epochs: bool) -> bool:
+        """Whether the script's loop gets the samples again of a step that is lost with its group:
+        not if it has read all of them before, as `list(loader)` does; and whether no rank would
+        need its peers where they are not.
+
+        `replays_epochs`: a new rank runs what follows a finished epoch, alone.
+        """
+        if not self._step.micro_batches.can_read_again:
+            return False
+        return not (replays_epochs and self._step.reforming.gathered_between_steps)
+
+    @property
+    def collectives_called(self) -> int:
+        """Collectives of the engine, so far."""
+        return self._collectives.counters.sequence
+
+    def break_group(self, reason: str) -> None:
+        """The process group is to be used no more. By any thread."""
+        self._collectives.break_off(reason)
+
+    def recut(self, source: StateSource, *, keep: bool, shares: Sequence[float] = ()) -> KeptSource:
+        """Continues on the ranks of the present process group, after those of the previous one are
+        gone: see `recut_engine`. Collective."""
+        moved = recut_engine(self._step, self._model, source, keep=keep, shares=shares)
+        self._after_recut()
+        return moved

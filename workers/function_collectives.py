@@ -1,0 +1,113 @@
+"""The collectives that a training function calls itself, of a job whose ranks change.
+
+The members of a generation meet where a training step begins. A survivor comes there from within
+its loop, a new member from the function's start. So a new member calls what the function does
+before its first step when its peers do not: it gets what the same call returned when the function
+ran for the first time, which is part of the training state. What it calls in addition, such as
+after epochs that were finished before it came, completes on it alone; and so does what a survivor
+calls after its group broke.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rayzero.engine.comm.collectives import DETACHED
+from rayzero.engine.device import get_device
+from rayzero.engine.survival import GroupSurvival
+from rayzero.workers.process_group import is_collective_failure
+
+_NOT_JOINED = "this rank had not begun its first step, where the others wait for it"
+_OF_ONE_RANK = ("gather", "scatter", "reduce", "reduce_scatter", "alltoall", "all_to_all", "recv")
+"""Beginnings of the names of collectives whose results differ from rank to rank."""
+
+
+class FunctionCollectives:
+    """The `CallHost` of one call of a training function. Used by any of the function's threads.
+
+    Args:
+        rank: this rank, when the function is called.
+        is_generation_ended: whether the present generation has ended.
+
+    Attributes:
+        survival: of an engine that outlives its generations.
+    """
+
+    def __init__(self, rank: int, is_generation_ended: Callable[[], bool]) -> None:
+        self.survival: GroupSurvival | None = None
+        self._own_survival: GroupSurvival | None = None  # until the first step
+        self._engine_called = 0  # collectives, when it was ready
+        self._is_generation_ended = is_generation_ended
+        self._rank = rank
+        self._calls: dict[str, Any] = {"rank": rank, "results": []}
+        self._is_member = True
+        self._before_first_step = True
+        self._replayed = 0
+
+    def engine_is_ready(self, survival: GroupSurvival) -> None:
+        """The function has built its first engine."""
+        self._own_survival = survival
+        self._engine_called = survival.collectives_called
+
+    def begin_step(self) -> GroupSurvival | None:
+        """A training step begins. In the first one, from which on its peers call what it calls:
+        returns the engine that may outlive its group. None if that has gathered weights before,
+        which new members would gather in vain."""
+        survival, self._own_survival = self._own_survival, None
+        if survival is None:
+            return None
+        self._before_first_step = False
+        self._is_member = True
+        return survival if survival.collectives_called == self._engine_called else None
+
+    def state(self) -> dict[str, Any] | None:
+        """What a later new member needs; constant from the first step on. None if the function
+        does not outlive its generations: its next call begins on all ranks together."""
+        return self._calls if self.survival is not None else None
+
+    def restore(self, calls: dict[str, Any] | None) -> None:
+        """Before the function is called: this rank is a new member, and `calls` are those of a rank
+        that has called the function before."""
+        if calls is not None and self._before_first_step and not self._replayed:
+            self._calls, self._is_member = calls, False
+
+    def local_reason(self) -> str:
+        if not self._is_member:
+            return _NOT_JOINED
+        survival = self.survival
+        if survival is None or not survival.is_enabled:
+            return ""
+        return survival.broken or (DETACHED if survival.is_detached else "")
+
+    def replays(self, name: str, outputs: Sequence[Tensor]) -> bool:
+        results = self._calls["results"]
+        if self._is_member or self._replayed >= len(results):
+            return False
+        recorded, tensors = results[self._replayed]
+        is_same = recorded == name and [it.shape for it in tensors] == [it.shape for it in outputs]
+        if not is_same or (name.startswith(_OF_ONE_RANK) and self._calls["rank"] != self._rank):
+            self._replayed = len(results)  # it does something else than when it ran first
+            return False
+        self._replayed += 1
+        for output, tensor in zip(outputs, tensors, strict=True):
+            output.copy_(tensor)
+        return True
+
+    def records(self) -> bool:
+        return self._before_first_step and self._is_member
+
+    def record(self, name: str, outputs: Sequence[Tensor]) -> None:
+        tensors = [get_device(it.device).to_host(it.detach()).clone() for it in outputs]
+        self._calls["results"].append((name, tensors))
+
+    def outlives(self, error: Exception) -> bool:
+        survival = self.survival
+        if survival is None or not survival.is_enabled:
+            return False
+        if not (self._is_generation_ended() or is_collective_failure(error)):
+            return False
+        survival.break_group(f"a collective of the training function failed: {error}")
+        return True
