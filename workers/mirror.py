@@ -56,7 +56,6 @@ class Mirror:
         self._vault = vault
         self._copier = StateCopier(interrupt, post)
         self._buffers: list[SlotWriter] = []
-        self._table: BlockIndex | None = None
         self.newest_step = assignment.restore.step if assignment.restore else 0
         """The newest step in the vault, or the one that this generation started from."""
         self.checkpointed_step = self.newest_step
@@ -175,6 +174,7 @@ class Mirror:
     def _copy_state(
         self, copier: StateCopier, vault: VaultClient, step: int, state: TrainingState, pin: bool
     ) -> None:
+        began_s = perf_counter()
         block, assignment = state.pack(), self._assignment
         buffer = self._oldest_unpinned(block.index)
         is_new = buffer is None
@@ -182,6 +182,7 @@ class Mirror:
             buffer = vault.reserve(
                 assignment.generation, assignment.rank, assignment.world_size, block.index
             )
+            buffer.table = block.index
             copier.register(vault, buffer)
             self._buffers.append(buffer)
             is_restored = assignment.restore is not None and assignment.restore.slots
@@ -190,17 +191,22 @@ class Mirror:
         constants = buffer.constants_version != state.constants_version
         buffer.constants_version = state.constants_version
         metadata = state.capture_metadata()
-        copier.write(SlotWrite(buffer, block, constants, step, metadata, pin), state)
+        copier.write(SlotWrite(buffer, block, constants, step, metadata, pin, began_s), state)
         self._last_mirror = None if is_new else True
 
     def _oldest_unpinned(self, table: BlockIndex) -> SlotWriter | None:
-        """The buffer of the oldest unpinned version; None while there are too few."""
-        if table is not self._table:
-            self._table, self._buffers = table, []
+        """The buffer of the oldest unpinned version; None while there are too few. One of a state
+        that has another table by now is given up: the next reservation replaces it."""
         unpinned = [buffer for buffer in self._buffers if not buffer.pinned]
         if len(unpinned) < self._rotating_buffers:
             return None
-        return min(unpinned, key=lambda buffer: buffer.step)
+        oldest = min(unpinned, key=lambda buffer: buffer.step)
+        if oldest.table is table:
+            return oldest
+        oldest.begin()
+        self._buffers.remove(oldest)
+        self._announced = min(self._announced, 2)  # spares are released again
+        return None
 
     @property
     def _max_buffers(self) -> int:

@@ -22,7 +22,7 @@ from rayzero.workers.vault.slots import SlotWriter, checksum_of
 @dataclass(frozen=True)
 class SlotWrite:
     """One mirror. `constants`: the slot does not have those of the state yet; `metadata` encodes
-    that of `step`."""
+    that of `step`; `began_s`: when the mirror began, by `perf_counter`."""
 
     slot: SlotWriter
     block: StateBlock
@@ -30,6 +30,7 @@ class SlotWrite:
     step: int
     metadata: Callable[[], bytes]
     pin: bool
+    began_s: float
 
 
 class StateCopier:
@@ -51,7 +52,6 @@ class StateCopier:
     def write(self, write: SlotWrite, state: TrainingState) -> None:
         """Copies and commits the state of a finished step. Raises Interrupted, and commits nothing,
         if an abort may have changed it."""
-        started = perf_counter()
         write.slot.begin()
         write.block.copy_to(write.slot.data, constants=write.constants)
         self.confirm(state)
@@ -60,7 +60,7 @@ class StateCopier:
             write.slot.constants_checksum = checksum_of(write.slot.data[:size])
         checksum = checksum_of(write.slot.data[size:])
         if not write.constants:  # the first write into new memory is slower
-            self.cost.mirror_finished(perf_counter() - started)
+            self.cost.mirror_finished(perf_counter() - write.began_s)
         write.slot.commit(write.step, write.metadata(), write.pin, checksum)
 
     def confirm(self, state: TrainingState) -> None:

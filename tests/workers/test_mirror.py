@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +35,7 @@ class Buffer:
     constants_version: int = -1
     constants_checksum: int = 0
     constant_bytes: int = 0
+    table: BlockIndex | None = None
 
     def begin(self) -> None:
         assert not self.pinned
@@ -49,13 +51,11 @@ class FakeVault:
     complete_generations: list[int] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     error: Exception | None = None
-    table: BlockIndex | None = None
 
     def reserve(self, generation: int, rank: int, world: int, table: BlockIndex) -> Buffer:
         if self.error:
             raise self.error
-        if table is not self.table:
-            self.table, self.buffers = table, []
+        self.buffers = [buffer for buffer in self.buffers if buffer.step >= 0]
         self.buffers.append(Buffer())
         self.calls.append("reserve")
         return self.buffers[-1]
@@ -85,10 +85,12 @@ class State:
     device: Device = field(default_factory=lambda: Device(torch.device("cpu")))
     update_is_collective: bool = False
     on_copy: Callable[[], None] = lambda: None
+    on_pack: Callable[[], None] = lambda: None
     confirmed: int = 0
     constants_version: int = 0
 
     def pack(self) -> State:
+        self.on_pack()
         return self
 
     @property
@@ -263,15 +265,25 @@ def test_insufficient_memory_fails_only_first_mirror(caplog):
     assert "continues without a replica" in caplog.text
 
 
-def test_new_table_gets_new_buffers():
+def test_new_table_gets_new_buffers_one_by_one():
+    """A state that grows leaves no buffers behind, and always one complete version."""
     vault, state = FakeVault(), State()
     mirror, _ = make_mirror(EVERY, vault)
-    run(mirror, range(1, 3), state)
-    before = vault.buffers
-    state.table = BlockIndex(nbytes=64)
-    run(mirror, range(3, 4), state)
-    assert vault.buffers is not before
-    assert vault.steps == [3]
+    for step in range(1, 20):
+        if step % 5 == 0:
+            state.table = BlockIndex(nbytes=64 + step)
+        held = vault.steps
+        state.on_copy = lambda held=held: check_newest_stays(held, vault)
+        run(mirror, range(step, step + 1), state)
+        assert vault.steps == [step - 1, step][-min(step, 2) :]
+        assert len(mirror._buffers) == len(vault.buffers)
+    assert all(buffer.table is state.table for buffer in vault.buffers)
+    assert vault.calls.count("reserve") == 2 * 4
+    assert vault.calls.count("spares but 2") == 1 + 2 * 3
+
+
+def check_newest_stays(held: list[int], vault: FakeVault) -> None:
+    assert not held or held[-1] in vault.steps
 
 
 @given(mirror_s=st.floats(1e-4, 10), step_s=st.floats(1e-3, 10))
@@ -295,6 +307,13 @@ def test_first_write_into_new_buffer_does_not_count():
     state = State()
     run(mirror, range(4, 8), state)
     assert cost(mirror)._mirror_s > 0
+
+
+def test_packing_the_state_counts():
+    state = State(on_pack=lambda: time.sleep(0.02))
+    mirror, _ = make_mirror(EVERY, FakeVault())
+    run(mirror, range(1, 4), state)
+    assert cost(mirror)._mirror_s >= 0.02
 
 
 def test_pause_between_steps_has_little_effect_on_step_time():

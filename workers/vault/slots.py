@@ -181,6 +181,8 @@ class SlotWriter:
             table_checksum=xxh3_64_intdigest(table_json), constant_bytes=constant_bytes
         )
         self._begun = False
+        self.table: BlockIndex | None = None
+        """Of the state in `data`, for whoever writes it."""
         self.constants_version = -1
         """Of the constants in `data` (`TrainingState.constants_version`), for whoever writes it."""
         self.constants_checksum = checksum_of(memoryview(b""))
