@@ -265,6 +265,7 @@ class TrainingStep:
         self.runtime.discard_gradients()
         self.abandon()
         self._progress.micro_step = 0
+        self._progress.lost_steps += 1
         if self.runtime.unshard_scheduler is not None:
             self.runtime.unshard_scheduler.abandon()  # what it has gathered is of no rank
         self.micro_batches.stale.end_step()

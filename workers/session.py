@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from rayzero.engine.errors import CollectiveError, ConfigError, EngineError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.session import StepRequests
+from rayzero.engine.state.registry import StateRegistry
 from rayzero.workers.function_collectives import FunctionCollectives
 from rayzero.workers.ledger_writer import LedgerWriter
 from rayzero.workers.membership import Membership, SessionHost
@@ -56,6 +57,7 @@ class JobSession:
         engine: None until `initialize` has built it.
         script_settings: those of a launched script; None before it runs, and without one.
         reporter: collects the metrics of the engine and of the user.
+        registry: what the function has registered by `ctx.state`; the engine's, once there is one.
     """
 
     def __init__(
@@ -75,8 +77,8 @@ class JobSession:
         self._host = host
         self._own_collectives = collectives
         self._hooks: list[RemovableHandle] = []
-        self._reformed = False  # whether the function has been in more than one generation
         self.reporter = StepReporter(membership.channel)
+        self.registry = StateRegistry()
         self._enter(membership)
 
     def _enter(self, membership: Membership) -> None:
@@ -125,7 +127,6 @@ class JobSession:
         if self._channel.ending or not continues:
             engine.survival.enable(None)
             self._channel.interrupt.leave()  # the function is called again, if the job goes on
-        self._reformed = True
         self._mirror.close()
         self._enter(self._host.await_next(drained=drained))
         try:
@@ -222,6 +223,7 @@ class JobSession:
 
     def on_engine_ready(self, engine: Engine) -> None:
         self.engine = engine
+        engine.state.adopt(self.registry)
         self._retained.retain(engine)
         self._register_stop_hooks(engine)
         # The controller's order: a rank that has loaded its state has joined.
@@ -361,7 +363,7 @@ class JobSession:
             return
         self.engine.check_loop()
         step, steps = self.engine.progress.step, self._spec.steps
-        if self._reformed and steps is not None and step < steps:
+        if steps is not None and step < steps <= step + self.engine.progress.lost_steps:
             raise CollectiveError(
                 f"the training function returned after {step} of {steps} steps: its loop counts "
                 "the steps that are lost with a rank",

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from rayzero.engine.comm.elastic_group import calls_of
 from rayzero.engine.device import device_count, get_device
-from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.engine.errors import ConfigError, EngineError, RayzeroError
 from rayzero.engine.session import use_session
 from rayzero.workers import process_group
 from rayzero.workers.calls import WorkerCalls
@@ -202,7 +202,9 @@ class WorkerProcess(WorkerCalls):
             )
         try:
             return self._retained.salvage(vault)
-        except RuntimeError as error:  # torch's: the device may have failed since
+        except RayzeroError:
+            raise
+        except Exception as error:  # torch's, whose device may have failed since; or a caller's
             raise EngineError(f"the state in memory cannot be copied: {error}") from error
 
     def dump_stack(self) -> Stacks:

@@ -191,6 +191,8 @@ class TrainingProgress:
     global_batch: int = 1  # samples of a step, over all ranks
     micro_batch: int = 1  # maximum samples of a micro-step on one rank
     skipped_steps: int = 0  # finished steps that changed nothing: a gradient was not finite
+    # Calls of `step()` whose step did not count, because the process group broke.
+    lost_steps: int = 0
     # {monitor: its service's identifier of this run}, on rank 0; see `engine.monitors`.
     monitor_runs: dict[str, str] = field(default_factory=dict)
     # Where the training function has taken its place in the data from a checkpoint of its own.

@@ -1,4 +1,5 @@
-"""JSON encoding of a script's own values in a checkpoint (`client_state`); no pickle involved."""
+"""JSON encoding of a script's own values: `client_state` of a checkpoint, and what is registered
+with a `StateRegistry`. No pickle involved."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,17 +27,33 @@ MAX_DEPTH = 100
 _TYPE_TAG = "__rayzero__"
 _ALLOWED_TYPES = (
     "None, bool, int, float, str, bytes, list, tuple, set, dict, argparse.Namespace, Path, numpy "
-    f"arrays and numbers, and tensors, up to {MAX_ARRAY_BYTES >> 20} MiB each"
+    "arrays and numbers, and dense tensors"
 )
 
+PlaceArray: TypeAlias = Callable[[np.ndarray[Any, Any], str], Any]
+"""Keeps an array's bytes, given its path in the value. Returns a JSON value that tells where."""
 
-def encode_client_state(value: Any, where: str = "client_state") -> Any:
+
+def place_in_json(array: np.ndarray[Any, Any], where: str) -> str:
+    """The bytes as text. Raises EngineError for more than `MAX_ARRAY_BYTES`."""
+    if array.nbytes > MAX_ARRAY_BYTES:
+        raise EngineError(
+            f"{where} has {array.nbytes} bytes",
+            allowed=f"tensors and arrays of at most {MAX_ARRAY_BYTES} bytes",
+            fix="make it a buffer of the model, or write it to a separate file",
+        )
+    return b64encode(array.tobytes()).decode()
+
+
+def encode_client_state(
+    value: Any, where: str = "client_state", place: PlaceArray = place_in_json
+) -> Any:
     """Encode `value` as JSON; types that JSON lacks become objects with a type tag. Raises
     EngineError, with its path, if a value's type is not supported, or it contains itself."""
-    return _encode(value, where, ())
+    return _encode(value, where, (), place)
 
 
-def _encode(value: Any, where: str, outer: tuple[int, ...]) -> Any:
+def _encode(value: Any, where: str, outer: tuple[int, ...], place: PlaceArray) -> Any:
     """`outer`: the ids of the values that this one is in."""
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and isfinite(value)):
@@ -49,18 +66,22 @@ def _encode(value: Any, where: str, outer: tuple[int, ...]) -> Any:
             fix="save what it refers to by a name or a number",
         )
     outer = (*outer, id(value))
+
+    def inner(item: Any, path: str) -> Any:
+        return _encode(item, where + path, outer, place)
+
     if kind is list:
-        return [_encode(item, f"{where}[{index}]", outer) for index, item in enumerate(value)]
+        return [inner(item, f"[{index}]") for index, item in enumerate(value)]
     if kind in (dict, OrderedDict):
         if all(type(key) is str and key != _TYPE_TAG for key in value):
-            return {key: _encode(item, f"{where}[{key!r}]", outer) for key, item in value.items()}
-        pairs = [[key, item] for key, item in value.items()]
-        return {_TYPE_TAG: "dict", "value": _encode(pairs, where, outer)}
+            return {key: inner(item, f"[{key!r}]") for key, item in value.items()}
+        pairs = [[inner(key, ": a key"), inner(it, f"[{key!r:.40}]")] for key, it in value.items()]
+        return {_TYPE_TAG: "dict", "value": pairs}
     if kind in (tuple, torch.Size, set, frozenset):
         tag = "tuple" if kind in (tuple, torch.Size) else "set"
-        return {_TYPE_TAG: tag, "value": _encode(list(value), where, outer)}
+        return {_TYPE_TAG: tag, "value": inner(list(value), "")}
     if kind is Namespace:
-        return {_TYPE_TAG: "namespace", "value": _encode(vars(value), where, outer)}
+        return {_TYPE_TAG: "namespace", "value": inner(vars(value), "")}
     if kind is float:
         return {_TYPE_TAG: "float", "value": repr(value)}
     if kind is bytes:
@@ -69,10 +90,12 @@ def _encode(value: Any, where: str, outer: tuple[int, ...]) -> Any:
         return {_TYPE_TAG: "path", "value": str(value)}
     if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biuf":
         array = np.asarray(value)
-        return _encode_array("array", array.dtype.str, array.shape, array, where)
-    if kind in (Tensor, torch.nn.Parameter) and value.dtype in DTYPE_BY_NAME.values():
+        fields = {"dtype": array.dtype.str, "shape": [*array.shape], "value": place(array, where)}
+        return {_TYPE_TAG: "array"} | fields
+    if kind in (Tensor, torch.nn.Parameter) and _is_storable(value):
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return _encode_array("tensor", dtype_name(value.dtype), value.shape, raw, where)
+        name, shape = dtype_name(value.dtype), [*value.shape]
+        return {_TYPE_TAG: "tensor", "dtype": name, "shape": shape, "value": place(raw, where)}
     raise EngineError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold",
         allowed=_ALLOWED_TYPES,
@@ -80,48 +103,54 @@ def _encode(value: Any, where: str, outer: tuple[int, ...]) -> Any:
     )
 
 
-def _encode_array(tag: str, dtype: str, shape: Any, array: Any, where: str) -> dict[str, Any]:
-    if array.nbytes > MAX_ARRAY_BYTES:
-        raise EngineError(
-            f"{where} has {array.nbytes} bytes",
-            allowed=f"tensors and arrays of at most {MAX_ARRAY_BYTES} bytes",
-            fix="make it a buffer of the model, or write it to a separate file",
-        )
-    text = b64encode(array.tobytes()).decode()
-    return {_TYPE_TAG: tag, "dtype": dtype, "shape": list(shape), "value": text}
+def _is_storable(value: Tensor) -> bool:
+    is_dense = value.layout is torch.strided and not value.is_meta
+    return is_dense and value.dtype in DTYPE_BY_NAME.values()
 
 
-def decode_client_state(value: Any) -> Any:
+FetchArray: TypeAlias = Callable[[Any], bytes | memoryview]
+"""The bytes of what `PlaceArray` has returned."""
+
+
+def decode_client_state(value: Any, fetch: FetchArray = b64decode) -> Any:
     """Decode `encode_client_state`: tensors on the CPU, frozen sets as sets."""
     if isinstance(value, list):
-        return [decode_client_state(item) for item in value]
+        return [decode_client_state(item, fetch) for item in value]
     if not isinstance(value, dict):
         return value
     if _TYPE_TAG not in value:
-        return {key: decode_client_state(item) for key, item in value.items()}
-    return _DECODERS[value[_TYPE_TAG]](value)
+        return {key: decode_client_state(item, fetch) for key, item in value.items()}
+    if decode_array := _ARRAY_DECODERS.get(value[_TYPE_TAG]):
+        return decode_array(value, bytearray(fetch(value["value"])))
+    if decode_scalar := _SCALAR_DECODERS.get(value[_TYPE_TAG]):
+        return decode_scalar(value["value"])
+    return _CONTAINER_DECODERS[value[_TYPE_TAG]](decode_client_state(value["value"], fetch))
 
 
-def _decode_array(document: Mapping[str, Any]) -> Any:
-    flat = np.frombuffer(b64decode(document["value"]), dtype=np.dtype(document["dtype"]))
-    array = flat.reshape(document["shape"]).copy()
+def _decode_array(document: Mapping[str, Any], raw: bytearray) -> Any:
+    flat = np.frombuffer(raw, dtype=np.dtype(document["dtype"]))
+    array = flat.reshape(document["shape"])
     return array if array.ndim else array[()]
 
 
-def _decode_tensor(document: Mapping[str, Any]) -> Tensor:
-    raw, dtype = bytearray(b64decode(document["value"])), DTYPE_BY_NAME[document["dtype"]]
+def _decode_tensor(document: Mapping[str, Any], raw: bytearray) -> Tensor:
+    dtype = DTYPE_BY_NAME[document["dtype"]]
     flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.zeros(0, dtype=dtype)
     return flat.reshape(document["shape"])
 
 
-_DECODERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
-    "float": lambda document: float(document["value"]),
-    "bytes": lambda document: b64decode(document["value"]),
-    "path": lambda document: Path(document["value"]),
-    "tuple": lambda document: tuple(decode_client_state(document["value"])),
-    "set": lambda document: set(decode_client_state(document["value"])),
-    "dict": lambda document: dict(decode_client_state(document["value"])),
-    "namespace": lambda document: Namespace(**decode_client_state(document["value"])),
+_ARRAY_DECODERS: Mapping[str, Callable[[Mapping[str, Any], bytearray], Any]] = {
     "array": _decode_array,
     "tensor": _decode_tensor,
+}
+_SCALAR_DECODERS: Mapping[str, Callable[[str], Any]] = {
+    "float": float,
+    "bytes": b64decode,
+    "path": Path,
+}
+_CONTAINER_DECODERS: Mapping[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "dict": dict,
+    "namespace": lambda fields: Namespace(**fields),
 }

@@ -32,6 +32,7 @@ from rayzero.engine.state.ranges import (
     pack_block,
     state_ranges,
 )
+from rayzero.engine.state.registry import StateRegistry
 from rayzero.engine.tensor_tree import storage_id
 from rayzero.engine.zero.placement import Placement
 from rayzero.engine.zero.runtime import ZeroRuntime
@@ -52,6 +53,7 @@ class TrainingState:
             the last update.
         copied_by: the newest copy that may still be running. Between updates forward and backward
             change only the ranges that are `volatile`.
+        registry: the caller's own state.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class TrainingState:
         self.altered = False
         self._constants_writes = 0
         self.copied_by: RunningCopy | None = None
+        self.registry = StateRegistry()
         self._model = model
         self._buffers = BufferAddresses(model)
         self._runtime = runtime
@@ -77,6 +80,34 @@ class TrainingState:
         self._is_updating = False
         self._packed_signature: tuple[object, ...] | None = None
         self._own_block = pack_block([])
+
+    def register(
+        self,
+        name: str,
+        get: Callable[[], Any],
+        set: Callable[[Any], object],  # noqa: A002
+    ) -> None:
+        """Stores a value of the caller's own with each copy of the state, such as EMA weights or a
+        counter, and gives it back when the state is loaded. Each rank has its own.
+
+        Args:
+            get: returns the value at the end of `step()`, if that step is mirrored, and in `save`:
+                None, numbers, text, bytes, numpy arrays, tensors, and containers of these. It calls
+                no collectives.
+            set: is called with the value of the loaded state, once for each load: at once if that
+                is loaded already. Its tensors are on the CPU. A rank that the saved run did not
+                have gets rank 0's. Not called at a fresh start, or if the state has no such name.
+
+        Raises:
+            EngineError: the name is registered already, or an argument has another type.
+        """
+        self.registry.register(name, get, set)
+
+    def adopt(self, registry: StateRegistry) -> None:
+        """Uses the registry of the host, in which the caller may have registered state before there
+        was an engine."""
+        registry.take_over(self.registry)
+        self.registry = registry
 
     @property
     def complete_on_rank(self) -> bool:
@@ -144,9 +175,13 @@ class TrainingState:
         self.before_write()
 
     def pack(self, *, whole: bool = False) -> StateBlock:
-        """This rank's share as a block, or the complete state (`whole`). The share's block is the
-        same object until the optimizer has created its state, then a new one for good. Raises
-        EngineError for `whole`, if this rank holds only its share."""
+        """This rank's share as a block, or the complete state (`whole`), with the caller's values
+        as of now. The share's block is the same object until the optimizer has created its state,
+        or the caller's needs more memory. Raises EngineError for `whole`, if this rank holds only
+        its share; what a caller's `get` raises."""
+        if self.copied_by is not None:
+            self.copied_by.before_write(self.device)  # it reads the values of an earlier step
+        self.registry.capture()
         if whole:
             if not self.complete_on_rank:
                 raise EngineError("this rank holds only its share of the training state")
@@ -170,7 +205,8 @@ class TrainingState:
     def _pack_ranges(self, *, owned: bool) -> StateBlock:
         parts = state_ranges(self._model, self._runtime, self._optimizer, owned=owned)
         residuals = residual_ranges(self._runtime, self._optimizer, owned=owned)
-        return pack_block(parts + [replace(part, volatile=True) for part in residuals])
+        parts += [replace(part, volatile=True) for part in residuals]
+        return pack_block(parts + self.registry.ranges(self._runtime.collectives.rank))
 
     def metadata(self) -> bytes:
         """The JSON part of this rank, as UTF-8."""
@@ -225,18 +261,24 @@ class TrainingState:
             keep = self.scheduler is None and not options.optimizer_options
             metadata.restore_optimizer_metadata(self._optimizer, source, keep_options=keep)
         self._load_metadata(document, source.step, options)
+        if options.progress:
+            self.registry.read(source, self._runtime.collectives.rank)
 
     @torch.no_grad()
     def recut(self, source: StateSource, recut_tensors: Callable[[], None]) -> None:
         """Replaces the tensors of the state by those for other ranks, which `recut_tensors` makes
         and reads from `source`, and continues from its step. Collective. The state is inconsistent
-        if that fails: a later attempt must not use what this rank holds."""
+        if that fails: a later attempt must not use what this rank holds. The caller's own values
+        are those of the step that it has finished: they are replaced where it goes back."""
         with self.updating():
             self._own_block, self._packed_signature = pack_block([]), None
             recut_tensors()
             keep = self.scheduler is None
             metadata.restore_optimizer_metadata(self._optimizer, source, keep_options=keep)
             rank = self._runtime.collectives.rank
+            if gone_back := self.progress.step - source.step:
+                self.progress.lost_steps += gone_back
+                self.registry.read(source, rank)
             self._load_metadata(source.metadata(rank), source.step, LOAD_ALL)
             self._constants_writes += 1
         self.confirm()
@@ -266,8 +308,10 @@ class TrainingState:
                     metadata.fork_rng(rng, rank, self.device.torch_device)
 
     def sync_model_weights(self) -> None:
-        """Update model weights from the loaded main weights. Collective."""
+        """Update model weights from the loaded main weights; then the caller's values. Collective.
+        Raises what a caller's `set` raises."""
         self._runtime.sync_model_weights()
+        self.registry.deliver()
 
     def _memory_signature(self) -> tuple[object, ...]:
         """Equal as long as the ranges are in the same memory."""
@@ -276,4 +320,4 @@ class TrainingState:
             for shard in self._optimizer.shards
             for value in self._optimizer.state_tensors(shard).values()
         )
-        return addresses, self._buffers.read()
+        return addresses, self._buffers.read(), self.registry.memory_signature

@@ -121,6 +121,8 @@ def train_as_member(
         )
     told: list[tuple[int, int]] = []
     engine.on_reconfigure(lambda it: told.append((it.rank, it.world_size)))
+    carried, expected = _register_state(generations, engine)
+    assert carried == expected
     hooks = _count_hooks(model)
     params, torch_optimizer = [*model.parameters()], optimizer.optimizer
     begin, published, moved = engine.global_steps, -1, []
@@ -151,10 +153,22 @@ def train_as_member(
     assert torch_optimizer.param_groups is optimizer.param_groups
     assert engine.module is model
     assert _count_hooks(model) == hooks
+    assert carried == expected, "a survivor keeps its own"
     assert engine.global_steps == steps
     weights = engine.module_state_dict()
     engine.close()
     return weights, moved
+
+
+def _register_state(generations: Generations, engine: Any) -> tuple[list[Any], list[Any]]:
+    """State of this rank and step: what `set` gets, and what it should have got by now: this rank's
+    value of the previous generation, or rank 0's, if that had fewer ranks; nothing at the start."""
+    carried: list[Any] = []
+    engine.state.register("own", lambda: [engine.rank, engine.global_steps], carried.append)
+    number = generations.number
+    before = generations.sizes[number - 1] if number else 0
+    source = generations.rank if generations.rank < before else 0
+    return carried, [[source, number * STEPS_EACH]] if number else []
 
 
 def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import rayzero
 from rayzero.engine.comm.shared_memory import SharedMemoryBackend
@@ -41,17 +43,66 @@ def make_model(dtype: torch.dtype) -> nn.Module:
     return blocks.to(dtype)
 
 
+def make_ema(model: nn.Module) -> AveragedModel:
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+
+
+class OwnState:
+    """A function's own state, by the rule of docs/jobs.md: the sum of the numbers of all finished
+    steps, and the mean of the weights. What `set` gets is appended to `carried-RANK`, with the
+    generation; `check` leaves the mean in `ema-RANK.pt`."""
+
+    def __init__(self, ctx: Any, model: nn.Module) -> None:
+        self.engine: Any = None
+        self._ctx, self._model = ctx, model
+        self._step, self._total = 0, torch.zeros((), dtype=torch.int64)
+        self._ema = make_ema(model) if ctx.engine_config["zero_optimization"]["stage"] < 3 else None
+        ctx.state("total", self._get, self._set)
+
+    def follow(self) -> None:
+        if self.engine.global_steps > self._step:
+            self._step = self.engine.global_steps
+            self._total += self._step
+            if self._ema is not None:
+                self._ema.update_parameters(self._model)
+
+    def _get(self) -> dict[str, Any]:
+        self.follow()
+        ema = None if self._ema is None else self._ema.state_dict()
+        return {"rank": self._ctx.rank, "step": self._step, "total": self._total, "ema": ema}
+
+    def _set(self, value: dict[str, Any]) -> None:
+        self._step, self._total = value["step"], value["total"]
+        if self._ema is not None:
+            self._ema.load_state_dict(value["ema"])
+        carried = [self._ctx.generation, value["rank"], self._step, int(self._total)]
+        with (self._ctx.output_dir / f"carried-{self._ctx.rank}").open("a") as file:
+            file.write(json.dumps(carried) + "\n")
+
+    def check(self) -> None:
+        assert int(self._total) == sum(range(self.engine.global_steps + 1)), self._total
+        if self._ema is not None:
+            path = self._ctx.output_dir / f"ema-{self._ctx.rank}.pt"
+            torch.save(self._ema.module.state_dict(), path)
+
+
 def train(ctx: Any) -> dict[str, Any]:
     dtype = getattr(torch, ctx.args.get("dtype", "float64"))
     model = make_model(dtype)
+    own = OwnState(ctx, model)
     engine, _, loader, _ = ctx.initialize(model=model, training_data=Data(dtype))
-    return _finish(ctx, engine, loader)
+    return _finish(ctx, engine, loader, own)
 
 
-def _finish(ctx: Any, engine: Any, loader: Any) -> dict[str, Any]:
+def _finish(ctx: Any, engine: Any, loader: Any, own: OwnState) -> dict[str, Any]:
+    own.engine = engine
     for x, y in loader.steps(ctx.steps - engine.progress.step):
         engine.backward(nn.functional.mse_loss(engine(x), y))
         engine.step()
+        own.follow()
+        if engine.global_steps == ctx.args.get("last_step"):
+            break
+    own.check()
     weights = engine.state_dict()
     if ctx.is_main:
         torch.save(weights, ctx.output_dir / "weights.pt")
@@ -74,7 +125,7 @@ def train_pretrained(ctx: Any) -> dict[str, Any]:
     with mock.patch.object(FileValues, "read", counted):
         engine, _, loader, _ = ctx.initialize(model=model, training_data=Data())
     (ctx.output_dir / f"read-{ctx.generation}-{ctx.rank}").write_text(str(count))
-    return _finish(ctx, engine, loader)
+    return _finish(ctx, engine, loader, OwnState(ctx, model))
 
 
 def train_with_calls(ctx: Any) -> None:
@@ -85,13 +136,17 @@ def train_with_calls(ctx: Any) -> None:
     (ctx.output_dir / f"entry-{ctx.generation}-{ctx.rank}").touch()
     if "first" in calls:
         dist.barrier()
-    engine, _, loader, _ = ctx.initialize(model=make_model(torch.float64), training_data=Data())
+    model = make_model(torch.float64)
+    own = OwnState(ctx, model)
+    own.engine, _, loader, _ = ctx.initialize(model=model, training_data=Data())
+    engine = own.engine
     weights: dict[str, Tensor] = {}
     for _ in loader.epochs(EPOCHS):
         for x, y in pairwise_first(loader) if "ahead" in calls else loader:
             loss = nn.functional.mse_loss(engine(x), y)
             engine.backward(loss)
             engine.step()
+            own.follow()
             if "step" in calls:
                 dist.all_reduce(loss.detach())
         with torch.no_grad():
@@ -99,6 +154,7 @@ def train_with_calls(ctx: Any) -> None:
         weights = engine.state_dict()
         if "epoch" in calls:
             dist.barrier()
+    own.check()
     if ctx.is_main:
         torch.save(weights, ctx.output_dir / "weights.pt")
 
@@ -139,13 +195,23 @@ def train_late(ctx: Any) -> dict[str, Any]:
 
 def oracle(steps: int, dtype: torch.dtype = torch.float64, seed: int = 3) -> dict[str, Tensor]:
     """Weights after plain torch training; only the sample order is rayzero's."""
+    return oracle_with_ema(steps, dtype, seed)[0]
+
+
+def oracle_with_ema(
+    steps: int, dtype: torch.dtype = torch.float64, seed: int = 3
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """As `oracle`, with the mean of the weights."""
     model = make_model(dtype)
+    ema = make_ema(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for x, y in batches(steps, dtype, seed):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
-    return {name: value.detach() for name, value in model.state_dict().items()}
+        ema.update_parameters(model)
+    weights = {name: value.detach() for name, value in model.state_dict().items()}
+    return weights, dict(ema.module.state_dict())
 
 
 def batches(

@@ -74,9 +74,21 @@ def check_results(local: LocalWorkers, steps: int = STEPS) -> None:
 
 
 def check_weights(local: LocalWorkers, steps: int = STEPS) -> None:
-    weights = torch.load(f"{local.setup.output_dir}/weights.pt", weights_only=True)
-    for name, expected in recovery_jobs.oracle(steps).items():
-        assert torch.allclose(weights[name], expected, rtol=1e-9, atol=1e-12), name
+    """The weights, and the mean of them that each rank of the last generation has kept, if any."""
+    weights, ema = recovery_jobs.oracle_with_ema(steps)
+    folder = Path(local.setup.output_dir)
+    files = [(folder / "weights.pt", weights), *((it, ema) for it in folder.glob("ema-*.pt"))]
+    for path, expected in files:
+        values = torch.load(path, weights_only=True)
+        for name, value in expected.items():
+            assert torch.allclose(values[name], value, rtol=1e-9, atol=1e-12), (path.name, name)
+
+
+def carried(local: LocalWorkers, rank: int) -> list[list[int]]:
+    """What the state of its own was set to in that rank: [generation, rank of the value, step, sum
+    of the steps until then]."""
+    path = Path(local.setup.output_dir, f"carried-{rank}")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def wait_for_lost_worker(local: LocalWorkers, timeout_s: float = 200) -> int:
@@ -249,6 +261,7 @@ def test_growth_and_shrink_lose_no_step(start_workers):
     assert len(steps) == 1, "all ranks must stop after the same step"
     restore = local.slots(1, 2)
     assert {restore.step} == steps
+    grown = restore.step
     local.form(2, [0, 1, newcomer], restore)
     local.wait(newcomer, lambda message: isinstance(message, StepReport))
     local.workers[newcomer].call("drain", 2)
@@ -256,6 +269,9 @@ def test_growth_and_shrink_lose_no_step(start_workers):
     local.form(3, [2], local.slots(2, 3))
     assert isinstance(local.wait_end(2, 3), Finished), local.texts(2)
     check_results(local)
+    # A rank that the state does not have gets rank 0's value; those that stay keep their own.
+    total = sum(range(grown + 1))
+    assert [carried(local, rank) for rank in (0, 1, 2)] == [[], [], [[2, 0, grown, total]]]
 
 
 def test_newcomer_has_the_survivors_values_not_its_files(start_workers, tmp_path):
@@ -278,6 +294,9 @@ def test_newcomer_has_the_survivors_values_not_its_files(start_workers, tmp_path
     assert sum(counts) == numel
     assert (tmp_path / "read-2-0").read_text() == "0"
     assert not (tmp_path / "read-2-1").exists(), "a survivor's function is not called again"
+    # The newcomer is rank 0 now; the survivor, which was, keeps its own.
+    assert carried(local, 0) == [[2, 0, 4, 1 + 2 + 3 + 4]]
+    assert carried(local, 1) == []
 
 
 def test_a_checkpoint_to_resume_wins_over_files(start_workers, tmp_path):
@@ -289,6 +308,8 @@ def test_a_checkpoint_to_resume_wins_over_files(start_workers, tmp_path):
     for x, y in recovery_jobs.batches(5):
         engine.backward(torch.nn.functional.mse_loss(engine(x), y))
         engine.step()
+    total = {"rank": 0, "step": 5, "total": torch.tensor(15), "ema": None}
+    engine.state.register("total", lambda: total, print)
     engine.save_checkpoint(tmp_path / "before")
     engine.close()
     local = start_workers(2, 3, "train_pretrained", ledger=False)
@@ -297,6 +318,7 @@ def test_a_checkpoint_to_resume_wins_over_files(start_workers, tmp_path):
         assert isinstance(local.wait_end(index, 1), Finished), local.texts(index)
     check_weights(local)
     assert [(tmp_path / f"read-1-{rank}").read_text() for rank in (0, 1)] == ["0", "0"]
+    assert [carried(local, rank) for rank in (0, 1)] == [[[1, 0, 5, 15]], [[1, 0, 5, 15]]]
 
 
 def save_initial_weights(folder: Path, change: float = 0.0) -> int:
@@ -333,9 +355,9 @@ def test_finished_worker_can_join_another_generation(start_workers):
 
 
 def test_complete_state_is_salvaged_from_survivor_without_replicas(start_workers):
-    local = start_workers(
-        3, 0, faults=('kill(rank=0, step=6, phase="backward")',), mirror=MirrorPolicy()
-    )
+    """The loop ends before `steps`, as with early stopping."""
+    fault, last = 'kill(rank=0, step=6, phase="backward")', STEPS - 2
+    local = start_workers(4, 0, faults=(fault,), mirror=MirrorPolicy(), args={"last_step": last})
     local.form(1, [0, 1, 2])
     assert wait_for_lost_worker(local) == 0
     for index in (1, 2):
@@ -350,10 +372,12 @@ def test_complete_state_is_salvaged_from_survivor_without_replicas(start_workers
     assert (saved.step, saved.world_size) == (5, 1)
     from rayzero.workers.vault.records import SlotRef
 
-    local.form(2, [1, 2], Restore(5, (SlotRef(1, saved.rank, 5, NODE),)))
-    for index in (1, 2):
+    newcomer = 3
+    local.form(2, [1, newcomer], Restore(5, (SlotRef(1, saved.rank, 5, NODE),)))
+    for index in (1, newcomer):
         assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
-    check_results(local)
+    check_results(local, last)
+    assert carried(local, 1) == [[2, saved.rank, 5, 15]], "the only rank that was saved"
 
 
 def test_user_errors_and_damaged_state_are_distinguished(start_workers):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from torch import nn
 
 from rayzero.engine.api.initialize import initialize
 from rayzero.engine.engine import Engine
-from rayzero.engine.errors import ConfigError, DataError, EngineError
+from rayzero.engine.errors import CollectiveError, ConfigError, DataError, EngineError
 from rayzero.engine.session import NO_REQUESTS, StepRequests, use_session
 from rayzero.workers import ledger_writer
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
@@ -30,6 +31,7 @@ from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import JobSession
 from rayzero.workers.training_thread import GenerationChannel, Interrupted
 from rayzero.workers.vault.records import Restore
+from tests.engine.state.blocks import Block, StateSession
 from tests.workers import recovery_jobs
 from tests.workers.support import ASSIGN, setup
 
@@ -121,6 +123,37 @@ def test_engine_finishes_step():
     defaults = {"phases/mirror": 0, "phases/other": 0, "checkpoint_s": 0, "skipped": 0}
     assert report.gauges == {"loss": 2.0, "step_s": 0.25, **defaults}
     assert report.counters == {"tokens": 4}
+
+
+@pytest.mark.parametrize(("step", "lost", "is_error"), [(3, 1, False), (4, 1, True), (4, 0, False)])
+def test_a_loop_that_ends_early_is_told_from_one_that_counts_lost_steps(step, lost, is_error):
+    """Of 5 steps: one that counts its iterations leaves after 5, lost ones included."""
+    job_session, *_ = session()
+    engine, *_ = initialize(model=torch.nn.Linear(1, 1), config=recovery_jobs.engine_config(1))
+    job_session.on_engine_ready(engine)
+    engine.progress.step, engine.progress.lost_steps = step, lost
+    with pytest.raises(CollectiveError, match="4 of 5") if is_error else nullcontext():
+        job_session.check_loop()
+
+
+def test_state_is_registered_before_and_after_the_engine_is_there():
+    job_session, *_ = session()
+    ctx = Context(setup(), torch.device("cpu"), job_session)
+    early, late = list[Any](), list[Any]()
+    ctx.state("early", lambda: 1, early.append)
+    config = recovery_jobs.engine_config(1)
+    saved, *_ = initialize(model=torch.nn.Linear(1, 1), config=config)
+    for name in ("early", "late"):
+        saved.state.register(name, lambda name=name: name, print)
+    with use_session(StateSession([Block.of(saved)])):
+        engine, *_ = initialize(model=torch.nn.Linear(1, 1), config=config)
+    job_session.on_engine_ready(engine)
+    ctx.state("late", lambda: 2, late.append)
+    assert (early, late) == (["early"], ["late"])
+    with pytest.raises(EngineError, match="state 'early' is registered twice"):
+        ctx.state("early", lambda: 1, early.append)
+    with pytest.raises(EngineError, match="state 'late' is registered twice"):
+        engine.state.register("late", lambda: 1, early.append)
 
 
 @pytest.mark.parametrize("value", ["many", None, torch.zeros(2), [1]])

@@ -1,0 +1,181 @@
+"""The caller's own state, registered by name: EMA weights, counters, a trainer's bookkeeping.
+
+Each rank's values are stored with its part of the training state, as one range of bytes,
+`registered.<rank>`: the size of a JSON text, that text, and the bytes of the values' arrays. In the
+block, because the JSON part of a state has little room, and is parsed whenever a state is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rayzero.engine.errors import EngineError
+from rayzero.engine.layout.state_index import StateSource
+from rayzero.engine.state.client_state import decode_client_state, encode_client_state
+from rayzero.engine.state.metadata import damaged_unless_valid
+from rayzero.engine.state.ranges import StateRange, read_ranges, whole_tensor_range
+
+log = logging.getLogger("rayzero.engine")
+
+_SIZE_BYTES = 8
+_SMALLEST_BYTES = 4096
+_SPARE_PARTS = 8
+"""Memory is larger than the values by up to one of so many parts: a block whose index changes needs
+new slots."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+
+
+class StateRegistry:
+    """What one engine's caller has registered on this rank.
+
+    A value that was read from a state is given to its `set` once: by `deliver`, or by `register`
+    if that comes later, but before the next `capture`.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+        self._restored: dict[str, Any] = {}  # read, and given to no `set` yet
+        self._is_own = True  # whether that is of this rank, not of one that stands in for it
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def register(
+        self,
+        name: str,
+        get: Callable[[], Any],
+        set: Callable[[Any], object],  # noqa: A002
+    ) -> None:
+        """See `TrainingState.register`."""
+        if not isinstance(name, str) or not name:
+            raise EngineError(f"state is registered as {name!r}", allowed="a name: text")
+        for argument, function in (("get", get), ("set", set)):
+            if not callable(function):
+                raise EngineError(
+                    f"state {name!r}: {argument} is a {type(function).__name__}",
+                    allowed="get: a function without arguments that returns the value; set: one "
+                    "that takes it",
+                )
+        if name in self._entries:
+            raise EngineError(
+                f"state {name!r} is registered twice", allowed="one get and set for each name"
+            )
+        self._entries[name] = _Entry(get, set)
+        self.deliver()
+
+    def take_over(self, other: StateRegistry) -> None:
+        """Takes what another registry has read of a state."""
+        self._restored, self._is_own = other._restored, other._is_own
+        self.deliver()
+
+    def read(self, source: StateSource, rank: int) -> None:
+        """Reads this rank's values; of a rank that the state does not have, the first one's."""
+        document = source.metadata(rank)
+        self._is_own = document.get("rank") == rank
+        if not self._is_own:
+            document = source.metadata(0)
+        name = _range_name(document.get("rank"))
+        self._restored = {}
+        for index in source.block_indexes:
+            if name in index.tensors:
+                memory = torch.empty(index.tensors[name].shape, dtype=torch.uint8)
+                read_ranges([whole_tensor_range(name, memory)], source)
+                with damaged_unless_valid("registered state"):
+                    self._restored = _decode(memory.numpy().data)
+                return
+
+    def deliver(self) -> None:
+        """Gives the values that were read to those who have registered them."""
+        for name in [name for name in self._restored if name in self._entries]:
+            self._entries[name].set(self._restored.pop(name))
+
+    def capture(self) -> None:
+        """Reads the values, and keeps them for `ranges`. Raises what a `get` raises; EngineError,
+        with its path, for what cannot be stored."""
+        self._drop_unregistered()
+        if not self._entries:
+            return
+        parts = _encode(
+            {
+                name: self._restored[name] if name in self._restored else entry.get()
+                for name, entry in self._entries.items()
+            }
+        )
+        nbytes = sum(part.nbytes for part in parts)
+        if nbytes > self._memory.numel():
+            self._memory = torch.zeros(_capacity(nbytes), dtype=torch.uint8)
+        memory, offset = self._memory.numpy(), 0
+        for part in parts:
+            memory[offset : offset + part.nbytes] = part
+            offset += part.nbytes
+
+    def _drop_unregistered(self) -> None:
+        names = [name for name in self._restored if name not in self._entries]
+        for name in names:
+            del self._restored[name]
+        if names and self._is_own:
+            log.warning(
+                "the restored state has %s, which this call of the training function has not "
+                "registered: it is dropped\n  to change it: ctx.state in every call, before the "
+                "first step",
+                ", ".join(map(repr, names)),
+            )
+
+    @property
+    def memory_signature(self) -> tuple[int, int]:
+        """Equal as long as the captured values are in the same memory."""
+        return self._memory.data_ptr(), self._memory.numel()
+
+    def ranges(self, rank: int) -> list[StateRange]:
+        """What was captured."""
+        return [whole_tensor_range(_range_name(rank), self._memory)] if len(self._memory) else []
+
+
+def _encode(values: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
+    """The bytes to store, in parts; those of arrays are views of the values."""
+    arrays: list[np.ndarray[Any, Any]] = []
+    nbytes = 0
+
+    def place(array: np.ndarray[Any, Any], where: str) -> list[int]:
+        nonlocal nbytes
+        arrays.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        begin, nbytes = nbytes, nbytes + array.nbytes
+        return [begin, nbytes]
+
+    text = json.dumps(
+        {
+            name: encode_client_state(value, f"state {name!r}: value", place)
+            for name, value in values.items()
+        }
+    ).encode()
+    head = len(text).to_bytes(_SIZE_BYTES, "little") + text
+    return [np.frombuffer(head, np.uint8), *arrays]
+
+
+def _decode(memory: memoryview) -> dict[str, Any]:
+    start = _SIZE_BYTES + int.from_bytes(memory[:_SIZE_BYTES], "little")
+    document = json.loads(bytes(memory[_SIZE_BYTES:start]))
+    arrays = memory[start:]
+    return {
+        name: decode_client_state(value, lambda span: arrays[span[0] : span[1]])
+        for name, value in document.items()
+    }
+
+
+def _range_name(rank: int | None) -> str:
+    return f"registered.{rank}"
+
+
+def _capacity(nbytes: int) -> int:
+    part = max(_SMALLEST_BYTES, (1 << nbytes.bit_length()) // (2 * _SPARE_PARTS))
+    return -(-nbytes // part) * part
