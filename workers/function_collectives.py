@@ -17,9 +17,12 @@ from torch import Tensor
 
 from rayzero.engine.comm.collectives import DETACHED
 from rayzero.engine.device import get_device
+from rayzero.engine.layout.state_index import StateSource
+from rayzero.engine.state.registry import StateRegistry
 from rayzero.engine.survival import GroupSurvival
 from rayzero.workers.process_group import is_collective_failure
 
+_STATE = "rayzero.collectives"
 _NOT_JOINED = "this rank had not begun its first step, where the others wait for it"
 _OF_ONE_RANK = ("gather", "scatter", "reduce", "reduce_scatter", "alltoall", "all_to_all", "recv")
 """Beginnings of the names of collectives whose results differ from rank to rank."""
@@ -63,16 +66,22 @@ class FunctionCollectives:
         self._is_member = True
         return survival if survival.collectives_called == self._engine_called else None
 
-    def state(self) -> dict[str, Any] | None:
-        """What a later new member needs; constant from the first step on. None if the function
-        does not outlive its generations: its next call begins on all ranks together."""
-        return self._calls if self.survival is not None else None
+    def outlive(self, survival: GroupSurvival, registry: StateRegistry) -> None:
+        """The function outlives its generations. What it has called is kept for later new members,
+        with the training state."""
+        self.survival = survival
+        registry.register(_STATE, lambda: self._calls, lambda _: None)
 
-    def restore(self, calls: dict[str, Any] | None) -> None:
-        """Before the function is called: this rank is a new member, and `calls` are those of a rank
-        that has called the function before."""
-        if calls is not None and self._before_first_step and not self._replayed:
-            self._calls, self._is_member = calls, False
+    def read(self, source: StateSource) -> None:
+        """Before the function is called, with a state of a function that has been called before:
+        if that outlives its generations, this rank is a new member."""
+        registry = StateRegistry()
+        registry.register(_STATE, lambda: None, self._follow)
+        registry.read(source, self._rank)
+        registry.deliver()
+
+    def _follow(self, calls: dict[str, Any]) -> None:
+        self._calls, self._is_member = calls, False
 
     def local_reason(self) -> str:
         if not self._is_member:

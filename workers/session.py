@@ -248,7 +248,7 @@ class JobSession:
         is_own_loop = self.replays_epochs and (self._divides_steps or not reads_loader)
         if not is_own_loop:
             survival.enable(self._on_broken)
-            own.survival = survival
+            own.outlive(survival, self.registry)
 
     def _on_broken(self, reason: str) -> None:
         if self._host is not None:

@@ -252,6 +252,10 @@ class WorkerProcess(WorkerCalls):
         self._device = self._select_device()
         membership = self._join(assignment, channel, continues=False)
         collectives = FunctionCollectives(assignment.rank, lambda: self._channel.interrupt.is_set())
+        if assignment.generation > 1:  # not of another run, which is resumed
+            with self._retained.open_source(assignment.restore) as source:
+                if source is not None:
+                    collectives.read(source)
         session = self._session = JobSession(
             self._spec, membership, self._retained, self, collectives
         )

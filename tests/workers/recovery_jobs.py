@@ -135,6 +135,12 @@ def train_with_calls(ctx: Any) -> None:
     calls = ctx.args["calls"]
     (ctx.output_dir / f"entry-{ctx.generation}-{ctx.rank}").touch()
     if "first" in calls:
+        found = [f"first on rank {ctx.rank}"]
+        dist.broadcast_object_list(found, 0)
+        assert found == ["first on rank 0"]
+        gathered = [None] * ctx.world_size
+        dist.all_gather_object(gathered, ctx.rank)
+        assert gathered == list(range(ctx.world_size))
         dist.barrier()
     model = make_model(torch.float64)
     own = OwnState(ctx, model)
