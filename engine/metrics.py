@@ -158,6 +158,16 @@ class StepMeter:
         self._applied_steps = 0
         self._skipped = SkippedRun()
 
+    def restart_step(self) -> None:
+        """The ranks have changed: what was done and waited for until now, of a step that was lost,
+        is not the next one's."""
+        now = perf_counter()
+        self.phases.end_step(0.0)
+        self.step_work.end_step(now - self._step_end_s)
+        self._step_end_s = now
+        self._exposed_comm_s = self._runtime.collectives.counters.exposed_s
+        self._data_wait_s = self._progress.data_wait_s
+
     def open_monitors(self) -> None:
         """The monitors are rank 0's: those of the rank that this one is now."""
         rank = self._runtime.collectives.rank

@@ -67,6 +67,10 @@ class GroupSurvival:
         """The process group is to be used no more. By any thread."""
         self._collectives.break_off(reason)
 
+    def begin_step(self) -> None:
+        """The ranks of another process group begin a step: its time starts here."""
+        self._step.meter.restart_step()
+
     def recut(self, source: StateSource, *, keep: bool, shares: Sequence[float] = ()) -> KeptSource:
         """Continues on the ranks of the present process group, after those of the previous one are
         gone: see `recut_engine`. Collective."""

@@ -136,6 +136,7 @@ class JobSession:
                 keep = self._retained.holds_state()
                 engine.survival.recut(source, keep=keep, shares=self.shares)
             self.membership.await_group()
+            engine.survival.begin_step()
         except (Interrupted, CollectiveError, RuntimeError) as error:
             if not (self._channel.interrupt.is_set() or is_collective_failure(error)):
                 raise

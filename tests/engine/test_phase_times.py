@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import rayzero
+from rayzero.engine import metrics as module
 from rayzero.engine.metrics import PhaseTimer
 
 CONFIG = {
@@ -83,3 +84,22 @@ def test_loader_wait_counts_as_data():
     metrics = engine.metrics
     assert 0.02 <= metrics.phases["data"] <= metrics.step_s  # up to 40 ms, less prefetch
     assert sum(metrics.phases.values()) == pytest.approx(metrics.step_s, abs=1e-3)
+
+
+def test_wait_for_other_ranks_is_not_the_next_steps_time(monkeypatch: pytest.MonkeyPatch):
+    """A step was lost with a rank; the engine was re-cut; the next step begins."""
+    waited_s = 0.0
+    monkeypatch.setattr(module, "perf_counter", lambda: time.perf_counter() + waited_s)
+    engine = rayzero.initialize(model=nn.Linear(4, 1), config=CONFIG)[0]
+
+    def train() -> None:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+
+    train()
+    waited_s = 1000.0
+    engine.survival.begin_step()
+    train()
+    assert engine.metrics.step_s < 500.0
+    assert sum(engine.metrics.phases.values()) == pytest.approx(engine.metrics.step_s, abs=1e-3)
