@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from rayzero.engine.comm.collectives import DETACHED
+from rayzero.engine.comm.function_calls import CallHost
 from rayzero.engine.device import get_device
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.state.registry import StateRegistry
@@ -28,8 +29,8 @@ _OF_ONE_RANK = ("gather", "scatter", "reduce", "reduce_scatter", "alltoall", "al
 """Beginnings of the names of collectives whose results differ from rank to rank."""
 
 
-class FunctionCollectives:
-    """The `CallHost` of one call of a training function. Used by any of the function's threads.
+class FunctionCollectives(CallHost):
+    """The host of one call of a training function. Used by any of the function's threads.
 
     Args:
         rank: this rank, when the function is called.

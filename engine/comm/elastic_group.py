@@ -175,7 +175,6 @@ class ElasticGroup(dist.ProcessGroup):
     reduce = _passed_on("reduce")
     broadcast = _passed_on("broadcast")
     allgather = _passed_on("allgather")
-    allgather_coalesced = _passed_on("allgather_coalesced")
     all_gather_single = _passed_on("all_gather_single")
     all_gather_single_coalesced = _passed_on("all_gather_single_coalesced")
     gather = _passed_on("gather")

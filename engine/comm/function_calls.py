@@ -3,52 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 
-class CallHost(Protocol):
-    """The host's part in the collectives that a training function calls itself."""
+class CallHost:
+    """The host's part in the collectives that a training function calls itself. This one is that of
+    no function: they have peers, and fail."""
 
     def local_reason(self) -> str:
         """Why a collective completes on this rank alone; empty if it has peers."""
+        return ""
 
     def replays(self, name: str, outputs: Sequence[Tensor]) -> bool:
         """Fills in what the call has returned before, if that is known."""
+        return False
 
     def records(self) -> bool:
         """Whether results are wanted: then every collective is waited for where it is called."""
+        return False
 
     def record(self, name: str, outputs: Sequence[Tensor]) -> None:
         """A collective has completed with these outputs."""
 
     def outlives(self, error: Exception) -> bool:
         """Whether the function goes on although a collective has failed."""
-
-
-class _NoHost:
-    """Without a training function: its collectives have peers, and fail."""
-
-    def local_reason(self) -> str:
-        return ""
-
-    def replays(self, name: str, outputs: Sequence[Tensor]) -> bool:
-        return False
-
-    def records(self) -> bool:
-        return False
-
-    def record(self, name: str, outputs: Sequence[Tensor]) -> None:
-        return
-
-    def outlives(self, error: Exception) -> bool:
         return False
 
 
-NO_HOST = _NoHost()
+NO_HOST = CallHost()
 
 
 class FinishedCall(Work):
@@ -63,9 +49,6 @@ class FinishedCall(Work):
         return True
 
     def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
         return True
 
     def get_future(self) -> torch.futures.Future[None]:
@@ -94,14 +77,5 @@ class PassedCall(Work):
     def is_completed(self) -> bool:
         return self._work.is_completed()
 
-    def is_success(self) -> bool:
-        return self._work.is_success()
-
-    def exception(self) -> Any:
-        return self._work.exception()
-
     def get_future(self) -> Any:
         return self._work.get_future()
-
-    def result(self) -> Any:
-        return self._work.result()

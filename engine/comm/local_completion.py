@@ -8,7 +8,7 @@ Arguments are those of `torch.distributed.ProcessGroup`'s methods, outputs first
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -41,19 +41,8 @@ def _gather(outputs: Any, inputs: Any, rank: int, world_size: int) -> None:
             part.copy_(own)
 
 
-def _gather_lists(outputs: Any, inputs: Any, rank: int, world_size: int) -> None:
-    for ranks in outputs:
-        for output, own in zip(ranks, inputs, strict=True):
-            output.copy_(own)
-
-
 def _gather_into(output: Tensor, own: Tensor, rank: int, world_size: int) -> None:
     output.view(world_size, -1).copy_(own.reshape(1, -1).expand(world_size, -1))
-
-
-def _gather_into_each(outputs: Any, inputs: Any, rank: int, world_size: int) -> None:
-    for output, own in zip(outputs, inputs, strict=True):
-        _gather_into(output, own, rank, world_size)
 
 
 def _scatter(outputs: Any, inputs: Any, rank: int, world_size: int) -> None:
@@ -66,17 +55,7 @@ def _scatter_from(output: Tensor, full: Tensor, rank: int, world_size: int) -> N
     output.view(-1).copy_(rank_chunk(full.reshape(-1), rank, world_size))
 
 
-def _scatter_from_each(outputs: Any, inputs: Any, rank: int, world_size: int) -> None:
-    for output, full in zip(outputs, inputs, strict=True):
-        _scatter_from(output, full, rank, world_size)
-
-
-def _exchange(outputs: Any, inputs: Any, rank: int, world_size: int) -> None:
-    for output, own in zip(outputs, inputs, strict=True):
-        _exchange_single(output, own, rank, world_size)
-
-
-def _exchange_single(output: Tensor, own: Tensor, rank: int, world_size: int) -> None:
+def _exchange(output: Tensor, own: Tensor, rank: int, world_size: int) -> None:
     """Parts may differ in length, and what is received then has no counterpart here."""
     if output.numel() == own.numel():
         output.view(-1).copy_(own.reshape(-1))
@@ -84,22 +63,32 @@ def _exchange_single(output: Tensor, own: Tensor, rank: int, world_size: int) ->
         output.zero_()
 
 
-_COMPLETIONS: Mapping[str, Callable[[Any, Any, int, int], None]] = {
+Completion: TypeAlias = Callable[[Any, Any, int, int], None]
+
+
+def _each(complete: Completion) -> Completion:
+    def complete_each(outputs: Any, inputs: Any, rank: int, world_size: int) -> None:
+        for output, own in zip(outputs, inputs, strict=True):
+            complete(output, own, rank, world_size)
+
+    return complete_each
+
+
+_COMPLETIONS: Mapping[str, Completion] = {
     "allgather": _gather,
     "gather": _gather,
     "_allgather_base": _gather_into,
     "all_gather_single": _gather_into,
-    "allgather_into_tensor_coalesced": _gather_into_each,
-    "all_gather_single_coalesced": _gather_into_each,
-    "allgather_coalesced": _gather_lists,
+    "allgather_into_tensor_coalesced": _each(_gather_into),
+    "all_gather_single_coalesced": _each(_gather_into),
     "scatter": _scatter,
     "reduce_scatter": _scatter,
     "_reduce_scatter_base": _scatter_from,
     "reduce_scatter_single": _scatter_from,
-    "reduce_scatter_tensor_coalesced": _scatter_from_each,
-    "reduce_scatter_single_coalesced": _scatter_from_each,
-    "alltoall": _exchange,
-    "alltoall_base": _exchange_single,
-    "all_to_all_single": _exchange_single,
+    "reduce_scatter_tensor_coalesced": _each(_scatter_from),
+    "reduce_scatter_single_coalesced": _each(_scatter_from),
+    "alltoall": _each(_exchange),
+    "alltoall_base": _exchange,
+    "all_to_all_single": _exchange,
 }
 """All others leave their outputs as they are: reductions in place, broadcasts, messages."""

@@ -245,12 +245,6 @@ class MicroBatches:
         return not ((self._read_to_end and self._untrained) or self.reads_in_other_thread)
 
     @property
-    def has_read_ahead(self) -> bool:
-        """Whether the loop will come to micro-batches that it read before the ranks changed."""
-        ahead = [it for it in self._untrained if it is not self._current]
-        return bool(ahead or self.stale.waiting)
-
-    @property
     def reads_in_other_thread(self) -> bool:
         """Whether another thread than the caller's advances the loader."""
         return self._reader not in (None, current_thread())

@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from rayzero.engine.session import current_session
-
 
 class ProcessState:
     """The state of a process before a script was first entered. Used by the training thread.
@@ -118,40 +116,23 @@ def _reset_libraries() -> None:
 
 @contextmanager
 def own_process_group() -> Iterator[None]:
-    """Within it `init_process_group` of the calling thread takes the worker's default group, and
-    `destroy_process_group` leaves that alone; both are as ever for other threads, of which one
-    joins the group, and for groups of the script's own.
-
-    Lifetime: entered and left by the training thread, once a generation. The joining thread may
-    have begun before, and calls what it finds: both versions do the same for it.
-    """
+    """Within it `init_process_group` takes the worker's default group, and `destroy_process_group`
+    leaves that alone, and ends groups of the script's own."""
     begin, end = c10d.init_process_group, c10d.destroy_process_group
-    homes = (dist, c10d)
-    for home in homes:
-        _replace(home, _begin_once(begin), _end_only_own(end))
+
+    def init_process_group(*args: Any, **options: Any) -> None:
+        """There is one already."""
+
+    def destroy_process_group(group: Any = None) -> None:
+        if group not in (None, dist.group.WORLD):
+            end(group)
+
+    homes: tuple[Any, ...] = (dist, c10d)
     try:
+        for home in homes:
+            home.init_process_group = init_process_group
+            home.destroy_process_group = destroy_process_group
         yield
     finally:
         for home in homes:
-            _replace(home, begin, end)
-
-
-def _replace(home: Any, begin: Callable[..., Any], end: Callable[..., Any]) -> None:
-    home.init_process_group, home.destroy_process_group = begin, end
-
-
-def _begin_once(begin: Callable[..., Any]) -> Callable[..., Any]:
-    def init_process_group(*args: Any, **options: Any) -> Any:
-        if current_session() is None or not dist.is_initialized():
-            return begin(*args, **options)
-        return None  # `is_initialized` has waited for the worker's
-
-    return init_process_group
-
-
-def _end_only_own(end: Callable[..., Any]) -> Callable[..., Any]:
-    def destroy_process_group(group: Any = None) -> None:
-        if current_session() is None or group not in (None, dist.group.WORLD):
-            end(group)
-
-    return destroy_process_group
+            home.init_process_group, home.destroy_process_group = begin, end

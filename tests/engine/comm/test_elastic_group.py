@@ -23,6 +23,7 @@ from rayzero.engine.comm.elastic_group import (
     elastic_group,
     make_elastic_group,
 )
+from rayzero.engine.comm.function_calls import CallHost
 from rayzero.engine.comm.joining_group import JoiningGroup
 from rayzero.engine.comm.process_group import connect_collectives
 from rayzero.engine.errors import CollectiveError
@@ -57,7 +58,7 @@ class Join:
             raise StoppedError
 
 
-class Host:
+class Host(CallHost):
     """Of a function whose collectives complete on this rank alone for `reason`."""
 
     def __init__(self, reason: str = "", *, records: bool = False) -> None:
