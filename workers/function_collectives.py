@@ -50,6 +50,7 @@ class FunctionCollectives(CallHost):
         self._is_member = True
         self._before_first_step = True
         self._replayed = 0
+        self._has_groups = False
 
     def engine_is_ready(self, survival: GroupSurvival) -> None:
         """The function has built its first engine."""
@@ -58,14 +59,15 @@ class FunctionCollectives(CallHost):
 
     def begin_step(self) -> GroupSurvival | None:
         """A training step begins. In the first one, from which on its peers call what it calls:
-        returns the engine that may outlive its group. None if that has gathered weights before,
-        which new members would gather in vain."""
+        returns the engine that may outlive its group. None if that has gathered weights before, or
+        the function has made groups, both of which new members would do in vain."""
         survival, self._own_survival = self._own_survival, None
         if survival is None:
             return None
         self._before_first_step = False
         self._is_member = True
-        return survival if survival.collectives_called == self._engine_called else None
+        waits = self._has_groups or survival.collectives_called != self._engine_called
+        return None if waits else survival
 
     def outlive(self, survival: GroupSurvival, registry: StateRegistry) -> None:
         """The function outlives its generations. What it has called is kept for later new members,
@@ -112,6 +114,9 @@ class FunctionCollectives(CallHost):
     def record(self, name: str, outputs: Sequence[Tensor]) -> None:
         tensors = [get_device(it.device).to_host(it.detach()).clone() for it in outputs]
         self._calls["results"].append((name, tensors))
+
+    def makes_group(self) -> None:
+        self._has_groups = True
 
     def outlives(self, error: Exception) -> bool:
         survival = self.survival

@@ -143,6 +143,7 @@ class ElasticGroup(dist.ProcessGroup):
             return None
         if reason := self.host.local_reason():
             raise CollectiveError(f"torch.distributed.new_group, while {reason}")
+        self.host.makes_group()
         joining.wait()
         return None
 

@@ -29,6 +29,9 @@ class CallHost:
     def record(self, name: str, outputs: Sequence[Tensor]) -> None:
         """A collective has completed with these outputs."""
 
+    def makes_group(self) -> None:
+        """A group of the function's own is about to be made."""
+
     def outlives(self, error: Exception) -> bool:
         """Whether the function goes on although a collective has failed."""
         return False

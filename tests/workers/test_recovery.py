@@ -145,7 +145,7 @@ def test_killed_worker_loses_no_finished_step(start_workers, stage, phase, pytes
         (3, (), 'kill(rank=1, step=5, phase="mirror")', None),
         (1, (), 'kill(rank=1, step=5, phase="forward")', 0),
         (3, (), 'kill(rank=1, step=6, phase="data")', None),
-        (1, ("first",), 'kill(rank=1, step=3, phase="backward")', 0),
+        (1, ("groups",), 'kill(rank=1, step=3, phase="backward")', 1),
         (2, ("first", "step", "epoch"), 'kill(rank=1, step=3, phase="backward")', 0),
         (1, ("epoch",), 'kill(rank=1, step=5, phase="update")', None),
         (1, ("ahead", "step"), 'kill(rank=1, step=4, phase="reduce")', 0),
