@@ -20,6 +20,7 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from threading import RLock
+from time import monotonic
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ from rayzero.workers.rendezvous_store import AuthenticatedStore
 group_lock = RLock()
 """Held to abort a generation's process group, and to take over the channel of the next: an abort in
 flight must not meet its group and sockets."""
+STORE_TRY_S = 1.0
+"""The first limit of connecting to the store; a store that answers more slowly gets more."""
 _group_store: list[AuthenticatedStore] = []
 """Of that group, which keeps the C++ part alive, but not the Python object."""
 
@@ -110,14 +113,26 @@ def _form_group(store: Store, device: torch.device, **options: Any) -> dist.Proc
 
 def _connect_to_store(host: str, port: int, timeout_s: float, sockets: SocketTracker) -> TCPStore:
     """The store is there before it is assigned: without it, its process has died. torch's client
-    would try again until the timeout, and nothing could end that."""
-    try:
-        with socket.create_connection((host, port), timeout_s) as connection:
-            sockets.add_store(connection)
-    except OSError as error:
-        raise dist.DistNetworkError(f"the rendezvous store at {host}:{port}: {error}") from None
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    would connect again and again until its timeout, and nothing could end that: each of its tries
+    is short at first, and follows a connection of our own, which is refused once the process has
+    died."""
+    deadline_s, try_s = monotonic() + timeout_s, STORE_TRY_S
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout_s) as connection:
+                sockets.add_store(connection)
+        except OSError as error:
+            raise dist.DistNetworkError(f"the rendezvous store at {host}:{port}: {error}") from None
+        limit = timedelta(seconds=min(try_s, timeout_s))
+        try:
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        except dist.DistError:
+            if monotonic() > deadline_s:
+                raise
+            try_s *= 2
+            continue
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
 
 
 def warm_up_communicator(device: torch.device) -> None:

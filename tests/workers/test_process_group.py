@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -115,6 +116,28 @@ def test_store_of_a_dead_process_fails_the_join_at_once():
     with pytest.raises(dist.DistNetworkError, match=f"127.0.0.1:{port}.*refused"):
         process_group._connect_to_store("127.0.0.1", port, 60.0, SocketTracker())
     assert time.monotonic() - started_s < 30
+
+
+def test_store_whose_process_dies_while_it_is_connected_to_fails_the_join_soon():
+    """Our own connection is accepted, then torch's is closed."""
+    with ExitStack() as sockets:
+        listener = sockets.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def die() -> None:
+            ends = [listener.accept()[0] for _ in range(2)]
+            listener.close()
+            ends[1].recv(1)
+            for end in ends:
+                end.close()
+
+        port = listener.getsockname()[1]
+        thread = threading.Thread(target=die)
+        thread.start()
+        started_s = time.monotonic()
+        with pytest.raises(dist.DistNetworkError, match=f"127.0.0.1:{port}.*refused"):
+            process_group._connect_to_store("127.0.0.1", port, 60.0, SocketTracker())
+        assert time.monotonic() - started_s < 30
+        thread.join()
 
 
 def start(rank: int) -> subprocess.Popen[str]:
