@@ -51,6 +51,7 @@ class LocalController:
             generation = 0
             while self._members and not self.wrong:
                 generation += 1
+                self._choose_members(restore)
                 with suppress(*LOST):  # a member has just been killed: found below
                     self._local.form(generation, self._members, restore)
                 if self._wait(generation, deadline_s):
@@ -64,6 +65,12 @@ class LocalController:
         finally:
             self._ending.set()
             watch.join()
+
+    def _choose_members(self, restore: Restore | None) -> None:
+        """Before a generation that starts from `restore`; `_members` are those that are left."""
+
+    def _act(self, generation: int) -> None:
+        """Called again and again while a generation runs."""
 
     def _kill_stopped(self) -> None:
         """Pipes to a stopped process would block for ever."""
@@ -82,6 +89,7 @@ class LocalController:
         """True when all have finished; False at the first fault, with the lost ones removed."""
         while time.monotonic() < deadline_s:
             ends = [self._poll(index, generation) for index in list(self._members)]
+            self._act(generation)
             if all(isinstance(end, Finished) for end in ends):
                 return True
             if any(end is None or isinstance(end, Crashed | Stopped) for end in ends):

@@ -232,6 +232,7 @@ class NcclLikeGroup(dist.ProcessGroup):
             self._aborted = True
             self._mesh.abort()
             time.sleep(self._device.settings.abort_s / 2)
+            self.stream.end(self._mesh.close)
         finally:
             self._abort_lock.release()
 

@@ -9,7 +9,6 @@ aborted.
 from __future__ import annotations
 
 import json
-import os
 import select
 import socket
 import struct
@@ -35,7 +34,7 @@ class Mesh:
         self.rank, self.size = rank, size
         self.peer_lost = False
         self._aborted = False
-        self._wake_in, self._wake_out = os.pipe()
+        self._wake_in, self._wake_out = socket.socketpair()
         self._peers: dict[int, socket.socket] = {}
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"\0nccl-like-{uuid.uuid4().hex}")
@@ -100,7 +99,8 @@ class Mesh:
         received = {peer: bytearray() for peer in lengths}
         missing = {peer for peer, length in lengths.items() if length}
         poller = select.poll()
-        poller.register(self._wake_in, select.POLLIN)
+        wake = self._wake_in.fileno()
+        poller.register(wake, select.POLLIN)
         by_number: dict[int, int] = {}
         for peer in {*out, *missing} & {*self._peers}:
             by_number[self._peers[peer].fileno()] = peer
@@ -115,7 +115,7 @@ class Mesh:
                     with suppress(KeyError, ValueError):
                         poller.unregister(number)
             for number, _ in poller.poll():
-                if number == self._wake_in or number not in by_number:
+                if number == wake or number not in by_number:
                     continue
                 peer = by_number[number]
                 try:
@@ -168,11 +168,11 @@ class Mesh:
         """Ends the exchange that stands, and all later ones."""
         self._aborted = True
         with suppress(OSError):
-            os.write(self._wake_out, b"x")
+            self._wake_out.send(b"x")
 
     def close(self) -> None:
         """After `abort`, when no exchange runs any more."""
-        for one in (*self._peers.values(), self._listener):
+        for one in (*self._peers.values(), self._listener, self._wake_in, self._wake_out):
             one.close()
         self._peers.clear()
 

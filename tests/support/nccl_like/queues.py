@@ -32,7 +32,7 @@ class Context:
 
     def fail(self, error: BaseException) -> None:
         self.error = error
-        for stream in self.streams:
+        for stream in [*self.streams]:
             stream.drop()
 
     def synchronize(self, timeout_s: float | None = None) -> None:
@@ -43,7 +43,7 @@ class Context:
 
 
 class Stream:
-    """One queue. Its thread is a daemon and lives as long as the process."""
+    """One queue. Its thread is a daemon and lives as long as the process, or until `end`."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -51,13 +51,16 @@ class Stream:
         self._changed = threading.Condition()
         self._unfinished = 0
         self._runs = False
+        self._on_end: Callable[[], None] | None = None
         context.streams.append(self)
         threading.Thread(target=self._run, name="nccl-like-stream", daemon=True).start()
 
     def launch(self, kernel: Kernel) -> None:
-        """Raises the device's error if it is poisoned."""
+        """Raises the device's error if it is poisoned; RuntimeError if its queue was ended."""
         self._context.check()
         with self._changed:
+            if self not in self._context.streams:
+                raise RuntimeError("NCCL error: the stream of an aborted communicator")
             self._kernels.append(kernel)
             self._unfinished += 1
             self._changed.notify_all()
@@ -99,6 +102,12 @@ class Stream:
             self._unfinished = int(self._runs)
             self._changed.notify_all()
 
+    def end(self, then: Callable[[], None]) -> None:
+        """Its thread ends after what is queued, and calls `then`."""
+        with self._changed:
+            self._on_end = then
+            self._changed.notify_all()
+
     def _run(self) -> None:
         # Kernels are below autograd, and must not count as changes of what autograd has saved: the
         # launch was counted.
@@ -106,7 +115,11 @@ class Stream:
         with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(keys):
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._kernels)
+                    self._changed.wait_for(lambda: self._kernels or self._on_end)
+                    if self._on_end and not self._kernels:
+                        self._context.streams.remove(self)
+                        self._on_end()
+                        return
                     kernel = self._kernels.popleft()
                     self._runs = True
                 try:
