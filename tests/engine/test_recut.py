@@ -77,6 +77,18 @@ class Generations:
         return [pickle.loads(self.store.get(key)) for key in keys]
 
 
+def shared_store(rank: int) -> dist.Store:
+    """A store that outlives the groups of its ranks. Collective."""
+    port = torch.zeros(1, dtype=torch.int64)
+    own = (
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if not rank else None
+    )
+    if own is not None:
+        port[0] = own.port
+    dist.broadcast(port, 0)
+    return own or dist.TCPStore("127.0.0.1", int(port), timeout=timedelta(seconds=120))
+
+
 def live_through(
     rank: int,
     world: int,
@@ -87,14 +99,7 @@ def live_through(
     steps: int,
 ) -> tuple[dict[str, Tensor], list[tuple[int, int, int]]]:
     """Trains through all generations; the weights at the end, and the bytes of each re-cut."""
-    port = torch.zeros(1, dtype=torch.int64)
-    own = (
-        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if not rank else None
-    )
-    if own is not None:
-        port[0] = own.port
-    dist.broadcast(port, 0)
-    store = own or dist.TCPStore("127.0.0.1", int(port), timeout=timedelta(seconds=120))
+    store = shared_store(rank)
     generations, weights, moved = Generations(rank, sizes, how, store), {}, []
     separate = config["zero_optimization"].get("offload_optimizer")
     with mock.patch.object(plan, "make_transfer", _separate) if separate else nullcontext():
