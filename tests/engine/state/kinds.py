@@ -225,6 +225,8 @@ def merge_blocks(blocks: Sequence[Block]) -> FullState:
     for block in blocks:
         factor = json.loads(block.metadata).get("residual_factor", 1.0)
         for part in block.index.ranges:
+            if part.name.startswith("registered."):  # the host's own
+                continue
             logical = block.index.tensors[part.name]
             is_residual = part.name.startswith("residual.")
             name = f"residual/{part.name.partition('/')[2]}" if is_residual else part.name

@@ -111,7 +111,7 @@ def test_killed_script_with_a_loop_of_its_own_resumes_from_its_own_checkpoint(tm
     assert rates == [[step, pytest.approx(0.1 * 0.9 ** (step - 1))] for step, _ in steps]
 
 
-@pytest.mark.parametrize(("calls", "entries"), [("none", 3), ("evaluate", 4), ("barrier", 4)])
+@pytest.mark.parametrize(("calls", "entries"), [("none", 3), ("evaluate", 4), ("barrier", 3)])
 def test_new_worker_calls_nothing_alone_after_epochs_that_were_finished(
     tmp_path: Path, calls: str, entries: int
 ):
