@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from rayzero.engine.comm.collectives import DETACHED
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.recut import recut_engine
 from rayzero.engine.state.kept import KeptSource
@@ -38,14 +39,9 @@ class GroupSurvival:
         return self._collectives.on_broken is not None
 
     @property
-    def broken(self) -> str:
-        """Why the process group is broken; empty if it is not."""
-        return self._collectives.broken
-
-    @property
-    def is_detached(self) -> bool:
-        """Whether this rank computes on its own for a while: see `Collectives`."""
-        return self._collectives.detached
+    def local_reason(self) -> str:
+        """Why this rank computes on its own; empty if it does not."""
+        return self._collectives.broken or (DETACHED if self._collectives.detached else "")
 
     def can_continue(self, *, replays_epochs: bool) -> bool:
         """Whether the script's loop gets the samples again of a step that is lost with its group:

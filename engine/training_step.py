@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
 
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rayzero.engine.curriculum import ScheduledInputs
 from rayzero.engine.data.micro_batches import MicroBatches
-from rayzero.engine.data.sampling import StepSplit
+from rayzero.engine.data.sampling import StepSplit, TrainingProgress
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import CollectiveError, EngineError
 from rayzero.engine.metrics import StepMeter
@@ -28,6 +28,7 @@ from rayzero.engine.session import Reforming
 from rayzero.engine.settings import Settings
 from rayzero.engine.state.training import TrainingState
 from rayzero.engine.step_tracker import Boundary, StepPhase, StepTracker
+from rayzero.engine.zero.placement import Collective
 from rayzero.engine.zero.reducer import Running
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.step_vote import StepVote
@@ -214,7 +215,7 @@ class TrainingStep:
     def _step(self) -> None:
         self.own_backward.abandon_failed()
         if self.reforming.is_due() or self.runtime.collectives.detached:
-            self._lose_step()
+            self._lose_step(self._progress)
             return
         tracker = self.tracker
         follows_no_sync = tracker.follows_no_sync and not self.is_boundary
@@ -238,34 +239,32 @@ class TrainingStep:
             self._progress.micro_step += 1
             self.micro_batches.end_step()
             return
+        before = replace(self._progress)
         try:
             with tracker.update():
                 if tracker.boundary is Boundary.STEP:
                     self.runtime.reduce_accumulated()
                 vote, lr = self._update()
+            if vote.finite:
+                self._publish()
         except CollectiveError:
             if not self.reforming.is_due():
                 raise
-            self._lose_step()  # nothing was committed, or not all of it
+            self._lose_step(before)  # nothing was committed, or not all of it
             return
         self.micro_batches.end_step()
-        if vote.finite:  # the state is complete without it: weights can be gathered again
-            self.meter.enter_phase("publish")
-            self._publish()
         loss = vote.loss if self._loss_known else None
-        self._loss_known = True
         rank_loss, self._rank_loss = self._rank_loss, None
+        self._loss_known = True
         self.meter.end_step(vote, lr, loss, rank_loss)
 
-    def _lose_step(self) -> None:
-        """Forgets a step whose group broke, or of what the loop had read before the ranks changed.
-        The loader reads again from the last finished step; a loop that will not read asks for
-        another group here. A rank stays `detached` until its next forward: what the script does
-        before that, the other ranks do not."""
+    def _lose_step(self, before: TrainingProgress) -> None:
+        """Forgets a step whose group broke, or of what was read before the ranks changed. The
+        loader reads again from the last finished step; a loop that will not read asks for another
+        group here. A rank stays `detached` until its next forward: others do not what it does."""
         self.runtime.discard_gradients()
         self.abandon()
-        self._progress.micro_step = 0
-        self._progress.lost_steps += 1
+        self._progress.lose_step(before)
         if self.runtime.unshard_scheduler is not None:
             self.runtime.unshard_scheduler.abandon()  # what it has gathered is of no rank
         self.micro_batches.stale.end_step()
@@ -277,13 +276,14 @@ class TrainingStep:
             self.reforming.reform_if_broken()
 
     def _publish(self) -> None:
-        """Starts to gather the updated weights. In a group that breaks meanwhile they are gathered
-        when it is replaced."""
-        try:
-            self.runtime.sync_model_weights(lazy=True)
-        except CollectiveError:
-            if not self.reforming.is_due():
-                raise
+        """Starts to gather the updated weights. Raises CollectiveError in a group that breaks
+        meanwhile, with a state that no other rank may use: the script would read undefined ones."""
+        self.meter.enter_phase("publish")
+        self.runtime.sync_model_weights(lazy=True)
+        gathers = self.runtime.stage.weight_collective is Collective.ALL_GATHER
+        if gathers and self.reforming.is_due():
+            self.state.revoke()
+            raise CollectiveError(self.runtime.collectives.broken)
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
@@ -329,7 +329,7 @@ class TrainingStep:
         self.tracker.phase = StepPhase.EMPTY
 
     def _update(self) -> tuple[StepVote, float]:
-        """Agrees on the step with all ranks, and applies it; the learning rate that it used."""
+        """Agrees on the step with all ranks, and applies it; with the learning rate used."""
         self.meter.enter_phase("reduce")
         factor = self.settings.post_reduce_scale / self.loss_scale
         vote = self.runtime.vote(self._loss_sum, factor, self.meter.step_requests())

@@ -81,15 +81,9 @@ class Context:
         set: Callable[[Any], object],  # noqa: A002
     ) -> None:
         """Stores a value of the function's own with the training state, and gives it back to a new
-        worker: EMA weights, a counter. Before or after `initialize`, and before the first step.
-
-        Args:
-            get: returns the value at the end of `engine.step()`, where a copy of the state is made:
-                None, numbers, text, bytes, numpy arrays, tensors, and containers of these.
-            set: is called with the value of the restored state, where there is one: inside
-                `initialize`, or at once if that has returned. A function that stays in its loop
-                keeps its own, unless the job goes back to an older step. A rank that the state does
-                not have gets rank 0's. See docs/jobs.md.
+        worker: EMA weights, a counter. Before or after `initialize`, and before the first step. See
+        `TrainingState.register`, and docs/jobs.md. A function that stays in its loop keeps its own,
+        unless the job goes back to an older step.
 
         Raises:
             EngineError: the name is registered already, or an argument has another type.

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from rayzero.engine.comm.collectives import DETACHED
 from rayzero.engine.comm.function_calls import CallHost
 from rayzero.engine.device import get_device
 from rayzero.engine.layout.state_index import StateSource
@@ -90,9 +89,7 @@ class FunctionCollectives(CallHost):
         if not self._is_member:
             return _NOT_JOINED
         survival = self.survival
-        if survival is None or not survival.is_enabled:
-            return ""
-        return survival.broken or (DETACHED if survival.is_detached else "")
+        return survival.local_reason if survival is not None and survival.is_enabled else ""
 
     def replays(self, name: str, outputs: Sequence[Tensor]) -> bool:
         results = self._calls["results"]

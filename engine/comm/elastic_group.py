@@ -1,9 +1,8 @@
 """`dist.group.WORLD` of a worker: one object, whatever ranks the job has.
 
-A job's ranks change, and each generation of them has a process group of its own. What a training
-function keeps of torch.distributed, and torch itself, must not see one end: so the default group of
-a worker is an `ElasticGroup`, registered as a backend of torch, which passes collectives on to the
-group of the present generation. torchft's process groups are made the same way.
+Each generation of ranks has a process group of its own, and a training function must not see one
+end. So the default group is an `ElasticGroup`, registered as a backend of torch, which passes
+collectives on to the group of the present generation, as torchft's process groups do.
 
 Its collectives wait for a group that is still joining. Two kinds of calls complete on this rank
 alone (`local_completion`), instead of failing in the caller's code: those in a broken group, and
@@ -19,7 +18,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store, Work
 from torch.distributed import distributed_c10d as c10d
 
-from rayzero.engine.comm.function_calls import NO_HOST, CallHost, FinishedCall, PassedCall
+from rayzero.engine.comm.function_calls import CallHost, FinishedCall, PassedCall
 from rayzero.engine.comm.joining_group import JoiningGroup
 from rayzero.engine.comm.local_completion import complete_locally, output_tensors
 from rayzero.engine.errors import CollectiveError
@@ -60,7 +59,7 @@ class ElasticGroup(dist.ProcessGroup):
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]  # torch declares one of two forms
         self.joining: JoiningGroup | None = None
-        self.host: CallHost = NO_HOST
+        self.host = CallHost()
         self._told: JoiningGroup | None = None  # of the warning
 
     def begin(self, joining: JoiningGroup) -> None:
@@ -254,10 +253,7 @@ def make_elastic_group() -> ElasticGroup:
         devices = ["cpu", "cuda"]
         dist.Backend.register_backend(_BACKEND, lambda *_: ElasticGroup(), devices=devices)
     dist.init_process_group(_BACKEND, store=HashStore(), rank=0, world_size=1)
-    made = elastic_group()
-    if made is None:
-        raise RuntimeError("torch has made another default process group")
-    return made
+    return cast(ElasticGroup, dist.group.WORLD)
 
 
 @contextmanager
@@ -268,7 +264,7 @@ def calls_of(host: CallHost) -> Iterator[None]:
     try:
         yield
     finally:
-        group.host = NO_HOST
+        group.host = CallHost()
 
 
 def _nccl_backend(groups: Sequence[dist.ProcessGroup]) -> Any:

@@ -37,9 +37,6 @@ class CallHost:
         return False
 
 
-NO_HOST = CallHost()
-
-
 class FinishedCall(Work):
     """Of a collective that has completed."""
 

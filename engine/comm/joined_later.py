@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayzero.engine.comm.backend import Backend, Work
+from rayzero.engine.comm.backend import Backend
 from rayzero.engine.comm.joining_group import JoiningGroup
 
 Zeros = Callable[[int, torch.dtype, torch.device], Tensor]
+
+
+def _collective(name: str) -> Any:
+    """The method `name` of the backend over the group."""
+    return lambda self, *args, **options: getattr(self._joined, name)(*args, **options)
 
 
 class JoinedLater(Backend):
@@ -44,34 +50,18 @@ class JoinedLater(Backend):
     def _is_joined(self) -> bool:
         return "_joined" in vars(self)
 
-    def all_reduce(self, full: Tensor) -> Work:
-        return self._joined.all_reduce(full)
-
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Work:
-        return self._joined.reduce_scatter(full, out, accumulate=accumulate)
-
-    def all_gather(self, full: Tensor, part: Tensor) -> Work:
-        return self._joined.all_gather(full, part)
-
-    def all_gather_in_group(self, full: Tensor, part: Tensor, members: range) -> Work:
-        return self._joined.all_gather_in_group(full, part, members)
-
-    def all_to_all(self, full: Tensor, received: Tensor) -> Work:
-        return self._joined.all_to_all(full, received)
-
-    def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
-        return self._joined.gather(full, part, target)
-
-    def all_to_all_v(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
-        return self._joined.all_to_all_v(received, sent)
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return self._joined.broadcast(tensor, source)
+    all_reduce = _collective("all_reduce")
+    reduce_scatter = _collective("reduce_scatter")
+    all_gather = _collective("all_gather")
+    all_gather_in_group = _collective("all_gather_in_group")
+    all_to_all = _collective("all_to_all")
+    all_to_all_v = _collective("all_to_all_v")
+    gather = _collective("gather")
+    broadcast = _collective("broadcast")
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self._zeros is not None:
-            return self._zeros(numel, dtype, device)
-        return super().zeros(numel, dtype, device)
+        make = self._zeros or super().zeros
+        return make(numel, dtype, device)
 
     def progress_pending(self) -> None:
         if self._is_joined:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -213,9 +214,7 @@ def init_distributed(
         log.info("process group: %s, %d ranks", backend, dist.get_world_size())
 
 
-_one_rank_groups: dict[int, tuple[Any, Any]] = {}
-"""{id of the group of all ranks: that group, which keeps the id its own, and the group of this
-rank}."""
+_one_rank_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the group of all ranks
 
 
 def one_rank_group() -> Any:
@@ -225,8 +224,7 @@ def one_rank_group() -> Any:
         return None
     elastic = elastic_group()
     world = dist.group.WORLD if elastic is None else elastic.joining
-    if id(world) not in _one_rank_groups:
-        _one_rank_groups.clear()  # of a generation that has ended
+    if world not in _one_rank_groups:
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        _one_rank_groups[id(world)] = (world, group)
-    return _one_rank_groups[id(world)][1]
+        _one_rank_groups[world] = group
+    return _one_rank_groups[world]

@@ -203,3 +203,11 @@ class TrainingProgress:
     # 0 at the end of an epoch where the state is; None: its place is not known.
     script_lag: int | None = None
     data_wait_s: float = 0.0  # total seconds that the training loop waited for loaders
+
+    def lose_step(self, before: TrainingProgress) -> None:
+        """A step is lost that has begun at `before`, and may have been counted since."""
+        self.step = before.step
+        self.sample_cursor = before.sample_cursor
+        self.skipped_steps = before.skipped_steps
+        self.micro_step = 0
+        self.lost_steps += 1

@@ -155,6 +155,10 @@ class TrainingState:
         self._is_updating = self.update_is_collective
         self.altered = False
 
+    def revoke(self) -> None:
+        """The update has ended, and does not count: the state is inconsistent."""
+        self._is_updating = True
+
     def confirm(self) -> None:
         """The host has seen the end of the update, and no abort before it. By any thread."""
         self._is_updating = False
