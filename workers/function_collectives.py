@@ -57,9 +57,9 @@ class FunctionCollectives(CallHost):
         self._engine_called = survival.collectives_called
 
     def begin_step(self) -> GroupSurvival | None:
-        """A training step begins. In the first one, from which on its peers call what it calls:
-        returns the engine that may outlive its group. None if that has gathered weights before, or
-        the function has made groups, both of which new members would do in vain."""
+        """Called where a training step begins. In the first one, from which on all ranks make the
+        same calls, returns the engine that may outlive its group: None if that has gathered weights
+        before, or the function has made groups, for which a new member would find no peers."""
         survival, self._own_survival = self._own_survival, None
         if survival is None:
             return None
@@ -69,8 +69,8 @@ class FunctionCollectives(CallHost):
         return None if waits else survival
 
     def outlive(self, survival: GroupSurvival, registry: StateRegistry) -> None:
-        """The function outlives its generations. What it has called is kept for later new members,
-        with the training state."""
+        """The function outlives its generations. The results of its calls are kept for later new
+        members, with the training state."""
         self.survival = survival
         registry.register(_STATE, lambda: self._calls, lambda _: None)
 

@@ -166,7 +166,7 @@ class ElasticGroup(dist.ProcessGroup):
         """The groups of the generations are aborted, not what they are reached by."""
 
     def shutdown(self) -> None:
-        """As `abort`."""
+        """Does nothing, as `abort`."""
 
     # Collectives
 
@@ -221,7 +221,7 @@ class ElasticGroup(dist.ProcessGroup):
         return joining.get_group()
 
     def _complete(self, name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> Work:
-        """On this rank alone."""
+        """Completes the call on this rank alone."""
         if self.host.replays(name, outputs):
             return FinishedCall()
         reason = self.host.local_reason()

@@ -33,12 +33,12 @@ class CallHost:
         """A group of the function's own is about to be made."""
 
     def outlives(self, error: Exception) -> bool:
-        """Whether the function goes on although a collective has failed."""
+        """Whether the function continues although a collective has failed."""
         return False
 
 
 class FinishedCall(Work):
-    """Of a collective that has completed."""
+    """The work of a collective that has completed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class FinishedCall(Work):
 
 
 class PassedCall(Work):
-    """Of a collective of the generation's group. A failure ends where it is waited for, if the
-    function outlives it: `complete` then writes the outputs."""
+    """The work of a collective of the generation's group. If the function outlives a failure,
+    `wait` does not raise: `complete` writes the outputs."""
 
     def __init__(self, work: Work, complete: Callable[[], Work], host: CallHost) -> None:
         super().__init__()

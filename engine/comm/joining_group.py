@@ -1,8 +1,8 @@
 """A process group of one generation, which a thread joins.
 
 NCCL needs 0.5 to 2 s for a group, gloo a tenth of that. Meanwhile the training thread builds or
-re-cuts its engine, and loads its state, for which no other rank is needed; whoever needs the group
-waits for it.
+re-cuts its engine, and loads its state, for which no other rank is needed; a call that needs the
+group waits for it.
 
 Lifetime. The training thread starts a `JoiningGroup`, and ends it: by `wait`, or by `end`, which
 interrupts the join until its thread has ended. The join limits itself.
@@ -104,7 +104,7 @@ class JoiningGroup:
     def _run(self) -> None:
         try:
             self._group = self._join()
-        except BaseException as error:  # noqa: BLE001  raised by whoever waits
+        except BaseException as error:  # noqa: BLE001  raised by `wait`
             self._error = error
         finally:
             self._ended.set()

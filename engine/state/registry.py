@@ -38,7 +38,7 @@ class _Entry:
 
 
 class StateRegistry:
-    """What one engine's caller has registered on this rank.
+    """The state that one engine's caller has registered on this rank.
 
     A value that was read from a state is given to its `set` once: by `deliver`, or by `register`
     if that comes later, but before the next `capture`.
@@ -47,7 +47,7 @@ class StateRegistry:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._restored: dict[str, Any] = {}  # read, and given to no `set` yet
-        self._is_own = True  # whether that is of this rank, not of one that stands in for it
+        self._is_own = True  # whether that is of this rank, not of another one in its place
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def register(
@@ -95,7 +95,7 @@ class StateRegistry:
                 return
 
     def deliver(self) -> None:
-        """Gives the values that were read to those who have registered them."""
+        """Calls `set` of each registered name with the value that was read."""
         for name in [name for name in self._restored if name in self._entries]:
             self._entries[name].set(self._restored.pop(name))
 
@@ -137,7 +137,7 @@ class StateRegistry:
         return self._memory.data_ptr(), self._memory.numel()
 
     def ranges(self, rank: int) -> list[StateRange]:
-        """What was captured."""
+        """The captured values."""
         return [whole_tensor_range(_range_name(rank), self._memory)] if len(self._memory) else []
 
 
