@@ -90,7 +90,7 @@ class Lifecycle:
     def _check_monitoring(self, scraper: Scraper | None) -> None:
         with (
             self._timed("page"),
-            urlopen(f"http://127.0.0.1:{self._job.port}/", timeout=20) as page,
+            urlopen(f"{self._job.url}/", timeout=20) as page,
         ):
             self.results["page bytes"] = len(page.read())
         self._job.wait_for_step(self._interval)
@@ -223,7 +223,8 @@ def main(arguments: list[str]) -> int:
             console.print(f"[red]{error}[/red]")
             for log in ("head.log", "runs/end-to-end/logs/job.log"):
                 if (path := Path(folder, log)).exists():
-                    console.print(f"{log}:\n{path.read_text()[-3000:]}", highlight=False)
+                    text = path.read_text()
+                    console.print(f"{log}:\n{text[:3000]}\n...\n{text[-3000:]}", highlight=False)
             return 1
     console.print(format_machine(machine))
     show(console, lifecycle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,20 @@ class MonitoredJob:
         path.write_text(yaml.safe_dump(document), encoding="utf-8")
         return path
 
+    @property
+    def url(self) -> str:
+        """The page that the job's log named last: another one if `port` was in use by then."""
+        try:
+            log = (self.folder / "logs" / "job.log").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            log = ""
+        named = re.findall(r"^page: (http\S+)/ ", log, re.MULTILINE)
+        return named[-1] if named else f"http://127.0.0.1:{self.port}"
+
     def snapshot(self) -> dict[str, Any]:
         """The job's metrics snapshot; empty if the job has not started."""
         try:
-            with urlopen(f"http://127.0.0.1:{self.port}/snapshot.json", timeout=10) as response:
+            with urlopen(f"{self.url}/snapshot.json", timeout=10) as response:
                 snapshot: dict[str, Any] = json.loads(response.read())
                 return snapshot
         except OSError:
