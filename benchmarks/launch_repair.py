@@ -87,7 +87,8 @@ def read_notes(folder: Path, name: str) -> list[Any]:
 
 def find_problems(folder: Path, steps: int, samples: int, epochs: int, kills: int = 0) -> list[str]:
     """What a script's notes say against: each step is finished once, with each sample once an
-    epoch. Samples of a step that was interrupted count in its last attempt only. `kills`: a loop
+    epoch. Samples of a step that was interrupted, by another entry of the script or by a step that
+    the script notes as lost, count in its last attempt only. `kills`: a loop
     that was interrupted between a finished step and its note has no note of it."""
     problems = []
     done_at_s: dict[int, float] = {}
@@ -96,9 +97,9 @@ def find_problems(folder: Path, steps: int, samples: int, epochs: int, kills: in
     missing = set(range(1, steps + 1)) - done_at_s.keys()
     if len(missing) > kills or len(done_at_s) + len(missing) != steps:
         problems.append(f"{len(done_at_s)} steps were finished, not {steps}")
-    entries = sorted(read_notes(folder, "entries"))
+    entries = sorted([*read_notes(folder, "entries"), *read_notes(folder, "lost")])
     used = read_notes(folder, "used")
-    attempts: dict[int, int] = {}  # by step: how many entries came before its last attempt
+    attempts: dict[int, int] = {}  # by step: how many of these came before its last attempt
     for at_s, step, _ in used:  # the number of finished steps
         if at_s > done_at_s.get(step + 1, at_s):
             problems.append(f"step {step + 1} was done again")

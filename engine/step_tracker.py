@@ -64,6 +64,7 @@ class StepTracker:
         self.boundary = Boundary.COUNTED
         self.no_sync = False  # inside `Engine.no_sync()`
         self.applied = False  # whether the last `step()` changed the weights
+        self.lost = False  # the last `step()` ended a step that was lost with its process group
         self.zeroed = False  # `zero_grad()` since the last backward, and no `step()`
         self.unstepped = False  # no `step()` since the last backward
         self.backwards = 0  # finished ones of this step
@@ -155,6 +156,7 @@ class StepTracker:
         """The gradients and micro-steps of this step are gone, with the process group."""
         self._phase = self._before = StepPhase.EMPTY
         self.applied = self.zeroed = self.unstepped = False
+        self.lost = True
         self.backwards = 0
 
     @contextmanager

@@ -38,6 +38,15 @@ class GroupSurvival:
     def is_enabled(self) -> bool:
         return self._collectives.on_broken is not None
 
+    def follow_host_loader(self) -> None:
+        """The host yields the script's batches from now on, and calls `await_group` before each."""
+        self._step.micro_batches.yielded_by_host = True
+
+    def await_group(self) -> None:
+        """Where a step begins in a broken group, asks the host for another one."""
+        if not self._step.tracker.has_gradients:
+            self._step.reforming.reform_if_broken()
+
     @property
     def local_reason(self) -> str:
         """Why this rank computes on its own; empty if it does not."""

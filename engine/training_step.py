@@ -109,7 +109,7 @@ class TrainingStep:
     def _begin_step(self) -> None:
         """Before the first forward of a step. In a broken group: another one is asked for when the
         loader is read; here, if nothing is read from it by this thread."""
-        if self.micro_batches.reads_in_other_thread or not self.micro_batches.has_untrained:
+        if not self.micro_batches.is_read_where_steps_begin:
             self.reforming.reform_if_broken()
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -220,7 +220,7 @@ class TrainingStep:
         tracker = self.tracker
         follows_no_sync = tracker.follows_no_sync and not self.is_boundary
         tracker.zeroed = tracker.unstepped = False
-        tracker.applied = False
+        tracker.applied = tracker.lost = False
         if tracker.skips_step:
             tracker.uncounted_micro_steps += 1
             return

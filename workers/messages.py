@@ -90,6 +90,8 @@ class GenerationSpec:
         shares: each rank's share of a step's samples, adding up to 1; empty: even shares.
         remote: pin steps as often as possible, for replication to another node's vault.
         faults: all faults injected since the job started, in addition to `WorkerSpec.faults`.
+        survivors_stay: some members' training functions go on in their loops, where new members
+            meet them; else all members call theirs.
         secret: of the store's keys.
     """
 
@@ -101,6 +103,7 @@ class GenerationSpec:
     shares: tuple[float, ...] = ()
     remote: bool = False
     faults: tuple[FaultSpec, ...] = ()
+    survivors_stay: bool = False
     secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
 
 
@@ -231,10 +234,15 @@ class InProcessStateInfo:
 
 @dataclass(frozen=True)
 class Stopped(RankMessage):
-    """The worker has left the generation on the controller's request. `memory` is None if there is
-    no engine, or it is mid-update."""
+    """The worker has left the generation on the controller's request.
+
+    Args:
+        memory: None if there is no engine, or it is mid-update.
+        stays: the training function waits in its loop for the next generation.
+    """
 
     memory: InProcessStateInfo | None = None
+    stays: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,7 +255,7 @@ class Crashed(RankMessage):
         step: the current step, counted from 1; 0 before the function was called.
         error: the exception as text, without a traceback.
         traceback: the user's frames; empty if the error message is sufficient.
-        memory: as in `Stopped`.
+        memory, stays: as in `Stopped`.
     """
 
     kind: CrashKind
@@ -255,6 +263,7 @@ class Crashed(RankMessage):
     error: str
     traceback: str
     memory: InProcessStateInfo | None = None
+    stays: bool = False
 
 
 @dataclass(frozen=True)

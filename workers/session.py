@@ -49,13 +49,14 @@ class JobSession:
 
     A function whose engine is ready outlives its generation: where that ends, it waits in `reform`
     for the next one, and its engine is re-cut. Not a script with a loop over a loader of its own,
-    or of Trainer's or Accelerate's; nor a function with a second engine, whose state is in no
-    vault: those are unwound, and called again.
+    or of Trainer's; nor a function with a second engine, whose state is in no vault: those are
+    unwound, and called again.
 
     Attributes:
         membership: of the current generation.
         engine: None until `initialize` has built it.
         script_settings: those of a launched script; None before it runs, and without one.
+        yields_again: a loader of Accelerate's yields the batches of a lost step again.
         reporter: collects the metrics of the engine and of the user.
         registry: what the function has registered by `ctx.state`; the engine's, once there is one.
     """
@@ -71,6 +72,7 @@ class JobSession:
         self.engine_config = spec.engine_config
         self.script_settings: ScriptSettings | None = None
         self.engine: Engine | None = None
+        self.yields_again = False
         self._divides_steps = False
         self._spec = spec
         self._retained = retained
@@ -241,13 +243,12 @@ class JobSession:
     def _begin_step(self, *, reads_loader: bool) -> None:
         """From its first step on, where new members come in, a function outlives its generations:
         unless its engine has gathered weights before that, which new members would gather in vain.
-        A script does if it trains on the engine's loader, which reads the samples of a lost step
-        again."""
+        A script does if the loader that it trains on yields the samples of a lost step again."""
         own = self._own_collectives
         if own is None or (survival := own.begin_step()) is None:
             return
         is_own_loop = self.replays_epochs and (self._divides_steps or not reads_loader)
-        if not is_own_loop:
+        if self.yields_again or not is_own_loop:
             survival.enable(self._on_broken)
             own.outlive(survival, self.registry)
 

@@ -203,7 +203,7 @@ class TrainingThread:
         memory, error = self._release(channel, drained=drained)
         if error is not None:
             raise error
-        message = self._left_message(channel, memory)
+        message = replace(self._left_message(channel, memory), stays=True)
         with self._parking:
             self._parked = True
         channel.left.set()

@@ -127,8 +127,7 @@ class WorkerProcess(WorkerCalls):
         channel = GenerationChannel(self._post, assignment.generation, assignment.rank)
         with process_group.group_lock:
             self._channel = channel
-        restores = assignment.restore is not None
-        if not (restores and self._training_thread.resume(assignment, channel)):
+        if not (assignment.survivors_stay and self._training_thread.resume(assignment, channel)):
             self._training_thread.start(channel, lambda: self._run_function(assignment, channel))
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
@@ -252,7 +251,7 @@ class WorkerProcess(WorkerCalls):
         self._device = self._select_device()
         membership = self._join(assignment, channel, continues=False)
         collectives = FunctionCollectives(assignment.rank, lambda: self._channel.interrupt.is_set())
-        if assignment.generation > 1:  # not of another run, which is resumed
+        if assignment.survivors_stay:
             with self._retained.open_source(assignment.restore) as source:
                 if source is not None:
                     collectives.read(source)

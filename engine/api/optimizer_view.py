@@ -77,9 +77,11 @@ class DeepSpeedOptimizer:
 
     @property
     def overflow(self) -> bool:
-        """Whether the last finished step was skipped on every rank: a gradient was not finite."""
-        norm = self._live_engine._step.meter.last_step.get("grad_norm")
-        return norm is not None and not isfinite(norm)
+        """Whether the last step was skipped on every rank: a gradient was not finite, or the step
+        was lost with a rank."""
+        step = self._live_engine._step
+        norm = step.meter.last_step.get("grad_norm")
+        return step.tracker.lost or (norm is not None and not isfinite(norm))
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:

@@ -50,6 +50,9 @@ class StateRegistry:
         self._is_own = True  # whether that is of this rank, not of another one in its place
         self._memory = torch.empty(0, dtype=torch.uint8)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
     def register(
         self,
         name: str,

@@ -233,6 +233,7 @@ class Reconfiguration:
             shares=shares,
             remote=ctx.replicates,
             faults=ctx.injected_faults,
+            survivors_stay=restore is not None and not ctx.registry.staying.isdisjoint(assignments),
         )
         generation.assign()
         self._assignments = ctx.deps.workers.assign(spec, assignments)

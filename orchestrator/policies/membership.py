@@ -123,6 +123,8 @@ class WorkerRegistry(ObservedState):
         """Ids of nodes that are about to be removed."""
         self.members: frozenset[int] = frozenset()
         """Indices of the newest generation's members."""
+        self.staying: frozenset[int] = frozenset()
+        """Indices of workers whose training functions go on in their loops."""
         self.awaiting_replacement: tuple[WorkerInfo, ...] = ()
         """Lost workers whose reservations wait for a replacement."""
         self._all: dict[int, WorkerInfo] = {}

@@ -66,7 +66,10 @@ class LocalWorkers:
     ) -> None:
         """Start a generation, only on `recipients` if given."""
         port = self.workers[members[0]].call("open_store")
-        spec = GenerationSpec(generation, len(members), "127.0.0.1", port, restore)
+        stays = restore is not None and any(map(self._stays, members))
+        spec = GenerationSpec(
+            generation, len(members), "127.0.0.1", port, restore, survivors_stay=stays
+        )
         for rank, index in enumerate(members):
             if recipients is not None and index not in recipients:
                 continue
@@ -75,6 +78,11 @@ class LocalWorkers:
                 spec,
                 RankAssignment(rank, rank, len(members), self.vault.address()),
             )
+
+    def _stays(self, index: int) -> bool:
+        """Whether the worker's function waits in its loop for the next generation."""
+        ends = [message for message in self.seen[index] if isinstance(message, ENDED)]
+        return bool(ends) and getattr(ends[-1], "stays", False)
 
     def wait(
         self, index: int, matches: Callable[[WorkerMessage], bool], timeout_s: float = 240.0

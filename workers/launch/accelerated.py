@@ -1,10 +1,9 @@
 """Accelerate in a launched script with a loop of its own: `prepare` goes on where the job stands.
 
-The script begins its loops again. The first DataLoader that is prepared with the model leaves out
-the finished steps: a finished epoch yields nothing, the current one the batches that are left.
-Other loaders, such as an evaluation's, are iterated whole. A schedule that the engine does not have
-is stepped as often as it was. All of it follows from the number of finished steps, the batches of a
-step over all ranks, and the ranks of the first generation, which survivors know.
+The first DataLoader that is prepared with the model follows the job (`accelerated_loop`). Other
+loaders, such as an evaluation's, are iterated whole. A schedule that the engine does not have is
+stepped as often as it was. All of it follows from the number of finished steps, the batches of a
+step over all ranks, and the ranks of the first generation, which the training state has.
 
 A script that resumes from a checkpoint loads it again, and begins its loop at its step: those
 finished since are left out of the loop, and the schedule is stepped as often.
@@ -16,8 +15,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib import import_module
 from types import ModuleType
@@ -27,10 +25,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from rayzero.engine.comm.process_group import all_gather_objects
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import current_session
 from rayzero.engine.state.metadata import capture_rng, restore_rng
+from rayzero.engine.state.registry import StateRegistry
+from rayzero.workers.launch.accelerated_loop import (
+    Place,
+    place_of,
+    set_place,
+    skipping_from_place,
+)
 from rayzero.workers.launch.scripted_steps import (
     ScriptedSteps,
     adapt_options,
@@ -43,8 +47,9 @@ from rayzero.workers.launch.scripted_steps import (
 from rayzero.workers.session import JobSession
 
 _first: dict[str, int] = {}
-"""Of the first generation that prepared a model: `ranks`, and `batches` of a step over all ranks.
-This process's, or that of a survivor."""
+"""`ranks` of the first generation that prepared a model, and `batches` of a step over all ranks."""
+_STATE = "rayzero.accelerate"
+"""Its name in the training state."""
 
 
 def patch_accelerator(module: ModuleType) -> None:
@@ -54,7 +59,7 @@ def patch_accelerator(module: ModuleType) -> None:
     module.Accelerator.save_state = _saving_once(module.Accelerator.save_state)
     module.Accelerator.load_state = _staying_load(module.Accelerator.load_state)
     module.Accelerator.clip_grad_norm_ = clipping_where_called(module.Accelerator.clip_grad_norm_)
-    skip = _skipping_from_place(module.skip_first_batches)
+    skip = skipping_from_place(module.skip_first_batches)
     for name in (module.__name__, "accelerate.data_loader", "accelerate"):
         vars(sys.modules[name])["skip_first_batches"] = skip
 
@@ -102,7 +107,7 @@ def _staying_load(load_state: Callable[..., Any]) -> Callable[..., Any]:
                     group["lr"] = lr  # a schedule restores its own position only
                 _advance(schedule, missed)
         for loader in self._dataloaders:
-            if (place := _place_of(loader)) is not None:
+            if (place := place_of(loader)) is not None:
                 place.missed_steps, place.loaded_step = missed, loaded_step
 
     return loading
@@ -123,11 +128,12 @@ def _adapting_init(init: Callable[..., None]) -> Callable[..., None]:
         self.rayzero_scripted = in_job() and plugin is not None and brings_no_config(options)
         if self.rayzero_scripted and plugin.is_auto("gradient_clipping"):
             plugin.deepspeed_config["gradient_clipping"] = 0.0
-        if not _restored_step() or plugin is None:
+        session = current_session()
+        if not isinstance(session, JobSession) or not session.restored_step or plugin is None:
             return
-        _agree()
+        _recall(session)
         ranks = dist.get_world_size()
-        if _first and ranks != _first["now"]:
+        if _first and ranks != _first["ranks"]:
             if _first["batches"] % ranks:
                 raise ConfigError(
                     f"a step of {_first['batches']} batches over {ranks} ranks",
@@ -141,11 +147,14 @@ def _adapting_init(init: Callable[..., None]) -> Callable[..., None]:
     return adapting
 
 
-def _agree() -> None:
-    """Takes what a survivor knows of the first generation. Collective."""
-    known = next((offer for offer in all_gather_objects(dict(_first)) if offer), {})
-    _first.clear()
-    _first.update(known)
+def _recall(session: JobSession) -> None:
+    """Reads what the training state tells of the first generation."""
+    registry = StateRegistry()
+    registry.register(_STATE, dict, _first.update)
+    with session.resume_from() as source:
+        if source is not None and session.assignment.generation > 1:
+            registry.read(source, session.assignment.rank)
+    registry.deliver()
 
 
 def _continuing_prepare(prepare: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,6 +163,10 @@ def _continuing_prepare(prepare: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(self, "rayzero_scripted", False):
             check_prepare(args)
         result = prepare(self, *args, **options)
+        prepared = vars(self).setdefault("rayzero_loaders", [])
+        outputs = result if len(args) > 1 else (result,)
+        loaders = [it for it, given in zip(outputs, args, strict=True) if _is_loader(given)]
+        prepared += loaders
         session, plugin = current_session(), self.state.deepspeed_plugin
         models = [number for number, it in enumerate(args) if isinstance(it, nn.Module)]
         if not isinstance(session, JobSession) or plugin is None or not models or len(args) < 2:
@@ -164,15 +177,18 @@ def _continuing_prepare(prepare: Callable[..., Any]) -> Callable[..., Any]:
         steps = engine.gradient_accumulation_steps()
         if not _first:
             ranks = dist.get_world_size()
-            _first.update(ranks=ranks, batches=steps * ranks, now=ranks)
-        _first["now"] = dist.get_world_size()
+            _first.update(ranks=ranks, batches=steps * ranks)
+        if _STATE not in session.registry:
+            session.registry.register(_STATE, lambda: dict(_first), _first.update)
         session.divide_step(_first["batches"])
-        loaders = [it for it, given in zip(result, args, strict=True) if _is_loader(given)]
         if loaders:
-            place = _Place(engine.global_steps, len(loaders[0]), steps)
+            place = Place(loaders[0], engine.global_steps, steps, lambda: _recut(self, prepared))
             if isinstance(scripted := self.deepspeed_engine_wrapped, ScriptedSteps):
                 place.check_stepped = scripted.check_stepped
-            _set_place(loaders[0], place)
+            set_place(loaders[0], place)
+            if session.engine is not None and _is_cut(loaders[0]):
+                session.yields_again = True
+                session.engine.survival.follow_host_loader()
         for schedule in filter(_is_ours, result):
             _continue_schedule(schedule, engine.global_steps)
         return result
@@ -189,122 +205,43 @@ def _is_ours(given: Any) -> bool:
     return type(given).__name__ == "AcceleratedScheduler"
 
 
-@dataclass
-class _Place:
-    """Where a script's loop over a loader is.
+def _recut(accelerator: Any, loaders: Sequence[Any]) -> int:
+    """Accelerate counts the present ranks from now on. Returns the batches of this rank of a step.
 
-    Attributes:
-        missed_steps: finished ones that the loop has not come to.
-        batches: of this rank, of an epoch.
-        step_batches: of this rank, of a step.
-        loaded_step: of the checkpoint that a script has loaded when it was entered again.
-        check_stepped: called before each batch but the first.
+    `loaders`: all that were prepared.
     """
-
-    missed_steps: int
-    batches: int
-    step_batches: int
-    loaded_step: int | None = None
-    check_stepped: Callable[[], None] = lambda: None
-
-    def skipped_by_script(self, batches: int) -> int:
-        """Of an epoch's batches, where the script asks for so many. It may have counted them on
-        another number of ranks: the step of its checkpoint counts, if it has loaded one."""
-        if self.loaded_step is None or not batches:
-            return batches
-        return self.loaded_step % self._steps(self.batches) * self.step_batches
-
-    def begin_epoch(self, skipped: int) -> int | None:
-        """The batches to leave out, beside those that the script itself skips; None: all."""
-        steps = self._steps(self.batches - skipped)
-        done = min(self.missed_steps, steps)
-        self.missed_steps -= done
-        is_finished = done == steps
-        if (engine := getattr(current_session(), "engine", None)) is not None:
-            engine.progress.script_lag = self.missed_steps if is_finished else None
-        return None if is_finished else done * self.step_batches
-
-    def _steps(self, batches: int) -> int:
-        return math.ceil(batches / self.step_batches)
+    states = import_module("accelerate.state")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for state in (states.PartialState(), states.AcceleratorState()):
+        state.num_processes, state.process_index = ranks, rank
+        state.local_process_index = int(os.environ["LOCAL_RANK"])
+    for loader in filter(_is_cut, loaders):
+        loader.batch_sampler.num_processes = ranks
+        loader.batch_sampler.process_index = rank
+    each = _first["batches"] // ranks
+    accelerator.gradient_accumulation_steps, accelerator.step = each, 0
+    return each
 
 
-def _set_place(loader: Any, place: _Place, skipped: int = 0) -> None:
-    """From now on the loader's iterations begin at the place. A drain ends the script where it asks
-    for the batch after a step."""
-    if type(loader) not in _patched:
-        _patched.add(type(loader))
-        type(loader).__iter__ = _continuing_iter(type(loader).__iter__)
-    loader.rayzero_place = place, skipped
-
-
-def _place_of(loader: Any) -> _Place | None:
-    place, _ = getattr(loader, "rayzero_place", (None, 0))
-    return place
-
-
-_patched = set[type]()
-
-
-def _continuing_iter(iterate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    def continuing(self: Any) -> Iterator[Any]:
-        place, skipped = getattr(self, "rayzero_place", (None, 0))
-        if place is None:
-            return iterate(self)
-        batches = place.begin_epoch(skipped)
-        rest = iterate(self) if batches == 0 else _rest(self, batches)
-        return _announce_batches(rest, place.check_stepped)
-
-    return continuing
-
-
-def _skipping_from_place(skip: Callable[..., Any]) -> Callable[..., Any]:
-    """`skip_first_batches`, which makes another loader."""
-
-    @wraps(skip)
-    def skipping(dataloader: Any, num_batches: int = 0) -> Any:
-        place = _place_of(dataloader)
-        if place is None:
-            return skip(dataloader, num_batches)
-        skipped = place.skipped_by_script(num_batches)
-        rest = skip(dataloader, skipped)
-        _set_place(rest, place, skipped)
-        return rest
-
-    return skipping
-
-
-def _announce_batches(batches: Iterator[Any], check_stepped: Callable[[], None]) -> Iterator[Any]:
-    for batch in batches:
-        yield batch
-        check_stepped()
-        if (session := current_session()) is not None:
-            session.on_phase("data")
-
-
-def _rest(loader: Any, batches: int | None) -> Iterator[Any]:
-    if batches is None:  # a sampler's generator goes on from epoch to epoch
-        for _ in loader.batch_sampler:
-            pass
-    else:
-        skip = import_module("accelerate").skip_first_batches.__wrapped__
-        rest = skip(loader, batches)
-        rest.iteration = loader.iteration
-        yield from rest
-    loader.iteration += 1
+def _is_cut(loader: Any) -> bool:
+    """Whether the loader's batches are cut for ranks by a sampler that can cut for others."""
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    return type(sampler).__name__ == "BatchSamplerShard" and not sampler.split_batches
 
 
 def _continue_schedule(schedule: Any, steps: int) -> None:
     """Steps it as often as it was; and from now on as often a step as on the first ranks."""
     _advance(schedule, steps)
-    if _steps_of(schedule) not in (1, dist.get_world_size()):
-        skipped = schedule.optimizers
+    if not schedule.step_with_optimizer or schedule.split_batches:
+        return
+    skipped = schedule.optimizers
 
-        def step(*args: Any, **options: Any) -> None:
-            due = schedule.gradient_state.sync_gradients
-            if due and not any(optimizer.step_was_skipped for optimizer in skipped):
-                _advance(schedule, 1)
+    def step(*args: Any, **options: Any) -> None:
+        due = schedule.gradient_state.sync_gradients
+        if due and not any(optimizer.step_was_skipped for optimizer in skipped):
+            _advance(schedule, 1)
 
-        schedule.step = step
+    schedule.step = step
 
 
 def _steps_of(schedule: Any) -> int:

@@ -26,6 +26,7 @@ from rayzero.workers.messages import (
     Stopped,
     WentBack,
 )
+from tests.workers.event_controller import Event, EventController, fault
 from tests.workers.local_controller import LocalController
 from tests.workers.local_workers import LocalWorkers
 from tests.workers.support import setup
@@ -35,7 +36,9 @@ SCRIPTS = Path(__file__).parent / "scripts"
 SAMPLES, EPOCHS = 24, 3  # of own_loop.py
 
 
-def make_workers(folder: Path, name: str, *args: str, count: int = 2) -> LocalWorkers:
+def make_workers(
+    folder: Path, name: str, *args: str, count: int = 2, faults: tuple[str, ...] = ()
+) -> LocalWorkers:
     launch = LaunchSpec(script=str(SCRIPTS / name), args=[*args])
     return LocalWorkers(
         setup(
@@ -46,6 +49,7 @@ def make_workers(folder: Path, name: str, *args: str, count: int = 2) -> LocalWo
             output_dir=str(folder),
             working_dir=str(Path.cwd()),
             mirror=MirrorPolicy(replicas=1, every_steps=1),
+            faults=faults,
         ),
         count,
     )
@@ -268,6 +272,8 @@ def test_killed_accelerate_loop_goes_on_at_its_step(
     (tmp_path / "plain").symlink_to(accelerated)
     controller = run(tmp_path / "killed", "accelerated_loop.py", *where)
     check_continued(tmp_path, steps=12)
+    in_loop = "--kill-save" not in where  # elsewhere than in a step it is called again
+    assert len(read_rank(tmp_path / "killed", "entries")) == 2 - in_loop
     assert not [text for text in controller._local.texts(0) if "Warning" in text]
     assert checkpointed_steps(tmp_path / "killed", "epoch-") == [6, 12]
 
@@ -308,6 +314,34 @@ def test_script_without_a_config_equals_ddp_and_goes_on_after_a_kill(name: str, 
         norms = read_rank(tmp_path / "plain", "norms")
         assert max(norms) > 0.1
         assert read_rank(tmp_path / "killed", "norms") == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("order", [(), ("--generator",)])
+def test_accelerate_loop_stays_while_ranks_are_replaced_and_lost(
+    tmp_path: Path, order: tuple[str, ...]
+):
+    """Rank 0 in an epoch, rank 1 in its last step, and one that is not replaced."""
+    run(tmp_path / "plain", "accelerated_loop.py", "--samples", "32", *order)
+    events = [
+        Event(3, "replace", (fault("kill", 0, 3, "backward"),)),
+        Event(8, "replace", (fault("kill", 1, 8, "reduce"),)),
+        Event(11, "kill", (fault("kill", 0, 11, "forward"),)),
+    ]
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    args = ("--out", str(folder), "--samples", "32", *order)
+    faults = tuple(it for event in events for it in event.faults)
+    local = make_workers(folder, "accelerated_loop.py", *args, faults=faults)
+    try:
+        controller = EventController(local, events, None)
+        controller.run(240)
+        assert controller.wrong == []
+    finally:
+        local.close()
+    assert [ranks for ranks, _ in controller.starts] == [2, 2, 2, 1]
+    assert len(read(folder, "entries")) == 4, "one of each process"
+    assert find_problems(folder, 16, 32, epochs=2, kills=3) == []
+    assert weight_difference(tmp_path / "plain", folder) <= 1e-9
 
 
 def checkpointed_steps(folder: Path, name: str) -> list[int]:

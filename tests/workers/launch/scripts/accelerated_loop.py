@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--width", type=int, default=4)
+    parser.add_argument("--generator", action="store_true", help="orders the samples")
     parser.add_argument("--pace-s", type=float, default=0.0)
     args = parser.parse_args()
     note(args.out, "entries", time.time())
@@ -69,10 +70,10 @@ def main() -> None:
         cpu="TORCHELASTIC_RUN_ID" in os.environ,  # torchrun's
         project_config=numbered,
         deepspeed_plugin=plugin,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=not args.generator),
         gradient_accumulation_steps=steps,
     )
-    torch.manual_seed(1)
+    torch.manual_seed(int(os.environ["RANK"]) if args.generator else 1)
     model = nn.Sequential(nn.Linear(4, args.width), nn.Tanh(), nn.Linear(args.width, 1)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -96,13 +97,18 @@ def main() -> None:
             note(args.out, "used", [time.time(), step, indices.tolist()])
             with accelerator.accumulate(model):
                 accelerator.backward(model(rows).pow(2).mean())
+                norm = None
                 if args.plain and accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
-                    note(args.out, "norms", float(norm))
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-            if accelerator.sync_gradients and hasattr(model, "global_steps"):
+            ends_step = accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped
+            if accelerator.sync_gradients and not ends_step:
+                note(args.out, "lost", time.time())
+            if norm is not None and ends_step:
+                note(args.out, "norms", float(norm))
+            if ends_step and hasattr(model, "global_steps"):
                 note(args.out, "steps", [time.time(), model.global_steps])
                 note(args.out, "rates", schedule.get_last_lr())
                 if model.global_steps == args.save_at:

@@ -1,0 +1,196 @@
+"""A script's loop over a loader of Accelerate's, from where the job stands and through its faults.
+
+A script that is entered begins its loops again: a finished epoch yields nothing, the current one
+the batches that are left. In a loop that goes on after a fault or a resize, the batches of the step
+that was lost are read again, cut for the present ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+from rayzero.engine.engine import Engine
+from rayzero.engine.session import current_session
+from rayzero.engine.state.metadata import capture_rng, restore_rng
+from rayzero.workers.session import JobSession
+
+
+@dataclass
+class Place:
+    """Where a script's loop over a loader is.
+
+    Attributes:
+        loader: as Accelerate has prepared it.
+        missed_steps: finished ones that the loop has not come to.
+        step_batches: of this rank, of a step.
+        recut: called when the ranks may have changed; returns the batches of a step.
+        loaded_step: of the checkpoint that a script has loaded when it was entered again.
+        check_stepped: called before each batch but the first.
+    """
+
+    loader: Any
+    missed_steps: int
+    step_batches: int
+    recut: Callable[[], int]
+    loaded_step: int | None = None
+    check_stepped: Callable[[], None] = lambda: None
+
+    def skipped_by_script(self, batches: int) -> int:
+        """Of an epoch's batches, where the script asks for so many. It may have counted them on
+        another number of ranks: the step of its checkpoint counts, if it has loaded one."""
+        if self.loaded_step is None or not batches:
+            return batches
+        return self.loaded_step % self._steps(len(self.loader)) * self.step_batches
+
+    def begin_epoch(self, skipped: int) -> int | None:
+        """The steps to leave out, in addition to what the script itself skips; None: all."""
+        steps = self._steps(len(self.loader) - skipped)
+        done = min(self.missed_steps, steps)
+        self.missed_steps -= done
+        is_finished = done == steps
+        if (engine := getattr(current_session(), "engine", None)) is not None:
+            engine.progress.script_lag = self.missed_steps if is_finished else None
+        return None if is_finished else done
+
+    def _steps(self, batches: int) -> int:
+        return math.ceil(batches / self.step_batches)
+
+
+_patched = set[type]()
+
+
+def set_place(loader: Any, place: Place, skipped: int = 0) -> None:
+    """From now on the loader's iterations begin at the place, behind the batches that the script
+    skips. A drain ends them where the script asks for the batch after a step."""
+    if type(loader) not in _patched:
+        _patched.add(type(loader))
+        type(loader).__iter__ = _continuing_iter(type(loader).__iter__)
+    loader.rayzero_place = place, skipped
+
+
+def place_of(loader: Any) -> Place | None:
+    place, _ = getattr(loader, "rayzero_place", (None, 0))
+    return place
+
+
+def skipping_from_place(skip: Callable[..., Any]) -> Callable[..., Any]:
+    """`skip_first_batches`, which makes another loader."""
+
+    @wraps(skip)
+    def skipping(dataloader: Any, num_batches: int = 0) -> Any:
+        place = place_of(dataloader)
+        if place is None:
+            return skip(dataloader, num_batches)
+        skipped = place.skipped_by_script(num_batches)
+        rest = skip(dataloader, skipped)
+        set_place(rest, place, skipped)
+        return rest
+
+    return skipping
+
+
+def _continuing_iter(iterate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    def continuing(self: Any) -> Iterator[Any]:
+        place, skipped = getattr(self, "rayzero_place", (None, 0))
+        session = current_session()
+        if place is None or not isinstance(session, JobSession) or session.engine is None:
+            return iterate(self)
+        return _Epoch(self, iterate, place, skipped).batches(session, session.engine)
+
+    return continuing
+
+
+class _Epoch:
+    """One iteration of a loader.
+
+    Args:
+        loader: what the script iterates: the place's, or the rest of an epoch of it.
+        skipped: batches that the script leaves out of the epoch.
+    """
+
+    def __init__(
+        self, loader: Any, iterate: Callable[..., Iterator[Any]], place: Place, skipped: int
+    ) -> None:
+        self._loader = loader
+        self._iterate = iterate
+        self._place = place
+        self._skipped_steps = skipped // place.step_batches
+        self._done_steps = place.begin_epoch(skipped)
+        self._skipped = skipped
+
+    def batches(self, session: JobSession, engine: Engine) -> Iterator[Any]:
+        loader, place, done = self._loader, self._place, self._done_steps
+        if done is None:  # a sampler's generator goes on from epoch to epoch
+            for _ in loader.batch_sampler:
+                pass
+            loader.iteration += 1
+            return
+        generator = loader.synchronized_generator if session.yields_again else None
+        if generator is not None:  # before the loader does, which draws from it then
+            utilities = import_module("accelerate.utils")
+            utilities.synchronize_rng_states(loader.rng_types, generator)
+        order = None if generator is None else generator.get_state()
+        first_step = engine.progress.step - done
+        batches = self._rest(done) if done else self._iterate(loader)
+        while True:
+            seen = engine.progress.lost_steps, session.assignment.generation
+            is_complete = True
+            for batch in batches:
+                yield batch
+                place.check_stepped()
+                session.on_phase("data")
+                if session.yields_again:
+                    engine.survival.await_group()
+                if (engine.progress.lost_steps, session.assignment.generation) != seen:
+                    is_complete = False
+                    break
+            if is_complete:
+                return
+            batches = self._read_again(batches, engine, engine.progress.step - first_step, order)
+
+    def _read_again(
+        self, batches: Iterator[Any], engine: Engine, done: int, order: Any
+    ) -> Iterator[Any]:
+        """The batches behind so many steps, for the present ranks, in the same order."""
+        with closing(batches):  # type: ignore[type-var]
+            self._place.step_batches = self._place.recut()
+        self._loader.end()
+        if order is not None:
+            self._loader.synchronized_generator.set_state(order)
+        if not done:
+            return self._rest(done, alone=True)
+        # A new iteration draws a seed for its workers, which the epoch has drawn before.
+        rng = capture_rng(engine.device)
+        rest = self._rest(done, alone=True)
+        first = next(rest, None)
+        restore_rng(rng, engine.device)
+        return iter(()) if first is None else _put_before(first, rest)
+
+    def _rest(self, done: int, *, alone: bool = False) -> Iterator[Any]:
+        """The batches behind so many steps, and behind what the script skips.
+
+        `alone`: the ranks have agreed on the sampler's generator before.
+        """
+        loader, place = self._loader, self._place
+        skip = import_module("accelerate").skip_first_batches.__wrapped__
+        skipped = self._skipped_steps * place.step_batches if alone else self._skipped
+        rest = skip(place.loader, skipped + done * place.step_batches)
+        rest.iteration = loader.iteration
+        if alone:
+            rest.rng_types = None
+        try:
+            yield from rest
+            loader.iteration += 1
+        finally:
+            rest.end()
+
+
+def _put_before(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest
