@@ -168,6 +168,9 @@ class Reforming:
     def __init__(self, collectives: Collectives, session: HostSession | None) -> None:
         self.gathered_between_steps = False
         """Whether something has needed all ranks between two steps."""
+        self.by_host = False
+        """The host yields the batches of the script's own loader, asks for another group before
+        each, and yields those of a lost step again."""
         self._collectives = collectives
         self._session = session
 

@@ -40,7 +40,7 @@ class GroupSurvival:
 
     def follow_host_loader(self) -> None:
         """The host yields the script's batches from now on, and calls `await_group` before each."""
-        self._step.micro_batches.yielded_by_host = True
+        self._step.reforming.by_host = True
 
     def await_group(self) -> None:
         """Where a step begins in a broken group, asks the host for another one."""

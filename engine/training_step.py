@@ -109,7 +109,7 @@ class TrainingStep:
     def _begin_step(self) -> None:
         """Before the first forward of a step. In a broken group: another one is asked for when the
         loader is read; here, if nothing is read from it by this thread."""
-        if not self.micro_batches.is_read_where_steps_begin:
+        if not (self.reforming.by_host or self.micro_batches.is_read_where_steps_begin):
             self.reforming.reform_if_broken()
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -94,8 +94,6 @@ class MicroBatches:
         stale: what the loop had read before the ranks changed.
         progress: the engine's; `micro_batch_weight` is that of batches that the script makes.
         session: gets the samples of each micro-batch that was trained on, before its step's vote.
-        yielded_by_host: the host yields the batches of the script's own loader, by which it asks
-            for another group, and those of a lost step again.
     """
 
     def __init__(
@@ -108,7 +106,6 @@ class MicroBatches:
         self.split = split
         self.stale = StaleBatches()
         self.session = session
-        self.yielded_by_host = False
         self._lock = Lock()
         self._iteration = 0  # number of the newest one
         self._reader: Thread | None = None  # the one that advances it
@@ -257,7 +254,7 @@ class MicroBatches:
         """Whether this thread reads a batch before the next step, and asks for another group then
         if this one is broken."""
         has_untrained = bool(self._untrained or self.stale.waiting)
-        return self.yielded_by_host or (has_untrained and not self.reads_in_other_thread)
+        return has_untrained and not self.reads_in_other_thread
 
     @property
     def from_loader(self) -> bool:

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from types import ModuleType
@@ -31,6 +31,7 @@ from rayzero.engine.state.metadata import capture_rng, restore_rng
 from rayzero.engine.state.registry import StateRegistry
 from rayzero.workers.launch.accelerated_loop import (
     Place,
+    can_read_again,
     place_of,
     set_place,
     skipping_from_place,
@@ -131,7 +132,7 @@ def _adapting_init(init: Callable[..., None]) -> Callable[..., None]:
         session = current_session()
         if not isinstance(session, JobSession) or not session.restored_step or plugin is None:
             return
-        _recall(session)
+        recall_batches(session)
         ranks = dist.get_world_size()
         if _first and ranks != _first["ranks"]:
             if _first["batches"] % ranks:
@@ -147,14 +148,15 @@ def _adapting_init(init: Callable[..., None]) -> Callable[..., None]:
     return adapting
 
 
-def _recall(session: JobSession) -> None:
-    """Reads what the training state tells of the first generation."""
+def recall_batches(session: JobSession) -> int | None:
+    """The batches of a step over all ranks, of which the training state tells."""
     registry = StateRegistry()
     registry.register(_STATE, dict, _first.update)
     with session.resume_from() as source:
         if source is not None and session.assignment.generation > 1:
             registry.read(source, session.assignment.rank)
     registry.deliver()
+    return _first.get("batches")
 
 
 def _continuing_prepare(prepare: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,10 +165,9 @@ def _continuing_prepare(prepare: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(self, "rayzero_scripted", False):
             check_prepare(args)
         result = prepare(self, *args, **options)
-        prepared = vars(self).setdefault("rayzero_loaders", [])
         outputs = result if len(args) > 1 else (result,)
         loaders = [it for it, given in zip(outputs, args, strict=True) if _is_loader(given)]
-        prepared += loaders
+        vars(self).setdefault("rayzero_loaders", []).extend(loaders)
         session, plugin = current_session(), self.state.deepspeed_plugin
         models = [number for number, it in enumerate(args) if isinstance(it, nn.Module)]
         if not isinstance(session, JobSession) or plugin is None or not models or len(args) < 2:
@@ -182,11 +183,11 @@ def _continuing_prepare(prepare: Callable[..., Any]) -> Callable[..., Any]:
             session.registry.register(_STATE, lambda: dict(_first), _first.update)
         session.divide_step(_first["batches"])
         if loaders:
-            place = Place(loaders[0], engine.global_steps, steps, lambda: _recut(self, prepared))
+            place = Place(loaders[0], engine.global_steps, steps, lambda: _recut(self))
             if isinstance(scripted := self.deepspeed_engine_wrapped, ScriptedSteps):
                 place.check_stepped = scripted.check_stepped
             set_place(loaders[0], place)
-            if session.engine is not None and _is_cut(loaders[0]):
+            if session.engine is not None and can_read_again(loaders[0]):
                 session.yields_again = True
                 session.engine.survival.follow_host_loader()
         for schedule in filter(_is_ours, result):
@@ -205,28 +206,24 @@ def _is_ours(given: Any) -> bool:
     return type(given).__name__ == "AcceleratedScheduler"
 
 
-def _recut(accelerator: Any, loaders: Sequence[Any]) -> int:
-    """Accelerate counts the present ranks from now on. Returns the batches of this rank of a step.
-
-    `loaders`: all that were prepared.
-    """
-    states = import_module("accelerate.state")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for state in (states.PartialState(), states.AcceleratorState()):
-        state.num_processes, state.process_index = ranks, rank
-        state.local_process_index = int(os.environ["LOCAL_RANK"])
-    for loader in filter(_is_cut, loaders):
-        loader.batch_sampler.num_processes = ranks
-        loader.batch_sampler.process_index = rank
-    each = _first["batches"] // ranks
+def _recut(accelerator: Any) -> int:
+    """`count_ranks`. Returns the batches of this rank of a step."""
+    count_ranks(accelerator)
+    each = _first["batches"] // dist.get_world_size()
     accelerator.gradient_accumulation_steps, accelerator.step = each, 0
     return each
 
 
-def _is_cut(loader: Any) -> bool:
-    """Whether the loader's batches are cut for ranks by a sampler that can cut for others."""
-    sampler: Any = getattr(loader, "batch_sampler", None)
-    return type(sampler).__name__ == "BatchSamplerShard" and not sampler.split_batches
+def count_ranks(accelerator: Any) -> None:
+    """Accelerate counts the present ranks from now on, and cuts batches for them."""
+    states, loaders = import_module("accelerate.state"), import_module("accelerate.data_loader")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for state in (states.PartialState(), states.AcceleratorState()):
+        state.num_processes, state.process_index = ranks, rank
+        state.local_process_index = int(os.environ["LOCAL_RANK"])
+    for loader in vars(accelerator).get("rayzero_loaders", ()):
+        if isinstance(sampler := loader.batch_sampler, loaders.BatchSamplerShard):
+            sampler.num_processes, sampler.process_index = ranks, rank
 
 
 def _continue_schedule(schedule: Any, steps: int) -> None:

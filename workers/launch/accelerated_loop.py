@@ -131,11 +131,7 @@ class _Epoch:
                 pass
             loader.iteration += 1
             return
-        generator = loader.synchronized_generator if session.yields_again else None
-        if generator is not None:  # before the loader does, which draws from it then
-            utilities = import_module("accelerate.utils")
-            utilities.synchronize_rng_states(loader.rng_types, generator)
-        order = None if generator is None else generator.get_state()
+        order = agree_on_order(loader) if session.yields_again else None
         first_step = engine.progress.step - done
         batches = self._rest(done) if done else self._iterate(loader)
         while True:
@@ -177,18 +173,48 @@ class _Epoch:
 
         `alone`: the ranks have agreed on the sampler's generator before.
         """
-        loader, place = self._loader, self._place
-        skip = import_module("accelerate").skip_first_batches.__wrapped__
+        place = self._place
         skipped = self._skipped_steps * place.step_batches if alone else self._skipped
-        rest = skip(place.loader, skipped + done * place.step_batches)
-        rest.iteration = loader.iteration
-        if alone:
-            rest.rng_types = None
-        try:
-            yield from rest
-            loader.iteration += 1
-        finally:
-            rest.end()
+        behind = skipped + done * place.step_batches
+        yield from read_behind(place.loader, behind, self._loader.iteration, agreed=alone)
+        self._loader.iteration += 1
+
+
+def can_read_again(loader: Any, *, by_epoch: bool = False) -> bool:
+    """Whether the batches of an epoch can be read again, cut for other ranks: a sampler can cut
+    them, and gives the same order again. `by_epoch`: from the epoch's number alone."""
+    cut: Any = getattr(loader, "batch_sampler", None)
+    if type(cut).__name__ != "BatchSamplerShard" or cut.split_batches:
+        return False
+    sampler: Any = getattr(cut.batch_sampler, "sampler", None)
+    if type(sampler).__name__ in ("SeedableRandomSampler", "SequentialSampler"):
+        return True
+    generator = getattr(sampler, "generator", None)
+    return not by_epoch and generator is not None and generator is loader.synchronized_generator
+
+
+def agree_on_order(loader: Any) -> Any:
+    """The state of the generator of the loader's sampler, if it has one, in which an epoch begins.
+    Collective, as the loader itself, which draws from it then."""
+    if (generator := loader.synchronized_generator) is None:
+        return None
+    import_module("accelerate.utils").synchronize_rng_states(loader.rng_types, generator)
+    return generator.get_state()
+
+
+def read_behind(loader: Any, batches: int, epoch: int, *, agreed: bool) -> Iterator[Any]:
+    """The loader's batches behind so many of an epoch.
+
+    `agreed`: the ranks have agreed on the sampler's generator before.
+    """
+    rest = import_module("accelerate").skip_first_batches.__wrapped__(loader, batches)
+    rest.iteration = epoch
+    if agreed:
+        rest.rng_types = None
+    try:
+        yield from rest
+    finally:
+        rest.end()
 
 
 def _put_before(first: Any, rest: Iterator[Any]) -> Iterator[Any]:

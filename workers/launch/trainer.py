@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,9 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rayzero.engine.errors import ConfigError
+from rayzero.engine.errors import CollectiveError, ConfigError
 from rayzero.engine.session import current_session
 from rayzero.engine.state.metadata import capture_rng
+from rayzero.workers.launch.accelerated import recall_batches
 from rayzero.workers.launch.scripted_steps import in_job
 from rayzero.workers.launch.trainer_snapshot import (
     Recorder,
@@ -30,6 +32,7 @@ from rayzero.workers.launch.trainer_snapshot import (
     agree,
     export_callbacks,
 )
+from rayzero.workers.launch.trainer_steps import TrainerSteps, can_follow
 from rayzero.workers.session import JobSession
 
 _FOLDER_PREFIX = "rz-trainer-"
@@ -40,6 +43,8 @@ def patch_trainer(module: ModuleType) -> None:
     trainer, arguments = module.Trainer, module.TrainingArguments
     trainer.train = _resuming_train(trainer.train)
     trainer._inner_training_loop = _keeping_loop(trainer._inner_training_loop, module)
+    trainer.get_batch_samples = _reading_steps(trainer.get_batch_samples)
+    trainer.training_step = _running_steps(trainer.training_step, trainer.get_batch_samples)
     trainer._init_training_state = _computing_steps(trainer._init_training_state)
     trainer._run_epoch = _ending_epoch(trainer._run_epoch)
     trainer._load_rng_state = _unless_ours(trainer._load_rng_state, _restore_rng)
@@ -62,15 +67,15 @@ def _adapting_batches(post_init: Callable[..., None]) -> Callable[..., None]:
     @wraps(post_init)
     def adapting(self: Any, *args: Any, **options: Any) -> None:
         session = _restored_session()
-        if session is not None and (found := agree(session)) is not None:
+        if session is not None and (batches := recall_batches(session)) is not None:
             ranks = int(os.environ["WORLD_SIZE"])
-            if found.micro_batches % ranks:
+            if batches % ranks:
                 raise ConfigError(
-                    f"Trainer's step of {found.micro_batches} micro-batches over {ranks} ranks",
-                    allowed=f"numbers of ranks that divide {found.micro_batches}",
+                    f"Trainer's step of {batches} micro-batches over {ranks} ranks",
+                    allowed=f"numbers of ranks that divide {batches}",
                     fix="--workers, or per_device_train_batch_size and gradient_accumulation_steps",
                 )
-            self.gradient_accumulation_steps = found.micro_batches // ranks
+            self.gradient_accumulation_steps = batches // ranks
         post_init(self, *args, **options)
 
     return adapting
@@ -84,17 +89,19 @@ def _resuming_train(train: Callable[..., Any]) -> Callable[..., Any]:
             return train(self, resume_from_checkpoint, *args, **options)
         from transformers import TrainerState
 
-        found = self._rayzero_found = agree(session)
+        stays = session.assignment.survivors_stay  # then a survivor tells the state (`_meet`)
+        found = self._rayzero_found = None if stays else agree(session)
         if found is not None:
             state = copy.copy(found.state)
             state.log_history = state.log_history[: found.log_length]
         else:
-            state = TrainerState()
+            state = TrainerState(train_batch_size=self.args.train_batch_size)
             vars(state)["stateful_callbacks"] = export_callbacks(self)
         state.global_step = session.restored_step
         self.args.eval_on_start = self.args.ignore_data_skip = False
         self.args.restore_callback_states_from_checkpoint = found is not None
         with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX) as folder:
+            self._rayzero_folder = folder
             state.save_to_json(os.path.join(folder, "trainer_state.json"))
             return train(self, folder, *args, **options)
 
@@ -124,7 +131,10 @@ def _keeping_loop(loop: Callable[..., Any], module: ModuleType) -> Callable[...,
         def on_train_begin(self, *args: Any, **options: Any) -> None:
             found = getattr(self.trainer, "_rayzero_found", None)
             self.trainer._rayzero_found = None
+            if folder := getattr(self.trainer, "_rayzero_folder", None):
+                shutil.rmtree(folder, ignore_errors=True)  # a killed process would leave it
             self.recorder.after_due_work(lambda: _finish_step(self.trainer, found))
+            _follow_ranks(self.trainer, self.recorder, module.Trainer)
 
         def on_step_begin(self, *args: Any, **options: Any) -> None:
             self.recorder.step_begins()
@@ -144,7 +154,7 @@ def _keeping_loop(loop: Callable[..., Any], module: ModuleType) -> Callable[...,
         if not isinstance(session, JobSession):
             return loop(self, *args, **options)
         session.divide_step(self.args.gradient_accumulation_steps * dist.get_world_size())
-        self._rayzero_recorder = Recorder(self)
+        self._rayzero_recorder, self._rayzero_steps = Recorder(self), None
         self.add_callback(callback := KeepState(self))
         try:
             return loop(self, *args, **options)
@@ -153,9 +163,48 @@ def _keeping_loop(loop: Callable[..., Any], module: ModuleType) -> Callable[...,
                 self._rayzero_recorder.unwinds()
             raise
         finally:
+            self._rayzero_steps = None
             self.remove_callback(callback)
 
     return keeping
+
+
+def _follow_ranks(trainer: Any, recorder: Recorder, base: type) -> None:
+    """Lets `train` go on after faults and resizes, if its steps can be run again."""
+    session = current_session()
+    if isinstance(session, JobSession) and session.engine and can_follow(trainer, base):
+        session.yields_again = True
+        session.engine.survival.follow_host_loader()
+        trainer._rayzero_steps = TrainerSteps(trainer, session, session.engine, recorder)
+
+
+def _reading_steps(read: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(read)
+    def reading(self: Any, iterator: Any, count: int, device: Any) -> Any:
+        steps = getattr(self, "_rayzero_steps", None)
+        if steps is None:
+            return read(self, iterator, count, device)
+        return steps.read(iterator, count, lambda source, size: read(self, source, size, device))
+
+    return reading
+
+
+def _running_steps(run: Callable[..., Any], reading: Callable[..., Any]) -> Callable[..., Any]:
+    read = reading.__wrapped__  # type: ignore[attr-defined]
+
+    @wraps(run)
+    def running(self: Any, model: Any, inputs: Any, items: Any = None) -> Any:
+        steps = getattr(self, "_rayzero_steps", None)
+        if steps is None:
+            return run(self, model, inputs, items)
+        return steps.run(
+            inputs,
+            items,
+            lambda source, size: read(self, source, size, self.args.device),
+            lambda batch, number: run(self, model, batch, number),
+        )
+
+    return running
 
 
 def _ending_epoch(run_epoch: Callable[..., None]) -> Callable[..., None]:
@@ -197,10 +246,18 @@ def _after_training(load_best: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def _evaluating_before_training(loop: Callable[..., Any]) -> Callable[..., Any]:
     """`evaluation_loop`, also before `train` in a script without a DeepSpeed config: Trainer over
-    DeepSpeed refuses that below stage 3, where each rank has the whole model."""
+    DeepSpeed refuses that below stage 3, where each rank has the whole model. Raises
+    CollectiveError if a rank is lost meanwhile, whose part of the metrics is missing."""
 
     @wraps(loop)
     def evaluating(self: Any, *args: Any, **options: Any) -> Any:
+        result = evaluate(self, *args, **options)
+        steps = getattr(self, "_rayzero_steps", None)
+        if steps is not None and steps.broken:
+            raise CollectiveError(steps.broken)
+        return result
+
+    def evaluate(self: Any, *args: Any, **options: Any) -> Any:
         is_own = not self.is_deepspeed_enabled or self.deepspeed is not None or self.args.deepspeed
         if not in_job() or is_own or self.accelerator.state.deepspeed_plugin.zero_stage == 3:
             return loop(self, *args, **options)

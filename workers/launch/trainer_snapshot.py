@@ -35,7 +35,6 @@ class TrainerSnapshot:
         control: the flags of its TrainerControl: what is still due after that step.
         losses: (since the last log, before it, the step of the last log, the first step); the first
             one over all ranks, also those that are lost.
-        micro_batches: of a step, over all ranks.
         steps_per_epoch: steps of an epoch.
         ended_epoch: the step of the last end of an epoch that was announced.
         schedule: the state of a schedule that the engine does not have.
@@ -47,7 +46,6 @@ class TrainerSnapshot:
     log_length: int
     control: dict[str, Any]
     losses: tuple[float, float, int, int]
-    micro_batches: int
     steps_per_epoch: int
     ended_epoch: int
     schedule: dict[str, Any] | None
@@ -64,12 +62,14 @@ class Recorder:
     """Keeps a Trainer's snapshots and random states, from one call of `train`.
 
     Attributes:
-        steps_per_epoch: None until the first epoch has begun.
+        steps_per_epoch: 0 until the first epoch has begun.
+        parts: batches of a step, over all ranks.
         restored_rng: the random states of the restored step, until they are set again.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.steps_per_epoch = 0
+        self.parts = trainer.args.gradient_accumulation_steps * dist.get_world_size()
         self.restored_rng: dict[str, Any] | None = None
         self._trainer = trainer
         self._loss = 0.0  # since the last log: the global batch's, which a lost rank has a part in
@@ -122,14 +122,12 @@ class Recorder:
         log = state.log_history
         has_summary = bool(log) and "train_runtime" in log[-1]  # logged at each end of training
         loss = 0.0 if has_summary or last_logged == state.global_step else self._loss
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
         return TrainerSnapshot(
             state.global_step,
             state,
             len(log) - has_summary,
             asdict(trainer.control),
             (loss, trainer._total_loss_scalar, last_logged, trainer._initial_global_step),
-            trainer.args.gradient_accumulation_steps * ranks,
             self.steps_per_epoch,
             self._ended_epoch,
             None if in_engine else trainer.lr_scheduler.state_dict(),
@@ -140,6 +138,12 @@ class Recorder:
         if self.restored_rng is not None:
             restore_rng(self.restored_rng, self._trainer.model_wrapped.device)
             self.restored_rng = None
+
+    def restore_own_rng(self) -> None:
+        """Sets the random states again with which the present step began."""
+        own = _rngs.get(self._trainer.state.global_step)
+        if own is not None:
+            restore_rng(own, self._trainer.model_wrapped.device)
 
     def after_due_work(self, due_work: Callable[[], None]) -> None:
         """Does what was due after the restored step, with the random states of its end. Then those

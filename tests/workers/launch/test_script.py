@@ -224,6 +224,7 @@ def test_killed_trainer_goes_on_at_its_step(trained: Path, tmp_path: Path):
     run(tmp_path / "killed", "hf_trainer.py", "--best", "--kill-at", "5")
     check_continued(tmp_path, steps=12)
     assert read(tmp_path / "killed", "evaluations") == [4, 8, 12, 4]  # rank 1's: the first
+    assert len(read_rank(tmp_path / "killed", "entries")) == 1
     # Also what the lost rank had a part in: the killed step 5 is not logged before it.
     assert read_log(tmp_path / "killed") == read_log(tmp_path / "plain")
     saved = [json.loads(it.read_text()) for it in tmp_path.glob("*/output/*/trainer_state.json")]
@@ -316,12 +317,14 @@ def test_script_without_a_config_equals_ddp_and_goes_on_after_a_kill(name: str, 
         assert read_rank(tmp_path / "killed", "norms") == pytest.approx(norms, rel=1e-5)
 
 
-@pytest.mark.parametrize("order", [(), ("--generator",)])
-def test_accelerate_loop_stays_while_ranks_are_replaced_and_lost(
-    tmp_path: Path, order: tuple[str, ...]
-):
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("accelerated_loop.py", ""), ("accelerated_loop.py", "--generator"), ("hf_trainer.py", "")],
+)
+def test_loop_stays_while_ranks_are_replaced_and_lost(tmp_path: Path, name: str, option: str):
     """Rank 0 in an epoch, rank 1 in its last step, and one that is not replaced."""
-    run(tmp_path / "plain", "accelerated_loop.py", "--samples", "32", *order)
+    args = ("--samples", "32", *option.split())
+    run(tmp_path / "plain", name, *args)
     events = [
         Event(3, "replace", (fault("kill", 0, 3, "backward"),)),
         Event(8, "replace", (fault("kill", 1, 8, "reduce"),)),
@@ -329,9 +332,8 @@ def test_accelerate_loop_stays_while_ranks_are_replaced_and_lost(
     ]
     folder = tmp_path / "killed"
     folder.mkdir()
-    args = ("--out", str(folder), "--samples", "32", *order)
     faults = tuple(it for event in events for it in event.faults)
-    local = make_workers(folder, "accelerated_loop.py", *args, faults=faults)
+    local = make_workers(folder, name, "--out", str(folder), *args, faults=faults)
     try:
         controller = EventController(local, events, None)
         controller.run(240)
@@ -342,6 +344,8 @@ def test_accelerate_loop_stays_while_ranks_are_replaced_and_lost(
     assert len(read(folder, "entries")) == 4, "one of each process"
     assert find_problems(folder, 16, 32, epochs=2, kills=3) == []
     assert weight_difference(tmp_path / "plain", folder) <= 1e-9
+    if name == "hf_trainer.py":
+        assert read_log(folder) == read_log(tmp_path / "plain")
 
 
 def checkpointed_steps(folder: Path, name: str) -> list[int]:

@@ -20,6 +20,8 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 LENGTH, VOCABULARY = 8, 61
+USED: list[tuple[int, list[Any]]] = []
+"""What the current step has read, with the number of lost steps before."""
 
 
 def note(folder: Path, name: str, value: object) -> None:
@@ -42,7 +44,9 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 class Model(GPT2LMHeadModel):
     def forward(self, number: torch.Tensor, **inputs: Any) -> Any:
         if self.training:
-            note(OUT, "used", [time.time(), trainer.state.global_step, number.tolist()])
+            lost = getattr(getattr(trainer.model_wrapped, "progress", None), "lost_steps", 0)
+            used = [time.time(), trainer.state.global_step, number.tolist()]
+            USED.append((lost, used))
             time.sleep(0 if (OUT / "fast").exists() else options.pace_s)
         labels, items = inputs.pop("labels"), inputs.pop("num_items_in_batch", None)
         outputs = super().forward(**inputs)
@@ -66,6 +70,10 @@ class Watch(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for lost, used in USED:
+            if lost == USED[-1][0]:  # else it is of a step that was lost, and run again
+                note(OUT, "used", used)
+        USED.clear()
         note(OUT, "steps", [time.time(), state.global_step])
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,0 +1,194 @@
+"""The steps of a transformers Trainer whose ranks may change: read, run, and run again where lost.
+
+The number of turns of Trainer's loop is fixed, and so is the number of batches that it takes in
+each. So a lost step is run again within the turn, and a step over other ranks than those that the
+loop has begun on runs all of this rank's batches in the last turn of the step.
+
+New members begin with the loop's first turn, without what Trainer knows of earlier steps: they get
+it from a survivor where both read the batches of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rayzero.engine.comm.process_group import all_gather_objects
+from rayzero.engine.engine import Engine
+from rayzero.engine.errors import CollectiveError
+from rayzero.workers.launch.accelerated import count_ranks
+from rayzero.workers.launch.accelerated_loop import can_read_again, read_behind
+from rayzero.workers.launch.trainer_snapshot import Recorder, export_callbacks
+from rayzero.workers.session import JobSession
+
+Read = Callable[[Iterator[Any], int], tuple[list[Any], Any]]
+Run = Callable[[Any, Any], Tensor]
+_OF_RANK = ("is_local_process_zero", "is_world_process_zero")
+"""What a TrainerState has of its own rank."""
+
+
+def can_follow(trainer: Any, base: type) -> bool:
+    """Whether the steps of a Trainer can be run again: not if its class makes the inputs, or the
+    step, in another way than `base`; nor if it counts tokens in collectives for each batch."""
+    own = ("get_batch_samples", "training_step", "_prepare_inputs")
+    if any(getattr(type(trainer), name) is not getattr(base, name) for name in own):
+        return False
+    counts = trainer.args.include_num_input_tokens_seen not in ("no", False)
+    loader = trainer.callback_handler.train_dataloader
+    return not counts and can_read_again(loader, by_epoch=True)
+
+
+class TrainerSteps:
+    """The steps of one call of `train`, in its training thread."""
+
+    def __init__(
+        self, trainer: Any, session: JobSession, engine: Engine, recorder: Recorder
+    ) -> None:
+        self._trainer = trainer
+        self._session = session
+        self._engine = engine
+        self._recorder = recorder
+        self._loader = trainer.callback_handler.train_dataloader
+        self._ranks = self._present_ranks
+        """Those that `_source` is cut for."""
+        self._iterator: Iterator[Any] = iter(())  # Trainer's, of the epoch
+        self._source = self._iterator
+        self._inputs: list[Any] = []
+        self._turns = self._turn = 0
+        self._loss_told: Tensor | float = 0.0
+        self._lost_steps = 0
+        self._knows_state = not session.assignment.survivors_stay
+        self._met = session.assignment.generation if self._knows_state else 0
+
+    @property
+    def broken(self) -> str:
+        """Why a rank is missing; empty if none is."""
+        return self._engine.survival.local_reason
+
+    def read(self, iterator: Iterator[Any], count: int, read: Read) -> tuple[list[Any], Any]:
+        """`get_batch_samples`: as many batches as Trainer asks for, but those of the step."""
+        self._begin_step()
+        if iterator is not self._iterator:
+            self._iterator = self._source = iterator
+            self._ranks = self._present_ranks
+        elif self._ranks != self._present_ranks:
+            self._read_again()
+        batches, items = read(self._source, self._step_batches(count))
+        self._inputs = [*map(_copy, batches)]
+        self._turns, self._turn, self._loss_told = count, 0, 0.0
+        self._lost_steps = self._engine.progress.lost_steps
+        if len(batches) == count or not batches:
+            self._turns = len(batches)
+            return batches, items
+        return [batches[0]] * count, items
+
+    def run(self, inputs: Any, items: Any, read: Read, run: Run) -> Tensor:
+        """`training_step`. In a step's last turn returns what makes its sum the loss of the global
+        batch, so that what Trainer logs does not depend on ranks that are lost before it does."""
+        self._turn += 1
+        is_last = self._turn == self._turns
+        is_trainers = len(self._inputs) == self._turns
+        if is_trainers or is_last:
+            loss = run(inputs, items) if is_trainers else self._run_all(items, run)
+        else:
+            loss = self._trainer._tr_loss.new_zeros(())
+        while is_last and self._lost_steps != self._engine.progress.lost_steps:
+            self._lost_steps = self._engine.progress.lost_steps
+            self._begin_step()
+            if self._ranks != self._present_ranks:
+                self._read_again()
+                self._inputs, items = read(self._source, self._step_batches(self._turns))
+            else:
+                _, items = read(iter(self._inputs), len(self._inputs))
+            self._recorder.restore_own_rng()
+            loss = self._run_all(items, run)
+        if not is_last:
+            self._loss_told = self._loss_told + loss
+        elif (told := self._engine.metrics.loss) is not None:
+            return loss.new_tensor(told) - self._loss_told
+        return loss
+
+    def _run_all(self, items: Any, run: Run) -> Tensor:
+        trainer = self._trainer
+        loss: Tensor = trainer._tr_loss.new_zeros(())
+        trainer.current_gradient_accumulation_steps = count = len(self._inputs)
+        for turn, inputs in enumerate(self._inputs, 1):
+            trainer.accelerator.sync_gradients = turn == count
+            loss = loss + run(_copy(inputs), items)
+        return loss
+
+    def _begin_step(self) -> None:
+        """Where all ranks are together, and new ones come in."""
+        self._session.on_phase("data")
+        self._engine.survival.await_group()
+        if self._met != self._session.assignment.generation:
+            self._met = self._session.assignment.generation
+            count_ranks(self._trainer.accelerator)
+            for name in _OF_RANK:
+                setattr(self._trainer.state, name, getattr(self._trainer, name)())
+            with suppress(CollectiveError):  # the group broke: they meet again in the next one
+                self._meet()
+
+    def _meet(self) -> None:
+        """A new member takes the Trainer's state of a survivor. Collective."""
+        knows = all_gather_objects(self._knows_state)
+        sender = knows.index(True) if any(knows) else -1
+        is_sender = sender == dist.get_rank()
+        sent = all_gather_objects(self._state() if is_sender else None)[sender]
+        if not self._knows_state and sent is not None:
+            self._take(sent)
+
+    def _state(self) -> dict[str, Any]:
+        trainer = self._trainer
+        in_engine = trainer.model_wrapped.lr_scheduler is not None
+        return {
+            "state": {key: it for key, it in vars(trainer.state).items() if key not in _OF_RANK},
+            "callbacks": export_callbacks(trainer),
+            "control": asdict(trainer.control),
+            "schedule": None if in_engine else trainer.lr_scheduler.state_dict(),
+            "losses": (float(trainer._tr_loss), trainer._total_loss_scalar),
+            "steps": (trainer._globalstep_last_logged, trainer._initial_global_step),
+        }
+
+    def _take(self, sent: dict[str, Any]) -> None:
+        trainer = self._trainer
+        vars(trainer.state).update(sent["state"] | {"stateful_callbacks": sent["callbacks"]})
+        trainer.args.restore_callback_states_from_checkpoint = True
+        trainer._load_callback_state()
+        vars(trainer.control).update(sent["control"])
+        if (schedule := sent["schedule"]) is not None:
+            trainer.lr_scheduler.load_state_dict(schedule)
+            groups = trainer.model_wrapped.optimizer.param_groups
+            for group, lr in zip(groups, schedule["_last_lr"], strict=True):
+                group["lr"] = lr
+        loss, trainer._total_loss_scalar = sent["losses"]
+        trainer._tr_loss.fill_(loss)
+        trainer._globalstep_last_logged, trainer._initial_global_step = sent["steps"]
+        self._knows_state = True
+
+    def _read_again(self) -> None:
+        """The epoch's batches behind its finished steps, cut for the present ranks."""
+        epoch, done = divmod(self._trainer.state.global_step, self._recorder.steps_per_epoch)
+        self._ranks = self._present_ranks
+        behind = done * (self._recorder.parts // dist.get_world_size())
+        self._source = read_behind(self._loader, behind, epoch, agreed=True)
+
+    def _step_batches(self, count: int) -> int:
+        """This rank's, of a step; `count`, which is less at an epoch's end, where Trainer is
+        right."""
+        batches: int = self._recorder.parts // dist.get_world_size()
+        return count if batches == self._trainer.args.gradient_accumulation_steps else batches
+
+    @property
+    def _present_ranks(self) -> tuple[int, int]:
+        return dist.get_rank(), dist.get_world_size()
+
+
+def _copy(inputs: Any) -> Any:
+    """Of a batch: a loss function may remove labels from it."""
+    return dict(inputs) if isinstance(inputs, dict) else inputs
