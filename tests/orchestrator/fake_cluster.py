@@ -132,6 +132,7 @@ class FakeCluster:
         self.processes: dict[int, FakeProcess] = {}
         self.joining: asyncio.Queue[WorkerInfo | WorkerLostError] = asyncio.Queue()
         self.assigned: list[tuple[int, Assignment]] = []
+        self.staying: set[int] = set()  # whose functions go on in their loops
         self.commands: list[tuple[str, int]] = []
         self.injected: list[tuple[int, tuple[str, ...]]] = []
         self.replaced: list[tuple[int, float, tuple[str, ...]]] = []
@@ -350,7 +351,8 @@ class FakeCluster:
             return
         process.assign, process.drain, process.leaving = None, False, False
         memory = self._memory(process) if process.ready else None
-        self.send(process.info.index, Stopped(assign.generation, assign.rank, memory))
+        stays = process.info.index in self.staying
+        self.send(process.info.index, Stopped(assign.generation, assign.rank, memory, stays))
 
     def _join(self, generation: int) -> None:
         """Let all ranks join once all have their assignments."""

@@ -42,6 +42,19 @@ def warnings(harness: Harness) -> str:
 
 
 @async_test
+async def test_members_know_whether_some_function_goes_on_in_its_loop(folder: Path):
+    harness = start_three(folder, workers={"min": 1})
+    for lost, staying in ((1, {0}), (2, set[int]())):
+        await harness.steps(2)
+        harness.cluster.staying = staying
+        harness.cluster.kill(lost)
+        await settle()
+        stays = {assign.survivors_stay for assign in harness.assignments.values()}
+        assert stays == {bool(staying)}
+    await harness.finish()
+
+
+@async_test
 async def test_survivors_of_lost_worker_continue_at_last_step_without_delay(
     folder: Path,
 ):
