@@ -186,6 +186,7 @@ def _continuing_prepare(prepare: Callable[..., Any]) -> Callable[..., Any]:
             place = Place(loaders[0], engine.global_steps, steps, lambda: _recut(self))
             if isinstance(scripted := self.deepspeed_engine_wrapped, ScriptedSteps):
                 place.check_stepped = scripted.check_stepped
+            place.schedules = [it.scheduler for it in filter(_is_ours, result)]
             set_place(loaders[0], place)
             if session.engine is not None and can_read_again(loaders[0]):
                 session.yields_again = True

@@ -10,15 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
 from typing import Any
 
 from rayzero.engine.engine import Engine
+from rayzero.engine.errors import CollectiveError
 from rayzero.engine.session import current_session
 from rayzero.engine.state.metadata import capture_rng, restore_rng
 from rayzero.workers.session import JobSession
+
+KEPT_STEPS = 256
+"""More than lie between two copies of the state in memory, which a repair may go back."""
 
 
 @dataclass
@@ -32,6 +36,7 @@ class Place:
         recut: called when the ranks may have changed; returns the batches of a step.
         loaded_step: of the checkpoint that a script has loaded when it was entered again.
         check_stepped: called before each batch but the first.
+        schedules: torch's, which the engine does not have.
     """
 
     loader: Any
@@ -40,6 +45,20 @@ class Place:
     recut: Callable[[], int]
     loaded_step: int | None = None
     check_stepped: Callable[[], None] = lambda: None
+    schedules: list[Any] = field(default_factory=list)
+    _kept: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def keep_schedules(self, step: int) -> None:
+        """Where the loop has come to that step: the job may go back to it."""
+        self._kept[step] = [schedule.state_dict() for schedule in self.schedules]
+        self._kept.pop(step - KEPT_STEPS, None)
+
+    def restore_schedules(self, step: int) -> None:
+        for schedule, state in zip(self.schedules, self._kept.get(step, ()), strict=False):
+            schedule.load_state_dict(state)
+            groups = schedule.optimizer.param_groups
+            for group, lr in zip(groups, schedule.get_last_lr(), strict=True):
+                group["lr"] = lr  # a schedule restores its own position only
 
     def skipped_by_script(self, batches: int) -> int:
         """Of an epoch's batches, where the script asks for so many. It may have counted them on
@@ -136,6 +155,7 @@ class _Epoch:
         batches = self._rest(done) if done else self._iterate(loader)
         while True:
             seen = engine.progress.lost_steps, session.assignment.generation
+            place.keep_schedules(engine.progress.step)
             is_complete = True
             for batch in batches:
                 yield batch
@@ -146,6 +166,7 @@ class _Epoch:
                 if (engine.progress.lost_steps, session.assignment.generation) != seen:
                     is_complete = False
                     break
+                place.keep_schedules(engine.progress.step)
             if is_complete:
                 return
             batches = self._read_again(batches, engine, engine.progress.step - first_step, order)
@@ -153,7 +174,11 @@ class _Epoch:
     def _read_again(
         self, batches: Iterator[Any], engine: Engine, done: int, order: Any
     ) -> Iterator[Any]:
-        """The batches behind so many steps, for the present ranks, in the same order."""
+        """The batches behind so many steps, for the present ranks, in the same order. Raises
+        CollectiveError if the job has gone back to an earlier epoch, whose loop has ended."""
+        if done < 0:
+            raise CollectiveError(f"the job went back by {-done} steps, before this epoch")
+        self._place.restore_schedules(engine.progress.step)
         with closing(batches):  # type: ignore[type-var]
             self._place.step_batches = self._place.recut()
         self._loader.end()

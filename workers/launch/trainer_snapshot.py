@@ -18,10 +18,8 @@ import torch.distributed as dist
 
 from rayzero.engine.comm.process_group import all_gather_objects
 from rayzero.engine.state.metadata import capture_rng, restore_rng
+from rayzero.workers.launch.accelerated_loop import KEPT_STEPS
 from rayzero.workers.session import JobSession
-
-KEPT_STEPS = 256
-"""More than lie between two copies of the state in memory, which a repair may go back."""
 
 
 @dataclass(frozen=True)

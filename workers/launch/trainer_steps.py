@@ -123,9 +123,15 @@ class TrainerSteps:
         return loss
 
     def _begin_step(self) -> None:
-        """Where all ranks are together, and new ones come in."""
+        """Where all ranks are together, and new ones come in. Raises CollectiveError if the job
+        has gone back to a step before one that Trainer has counted: the script is entered again."""
         self._session.on_phase("data")
         self._engine.survival.await_group()
+        step, counted = self._engine.progress.step, self._trainer.state.global_step
+        if step < counted:
+            raise CollectiveError(
+                f"the job went back to step {step}, Trainer has counted {counted}"
+            )
         if self._met != self._session.assignment.generation:
             self._met = self._session.assignment.generation
             count_ranks(self._trainer.accelerator)
