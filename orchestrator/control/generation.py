@@ -118,9 +118,9 @@ class GenerationState(ObservedState):
         if step > self.step:
             self.step = step
 
-    def assign(self) -> None:
-        """The members are about to get their assignments."""
-        self.active = set(self.assignments)
+    def assign(self, is_alive: Callable[[int], bool]) -> None:
+        """The members are about to get their assignments; one that is lost by now never leaves."""
+        self.active = set(filter(is_alive, self.assignments))
 
     def on_heartbeat(self, worker: int, beat: Heartbeat) -> bool:
         """Records a heartbeat. False if its sender is no active member."""

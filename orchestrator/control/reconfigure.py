@@ -235,7 +235,7 @@ class Reconfiguration:
             faults=ctx.injected_faults,
             survivors_stay=restore is not None and not ctx.registry.staying.isdisjoint(assignments),
         )
-        generation.assign()
+        generation.assign(ctx.registry.is_alive)
         self._assignments = ctx.deps.workers.assign(spec, assignments)
         ctx.expect_replies(self._assignments)
         return generation

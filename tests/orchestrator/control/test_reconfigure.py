@@ -838,3 +838,29 @@ async def test_generation_that_loses_member_while_joining_never_runs(folder: Pat
     running = [e.generation for e in harness.log.of(StateEntered) if e.state is State.RUNNING]
     assert running == [1, 3]
     await harness.finish()
+
+
+@async_test
+async def test_member_lost_while_another_store_opens_is_not_waited_for(folder: Path):
+    """The worker of the first store is lost while that opens; then, while another one does, a
+    member: in each turn of the event loop, so also in the one in which that store is open."""
+    for turns in range(8, 15):
+        cluster = FakeCluster(3)
+        cluster.delays["store"] = 12
+        harness = Harness(folder, cluster, workers={"min": 1, "max": 3})
+        while not harness.states:
+            await asyncio.sleep(0)
+        await run_turns(6)
+        cluster.kill(0, reported=False)
+        while not harness.controller._context.generation.number:
+            await asyncio.sleep(0)
+        await run_turns(turns)
+        cluster.kill(2)
+        await settle()
+        assert harness.states[-2:] == [State.RECOVERING, State.RUNNING], turns
+        await harness.finish()
+
+
+async def run_turns(turns: int) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
