@@ -16,6 +16,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from time import time
 from typing import Any, Protocol
 
 from rayzero.engine.config import EngineConfig
@@ -26,14 +27,14 @@ from rayzero.engine.config.monitors import (
     WandbConfig,
 )
 from rayzero.engine.errors import ConfigError, first_line
+from rayzero.engine.event_files import EventFile
 
 log = logging.getLogger("rayzero.engine")
 
 Event = tuple[str, float, int]
 """(name, value, samples so far)"""
 
-_TENSORBOARD = ("tensorboard", "tensorboardX")
-_PACKAGES = {"tensorboard": _TENSORBOARD, "wandb": ("wandb",), "comet": ("comet_ml",)}
+_PACKAGES = {"wandb": "wandb", "comet": "comet_ml"}
 
 
 class MonitorWriter(Protocol):
@@ -52,11 +53,11 @@ class MonitorWriter(Protocol):
 def check_packages(config: EngineConfig) -> None:
     """Raises ConfigError if the package of a monitor is not installed; on every rank, since each
     may become rank 0."""
-    for section, packages in _PACKAGES.items():
-        if getattr(config, section).enabled and not any(map(find_spec, packages)):
+    for section, package in _PACKAGES.items():
+        if getattr(config, section).enabled and not find_spec(package):
             raise ConfigError(
-                f"{section}.enabled: the package {packages[0]} is not installed",
-                fix=f"pip install {packages[0]}, or {section}.enabled: false",
+                f"{section}.enabled: the package {package} is not installed",
+                fix=f"pip install {package}, or {section}.enabled: false",
             )
 
 
@@ -91,31 +92,21 @@ class CsvWriter:
 
 
 class TensorBoardWriter:
-    """Event files. TensorBoard hides the earlier values of steps that are done again. Each write is
-    on disk with tensorboard, within a second or two with tensorboardX, whose flush does not wait.
-    """
+    """An event file; TensorBoard hides the earlier values of steps that are done again."""
 
     def __init__(self, config: TensorBoardConfig) -> None:
-        self._folder = os.path.join(config.output_path, config.job_name)
-        module = "torch.utils.tensorboard" if find_spec("tensorboard") else "tensorboardX"
-        self._module = import_module(module)
-        self._writer: Any = None
+        self._file = EventFile(Path(config.output_path) / config.job_name, time())
 
     def rewind(self, samples: int) -> None:
-        self.close()
-        writer = self._module.SummaryWriter
-        self._writer = writer(self._folder, purge_step=samples, flush_secs=1)
+        self._file.write([self._file.restart(time(), samples)])
 
     def write(self, events: Sequence[Event]) -> None:
-        for name, value, samples in events:
-            self._writer.add_scalar(name, value, samples)
-        self._writer.flush()
+        self._file.write(
+            [self._file.scalars(time(), step, {name: value}) for name, value, step in events]
+        )
 
     def close(self) -> None:
-        """Ends the writer's thread, once it has written everything."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        return
 
 
 class WandbWriter:

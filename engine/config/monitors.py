@@ -15,8 +15,7 @@ class TensorBoardConfig(ConfigSection):
 
     enabled: bool = implemented(
         False,
-        "loss, learning rate and loss scale are written to TensorBoard's event files; requires "
-        "the package tensorboard, or tensorboardX",
+        "loss, learning rate and loss scale are written to TensorBoard's event files",
         group="monitors and profilers",
     )
     output_path: str = implemented("", "their folder; by default the current one")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import struct
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -88,34 +87,30 @@ def test_loading_a_checkpoint_rewinds(tmp_path: Path) -> None:
     assert [row[0] for row in rows(tmp_path, "train_loss")] == ["step", "4", "8"]
 
 
-def scalars(folder: Path) -> list[tuple[int, str, float]]:
-    """(step, name, value) of all event files, oldest first."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    found = []
-    for file in sorted(folder.rglob("events.*")):
-        raw = file.read_bytes()
-        while raw:  # length, its checksum, the message, its checksum
-            size = struct.unpack("<Q", raw[:8])[0]
-            event, raw = Event.FromString(raw[12 : 12 + size]), raw[16 + size :]
-            found += [(event.step, it.tag, it.simple_value) for it in event.summary.value]
-            if event.HasField("session_log"):
-                found.append((event.step, "restart", float(event.session_log.status)))
-    return found
-
-
 def test_tensorboard(tmp_path: Path) -> None:
+    """TensorBoard shows the values of steps that are done again once."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    engine, losses = train(
-        {"tensorboard": section, "fp16": {"enabled": True, "initial_scale_power": 4}}, range(1)
-    )
-    engine.close()
-    found = scalars(tmp_path)
-    assert (4, "restart", 1.0) in found  # from here on earlier values are hidden
-    assert {name: value for _, name, value in found if name != "restart"} == {
-        "Train/Samples/train_loss": pytest.approx(losses[0]),
-        "Train/Samples/lr": 0.5,
-        "Train/Samples/loss_scale": engine.loss_scale,
+    config = {"tensorboard": section, "fp16": {"enabled": True, "initial_scale_power": 4}}
+    engine, losses = train(config, range(2))
+    blocks = [Block.of(engine)]
+    train(config, range(2, 4), blocks)  # their worker is lost before they are kept
+    engine, again = train(config, range(2, 4), blocks)
+    shown = EventAccumulator(str(tmp_path / "job")).Reload()
+    assert shown.Tags()["scalars"] == [
+        f"Train/Samples/{name}" for name in ("train_loss", "lr", "loss_scale")
+    ]
+    found = {
+        tag: [(it.step, it.value) for it in shown.Scalars(tag)] for tag in shown.Tags()["scalars"]
+    }
+    steps = [4, 8, 12, 16]
+    assert found == {
+        "Train/Samples/train_loss": list(
+            zip(steps, map(pytest.approx, losses + again), strict=True)
+        ),
+        "Train/Samples/lr": [(step, 0.5**n) for n, step in enumerate(steps, start=1)],
+        "Train/Samples/loss_scale": [(step, engine.loss_scale) for step in steps],
     }
 
 

@@ -51,21 +51,11 @@ def test_step_file_has_a_line_per_step_of_all_runs(tmp_path: Path):
 
 
 def events(folder: Path) -> list:
-    """Decoded with the messages and the checksum of tensorboardX."""
-    from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.record_writer import masked_crc32c
+    """As TensorBoard reads them; it ends at the first record whose checksum is wrong."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     (path,) = (folder / TENSORBOARD_FOLDER).glob("events.out.tfevents.*")
-    data, records = path.read_bytes(), []
-    while data:
-        length = int.from_bytes(data[:8], "little")
-        body = data[12 : 12 + length]
-        sums = (data[8:12], data[12 + length : 16 + length])
-        for checksum, part in zip(sums, (data[:8], body), strict=True):
-            assert int.from_bytes(checksum, "little") == masked_crc32c(part)
-        records.append(Event.FromString(body))
-        data = data[16 + length :]
-    return records
+    return [*LegacyEventFileLoader(str(path)).Load()]
 
 
 def test_event_files_as_tensorboard_reads_them(tmp_path: Path):
