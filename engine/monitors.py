@@ -38,30 +38,36 @@ _PACKAGES = {"wandb": "wandb", "comet": "comet_ml"}
 
 
 class MonitorWriter(Protocol):
-    """One destination."""
+    """One destination. Holds nothing that would have to be closed: files are opened for each write,
+    and the run of a service, which may be the script's own, ends with the process."""
 
     def rewind(self, samples: int) -> None:
-        """Values of these samples or more are going to be written; earlier writes are removed."""
+        """Values of these samples or more are going to be written; earlier writes of them are
+        removed, unless the destination keeps them."""
+        return
 
     def write(self, events: Sequence[Event]) -> None:
         """Writes values, durably as far as the destination allows."""
-
-    def close(self) -> None:
-        """Ends threads and closes files."""
 
 
 def check_packages(config: EngineConfig) -> None:
     """Raises ConfigError if the package of a monitor is not installed; on every rank, since each
     may become rank 0."""
     for section, package in _PACKAGES.items():
-        if getattr(config, section).enabled and not find_spec(package):
+        if getattr(config, section).enabled and not is_installed(package):
             raise ConfigError(
                 f"{section}.enabled: the package {package} is not installed",
                 fix=f"pip install {package}, or {section}.enabled: false",
             )
 
 
-class CsvWriter:
+def is_installed(package: str) -> bool:
+    """Not if it is only a folder of that name, as wandb leaves in a project."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+class CsvWriter(MonitorWriter):
     """A file for each name, which is opened for each write, as in DeepSpeed."""
 
     def __init__(self, config: CsvMonitorConfig) -> None:
@@ -87,11 +93,8 @@ class CsvWriter:
                     csv.writer(opened).writerow(["step", name.rpartition("/")[2]])
                 csv.writer(opened).writerow([samples, value])
 
-    def close(self) -> None:
-        return
 
-
-class TensorBoardWriter:
+class TensorBoardWriter(MonitorWriter):
     """An event file; TensorBoard hides the earlier values of steps that are done again."""
 
     def __init__(self, config: TensorBoardConfig) -> None:
@@ -105,11 +108,8 @@ class TensorBoardWriter:
             [self._file.scalars(time(), step, {name: value}) for name, value, step in events]
         )
 
-    def close(self) -> None:
-        return
 
-
-class WandbWriter:
+class WandbWriter(MonitorWriter):
     """The active run, or a new one; W&B drops values of steps that it has."""
 
     def __init__(self, config: WandbConfig, runs: dict[str, str]) -> None:
@@ -123,19 +123,12 @@ class WandbWriter:
         )
         runs["wandb"] = str(self._run.id)
 
-    def rewind(self, samples: int) -> None:
-        return
-
     def write(self, events: Sequence[Event]) -> None:
         for name, value, samples in events:
             self._run.log({name: value}, step=samples)
 
-    def close(self) -> None:
-        """The run is the process's: it may be the script's own, and the next engine continues it.
-        wandb ends it when the process exits."""
 
-
-class CometWriter:
+class CometWriter(MonitorWriter):
     """An experiment, which gets a value of each name every `samples_log_interval` samples."""
 
     def __init__(self, config: CometConfig, runs: dict[str, str]) -> None:
@@ -162,9 +155,6 @@ class CometWriter:
             if name not in self._last or samples - self._last[name] >= self._interval:
                 self._last[name] = samples
                 self._experiment.log_metric(name, value, step=samples)
-
-    def close(self) -> None:
-        """As `WandbWriter.close`: comet_ml ends the experiment when the process exits."""
 
 
 class Monitors:
@@ -210,8 +200,6 @@ class Monitors:
 
     def close(self) -> None:
         """Nothing is written any more."""
-        for writer in list(self._writers):
-            self._try(writer, writer.close)
         self._writers.clear()
         self._openers.clear()
 

@@ -8,13 +8,14 @@ job, with its repairs and adoptions.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from rayzero.engine.errors import ConfigError, first_line
+from rayzero.engine.monitors import is_installed
 from rayzero.engine.redact import redact_document
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.job_events import EventBus, StateEntered
@@ -23,7 +24,6 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.step_files import scalars_of
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.orchestrator.spec_sections import MlflowSpec, WandbSpec
 
 FLUSH_INTERVAL_S = 2.0
 END_LIMIT_S = 20.0
@@ -35,25 +35,69 @@ _MLFLOW_INVALID = re.compile(r"[^\w\-. /:]")
 _MLFLOW_STATUS = {State.SUCCEEDED: "FINISHED", State.STOPPED: "KILLED"}
 
 
-class Tracker(Protocol):
-    """A run in a tracker, which is opened by the first call. Methods may raise anything, and are
-    called again then."""
+class Tracker(ABC):
+    """A run in a tracker, which is opened by the first call. Does nothing once the tracker's
+    package could not be imported: trying again is of no use.
 
+    Args:
+        settings: the tracker's, in the job file.
+        key: identifies the run, so that a process which adopts the job continues it.
+    """
+
+    name: ClassVar[str]
+    package: ClassVar[str]
+
+    def __init__(self, settings: Any, plan: JobPlan, key: str, warn: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._plan = plan
+        self._key = key
+        self._warn = warn
+        self._module: Any = None
+        self._is_broken = False
+
+    def write(self, events: Sequence[StepRecord | StateEntered]) -> None:
+        """Steps, and the job's end. May raise anything, and is called again with the same then."""
+        if not self._has_module():
+            return
+        if records := [event for event in events if isinstance(event, StepRecord)]:
+            self.log(records)
+        for event in events:
+            if isinstance(event, StateEntered):
+                self.end(event.state)
+
+    @abstractmethod
     def log(self, records: Sequence[StepRecord]) -> None:
         """Adds these steps; one that was done again replaces nothing."""
 
+    @abstractmethod
     def end(self, state: State) -> None:
         """Marks the run as ended."""
 
+    def _has_module(self) -> bool:
+        """Imports the package, once."""
+        if self._module is None and not self._is_broken:
+            try:
+                self._module = import_module(self.package)
+            except Exception as error:  # noqa: BLE001 -- a package raises what it wants
+                self._is_broken = True
+                self._warn(
+                    f"{self.name} does not get this job's steps: its package fails: "
+                    f"{type(error).__name__}: {first_line(error)}"
+                )
+        return not self._is_broken
 
-class WandbRun:
-    """`key`: identifies the run, so that a process which adopts the job continues it."""
+    def _config(self) -> dict[str, Any]:
+        """The job file without secrets."""
+        config: dict[str, Any] = redact_document(to_document(self._plan.spec))
+        return config
 
-    def __init__(self, spec: WandbSpec, plan: JobPlan, key: str) -> None:
-        self._spec = spec
-        self._plan = plan
-        self._key = key
-        self._run: Any = None
+
+class WandbRun(Tracker):
+    """A run in Weights & Biases, by its id."""
+
+    name = "W&B"
+    package = "wandb"
+    _run: Any = None
 
     def log(self, records: Sequence[StepRecord]) -> None:
         run = self._open()
@@ -64,41 +108,38 @@ class WandbRun:
     def end(self, state: State) -> None:
         exit_code = int(state is State.FAILED)
         self._open().finish(exit_code=exit_code)
-        _import("wandb").teardown(exit_code=exit_code)  # its service process
+        self._module.teardown(exit_code=exit_code)  # its service process
 
     def _open(self) -> Any:
         if self._run is None:
-            wandb = _import("wandb")
-            self._run = wandb.init(
-                project=self._spec.project,
-                entity=self._spec.entity,
+            self._run = self._module.init(
+                project=self._settings.project,
+                entity=self._settings.entity,
                 group=self._plan.spec.name,
                 name=self._plan.spec.name,
                 id=self._key,
                 resume="allow",
-                mode=self._spec.mode,
+                mode=self._settings.mode,
                 dir=str(self._plan.output_dir),
-                config=_config(self._plan),
-                settings=wandb.Settings(console="off", silent=True),
+                config=self._config(),
+                settings=self._module.Settings(console="off", silent=True),
             )
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
         return self._run
 
 
-class MlflowRun:
-    """As `WandbRun`; the key is a tag of the run."""
+class MlflowRun(Tracker):
+    """A run in MLflow; the key is a tag of the run."""
 
-    def __init__(self, spec: MlflowSpec, plan: JobPlan, key: str) -> None:
-        self._spec = spec
-        self._plan = plan
-        self._key = key
-        self._client: Any = None
-        self._run_id = ""
+    name = "MLflow"
+    package = "mlflow"
+    _client: Any = None
+    _run_id = ""
 
     def log(self, records: Sequence[StepRecord]) -> None:
         self._open()
-        metric = _import("mlflow.entities").Metric
+        metric = self._module.entities.Metric
         metrics = [
             metric(_MLFLOW_INVALID.sub("_", name), value, int(record.at_s * 1000), record.step)
             for record in records
@@ -116,9 +157,8 @@ class MlflowRun:
     def _open(self) -> None:
         if self._run_id:
             return
-        mlflow = _import("mlflow")
-        self._client = client = mlflow.MlflowClient(self._spec.tracking_uri)
-        name = self._spec.experiment
+        self._client = client = self._module.MlflowClient(self._settings.tracking_uri)
+        name = self._settings.experiment
         experiment = client.get_experiment_by_name(name)
         folder = client.create_experiment(name) if experiment is None else experiment.experiment_id
         earlier = client.search_runs([folder], f"tags.`rayzero.run` = '{self._key}'")
@@ -128,42 +168,13 @@ class MlflowRun:
             return
         tags = {"rayzero.run": self._key, "rayzero.job": self._plan.spec.name}
         run_id = client.create_run(folder, tags=tags, run_name=self._plan.spec.name).info.run_id
-        param = _import("mlflow.entities").Param
+        param = self._module.entities.Param
         params = [
             param(_MLFLOW_INVALID.sub("_", key), str(value)[:_MAX_PARAM_CHARACTERS])
-            for key, value in _flatten(_config(self._plan))
+            for key, value in _flatten(self._config())
         ]
         client.log_batch(run_id, params=params[:100])
         self._run_id = run_id
-
-
-class TrackerImportError(Exception):
-    """The package of a tracker is there, and cannot be imported: trying again is of no use."""
-
-
-def _import(module: str) -> Any:
-    try:
-        return import_module(module)
-    except Exception as error:
-        raise TrackerImportError(f"{type(error).__name__}: {first_line(error)}") from error
-
-
-class _Delivery:
-    """Gives a tracker its events; none once its package could not be imported."""
-
-    def __init__(self, name: str, run: Tracker, warn: Callable[[str], None]) -> None:
-        self.name = name
-        self._run: Tracker | None = run
-        self._warn = warn
-
-    def __call__(self, events: Sequence[StepRecord | StateEntered]) -> None:
-        if self._run is None:
-            return
-        try:
-            _deliver(self._run, events)
-        except TrackerImportError as error:
-            self._run = None
-            self._warn(f"{self.name} does not get this job's steps: its package fails: {error}")
 
 
 class Trackers:
@@ -177,20 +188,21 @@ class Trackers:
 
     def __init__(self, plan: JobPlan, began_s: float, warn: Callable[[str], None]) -> None:
         metrics, key = plan.spec.metrics, f"{plan.spec.name}-{int(began_s)}"
-        runs: dict[str, Tracker] = {}
-        if metrics.wandb is not None:
-            _require("metrics.wandb", "wandb")
-            runs["W&B"] = WandbRun(metrics.wandb, plan, key)
-        if metrics.mlflow is not None:
-            _require("metrics.mlflow", "mlflow")
-            runs["MLflow"] = MlflowRun(metrics.mlflow, plan, key)
+        kinds = {WandbRun: metrics.wandb, MlflowRun: metrics.mlflow}
+        runs = [kind(it, plan, key, warn) for kind, it in kinds.items() if it is not None]
+        for run in runs:
+            if not is_installed(run.package):
+                raise ConfigError(
+                    f"metrics.{run.package}: the package {run.package} is not installed on the "
+                    "cluster's head node",
+                    allowed=f"a head node with {run.package}, where the job's controller runs",
+                    fix=f"pip install {run.package} there, or remove metrics.{run.package}",
+                )
         self._warn = warn
         self._writer = BackgroundWriter(warn)
         self._queues = [
-            self._writer.add_queue(
-                f"the job's run in {name}", _Delivery(name, run, warn), FLUSH_INTERVAL_S
-            )
-            for name, run in runs.items()
+            self._writer.add_queue(f"the job's run in {run.name}", run.write, FLUSH_INTERVAL_S)
+            for run in runs
         ]
 
     def subscribe_to(self, events: EventBus) -> None:
@@ -209,30 +221,6 @@ class Trackers:
             return
         for queue in self._queues:
             queue.put(event)
-
-
-def _deliver(run: Tracker, events: Sequence[StepRecord | StateEntered]) -> None:
-    if records := [event for event in events if isinstance(event, StepRecord)]:
-        run.log(records)
-    for event in events:
-        if isinstance(event, StateEntered):
-            run.end(event.state)
-
-
-def _require(setting: str, package: str) -> None:
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:  # a folder of that name, as wandb leaves in a project
-        raise ConfigError(
-            f"{setting}: the package {package} is not installed on the cluster's head node",
-            allowed=f"a head node with {package}, where the job's controller runs",
-            fix=f"pip install {package} there, or remove {setting}",
-        )
-
-
-def _config(plan: JobPlan) -> dict[str, Any]:
-    """The job file without secrets."""
-    config: dict[str, Any] = redact_document(to_document(plan.spec))
-    return config
 
 
 def _flatten(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -131,7 +131,7 @@ def test_wandb_continues_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, Any]] = []
     logged: list[Any] = []
     monkeypatch.setitem(sys.modules, "wandb", fake_wandb(started, logged))
-    monkeypatch.setattr(monitors, "find_spec", lambda name: name)
+    monkeypatch.setattr(monitors, "is_installed", lambda _: True)
     config = {"wandb": {"enabled": True, "project": "p", "team": "t", "group": "g"}}
     engine, _ = train(config, range(1))
     train(config, range(1, 2), [Block.of(engine)])
@@ -153,7 +153,7 @@ def test_comet_gets_values_at_its_interval(monkeypatch: pytest.MonkeyPatch) -> N
     module = ModuleType("comet_ml")
     module.__dict__["start"] = lambda **arguments: started.append(arguments) or experiment
     monkeypatch.setitem(sys.modules, "comet_ml", module)
-    monkeypatch.setattr(monitors, "find_spec", lambda name: name)
+    monkeypatch.setattr(monitors, "is_installed", lambda _: True)
     config = {"comet": {"enabled": True, "samples_log_interval": 8, "experiment_name": "n"}}
     engine, _ = train(config, range(3))
     assert [step for step, name in logged if name.endswith("lr")] == [4, 12]
@@ -163,7 +163,12 @@ def test_comet_gets_values_at_its_interval(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("section", "package"), [("wandb", "wandb"), ("comet", "comet_ml")])
-def test_missing_package_is_one_line(section: str, package: str) -> None:
+def test_missing_package_is_one_line(
+    section: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of that name, which wandb leaves in a project, is no package."""
+    (tmp_path / package).mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=f"pip install {package}"):
         train({section: {"enabled": True}}, range(1))
 
