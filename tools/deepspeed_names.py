@@ -11,16 +11,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rayzero.deepspeed.accelerator import REFUSED_METHODS
-from rayzero.deepspeed.lookup import homes
+from rayzero.deepspeed.lookup import REFUSED, REFUSED_PACKAGES, homes
 from rayzero.deepspeed.names import WORKS
-from rayzero.deepspeed.refused_names import REFUSED, REFUSED_PACKAGES
 from rayzero.engine.api.alternatives import ENGINE_ALTERNATIVES
 from tools.deepspeed_surface import FILE
 
 PAGE = Path(__file__).parents[1] / "docs/deepspeed-names.md"
 HEAD = """# DeepSpeed's names
 
-Written by `python -m tools.deepspeed_names` from `rayzero/deepspeed/names.py`, `refused_names.py`
+Written by `python -m tools.deepspeed_names` from `rayzero/deepspeed/names.py`, `refused_names.json`
 and `engine/api/alternatives.py`; tests import every name and check what the page says. Config keys
 have [a table of their own](config.md).
 
@@ -57,9 +56,8 @@ def render() -> str:
     lines += by_use(
         {
             ".".join(filter(None, (module, name))): use
-            for module, row in REFUSED.items()
-            for use, names in row.items()
-            for name in names.split()
+            for module, names in REFUSED.items()
+            for name, use in names.items()
         }
         | {f"{module}.*": use for module, use in REFUSED_PACKAGES.items()}
     )

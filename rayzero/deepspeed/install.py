@@ -18,15 +18,15 @@ from types import ModuleType
 from typing import Any
 
 from rayzero.deepspeed.lookup import (
+    REFUSED,
+    REFUSED_PACKAGES,
     child_modules,
     homes,
     missing_message,
     package_refusal,
-    refusals,
     resolve,
 )
 from rayzero.deepspeed.names import WORKS
-from rayzero.deepspeed.refused_names import REFUSED_PACKAGES
 from rayzero.engine.errors import ConfigError
 
 log = logging.getLogger("rayzero.deepspeed")
@@ -46,7 +46,7 @@ class _AliasModule(ModuleType):
         self.__path__: list[str] = []  # a package, so that submodules are asked of the finder
         self.__all__ = sorted(
             entry
-            for entry in {*homes(name), *refusals(name), *child_modules(name)}
+            for entry in {*homes(name), *REFUSED.get(name, {}), *child_modules(name)}
             if not entry.startswith("_")
         )
         self._module = name

@@ -1,16 +1,40 @@
-"""`resolve`: a DeepSpeed module's name as an object; stand-ins for what rayzero refuses."""
+"""`resolve`: a DeepSpeed module's name as an object; stand-ins for what rayzero refuses.
+
+`refused_names.json` has {what to use: {`deepspeed`, or modules below it: names in each of them}}.
+Such a name can be imported, and raises ConfigError when it is called. Under `*` it has modules
+that, with all below them, have only such names.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
+from importlib.resources import files
 from typing import Any
 
 from rayzero.deepspeed.names import WORKS
-from rayzero.deepspeed.refused_names import REFUSED, REFUSED_PACKAGES
 from rayzero.engine.api.alternatives import RefusedNameError
 from rayzero.engine.errors import ConfigError, did_you_mean
+
+REFUSED: dict[str, dict[str, str]] = {}
+"""{module: {name that is refused in it: what to use}}."""
+REFUSED_PACKAGES: dict[str, str] = {}
+"""{module of which everything is refused: what to use}."""
+
+
+def _read_refused() -> None:
+    table = json.loads(files("rayzero.deepspeed").joinpath("refused_names.json").read_text())
+    for use, places in table.items():
+        REFUSED_PACKAGES.update(dict.fromkeys(places.pop("*", "").split(), use))
+        for modules, names in places.items():
+            for module in modules.split():
+                below = "" if module == "deepspeed" else module
+                REFUSED.setdefault(below, {}).update(dict.fromkeys(names.split(), use))
+
+
+_read_refused()
 
 
 class _Refusing(type):
@@ -58,12 +82,6 @@ def homes(module: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-@cache
-def refusals(module: str) -> dict[str, str]:
-    """{name that is refused in this module: what to use}."""
-    return {name: use for use, names in REFUSED.get(module, {}).items() for name in names.split()}
-
-
 def child_modules(module: str) -> Iterator[str]:
     """The names of the modules directly below this one."""
     prefix = f"{module}." if module else ""
@@ -79,7 +97,7 @@ def resolve(module: str, name: str) -> Any:
     if name in homes(module):
         home, other = homes(module)[name]
         return getattr(import_module(home), other)
-    if use := refusals(module).get(name):
+    if use := REFUSED.get(module, {}).get(name):
         return stand_in(full, use)
     if name.startswith("__"):
         raise AttributeError(name)
@@ -92,7 +110,7 @@ def resolve(module: str, name: str) -> Any:
 
 def missing_message(full: str, module: str) -> str:
     """The message for a name that the table does not have."""
-    known = sorted({*homes(module), *refusals(module), *child_modules(module)})
+    known = sorted({*homes(module), *REFUSED.get(module, {}), *child_modules(module)})
     public = [name for name in known if not name.startswith("_")]
     hint = did_you_mean(full.rpartition(".")[2], public)
     return f"rayzero has no {full}{hint or '; available: ' + ', '.join(public)}"

@@ -1,7 +1,7 @@
 """The table of DeepSpeed's names that work: modules, what is in them, and where that is defined.
 
 {module below `deepspeed`: {where its names are defined: names}}; `name=other` is called `other`
-there. `refused_names.py` has the others. `python -m tools.deepspeed_names` writes
+there. `refused_names.json` has the others. `python -m tools.deepspeed_names` writes
 docs/deepspeed-names.md from both; tests hold them to what they say.
 """
 

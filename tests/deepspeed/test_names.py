@@ -11,9 +11,8 @@ from tests.support.scripts import run_script
 CHECK = """
 import importlib, json
 import rayzero.deepspeed; rayzero.deepspeed.install()
-from rayzero.deepspeed.lookup import is_refused
+from rayzero.deepspeed.lookup import REFUSED, REFUSED_PACKAGES, is_refused
 from rayzero.deepspeed.names import WORKS
-from rayzero.deepspeed.refused_names import REFUSED, REFUSED_PACKAGES
 wrong = []
 def get(module, name):
     return getattr(importlib.import_module(".".join(filter(None, ("deepspeed", module)))), name)
@@ -32,10 +31,9 @@ def refuses(module, name, use):
     except ValueError as error:
         if use not in str(error) or name not in str(error) or "\\n" in str(error):
             wrong.append(f"{module}.{name}: {error}")
-for module, row in REFUSED.items():
-    for use, names in row.items():
-        for name in names.split():
-            refuses(module, name, use)
+for module, names in REFUSED.items():
+    for name, use in names.items():
+        refuses(module, name, use)
 for module, use in REFUSED_PACKAGES.items():
     refuses(module, "Anything", use)
     refuses(f"{module}.deeper.still", "Anything", use)
