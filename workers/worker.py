@@ -154,8 +154,9 @@ class WorkerProcess(WorkerCalls):
         if session is not None and session.outlives_generation and not channel.ending:
             channel.reforming = True  # before the interrupt, which then unwinds nothing
         channel.interrupt.set()
-        if session is not None and channel.reforming:
-            session.break_group("the generation was ended")
+        with process_group.group_lock:  # a command may assign the next one concurrently
+            if session is not None and channel.reforming and self._channel is channel:
+                session.break_group("the generation was ended")
         self._begin_abort(channel)
 
     def _begin_abort(self, channel: GenerationChannel) -> None:

@@ -49,7 +49,7 @@ class Place:
     _kept: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
 
     def keep_schedules(self, step: int) -> None:
-        """Where the loop has come to that step: the job may go back to it."""
+        """Keeps their states after that step, to which the job may go back."""
         self._kept[step] = [schedule.state_dict() for schedule in self.schedules]
         self._kept.pop(step - KEPT_STEPS, None)
 
@@ -174,8 +174,8 @@ class _Epoch:
     def _read_again(
         self, batches: Iterator[Any], engine: Engine, done: int, order: Any
     ) -> Iterator[Any]:
-        """The batches behind so many steps, for the present ranks, in the same order. Raises
-        CollectiveError if the job has gone back to an earlier epoch, whose loop has ended."""
+        """Iterates over the batches behind `done` steps, cut for the present ranks, in the same
+        order. Raises CollectiveError if the job has gone back to an earlier epoch."""
         if done < 0:
             raise CollectiveError(f"the job went back by {-done} steps, before this epoch")
         self._place.restore_schedules(engine.progress.step)
@@ -194,7 +194,7 @@ class _Epoch:
         return iter(()) if first is None else _put_before(first, rest)
 
     def _rest(self, done: int, *, alone: bool = False) -> Iterator[Any]:
-        """The batches behind so many steps, and behind what the script skips.
+        """Iterates over the batches behind `done` steps, and behind what the script skips.
 
         `alone`: the ranks have agreed on the sampler's generator before.
         """
@@ -219,8 +219,8 @@ def can_read_again(loader: Any, *, by_epoch: bool = False) -> bool:
 
 
 def agree_on_order(loader: Any) -> Any:
-    """The state of the generator of the loader's sampler, if it has one, in which an epoch begins.
-    Collective, as the loader itself, which draws from it then."""
+    """Returns the state in which the generator of the loader's sampler begins an epoch; None if it
+    has no generator. Collective, as the loader's own iteration."""
     if (generator := loader.synchronized_generator) is None:
         return None
     import_module("accelerate.utils").synchronize_rng_states(loader.rng_types, generator)
@@ -228,7 +228,7 @@ def agree_on_order(loader: Any) -> Any:
 
 
 def read_behind(loader: Any, batches: int, epoch: int, *, agreed: bool) -> Iterator[Any]:
-    """The loader's batches behind so many of an epoch.
+    """Iterates over an epoch's batches, but for the first `batches`.
 
     `agreed`: the ranks have agreed on the sampler's generator before.
     """

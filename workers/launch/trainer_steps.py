@@ -29,7 +29,7 @@ from rayzero.workers.session import JobSession
 Read = Callable[[Iterator[Any], int], tuple[list[Any], Any]]
 Run = Callable[[Any, Any], Tensor]
 _OF_RANK = ("is_local_process_zero", "is_world_process_zero")
-"""What a TrainerState has of its own rank."""
+"""Attributes of a TrainerState that differ between the ranks."""
 
 
 def can_follow(trainer: Any, base: type) -> bool:
@@ -54,10 +54,10 @@ class TrainerSteps:
         self._engine = engine
         self._recorder = recorder
         self._loader = trainer.callback_handler.train_dataloader
+        self._iterator: Iterator[Any] | None = None  # Trainer's, of the epoch
+        self._source: Iterator[Any] = iter(())
         self._ranks = self._present_ranks
-        """Those that `_source` is cut for."""
-        self._iterator: Iterator[Any] = iter(())  # Trainer's, of the epoch
-        self._source = self._iterator
+        """Rank and world size for which `_source` is cut."""
         self._inputs: list[Any] = []
         self._turns = self._turn = 0
         self._loss_told: Tensor | float = 0.0
@@ -71,12 +71,14 @@ class TrainerSteps:
         return self._engine.survival.local_reason
 
     def read(self, iterator: Iterator[Any], count: int, read: Read) -> tuple[list[Any], Any]:
-        """`get_batch_samples`: as many batches as Trainer asks for, but those of the step."""
+        """Does what `get_batch_samples` does: returns as many batches as Trainer asks for, and
+        reads those of this rank's part of the step."""
         self._begin_step()
         if iterator is not self._iterator:
+            if self._iterator is not None:  # an epoch is cut where its first batch is read
+                self._ranks = self._present_ranks
             self._iterator = self._source = iterator
-            self._ranks = self._present_ranks
-        elif self._ranks != self._present_ranks:
+        if self._ranks != self._present_ranks:
             self._read_again()
         batches, items = read(self._source, self._step_batches(count))
         self._inputs = [*map(_copy, batches)]
@@ -88,7 +90,7 @@ class TrainerSteps:
         return [batches[0]] * count, items
 
     def run(self, inputs: Any, items: Any, read: Read, run: Run) -> Tensor:
-        """`training_step`. In a step's last turn returns what makes its sum the loss of the global
+        """Does what `training_step` does. The sum of a step's results is the loss of the global
         batch, so that what Trainer logs does not depend on ranks that are lost before it does."""
         self._turn += 1
         is_last = self._turn == self._turns
@@ -123,8 +125,8 @@ class TrainerSteps:
         return loss
 
     def _begin_step(self) -> None:
-        """Where all ranks are together, and new ones come in. Raises CollectiveError if the job
-        has gone back to a step before one that Trainer has counted: the script is entered again."""
+        """Waits for all ranks, if some were lost or are new. Raises CollectiveError if the job has
+        gone back behind a step that Trainer has counted: the script is entered again."""
         self._session.on_phase("data")
         self._engine.survival.await_group()
         step, counted = self._engine.progress.step, self._trainer.state.global_step
@@ -141,7 +143,7 @@ class TrainerSteps:
                 self._meet()
 
     def _meet(self) -> None:
-        """A new member takes the Trainer's state of a survivor. Collective."""
+        """Gives a survivor's state to the new members. Collective."""
         knows = all_gather_objects(self._knows_state)
         sender = knows.index(True) if any(knows) else -1
         is_sender = sender == dist.get_rank()
@@ -178,15 +180,15 @@ class TrainerSteps:
         self._knows_state = True
 
     def _read_again(self) -> None:
-        """The epoch's batches behind its finished steps, cut for the present ranks."""
+        """Reads the epoch again, cut for the present ranks, from its first unfinished step on."""
         epoch, done = divmod(self._trainer.state.global_step, self._recorder.steps_per_epoch)
         self._ranks = self._present_ranks
         behind = done * (self._recorder.parts // dist.get_world_size())
         self._source = read_behind(self._loader, behind, epoch, agreed=True)
 
     def _step_batches(self, count: int) -> int:
-        """This rank's, of a step; `count`, which is less at an epoch's end, where Trainer is
-        right."""
+        """Number of this rank's batches of a step: `count`, which is less at an epoch's end, where
+        Trainer's own number is right."""
         batches: int = self._recorder.parts // dist.get_world_size()
         return count if batches == self._trainer.args.gradient_accumulation_steps else batches
 
@@ -196,5 +198,5 @@ class TrainerSteps:
 
 
 def _copy(inputs: Any) -> Any:
-    """Of a batch: a loss function may remove labels from it."""
+    """Copies a batch, but not its tensors: a loss function may remove labels from it."""
     return dict(inputs) if isinstance(inputs, dict) else inputs
