@@ -96,7 +96,18 @@ class Host:
         if self.generation < len(self.faults):
             rank, turn, place = self.faults[self.generation]
             if (rank, place) == (self.rank, phase) and step == self.begin + turn:
+                self._await_others()
                 raise LostError
+
+    def join(self) -> None:
+        """This rank has an engine of the generation."""
+        self.store.set(f"joined-{self.generation}-{self.rank}", b"")
+
+    def _await_others(self) -> None:
+        """Nobody is lost while there is nothing to recover: not before all have an engine, nor
+        before the first published step."""
+        keys = [f"joined-{self.generation}-{rank}" for rank in range(WORLD)]
+        self.store.wait(keys + [f"block-{rank}-1" for rank in range(WORLD)])
 
 
 @dataclass
@@ -112,6 +123,7 @@ class Session(StateSession):
         self.engine = engine
         self.published = engine.progress.step
         engine.survival.enable(lambda reason: self.host.abort())
+        self.host.join()
 
     def on_phase(self, name: str) -> None:
         step = self.host.begin if self.engine is None else self.engine.progress.step
@@ -132,6 +144,7 @@ class Session(StateSession):
         keep = state.consistent and self.engine.progress.step == self.host.begin
         self.engine.survival.recut(BlocksSource(blocks), keep=keep)
         self.published = self.engine.progress.step
+        self.host.join()
 
 
 def live_through(
