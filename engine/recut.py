@@ -75,6 +75,7 @@ def recut_engine(
     kept = KeptSource(step.state.private_ranges() if keep else [], source)
     if runtime.unshard_scheduler is not None:
         runtime.unshard_scheduler.abandon()
+    runtime.collectives.abandon()
     backend, device = connect_backend()
     runtime.collectives.reconnect(backend)
     context = _make_context(step, model, device)

@@ -96,6 +96,10 @@ class Backend(Protocol):
         """Does this rank's share of everything launched, so that no peer waits for it."""
         return
 
+    def abandon(self) -> None:
+        """Forgets everything launched. The group is gone: no thread of it waits for messages."""
+        return
+
     @property
     def staging_bytes(self) -> int:
         """Bytes of receive buffers."""

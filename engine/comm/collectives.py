@@ -79,9 +79,12 @@ class Collectives:
         self._breaking = Lock()
         self.reconnect(backend)
 
+    def abandon(self) -> None:
+        """What was launched is not waited for any more: the process group is gone."""
+        self._backend.abandon()
+
     def reconnect(self, backend: Backend) -> None:
-        """Uses the backend of another process group from now on. Work that was launched on the
-        earlier one must not be waited for any more."""
+        """Uses the backend of another process group from now on. The previous one is abandoned."""
         self._backend = backend
         self.rank = backend.rank
         self.world_size = backend.world_size

@@ -165,8 +165,7 @@ class ElasticGroup(dist.ProcessGroup):
     def abort(self) -> None:
         """The groups of the generations are aborted, not what they are reached by."""
 
-    def shutdown(self) -> None:
-        """Does nothing, as `abort`."""
+    shutdown = abort
 
     # Collectives
 

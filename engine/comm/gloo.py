@@ -8,7 +8,7 @@ timing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,8 @@ class StagingPool:
         self.total_bytes += buffer.nbytes
         return buffer
 
-    def release(self, buffer: Tensor) -> None:
-        self._free.append(buffer)
+    def release(self, buffers: Iterable[Tensor]) -> None:
+        self._free.extend(buffers)
 
 
 class GlooBackend(Backend):
@@ -58,6 +58,10 @@ class GlooBackend(Backend):
     def staging_bytes(self) -> int:
         return self._staging.total_bytes
 
+    def abandon(self) -> None:
+        """The messages hold the group's connections, and buffers."""
+        self.channel.in_flight.clear()
+
     def all_reduce(self, full: Tensor) -> Work:
         return AsyncWork([dist.all_reduce(full, group=self.channel.group, async_op=True)])
 
@@ -69,8 +73,7 @@ class GlooBackend(Backend):
 
         def add_up() -> None:
             sum_terms(own, list(received.values()), out, accumulate=accumulate)
-            for buffer in buffers.values():
-                self._staging.release(buffer)
+            self._staging.release(buffers.values())
 
         return AsyncWork(self._post_messages(received, parts), add_up)
 
@@ -81,14 +84,15 @@ class GlooBackend(Backend):
         return self._all_gather(dict(zip(members, full.chunk(len(members)), strict=True)), part)
 
     def _all_gather(self, parts: dict[int, Tensor], part: Tensor) -> Work:
-        """`parts`: where each rank's part goes, this one's too."""
-        copy_unless_same(parts.pop(self.rank), part)
-        return AsyncWork(self._post_messages(parts, dict.fromkeys(parts, part)))
+        return self._copy_parts(dict.fromkeys(parts, part), parts)
 
     def all_to_all(self, full: Tensor, received: Tensor) -> Work:
-        parts, arriving = self.chunks(full), self.chunks(received)
-        arriving.pop(self.rank).copy_(parts.pop(self.rank))
-        return AsyncWork(self._post_messages(arriving, parts))
+        return self._copy_parts(self.chunks(full), self.chunks(received))
+
+    def _copy_parts(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> Work:
+        """`sent` to each rank, this one too; `received` from each."""
+        copy_unless_same(received.pop(self.rank), sent.pop(self.rank))
+        return AsyncWork(self._post_messages(received, sent))
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
         if self.rank != target:

@@ -1,9 +1,8 @@
 """Point-to-point messages that outlive an engine, and the process group's shutdown at exit.
 
-A receive that is freed before its message has arrived blocks the connection permanently: gloo stops
-reading there (torch 2.13), and everything sent later on it waits. So the process group, not the
-engine, owns messages in flight: an engine may be dropped at any time, and another one be built in
-the same group.
+gloo (torch 2.13) stops reading from a connection, also its end, if a receive is freed before its
+message has arrived. So the process group, not the engine, owns messages in flight: an engine may be
+dropped at any time, and another one be built in the same group.
 
 At exit, gloo's threads must end before the interpreter does. A gloo thread frees a collective's
 tensors after its waiters have continued; if it does so while Python is being finalized, the process

@@ -67,6 +67,10 @@ class JoinedLater(Backend):
         if self._is_joined:
             self._joined.progress_pending()
 
+    def abandon(self) -> None:
+        if self._is_joined:
+            self._joined.abandon()
+
     @property
     def staging_bytes(self) -> int:
         return self._joined.staging_bytes if self._is_joined else 0

@@ -50,19 +50,14 @@ class SingleRankBackend(Backend):
             copy_unless_same(out, full)
         return CompletedWork()
 
-    def all_gather(self, full: Tensor, part: Tensor) -> Work:
+    def _copy(self, full: Tensor, part: Tensor, *_: Any, **__: Any) -> Work:
         copy_unless_same(full, part)
         return CompletedWork()
 
-    def all_gather_in_group(self, full: Tensor, part: Tensor, members: range) -> Work:
-        return self.all_gather(full, part)
+    all_gather = all_gather_in_group = gather = _copy
 
     def all_to_all(self, full: Tensor, received: Tensor) -> Work:
         received.copy_(full)
-        return CompletedWork()
-
-    def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
-        full.copy_(part)
         return CompletedWork()
 
     def all_to_all_v(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:

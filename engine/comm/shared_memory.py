@@ -9,6 +9,10 @@ has done its share of everything its peers may be waiting for, and no cycle can 
 the remaining ones before any other collective; `progress_pending` before returning to the script,
 which may call collectives itself. Peers may read a buffer until its exchange was released or
 drained; waiting for that only before the buffer is overwritten saves a barrier per exchange.
+
+Lifetime. Exchanges and backend refer to each other, and messages keep gloo's connections. A re-cut
+`abandon`s them, after its host has shut down the connections and aborted the group, whose threads
+have ended: nothing reads or writes by them. The segments end with the last tensor in them.
 """
 
 from __future__ import annotations
@@ -34,7 +38,11 @@ MAX_UNREAD = 64
 
 
 class _TokenRound:
-    """One message to and from each peer: a location to read from."""
+    """One message to and from each peer: a location to read from.
+
+    No send is waited for: if the peer has just closed the connection, that would end at the group's
+    timeout only, because gloo (torch 2.13) tells the end to no send whose write has failed.
+    """
 
     def __init__(self, channel: P2PChannel, peers: Iterable[int]) -> None:
         self._channel = channel
@@ -60,36 +68,42 @@ class _TokenRound:
         descriptor, offset = self._locations[peer].tolist()
         return descriptor, offset
 
-    def wait_all(self) -> None:
-        """Waits for all messages still in flight."""
+    def finish(self) -> None:
+        """Waits for what has not been received. What was sent is known to have been."""
         while self._receives:
             self._receives.popitem()[1].wait()
-        while self._sends:
-            self._sends.pop().wait()
+        self._channel.in_flight.difference_update(self._sends)
+
+
+_Steps = Iterator[Sequence[_TokenRound]]
+"""Of an exchange: once it has announced this rank's part, it yields its rounds but *done*."""
 
 
 class _Exchange:
     """A collective in shared memory. `execute` runs once, in launch order."""
 
     def __init__(
-        self, backend: SharedMemoryBackend, steps: Iterator[None], done: _TokenRound
+        self, backend: SharedMemoryBackend, steps: _Steps, rounds: Sequence[_TokenRound]
     ) -> None:
         self._backend = backend
         self._steps = steps
-        self._done_round = done
+        self._rounds = rounds
         self.finished = False
 
     def wait(self) -> None:
         self._backend.execute_until(self)
 
     def release(self) -> None:
+        """A peer that has sent *done* has received this rank's other messages, and expects its
+        *done*, which the kernel has taken at once: little can be unread before it."""
         self.wait()
-        self._done_round.wait_all()
+        for tokens in reversed(self._rounds):
+            tokens.finish()
 
     def execute(self) -> None:
         for _ in self._steps:
             pass
-        self._done_round.send_all()
+        self._rounds[-1].send_all()
         self.finished = True
 
 
@@ -115,20 +129,13 @@ class SharedMemoryBackend(GlooBackend):
     def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Work:
         return self._launch(self._reduce_scatter_steps(full, out, accumulate), self.peers)
 
-    def _all_gather(self, parts: dict[int, Tensor], part: Tensor) -> Work:
-        peers = [peer for peer in self.peers if peer in parts]
-        return self._launch(self._all_gather_steps(parts, part), peers)
+    def _copy_parts(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> Work:
+        peers = [peer for peer in self.peers if peer in sent]
+        return self._launch(self._copy_steps(sent, received), peers)
 
-    def all_to_all(self, full: Tensor, received: Tensor) -> Work:
-        return self._launch(self._all_to_all_steps(full, received), self.peers)
-
-    def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
+    def _post_messages(self, receive: dict[int, Tensor], send: dict[int, Tensor]) -> list[P2PWork]:
         self.drain()
-        return super().gather(full, part, target)
-
-    def all_to_all_v(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
-        self.drain()
-        return super().all_to_all_v(received, sent)
+        return super()._post_messages(receive, send)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         self.drain()
@@ -144,16 +151,21 @@ class SharedMemoryBackend(GlooBackend):
         while self._not_yet_read:
             self._not_yet_read.popleft().release()
 
+    def abandon(self) -> None:
+        self._queued.clear()
+        self._not_yet_read.clear()
+        super().abandon()
+
     def execute_until(self, exchange: _Exchange) -> None:
         while not exchange.finished:
             if not self._queued:  # it started, and failed
                 raise RuntimeError("an earlier exchange failed")
             self._queued.popleft().execute()
 
-    def _launch(self, steps: Iterator[None], peers: Sequence[int]) -> Work:
+    def _launch(self, steps: _Steps, peers: Sequence[int]) -> Work:
         """Runs an exchange up to its first yield, which announces this rank's part."""
-        next(steps)
-        exchange = _Exchange(self, steps, _TokenRound(self.channel, peers))
+        rounds = next(steps)
+        exchange = _Exchange(self, steps, (*rounds, _TokenRound(self.channel, peers)))
         self._queued.append(exchange)
         self._not_yet_read.append(exchange)
         # An evaluation gathers weights repeatedly without a vote in between. A peer that waits
@@ -162,35 +174,27 @@ class SharedMemoryBackend(GlooBackend):
             self._not_yet_read.popleft().release()
         return exchange
 
-    def _reduce_scatter_steps(self, full: Tensor, out: Tensor, accumulate: bool) -> Iterator[None]:
+    def _reduce_scatter_steps(self, full: Tensor, out: Tensor, accumulate: bool) -> _Steps:
         parts = self.chunks(full)
         own = parts.pop(self.rank)
         ready = self._send_locations(parts)
-        yield
+        yield (ready,)
         self._sum_chunk(own, out, ready, accumulate=accumulate)
 
-    def _all_gather_steps(self, parts: dict[int, Tensor], part: Tensor) -> Iterator[None]:
-        own = parts.pop(self.rank)
-        ready = self._send_locations(dict.fromkeys(parts, part))
-        copy_unless_same(own, part)
-        yield
-        self._copy_chunks(parts, ready)
+    def _copy_steps(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> _Steps:
+        own = sent.pop(self.rank)
+        ready = self._send_locations(sent)
+        copy_unless_same(received.pop(self.rank), own)
+        yield (ready,)
+        self._copy_chunks(received, ready)
 
-    def _all_to_all_steps(self, full: Tensor, received: Tensor) -> Iterator[None]:
-        parts, arriving = self.chunks(full), self.chunks(received)
-        own = parts.pop(self.rank)
-        ready = self._send_locations(parts)
-        arriving.pop(self.rank).copy_(own)
-        yield
-        self._copy_chunks(arriving, ready)
-
-    def _all_reduce_steps(self, full: Tensor) -> Iterator[None]:
+    def _all_reduce_steps(self, full: Tensor) -> _Steps:
         """Reduce-scatters, then all-gathers. A peer's part of `full` is overwritten only after the
         peer has announced its sum, for which it has read that part."""
         parts = self.chunks(full)
         own = parts.pop(self.rank)
         ready, summed = self._send_locations(parts), _TokenRound(self.channel, parts)
-        yield
+        yield ready, summed
         self._sum_chunk(own, own, ready, accumulate=False)
         for peer in parts:
             summed.send(peer, self._location(own))
@@ -206,13 +210,11 @@ class SharedMemoryBackend(GlooBackend):
     def _sum_chunk(self, own: Tensor, out: Tensor, ready: _TokenRound, *, accumulate: bool) -> None:
         """Sums this rank's part over the ranks, in a fixed order."""
         terms = [self._segments.view(peer, ready.recv(peer), own) for peer in self.peers]
-        ready.wait_all()
         sum_terms(own, terms, out, accumulate=accumulate)
 
     def _copy_chunks(self, targets: dict[int, Tensor], ready: _TokenRound) -> None:
         for peer, target in targets.items():
             target.copy_(self._segments.view(peer, ready.recv(peer), target))
-        ready.wait_all()
 
     def _location(self, part: Tensor) -> tuple[int, int]:
         location = self._segments.locate(part)
@@ -241,14 +243,11 @@ def gloo_backend_joined_later(joining: JoiningGroup, *, share_memory: bool) -> J
     """`make_gloo_backend` at the first collective. Not collective itself: it makes buffers that
     the other ranks could read before it is known whether they can."""
     segments = ShmSegments()
-
-    def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return segments.zeros(numel, dtype)
-
-    def make(group: dist.ProcessGroup) -> GlooBackend:
-        return make_gloo_backend(group, segments, share_memory=share_memory)
-
-    return JoinedLater(joining, make, zeros if share_memory else None)
+    return JoinedLater(
+        joining,
+        lambda group: make_gloo_backend(group, segments, share_memory=share_memory),
+        (lambda numel, dtype, _: segments.zeros(numel, dtype)) if share_memory else None,
+    )
 
 
 def _shared_memory_pids(group: dist.ProcessGroup) -> list[int] | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rayzero.engine.accounting import bytes_by_class
 from rayzero.engine.builder import make_build_context, make_sharded_optimizer
-from rayzero.engine.comm.backend import CompletedWork, Work
+from rayzero.engine.comm.backend import Backend, CompletedWork, Work
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.config import EngineConfig, OptimizerConfig, resolve_batch_sizes
 from rayzero.engine.offload.transfer import MemoryKind
@@ -32,26 +32,18 @@ from rayzero.engine.zero.unit import Unit
 _STEPS = 3  # buffers are allocated in the first two
 
 
-class AbsentRanks:
+class AbsentRanks(Backend):
     """A rank of a group whose other ranks do not exist: collectives complete, and move nothing."""
-
-    staging_bytes = 0  # as with NCCL
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-
-    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=device)
 
     def _complete(self, *args: Any, **kwargs: Any) -> Work:
         return CompletedWork()
 
     all_reduce = reduce_scatter = all_gather = all_gather_in_group = _complete
     all_to_all = all_to_all_v = gather = broadcast = _complete
-
-    def progress_pending(self) -> None:
-        return
 
 
 def persistent_bytes(

@@ -128,7 +128,7 @@ def bytes_of_recut(
 
 
 @pytest.mark.parametrize(("sizes", "bf16", "keep"), [((3, 2), False, True), ((2, 3), True, False)])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_peak_is_the_larger_engine_and_a_unit(
     stage: int, sizes: tuple[int, int], bf16: bool, keep: bool
 ) -> None:

@@ -182,14 +182,14 @@ def pairwise_first(batches: Iterable[Any]) -> Iterator[Any]:
     yield before
 
 
-_all_gather_steps = SharedMemoryBackend._all_gather_steps
+_copy_steps = SharedMemoryBackend._copy_steps
 
 
-def _slow_all_gather_steps(self: SharedMemoryBackend, *arguments: Any) -> Iterator[None]:
-    steps = _all_gather_steps(self, *arguments)
-    next(steps)
+def _slow_copy_steps(self: SharedMemoryBackend, *arguments: Any) -> Iterator[Any]:
+    steps = _copy_steps(self, *arguments)
+    rounds = next(steps)
     time.sleep(0.1)
-    yield
+    yield rounds
     yield from steps
 
 
@@ -197,7 +197,7 @@ def train_late(ctx: Any) -> dict[str, Any]:
     """`train`, but rank 0 sleeps between publishing its weights and waiting for their readers, so
     that its peers finish the step first."""
     if ctx.rank == 0:
-        SharedMemoryBackend._all_gather_steps = _slow_all_gather_steps  # type: ignore[method-assign]
+        SharedMemoryBackend._copy_steps = _slow_copy_steps  # type: ignore[method-assign]
     return train(ctx)
 
 

@@ -1,4 +1,4 @@
-"""What survives the changes of a job's ranks: the training function, its objects.
+"""What survives the changes of a job's ranks: the training function, its objects, no resources.
 
 Real processes and a vault, without Ray. The oracle is plain torch.
 """
@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayzero.workers.chaos.inject import FaultRecord
+from rayzero.workers.vault.server import _MAX_DISCONNECTED as MAX_DISCONNECTED
+from tests.support.nccl_like.settings import from_environment
 from tests.workers.event_controller import (
     MOST,
+    PHASES,
     SPACING,
     Event,
     EventController,
     draw,
+    fault,
 )
 from tests.workers.local_workers import LocalWorkers
 from tests.workers.recovery_jobs import engine_config
@@ -31,7 +37,15 @@ from tests.workers.test_recovery import check_results
 EVENTS = int(os.environ.get("RAYZERO_SURVIVOR_EVENTS", "6"))
 COMPILES = EVENTS >= 50
 """Compiling takes a new worker seconds."""
+REPAIRS = int(os.environ.get("RAYZERO_SURVIVOR_REPAIRS", "9"))
 SEED = int(os.environ.get("RAYZERO_SURVIVOR_SEED", "0"))
+LOOKS = 10 if REPAIRS >= 40 else 3
+MOST_MORE = {"descriptors": 4, "threads": 2, "mappings": 4, "shared_bytes": 1 << 20}
+"""A mirror, or the release of a slot, may be running."""
+MOST_OBJECTS = 300 if from_environment() else 15
+"""Of Python, more at the end: those of a mirror, which runs beside training on NCCL's semantics."""
+MOST_KB_PER_REPAIR = 64
+"""Of host memory, in the second half: as many steps without repairs take half of that."""
 pytestmark = pytest.mark.slow
 
 
@@ -95,3 +109,57 @@ def test_function_and_its_objects_survive_random_events(tmp_path: Path) -> None:
         assert all(values == later[0] for values in later), later
         changes += len(later)
     assert changes > len(events)
+    print(Counter(event.kind for event in events), len(controller.starts), changes)
+
+
+def test_repairs_leave_nothing_behind(tmp_path: Path) -> None:
+    """One rank is killed and replaced again and again: what the two others and their vault hold
+    does not grow."""
+    events: list[Event] = []
+    for number in range(1, REPAIRS + 1):
+        step = SPACING * number
+        events.append(Event(step, "replace", (fault("kill", 2, step, PHASES[number % 7]),)))
+        if number % (REPAIRS // LOOKS) == 0:
+            events.append(Event(step + SPACING - 1, "look"))
+    seen: defaultdict[int, list[dict[str, int]]] = defaultdict(list)
+
+    def look(pids: list[int]) -> None:
+        for pid in (os.getpid(), *pids[:2]):  # the vault is in this process
+            seen[pid].append(resources(pid))
+
+    looks_at = [event.step for event in events if event.kind == "look"]
+    counts = [looks_at[0], looks_at[-1]]
+    run_events(tmp_path, events, engine_config(SEED % 4), look=look, counts=counts)
+    notes = read_notes(tmp_path)
+    assert len(seen) == 3
+    for pid, looks in seen.items():
+        print(pid, *looks, sep="\n")
+        first, last = looks[0], looks[-1]
+        assert all(last[name] <= first[name] + more for name, more in MOST_MORE.items()), looks
+        assert last["pidfds"] <= MAX_DISCONNECTED + 2 * MOST
+        if pid != os.getpid():
+            live = [note["live"] for note in notes[pid] if "live" in note]
+            print(live)
+            assert len(live) == 2
+            assert live[1] <= live[0] + MOST_OBJECTS
+            if REPAIRS >= 40:
+                half = looks[len(looks) // 2]["private_kb"]
+                assert last["private_kb"] - half <= MOST_KB_PER_REPAIR * REPAIRS / 2
+
+
+def resources(pid: int) -> dict[str, int]:
+    """What a process holds. `pidfds`: those of lost workers, which a vault keeps."""
+    folder, links = Path(f"/proc/{pid}"), []
+    for path in (folder / "fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            links.append((os.readlink(path), path.stat().st_size))
+    pidfds = sum("pidfd" in link for link, _ in links)
+    private = re.findall(r"Private_\w+: +(\d+) kB", (folder / "smaps_rollup").read_text())
+    return {
+        "pidfds": pidfds,
+        "descriptors": len(links) - pidfds,
+        "threads": len(os.listdir(folder / "task")),
+        "mappings": (folder / "maps").read_text().count("/memfd:"),
+        "shared_bytes": sum(size for link, size in links if link.startswith("/memfd:")),
+        "private_kb": sum(map(int, private)),
+    }

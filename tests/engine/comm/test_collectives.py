@@ -279,9 +279,9 @@ def test_staging_buffers_are_reused() -> None:
     second = pool.acquire(torch.float32, 10)
     assert first.data_ptr() != second.data_ptr()
     assert pool.total_bytes == 80
-    pool.release(first)
+    pool.release([first])
     assert pool.acquire(torch.float32, 8) is first  # a longer buffer is reused
-    pool.release(first)
+    pool.release([first])
     assert pool.acquire(torch.float64, 8).dtype is torch.float64  # buffers of other dtypes are not
     assert pool.acquire(torch.float32, 11).numel() == 11
     assert pool.total_bytes == 80 + 64 + 44

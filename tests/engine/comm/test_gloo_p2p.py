@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from rayzero.engine.comm.backend import rank_chunk
 from rayzero.engine.comm.gloo import GlooBackend
 from rayzero.engine.comm.gloo_p2p import p2p_channel
 from rayzero.engine.comm.shared_memory import make_gloo_backend
+from rayzero.workers.group_sockets import _open_sockets
 from tests.support.ranks import run_ranks
 
 LIMIT_S = 60.0
@@ -72,6 +76,47 @@ def drop_backend(rank: int, world: int, share: bool) -> tuple[float, int]:
     rank_chunk(full, rank, world).fill_(rank + 1)
     new_backend.all_gather(full, rank_chunk(full, rank, world)).wait()
     return value.item() + full.sum().item(), in_flight
+
+
+def close_for_sending(descriptors: Iterable[int]) -> None:
+    """What is sent to other ranks from now on fails, but they do not notice it yet."""
+    for descriptor in descriptors:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.shutdown(socket.SHUT_WR)
+
+
+def finish_after_peer(rank: int, world: int) -> str:
+    """Rank 0 confirms an exchange to rank 1, which has finished it, over a lost connection."""
+    before = _open_sockets().keys()
+    backend = make_gloo_backend(dist.new_group(), share_memory=True)
+    sockets = [number for inode, number in _open_sockets().items() if inode not in before]
+    full = backend.zeros(4 * world, torch.float32, torch.device("cpu"))
+    rank_chunk(full, rank, world).fill_(rank + 1)
+    work = backend.all_gather(full, rank_chunk(full, rank, world))
+    store = dist.PrefixStore("finish", dist.distributed_c10d._get_default_store())
+    if rank == 1:
+        work.wait()
+        store.set("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)  # gloo's thread, too: it does not see the end
+        store.wait(["told"])
+        return ""
+    pid = int(store.get("pid"))
+    while "State:\tT" not in Path(f"/proc/{pid}/status").read_text():
+        pass
+    close_for_sending(sockets)
+    work.wait()
+    os.kill(pid, signal.SIGCONT)
+    work.release()
+    assert full.sum() == 4 * 3
+    with pytest.raises(RuntimeError) as caught:
+        backend.all_gather(full, rank_chunk(full, rank, world)).release()
+    store.set("told", "")
+    return str(caught.value)
+
+
+def test_confirmation_over_a_lost_connection_is_not_waited_for() -> None:
+    """gloo ends a wait for such a send at the group's timeout only (torch 2.13)."""
+    assert "Connection closed" in run_ranks(2, finish_after_peer, timeout_s=LIMIT_S)[0]
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "messages"])
