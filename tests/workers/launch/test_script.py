@@ -222,12 +222,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_killed_trainer_goes_on_at_its_step(trained: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("where", "evaluated", "entries"),
+    [(("--kill-at", "5"), [4], 1), (("--kill-evaluation", "8"), [4], 2)],
+)
+def test_killed_trainer_goes_on_at_its_step(
+    trained: Path, tmp_path: Path, where: tuple[str, ...], evaluated: list[int], entries: int
+):
+    """An evaluation that has lost a rank's part is done again: the script is entered again."""
     (tmp_path / "plain").symlink_to(trained)
-    run(tmp_path / "killed", "hf_trainer.py", "--best", "--kill-at", "5")
+    run(tmp_path / "killed", "hf_trainer.py", "--best", *where)
     check_continued(tmp_path, steps=12)
-    assert read(tmp_path / "killed", "evaluations") == [4, 8, 12, 4]  # rank 1's: the first
-    assert len(read_rank(tmp_path / "killed", "entries")) == 1
+    assert read(tmp_path / "killed", "evaluations") == [4, 8, 12, *evaluated]  # rank 1's: the first
+    assert len(read_rank(tmp_path / "killed", "entries")) == entries
     # Also what the lost rank had a part in: the killed step 5 is not logged before it.
     assert read_log(tmp_path / "killed") == read_log(tmp_path / "plain")
     saved = [json.loads(it.read_text()) for it in tmp_path.glob("*/output/*/trainer_state.json")]

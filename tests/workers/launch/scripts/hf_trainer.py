@@ -58,13 +58,20 @@ class Model(GPT2LMHeadModel):
 
 
 class Watch(TrainerCallback):
-    """Kills rank 1 when so many steps are finished, in the middle of the next one."""
+    """Kills rank 1 when so many steps are finished, in the middle of the next one; or while it
+    evaluates."""
 
     def __init__(self, kill_at: int) -> None:
         self.kill_at = kill_at
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        due = (state.global_step, os.environ["RANK"]) == (self.kill_at, "1")
+        self.kill_if(state.global_step == self.kill_at)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.kill_if(0 < state.global_step == options.kill_evaluation)
+
+    def kill_if(self, due: bool) -> None:
+        due = due and os.environ["RANK"] == "1"
         if due and not (OUT / "killed").exists():
             (OUT / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -100,6 +107,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path, required=True)
 parser.add_argument("--kill-at", type=int, default=-1)
 parser.add_argument("--best", action="store_true", help="the model of the first evaluation")
+parser.add_argument("--kill-evaluation", type=int, default=-1, help="of that step")
 parser.add_argument("--kill-best", choices=["before", "after"], help="that is loaded")
 parser.add_argument("--stage", type=int, default=2)
 parser.add_argument("--plain", action="store_true", help="no config")
