@@ -97,6 +97,7 @@ if engine.global_rank == 0:
 """
 
 
+@pytest.mark.timeout(1200)
 def test_launch_commands_of_the_guides_run_as_written(cluster: str, tmp_path: Path) -> None:
     """But for those of tuning, which are in tests/integration/test_command.py."""
     (tmp_path / "package").mkdir()
@@ -120,7 +121,7 @@ def test_launch_commands_of_the_guides_run_as_written(cluster: str, tmp_path: Pa
             env=variables | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=400,
         )
         assert done.returncode == 0, (line, (done.stdout + done.stderr)[-3000:])
         stage = 3 if "--stage 3" in line else 2 if "ds_config" in line else "ds.json" in line

@@ -18,6 +18,7 @@ import pytest
 
 from tests.scripts.together import HERE, RUNS
 
+pytestmark = pytest.mark.timeout(1200)  # all scripts in one fixture, next to other tests
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs/huggingface.md"
 RECORDED: dict[str, list[list[float]]] = json.loads(
@@ -25,7 +26,7 @@ RECORDED: dict[str, list[list[float]]] = json.loads(
 )
 
 
-def run(command: list[str], timeout_s: float = 500) -> str:
+def run(command: list[str], timeout_s: float = 1100) -> str:
     """What a command printed; python's scripts are those of this interpreter's environment."""
     variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     variables |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}

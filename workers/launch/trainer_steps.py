@@ -112,7 +112,7 @@ class TrainerSteps:
         if not is_last:
             self._loss_told = self._loss_told + loss
         elif (told := self._engine.metrics.loss) is not None:
-            return loss.new_tensor(told) - self._loss_told
+            loss = self._trainer._tr_loss.new_tensor(told) - self._loss_told  # in its sum's dtype
         return loss
 
     def _run_all(self, items: Any, run: Run) -> Tensor:
