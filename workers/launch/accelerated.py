@@ -31,6 +31,7 @@ from rayzero.engine.state.metadata import capture_rng, restore_rng
 from rayzero.engine.state.registry import StateRegistry
 from rayzero.workers.launch.accelerated_loop import (
     Place,
+    apply_rates,
     can_read_again,
     place_of,
     set_place,
@@ -102,10 +103,7 @@ def _staying_load(load_state: Callable[..., Any]) -> Callable[..., Any]:
         if missed := progress.step - loaded_step:
             restore_rng(rng, self.device)
             for schedule in filter(_is_ours, self._schedulers):
-                inner = schedule.scheduler
-                groups = inner.optimizer.param_groups
-                for group, lr in zip(groups, inner.get_last_lr(), strict=True):
-                    group["lr"] = lr  # a schedule restores its own position only
+                apply_rates(schedule.scheduler)
                 _advance(schedule, missed)
         for loader in self._dataloaders:
             if (place := place_of(loader)) is not None:
@@ -165,9 +163,6 @@ def _continuing_prepare(prepare: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(self, "rayzero_scripted", False):
             check_prepare(args)
         result = prepare(self, *args, **options)
-        outputs = result if len(args) > 1 else (result,)
-        loaders = [it for it, given in zip(outputs, args, strict=True) if _is_loader(given)]
-        vars(self).setdefault("rayzero_loaders", []).extend(loaders)
         session, plugin = current_session(), self.state.deepspeed_plugin
         models = [number for number, it in enumerate(args) if isinstance(it, nn.Module)]
         if not isinstance(session, JobSession) or plugin is None or not models or len(args) < 2:
@@ -182,6 +177,7 @@ def _continuing_prepare(prepare: Callable[..., Any]) -> Callable[..., Any]:
         if _STATE not in session.registry:
             session.registry.register(_STATE, lambda: dict(_first), _first.update)
         session.divide_step(_first["batches"])
+        loaders = [it for it, given in zip(result, args, strict=True) if _is_loader(given)]
         if loaders:
             place = Place(loaders[0], engine.global_steps, steps, lambda: _recut(self))
             if isinstance(scripted := self.deepspeed_engine_wrapped, ScriptedSteps):
@@ -222,7 +218,7 @@ def count_ranks(accelerator: Any) -> None:
     for state in (states.PartialState(), states.AcceleratorState()):
         state.num_processes, state.process_index = ranks, rank
         state.local_process_index = int(os.environ["LOCAL_RANK"])
-    for loader in vars(accelerator).get("rayzero_loaders", ()):
+    for loader in accelerator._dataloaders:
         if isinstance(sampler := loader.batch_sampler, loaders.BatchSamplerShard):
             sampler.num_processes, sampler.process_index = ranks, rank
 

@@ -27,7 +27,7 @@ KEPT_STEPS = 256
 
 @dataclass
 class Place:
-    """Where a script's loop over a loader is.
+    """The position of a script's loop over a loader.
 
     Attributes:
         loader: as Accelerate has prepared it.
@@ -56,13 +56,11 @@ class Place:
     def restore_schedules(self, step: int) -> None:
         for schedule, state in zip(self.schedules, self._kept.get(step, ()), strict=False):
             schedule.load_state_dict(state)
-            groups = schedule.optimizer.param_groups
-            for group, lr in zip(groups, schedule.get_last_lr(), strict=True):
-                group["lr"] = lr  # a schedule restores its own position only
+            apply_rates(schedule)
 
     def skipped_by_script(self, batches: int) -> int:
-        """Of an epoch's batches, where the script asks for so many. It may have counted them on
-        another number of ranks: the step of its checkpoint counts, if it has loaded one."""
+        """The batches to skip of an epoch, where the script asks for `batches`. It may have counted
+        them on another number of ranks: the step of its checkpoint counts, if it has loaded one."""
         if self.loaded_step is None or not batches:
             return batches
         return self.loaded_step % self._steps(len(self.loader)) * self.step_batches
@@ -203,6 +201,13 @@ class _Epoch:
         behind = skipped + done * place.step_batches
         yield from read_behind(place.loader, behind, self._loader.iteration, agreed=alone)
         self._loader.iteration += 1
+
+
+def apply_rates(schedule: Any) -> None:
+    """Sets the rates of its optimizer: loading a torch schedule restores its position only."""
+    groups = schedule.optimizer.param_groups
+    for group, lr in zip(groups, schedule.get_last_lr(), strict=True):
+        group["lr"] = lr
 
 
 def can_read_again(loader: Any, *, by_epoch: bool = False) -> bool:
