@@ -31,6 +31,7 @@ from rayzero.workers.launch.trainer_snapshot import (
     TrainerSnapshot,
     agree,
     export_callbacks,
+    load_schedule,
 )
 from rayzero.workers.launch.trainer_steps import TrainerSteps, can_follow
 from rayzero.workers.session import JobSession
@@ -292,11 +293,7 @@ def _restore_schedule(trainer: Any) -> None:
         for _ in range(engine.global_steps):
             trainer.lr_scheduler.step()
         return
-    trainer.lr_scheduler.load_state_dict(found.schedule)
-    # A schedule restores its own position only; the engine restores an optimizer's options only
-    # with a schedule of its own.
-    for group, lr in zip(engine.optimizer.param_groups, found.schedule["_last_lr"], strict=True):
-        group["lr"] = lr
+    load_schedule(trainer, found.schedule)
 
 
 def _finish_step(trainer: Any, found: TrainerSnapshot | None) -> None:

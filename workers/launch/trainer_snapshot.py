@@ -184,6 +184,15 @@ def export_callbacks(trainer: Any) -> dict[str, Any]:
     return states
 
 
+def load_schedule(trainer: Any, state: dict[str, Any]) -> None:
+    """Loads a schedule that the engine does not have, and sets the engine's rates: the schedule
+    restores its own position only, the engine an optimizer's options only with its own schedule."""
+    trainer.lr_scheduler.load_state_dict(state)
+    groups = trainer.model_wrapped.optimizer.param_groups
+    for group, lr in zip(groups, state["_last_lr"], strict=True):
+        group["lr"] = lr
+
+
 def agree(session: JobSession) -> TrainerSnapshot | None:
     """The snapshot of the restored step that a rank has; None if none has. Collective.
 

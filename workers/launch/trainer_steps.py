@@ -23,7 +23,7 @@ from rayzero.engine.engine import Engine
 from rayzero.engine.errors import CollectiveError
 from rayzero.workers.launch.accelerated import count_ranks
 from rayzero.workers.launch.accelerated_loop import can_read_again, read_behind
-from rayzero.workers.launch.trainer_snapshot import Recorder, export_callbacks
+from rayzero.workers.launch.trainer_snapshot import Recorder, export_callbacks, load_schedule
 from rayzero.workers.session import JobSession
 
 Read = Callable[[Iterator[Any], int], tuple[list[Any], Any]]
@@ -170,10 +170,7 @@ class TrainerSteps:
         trainer._load_callback_state()
         vars(trainer.control).update(sent["control"])
         if (schedule := sent["schedule"]) is not None:
-            trainer.lr_scheduler.load_state_dict(schedule)
-            groups = trainer.model_wrapped.optimizer.param_groups
-            for group, lr in zip(groups, schedule["_last_lr"], strict=True):
-                group["lr"] = lr
+            load_schedule(trainer, schedule)
         loss, trainer._total_loss_scalar = sent["losses"]
         trainer._tr_loss.fill_(loss)
         trainer._globalstep_last_logged, trainer._initial_global_step = sent["steps"]
