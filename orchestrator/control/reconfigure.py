@@ -9,7 +9,7 @@ begins it again: a cancelled attempt emits nothing more, and the next one begins
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rayzero.orchestrator import machine
@@ -26,7 +26,7 @@ from rayzero.orchestrator.policies.membership import Selected, not_enough_error
 from rayzero.orchestrator.policies.placement import assign_ranks
 from rayzero.orchestrator.policies.recovery import newest_complete_in_vaults
 from rayzero.workers.calls import WorkerCalls
-from rayzero.workers.messages import GenerationSpec
+from rayzero.workers.messages import GenerationSpec, RankAssignment
 from rayzero.workers.vault.records import Restore
 
 UNWIND_DELAY_S = 4.0
@@ -202,7 +202,9 @@ class Reconfiguration:
     ) -> GenerationState:
         """Begins the generation, and sends every member its assignment."""
         ctx, number = self._context, self._context.numbers.next()
-        assignments = assign_ranks(selection.members, ctx.vault_addresses)
+        nodes = [worker.node_id for worker in ctx.generation.workers]
+        entered = ctx.registry.entered_ranks
+        assignments = assign_ranks(selection.members, ctx.vault_addresses, entered, nodes)
         self._vaults.generation_uses(worker.node_id for worker in selection.members)
         if len(assignments) >= LARGE_JOB_WORKERS:
             await asyncio.sleep(0)
@@ -235,10 +237,28 @@ class Reconfiguration:
             faults=ctx.injected_faults,
             survivors_stay=restore is not None and not ctx.registry.staying.isdisjoint(assignments),
         )
+        self._note_entries(assignments, survivors_stay=spec.survivors_stay)
         generation.assign(ctx.registry.is_alive)
         self._assignments = ctx.deps.workers.assign(spec, assignments)
         ctx.expect_replies(self._assignments)
         return generation
+
+    def _note_entries(
+        self, assignments: Mapping[int, RankAssignment], *, survivors_stay: bool
+    ) -> None:
+        """Notes the ranks with which functions are entered now. Says so where rank 0 is another's
+        for a while."""
+        ctx, registry = self._context, self._context.registry
+        staying = registry.staying if survivors_stay else frozenset()
+        entered = {w: it.rank for w, it in assignments.items() if w not in staying}
+        registry.entered_ranks |= entered
+        main = next(iter(assignments))
+        if rank := registry.entered_ranks[main]:
+            ctx.warn(
+                f"rank 0 is the worker on node {registry.info(main).node}, which was entered as "
+                f"rank {rank}, until there are more workers: what its function does on rank 0 only "
+                "by what it knew at its start (files, lines of the log) waits for that"
+            )
 
     async def _stop(self) -> None:
         """Unwinds the members; with checkpoints on, writes a last one. All of it takes at most

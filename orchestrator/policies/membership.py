@@ -125,6 +125,8 @@ class WorkerRegistry(ObservedState):
         """Indices of the newest generation's members."""
         self.staying: frozenset[int] = frozenset()
         """Indices of workers whose training functions go on in their loops."""
+        self.entered_ranks: dict[int, int] = {}
+        """By worker, the rank with which its training function was entered."""
         self.awaiting_replacement: tuple[WorkerInfo, ...] = ()
         """Lost workers whose reservations wait for a replacement."""
         self._all: dict[int, WorkerInfo] = {}

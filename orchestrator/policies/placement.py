@@ -6,10 +6,10 @@ that keeps failing starts with a growing delay; then the node is avoided.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from math import floor
 
 from rayzero.orchestrator.errors import JobFailedError
@@ -139,24 +139,50 @@ def missing_resources(
 
 
 def assign_ranks(
-    workers: Sequence[WorkerInfo], vaults: Mapping[str, str]
+    workers: Sequence[WorkerInfo],
+    vaults: Mapping[str, str],
+    entered: Mapping[int, int] | None = None,
+    nodes: Sequence[str] = (),
 ) -> dict[int, RankAssignment]:
-    """The ranks by worker, in order: node by node, so that neighbours in rank share a node.
+    """Returns the ranks by worker, in their order.
+
+    A worker keeps the rank with which its training function was entered, if there is such a rank:
+    the function may have stored it, and the worker's part of the state stays where it is. Each
+    other rank goes to a worker on the node that had it, if there is one; the rest node by node, so
+    that neighbours in rank share a node.
 
     Args:
-        workers: by index; the first one gets rank 0.
+        workers: by index.
         vaults: addresses by node.
+        entered: by worker, the rank with which its function was entered; each rank once.
+        nodes: by rank, the nodes of the previous generation.
     """
-    nodes: dict[str, list[WorkerInfo]] = {}
+    entered = entered or {}
+    world_size = len(workers)
+    placed = {
+        entered[worker.index]: worker
+        for worker in workers
+        if entered.get(worker.index, world_size) < world_size
+    }
+    others: dict[str, deque[WorkerInfo]] = {}
     for worker in workers:
-        nodes.setdefault(worker.node_id, []).append(worker)
-    ranks = count()
+        if placed.get(entered.get(worker.index, world_size)) is not worker:
+            others.setdefault(worker.node_id, deque()).append(worker)
+    for rank, node in enumerate(nodes[:world_size]):
+        if rank not in placed and others.get(node):
+            placed[rank] = others[node].popleft()
+    rest = chain.from_iterable(others.values())
+    by_rank = [placed[rank] if rank in placed else next(rest) for rank in range(world_size)]
+    local_sizes = Counter(worker.node_id for worker in workers)
+    local_ranks = {node: count() for node in local_sizes}
     return {
         worker.index: RankAssignment(
-            next(ranks), local_rank, len(local_workers), vaults.get(node_id, "")
+            rank,
+            next(local_ranks[worker.node_id]),
+            local_sizes[worker.node_id],
+            vaults.get(worker.node_id, ""),
         )
-        for node_id, local_workers in nodes.items()
-        for local_rank, worker in enumerate(local_workers)
+        for rank, worker in enumerate(by_rank)
     }
 
 

@@ -55,6 +55,27 @@ async def test_members_know_whether_some_function_goes_on_in_its_loop(folder: Pa
 
 
 @async_test
+async def test_rank_of_a_lost_worker_is_its_replacements(folder: Path):
+    """Rank 0's is another's until then, which the log says."""
+    harness = start_three(folder)
+    await harness.steps(3)
+    harness.cluster.staying = {1, 2}
+    harness.cluster.kill(0)
+    await settle()
+    ranks = {worker: it.rank for worker, it in harness.assignments.items()}
+    assert ranks == {2: 0, 1: 1}
+    assert "rank 0 is the worker on node" in warnings(harness)
+    assert "which was entered as rank 2" in warnings(harness)
+    await harness.steps(1)
+    harness.cluster.join()
+    await harness.clock.advance(1)
+    await harness.steps(1)
+    ranks = {worker: it.rank for worker, it in harness.assignments.items()}
+    assert ranks == {3: 0, 1: 1, 2: 2}
+    await harness.finish()
+
+
+@async_test
 async def test_survivors_of_lost_worker_continue_at_last_step_without_delay(
     folder: Path,
 ):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,3 +113,50 @@ def test_ranks_and_local_ranks_are_contiguous(nodes: list[str]):
         assert [rank.local_rank for rank in on_node] == list(range(len(on_node)))
         assert {rank.local_world_size for rank in on_node} == {len(on_node)}
         assert on_node[-1].rank - on_node[0].rank == len(on_node) - 1
+
+
+@pytest.mark.parametrize(
+    ("workers", "entered", "ranks"),
+    [
+        ("0a 2b 3b 4a", {0: 0, 1: 1, 2: 2, 3: 3}, [0, 4, 2, 3]),  # on the lost one's node
+        ("1a 2b 3b 4c", {0: 0, 1: 1, 2: 2, 3: 3}, [4, 1, 2, 3]),  # on another one
+        ("1a 2b 3b", {0: 0, 1: 1, 2: 2, 3: 3}, [3, 1, 2]),  # while there is none
+        ("1a 2b 3b 4a", {0: 0, 1: 1, 2: 2, 3: 3}, [4, 1, 2, 3]),  # and it gives the rank back
+        ("0a 1a 2b 3b 4b 5a", {0: 0, 1: 1, 2: 2, 3: 3}, [0, 1, 2, 3, 4, 5]),
+        ("0a 3b", {0: 0, 1: 1, 2: 2, 3: 3}, [0, 3]),
+    ],
+)
+def test_function_keeps_the_rank_that_it_was_entered_with(
+    workers: str, entered: dict[int, int], ranks: list[int]
+):
+    members = [worker(int(index), node) for index, node in workers.split()]
+    assert list(assign_ranks(members, {}, entered, "aabb")) == ranks
+
+
+@given(st.data())
+def test_ranks_of_any_history_are_kept_and_never_shared(data: st.DataObject):
+    """Workers are lost, added, and entered anew, in any order."""
+    entered: dict[int, int] = {}
+    members: list[WorkerInfo] = []
+    nodes: list[str] = []
+    new = itertools.count()
+    for _ in range(data.draw(st.integers(1, 6))):
+        lost = data.draw(st.sets(st.sampled_from(members))) if members else set()
+        joining = data.draw(st.lists(st.sampled_from("abc"), max_size=3))
+        members = [it for it in members if it not in lost]
+        members += [worker(next(new), node) for node in joining]
+        if not members:
+            continue
+        ranks = assign_ranks(members, {}, entered, nodes)
+        assert [it.rank for it in ranks.values()] == list(range(len(members)))
+        for it in members:
+            if entered.get(it.index, len(members)) < len(members):
+                assert ranks[it.index].rank == entered[it.index]
+        anew = data.draw(st.sets(st.sampled_from(members)))
+        entered |= {
+            it.index: ranks[it.index].rank
+            for it in members
+            if it in anew or it.index not in entered
+        }
+        by_index = {it.index: it for it in members}
+        nodes = [by_index[index].node_id for index in ranks]
