@@ -75,6 +75,7 @@ def load_checkpoint(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `Engine.load`."""
     collectives, device = step.runtime.collectives, step.settings.device
+    step.state.progress.ask_place()
 
     def resolve() -> str | None:
         return None if collectives.rank else resolve_checkpoint(folder, tag)

@@ -35,5 +35,6 @@ class SessionHost(Protocol):
     def end_group(self, channel: GenerationChannel, reason: str) -> None:
         """Ends the waits for peers of a generation. By any thread."""
 
-    def await_next(self, *, drained: bool) -> Membership:
-        """Leaves the generation, and returns the next one. By the training thread."""
+    def await_next(self, *, drained: bool, keeps_rank: bool) -> Membership:
+        """Leaves the generation, and returns the next one; `keeps_rank`: if this worker has the
+        same rank of as many there. By the training thread."""

@@ -239,10 +239,12 @@ class Stopped(RankMessage):
     Args:
         memory: None if there is no engine, or it is mid-update.
         stays: the training function waits in its loop for the next generation.
+        keeps_rank: it goes on only as the same rank of as many; else it is called again.
     """
 
     memory: InProcessStateInfo | None = None
     stays: bool = False
+    keeps_rank: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ class Crashed(RankMessage):
         step: the current step, counted from 1; 0 before the function was called.
         error: the exception as text, without a traceback.
         traceback: the user's frames; empty if the error message is sufficient.
-        memory, stays: as in `Stopped`.
+        memory, stays, keeps_rank: as in `Stopped`.
     """
 
     kind: CrashKind
@@ -264,6 +266,7 @@ class Crashed(RankMessage):
     traceback: str
     memory: InProcessStateInfo | None = None
     stays: bool = False
+    keeps_rank: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ the step that their generation starts from: the slot of an older one is then ove
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from time import perf_counter
 
@@ -65,6 +66,11 @@ class Mirror:
         self._announced = 0  # what the vault knows of this generation; see `_announce`
         self._last_mirror: bool | None = False  # of the step before; see `CopyCost.step_finished`
         self._interval_steps = float(policy.every_steps or 1)
+
+    @property
+    def interval_steps(self) -> int:
+        """Steps from one mirror to the next, at most."""
+        return 1 + math.ceil(self._interval_steps)
 
     def go_back(self, step: int) -> None:
         """The function has loaded a state older than the one that the generation started from."""

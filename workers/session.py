@@ -56,7 +56,8 @@ class JobSession:
         membership: of the current generation.
         engine: None until `initialize` has built it.
         script_settings: those of a launched script; None before it runs, and without one.
-        yields_again: a loader of Accelerate's yields the batches of a lost step again.
+        yields_again: a loader of the script's yields the batches of a lost step again.
+        keeps_rank: but only on the same rank of as many.
         reporter: collects the metrics of the engine and of the user.
         registry: what the function has registered by `ctx.state`; the engine's, once there is one.
     """
@@ -72,8 +73,8 @@ class JobSession:
         self.engine_config = spec.engine_config
         self.script_settings: ScriptSettings | None = None
         self.engine: Engine | None = None
-        self.yields_again = False
-        self._divides_steps = False
+        self.yields_again = self.keeps_rank = False
+        self.divides_steps = False
         self._spec = spec
         self._retained = retained
         self._host = host
@@ -130,7 +131,7 @@ class JobSession:
             engine.survival.enable(None)
             self._channel.interrupt.leave()  # the function is called again, if the job goes on
         self._mirror.close()
-        self._enter(self._host.await_next(drained=drained))
+        self._enter(self._host.await_next(drained=drained, keeps_rank=self.keeps_rank))
         try:
             with self.resume_from() as source:
                 if source is None:
@@ -183,9 +184,14 @@ class JobSession:
 
     def divide_step(self, parts: int) -> None:
         """Posts `StepDivided`, by rank 0."""
-        self._divides_steps = True
+        self.divides_steps = True
         if self.assignment.rank == 0:
             self._channel.post(StepDivided(self.assignment.generation, 0, parts))
+
+    @property
+    def steps_to_go_back(self) -> int:
+        """Finished steps, at most, that a repair from memory does again."""
+        return self._mirror.interval_steps
 
     @property
     def restored_step(self) -> int:
@@ -201,7 +207,7 @@ class JobSession:
             return True
         if step >= engine_step:
             return True
-        if client_keys and self._divides_steps:
+        if client_keys and self.divides_steps:
             raise ConfigError(
                 f"load_checkpoint of step {step}, with the client state {list(client_keys)}, in a "
                 f"job whose data and schedule continue after {engine_step} finished steps",
@@ -247,7 +253,7 @@ class JobSession:
         own = self._own_collectives
         if own is None or (survival := own.begin_step()) is None:
             return
-        is_own_loop = self.replays_epochs and (self._divides_steps or not reads_loader)
+        is_own_loop = self.replays_epochs and (self.divides_steps or not reads_loader)
         if self.yields_again or not is_own_loop:
             survival.enable(self._on_broken)
             own.outlive(survival, self.registry)

@@ -193,7 +193,7 @@ class TrainingThread:
             )
             self._thread.start()
 
-    def park(self, *, drained: bool) -> tuple[Assignment, GenerationChannel]:
+    def park(self, *, drained: bool, keeps_rank: bool) -> tuple[Assignment, GenerationChannel]:
         """On the training thread: leaves the generation as at the function's end, posts the message
         of that, and returns the next generation. Raises Interrupted if the function is not to
         continue in it; or what made the device, and so this process, useless."""
@@ -203,7 +203,8 @@ class TrainingThread:
         memory, error = self._release(channel, drained=drained)
         if error is not None:
             raise error
-        message = replace(self._left_message(channel, memory), stays=True)
+        left = self._left_message(channel, memory)
+        message = replace(left, stays=True, keeps_rank=keeps_rank)
         with self._parking:
             self._parked = True
         channel.left.set()

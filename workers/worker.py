@@ -187,10 +187,11 @@ class WorkerProcess(WorkerCalls):
             channel.interrupt.fail(reason)
         self._begin_abort(channel)
 
-    def await_next(self, *, drained: bool) -> Membership:
+    def await_next(self, *, drained: bool, keeps_rank: bool) -> Membership:
         """See `SessionHost`."""
         self._error_polling.close()
-        return self._join(*self._training_thread.park(drained=drained), continues=True)
+        following = self._training_thread.park(drained=drained, keeps_rank=keeps_rank)
+        return self._join(*following, continues=True)
 
     def inject(self, faults: Sequence[FaultSpec]) -> None:
         self._fault_schedule.set_faults((*self._spec.faults, *faults))

@@ -42,9 +42,20 @@ class DeepSpeedEngine(ConfigGetters, FixedNames, ModelExport, CompileMethods, Sc
 
     # Progress
 
-    global_steps = property(lambda engine: engine.progress.step)  # skipped ones included
     skipped_steps = property(lambda engine: engine.progress.skipped_steps)
-    global_samples = property(lambda engine: engine.progress.sample_cursor)
+
+    @property
+    def global_steps(self) -> int:
+        """Finished steps, skipped ones included."""
+        self.progress.ask_place()
+        return self.progress.step
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of the finished steps, over all ranks."""
+        self.progress.ask_place()
+        return self.progress.sample_cursor
+
     cur_scale = property(lambda engine: engine.loss_scale)  # DeepSpeed's optimizers' name for it
 
     @property

@@ -199,10 +199,17 @@ class TrainingProgress:
     function_cursor: int = 0
     # Of the last checkpoint that the training function has asked for, loaded or not.
     asked_step: int = 0
+    # The step in which a script first asked where it is, or for a checkpoint; None: it did not.
+    place_asked_at: int | None = None
     # What is finished and the loop of a launched script that was entered again has not come to yet:
     # 0 at the end of an epoch where the state is; None: its place is not known.
     script_lag: int | None = None
     data_wait_s: float = 0.0  # total seconds that the training loop waited for loaders
+
+    def ask_place(self) -> None:
+        """The script takes its place in the data itself."""
+        if self.place_asked_at is None:
+            self.place_asked_at = self.step
 
     def lose_step(self, before: TrainingProgress) -> None:
         """A step is lost that has begun at `before`, and may have been counted since."""

@@ -285,8 +285,11 @@ class MessageDispatcher:
         faults_before = len(generation.pending_faults)
         if not generation.on_left(worker, message, ctx.now_s()):
             return
-        stays = not isinstance(message, Finished) and message.stays
-        ctx.registry.staying = ctx.registry.staying - {worker} | ({worker} if stays else set())
+        ctx.registry.staying -= {worker}
+        ctx.registry.rank_bound -= {worker}
+        if not isinstance(message, Finished) and message.stays:
+            ctx.registry.staying |= {worker}
+            ctx.registry.rank_bound |= {worker} if message.keeps_rank else set()
         if len(generation.pending_faults) > faults_before:
             self._failures.on_fault()
         if isinstance(message, Finished):

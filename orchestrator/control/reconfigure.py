@@ -23,7 +23,7 @@ from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.job_events import GenerationStarted
 from rayzero.orchestrator.policies.membership import Selected, not_enough_error
-from rayzero.orchestrator.policies.placement import assign_ranks
+from rayzero.orchestrator.policies.placement import Entry, assign_ranks, functions_stay
 from rayzero.orchestrator.policies.recovery import newest_complete_in_vaults
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.messages import GenerationSpec, RankAssignment
@@ -203,8 +203,8 @@ class Reconfiguration:
         """Begins the generation, and sends every member its assignment."""
         ctx, number = self._context, self._context.numbers.next()
         nodes = [worker.node_id for worker in ctx.generation.workers]
-        entered = ctx.registry.entered_ranks
-        assignments = assign_ranks(selection.members, ctx.vault_addresses, entered, nodes)
+        registry = ctx.registry
+        assignments = assign_ranks(selection.members, ctx.vault_addresses, registry.entries, nodes)
         self._vaults.generation_uses(worker.node_id for worker in selection.members)
         if len(assignments) >= LARGE_JOB_WORKERS:
             await asyncio.sleep(0)
@@ -235,7 +235,10 @@ class Reconfiguration:
             shares=shares,
             remote=ctx.replicates,
             faults=ctx.injected_faults,
-            survivors_stay=restore is not None and not ctx.registry.staying.isdisjoint(assignments),
+            survivors_stay=restore is not None
+            and functions_stay(
+                assignments, registry.entries, registry.staying, registry.rank_bound
+            ),
         )
         self._note_entries(assignments, survivors_stay=spec.survivors_stay)
         generation.assign(ctx.registry.is_alive)
@@ -250,10 +253,13 @@ class Reconfiguration:
         for a while."""
         ctx, registry = self._context, self._context.registry
         staying = registry.staying if survivors_stay else frozenset()
-        entered = {w: it.rank for w, it in assignments.items() if w not in staying}
-        registry.entered_ranks |= entered
+        registry.entries |= {
+            worker: Entry(member.rank, len(assignments))
+            for worker, member in assignments.items()
+            if worker not in staying
+        }
         main = next(iter(assignments))
-        if rank := registry.entered_ranks[main]:
+        if rank := registry.entries[main].rank:
             ctx.warn(
                 f"rank 0 is the worker on node {registry.info(main).node}, which was entered as "
                 f"rank {rank}, until there are more workers: what its function does on rank 0 only "

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.observed import ObservedState
+from rayzero.orchestrator.policies.placement import Entry
 from rayzero.workers.messages import WorkerInfo
 
 
@@ -125,8 +126,10 @@ class WorkerRegistry(ObservedState):
         """Indices of the newest generation's members."""
         self.staying: frozenset[int] = frozenset()
         """Indices of workers whose training functions go on in their loops."""
-        self.entered_ranks: dict[int, int] = {}
-        """By worker, the rank with which its training function was entered."""
+        self.rank_bound: frozenset[int] = frozenset()
+        """Those of them that go on only as the same rank of as many."""
+        self.entries: dict[int, Entry] = {}
+        """By worker, of its training function."""
         self.awaiting_replacement: tuple[WorkerInfo, ...] = ()
         """Lost workers whose reservations wait for a replacement."""
         self._all: dict[int, WorkerInfo] = {}

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from math import floor
+from typing import NamedTuple
 
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.policies.failure import LOSS_CAUSES, Fault, incidents
@@ -138,10 +139,17 @@ def missing_resources(
     return f"{text}: {'; '.join(reasons)}" if reasons else text
 
 
+class Entry(NamedTuple):
+    """The rank with which a training function was entered, and the number of ranks then."""
+
+    rank: int
+    world_size: int
+
+
 def assign_ranks(
     workers: Sequence[WorkerInfo],
     vaults: Mapping[str, str],
-    entered: Mapping[int, int] | None = None,
+    entries: Mapping[int, Entry] | None = None,
     nodes: Sequence[str] = (),
 ) -> dict[int, RankAssignment]:
     """Returns the ranks by worker, in their order.
@@ -154,10 +162,10 @@ def assign_ranks(
     Args:
         workers: by index.
         vaults: addresses by node.
-        entered: by worker, the rank with which its function was entered; each rank once.
+        entries: by worker, of functions that were entered; each rank once.
         nodes: by rank, the nodes of the previous generation.
     """
-    entered = entered or {}
+    entered = {worker: entry.rank for worker, entry in (entries or {}).items()}
     world_size = len(workers)
     placed = {
         entered[worker.index]: worker
@@ -184,6 +192,26 @@ def assign_ranks(
         )
         for rank, worker in enumerate(by_rank)
     }
+
+
+def functions_stay(
+    assignments: Mapping[int, RankAssignment],
+    entries: Mapping[int, Entry],
+    staying: Collection[int],
+    bound: Collection[int],
+) -> bool:
+    """Whether the training functions that wait in their loops go on in a generation.
+
+    Args:
+        staying: workers with such a function.
+        bound: those whose function goes on only as the same rank of as many.
+    """
+    members = [worker for worker in assignments if worker in staying]
+    return bool(members) and all(
+        entries[worker] == (assignments[worker].rank, len(assignments))
+        for worker in members
+        if worker in bound
+    )
 
 
 def preferred_nodes(

@@ -12,6 +12,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rayzero.orchestrator.policies.placement import Entry, functions_stay
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.messages import (
     Crashed,
@@ -46,6 +47,7 @@ class LocalWorkers:
         self.setup = setup
         self.workers: dict[int, _Worker] = {}
         self.seen: dict[int, list[WorkerMessage]] = {}
+        self._entries: dict[int, Entry] = {}
         for _ in range(count):
             self.start_worker()
 
@@ -66,23 +68,29 @@ class LocalWorkers:
     ) -> None:
         """Start a generation, only on `recipients` if given."""
         port = self.workers[members[0]].call("open_store")
-        stays = restore is not None and any(map(self._stays, members))
+        address = self.vault.address()
+        places = {
+            index: RankAssignment(rank, rank, len(members), address)
+            for rank, index in enumerate(members)
+        }
+        staying = {index for index in members if self._left(index, "stays")}
+        bound = {index for index in members if self._left(index, "keeps_rank")}
+        stay = restore is not None and functions_stay(places, self._entries, staying, bound)
+        for index, place in places.items():
+            if not (stay and index in staying):
+                self._entries[index] = Entry(place.rank, len(members))
         spec = GenerationSpec(
-            generation, len(members), "127.0.0.1", port, restore, survivors_stay=stays
+            generation, len(members), "127.0.0.1", port, restore, survivors_stay=stay
         )
-        for rank, index in enumerate(members):
+        for index in members:
             if recipients is not None and index not in recipients:
                 continue
-            self.workers[index].call(
-                "assign",
-                spec,
-                RankAssignment(rank, rank, len(members), self.vault.address()),
-            )
+            self.workers[index].call("assign", spec, places[index])
 
-    def _stays(self, index: int) -> bool:
-        """Whether the worker's function waits in its loop for the next generation."""
+    def _left(self, index: int, name: str) -> bool:
+        """What the worker's last message of an end says of its function."""
         ends = [message for message in self.seen[index] if isinstance(message, ENDED)]
-        return bool(ends) and getattr(ends[-1], "stays", False)
+        return bool(ends) and getattr(ends[-1], name, False)
 
     def wait(
         self, index: int, matches: Callable[[WorkerMessage], bool], timeout_s: float = 240.0

@@ -31,12 +31,12 @@ from rayzero.engine.state.metadata import capture_rng, restore_rng
 from rayzero.engine.state.registry import StateRegistry
 from rayzero.workers.launch.accelerated_loop import (
     Place,
-    apply_rates,
     can_read_again,
     place_of,
     set_place,
     skipping_from_place,
 )
+from rayzero.workers.launch.kept_schedules import apply_rates
 from rayzero.workers.launch.scripted_steps import (
     ScriptedSteps,
     adapt_options,
@@ -182,7 +182,7 @@ def _continuing_prepare(prepare: Callable[..., Any]) -> Callable[..., Any]:
             place = Place(loaders[0], engine.global_steps, steps, lambda: _recut(self))
             if isinstance(scripted := self.deepspeed_engine_wrapped, ScriptedSteps):
                 place.check_stepped = scripted.check_stepped
-            place.schedules = [it.scheduler for it in filter(_is_ours, result)]
+            place.schedules[:] = [it.scheduler for it in filter(_is_ours, result)]
             set_place(loaders[0], place)
             if session.engine is not None and can_read_again(loaders[0]):
                 session.yields_again = True

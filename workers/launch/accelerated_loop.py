@@ -19,10 +19,8 @@ from rayzero.engine.engine import Engine
 from rayzero.engine.errors import CollectiveError
 from rayzero.engine.session import current_session
 from rayzero.engine.state.metadata import capture_rng, restore_rng
+from rayzero.workers.launch.kept_schedules import KeptSchedules
 from rayzero.workers.session import JobSession
-
-KEPT_STEPS = 256
-"""More than lie between two copies of the state in memory, which a repair may go back."""
 
 
 @dataclass
@@ -45,18 +43,7 @@ class Place:
     recut: Callable[[], int]
     loaded_step: int | None = None
     check_stepped: Callable[[], None] = lambda: None
-    schedules: list[Any] = field(default_factory=list)
-    _kept: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-
-    def keep_schedules(self, step: int) -> None:
-        """Keeps their states after that step, to which the job may go back."""
-        self._kept[step] = [schedule.state_dict() for schedule in self.schedules]
-        self._kept.pop(step - KEPT_STEPS, None)
-
-    def restore_schedules(self, step: int) -> None:
-        for schedule, state in zip(self.schedules, self._kept.get(step, ()), strict=False):
-            schedule.load_state_dict(state)
-            apply_rates(schedule)
+    schedules: KeptSchedules = field(default_factory=KeptSchedules)
 
     def skipped_by_script(self, batches: int) -> int:
         """The batches to skip of an epoch, where the script asks for `batches`. It may have counted
@@ -153,7 +140,7 @@ class _Epoch:
         batches = self._rest(done) if done else self._iterate(loader)
         while True:
             seen = engine.progress.lost_steps, session.assignment.generation
-            place.keep_schedules(engine.progress.step)
+            place.schedules.keep(engine.progress.step)
             is_complete = True
             for batch in batches:
                 yield batch
@@ -164,7 +151,7 @@ class _Epoch:
                 if (engine.progress.lost_steps, session.assignment.generation) != seen:
                     is_complete = False
                     break
-                place.keep_schedules(engine.progress.step)
+                place.schedules.keep(engine.progress.step)
             if is_complete:
                 return
             batches = self._read_again(batches, engine, engine.progress.step - first_step, order)
@@ -176,7 +163,7 @@ class _Epoch:
         order. Raises CollectiveError if the job has gone back to an earlier epoch."""
         if done < 0:
             raise CollectiveError(f"the job went back by {-done} steps, before this epoch")
-        self._place.restore_schedules(engine.progress.step)
+        self._place.schedules.restore(engine.progress.step)
         with closing(batches):  # type: ignore[type-var]
             self._place.step_batches = self._place.recut()
         self._loader.end()
@@ -201,13 +188,6 @@ class _Epoch:
         behind = skipped + done * place.step_batches
         yield from read_behind(place.loader, behind, self._loader.iteration, agreed=alone)
         self._loader.iteration += 1
-
-
-def apply_rates(schedule: Any) -> None:
-    """Sets the rates of its optimizer: loading a torch schedule restores its position only."""
-    groups = schedule.optimizer.param_groups
-    for group, lr in zip(groups, schedule.get_last_lr(), strict=True):
-        group["lr"] = lr
 
 
 def can_read_again(loader: Any, *, by_epoch: bool = False) -> bool:

@@ -27,6 +27,7 @@ from rayzero.engine.session import current_session
 from rayzero.workers.context import Context
 from rayzero.workers.entrypoint import EntryPointError
 from rayzero.workers.launch.accelerated import patch_accelerator
+from rayzero.workers.launch.own_loader import following_own_loaders
 from rayzero.workers.launch.process_state import ProcessState, own_process_group
 from rayzero.workers.launch.scripted_steps import patch_partial_state
 from rayzero.workers.launch.trainer import patch_trainer
@@ -70,7 +71,7 @@ def run_script(ctx: Context) -> dict[str, Any] | None:
     target = ctx.args["module"] or ctx.args["script"]
     finished, result = False, None
     try:
-        with own_process_group(), _program(ctx.args, target):
+        with own_process_group(), following_own_loaders(session), _program(ctx.args, target):
             state.watch()
             _execute(ctx.args, target)
         finished = True

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rayzero.engine.comm.process_group import all_gather_objects
 from rayzero.engine.state.metadata import capture_rng, restore_rng
-from rayzero.workers.launch.accelerated_loop import KEPT_STEPS
+from rayzero.workers.launch.kept_schedules import KEPT_STEPS
 from rayzero.workers.session import JobSession
 
 

@@ -1,0 +1,115 @@
+"""A DeepSpeed script with a torch DataLoader and a schedule of its own, as if it ran once: it asks
+for nothing that the job has done. One rank is killed once.
+
+Writes what it sees to a folder: each step's samples, its entries, its final weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing.process
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+
+SAMPLES, BATCH, EPOCHS = 24, 4, 4
+
+
+class Rows(Dataset[tuple[torch.Tensor, int]]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(4, generator=generator, dtype=torch.float64), index
+
+
+def note(folder: Path, name: str, value: object) -> None:
+    with (folder / f"{name}-{os.environ['RANK']}").open("a") as file:
+        file.write(json.dumps(value) + "\n")
+
+
+def read_ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    """As prefetchers do, which copy the next batch while the current one is trained on."""
+    batch = next(batches)
+    for following in batches:
+        yield batch
+        batch = following
+    yield batch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kill", type=int, nargs=2, default=[-1, -1], help="rank and step")
+    parser.add_argument("--data", choices=["distributed", "part"], default="distributed")
+    parser.add_argument("--processes", type=int, default=0)
+    parser.add_argument("--habit", choices=["", "asks", "ahead", "changes"], default="")
+    args = deepspeed.add_config_arguments(parser).parse_args()
+    multiprocessing.process.current_process()._config["daemon"] = False  # tests' workers are
+    deepspeed.init_distributed()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    note(args.out, "entries", time.time())
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config={
+            "train_batch_size": BATCH,
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 1},
+        },
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    if args.habit == "asks":
+        print(f"at step {engine.global_steps}")
+    options: dict[str, Any] = {"num_workers": args.processes}
+    if args.processes:
+        options |= {"multiprocessing_context": "fork", "persistent_workers": True}
+    if args.data == "distributed":
+        sampler = DistributedSampler(Rows(), ranks, rank, seed=3)
+        loader = DataLoader(Rows(), sampler=sampler, **options)
+    else:
+        sampler = None
+        part = Subset(Rows(), range(rank, SAMPLES, ranks))
+        loader = DataLoader(part, shuffle=True, **options)
+    for epoch in range(EPOCHS):
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        iterator: Iterator[Any] = iter(loader)
+        for rows, index in read_ahead(iterator) if args.habit == "ahead" else iterator:
+            step = engine.progress.step
+            note(args.out, "used", [time.time(), step, index.tolist()])
+            if args.habit == "changes":
+                rows.mul_(2)
+            loss = (engine(rows) - rows.sum()).pow(2).mean()
+            if [rank, step] == args.kill and not (args.out / "killed").exists():
+                (args.out / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            engine.backward(loss)
+            ends_step = engine.is_gradient_accumulation_boundary()
+            engine.step()
+            if ends_step and engine.was_step_applied():
+                schedule.step()
+                note(args.out, "steps", [time.time(), engine.progress.step])
+                note(args.out, "rates", [engine.progress.step, optimizer.param_groups[0]["lr"]])
+            elif ends_step:
+                note(args.out, "lost", time.time())
+    weights = [value.tolist() for value in engine.module_state_dict().values()]
+    note(args.out, "weights", weights)
+
+
+if __name__ == "__main__":
+    main()

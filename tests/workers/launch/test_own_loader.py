@@ -1,0 +1,107 @@
+"""Scripts that loop over a torch DataLoader of their own, as if they ran once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.launch_repair import find_problems, read_notes, weight_difference
+from rayzero.workers.messages import Crashed, Finished, Stopped
+from tests.workers.launch.test_script import make_workers
+
+pytestmark = pytest.mark.slow
+SAMPLES, STEPS_OF_EPOCH, EPOCHS = 24, 6, 4  # of own_loader.py
+STEPS = STEPS_OF_EPOCH * EPOCHS
+
+
+def run(folder: Path, *args: str, killed: int | None = None, size: int = 2) -> None:
+    """Runs the script on two workers. The killed one's rank is a new worker's, in as many ranks; or
+    `size` tells how many go on."""
+    folder.mkdir()
+    local = make_workers(folder, "own_loader.py", "--out", str(folder), *args, count=3)
+    try:
+        local.form(1, [0, 1])
+        members, generation = [0, 1], 1
+        if killed is not None:
+            assert any(loss.worker == killed for loss in local.vault.poll(120.0))
+            survivor = 1 - killed
+            local.workers[survivor].call("fence", 1)
+            assert isinstance(local.wait_end(survivor, 1), Stopped | Crashed)
+            members = [2 if rank == killed else rank for rank in (0, 1)]
+            members = members if size == 2 else [survivor]
+            generation = 2
+            has_state = bool(local.vault.inventory())
+            local.form(2, members, local.slots(1, 2) if has_state else None)
+        for index in members:
+            end = local.wait_end(index, generation)
+            assert isinstance(end, Finished), local.texts(index)
+    finally:
+        local.close()
+
+
+@pytest.fixture(scope="module", params=["distributed", "part"])
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("plain") / request.param
+    run(folder, "--data", request.param)
+    return request.param, folder
+
+
+@pytest.mark.parametrize(
+    ("rank", "step"),
+    [(0, 8), (1, STEPS_OF_EPOCH), (1, 2 * STEPS_OF_EPOCH - 1), (0, 0)],
+    ids=["within an epoch", "first step of an epoch", "last step of an epoch", "first step"],
+)
+def test_loop_goes_on_where_it_is(
+    plain: tuple[str, Path], tmp_path: Path, rank: int, step: int
+) -> None:
+    data, undisturbed = plain
+    folder = tmp_path / "killed"
+    run(folder, "--data", data, "--kill", str(rank), str(step), killed=rank)
+    assert (folder / "killed").exists()
+    # The step before is done again if it was not in the vault when its rank was killed.
+    problems = set(find_problems(folder, STEPS, SAMPLES, EPOCHS))
+    assert problems <= {f"step {step} was done again"}
+    assert weight_difference(undisturbed, folder) <= 1e-9
+    entries = [len((folder / f"entries-{it}").read_text().splitlines()) for it in (0, 1)]
+    assert entries[1 - rank] == (1 if step else 2), "of the survivor"
+    assert entries[rank] == 2
+    rates = {tuple(it) for it in read_notes(folder, "rates")}
+    assert rates == {tuple(it) for it in read_notes(undisturbed, "rates")}
+
+
+@pytest.mark.parametrize("args", [("--habit", "changes"), ("--processes", "1")])
+def test_batches_are_yielded_again_as_they_were(tmp_path: Path, args: tuple[str, str]) -> None:
+    """Also where the script changes them in place, and where processes load them."""
+    run(tmp_path / "plain", *args)
+    run(tmp_path / "killed", *args, "--kill", "1", "8", killed=1)
+    assert set(find_problems(tmp_path / "killed", STEPS, SAMPLES, EPOCHS)) <= {
+        "step 8 was done again"
+    }
+    assert weight_difference(tmp_path / "plain", tmp_path / "killed") <= 1e-9
+    assert len((tmp_path / "killed/entries-0").read_text().splitlines()) == 1
+
+
+def test_script_is_entered_again_in_other_numbers_of_ranks(
+    plain: tuple[str, Path], tmp_path: Path
+) -> None:
+    """Its sampler is cut for as many as there were. It continues where the job is."""
+    data, _ = plain
+    if data == "part":
+        pytest.skip("a part of other ranks is another one")
+    run(tmp_path / "killed", "--data", data, "--kill", "1", "8", killed=1, size=1)
+    assert set(find_problems(tmp_path / "killed", STEPS, SAMPLES, EPOCHS)) <= {
+        "step 8 was done again"
+    }
+    assert len((tmp_path / "killed/entries-0").read_text().splitlines()) == 2
+    rates = dict(read_notes(tmp_path / "killed", "rates"))
+    assert rates == {step: pytest.approx(0.05 * 0.97**step) for step in rates}
+
+
+@pytest.mark.parametrize("habit", ["asks", "ahead"])
+def test_script_that_is_ahead_or_asks_for_its_place_is_entered_again(
+    tmp_path: Path, habit: str
+) -> None:
+    run(tmp_path / "killed", "--habit", habit, "--kill", "1", "8", killed=1)
+    for rank in (0, 1):
+        assert len((tmp_path / f"killed/entries-{rank}").read_text().splitlines()) == 2

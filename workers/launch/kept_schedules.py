@@ -1,0 +1,77 @@
+"""Learning-rate schedules of a script's own, which go where the job goes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+KEPT_STEPS = 256
+"""More than lie between two copies of the state in memory, which a repair may go back."""
+
+
+class KeptSchedules(list[Any]):
+    """Schedules of torch's, and their states at the beginning of each of the last steps."""
+
+    def __init__(self, schedules: list[Any] | None = None) -> None:
+        super().__init__(schedules or [])
+        self._kept: dict[int, list[dict[str, Any]]] = {}
+        self._positions: list[int] = []  # where `plain_states` was last called
+        self._late: list[int] = []
+
+    def states(self) -> list[dict[str, Any]]:
+        return [schedule.state_dict() for schedule in self]
+
+    def load(self, states: list[dict[str, Any]]) -> None:
+        """Sets the schedules, and the rates of their optimizers, which loading does not."""
+        for schedule, state in zip(self, states, strict=False):
+            schedule.load_state_dict(state)
+            apply_rates(schedule)
+
+    def keep(self, step: int) -> None:
+        """Keeps the states after that step, to which the job may go back."""
+        self._kept[step] = self.states()
+        self._kept.pop(step - KEPT_STEPS, None)
+        if len(self._positions) == len(self):
+            self._late = [_position(it) - at for it, at in zip(self, self._positions, strict=True)]
+
+    def restore(self, step: int) -> None:
+        self.load(self._kept.get(step, []))
+
+    def plain_states(self) -> list[dict[str, Any]]:
+        """The numbers and texts of the states, at the end of a step within `engine.step()`; and how
+        often the script calls a schedule's `step` between that and the next step."""
+        self._positions = [_position(schedule) for schedule in self]
+        late = self._late if len(self._late) == len(self) else [0] * len(self)
+        return [
+            {"late": more, "state": {key: it for key, it in state.items() if _is_plain(it)}}
+            for state, more in zip(self.states(), late, strict=True)
+        ]
+
+    def catch_up(self, found: list[dict[str, Any]]) -> None:
+        """Sets the schedules of a script that was entered again as `plain_states` has found them.
+        One that is stepped once an epoch may have come there by itself."""
+        for schedule, it in zip(self, found, strict=False):
+            if _position(schedule) >= it["state"].get("last_epoch", 0) + it["late"]:
+                continue
+            schedule.load_state_dict(schedule.state_dict() | it["state"])
+            apply_rates(schedule)
+            with warnings.catch_warnings():  # torch's: the optimizer has not been stepped before
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                for _ in range(it["late"]):
+                    schedule.step()
+
+
+def apply_rates(schedule: Any) -> None:
+    """Sets the rates of its optimizer: loading a torch schedule restores its position only."""
+    for group, lr in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        group["lr"] = lr
+
+
+def _position(schedule: Any) -> int:
+    return int(getattr(schedule, "last_epoch", 0))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

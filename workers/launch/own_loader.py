@@ -1,0 +1,424 @@
+"""A script's loop over torch DataLoaders of its own, which goes on through faults.
+
+A survivor's DataLoader yields the batches of a lost step again. That of a new rank begins where the
+lost rank's was: a finished epoch yields nothing, the current one its rest. Both need a script that
+leaves its place to the loader, one that reads neither `engine.global_steps` nor a checkpoint before
+its first step; and batches that belong to the step in which they are read. They need the same rank
+of as many: a script's sampler is cut for those.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import wraps
+from itertools import chain, islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    LRScheduler,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+from torch.utils.data import DataLoader
+
+from rayzero.engine.comm.process_group import all_gather_objects
+from rayzero.engine.engine import Engine
+from rayzero.engine.errors import CollectiveError
+from rayzero.engine.state.metadata import capture_rng, restore_rng
+from rayzero.engine.tensor_tree import iter_tensors, map_tensors
+from rayzero.workers.launch.kept_schedules import KeptSchedules
+from rayzero.workers.session import JobSession
+
+_STATE = "rayzero.own_loader"
+_OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
+_OPTIONS_OF_WORKERS = ("multiprocessing_context", "prefetch_factor", "persistent_workers")
+_patched = set[Any]()
+_current: ContextVar[OwnLoaders | None] = ContextVar("rayzero_own_loaders", default=None)
+
+
+class _Batch:
+    """A batch as it was read.
+
+    Args:
+        epoch: the iteration of its loader, counted from 1.
+        copies: keeps copies of its tensors, which the script changes; else they are shared.
+
+    Attributes:
+        rng: the random states after the first batch of an epoch, whose order was drawn before it.
+    """
+
+    def __init__(self, value: Any, epoch: int, *, copies: bool) -> None:
+        self.epoch = epoch
+        self.rng: dict[str, Any] | None = None
+        self._copies = copies
+        self._kept = map_tensors(value, Tensor.clone if copies else Tensor.detach)
+        self._versions = self._count_changes()
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the script has changed a tensor of it in place."""
+        return self._versions != self._count_changes()
+
+    def value(self) -> Any:
+        """What the script gets: its own containers, and the tensors or copies of them."""
+        return map_tensors(self._kept, Tensor.clone if self._copies else Tensor.detach)
+
+    def _count_changes(self) -> list[int]:
+        tensors = iter_tensors(self._kept)
+        return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
+@dataclass
+class _Reading:
+    """What a script has read of one DataLoader.
+
+    Attributes:
+        epochs: iterations begun.
+        batches: of the current iteration, that were read for the first time.
+        rng: torch's random state where it began.
+        kept: by step in which they were read.
+        again: to be yielded again.
+    """
+
+    epochs: int = 0
+    batches: int = 0
+    rng: Tensor = field(default_factory=torch.get_rng_state)
+    kept: dict[int, list[_Batch]] = field(default_factory=dict)
+    again: deque[_Batch] = field(default_factory=deque)
+
+    def place(self) -> tuple[int, int]:
+        return self.epochs, self.batches - len(self.again)
+
+
+class OwnLoaders:
+    """The DataLoaders that one entry of a script trains on. Used by the training thread.
+
+    Attributes:
+        schedules: those that the script has made, in their order.
+    """
+
+    def __init__(self, session: JobSession) -> None:
+        self.schedules = KeptSchedules()
+        self._session = session
+        self._readings: list[tuple[Any, _Reading]] = []
+        self._found: dict[str, Any] = {}  # in the restored state: the place of this rank
+        self._is_followed: bool | None = None  # None: the script has read nothing
+        self._copies = False
+        self._step = self._first_step = session.restored_step
+        self._seen = 0, session.assignment.generation
+        is_new = session.assignment.survivors_stay
+        self._knows_schedules = not is_new
+        self._met = 0 if is_new else session.assignment.generation
+        session.registry.register(_STATE, self._place, self._find)
+
+    def iterate(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """An iteration over a loader; `begin` begins it as torch does."""
+        engine = self._session.engine
+        if engine is None or not self._follows(engine):
+            return begin()
+        number, reading = self._reading(loader)
+        reading.epochs, reading.batches = reading.epochs + 1, 0
+        epoch, batches, rng = self._found.get("places", {}).get(str(number), (0, 0, None))
+        if reading.epochs < epoch:
+            with _random_state(torch.get_rng_state()):
+                _advance_sampler(loader)
+            return iter(())
+        if reading.epochs > epoch or not batches:
+            reading.rng = torch.get_rng_state()
+            return _Iteration(self, engine, reading, begin())
+        reading.batches = (
+            batches // self._found["micro_steps"] * engine.settings.batches.micro_steps
+        )
+        reading.rng = rng
+        with _random_state(rng):
+            rest = _behind(loader, reading.batches, begin)
+            first = next(rest, None)
+        if (
+            first is None
+        ):  # what follows the epoch is not done with the other ranks, who have done it
+            return iter(())
+        return _Iteration(self, engine, reading, chain([first], rest))
+
+    def begin_batch(self, engine: Engine, reading: _Reading, *, is_over: bool) -> None:
+        """Called before a batch is yielded. Waits for all ranks where some are new; finds the
+        batches to be yielded again. Raises CollectiveError if there are some that cannot be: the
+        script is entered again.
+
+        Args:
+            is_over: the epoch is, unless its last step was lost. The ranks meet in the next one.
+        """
+        session, progress = self._session, engine.progress
+        if not self._follows(engine):
+            return
+        if is_over:
+            if not self._is_followed or not (
+                engine.survival.local_reason or self._has_changed(engine)
+            ):
+                return
+            engine.survival.await_group()
+            if progress.step <= self._step and self._has_changed(engine):
+                self._go_back(progress.step)
+            self._step, self._seen = progress.step, self._now(engine)
+            if not reading.again:
+                return
+        is_first = self._is_followed is None
+        if is_first:
+            self._is_followed = session.yields_again = session.keeps_rank = True
+            engine.survival.follow_host_loader()
+        asked = progress.place_asked_at
+        if asked is not None and asked <= self._first_step and not self._found:
+            self._give_up(engine)
+            return
+        session.on_phase("data")
+        engine.survival.await_group()
+        if is_first:
+            given = getattr(engine, "lr_scheduler", None)  # goes back with the engine
+            self.schedules[:] = [it for it in self.schedules if it is not given]
+            self.schedules.catch_up(self._found.get("schedules", []))
+        if is_first or progress.step > self._step:
+            self._end_step(engine)
+            self.schedules.keep(progress.step)
+        elif self._has_changed(engine):
+            self._go_back(progress.step)
+        self._step, self._seen = progress.step, self._now(engine)
+        if self._met != session.assignment.generation:
+            self._met = session.assignment.generation
+            apart = ""
+            with suppress(CollectiveError):  # the group broke: they meet in the next one
+                apart = self._meet(engine)
+            if apart:
+                self._give_up(engine)
+                raise CollectiveError(apart)
+
+    def keep(self, reading: _Reading, batch: _Batch) -> None:
+        """Keeps a batch that is yielded now."""
+        if self._is_followed:
+            reading.kept.setdefault(self._step, []).append(batch)
+
+    def read(self, engine: Engine, reading: _Reading, batches: Iterator[Any]) -> _Batch | None:
+        """Reads the next batch; None: there is none."""
+        for value in batches:
+            batch = _Batch(value, reading.epochs, copies=self._copies)
+            if not reading.batches:
+                batch.rng = capture_rng(engine.device)
+            return batch
+        return None
+
+    @property
+    def generation(self) -> int:
+        return self._session.assignment.generation
+
+    def _now(self, engine: Engine) -> tuple[int, int]:
+        return engine.progress.lost_steps, self.generation
+
+    def _has_changed(self, engine: Engine) -> bool:
+        """Whether a step was lost, or the ranks may be others, since the last batch."""
+        return self._now(engine) != self._seen
+
+    def _follows(self, engine: Engine) -> bool:
+        """Whether the script trains now, on loaders of its own."""
+        session = self._session
+        if self._is_followed is False or session.divides_steps:
+            return False
+        has_own = engine.training_dataloader is None
+        return has_own and engine.module.training and torch.is_grad_enabled()
+
+    def _reading(self, loader: Any) -> tuple[int, _Reading]:
+        """The loader's number, in the order in which the script has begun to iterate, and what was
+        read of it."""
+        for number, (known, reading) in enumerate(self._readings):
+            if known is loader:
+                return number, reading
+        self._readings.append((loader, _Reading()))
+        return len(self._readings) - 1, self._readings[-1][1]
+
+    def _end_step(self, engine: Engine) -> None:
+        """Gives up where a step's batches were not read in it, as by a script that reads ahead."""
+        kept = [reading.kept.get(self._step, []) for _, reading in self._readings]
+        micro_steps = engine.settings.batches.micro_steps
+        read_in_step = all(len(batches) in (0, micro_steps) for batches in kept)
+        if any(kept) and not (read_in_step and engine.progress.step == self._step + 1):
+            self._give_up(engine)
+        self._copies = self._copies or any(it.is_changed for batches in kept for it in batches)
+        oldest = engine.progress.step - self._session.steps_to_go_back
+        for _, reading in self._readings:
+            reading.kept = {step: it for step, it in reading.kept.items() if step >= oldest}
+
+    def _give_up(self, engine: Engine) -> None:
+        """From now on the script is one that is entered again."""
+        self._is_followed = self._session.yields_again = False
+        engine.survival.enable(None)
+        for _, reading in self._readings:
+            reading.kept.clear()
+
+    def _go_back(self, step: int) -> None:
+        """The job is at that step, which some batches were read for already."""
+        for _, reading in self._readings:
+            lost = [it for at in sorted(reading.kept) if at >= step for it in reading.kept.pop(at)]
+            if any(batch.epoch != reading.epochs or batch.is_changed for batch in lost):
+                raise CollectiveError(
+                    f"the batches after step {step} cannot be read again: the script has changed "
+                    "them, or begun another epoch since"
+                )
+            reading.again.extendleft(reversed(lost))
+        if step < self._step and not any(reading.again for _, reading in self._readings):
+            raise CollectiveError(f"the job went back to step {step}, whose batches were not kept")
+        self.schedules.restore(step)
+
+    def _meet(self, engine: Engine) -> str:
+        """Gives the schedules to new ranks. Returns in what their loops differ from those of the
+        others; empty if they do not. Collective."""
+        places = [reading.place() for _, reading in self._readings]
+        told = all_gather_objects((self._knows_schedules, places))
+        if any(other != places for _, other in told):
+            return f"the ranks' loops over DataLoaders are not at one place: {[*told]}"
+        knows = [it for it, _ in told]
+        sender = knows.index(True) if any(knows) else -1
+        sent = all_gather_objects(self.schedules.states() if sender == dist.get_rank() else None)
+        if not self._knows_schedules and (states := sent[sender]) is not None:
+            self.schedules.load(states)
+            self.schedules.keep(engine.progress.step)
+            self._knows_schedules = True
+        return ""
+
+    def _place(self) -> dict[str, Any]:
+        """What the training state has of the loop."""
+        engine = self._session.engine
+        if not self._is_followed or engine is None:
+            return {}
+        return {
+            "micro_steps": engine.settings.batches.micro_steps,
+            "places": {
+                str(number): [*reading.place(), reading.rng]
+                for number, (_, reading) in enumerate(self._readings)
+            },
+            "schedules": self.schedules.plain_states(),
+        }
+
+    def _find(self, found: dict[str, Any]) -> None:
+        self._found = found
+
+
+class _Iteration:
+    """A script's iteration over a DataLoader."""
+
+    def __init__(
+        self, loaders: OwnLoaders, engine: Engine, reading: _Reading, batches: Iterator[Any]
+    ) -> None:
+        self._loaders = loaders
+        self._engine = engine
+        self._reading = reading
+        self._batches = batches
+        self._next: _Batch | None = None
+        self._read_in = 0  # the generation in which that was read
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        loaders, reading = self._loaders, self._reading
+        if self._next is None and not reading.again:
+            self._next = loaders.read(self._engine, reading, self._batches)
+            self._read_in = loaders.generation
+        is_over = self._next is None and not reading.again
+        loaders.begin_batch(self._engine, reading, is_over=is_over)
+        is_late = bool(reading.again) or self._read_in != loaders.generation
+        if reading.again:
+            batch = reading.again.popleft()
+        elif self._next is not None:
+            batch, self._next = self._next, None
+            reading.batches += 1
+        else:
+            raise StopIteration
+        loaders.keep(reading, batch)
+        if is_late and batch.rng is not None:
+            restore_rng(batch.rng, self._engine.device)
+        return batch.value()
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+
+def _advance_sampler(loader: Any) -> None:
+    """Leaves out an epoch: a sampler's generator goes on from one to the next."""
+    for _ in loader.batch_sampler or ():
+        pass
+
+
+def _behind(loader: Any, batches: int, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """An iteration without the first `batches`, which are not loaded if a sampler orders them."""
+    if loader.batch_sampler is None:
+        rest = begin()
+        for _ in islice(rest, batches):
+            pass
+        return rest
+    # A DataLoader draws the seed of its workers before its sampler draws its own.
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    order = iter(loader.batch_sampler)
+    for _ in islice(order, batches):
+        pass
+    options = {name: getattr(loader, name) for name in _OPTIONS}
+    if loader.num_workers:
+        options |= {name: getattr(loader, name) for name in _OPTIONS_OF_WORKERS}
+    shorter: Any = DataLoader(loader.dataset, batch_sampler=order, **options)
+    plain: Any = DataLoader.__iter__
+    iteration: Iterator[Any] = plain.__wrapped__(shorter)  # which is not followed
+    return iteration
+
+
+@contextmanager
+def _random_state(state: Tensor) -> Iterator[None]:
+    own = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(own)
+
+
+@contextmanager
+def following_own_loaders(session: JobSession) -> Iterator[None]:
+    """Within it, the script that this thread runs is followed."""
+    _patch()
+    token = _current.set(OwnLoaders(session))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _patch() -> None:
+    """Once in a process. Without a script that is followed, nothing changes."""
+    if (begin := DataLoader.__iter__) in _patched:
+        return
+
+    @wraps(begin)
+    def beginning(self: Any) -> Any:
+        loaders = _current.get()
+        if loaders is None or type(self).__iter__ is not beginning:  # such as Accelerate's
+            return begin(self)
+        return loaders.iterate(self, lambda: begin(self))
+
+    _patched.add(beginning)
+    DataLoader.__iter__ = beginning  # type: ignore[method-assign]
+    for kind in (LRScheduler, ReduceLROnPlateau, SequentialLR, ChainedScheduler):
+        kind.__init__ = _noting(kind.__init__)  # type: ignore[method-assign]
+
+
+def _noting(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def noting(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        loaders = _current.get()
+        if loaders is not None and not any(it is self for it in loaders.schedules):
+            loaders.schedules.append(self)
+
+    return noting
