@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class Context:
     """`ctx`, the training function's argument: one rank's view of the job, as it is now: a function
-    that stays in its loop may have another rank after a fault or a resize.
+    that stays in its loop has another rank while there are too few workers for its own.
 
     Used by the training thread only.
     """

@@ -31,7 +31,11 @@ from rayzero.workers.mirror import Mirror
 from rayzero.workers.process_group import is_collective_failure
 from rayzero.workers.retained_state import RetainedState, check_second_engine
 from rayzero.workers.step_report import StepReporter, worker_metrics
-from rayzero.workers.training_thread import GenerationChannel, Interrupted
+from rayzero.workers.training_thread import (
+    GenerationChannel,
+    Interrupted,
+    check_between_blocks,
+)
 
 if TYPE_CHECKING:
     from rayzero.engine.config.parse import ConfigSource
@@ -48,16 +52,15 @@ class JobSession:
     Used by the training thread only.
 
     A function whose engine is ready outlives its generation: where that ends, it waits in `reform`
-    for the next one, and its engine is re-cut. Not a script with a loop over a loader of its own,
-    or of Trainer's; nor a function with a second engine, whose state is in no vault: those are
-    unwound, and called again.
+    for the next one, and its engine is re-cut. Not a script whose loader yields nothing again; nor
+    a function with a second engine, whose state is in no vault: those are called again.
 
     Attributes:
         membership: of the current generation.
         engine: None until `initialize` has built it.
         script_settings: those of a launched script; None before it runs, and without one.
         yields_again: a loader of the script's yields the batches of a lost step again.
-        keeps_rank: but only on the same rank of as many.
+        divides_steps: it is Accelerate's or Trainer's, and cut for the present ranks.
         reporter: collects the metrics of the engine and of the user.
         registry: what the function has registered by `ctx.state`; the engine's, once there is one.
     """
@@ -73,7 +76,7 @@ class JobSession:
         self.engine_config = spec.engine_config
         self.script_settings: ScriptSettings | None = None
         self.engine: Engine | None = None
-        self.yields_again = self.keeps_rank = False
+        self.yields_again = False
         self.divides_steps = False
         self._spec = spec
         self._retained = retained
@@ -131,7 +134,9 @@ class JobSession:
             engine.survival.enable(None)
             self._channel.interrupt.leave()  # the function is called again, if the job goes on
         self._mirror.close()
-        self._enter(self._host.await_next(drained=drained, keeps_rank=self.keeps_rank))
+        # A script's own sampler is cut for the ranks that there were when it was made.
+        keeps_rank = self.yields_again and not self.divides_steps
+        self._enter(self._host.await_next(drained=drained, keeps_rank=keeps_rank))
         try:
             with self.resume_from() as source:
                 if source is None:
@@ -234,7 +239,7 @@ class JobSession:
         self.engine = engine
         engine.state.adopt(self.registry)
         self._retained.retain(engine)
-        self._register_stop_hooks(engine)
+        self._hooks += check_between_blocks(engine.module, self.check)
         # The controller's order: a rank that has loaded its state has joined.
         self.membership.await_group()
         self._report_restored(engine)
@@ -384,16 +389,6 @@ class JobSession:
         self._mirror.close()
         for hook in self._hooks:
             hook.remove()
-
-    def _register_stop_hooks(self, engine: Engine) -> None:
-        """Makes a long forward stop at its next block; a backward checks at each reduction."""
-
-        def check_stop(*_: object) -> None:
-            self.check()
-
-        for module in engine.module.modules():
-            if isinstance(module, nn.ModuleList | nn.Sequential):
-                self._hooks += [child.register_forward_pre_hook(check_stop) for child in module]
 
     def _enter_phase(self, phase: str) -> None:
         self._channel.progress.enter_phase(phase)

@@ -488,7 +488,7 @@ def test_parked_function_is_unwound_when_no_generation_follows(harness: ThreadHa
     def body() -> Finished:
         try:
             harness.channel.ending = when == "before it is parked"
-            harness.thread.park(drained=False)
+            harness.thread.park(drained=False, keeps_rank=False)
         except Interrupted:
             ended.put("unwound")
             raise

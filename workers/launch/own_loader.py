@@ -9,18 +9,15 @@ of as many: a script's sampler is cut for those.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import wraps
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     LRScheduler,
@@ -33,69 +30,19 @@ from rayzero.engine.comm.process_group import all_gather_objects
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import CollectiveError
 from rayzero.engine.state.metadata import capture_rng, restore_rng
-from rayzero.engine.tensor_tree import iter_tensors, map_tensors
 from rayzero.workers.launch.kept_schedules import KeptSchedules
+from rayzero.workers.launch.read_batches import (
+    Batch,
+    Reading,
+    advance_sampler,
+    iterate_behind,
+    random_state_of,
+)
 from rayzero.workers.session import JobSession
 
 _STATE = "rayzero.own_loader"
-_OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
-_OPTIONS_OF_WORKERS = ("multiprocessing_context", "prefetch_factor", "persistent_workers")
 _patched = set[Any]()
 _current: ContextVar[OwnLoaders | None] = ContextVar("rayzero_own_loaders", default=None)
-
-
-class _Batch:
-    """A batch as it was read.
-
-    Args:
-        epoch: the iteration of its loader, counted from 1.
-        copies: keeps copies of its tensors, which the script changes; else they are shared.
-
-    Attributes:
-        rng: the random states after the first batch of an epoch, whose order was drawn before it.
-    """
-
-    def __init__(self, value: Any, epoch: int, *, copies: bool) -> None:
-        self.epoch = epoch
-        self.rng: dict[str, Any] | None = None
-        self._copies = copies
-        self._kept = map_tensors(value, Tensor.clone if copies else Tensor.detach)
-        self._versions = self._count_changes()
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the script has changed a tensor of it in place."""
-        return self._versions != self._count_changes()
-
-    def value(self) -> Any:
-        """What the script gets: its own containers, and the tensors or copies of them."""
-        return map_tensors(self._kept, Tensor.clone if self._copies else Tensor.detach)
-
-    def _count_changes(self) -> list[int]:
-        tensors = iter_tensors(self._kept)
-        return [tensor._version for tensor in tensors if not tensor.is_inference()]
-
-
-@dataclass
-class _Reading:
-    """What a script has read of one DataLoader.
-
-    Attributes:
-        epochs: iterations begun.
-        batches: of the current iteration, that were read for the first time.
-        rng: torch's random state where it began.
-        kept: by step in which they were read.
-        again: to be yielded again.
-    """
-
-    epochs: int = 0
-    batches: int = 0
-    rng: Tensor = field(default_factory=torch.get_rng_state)
-    kept: dict[int, list[_Batch]] = field(default_factory=dict)
-    again: deque[_Batch] = field(default_factory=deque)
-
-    def place(self) -> tuple[int, int]:
-        return self.epochs, self.batches - len(self.again)
 
 
 class OwnLoaders:
@@ -108,7 +55,7 @@ class OwnLoaders:
     def __init__(self, session: JobSession) -> None:
         self.schedules = KeptSchedules()
         self._session = session
-        self._readings: list[tuple[Any, _Reading]] = []
+        self._readings: list[tuple[Any, Reading]] = []
         self._found: dict[str, Any] = {}  # in the restored state: the place of this rank
         self._is_followed: bool | None = None  # None: the script has read nothing
         self._copies = False
@@ -128,8 +75,8 @@ class OwnLoaders:
         reading.epochs, reading.batches = reading.epochs + 1, 0
         epoch, batches, rng = self._found.get("places", {}).get(str(number), (0, 0, None))
         if reading.epochs < epoch:
-            with _random_state(torch.get_rng_state()):
-                _advance_sampler(loader)
+            with random_state_of(torch.get_rng_state()):
+                advance_sampler(loader)
             return iter(())
         if reading.epochs > epoch or not batches:
             reading.rng = torch.get_rng_state()
@@ -138,8 +85,8 @@ class OwnLoaders:
             batches // self._found["micro_steps"] * engine.settings.batches.micro_steps
         )
         reading.rng = rng
-        with _random_state(rng):
-            rest = _behind(loader, reading.batches, begin)
+        with random_state_of(rng):
+            rest = iterate_behind(loader, reading.batches, begin)
             first = next(rest, None)
         if (
             first is None
@@ -147,7 +94,7 @@ class OwnLoaders:
             return iter(())
         return _Iteration(self, engine, reading, chain([first], rest))
 
-    def begin_batch(self, engine: Engine, reading: _Reading, *, is_over: bool) -> None:
+    def begin_batch(self, engine: Engine, reading: Reading, *, is_over: bool) -> None:
         """Called before a batch is yielded. Waits for all ranks where some are new; finds the
         batches to be yielded again. Raises CollectiveError if there are some that cannot be: the
         script is entered again.
@@ -171,7 +118,7 @@ class OwnLoaders:
                 return
         is_first = self._is_followed is None
         if is_first:
-            self._is_followed = session.yields_again = session.keeps_rank = True
+            self._is_followed = session.yields_again = True
             engine.survival.follow_host_loader()
         asked = progress.place_asked_at
         if asked is not None and asked <= self._first_step and not self._found:
@@ -198,15 +145,15 @@ class OwnLoaders:
                 self._give_up(engine)
                 raise CollectiveError(apart)
 
-    def keep(self, reading: _Reading, batch: _Batch) -> None:
+    def keep(self, reading: Reading, batch: Batch) -> None:
         """Keeps a batch that is yielded now."""
         if self._is_followed:
             reading.kept.setdefault(self._step, []).append(batch)
 
-    def read(self, engine: Engine, reading: _Reading, batches: Iterator[Any]) -> _Batch | None:
+    def read(self, engine: Engine, reading: Reading, batches: Iterator[Any]) -> Batch | None:
         """Reads the next batch; None: there is none."""
         for value in batches:
-            batch = _Batch(value, reading.epochs, copies=self._copies)
+            batch = Batch(value, reading.epochs, copies=self._copies)
             if not reading.batches:
                 batch.rng = capture_rng(engine.device)
             return batch
@@ -231,13 +178,13 @@ class OwnLoaders:
         has_own = engine.training_dataloader is None
         return has_own and engine.module.training and torch.is_grad_enabled()
 
-    def _reading(self, loader: Any) -> tuple[int, _Reading]:
+    def _reading(self, loader: Any) -> tuple[int, Reading]:
         """The loader's number, in the order in which the script has begun to iterate, and what was
         read of it."""
         for number, (known, reading) in enumerate(self._readings):
             if known is loader:
                 return number, reading
-        self._readings.append((loader, _Reading()))
+        self._readings.append((loader, Reading()))
         return len(self._readings) - 1, self._readings[-1][1]
 
     def _end_step(self, engine: Engine) -> None:
@@ -311,13 +258,13 @@ class _Iteration:
     """A script's iteration over a DataLoader."""
 
     def __init__(
-        self, loaders: OwnLoaders, engine: Engine, reading: _Reading, batches: Iterator[Any]
+        self, loaders: OwnLoaders, engine: Engine, reading: Reading, batches: Iterator[Any]
     ) -> None:
         self._loaders = loaders
         self._engine = engine
         self._reading = reading
         self._batches = batches
-        self._next: _Batch | None = None
+        self._next: Batch | None = None
         self._read_in = 0  # the generation in which that was read
 
     def __iter__(self) -> Iterator[Any]:
@@ -345,43 +292,6 @@ class _Iteration:
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
-
-
-def _advance_sampler(loader: Any) -> None:
-    """Leaves out an epoch: a sampler's generator goes on from one to the next."""
-    for _ in loader.batch_sampler or ():
-        pass
-
-
-def _behind(loader: Any, batches: int, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """An iteration without the first `batches`, which are not loaded if a sampler orders them."""
-    if loader.batch_sampler is None:
-        rest = begin()
-        for _ in islice(rest, batches):
-            pass
-        return rest
-    # A DataLoader draws the seed of its workers before its sampler draws its own.
-    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    order = iter(loader.batch_sampler)
-    for _ in islice(order, batches):
-        pass
-    options = {name: getattr(loader, name) for name in _OPTIONS}
-    if loader.num_workers:
-        options |= {name: getattr(loader, name) for name in _OPTIONS_OF_WORKERS}
-    shorter: Any = DataLoader(loader.dataset, batch_sampler=order, **options)
-    plain: Any = DataLoader.__iter__
-    iteration: Iterator[Any] = plain.__wrapped__(shorter)  # which is not followed
-    return iteration
-
-
-@contextmanager
-def _random_state(state: Tensor) -> Iterator[None]:
-    own = torch.get_rng_state()
-    torch.set_rng_state(state)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(own)
 
 
 @contextmanager

@@ -141,9 +141,9 @@ def _tell_start(ctx: Context, session: JobSession) -> None:
     if ctx.is_main and step:
         print(
             f"rayzero: the script is entered again, with {step} finished steps. `initialize`, "
-            "Trainer and Accelerator.prepare continue there, and so do their data loaders; a loop "
-            "over a DataLoader of the script's own skips what engine.global_steps says, or loads "
-            "its own checkpoint with a client state, to whose step the job then goes back",
+            "Trainer and Accelerator.prepare continue there, and so do DataLoaders; a script that "
+            "asks for its place itself skips what engine.global_steps says, or loads its own "
+            "checkpoint with a client state, to whose step the job then goes back",
             flush=True,
         )
 

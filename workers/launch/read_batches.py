@@ -1,0 +1,111 @@
+"""What a script reads of a torch DataLoader: batches that can be yielded again, and its rest."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from rayzero.engine.tensor_tree import iter_tensors, map_tensors
+
+_OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
+_OPTIONS_OF_WORKERS = ("multiprocessing_context", "prefetch_factor")
+
+
+class Batch:
+    """A batch as it was read.
+
+    Args:
+        epoch: the iteration of its loader, counted from 1.
+        copies: keeps copies of its tensors, which the script changes; else they are shared.
+
+    Attributes:
+        rng: the random states after the first batch of an epoch, whose order was drawn before it.
+    """
+
+    def __init__(self, value: Any, epoch: int, *, copies: bool) -> None:
+        self.epoch = epoch
+        self.rng: dict[str, Any] | None = None
+        self._copies = copies
+        self._kept = map_tensors(value, Tensor.clone if copies else Tensor.detach)
+        self._versions = self._count_changes()
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the script has changed a tensor of it in place."""
+        return self._versions != self._count_changes()
+
+    def value(self) -> Any:
+        """What the script gets: its own containers, and the tensors or copies of them."""
+        return map_tensors(self._kept, Tensor.clone if self._copies else Tensor.detach)
+
+    def _count_changes(self) -> list[int]:
+        tensors = iter_tensors(self._kept)
+        return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
+@dataclass
+class Reading:
+    """What a script has read of one DataLoader.
+
+    Attributes:
+        epochs: iterations begun.
+        batches: of the current iteration, that were read for the first time.
+        rng: torch's random state where it began.
+        kept: by step in which they were read.
+        again: to be yielded again.
+    """
+
+    epochs: int = 0
+    batches: int = 0
+    rng: Tensor = field(default_factory=torch.get_rng_state)
+    kept: dict[int, list[Batch]] = field(default_factory=dict)
+    again: deque[Batch] = field(default_factory=deque)
+
+    def place(self) -> tuple[int, int]:
+        return self.epochs, self.batches - len(self.again)
+
+
+def advance_sampler(loader: Any) -> None:
+    """Leaves out an epoch: a sampler's generator goes on from one to the next."""
+    for _ in loader.batch_sampler or ():
+        pass
+
+
+def iterate_behind(loader: Any, batches: int, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """An iteration without the first `batches`, which are not loaded if a sampler orders them.
+    Workers that persist draw their seed once for all epochs, so that the loader itself begins."""
+    if loader.batch_sampler is None or loader.persistent_workers:
+        rest = begin()
+        for _ in islice(rest, batches):
+            pass
+        return rest
+    # A DataLoader draws the seed of its workers before its sampler draws its own.
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    order = iter(loader.batch_sampler)
+    for _ in islice(order, batches):
+        pass
+    options = {name: getattr(loader, name) for name in _OPTIONS}
+    if loader.num_workers:
+        options |= {name: getattr(loader, name) for name in _OPTIONS_OF_WORKERS}
+    shorter: Any = DataLoader(loader.dataset, batch_sampler=order, **options)
+    plain: Any = DataLoader.__iter__
+    iteration: Iterator[Any] = plain.__wrapped__(shorter)  # which is not followed
+    return iteration
+
+
+@contextmanager
+def random_state_of(state: Tensor) -> Iterator[None]:
+    own = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(own)
