@@ -46,18 +46,18 @@ class PhaseTimer:
     def leave(self) -> None:
         self._switch_to(OTHER_PHASE)
 
-    def end_step(self, data_wait_s: float) -> dict[str, float]:
+    def end_step(self, data_wait_s: float, now_s: float) -> dict[str, float]:
         """Returns the seconds by phase since the last call, and resets them; `data_wait_s` of them,
-        outside all phases, were spent waiting for the loader."""
-        self._switch_to(OTHER_PHASE)
+        outside all phases, were spent waiting for the loader. `now_s`: of `perf_counter`."""
+        self._switch_to(OTHER_PHASE, now_s)
         spent, self._phase_s = dict(self._phase_s), defaultdict(float)
         data_s = min(data_wait_s, spent[OTHER_PHASE])
         return {"data": data_s, **spent, OTHER_PHASE: spent[OTHER_PHASE] - data_s}
 
-    def _switch_to(self, phase: str) -> None:
-        now = perf_counter()
-        self._phase_s[self._phase] += now - self._since_s
-        self._phase, self._since_s = phase, now
+    def _switch_to(self, phase: str, now_s: float | None = None) -> None:
+        now_s = perf_counter() if now_s is None else now_s
+        self._phase_s[self._phase] += now_s - self._since_s
+        self._phase, self._since_s = phase, now_s
 
 
 _COMPARED_STEPS = 3
@@ -162,7 +162,7 @@ class StepMeter:
         """The ranks have changed: what was done and waited for until now, of a step that was lost,
         is not the next one's."""
         now = perf_counter()
-        self.phases.end_step(0.0)
+        self.phases.end_step(0.0, now)
         self.step_work.end_step(now - self._step_end_s)
         self._step_end_s = now
         self._exposed_comm_s = self._runtime.collectives.counters.exposed_s
@@ -216,7 +216,7 @@ class StepMeter:
             "lr": lr,
             "step_s": now - self._step_end_s,
             "exposed_comm_s": exposed_s - self._exposed_comm_s,
-            "phases": self.phases.end_step(data_wait_s - self._data_wait_s),
+            "phases": self.phases.end_step(data_wait_s - self._data_wait_s, now),
         } | self.step_work.end_step(now - self._step_end_s)
         self._step_end_s, self._exposed_comm_s, self._data_wait_s = now, exposed_s, data_wait_s
         scale = self._runtime.precision.scaler.value if self._config.fp16.enabled else None
