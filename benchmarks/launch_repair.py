@@ -1,12 +1,13 @@
-"""Kills workers of launched scripts, one by transformers' Trainer and one by Accelerate.
+"""Kills workers of launched scripts: with Trainer, with Accelerate, with a torch DataLoader.
 
     python -m benchmarks.launch_repair
     python -m benchmarks.launch_repair --kills 5 --only trainer --json repair.json
 
 `rayzero launch --workers 1:2` runs each script on a Ray cluster of its own, once undisturbed and
-once with kills: when both workers have finished some steps, SIGKILL goes to one of them at a random
-point of a step; the other one continues alone, until a replacement joins. No finished step may be
-done again, every sample is used once in an epoch, and the weights are those without kills (float64,
+once with kills: when both workers have finished some steps, SIGKILL goes to one of them at a
+random point of a step; the other one continues alone, until a replacement joins. A script with a
+DataLoader of its own has `--workers 2`, and waits for the replacement. No finished step may be done
+again, every sample is used once in an epoch, and the weights are those without kills (float64,
 1e-9). It prints each repair: from the kill to the end of the next new step, less that step.
 """
 
@@ -49,7 +50,10 @@ EXAMPLES = {
         "--lr=1e-3",
     ),
     "accelerate": ("accelerated_loop.py", "--width", "512"),
+    "loader": ("own_loader.py",),
 }
+FIXED_SIZE = ("loader",)
+"""Scripts that stay in their loop at the number of workers only that they began with."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ class Disturbance:
         self._random = random.Random(seed)
         self._pids: list[int] = []
         self._killed_at_s = 0.0
-        self._step = self._stable = 0
+        self._step = self._stable = self._generation = 0
         self._record: dict[str, Any] = {}
 
     def run(self) -> None:
@@ -188,10 +192,10 @@ class Disturbance:
 
     def _on_step(self, record: dict[str, Any]) -> None:
         if self._killed_at_s:
-            if record["world_size"] == 1 and not self._record:
+            if record["generation"] != self._generation and not self._record:
                 self._record = record
             return
-        self._step = record["step"]
+        self._step, self._generation = record["step"], record["generation"]
         self._stable = self._stable + 1 if record["world_size"] == 2 else 0
         if self._stable >= UNDISTURBED_STEPS and len(self.repairs) < self._kills:
             time.sleep(self._random.uniform(0.0, record["step_s"]))
@@ -222,7 +226,8 @@ def measure(example: str, folder: Path, kills: int, steps: int, seed: int) -> li
     undisturbed = launch(script, args, plain, "--workers", "2")
     Disturbance(undisturbed, plain, 0, seed).run()
     killed = folder / f"{example}-killed"
-    process = launch(script, [*args, "--pace-s", "0.02"], killed, "--workers", "1:2")
+    workers = "2" if example in FIXED_SIZE else "1:2"
+    process = launch(script, [*args, "--pace-s", "0.02"], killed, "--workers", workers)
     disturbance = Disturbance(process, killed, kills, seed)
     disturbance.run()
     without_note = 0 if example == "trainer" else kills

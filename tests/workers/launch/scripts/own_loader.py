@@ -26,8 +26,11 @@ SAMPLES, BATCH, EPOCHS = 24, 4, 4
 
 
 class Rows(Dataset[tuple[torch.Tensor, int]]):
+    def __init__(self, size: int) -> None:
+        self._size = size
+
     def __len__(self) -> int:
-        return SAMPLES
+        return self._size
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         generator = torch.Generator().manual_seed(index)
@@ -53,6 +56,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kill", type=int, nargs=2, default=[-1, -1], help="rank and step")
     parser.add_argument("--data", choices=["distributed", "part"], default="distributed")
+    parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--pace-s", type=float, default=0.0, help="until a file `fast` is there")
     parser.add_argument("--processes", type=int, default=0)
     parser.add_argument("--habit", choices=["", "asks", "ahead", "changes"], default="")
     args = deepspeed.add_config_arguments(parser).parse_args()
@@ -78,20 +84,23 @@ def main() -> None:
     options: dict[str, Any] = {"num_workers": args.processes}
     if args.processes:
         options |= {"multiprocessing_context": "fork", "persistent_workers": True}
+    rows_of_all = Rows(args.samples)
     if args.data == "distributed":
-        sampler = DistributedSampler(Rows(), ranks, rank, seed=3)
-        loader = DataLoader(Rows(), sampler=sampler, **options)
+        sampler = DistributedSampler(rows_of_all, ranks, rank, seed=3)
+        loader = DataLoader(rows_of_all, sampler=sampler, **options)
     else:
         sampler = None
-        part = Subset(Rows(), range(rank, SAMPLES, ranks))
+        part = Subset(rows_of_all, range(rank, args.samples, ranks))
         loader = DataLoader(part, shuffle=True, **options)
-    for epoch in range(EPOCHS):
+    for epoch in range(args.epochs):
         if sampler is not None:
             sampler.set_epoch(epoch)
         iterator: Iterator[Any] = iter(loader)
         for rows, index in read_ahead(iterator) if args.habit == "ahead" else iterator:
             step = engine.progress.step
             note(args.out, "used", [time.time(), step, index.tolist()])
+            if args.pace_s and not (args.out / "fast").exists():
+                time.sleep(args.pace_s)
             if args.habit == "changes":
                 rows.mul_(2)
             loss = (engine(rows) - rows.sum()).pow(2).mean()
