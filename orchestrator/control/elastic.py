@@ -59,6 +59,7 @@ class ElasticScaler:
         ctx = self._context
         limits = replace(ctx.registry.limits, min=min_workers, max=max_workers)
         ctx.registry.limits = limits
+        ctx.registry.try_again()
         ctx.deps.workers.resize(min_workers, max_workers + limits.spares)
         ctx.emit(LimitsChanged(min_workers, max_workers))
 

@@ -182,7 +182,13 @@ class FailureHandler:
 
     def on_fault(self) -> None:
         """A member's fault was added to the pending ones."""
-        self._announce(self._context.generation.pending_faults[-1])
+        generation, entries = self._context.generation, self._context.registry.entries
+        restored_step = 0 if generation.restore is None else generation.restore.step
+        entered_in = {it: entries[it].generation for it in generation.assignments if it in entries}
+        *others, newest = generation.pending_faults
+        newest = failure.as_newcomers(newest, entered_in, restored_step)
+        generation.pending_faults = [*others, newest]
+        self._announce(newest)
         self.evaluate()
 
     def _start_recovery(self, generation: GenerationState, root: Fault) -> None:
@@ -201,7 +207,26 @@ class FailureHandler:
             generation.world_size,
             min(fault.at_s for fault in faults),
         )
+        if losses:
+            ctx.registry.try_again()
+        for fault in faults:
+            if fault.cause is FaultCause.NEWCOMER:
+                self._leave_out(fault)
         ctx.post_event(machine.FaultRecoverable(generation.number))
+
+    def _leave_out(self, fault: Fault) -> None:
+        """A function that fails where it is new would do so again: the others go on."""
+        ctx, worker = self._context, fault.worker.index
+        if not ctx.registry.is_alive(worker):
+            return
+        ctx.registry.leave_out(worker)
+        self._kill(worker)
+        ctx.warn(
+            f"the job goes on without rank {fault.rank}, whose function failed before its first "
+            "step; the next fault or resize tries again with a new worker\n  to change it: what "
+            f"the function does before step {fault.step} of a job: a loader yields nothing in "
+            "epochs that are finished, so that a mean over them has no values (`if losses:`)"
+        )
 
     def _add_detail(self, worker: int, detail: str) -> None:
         """The cluster reports why a worker died whose loss is known already. What it knows of a
@@ -252,7 +277,8 @@ class FailureHandler:
 
     def _announce(self, fault: Fault) -> None:
         text = failure.describe_fault(fault)
-        if fault.cause is FaultCause.PROCESS_LOST and fault.traceback:
+        has_frames = fault.cause in (FaultCause.PROCESS_LOST, FaultCause.NEWCOMER)
+        if has_frames and fault.traceback:
             text = f"{text}\n{fault.traceback}"
         generation = self._context.generation
         is_fatal = fault in generation.pending_faults and isinstance(

@@ -188,13 +188,13 @@ class Reconfiguration:
         if registry.select_members() is None:
             ctx.warn(
                 f"{len(registry.ready)} of at least "
-                f"{registry.limits.least_above(len(registry.ready))} workers are left: "
+                f"{registry.present_limits.least_above(len(registry.ready))} workers are left: "
                 f"waiting up to {limit_s:g} s for replacements (workers.start_timeout_s)"
             )
             await ctx.wait_for(limit_s, lambda: registry.select_members() is not None)
         selection = registry.select_members()
         if selection is None:
-            raise not_enough_error(len(registry.ready), registry.limits, limit_s)
+            raise not_enough_error(len(registry.ready), registry.present_limits, limit_s)
         return selection
 
     async def _rendezvous(
@@ -254,7 +254,7 @@ class Reconfiguration:
         ctx, registry = self._context, self._context.registry
         staying = registry.staying if survivors_stay else frozenset()
         registry.entries |= {
-            worker: Entry(member.rank, len(assignments))
+            worker: Entry(member.rank, len(assignments), self._context.generation.number)
             for worker, member in assignments.items()
             if worker not in staying
         }

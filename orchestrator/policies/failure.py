@@ -6,7 +6,7 @@ itself is reported. So a failed collective is decided only after a grace period.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -31,6 +31,7 @@ class FaultCause(StrEnum):
     CAUGHT_STOP = "caught_stop"
     EARLY_RETURN = "early_return"
     USER_CODE = "user"
+    NEWCOMER = "newcomer"
     COLLECTIVE = "collective"
 
 
@@ -52,6 +53,8 @@ USER_CODE_CAUSES = frozenset(
     {FaultCause.DATA, FaultCause.CAUGHT_STOP, FaultCause.EARLY_RETURN, FaultCause.USER_CODE}
 )
 """Causes in the training function; they have a budget of their own, of the same size."""
+NEWCOMERS_CAUSES = USER_CODE_CAUSES | {FaultCause.CONFIG, FaultCause.ENTRYPOINT}
+"""Causes that end no job if only new workers have them, while others train."""
 SAME_LOSSES = 3
 """A process or its device that is lost so many times in a row on the same rank in the same step,
 each time after about the same time, is ended by what it computes there, not by its machine. A hang
@@ -127,6 +130,23 @@ def decide(
     return error or root
 
 
+def as_newcomers(fault: Fault, entered_in: Mapping[int, int], restored_step: int) -> Fault:
+    """The fault; with the cause NEWCOMER if its function was called in this generation, while
+    others went on in their loops, and has failed before its first step ended.
+
+    Args:
+        entered_in: by member, the generation in which its function was called.
+        restored_step: finished steps when the generation began.
+    """
+    is_new = entered_in[fault.worker.index] == fault.generation
+    others_stay = any(generation < fault.generation for generation in entered_in.values())
+    if is_new and others_stay and fault.cause in NEWCOMERS_CAUSES:
+        return (
+            fault if fault.step > restored_step + 1 else replace(fault, cause=FaultCause.NEWCOMER)
+        )
+    return fault
+
+
 def root_cause(faults: Sequence[Fault]) -> Fault:
     """The fault that explains the others."""
     precedence = list(FaultCause)
@@ -175,6 +195,7 @@ def describe_fault(fault: Fault) -> str:
         FaultCause.STATE: "could not load the state",
         FaultCause.CAUGHT_STOP: "did not stop",
         FaultCause.EARLY_RETURN: "returned too early",
+        FaultCause.NEWCOMER: "is new, and raised an exception",
     }.get(fault.cause, "raised an exception")
     detail = fault.detail or "its process ended"
     pid = f" (pid {worker.pid})" if worker.pid else ""  # none: it did not start
@@ -212,7 +233,7 @@ def _fatal_error(
         return JobConfigError(root.detail, traceback=root.traceback)
     if root.cause is FaultCause.STATE:
         return None if restored else JobFailedError(root.detail)
-    if root.cause is FaultCause.PREEMPTED:
+    if root.cause in (FaultCause.PREEMPTED, FaultCause.NEWCOMER):
         return None
     causes = USER_CODE_CAUSES if root.cause in USER_CODE_CAUSES else HARDWARE_CAUSES
     counted = faults_in_budget((*earlier, root), causes, budget, root.at_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rayzero.orchestrator.errors import JobFailedError
@@ -132,6 +132,8 @@ class WorkerRegistry(ObservedState):
         """By worker, of its training function."""
         self.awaiting_replacement: tuple[WorkerInfo, ...] = ()
         """Lost workers whose reservations wait for a replacement."""
+        self.left_out: tuple[WorkerInfo, ...] = ()
+        """Lost workers that get none before the next fault or resize: they failed as new ones."""
         self._all: dict[int, WorkerInfo] = {}
         self._alive: dict[int, WorkerInfo] = {}
         self._ready: tuple[WorkerInfo, ...] | None = ()
@@ -176,6 +178,22 @@ class WorkerRegistry(ObservedState):
         self.remove(worker)
         self.awaiting_replacement += (self._all[worker],)
 
+    def leave_out(self, worker: int) -> None:
+        """It is about to be ended because its function failed where it was new."""
+        self.remove(worker)
+        self.left_out += (self._all[worker],)
+
+    def try_again(self) -> None:
+        """Those that were left out are replaced now."""
+        self.awaiting_replacement += self.left_out
+        self.left_out = ()
+
+    @property
+    def present_limits(self) -> WorkerLimits:
+        """The limits, without the workers that were left out."""
+        least = self.limits.min - len(self.left_out)
+        return replace(self.limits, min=max(1, least)) if self.left_out else self.limits
+
     def remove(self, worker: int) -> None:
         """It is about to be ended on purpose."""
         self._alive.pop(worker, None)
@@ -184,7 +202,7 @@ class WorkerRegistry(ObservedState):
     def select_members(self) -> Selected | None:
         """The members of the next generation as of now; None if there are too few workers. Called
         often, and cached until an input changes."""
-        limits, members, draining = self.limits, self.members, self.draining_nodes
+        limits, members, draining = self.present_limits, self.members, self.draining_nodes
         inputs = (self._version, limits, members, draining)
         if self._selection is None or self._selection[0] != inputs:
             self._selection = (inputs, select_members(self.ready, limits, members, draining))

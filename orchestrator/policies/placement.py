@@ -140,10 +140,12 @@ def missing_resources(
 
 
 class Entry(NamedTuple):
-    """The rank with which a training function was entered, and the number of ranks then."""
+    """The rank with which a training function was entered, the number of ranks then, and the
+    generation."""
 
     rank: int
     world_size: int
+    generation: int = 0
 
 
 def assign_ranks(
@@ -208,7 +210,7 @@ def functions_stay(
     """
     members = [worker for worker in assignments if worker in staying]
     return bool(members) and all(
-        entries[worker] == (assignments[worker].rank, len(assignments))
+        entries[worker][:2] == (assignments[worker].rank, len(assignments))
         for worker in members
         if worker in bound
     )

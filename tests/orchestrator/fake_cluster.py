@@ -298,7 +298,9 @@ class FakeCluster:
                 memory = self._memory(process)
                 messages.append(Finished(assign.generation, assign.rank, {}, {}, 1, memory))
             elif drain:
-                messages.append(Stopped(assign.generation, assign.rank, self._memory(process)))
+                stays = process.info.index in self.staying
+                memory = self._memory(process)
+                messages.append(Stopped(assign.generation, assign.rank, memory, stays))
             if last or drain:
                 process.assign, process.drain = None, False
             self.send(process.info.index, *messages)

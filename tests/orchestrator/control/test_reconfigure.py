@@ -75,6 +75,52 @@ async def test_rank_of_a_lost_worker_is_its_replacements(folder: Path):
     await harness.finish()
 
 
+@pytest.mark.parametrize("least", [2, 3])
+def test_job_goes_on_without_a_new_worker_whose_function_fails(tmp_path: Path, least: int):
+    """Also with fewer than `workers.min`. The next fault tries again."""
+
+    @async_test
+    async def body(folder: Path) -> None:
+        harness = start_three(folder, workers={"min": least})
+        cluster = harness.cluster
+        await harness.steps(3)
+        cluster.staying = {0, 2}
+        cluster.kill(1)
+        await settle()
+        if least == 2:
+            await harness.steps(1)
+        assert cluster.replaced == [(1, 0.0, ())]
+        step = harness.cluster.committed
+        cluster.join()
+        await harness.clock.advance(1)
+        if least == 2:
+            await harness.steps(1)
+            step += 1
+        assert sorted(harness.assignments) == [0, 2, 3]
+        cluster.crash(3, "user", "ZeroDivisionError: division by zero", step=step + 1)
+        await settle()
+        assert harness.states[-1] is State.RUNNING
+        assert sorted(harness.assignments) == [0, 2]
+        assert not cluster.processes[3].alive
+        assert "the job goes on without rank 1, whose function failed" in warnings(harness)
+        assert [it.cause for it in harness.log.of(FaultDetected)] == ["lost", "newcomer"]
+        await harness.steps(3)
+        await harness.clock.advance(60)
+        assert len(cluster.replaced) == 1, "not before the next fault or resize"
+        cluster.kill(2)
+        await settle()
+        await harness.clock.advance(REPLACE_DELAY_S)
+        assert {worker for worker, _, _ in cluster.replaced[1:]} == {2, 3}
+        cluster.join()
+        cluster.join()
+        await harness.clock.advance(10)
+        await harness.steps(2)
+        assert len(harness.assignments) == 3
+        await harness.finish()
+
+    body(tmp_path)
+
+
 @async_test
 async def test_survivors_of_lost_worker_continue_at_last_step_without_delay(
     folder: Path,

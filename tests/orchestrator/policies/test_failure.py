@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from rayzero.orchestrator.policies.failure import (
     Fault,
     FaultBudget,
     FaultCause,
+    as_newcomers,
     corrected,
     decide,
     describe_fault,
@@ -321,3 +323,29 @@ def test_early_return_is_a_user_error_when_it_repeats():
     early = Fault(FaultCause.EARLY_RETURN, worker(1), 1, 3, "it returned: too early", 100.0, 1)
     assert decided(early, COLLECTIVE) is early
     assert "it returned" in str(error(decided(replace(early, generation=2), earlier=(early,))))
+
+
+@pytest.mark.parametrize(
+    ("entered_in", "change", "cause"),
+    [
+        ({0: 1, 1: 3}, {}, FaultCause.NEWCOMER),
+        ({0: 1, 1: 3}, {"cause": FaultCause.CONFIG}, FaultCause.NEWCOMER),
+        ({0: 1, 1: 3}, {"cause": FaultCause.COLLECTIVE}, FaultCause.COLLECTIVE),
+        ({0: 1, 1: 3}, {"step": 9}, FaultCause.USER_CODE),  # it has finished a step
+        ({0: 1, 1: 2}, {}, FaultCause.USER_CODE),  # it has stayed in its loop before
+        ({0: 3, 1: 3}, {}, FaultCause.USER_CODE),  # all are new
+    ],
+)
+def test_failure_of_a_new_function_is_told_from_one_of_all(
+    entered_in: dict[int, int], change: dict[str, Any], cause: FaultCause
+):
+    fault = Fault(FaultCause.USER_CODE, worker(1), 1, 8, "ZeroDivisionError", 100.0, 3)
+    assert as_newcomers(replace(fault, **change), entered_in, restored_step=7).cause is cause
+
+
+def test_failure_of_a_new_function_ends_no_job():
+    fault = Fault(FaultCause.NEWCOMER, worker(1), 1, 8, "ZeroDivisionError", 100.0, 3)
+    budget = FaultBudget(0, 100.0)
+    assert decided(fault, COLLECTIVE, earlier=(fault, fault), budget=budget) is fault
+    assert "rank 1 on node" in describe_fault(fault)
+    assert "is new, and raised an exception in step 8" in describe_fault(fault)
