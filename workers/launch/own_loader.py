@@ -77,7 +77,9 @@ class OwnLoaders:
         if reading.epochs < epoch:
             with random_state_of(torch.get_rng_state()):
                 advance_sampler(loader)
+            engine.progress.script_lag = epoch - reading.epochs
             return iter(())
+        engine.progress.script_lag = None
         if reading.epochs > epoch or not batches:
             reading.rng = torch.get_rng_state()
             return _Iteration(self, engine, reading, begin())
@@ -88,9 +90,8 @@ class OwnLoaders:
         with random_state_of(rng):
             rest = iterate_behind(loader, reading.batches, begin)
             first = next(rest, None)
-        if (
-            first is None
-        ):  # what follows the epoch is not done with the other ranks, who have done it
+        if first is None:  # what follows the epoch is due only if nobody has done it
+            engine.progress.script_lag = int(self._session.assignment.survivors_stay)
             return iter(())
         return _Iteration(self, engine, reading, chain([first], rest))
 

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import os
 import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import ConfigError, RayzeroError
@@ -36,6 +40,7 @@ from rayzero.workers.session import JobSession
 
 _PRELOADED = frozenset({"transformers", "accelerate", "peft", "trl", "lightning", "deepspeed"})
 """Imported before a worker joins its first generation, where it would make its peers wait."""
+log = logging.getLogger("rayzero.workers")
 _FIX = "`rayzero launch SCRIPT`, or `launch:` in the job file"
 _states: list[ProcessState] = []
 """The process's, as it was before the script was first entered."""
@@ -71,7 +76,8 @@ def run_script(ctx: Context) -> dict[str, Any] | None:
     target = ctx.args["module"] or ctx.args["script"]
     finished, result = False, None
     try:
-        with own_process_group(), following_own_loaders(session), _program(ctx.args, target):
+        follows = following_own_loaders(session)
+        with own_process_group(), follows, _keeping_files(session), _program(ctx.args, target):
             state.watch()
             _execute(ctx.args, target)
         finished = True
@@ -146,6 +152,28 @@ def _tell_start(ctx: Context, session: JobSession) -> None:
             "checkpoint with a client state, to whose step the job then goes back",
             flush=True,
         )
+
+
+@contextmanager
+def _keeping_files(session: JobSession) -> Iterator[None]:
+    """Within it, `torch.save` leaves the files of finished epochs as they are: a script that is
+    entered again comes to those epochs with the weights of a later step."""
+    save = torch.save
+
+    @wraps(save)
+    def saving(obj: object, f: Any, *args: Any, **options: Any) -> None:
+        engine = session.engine
+        is_late = engine is not None and bool(engine.progress.script_lag)
+        if is_late and isinstance(f, str | os.PathLike) and os.path.exists(f):
+            log.warning("torch.save: %s of an epoch that is finished is not written again", f)
+            return
+        save(obj, f, *args, **options)
+
+    torch.save = saving
+    try:
+        yield
+    finally:
+        torch.save = save
 
 
 @contextmanager

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.launch_repair import find_problems, read_notes, weight_difference
+from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.workers.messages import Crashed, Finished, Stopped
 from tests.workers.launch.test_script import make_workers
 
@@ -80,6 +82,24 @@ def test_batches_are_yielded_again_as_they_were(tmp_path: Path, args: tuple[str,
     }
     assert weight_difference(tmp_path / "plain", tmp_path / "killed") <= 1e-9
     assert len((tmp_path / "killed/entries-0").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("step", [8, 2 * STEPS_OF_EPOCH])
+def test_files_of_finished_epochs_are_kept(tmp_path: Path, step: int) -> None:
+    """Of the script's own and of the engine, also where rank 0 is new; those of others are written
+    once."""
+    run(tmp_path / "plain", "--save")
+    run(tmp_path / "killed", "--save", "--kill", "0", str(step), killed=0)
+    for epoch in range(EPOCHS):
+        plain, killed = (
+            torch.load(tmp_path / name / f"plain-{epoch}.pt", weights_only=True)
+            for name in ("plain", "killed")
+        )
+        for name, value in plain.items():
+            assert torch.allclose(value, killed[name], rtol=0, atol=1e-9), (epoch, name)
+        saved = CheckpointSource(str(tmp_path / "killed/saved" / f"epoch{epoch}"))
+        assert saved.step == STEPS_OF_EPOCH * (epoch + 1)
+        saved.close()
 
 
 def test_script_is_entered_again_in_other_numbers_of_ranks(

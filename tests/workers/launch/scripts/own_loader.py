@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--pace-s", type=float, default=0.0, help="until a file `fast` is there")
+    parser.add_argument("--save", action="store_true", help="after each epoch")
     parser.add_argument("--processes", type=int, default=0)
     parser.add_argument("--habit", choices=["", "asks", "ahead", "changes"], default="")
     args = deepspeed.add_config_arguments(parser).parse_args()
@@ -116,6 +117,10 @@ def main() -> None:
                 note(args.out, "rates", [engine.progress.step, optimizer.param_groups[0]["lr"]])
             elif ends_step:
                 note(args.out, "lost", time.time())
+        if args.save:
+            engine.save_checkpoint(str(args.out / "saved"), tag=f"epoch{epoch}")
+            if rank == 0:
+                torch.save(engine.module.state_dict(), args.out / f"plain-{epoch}.pt")
     weights = [value.tolist() for value in engine.module_state_dict().values()]
     note(args.out, "weights", weights)
 
