@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from statistics import median
@@ -32,6 +32,8 @@ from rayzero.workers.messages import WorkerInfo
 
 TIMEOUT_S = 180.0
 """For a replacement worker, undisturbed steps, or a repair."""
+COMPILING_S = 600.0
+"""The same, where each new worker compiles its model."""
 UNDISTURBED_STEPS = 10
 ENDLESS_STEPS = 10**7
 
@@ -46,6 +48,8 @@ class Plan:
         hang_timeout_s: a rank without progress for this long counts as hung.
         folder: for the job's output.
         gpus: of each worker.
+        model: changes of the model's arguments.
+        compiled: by torch.compile.
     """
 
     workers: int
@@ -56,6 +60,8 @@ class Plan:
     hang_timeout_s: float
     folder: Path
     gpus: int = 0
+    model: dict[str, int] = field(default_factory=dict)
+    compiled: bool = False
 
 
 class EventQueue:
@@ -77,13 +83,14 @@ def make_job(plan: Plan) -> Job:
     """The GPT example as an endless job without an effective fault budget."""
     config: dict[str, Any] = read_config(Path("examples/gpt/engine.json"))
     config["zero_optimization"] = {"stage": plan.stage}
+    config["compile"] = {"enabled": plan.compiled}
     return Job(
         name="recovery",
         entrypoint="examples.gpt.train:train",
         engine=config,
         # 0.5 CPUs: three single-threaded workers fit on two cores
         workers=Workers(min=max(1, plan.workers - 1), max=plan.workers, cpus=0.5, gpus=plan.gpus),
-        args=MODEL,
+        args=MODEL | plan.model,
         steps=ENDLESS_STEPS,
         checkpoint={"path": str(plan.folder)},
         recovery={
@@ -192,7 +199,8 @@ class _FaultInjector:
             RayzeroError: the job failed.
             TimeoutError: TIMEOUT_S have passed.
         """
-        deadline = time.monotonic() + TIMEOUT_S
+        limit_s = COMPILING_S if self._plan.compiled else TIMEOUT_S
+        deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             item = self._queue.get(1.0)
             if item is None:
@@ -205,4 +213,4 @@ class _FaultInjector:
                 case StepRecord(step=step):
                     self._step = step
             yield item
-        raise TimeoutError(f"{expected} did not occur within {TIMEOUT_S:g} s")
+        raise TimeoutError(f"{expected} did not occur within {limit_s:g} s")

@@ -3,6 +3,7 @@
     python -m benchmarks.recovery --kills 20
     python -m benchmarks.recovery --fault stop --kills 5 --json stop.json
     python -m benchmarks.recovery --system ray-train --kills 2
+    python -m benchmarks.recovery --kills 5 --layers 8 --width 512 --compile --hang-timeout-s 300
 
 Three CPU workers train the model of the GPT example. Repeatedly, after a few undisturbed steps, a
 random worker is signaled at a uniformly random point in a step. The time is measured from the
@@ -97,6 +98,8 @@ def measure(options: argparse.Namespace, console: Console, folder: Path) -> list
         options.seed,
         options.hang_timeout_s,
         folder,
+        model={"layers": options.layers, "width": options.width, "heads": options.width // 64},
+        compiled=options.compile,
     )
     return rayzero_job.run(plan, console.print)
 
@@ -112,6 +115,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=20, help="number of faults")
     parser.add_argument("--workers", type=int, default=3, help="single-threaded processes")
     parser.add_argument("--stage", type=int, default=2, choices=range(4), help="ZeRO stage")
+    parser.add_argument("--layers", type=int, default=4, help="of the GPT")
+    parser.add_argument("--width", type=int, default=256, help="of the GPT; heads have 64 each")
+    parser.add_argument("--compile", action="store_true", help="by torch.compile, at first use")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     parser.add_argument(
         "--hang-timeout-s", type=float, default=5.0, help="recovery.hang_timeout_s of the job"
@@ -120,6 +126,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.kills < 1 or options.workers < 2:
         parser.error("at least one fault and two workers are required")
+    if options.system == "ray-train" and (options.compile or options.width != 256):
+        parser.error("--system ray-train trains the model of the example only")
     if options.system == "ray-train" and options.fault != "kill":
         parser.error("--system ray-train supports --fault kill only")
     return options
@@ -154,7 +162,9 @@ def main(arguments: list[str]) -> int:
         f"processes restarted"
     )
     if options.json:
-        settings = {key: getattr(options, key) for key in ("system", "fault", "workers", "stage")}
+        settings = {
+            key: getattr(options, key) for key in ("system", "fault", "workers", "stage", "compile")
+        }
         records = [asdict(fault) | {"total_s": fault.total_s} for fault in faults]
         report = machine | settings | {"summary": totals, "faults": records}
         options.json.write_text(json.dumps(report, indent=2) + "\n")
