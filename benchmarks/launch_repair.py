@@ -5,10 +5,9 @@
 
 `rayzero launch --workers 1:2` runs each script on a Ray cluster of its own, once undisturbed and
 once with kills: when both workers have finished some steps, SIGKILL goes to one of them at a
-random point of a step; the other one continues alone, until a replacement joins. A script with a
-DataLoader of its own has `--workers 2`, and waits for the replacement. No finished step may be done
-again, every sample is used once in an epoch, and the weights are those without kills (float64,
-1e-9). It prints each repair: from the kill to the end of the next new step, less that step.
+random point of a step; the other one continues alone, until a replacement joins. No finished step
+may be done again, every sample is used once in an epoch, and the weights are those without kills
+(float64, 1e-9). It prints each repair: from the kill to the end of the next new step, less that step.
 """
 
 from __future__ import annotations
@@ -50,10 +49,8 @@ EXAMPLES = {
         "--lr=1e-3",
     ),
     "accelerate": ("accelerated_loop.py", "--width", "512"),
-    "loader": ("own_loader.py",),
+    "loader": ("own_loader.py", "--dropout", "0"),
 }
-FIXED_SIZE = ("loader",)
-"""Scripts that stay in their loop at the number of workers only that they began with."""
 
 
 @dataclass(frozen=True)
@@ -226,8 +223,7 @@ def measure(example: str, folder: Path, kills: int, steps: int, seed: int) -> li
     undisturbed = launch(script, args, plain, "--workers", "2")
     Disturbance(undisturbed, plain, 0, seed).run()
     killed = folder / f"{example}-killed"
-    workers = "2" if example in FIXED_SIZE else "1:2"
-    process = launch(script, [*args, "--pace-s", "0.02"], killed, "--workers", workers)
+    process = launch(script, [*args, "--pace-s", "0.02"], killed, "--workers", "1:2")
     disturbance = Disturbance(process, killed, kills, seed)
     disturbance.run()
     without_note = 0 if example == "trainer" else kills

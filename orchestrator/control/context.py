@@ -140,7 +140,7 @@ class JobContext(ObservedState):
         self.registry.limits = limits
         if (most := limits.size(limits.max)) != limits.max:
             self.warn(
-                f"a step has {parts} micro-batches, which Trainer and Accelerate give to ranks in "
+                f"a step has {parts} micro-batches, which the script's loader gives to ranks in "
                 f"equal parts: of up to {limits.max} workers (workers.max) {most or 'none'} can "
                 "train; gradient_accumulation_steps decides it"
             )

@@ -3,8 +3,9 @@
 A survivor's DataLoader yields the batches of a lost step again. That of a new rank begins where the
 lost rank's was: a finished epoch yields nothing, the current one its rest. Both need a script that
 leaves its place to the loader, one that reads neither `engine.global_steps` nor a checkpoint before
-its first step; and batches that belong to the step in which they are read. They need the same rank
-of as many: a script's sampler is cut for those.
+its first step; and batches that belong to the step in which they are read. Where torch's
+DistributedSampler orders them, they are cut for other ranks; else the script goes on only as the
+same rank of as many.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ from rayzero.workers.launch.read_batches import (
     Batch,
     Reading,
     advance_sampler,
+    cut_for,
+    has_constant_batches,
+    is_cut_by_sampler,
     iterate_behind,
+    present_ranks,
     random_state_of,
 )
 from rayzero.workers.session import JobSession
@@ -59,6 +64,8 @@ class OwnLoaders:
         self._found: dict[str, Any] = {}  # in the restored state: the place of this rank
         self._is_followed: bool | None = None  # None: the script has read nothing
         self._copies = False
+        self._is_cut = False  # by a DistributedSampler, which can cut for other ranks
+        self._micro_steps, self._ranks = 0, (0, 0)
         self._step = self._first_step = session.restored_step
         self._seen = 0, session.assignment.generation
         is_new = session.assignment.survivors_stay
@@ -73,6 +80,7 @@ class OwnLoaders:
             return begin()
         number, reading = self._reading(loader)
         reading.epochs, reading.batches = reading.epochs + 1, 0
+        reading.begin, reading.restart = begin, None
         epoch, batches, rng = self._found.get("places", {}).get(str(number), (0, 0, None))
         if reading.epochs < epoch:
             with random_state_of(torch.get_rng_state()):
@@ -95,48 +103,41 @@ class OwnLoaders:
             return iter(())
         return _Iteration(self, engine, reading, chain([first], rest))
 
-    def begin_batch(self, engine: Engine, reading: Reading, *, is_over: bool) -> None:
+    def await_change(self, engine: Engine) -> bool:
+        """Called where an epoch is over: whether its last steps were lost since, or the ranks are
+        others. Waits for all ranks if some are missing; they meet in the next epoch."""
+        is_same = not (engine.survival.local_reason or self._has_changed(engine))
+        if not self._is_followed or is_same or not self._follows(engine):
+            return False
+        engine.survival.await_group()
+        if engine.progress.step > self._step:
+            return False
+        self._follow_step(engine)
+        return True
+
+    def begin_batch(self, engine: Engine) -> None:
         """Called before a batch is yielded. Waits for all ranks where some are new; finds the
         batches to be yielded again. Raises CollectiveError if there are some that cannot be: the
-        script is entered again.
-
-        Args:
-            is_over: the epoch is, unless its last step was lost. The ranks meet in the next one.
-        """
+        script is entered again."""
         session, progress = self._session, engine.progress
         if not self._follows(engine):
             return
-        if is_over:
-            if not self._is_followed or not (
-                engine.survival.local_reason or self._has_changed(engine)
-            ):
-                return
-            engine.survival.await_group()
-            if progress.step <= self._step and self._has_changed(engine):
-                self._go_back(progress.step)
-            self._step, self._seen = progress.step, self._now(engine)
-            if not reading.again:
-                return
         is_first = self._is_followed is None
-        if is_first:
-            self._is_followed = session.yields_again = True
-            engine.survival.follow_host_loader()
         asked = progress.place_asked_at
         if asked is not None and asked <= self._first_step and not self._found:
             self._give_up(engine)
             return
+        if is_first:
+            self._begin_to_follow(engine)
         session.on_phase("data")
         engine.survival.await_group()
         if is_first:
             given = getattr(engine, "lr_scheduler", None)  # goes back with the engine
             self.schedules[:] = [it for it in self.schedules if it is not given]
             self.schedules.catch_up(self._found.get("schedules", []))
-        if is_first or progress.step > self._step:
-            self._end_step(engine)
+        if is_first:
             self.schedules.keep(progress.step)
-        elif self._has_changed(engine):
-            self._go_back(progress.step)
-        self._step, self._seen = progress.step, self._now(engine)
+        self._follow_step(engine)
         if self._met != session.assignment.generation:
             self._met = session.assignment.generation
             apart = ""
@@ -145,6 +146,44 @@ class OwnLoaders:
             if apart:
                 self._give_up(engine)
                 raise CollectiveError(apart)
+
+    def _begin_to_follow(self, engine: Engine) -> None:
+        self._is_followed = self._session.yields_again = True
+        engine.survival.follow_host_loader()
+        batches = engine.settings.batches
+        self._micro_steps, self._ranks = batches.micro_steps, present_ranks()
+        self._is_cut = has_constant_batches(engine) and all(
+            is_cut_by_sampler(loader, batches.micro_batch) for loader, _ in self._readings
+        )
+
+    def _follow_step(self, engine: Engine) -> None:
+        """A step has ended, or was lost, or neither, since the last batch."""
+        step = engine.progress.step
+        if step > self._step:
+            self._end_step(engine)
+            self.schedules.keep(step)
+        elif self._has_changed(engine):
+            self._go_back(step)
+        if self._is_followed and self._ranks != present_ranks():
+            self._recut(engine)
+        self._step, self._seen = step, self._now(engine)
+
+    def _recut(self, engine: Engine) -> None:
+        """Cuts the epoch's rest for the present ranks. Raises CollectiveError where that cannot be:
+        the script is entered again."""
+        batches, ranks = engine.settings.batches, present_ranks()
+        for loader, reading in self._readings:
+            steps, rest = divmod(reading.place()[1], self._micro_steps)
+            if rest or not (self._is_cut and is_cut_by_sampler(loader, batches.micro_batch)):
+                raise CollectiveError("the batches of a DataLoader cannot be cut for other ranks")
+            cut_for(loader, *ranks)
+            reading.kept.clear()
+            reading.again.clear()
+            reading.batches = steps * batches.micro_steps
+            if reading.restart is not None:
+                with random_state_of(reading.rng):
+                    reading.restart(iterate_behind(loader, reading.batches, reading.begin))
+        self._micro_steps, self._ranks = batches.micro_steps, ranks
 
     def keep(self, reading: Reading, batch: Batch) -> None:
         """Keeps a batch that is yielded now."""
@@ -174,7 +213,7 @@ class OwnLoaders:
     def _follows(self, engine: Engine) -> bool:
         """Whether the script trains now, on loaders of its own."""
         session = self._session
-        if self._is_followed is False or session.divides_steps:
+        if self._is_followed is False or (session.divides_steps and not self._is_cut):
             return False
         has_own = engine.training_dataloader is None
         return has_own and engine.module.training and torch.is_grad_enabled()
@@ -191,8 +230,9 @@ class OwnLoaders:
     def _end_step(self, engine: Engine) -> None:
         """Gives up where a step's batches were not read in it, as by a script that reads ahead."""
         kept = [reading.kept.get(self._step, []) for _, reading in self._readings]
-        micro_steps = engine.settings.batches.micro_steps
-        read_in_step = all(len(batches) in (0, micro_steps) for batches in kept)
+        if self._is_cut and not self._session.divides_steps:
+            self._session.divide_step(self._micro_steps * self._ranks[1])
+        read_in_step = all(len(batches) in (0, self._micro_steps) for batches in kept)
         if any(kept) and not (read_in_step and engine.progress.step == self._step + 1):
             self._give_up(engine)
         self._copies = self._copies or any(it.is_changed for batches in kept for it in batches)
@@ -265,6 +305,7 @@ class _Iteration:
         self._engine = engine
         self._reading = reading
         self._batches = batches
+        reading.restart = self._restart
         self._next: Batch | None = None
         self._read_in = 0  # the generation in which that was read
 
@@ -273,23 +314,31 @@ class _Iteration:
 
     def __next__(self) -> Any:
         loaders, reading = self._loaders, self._reading
-        if self._next is None and not reading.again:
-            self._next = loaders.read(self._engine, reading, self._batches)
-            self._read_in = loaders.generation
-        is_over = self._next is None and not reading.again
-        loaders.begin_batch(self._engine, reading, is_over=is_over)
+        while not self._has_next():
+            if not loaders.await_change(self._engine):
+                raise StopIteration
+        loaders.begin_batch(self._engine)
+        if not self._has_next():  # cut for other ranks
+            raise StopIteration
         is_late = bool(reading.again) or self._read_in != loaders.generation
         if reading.again:
             batch = reading.again.popleft()
         elif self._next is not None:
             batch, self._next = self._next, None
             reading.batches += 1
-        else:
-            raise StopIteration
         loaders.keep(reading, batch)
         if is_late and batch.rng is not None:
             restore_rng(batch.rng, self._engine.device)
         return batch.value()
+
+    def _has_next(self) -> bool:
+        if not self._reading.again and self._next is None:
+            self._next = self._loaders.read(self._engine, self._reading, self._batches)
+            self._read_in = self._loaders.generation
+        return bool(self._reading.again) or self._next is not None
+
+    def _restart(self, batches: Iterator[Any]) -> None:
+        self._batches, self._next = batches, None
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]

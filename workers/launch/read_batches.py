@@ -10,9 +10,11 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from rayzero.engine.engine import Engine
 from rayzero.engine.tensor_tree import iter_tensors, map_tensors
 
 _OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
@@ -61,6 +63,7 @@ class Reading:
         rng: torch's random state where it began.
         kept: by step in which they were read.
         again: to be yielded again.
+        begin, restart: begin an iteration as torch does; make the present one go on with another.
     """
 
     epochs: int = 0
@@ -68,6 +71,8 @@ class Reading:
     rng: Tensor = field(default_factory=torch.get_rng_state)
     kept: dict[int, list[Batch]] = field(default_factory=dict)
     again: deque[Batch] = field(default_factory=deque)
+    begin: Callable[[], Iterator[Any]] = field(default=lambda: iter(()))
+    restart: Callable[[Iterator[Any]], None] | None = None
 
     def place(self) -> tuple[int, int]:
         return self.epochs, self.batches - len(self.again)
@@ -109,3 +114,30 @@ def random_state_of(state: Tensor) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(own)
+
+
+def present_ranks() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    return dist.get_rank(), dist.get_world_size()
+
+
+def has_constant_batches(engine: Engine) -> bool:
+    """Whether neither the global batch nor the micro-batch depends on the number of ranks."""
+    config = engine.settings.config
+    return None not in (config.train_batch_size, config.train_micro_batch_size_per_gpu)
+
+
+def is_cut_by_sampler(loader: Any, micro_batch: int) -> bool:
+    """Whether a loader's batches are micro-batches that a DistributedSampler orders."""
+    own = type(loader.sampler) is DistributedSampler and type(loader.batch_sampler) is BatchSampler
+    return own and loader.batch_size == micro_batch
+
+
+def cut_for(loader: Any, rank: int, ranks: int) -> None:
+    """Makes a DistributedSampler cut for other ranks. The first batches of all are the same samples
+    on any number of ranks: each takes every so manieth of one order."""
+    sampler = loader.sampler
+    samples = len(sampler.dataset)
+    each = samples // ranks if sampler.drop_last else -(-samples // ranks)
+    sampler.rank, sampler.num_replicas = rank, ranks
+    sampler.num_samples, sampler.total_size = each, each * ranks

@@ -329,7 +329,12 @@ def test_script_without_a_config_equals_ddp_and_goes_on_after_a_kill(name: str, 
 
 @pytest.mark.parametrize(
     ("name", "option"),
-    [("accelerated_loop.py", ""), ("accelerated_loop.py", "--generator"), ("hf_trainer.py", "")],
+    [
+        ("accelerated_loop.py", ""),
+        ("accelerated_loop.py", "--generator"),
+        ("hf_trainer.py", ""),
+        ("own_loader.py", "--epochs 2 --dropout 0"),
+    ],
 )
 def test_loop_stays_while_ranks_are_replaced_and_lost(tmp_path: Path, name: str, option: str):
     """Rank 0 in an epoch, rank 1 in its last step, and one that is not replaced; each where the

@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--pace-s", type=float, default=0.0, help="until a file `fast` is there")
+    parser.add_argument("--dropout", type=float, default=0.3)
     parser.add_argument("--save", action="store_true", help="after each epoch")
     parser.add_argument("--processes", type=int, default=0)
     parser.add_argument("--habit", choices=["", "asks", "ahead", "changes"], default="")
@@ -68,7 +69,7 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     note(args.out, "entries", time.time())
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1)).double()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(args.dropout), nn.Linear(8, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     engine, *_ = deepspeed.initialize(
         model=model,
