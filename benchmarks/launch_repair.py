@@ -7,7 +7,8 @@
 once with kills: when both workers have finished some steps, SIGKILL goes to one of them at a
 random point of a step; the other one continues alone, until a replacement joins. No finished step
 may be done again, every sample is used once in an epoch, and the weights are those without kills
-(float64, 1e-9). It prints each repair: from the kill to the end of the next new step, less that step.
+(float64, 1e-9). It prints each repair: from the kill to the end of the next new step, less that
+step.
 """
 
 from __future__ import annotations
