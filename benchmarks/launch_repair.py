@@ -24,7 +24,7 @@ import tempfile
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -87,11 +87,23 @@ def read_notes(folder: Path, name: str) -> list[Any]:
     return lines
 
 
-def find_problems(folder: Path, steps: int, samples: int, epochs: int, kills: int = 0) -> list[str]:
+def find_problems(
+    folder: Path,
+    steps: int,
+    samples: int,
+    epochs: int,
+    kills: int = 0,
+    unreported: Collection[int] = (),
+) -> list[str]:
     """What a script's notes say against: each step is finished once, with each sample once an
-    epoch. Samples of a step that was interrupted, by another entry of the script or by a step that
-    the script notes as lost, count in its last attempt only. `kills`: a loop
-    that was interrupted between a finished step and its note has no note of it."""
+    epoch. Samples of a step that was interrupted, by another entry of the script, by a step that
+    the script notes as lost or between two of its batches, count in its last attempt only.
+
+    Args:
+        kills: a loop that was interrupted between a finished step and its note has no note of it.
+        unreported: steps that a script may note, and do again: a rank was killed before all had
+            reported them.
+    """
     problems = []
     done_at_s: dict[int, float] = {}
     for at_s, step in sorted(read_notes(folder, "steps")):
@@ -103,12 +115,15 @@ def find_problems(folder: Path, steps: int, samples: int, epochs: int, kills: in
     used = read_notes(folder, "used")
     attempts: dict[int, int] = {}  # by step: how many of these came before its last attempt
     for at_s, step, _ in used:  # the number of finished steps
-        if at_s > done_at_s.get(step + 1, at_s):
+        if step + 1 not in unreported and at_s > done_at_s.get(step + 1, at_s):
             problems.append(f"step {step + 1} was done again")
         attempts[step] = max(attempts.get(step, 0), bisect_left(entries, at_s))
-    counts = Counter(
-        it for at_s, step, ids in used if bisect_left(entries, at_s) == attempts[step] for it in ids
-    )
+    by_step: dict[int, list[int]] = {}
+    for at_s, step, ids in sorted(used):
+        if bisect_left(entries, at_s) == attempts[step]:
+            by_step.setdefault(step, []).extend(ids)
+    batch = samples * epochs // steps
+    counts = Counter(it for ids in by_step.values() for it in ids[-batch:])
     expected = dict.fromkeys(range(samples), epochs)
     if counts != expected:
         problems.append(f"samples used wrongly: {dict(list((counts - Counter(expected)).items()))}")
@@ -229,7 +244,8 @@ def measure(example: str, folder: Path, kills: int, steps: int, seed: int) -> li
     disturbance.run()
     without_note = 0 if example == "trainer" else kills
     total = epochs * SAMPLES // BATCH
-    problems = find_problems(killed, total, SAMPLES, epochs, without_note)
+    unreported = {repair.step + 1 for repair in disturbance.repairs}
+    problems = find_problems(killed, total, SAMPLES, epochs, without_note, unreported)
     if redone := sum(repair.steps_redone for repair in disturbance.repairs):
         problems.append(f"{redone} finished steps were done again")
     if (difference := weight_difference(plain, killed)) > TOLERANCE:
