@@ -239,7 +239,8 @@ class Stopped(RankMessage):
     Args:
         memory: None if there is no engine, or it is mid-update.
         stays: the training function waits in its loop for the next generation.
-        keeps_rank: it goes on only as the same rank of as many; else it is called again.
+        keeps_rank: it continues only with the same rank and number of ranks; else it is called
+            again.
     """
 
     memory: InProcessStateInfo | None = None

@@ -215,14 +215,14 @@ class FailureHandler:
         ctx.post_event(machine.FaultRecoverable(generation.number))
 
     def _leave_out(self, fault: Fault) -> None:
-        """A function that fails where it is new would do so again: the others go on."""
+        """Ends a new worker whose function failed: it would fail again. The others continue."""
         ctx, worker = self._context, fault.worker.index
         if not ctx.registry.is_alive(worker):
             return
         ctx.registry.leave_out(worker)
         self._kill(worker)
         ctx.warn(
-            f"the job goes on without rank {fault.rank}, whose function failed before its first "
+            f"the job continues without rank {fault.rank}, whose function failed before its first "
             "step; the next fault or resize tries again with a new worker\n  to change it: what "
             f"the function does before step {fault.step} of a job: a loader yields nothing in "
             "epochs that are finished, so that a mean over them has no values (`if losses:`)"

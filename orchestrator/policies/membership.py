@@ -127,7 +127,7 @@ class WorkerRegistry(ObservedState):
         self.staying: frozenset[int] = frozenset()
         """Indices of workers whose training functions go on in their loops."""
         self.rank_bound: frozenset[int] = frozenset()
-        """Those of them that go on only as the same rank of as many."""
+        """Those of them that continue only with the same rank and number of ranks."""
         self.entries: dict[int, Entry] = {}
         """By worker, of its training function."""
         self.awaiting_replacement: tuple[WorkerInfo, ...] = ()

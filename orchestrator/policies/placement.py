@@ -202,11 +202,11 @@ def functions_stay(
     staying: Collection[int],
     bound: Collection[int],
 ) -> bool:
-    """Whether the training functions that wait in their loops go on in a generation.
+    """Whether the training functions that wait in their loops continue in a generation.
 
     Args:
         staying: workers with such a function.
-        bound: those whose function goes on only as the same rank of as many.
+        bound: those whose function continues only with the same rank and number of ranks.
     """
     members = [worker for worker in assignments if worker in staying]
     return bool(members) and all(

@@ -1,11 +1,11 @@
-"""A script's loop over torch DataLoaders of its own, which goes on through faults.
+"""A script's loop over torch DataLoaders of its own, which continues through faults.
 
 A survivor's DataLoader yields the batches of a lost step again. That of a new rank begins where the
 lost rank's was: a finished epoch yields nothing, the current one its rest. Both need a script that
 leaves its place to the loader, one that reads neither `engine.global_steps` nor a checkpoint before
 its first step; and batches that belong to the step in which they are read. Where torch's
-DistributedSampler orders them, they are cut for other ranks; else the script goes on only as the
-same rank of as many.
+DistributedSampler orders them, they are cut for other ranks; else the loop continues only if the
+worker keeps its rank and the number of ranks is the same.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import wraps
 from itertools import chain
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from rayzero.workers.launch.read_batches import (
 from rayzero.workers.session import JobSession
 
 _STATE = "rayzero.own_loader"
+_END = object()
 _patched = set[Any]()
 _current: ContextVar[OwnLoaders | None] = ContextVar("rayzero_own_loaders", default=None)
 
@@ -97,8 +99,8 @@ class OwnLoaders:
         reading.rng = rng
         with random_state_of(rng):
             rest = iterate_behind(loader, reading.batches, begin)
-            first = next(rest, None)
-        if first is None:  # what follows the epoch is due only if nobody has done it
+            first = next(rest, _END)
+        if first is _END:  # what follows the epoch is due only if nobody has done it
             engine.progress.script_lag = int(self._session.assignment.survivors_stay)
             return iter(())
         return _Iteration(self, engine, reading, chain([first], rest))
@@ -135,7 +137,6 @@ class OwnLoaders:
             given = getattr(engine, "lr_scheduler", None)  # goes back with the engine
             self.schedules[:] = [it for it in self.schedules if it is not given]
             self.schedules.catch_up(self._found.get("schedules", []))
-        if is_first:
             self.schedules.keep(progress.step)
         self._follow_step(engine)
         if self._met != session.assignment.generation:
@@ -192,12 +193,15 @@ class OwnLoaders:
 
     def read(self, engine: Engine, reading: Reading, batches: Iterator[Any]) -> Batch | None:
         """Reads the next batch; None: there is none."""
-        for value in batches:
-            batch = Batch(value, reading.epochs, copies=self._copies)
-            if not reading.batches:
-                batch.rng = capture_rng(engine.device)
-            return batch
-        return None
+        began_s = perf_counter()
+        value = next(batches, _END)
+        engine.progress.data_wait_s += perf_counter() - began_s
+        if value is _END:
+            return None
+        batch = Batch(value, reading.epochs, copies=self._copies)
+        if not reading.batches:
+            batch.rng = capture_rng(engine.device)
+        return batch
 
     @property
     def generation(self) -> int:
@@ -230,18 +234,18 @@ class OwnLoaders:
     def _end_step(self, engine: Engine) -> None:
         """Gives up where a step's batches were not read in it, as by a script that reads ahead."""
         kept = [reading.kept.get(self._step, []) for _, reading in self._readings]
-        if self._is_cut and not self._session.divides_steps:
-            self._session.divide_step(self._micro_steps * self._ranks[1])
         read_in_step = all(len(batches) in (0, self._micro_steps) for batches in kept)
         if any(kept) and not (read_in_step and engine.progress.step == self._step + 1):
             self._give_up(engine)
+        if self._is_followed and self._is_cut and not self._session.divides_steps:
+            self._session.divide_step(self._micro_steps * self._ranks[1])
         self._copies = self._copies or any(it.is_changed for batches in kept for it in batches)
         oldest = engine.progress.step - self._session.steps_to_go_back
         for _, reading in self._readings:
             reading.kept = {step: it for step, it in reading.kept.items() if step >= oldest}
 
     def _give_up(self, engine: Engine) -> None:
-        """From now on the script is one that is entered again."""
+        """Stops following the loop: after a fault the script is entered again."""
         self._is_followed = self._session.yields_again = False
         engine.survival.enable(None)
         for _, reading in self._readings:
@@ -265,10 +269,10 @@ class OwnLoaders:
         """Gives the schedules to new ranks. Returns in what their loops differ from those of the
         others; empty if they do not. Collective."""
         places = [reading.place() for _, reading in self._readings]
-        told = all_gather_objects((self._knows_schedules, places))
-        if any(other != places for _, other in told):
-            return f"the ranks' loops over DataLoaders are not at one place: {[*told]}"
-        knows = [it for it, _ in told]
+        reported = all_gather_objects((self._knows_schedules, places))
+        if any(other != places for _, other in reported):
+            return f"the ranks' loops over DataLoaders are not at one place: {reported}"
+        knows = [it for it, _ in reported]
         sender = knows.index(True) if any(knows) else -1
         sent = all_gather_objects(self.schedules.states() if sender == dist.get_rank() else None)
         if not self._knows_schedules and (states := sent[sender]) is not None:
@@ -278,7 +282,7 @@ class OwnLoaders:
         return ""
 
     def _place(self) -> dict[str, Any]:
-        """What the training state has of the loop."""
+        """Returns the loop's position, for the training state."""
         engine = self._session.engine
         if not self._is_followed or engine is None:
             return {}

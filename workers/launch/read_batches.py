@@ -1,4 +1,4 @@
-"""What a script reads of a torch DataLoader: batches that can be yielded again, and its rest."""
+"""Batches that a script has read of a torch DataLoader: to yield again, and to leave out."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Batch:
         return self._versions != self._count_changes()
 
     def value(self) -> Any:
-        """What the script gets: its own containers, and the tensors or copies of them."""
+        """Returns new containers with the tensors, or with copies of them."""
         return map_tensors(self._kept, Tensor.clone if self._copies else Tensor.detach)
 
     def _count_changes(self) -> list[int]:
@@ -55,7 +55,7 @@ class Batch:
 
 @dataclass
 class Reading:
-    """What a script has read of one DataLoader.
+    """The position of a script in one DataLoader, and the batches that may be needed again.
 
     Attributes:
         epochs: iterations begun.
@@ -63,7 +63,7 @@ class Reading:
         rng: torch's random state where it began.
         kept: by step in which they were read.
         again: to be yielded again.
-        begin, restart: begin an iteration as torch does; make the present one go on with another.
+        begin, restart: begin an iteration as torch does; replace the batches of the present one.
     """
 
     epochs: int = 0
@@ -79,7 +79,7 @@ class Reading:
 
 
 def advance_sampler(loader: Any) -> None:
-    """Leaves out an epoch: a sampler's generator goes on from one to the next."""
+    """Leaves out an epoch: a sampler's generator advances once an epoch."""
     for _ in loader.batch_sampler or ():
         pass
 

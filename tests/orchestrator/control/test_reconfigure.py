@@ -102,7 +102,7 @@ def test_job_goes_on_without_a_new_worker_whose_function_fails(tmp_path: Path, l
         assert harness.states[-1] is State.RUNNING
         assert sorted(harness.assignments) == [0, 2]
         assert not cluster.processes[3].alive
-        assert "the job goes on without rank 1, whose function failed" in warnings(harness)
+        assert "the job continues without rank 1, whose function failed" in warnings(harness)
         assert [it.cause for it in harness.log.of(FaultDetected)] == ["lost", "newcomer"]
         await harness.steps(3)
         await harness.clock.advance(60)
