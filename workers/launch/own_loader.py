@@ -93,9 +93,7 @@ class OwnLoaders:
         if reading.epochs > epoch or not batches:
             reading.rng = torch.get_rng_state()
             return _Iteration(self, engine, reading, begin())
-        reading.batches = (
-            batches // self._found["micro_steps"] * engine.settings.batches.micro_steps
-        )
+        reading.batches = self._own_batches(engine, batches)
         reading.rng = rng
         with random_state_of(rng):
             rest = iterate_behind(loader, reading.batches, begin)
@@ -104,6 +102,13 @@ class OwnLoaders:
             engine.progress.script_lag = int(self._session.assignment.survivors_stay)
             return iter(())
         return _Iteration(self, engine, reading, chain([first], rest))
+
+    def _own_batches(self, engine: Engine, batches: int) -> int:
+        """This rank's part of what `batches` of each rank of the restored state were."""
+        ranks = present_ranks()[1]
+        if has_constant_batches(engine) or ranks == self._found["ranks"]:
+            return int(batches * self._found["ranks"] // ranks)
+        return batches // int(self._found["micro_steps"]) * engine.settings.batches.micro_steps
 
     def await_change(self, engine: Engine) -> bool:
         """Called where an epoch is over: whether its last steps were lost since, or the ranks are
@@ -174,13 +179,13 @@ class OwnLoaders:
         the script is entered again."""
         batches, ranks = engine.settings.batches, present_ranks()
         for loader, reading in self._readings:
-            steps, rest = divmod(reading.place()[1], self._micro_steps)
+            each, rest = divmod(reading.place()[1] * self._ranks[1], ranks[1])
             if rest or not (self._is_cut and is_cut_by_sampler(loader, batches.micro_batch)):
                 raise CollectiveError("the batches of a DataLoader cannot be cut for other ranks")
             cut_for(loader, *ranks)
             reading.kept.clear()
             reading.again.clear()
-            reading.batches = steps * batches.micro_steps
+            reading.batches = each
             if reading.restart is not None:
                 with random_state_of(reading.rng):
                     reading.restart(iterate_behind(loader, reading.batches, reading.begin))
@@ -287,6 +292,7 @@ class OwnLoaders:
         if not self._is_followed or engine is None:
             return {}
         return {
+            "ranks": self._ranks[1],
             "micro_steps": engine.settings.batches.micro_steps,
             "places": {
                 str(number): [*reading.place(), reading.rng]

@@ -99,18 +99,24 @@ def test_files_of_finished_epochs_are_kept(tmp_path: Path, step: int) -> None:
         saved.close()
 
 
-@pytest.mark.parametrize(("data", "entries"), [("distributed", 1), ("part", 2)])
+@pytest.mark.parametrize(
+    ("data", "samples", "entries"),
+    [("distributed", 24, 1), ("distributed", 26, 1), ("part", 24, 2)],
+    ids=["epochs of whole steps", "a step over two epochs", "another sampler"],
+)
 def test_batches_are_cut_for_other_numbers_of_ranks_by_a_sampler(
-    tmp_path: Path, data: str, entries: int
+    tmp_path: Path, data: str, samples: int, entries: int
 ) -> None:
     """By a DistributedSampler. Any other script is entered again, and begins where the job is."""
-    run(tmp_path / "killed", "--data", data, "--kill", "1", "8", killed=1, size=1)
-    problems = find_problems(tmp_path / "killed", STEPS, SAMPLES, EPOCHS, unreported=[8])
+    args = ("--data", data, "--samples", str(samples), "--kill", "1", "8")
+    run(tmp_path / "killed", *args, killed=1, size=1)
+    steps = samples * EPOCHS // 4
+    problems = find_problems(tmp_path / "killed", steps, samples, EPOCHS, unreported=[8])
     if data == "distributed":  # a part of one rank is another one than of two
         assert problems == []
     assert len((tmp_path / "killed/entries-0").read_text().splitlines()) == entries
     rates = dict(read_notes(tmp_path / "killed", "rates"))
-    assert rates == {step: pytest.approx(0.05 * 0.97**step) for step in range(1, STEPS + 1)}
+    assert rates == {step: pytest.approx(0.05 * 0.97**step) for step in range(1, steps + 1)}
 
 
 @pytest.mark.parametrize("habit", ["asks", "ahead"])
