@@ -205,18 +205,20 @@ class JobSession:
 
     def admits_load(self, step: int, engine_step: int, client_keys: Sequence[str]) -> bool:
         """Before its first step a function that was entered again may go back to a checkpoint that
-        tells its place: its loop can then not go on from memory. Any other one stays. After its
-        last step it may load any, such as the best model, to evaluate or to save it."""
+        tells its place: its loop cannot continue from memory then. Any other one stays; so do the
+        others where this rank is new. After its last step a function may load any checkpoint, such
+        as that of the best model, to evaluate or to save it."""
         if self._is_trained:
             self.finish()  # what is loaded takes the place of the trained state
             return True
         if step >= engine_step:
             return True
-        if client_keys and self.divides_steps:
+        if client_keys and (self.divides_steps or self.assignment.survivors_stay):
             raise ConfigError(
                 f"load_checkpoint of step {step}, with the client state {list(client_keys)}, in a "
                 f"job whose data and schedule continue after {engine_step} finished steps",
-                allowed="with Accelerate and Trainer: to go on from engine.global_steps",
+                allowed="to continue from engine.global_steps, with Accelerate and Trainer and "
+                "where other ranks stay in their loops",
                 fix="load_checkpoint only `if engine.global_steps == 0`",
             )
         return bool(client_keys)

@@ -314,6 +314,20 @@ def test_checkpoint_older_than_the_job_is_not_loaded(tmp_path: Path):
     assert not any(isinstance(message, WentBack) for message in posted)
 
 
+def test_new_rank_does_not_go_back_while_others_stay_in_their_loops(tmp_path: Path):
+    """It would train at an older step than they do."""
+    job_session, _, posted = session()
+    membership = job_session.membership
+    job_session.membership = replace(
+        membership, assignment=replace(membership.assignment, survivors_stay=True)
+    )
+    engine = engine_with_checkpoints(job_session, tmp_path)
+    with pytest.raises(ConfigError, match=r"step 2, .*\['a'\].* 3 finished steps"):
+        engine.load_checkpoint(str(tmp_path), "told")
+    assert engine.global_steps == 3
+    assert not any(isinstance(message, WentBack) for message in posted)
+
+
 @pytest.mark.parametrize("restored", [0, 3])  # 3: the script was entered after its last step
 @pytest.mark.parametrize("tag", ["old", "told"])
 def test_best_model_is_loaded_after_the_last_step_and_not_trained(

@@ -7,7 +7,6 @@ Writes what it sees to a folder: each step's samples, its entries, its final wei
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing.process
 import os
 import signal
@@ -19,6 +18,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from own_loop import note
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
@@ -35,11 +35,6 @@ class Rows(Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         generator = torch.Generator().manual_seed(index)
         return torch.randn(4, generator=generator, dtype=torch.float64), index
-
-
-def note(folder: Path, name: str, value: object) -> None:
-    with (folder / f"{name}-{os.environ['RANK']}").open("a") as file:
-        file.write(json.dumps(value) + "\n")
 
 
 def read_ahead(batches: Iterator[Any]) -> Iterator[Any]:
