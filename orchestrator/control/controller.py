@@ -211,10 +211,12 @@ class Controller:
         # First: a run that cannot start needs no workers, and workers read the record of faults.
         self._fault_injector.start(resumed=await self._checkpoints.resolve_resume())
         self._completion.announce(self._checkpoints.newest)
+        began_at_s = ctx.now_s()
         workers = await ctx.deps.workers.start_workers(
             ctx.plan.resources, self._failures.on_start_failed, self._on_waiting
         )
         await self._vaults.ensure_open(worker.node_id for worker in workers)
+        ctx.registry.start_s = ctx.now_s() - began_at_s
         ctx.registry.add(workers)
         ctx.emit(WorkersReady(workers))
         self._check_cores(workers)

@@ -147,7 +147,8 @@ class ElasticScaler:
         if ctx.is_running:
             return True
         forming = (State.STARTING, State.RECOVERING, State.RESIZING)
-        return ctx.state in forming and ctx.registry.select_members() is None
+        too_few = bool(ctx.registry.awaited) or ctx.registry.select_members() is None
+        return ctx.state in forming and too_few
 
     @property
     def _has_progressed(self) -> bool:
@@ -178,7 +179,7 @@ class ElasticScaler:
         return f"from {len(old)} to {len(selection.indices)} workers"
 
     def _replace(self, worker: WorkerInfo) -> None:
-        """Starts a new worker in the reservation of a lost one, unless there are enough workers."""
+        """Starts a new worker in the place of one that was lost or retired, unless there are enough."""
         ctx = self._context
         limits = ctx.registry.limits
         if len(ctx.registry.ready) >= limits.max + limits.spares:
@@ -191,7 +192,9 @@ class ElasticScaler:
         for node in sorted(bad - self._quarantined):
             ctx.warn(self._quarantine_text(node))
         self._quarantined = bad
-        delay_s = placement.restart_backoff_s(history, worker.node_id, window_s, now_s)
+        delay_s = 0.0
+        if self._failures.was_lost(worker.index):
+            delay_s = placement.restart_backoff_s(history, worker.node_id, window_s, now_s)
         avoid = sorted(bad | ctx.registry.draining_nodes)
         ctx.deps.workers.replace(worker.index, delay_s, avoid)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -126,6 +127,23 @@ class FailureHandler:
             self._record(fault)
             self._announce(fault)
 
+    def retire(self, workers: Iterable[int]) -> None:
+        """Ends processes whose training functions do not continue; new ones take their places."""
+        ctx, ranks = self._context, list[int]()
+        for worker in workers:
+            if (member := ctx.generation.assignments.get(worker)) is not None:
+                ranks.append(member.rank)
+            ctx.registry.mark_lost(worker)
+            ctx.generation.forget(worker)
+            self._kill(worker)
+        if ranks:
+            text = ", ".join(map(str, sorted(ranks)))
+            ctx.warn(f"the training function is called again, in new processes (ranks {text})")
+
+    def was_lost(self, worker: int) -> bool:
+        """Whether its process was lost, and not ended on purpose."""
+        return worker in self._recorded_dead
+
     def on_start_failed(self, lost: WorkerStartError) -> None:
         """A worker's process ended before the job's first generation; another one is started.
 
@@ -186,7 +204,7 @@ class FailureHandler:
         restored_step = 0 if generation.restore is None else generation.restore.step
         entered_in = {it: entries[it].generation for it in generation.assignments if it in entries}
         *others, newest = generation.pending_faults
-        newest = failure.as_newcomers(newest, entered_in, restored_step)
+        newest = failure.as_newcomers(newest, self.history, entered_in, restored_step)
         generation.pending_faults = [*others, newest]
         self._announce(newest)
         self.evaluate()

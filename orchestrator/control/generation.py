@@ -189,6 +189,10 @@ class GenerationState(ObservedState):
             return None
         return self._add_fault(worker, cause, self.step, detail, at_s, traceback, place)
 
+    def forget(self, worker: int) -> None:
+        """A member's process, which has left, is ended: the state in its memory is gone."""
+        self._in_process.pop(worker, None)
+
     def on_early_return(self, worker: int, reason: str, at_s: float) -> None:
         """A member's function has returned although other members wait for it."""
         self._add_fault(worker, FaultCause.EARLY_RETURN, self.step, reason, at_s)

@@ -23,7 +23,7 @@ from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.job_events import GenerationStarted
 from rayzero.orchestrator.policies.membership import Selected, not_enough_error
-from rayzero.orchestrator.policies.placement import Entry, assign_ranks, functions_stay
+from rayzero.orchestrator.policies.placement import Entry, assign_ranks, misplaced
 from rayzero.orchestrator.policies.recovery import newest_complete_in_vaults
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.messages import GenerationSpec, RankAssignment
@@ -136,7 +136,7 @@ class Reconfiguration:
             self._restore.select(), self._open_store_early(), ctx.numbers.await_reserved()
         )
         ctx.timer.enter_phase("select_members")
-        selection = await self._select_members()
+        selection = await self._select_members(restore)
         ctx.timer.enter_phase("rendezvous")
         generation = await self._rendezvous(selection, restore, store)
         await ctx.changed.wait_until(lambda: generation.all_joined)
@@ -177,34 +177,78 @@ class Reconfiguration:
         opening = self._context.deps.workers.call(worker, WorkerCalls.open_store)
         return await self._context.worker_reply(worker, opening)
 
-    async def _select_members(self) -> Selected:
-        """Survivors, ready spares and newcomers; waits for replacements where they are too few.
+    async def _select_members(self, restore: Restore | None) -> Selected:
+        """Survivors, ready spares and newcomers. Ends processes whose functions do not continue,
+        and waits for the new ones in their places; for others only where there are too few.
 
         Raises:
-            JobFailedError: they are still too few after `workers.start_timeout_s`.
+            JobFailedError: they are too few after `workers.start_timeout_s`.
+        """
+        registry = self._context.registry
+        self._failures.retire(registry.spent(stays=restore is not None))
+        selection = await self._await_members(self._wanted())
+        others = misplaced(self._assign(selection), registry.entries, self._bound)
+        if not others:
+            return selection
+        self._failures.retire(others)
+        return await self._await_members(self._wanted())
+
+    @property
+    def _bound(self) -> frozenset[int]:
+        """Workers whose functions wait in their loops, for the same rank of as many."""
+        ready = (worker.index for worker in self._context.registry.ready)
+        return self._context.registry.rank_bound.intersection(ready)
+
+    def _wanted(self) -> int:
+        """For how many workers to wait, beyond the least number. For as many as there were, where
+        functions continue only then. Where none continues, for all that start in the reservations
+        that the job holds: one that came later would make all begin again. Otherwise for none."""
+        ctx, registry = self._context, self._context.registry
+        if bound := self._bound:
+            return max(registry.entries[worker].world_size for worker in bound)
+        continuing = any(worker.index in registry.entries for worker in registry.ready)
+        if continuing or not registry.entries:
+            return 0
+        held = [it for it in registry.awaiting_replacement if it.node_id in ctx.vault_addresses]
+        return min(registry.limits.max, max(registry.awaited, len(registry.ready) + len(held)))
+
+    async def _await_members(self, wanted: int) -> Selected:
+        """Waits for the least number of workers up to `workers.start_timeout_s`; from then on for
+        the wanted number twice as long as the first workers took to start.
+
+        Raises:
+            JobFailedError: there are fewer than the least number.
         """
         ctx, registry = self._context, self._context.registry
-        limit_s = ctx.plan.resources.timeout_s
+        limit_s, registry.awaited = ctx.plan.resources.timeout_s, max(1, wanted)
         if registry.select_members() is None:
             ctx.warn(
                 f"{len(registry.ready)} of at least "
                 f"{registry.present_limits.least_above(len(registry.ready))} workers are left: "
                 f"waiting up to {limit_s:g} s for replacements (workers.start_timeout_s)"
             )
-            await ctx.wait_for(limit_s, lambda: registry.select_members() is not None)
+            if not await ctx.wait_for(limit_s, lambda: registry.select_members() is not None):
+                raise not_enough_error(len(registry.ready), registry.present_limits, limit_s)
+        if len(registry.ready) < wanted:
+            await ctx.wait_for(2 * registry.start_s, lambda: len(registry.ready) >= wanted)
         selection = registry.select_members()
-        if selection is None:
-            raise not_enough_error(len(registry.ready), registry.present_limits, limit_s)
+        if selection is None:  # one was lost meanwhile
+            return await self._await_members(wanted)
+        registry.awaited = 0
         return selection
+
+    def _assign(self, selection: Selected) -> dict[int, RankAssignment]:
+        ctx = self._context
+        nodes = [worker.node_id for worker in ctx.generation.workers]
+        entries = ctx.registry.entries
+        return assign_ranks(selection.members, ctx.vault_addresses, entries, nodes)
 
     async def _rendezvous(
         self, selection: Selected, restore: Restore | None, store: tuple[int, int] | None
     ) -> GenerationState:
         """Begins the generation, and sends every member its assignment."""
         ctx, number = self._context, self._context.numbers.next()
-        nodes = [worker.node_id for worker in ctx.generation.workers]
-        registry = ctx.registry
-        assignments = assign_ranks(selection.members, ctx.vault_addresses, registry.entries, nodes)
+        assignments = self._assign(selection)
         self._vaults.generation_uses(worker.node_id for worker in selection.members)
         if len(assignments) >= LARGE_JOB_WORKERS:
             await asyncio.sleep(0)
@@ -235,28 +279,22 @@ class Reconfiguration:
             shares=shares,
             remote=ctx.replicates,
             faults=ctx.injected_faults,
-            survivors_stay=restore is not None
-            and functions_stay(
-                assignments, registry.entries, registry.staying, registry.rank_bound
-            ),
+            survivors_stay=not ctx.registry.staying.isdisjoint(assignments),
         )
-        self._note_entries(assignments, survivors_stay=spec.survivors_stay)
+        self._note_entries(assignments)
         generation.assign(ctx.registry.is_alive)
         self._assignments = ctx.deps.workers.assign(spec, assignments)
         ctx.expect_replies(self._assignments)
         return generation
 
-    def _note_entries(
-        self, assignments: Mapping[int, RankAssignment], *, survivors_stay: bool
-    ) -> None:
+    def _note_entries(self, assignments: Mapping[int, RankAssignment]) -> None:
         """Notes the ranks with which functions are entered now. Says so where rank 0 is another's
         for a while."""
         ctx, registry = self._context, self._context.registry
-        staying = registry.staying if survivors_stay else frozenset()
         registry.entries |= {
             worker: Entry(member.rank, len(assignments), self._context.generation.number)
             for worker, member in assignments.items()
-            if worker not in staying
+            if worker not in registry.staying
         }
         main = next(iter(assignments))
         if rank := registry.entries[main].rank:

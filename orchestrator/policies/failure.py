@@ -130,17 +130,22 @@ def decide(
     return error or root
 
 
-def as_newcomers(fault: Fault, entered_in: Mapping[int, int], restored_step: int) -> Fault:
+def as_newcomers(
+    fault: Fault, earlier: Sequence[Fault], entered_in: Mapping[int, int], restored_step: int
+) -> Fault:
     """The fault; with the cause NEWCOMER if its function was called in this generation, while
-    others went on in their loops, and has failed before its first step ended.
+    others stayed in their loops, and has failed before its first step ended, in another way than
+    the function of a worker that was not new.
 
     Args:
+        earlier: the faults recovered from so far.
         entered_in: by member, the generation in which its function was called.
         restored_step: finished steps when the generation began.
     """
     is_new = entered_in[fault.worker.index] == fault.generation
     others_stay = any(generation < fault.generation for generation in entered_in.values())
-    if is_new and others_stay and fault.cause in NEWCOMERS_CAUSES:
+    is_known = _signature(fault) in map(_signature, earlier)
+    if is_new and others_stay and fault.cause in NEWCOMERS_CAUSES and not is_known:
         return (
             fault if fault.step > restored_step + 1 else replace(fault, cause=FaultCause.NEWCOMER)
         )

@@ -131,7 +131,11 @@ class WorkerRegistry(ObservedState):
         self.entries: dict[int, Entry] = {}
         """By worker, of its training function."""
         self.awaiting_replacement: tuple[WorkerInfo, ...] = ()
-        """Lost workers whose reservations wait for a replacement."""
+        """Lost workers, and retired ones, whose reservations wait for a replacement."""
+        self.awaited = 0
+        """How many workers the next generation waits for now."""
+        self.start_s = 0.0
+        """How long the first workers took to start."""
         self.left_out: tuple[WorkerInfo, ...] = ()
         """Lost workers that get none before the next fault or resize: they failed as new ones."""
         self._all: dict[int, WorkerInfo] = {}
@@ -177,6 +181,17 @@ class WorkerRegistry(ObservedState):
         """Its process ended; its reservation waits for a replacement."""
         self.remove(worker)
         self.awaiting_replacement += (self._all[worker],)
+
+    def spent(self, *, stays: bool) -> list[int]:
+        """Workers whose process is used up: a training function was called in it, and does not
+        continue in the next generation.
+
+        Args:
+            stays: whether functions that wait in their loops continue.
+        """
+        continuing = self.staying if stays else frozenset()
+        ready = (worker.index for worker in self.ready)
+        return [it for it in ready if it in self.entries and it not in continuing]
 
     def leave_out(self, worker: int) -> None:
         """It is about to be ended because its function failed where it was new."""

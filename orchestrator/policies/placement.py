@@ -196,24 +196,22 @@ def assign_ranks(
     }
 
 
-def functions_stay(
+def misplaced(
     assignments: Mapping[int, RankAssignment],
     entries: Mapping[int, Entry],
-    staying: Collection[int],
     bound: Collection[int],
-) -> bool:
-    """Whether the training functions that wait in their loops continue in a generation.
+) -> list[int]:
+    """The workers whose functions continue only with the rank and the number of ranks with which
+    they were entered, and have another now.
 
     Args:
-        staying: workers with such a function.
-        bound: those whose function continues only with the same rank and number of ranks.
+        bound: workers with such a function.
     """
-    members = [worker for worker in assignments if worker in staying]
-    return bool(members) and all(
-        entries[worker][:2] == (assignments[worker].rank, len(assignments))
-        for worker in members
-        if worker in bound
-    )
+    return [
+        worker
+        for worker, assignment in assignments.items()
+        if worker in bound and entries[worker][:2] != (assignment.rank, len(assignments))
+    ]
 
 
 def preferred_nodes(

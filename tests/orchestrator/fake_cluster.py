@@ -84,6 +84,10 @@ class FakeProcess:
     """Whether its memory has a state when its function ends."""
     memory_step: int | None = None
     """The step of that state, if the function has loaded another than it has trained."""
+    in_loop: bool = False
+    """Whether its function has an engine, and trains."""
+    retired: bool = False
+    """Whether it was ended after its function had left."""
     delayed: bool = False
     """Whether its output is held back in `backlog`."""
     backlog: list[WorkerOutput] = field(default_factory=list)
@@ -132,7 +136,9 @@ class FakeCluster:
         self.processes: dict[int, FakeProcess] = {}
         self.joining: asyncio.Queue[WorkerInfo | WorkerLostError] = asyncio.Queue()
         self.assigned: list[tuple[int, Assignment]] = []
-        self.staying: set[int] = set()  # whose functions go on in their loops
+        self.leaving: set[int] = set()  # whose functions do not continue in their loops
+        self.other_nodes = ""  # for replacements, where a worker's node is avoided
+        self.bound = False  # whether functions continue only with the same rank of as many
         self.commands: list[tuple[str, int]] = []
         self.injected: list[tuple[int, tuple[str, ...]]] = []
         self.replaced: list[tuple[int, float, tuple[str, ...]]] = []
@@ -237,7 +243,10 @@ class FakeCluster:
         process.assign = None
         self.send(
             worker,
-            Crashed(assign.generation, assign.rank, kind, crash_step, error, "the user's frames"),
+            Crashed(
+                *(assign.generation, assign.rank, kind, crash_step, error, "the user's frames"),
+                stays=kind == "collective" and self._stays(process),
+            ),
         )
 
     def lose_node(self, node: str) -> None:
@@ -298,9 +307,9 @@ class FakeCluster:
                 memory = self._memory(process)
                 messages.append(Finished(assign.generation, assign.rank, {}, {}, 1, memory))
             elif drain:
-                stays = process.info.index in self.staying
+                stays = self._stays(process)
                 memory = self._memory(process)
-                messages.append(Stopped(assign.generation, assign.rank, memory, stays))
+                messages.append(Stopped(assign.generation, assign.rank, memory, stays, self.bound))
             if last or drain:
                 process.assign, process.drain = None, False
             self.send(process.info.index, *messages)
@@ -339,6 +348,10 @@ class FakeCluster:
                         del vault.slots[key]
         return True
 
+    def _stays(self, process: FakeProcess) -> bool:
+        """Whether its function waits in its loop for the next generation."""
+        return process.in_loop and process.info.index not in self.leaving
+
     def _memory(self, process: FakeProcess) -> InProcessStateInfo | None:
         has_state = process.engine and process.holds_state
         step = process.step if process.memory_step is None else process.memory_step
@@ -353,8 +366,8 @@ class FakeCluster:
             return
         process.assign, process.drain, process.leaving = None, False, False
         memory = self._memory(process) if process.ready else None
-        stays = process.info.index in self.staying
-        self.send(process.info.index, Stopped(assign.generation, assign.rank, memory, stays))
+        stays = self._stays(process)
+        self.send(process.info.index, Stopped(assign.generation, assign.rank, memory, stays, self.bound))
 
     def _join(self, generation: int) -> None:
         """Let all ranks join once all have their assignments."""
@@ -386,7 +399,7 @@ class FakeCluster:
             process.step = assign.restore.step if assign.restore else 0
             if not self.losses_allowed:
                 assert process.step == self.committed, "a committed step was lost"
-            process.ready = True
+            process.ready = process.in_loop = True
             self.send(worker, joined, Restored(generation, assign.rank, process.step))
 
     @staticmethod
@@ -420,6 +433,11 @@ class FakeCluster:
     def replace(self, worker: int, delay_s: float, avoid_nodes: Sequence[str]) -> None:
         assert not self.processes[worker].alive
         self.replaced.append((worker, delay_s, tuple(avoid_nodes)))
+        process = self.processes[worker]
+        nodes = [process.info.node_id, *self.other_nodes]
+        if process.retired and self.auto:
+            for node in [it for it in nodes if it not in avoid_nodes][:1]:
+                self.join(node)
 
     def resize(self, min_workers: int, max_workers: int) -> None:
         self.resized.append((min_workers, max_workers))
@@ -431,6 +449,8 @@ class FakeCluster:
     async def kill_worker(self, worker: int) -> None:
         await self.delay("kill")
         self.commands.append(("kill", worker))
+        process = self.processes[worker]
+        process.retired = process.alive and process.assign is None
         self.kill(worker, "killed by the controller")
 
     async def call(self, worker: int, method: Callable[..., Any], *args: Any) -> Any:
@@ -559,7 +579,8 @@ class FakeCluster:
         slot = SlotInfo(
             assign.generation, assign.rank, assign.world_size, process.step, 64, pinned=False
         )
-        vault = self.vaults.by_node[process.info.node_id]
+        if (vault := self.vaults.by_node.get(process.info.node_id)) is None:
+            raise VaultGoneError("it was killed")
         vault.slots[slot.generation, slot.rank, slot.step] = slot
         return slot
 

@@ -91,7 +91,7 @@ class VirtualClock:
 async def settle() -> None:
     """Run all tasks that can progress without a change of time."""
     loop: Any = asyncio.get_running_loop()
-    for _ in range(120):
+    for _ in range(300):
         await asyncio.sleep(0)
         due = loop._scheduled and loop._scheduled[0]._when <= loop.time()
         if not loop._ready and not due:  # otherwise the remaining turns are most of the tests' time

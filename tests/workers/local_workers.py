@@ -12,7 +12,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rayzero.orchestrator.policies.placement import Entry, functions_stay
+from rayzero.orchestrator.policies.placement import Entry, misplaced
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.messages import (
     Crashed,
@@ -67,25 +67,32 @@ class LocalWorkers:
         recipients: Sequence[int] | None = None,
     ) -> None:
         """Start a generation, only on `recipients` if given."""
-        port = self.workers[members[0]].call("open_store")
         address = self.vault.address()
         places = {
             index: RankAssignment(rank, rank, len(members), address)
             for rank, index in enumerate(members)
         }
-        staying = {index for index in members if self._left(index, "stays")}
-        bound = {index for index in members if self._left(index, "keeps_rank")}
-        stay = restore is not None and functions_stay(places, self._entries, staying, bound)
-        for index, place in places.items():
-            if not (stay and index in staying):
-                self._entries[index] = Entry(place.rank, len(members))
+        staying = {index for index in members if restore and self._left(index, "stays")}
+        bound = {index for index in staying if self._left(index, "keeps_rank")}
+        staying -= {*misplaced(places, self._entries, bound)}
+        for index in set(places) - staying:
+            if index in self._entries:
+                self._renew(index)
+            self._entries[index] = Entry(places[index].rank, len(members))
+        port = self.workers[members[0]].call("open_store")
         spec = GenerationSpec(
-            generation, len(members), "127.0.0.1", port, restore, survivors_stay=stay
+            generation, len(members), "127.0.0.1", port, restore, survivors_stay=bool(staying)
         )
         for index in members:
             if recipients is not None and index not in recipients:
                 continue
             self.workers[index].call("assign", spec, places[index])
+
+    def _renew(self, index: int) -> None:
+        """A new process, in place of one whose function does not continue."""
+        self.workers[index].end()
+        self.workers[index] = _Worker(self.setup, index, self.nccl_like)
+        self.workers[index].call("warm_up")
 
     def _left(self, index: int, name: str) -> bool:
         """What the worker's last message of an end says of its function."""

@@ -167,16 +167,16 @@ async def test_rank_that_returns_early_is_named(folder: Path):
     harness = Harness(folder, FakeCluster(2), workers={"min": 2})
     cluster = harness.cluster
     await harness.steps(2)
-    for attempt in range(2):
-        generation = harness.assignments[0].generation
-        cluster.send_heartbeat(0, step=2, collective=7)
-        cluster.processes[0].assign = None
-        cluster.send(0, Finished(generation, 0, {}, {}, 1))
+    for attempt, worker in enumerate((0, 2)):
+        generation = harness.assignments[worker].generation
+        cluster.send_heartbeat(worker, step=2, collective=7)
+        cluster.processes[worker].assign = None
+        cluster.send(worker, Finished(generation, 0, {}, {}, 1))
         cluster.send_heartbeat(1, collective=8, waiting=True, silent_s=4)
         await harness.clock.advance(1.5)
         if attempt == 0:
             assert [fault.cause for fault in harness.log.of(FaultDetected)] == ["early_return"]
-            assert sorted(harness.assignments) == [0, 1]
+            assert sorted(harness.assignments) == [1, 2]
     with pytest.raises(JobFailedError, match=r"rank 0 .*it returned from the training function"):
         await harness.result()
     assert len(harness.log.of(FaultDetected)) == 2

@@ -49,6 +49,7 @@ class ControllerStateMachine(RuleBasedStateMachine):
 
         async def start() -> Harness:
             cluster = FakeCluster(size, lambda index: "ab"[index % 2], checkpoint_every=every)
+            cluster.other_nodes = "abc"
             return Harness(
                 Path(self.folder.name),
                 cluster,
@@ -96,6 +97,13 @@ class ControllerStateMachine(RuleBasedStateMachine):
         if member.ready:
             self.cluster.crash(member.info.index, kind, "Connection closed")
         self.run_turns(turns)
+
+    @precondition(lambda self: bool(self.live_workers()))
+    @rule(data=st.data(), bound=st.booleans())
+    def leave_loop(self, data: st.DataObject, bound: bool) -> None:
+        """From now on a function does not continue; `bound`: others only with their ranks."""
+        self.cluster.leaving.add(data.draw(st.sampled_from(self.live_workers())))
+        self.cluster.bound = bound
 
     @precondition(lambda self: bool(self.cluster.vaults.by_node))
     @rule(data=st.data(), turns=TURNS)

@@ -44,13 +44,84 @@ def warnings(harness: Harness) -> str:
 @async_test
 async def test_members_know_whether_some_function_goes_on_in_its_loop(folder: Path):
     harness = start_three(folder, workers={"min": 1})
-    for lost, staying in ((1, {0}), (2, set[int]())):
-        await harness.steps(2)
-        harness.cluster.staying = staying
-        harness.cluster.kill(lost)
-        await settle()
-        stays = {assign.survivors_stay for assign in harness.assignments.values()}
-        assert stays == {bool(staying)}
+    await harness.steps(2)
+    harness.cluster.kill(1)
+    await settle()
+    assert {assign.survivors_stay for assign in harness.assignments.values()} == {True}
+    await harness.steps(2)
+    harness.cluster.leaving = {0}
+    harness.cluster.kill(2)
+    await harness.clock.advance(1)
+    assert {assign.survivors_stay for assign in harness.assignments.values()} == {False}
+    await harness.finish()
+
+
+@async_test
+async def test_functions_that_do_not_continue_are_called_in_new_processes(folder: Path):
+    """The job waits for all that start in its reservations, not only for the least number: one
+    that came later would make all begin again."""
+    harness = start_three(folder, workers={"min": 1})
+    cluster = harness.cluster
+    await harness.steps(3)
+    harness.controller._context.registry.start_s = 5.0
+    cluster.leaving, cluster.auto = {0, 1}, False
+    cluster.kill(2)
+    await settle()
+    assert [command for command in cluster.commands if command[0] == "kill"] == [
+        *(("kill", worker) for worker in (2, 0, 1))
+    ]
+    assert sorted(cluster.replaced) == [(worker, 0.0, ()) for worker in range(3)]
+    cluster.auto = True
+    for _ in range(2):
+        cluster.join()
+        await harness.clock.advance(4)
+        assert not harness.cluster.members
+    cluster.join()
+    await settle()
+    assert sorted(harness.assignments) == [3, 4, 5]
+    assert {it.restore.step for it in harness.assignments.values() if it.restore} == {3}
+    assert "is called again, in new processes (ranks 0, 1)" in warnings(harness)
+    assert (await harness.finish()).metrics["steps_redone"] == 0
+
+
+@async_test
+async def test_new_processes_are_not_waited_for_longer_than_they_need(folder: Path):
+    harness = start_three(folder, workers={"min": 1})
+    cluster = harness.cluster
+    await harness.steps(3)
+    harness.controller._context.registry.start_s = 5.0
+    cluster.leaving, cluster.auto = {0, 1}, False
+    cluster.kill(2)
+    await settle()
+    cluster.auto = True
+    cluster.join()
+    await harness.clock.advance(9)
+    assert not cluster.members
+    await harness.clock.advance(1)
+    assert sorted(harness.assignments) == [3]
+    await harness.finish()
+
+
+@async_test
+async def test_functions_bound_to_their_ranks_wait_for_the_lost_one(folder: Path):
+    """They would have to be called again with fewer; so they are if no worker comes."""
+    harness = start_three(folder, workers={"min": 1})
+    cluster, registry = harness.cluster, harness.controller._context.registry
+    cluster.bound = True
+    await harness.steps(3)
+    registry.start_s = 5.0
+    cluster.kill(1)
+    await harness.clock.advance(4)
+    assert not cluster.members
+    cluster.join()
+    await settle()
+    assert {worker: it.rank for worker, it in harness.assignments.items()} == {0: 0, 2: 2, 3: 1}
+    assert {it.survivors_stay for it in harness.assignments.values()} == {True}
+    await harness.steps(1)
+    cluster.kill(2)
+    await harness.clock.advance(10)
+    assert sorted(harness.assignments) == [4, 5]
+    assert {it.survivors_stay for it in harness.assignments.values()} == {False}
     await harness.finish()
 
 
@@ -59,7 +130,6 @@ async def test_rank_of_a_lost_worker_is_its_replacements(folder: Path):
     """Rank 0's is another's until then, which the log says."""
     harness = start_three(folder)
     await harness.steps(3)
-    harness.cluster.staying = {1, 2}
     harness.cluster.kill(0)
     await settle()
     ranks = {worker: it.rank for worker, it in harness.assignments.items()}
@@ -84,7 +154,6 @@ def test_job_goes_on_without_a_new_worker_whose_function_fails(tmp_path: Path, l
         harness = start_three(folder, workers={"min": least})
         cluster = harness.cluster
         await harness.steps(3)
-        cluster.staying = {0, 2}
         cluster.kill(1)
         await settle()
         if least == 2:
@@ -230,7 +299,7 @@ def test_worker_lost_while_first_generation_forms(tmp_path: Path, when: str):
             cluster.send(0, Joined(1, 0))
         cluster.auto = True
         cluster.kill(2)
-        await settle()
+        await harness.clock.advance(1)
         assert harness.states == [State.STARTING, State.RECOVERING, State.RUNNING]
         assert {a.restore for a in harness.assignments.values()} == {None}
         assert (await harness.finish()).steps == 1
@@ -305,9 +374,9 @@ async def test_worker_lost_after_other_workers_finished(folder: Path):
         process.assign = None
     await settle()
     harness.cluster.kill(2)
-    await settle()
+    await harness.clock.advance(1)
     assert harness.states[-1] is State.RUNNING
-    assert sorted(harness.assignments) == [0, 1]
+    assert sorted(harness.assignments) == [3, 4]  # the functions of 0 and 1 have returned
     await harness.finish()
 
 
@@ -362,11 +431,12 @@ async def test_failed_collective_without_cause_is_repaired_after_grace_period(fo
 async def test_worker_with_a_broken_device_is_ended_and_replaced(folder: Path):
     """Also in its first step, twice in the same way: it is not the function's error."""
     harness = start_three(folder)
-    for worker in (1, 0):
+    for rank in (1, 0):
         await settle()
+        (worker,) = [it for it, member in harness.assignments.items() if member.rank == rank]
         harness.cluster.crash(worker, "device", "CUDA error: uncorrectable ECC error", step=1)
         await settle()
-        assert harness.states[-1] is State.RUNNING or worker == 0
+        assert harness.states[-1] is State.RUNNING or rank == 0
         assert ("kill", worker) in harness.cluster.commands
         fault = harness.log.of(FaultDetected)[-1]
         assert (fault.cause, fault.step) == ("device", 1)
@@ -374,7 +444,6 @@ async def test_worker_with_a_broken_device_is_ended_and_replaced(folder: Path):
         await harness.clock.advance(REPLACE_DELAY_S)
         harness.cluster.join()
         await harness.clock.advance(1)
-    assert [worker for worker, _, _ in harness.cluster.replaced] == [1, 0]
     result = await harness.finish()
     assert result.metrics["faults"] == {"device": 2}
 
@@ -404,7 +473,7 @@ async def test_worker_unresponsive_to_assignment_is_lost(folder: Path):
     harness = Harness(folder, cluster, workers=TWO_OF_THREE)
     await harness.clock.advance(15)  # a quarter of recovery.hang_timeout_s
     assert ("kill", 1) in cluster.commands
-    assert sorted(harness.assignments) == [0, 2]
+    assert sorted(harness.assignments) == [3, 4, 5]
     await harness.finish()
 
 
@@ -415,8 +484,8 @@ async def test_user_error_is_retried_once_per_step(folder: Path):
     harness.cluster.crash(1, "user", "ValueError: at 0x1")
     await settle()
     assert harness.states[-1] is State.RUNNING
-    assert sorted(harness.assignments) == [0, 1, 2]  # no worker was lost
-    harness.cluster.crash(1, "user", "ValueError: at 0x2")
+    assert sorted(harness.assignments) == [0, 2]  # its function would have to be called again
+    harness.cluster.crash(2, "user", "ValueError: at 0x2")
     await settle()
     with pytest.raises(JobFailedError, match=r"step 5 on rank 1.*a second time") as caught:
         await harness.result()
@@ -429,7 +498,7 @@ async def test_user_error_at_another_step_is_retried(folder: Path):
     await harness.steps(4)
     harness.cluster.crash(1, "user")
     await harness.steps(1)
-    harness.cluster.crash(1, "user")
+    harness.cluster.crash(2, "user")
     await settle()
     assert harness.states[-1] is State.RUNNING
     assert (await harness.finish()).metrics["faults"] == {"user": 2}
@@ -587,7 +656,7 @@ async def test_job_without_replica_or_checkpoint_starts_over(folder: Path):
     harness = Harness(folder, cluster, workers=TWO_OF_THREE)
     await harness.steps(4)
     cluster.kill(2)
-    await settle()
+    await harness.clock.advance(1)
     assert "going back to the beginning" in warnings(harness)
     assert {a.restore for a in harness.assignments.values()} == {None}
     result = await harness.finish()
@@ -614,9 +683,9 @@ async def test_job_does_not_begin_anew_if_all_checkpoints_are_damaged(folder: Pa
     for process in cluster.processes.values():
         process.engine = False  # it holds no state in memory
     harness = Harness(folder, cluster, store)
-    for step in (20, 10):
-        await settle()
-        cluster.crash(1, "state", f"step-{step}/rank-0 is damaged", 0)
+    for step, worker in ((20, 1), (10, 3)):
+        await harness.clock.advance(1)
+        cluster.crash(worker, "state", f"step-{step}/rank-0 is damaged", 0)
     await settle()
     with pytest.raises(JobFailedError, match="/runs/job/step-10 cannot be read") as caught:
         await harness.result()
@@ -923,7 +992,7 @@ async def test_member_lost_while_another_store_opens_is_not_waited_for(folder: P
             await asyncio.sleep(0)
         await run_turns(turns)
         cluster.kill(2)
-        await settle()
+        await harness.clock.advance(1)
         assert harness.states[-2:] == [State.RECOVERING, State.RUNNING], turns
         await harness.finish()
 

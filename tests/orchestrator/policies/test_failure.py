@@ -340,7 +340,10 @@ def test_failure_of_a_new_function_is_told_from_one_of_all(
     entered_in: dict[int, int], change: dict[str, Any], cause: FaultCause
 ):
     fault = Fault(FaultCause.USER_CODE, worker(1), 1, 8, "ZeroDivisionError", 100.0, 3)
-    assert as_newcomers(replace(fault, **change), entered_in, restored_step=7).cause is cause
+    assert as_newcomers(replace(fault, **change), (), entered_in, restored_step=7).cause is cause
+    earlier = (replace(fault, generation=2, worker=worker(0)),)  # not only in a new function
+    known = as_newcomers(fault, earlier, entered_in, restored_step=7)
+    assert known.cause is FaultCause.USER_CODE
 
 
 def test_failure_of_a_new_function_ends_no_job():
