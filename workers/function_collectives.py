@@ -18,7 +18,7 @@ from torch import Tensor
 from rayzero.engine.comm.function_calls import CallHost
 from rayzero.engine.device import get_device
 from rayzero.engine.layout.state_index import StateSource
-from rayzero.engine.state.registry import StateRegistry
+from rayzero.engine.state.registry import StateRegistry, read_value
 from rayzero.engine.survival import GroupSurvival
 from rayzero.workers.process_group import is_collective_failure
 
@@ -77,13 +77,8 @@ class FunctionCollectives(CallHost):
     def read(self, source: StateSource) -> None:
         """Before the function is called, with a state of a function that has been called before:
         if that outlives its generations, this rank is a new member."""
-        registry = StateRegistry()
-        registry.register(_STATE, lambda: None, self._follow)
-        registry.read(source, self._rank)
-        registry.deliver()
-
-    def _follow(self, calls: dict[str, Any]) -> None:
-        self._calls, self._is_member = calls, False
+        if (calls := read_value(source, self._rank, _STATE)) is not None:
+            self._calls, self._is_member = calls, False
 
     def local_reason(self) -> str:
         if not self._is_member:

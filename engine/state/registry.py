@@ -144,6 +144,16 @@ class StateRegistry:
         return [whole_tensor_range(_range_name(rank), self._memory)] if len(self._memory) else []
 
 
+def read_value(source: StateSource, rank: int, name: str) -> Any:
+    """Reads one registered value of a state, where there is no engine yet. Returns None if the
+    state has no such name. `rank` as in `StateRegistry.read`."""
+    registry, found = StateRegistry(), list[Any]()
+    registry.register(name, lambda: None, found.append)
+    registry.read(source, rank)
+    registry.deliver()
+    return found[0] if found else None
+
+
 def _encode(values: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
     """The bytes to store, in parts; those of arrays are views of the values."""
     arrays: list[np.ndarray[Any, Any]] = []

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import current_session
 from rayzero.engine.state.metadata import capture_rng, restore_rng
-from rayzero.engine.state.registry import StateRegistry
+from rayzero.engine.state.registry import read_value
 from rayzero.workers.launch.accelerated_loop import (
     Place,
     can_read_again,
@@ -148,12 +148,9 @@ def _adapting_init(init: Callable[..., None]) -> Callable[..., None]:
 
 def recall_batches(session: JobSession) -> int | None:
     """The batches of a step over all ranks, of which the training state tells."""
-    registry = StateRegistry()
-    registry.register(_STATE, dict, _first.update)
     with session.resume_from() as source:
         if source is not None and session.assignment.generation > 1:
-            registry.read(source, session.assignment.rank)
-    registry.deliver()
+            _first.update(read_value(source, session.assignment.rank, _STATE) or {})
     return _first.get("batches")
 
 

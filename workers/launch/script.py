@@ -1,8 +1,7 @@
 """`run_script`: the training function of a job with `launch:`, which runs a script as `__main__`.
 
-A worker's generations enter the script one after another in one process. Each gets a fresh
-`__main__` (runpy's), the process-wide state of the first entry (`ProcessState`), the worker's
-process group instead of one of its own, and `import deepspeed` as rayzero's.
+The script gets the worker's process group instead of one of its own, and `import deepspeed` is
+rayzero's. It runs once in a process.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from rayzero.workers.context import Context
 from rayzero.workers.entrypoint import EntryPointError
 from rayzero.workers.launch.accelerated import patch_accelerator
 from rayzero.workers.launch.own_loader import following_own_loaders
-from rayzero.workers.launch.process_state import ProcessState, own_process_group
+from rayzero.workers.launch.process import own_process_group, script_end
 from rayzero.workers.launch.scripted_steps import patch_partial_state
 from rayzero.workers.launch.trainer import patch_trainer
 from rayzero.workers.launch.tries import ScriptSettings, TryEndedError
@@ -42,8 +41,6 @@ _PRELOADED = frozenset({"transformers", "accelerate", "peft", "trl", "lightning"
 """Imported before a worker joins its first generation, where it would make its peers wait."""
 log = logging.getLogger("rayzero.workers")
 _FIX = "`rayzero launch SCRIPT`, or `launch:` in the job file"
-_states: list[ProcessState] = []
-"""The process's, as it was before the script was first entered."""
 
 
 class ScriptExitError(RayzeroError):
@@ -60,12 +57,9 @@ def run_script(ctx: Context) -> dict[str, Any] | None:
         EntryPointError: there is no such script or module; or its arguments are wrong.
         ScriptExitError: it called `sys.exit(n)`.
     """
-    if not _states:
-        _states.append(ProcessState())
-    state, session = _states[0], current_session()
+    session = current_session()
     if not isinstance(session, JobSession):
         raise EntryPointError("a script can only be launched in a job", fix=_FIX)
-    state.restore()
     _apply_settings(ctx.args, session)
     session.script_settings = ScriptSettings(
         *(ctx.args["overrides"], ctx.args["timed_steps"]),
@@ -74,21 +68,20 @@ def run_script(ctx: Context) -> dict[str, Any] | None:
     _import_deepspeed()
     _tell_start(ctx, session)
     target = ctx.args["module"] or ctx.args["script"]
-    finished, result = False, None
-    try:
-        follows = following_own_loaders(session)
-        with own_process_group(), follows, _keeping_files(session), _program(ctx.args, target):
-            state.watch()
+    with (
+        own_process_group(),
+        following_own_loaders(session),
+        _keeping_files(session),
+        _program(ctx.args, target),
+        script_end(),
+    ):
+        try:
             _execute(ctx.args, target)
-        finished = True
-    except SystemExit as exited:
-        _check_exit(exited, target)
-        finished = True
-    except TryEndedError as ended:
-        finished, result = True, ended.result
-    finally:
-        state.leave(finished=finished)
-    return result
+        except SystemExit as exited:
+            _check_exit(exited, target)
+        except TryEndedError as ended:
+            return ended.result
+    return None
 
 
 def preload(args: dict[str, Any]) -> None:
@@ -146,7 +139,7 @@ def _tell_start(ctx: Context, session: JobSession) -> None:
     step = session.restored_step
     if ctx.is_main and step:
         print(
-            f"rayzero: the script is entered again, with {step} finished steps. `initialize`, "
+            f"rayzero: the script begins with {step} finished steps. `initialize`, "
             "Trainer and Accelerator.prepare continue there, and so do DataLoaders; a script that "
             "asks for its place itself skips what engine.global_steps says, or loads its own "
             "checkpoint with a client state, to whose step the job then goes back",

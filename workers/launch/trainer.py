@@ -2,13 +2,12 @@
 
 Trainer's own resumption does most of it: it skips used batches, and restores callbacks and its log.
 We give it a folder with a `TrainerState`; the engine's state, the schedule and the random states
-come from the job's memory. The `TrainerState` is that of a survivor (`TrainerSnapshot`). If all
-processes were lost, it is made of the number of finished steps, without a log.
+come from the job's memory, where the `TrainerState` is registered (`trainer_state`). In a state
+that has none it is made of the number of finished steps, without a log.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 import tempfile
@@ -18,25 +17,27 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from rayzero.engine.errors import CollectiveError, ConfigError
 from rayzero.engine.session import current_session
-from rayzero.engine.state.metadata import capture_rng
+from rayzero.engine.state.metadata import capture_rng, restore_rng
+from rayzero.engine.state.registry import read_value
 from rayzero.workers.launch.accelerated import recall_batches
 from rayzero.workers.launch.scripted_steps import in_job
-from rayzero.workers.launch.trainer_snapshot import (
+from rayzero.workers.launch.trainer_state import (
+    NAME,
     Recorder,
-    TrainerSnapshot,
-    agree,
     export_callbacks,
     load_schedule,
+    state_attributes,
 )
 from rayzero.workers.launch.trainer_steps import TrainerSteps, can_follow
 from rayzero.workers.session import JobSession
 
 _FOLDER_PREFIX = "rz-trainer-"
+_recorders: list[Recorder] = []
+"""That of the Trainer that trains last."""
 
 
 def patch_trainer(module: ModuleType) -> None:
@@ -90,13 +91,14 @@ def _resuming_train(train: Callable[..., Any]) -> Callable[..., Any]:
             return train(self, resume_from_checkpoint, *args, **options)
         from transformers import TrainerState
 
-        stays = session.assignment.survivors_stay  # then a survivor tells the state (`_meet`)
-        found = self._rayzero_found = None if stays else agree(session)
+        state, found = TrainerState(train_batch_size=self.args.train_batch_size), None
+        with session.resume_from() as source:
+            if source is not None and not session.assignment.survivors_stay:  # else one tells it
+                found = read_value(source, session.assignment.rank, NAME)
+        self._rayzero_found = found
         if found is not None:
-            state = copy.copy(found.state)
-            state.log_history = state.log_history[: found.log_length]
+            vars(state).update(state_attributes(found))
         else:
-            state = TrainerState(train_batch_size=self.args.train_batch_size)
             vars(state)["stateful_callbacks"] = export_callbacks(self)
         state.global_step = session.restored_step
         self.args.eval_on_start = self.args.ignore_data_skip = False
@@ -134,7 +136,7 @@ def _keeping_loop(loop: Callable[..., Any], module: ModuleType) -> Callable[...,
             self.trainer._rayzero_found = None
             if folder := getattr(self.trainer, "_rayzero_folder", None):
                 shutil.rmtree(folder, ignore_errors=True)  # a killed process would leave it
-            self.recorder.after_due_work(lambda: _finish_step(self.trainer, found))
+            _finish_step(self.trainer, found)
             _follow_ranks(self.trainer, self.recorder, module.Trainer)
 
         def on_step_begin(self, *args: Any, **options: Any) -> None:
@@ -143,12 +145,6 @@ def _keeping_loop(loop: Callable[..., Any], module: ModuleType) -> Callable[...,
         def on_optimizer_step(self, *args: Any, **options: Any) -> None:
             self.recorder.step_is_done()
 
-        def on_epoch_end(self, *args: Any, **options: Any) -> None:
-            self.recorder.epoch_ends()
-
-        def on_train_end(self, *args: Any, **options: Any) -> None:
-            self.recorder.training_ends()
-
     @wraps(loop)
     def keeping(self: Any, *args: Any, **options: Any) -> Any:
         session = current_session()
@@ -156,13 +152,12 @@ def _keeping_loop(loop: Callable[..., Any], module: ModuleType) -> Callable[...,
             return loop(self, *args, **options)
         session.divide_step(self.args.gradient_accumulation_steps * dist.get_world_size())
         self._rayzero_recorder, self._rayzero_steps = Recorder(self), None
+        _recorders[:] = [self._rayzero_recorder]
+        if NAME not in session.registry:
+            session.registry.register(NAME, lambda: _recorders[0].state(), lambda _: None)
         self.add_callback(callback := KeepState(self))
         try:
             return loop(self, *args, **options)
-        except BaseException:
-            if hasattr(self, "_tr_loss"):  # it had begun to train
-                self._rayzero_recorder.unwinds()
-            raise
         finally:
             self._rayzero_steps = None
             self.remove_callback(callback)
@@ -293,33 +288,32 @@ def _restore_schedule(trainer: Any) -> None:
         for _ in range(engine.global_steps):
             trainer.lr_scheduler.step()
         return
-    load_schedule(trainer, found.schedule)
+    load_schedule(trainer, found)
 
 
-def _finish_step(trainer: Any, found: TrainerSnapshot | None) -> None:
-    """Continues after the last finished step: what Trainer had still to do for it."""
+def _finish_step(trainer: Any, found: dict[str, Any] | None) -> None:
+    """Continues after the last finished step, with what Trainer does for it. Its random states are
+    those of the step's end, and afterwards those with which the next step begins."""
     if found is None:
         return
     recorder, state, control = trainer._rayzero_recorder, trainer.state, trainer.control
     recorder.continue_from(found)
-    loss, total, last_logged, first = found.losses
-    trainer._tr_loss = torch.tensor(loss, device=trainer.args.device)
-    trainer._total_loss_scalar, trainer._globalstep_last_logged = total, last_logged
-    trainer._initial_global_step = first
-    handler = trainer.callback_handler
-    if found.step_end_due:
-        state.epoch = found.step / found.steps_per_epoch
-        if found.schedule is not None:
-            trainer.lr_scheduler.step()
-        handler.on_step_end(trainer.args, state, control)
-    else:
-        vars(control).update(found.control)
+    if not found["step_end_due"]:
+        return
+    device = trainer.model_wrapped.device
+    if recorder.restored_rng is not None:
+        restore_rng(recorder.restored_rng, device)
+    steps, handler = found["steps_per_epoch"], trainer.callback_handler
+    state.epoch = state.global_step / steps
+    if found["schedule"] is not None:
+        trainer.lr_scheduler.step()
+    handler.on_step_end(trainer.args, state, control)
     _log_save_evaluate(trainer)
-    steps = found.steps_per_epoch  # 0 before the first epoch
-    at_end = steps and (found.step % steps == 0 or found.step >= state.max_steps)
-    if at_end and found.ended_epoch != found.step:
+    if state.global_step % steps == 0 or state.global_step >= state.max_steps:
         handler.on_epoch_end(trainer.args, state, control)
         _log_save_evaluate(trainer)
+    if recorder.restored_rng is not None:
+        recorder.restored_rng = capture_rng(device)
 
 
 def _log_save_evaluate(trainer: Any) -> None:

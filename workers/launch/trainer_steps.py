@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from rayzero.engine.engine import Engine
 from rayzero.engine.errors import CollectiveError
 from rayzero.workers.launch.accelerated import count_ranks
 from rayzero.workers.launch.accelerated_loop import can_read_again, read_behind
-from rayzero.workers.launch.trainer_snapshot import Recorder, export_callbacks, load_schedule
+from rayzero.workers.launch.trainer_state import Recorder
 from rayzero.workers.session import JobSession
 
 Read = Callable[[Iterator[Any], int], tuple[list[Any], Any]]
@@ -147,34 +146,10 @@ class TrainerSteps:
         knows = all_gather_objects(self._knows_state)
         sender = knows.index(True) if any(knows) else -1
         is_sender = sender == dist.get_rank()
-        sent = all_gather_objects(self._state() if is_sender else None)[sender]
+        sent = all_gather_objects(self._recorder.state() if is_sender else None)[sender]
         if not self._knows_state and sent is not None:
-            self._take(sent)
-
-    def _state(self) -> dict[str, Any]:
-        trainer = self._trainer
-        in_engine = trainer.model_wrapped.lr_scheduler is not None
-        return {
-            "state": {key: it for key, it in vars(trainer.state).items() if key not in _OF_RANK},
-            "callbacks": export_callbacks(trainer),
-            "control": asdict(trainer.control),
-            "schedule": None if in_engine else trainer.lr_scheduler.state_dict(),
-            "losses": (float(trainer._tr_loss), trainer._total_loss_scalar),
-            "steps": (trainer._globalstep_last_logged, trainer._initial_global_step),
-        }
-
-    def _take(self, sent: dict[str, Any]) -> None:
-        trainer = self._trainer
-        vars(trainer.state).update(sent["state"] | {"stateful_callbacks": sent["callbacks"]})
-        trainer.args.restore_callback_states_from_checkpoint = True
-        trainer._load_callback_state()
-        vars(trainer.control).update(sent["control"])
-        if (schedule := sent["schedule"]) is not None:
-            load_schedule(trainer, schedule)
-        loss, trainer._total_loss_scalar = sent["losses"]
-        trainer._tr_loss.fill_(loss)
-        trainer._globalstep_last_logged, trainer._initial_global_step = sent["steps"]
-        self._knows_state = True
+            self._recorder.take(sent)
+            self._knows_state = True
 
     def _read_again(self) -> None:
         """Reads the epoch again, cut for the present ranks, from its first unfinished step on."""

@@ -1,0 +1,164 @@
+"""What a transformers Trainer knows of its training beside the engine: counters, log, callbacks.
+
+It is registered with the training state, from which a Trainer continues that begins in a new
+process; and survivors send it to new members.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from rayzero.engine.state.metadata import capture_rng, restore_rng
+
+NAME = "rayzero.trainer"
+"""Of the value in the training state."""
+_NOT_KEPT = frozenset(
+    {"is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks"}
+)
+"""Attributes of a TrainerState that differ between ranks, or are kept otherwise."""
+
+
+class Recorder:
+    """Follows one call of `train`.
+
+    Attributes:
+        steps_per_epoch: 0 until the first epoch has begun.
+        parts: batches of a step, over all ranks.
+        restored_rng: the random states of the restored step, until they are set again.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.steps_per_epoch = 0
+        self.parts = trainer.args.gradient_accumulation_steps * dist.get_world_size()
+        self.restored_rng: dict[str, Any] | None = None
+        self._trainer = trainer
+        self._loss = 0.0  # since the last log: the global batch's, which a lost rank has a part in
+        self._begun: tuple[int, dict[str, Any]] = -1, {}  # a step, and the random states then
+        self._log = bytearray()
+        self._logged = 0  # entries
+
+    def epoch_begins(self, steps: int) -> None:
+        self.steps_per_epoch = steps
+        self._keep_rng()
+
+    def step_begins(self) -> None:
+        if self._trainer.state.global_step == self._trainer._globalstep_last_logged:
+            self._loss = 0.0
+        self._keep_rng()
+
+    def step_is_done(self) -> None:
+        self._loss += self._step_loss
+
+    def state(self) -> dict[str, Any]:
+        """What `take` takes. `step_end_due`: the engine has finished the step, Trainer has not
+        counted it."""
+        trainer = self._trainer
+        is_due = trainer.model_wrapped.global_steps > trainer.state.global_step
+        in_engine = trainer.model_wrapped.lr_scheduler is not None
+        return {
+            "state": {key: it for key, it in vars(trainer.state).items() if key not in _NOT_KEPT},
+            "log": self._encoded_log(),
+            "callbacks": export_callbacks(trainer),
+            "control": asdict(trainer.control),
+            "schedule": None if in_engine else trainer.lr_scheduler.state_dict(),
+            "losses": (self._loss_since_log(is_due), trainer._total_loss_scalar),
+            "steps": (trainer._globalstep_last_logged, trainer._initial_global_step),
+            "steps_per_epoch": self.steps_per_epoch,
+            "step_end_due": is_due,
+        }
+
+    def take(self, found: dict[str, Any]) -> None:
+        """Continues as the sender of `state`, in a Trainer that has begun to train."""
+        trainer = self._trainer
+        vars(trainer.state).update(state_attributes(found))
+        trainer.args.restore_callback_states_from_checkpoint = True
+        trainer._load_callback_state()
+        vars(trainer.control).update(found["control"])
+        load_schedule(trainer, found)
+        self.continue_from(found)
+
+    def continue_from(self, found: dict[str, Any]) -> None:
+        """The part of `take` that Trainer's own resumption leaves out."""
+        trainer = self._trainer
+        self._loss, trainer._total_loss_scalar = found["losses"]
+        trainer._tr_loss.fill_(self._loss)
+        trainer._globalstep_last_logged, trainer._initial_global_step = found["steps"]
+        self.steps_per_epoch = found["steps_per_epoch"]
+
+    def restore_rng(self) -> None:
+        """Sets the random states of the restored step again, once."""
+        if self.restored_rng is not None:
+            restore_rng(self.restored_rng, self._trainer.model_wrapped.device)
+            self.restored_rng = None
+
+    def restore_own_rng(self) -> None:
+        """Sets the random states again with which the present step began."""
+        step, own = self._begun
+        if step == self._trainer.state.global_step:
+            restore_rng(own, self._trainer.model_wrapped.device)
+
+    def _keep_rng(self) -> None:
+        step = self._trainer.state.global_step
+        if self.restored_rng is None and step != self._begun[0]:
+            self._begun = step, capture_rng(self._trainer.model_wrapped.device)
+
+    def _loss_since_log(self, is_due: bool) -> float:
+        if is_due:
+            return self._loss + self._step_loss
+        state = self._trainer.state
+        return 0.0 if self._trainer._globalstep_last_logged == state.global_step else self._loss
+
+    @property
+    def _step_loss(self) -> float:
+        """The last step's, as Trainer averages it over ranks."""
+        loss = self._trainer.model_wrapped.metrics.loss
+        return loss if loss is not None and math.isfinite(loss) else 0.0
+
+    def _encoded_log(self) -> np.ndarray[Any, Any]:
+        """The log as lines of JSON. Each step is encoded once: the log grows as long as it
+        trains."""
+        log = self._trainer.state.log_history
+        if len(log) < self._logged:
+            self._log, self._logged = bytearray(), 0
+        for entry in log[self._logged :]:
+            self._log += json.dumps(entry, default=float).encode() + b"\n"
+        self._logged = len(log)
+        return np.frombuffer(bytes(self._log), dtype=np.uint8)
+
+
+def state_attributes(found: dict[str, Any]) -> dict[str, Any]:
+    """Attributes of a TrainerState, from what `Recorder.state` has told."""
+    log = [json.loads(line) for line in found["log"].tobytes().splitlines()]
+    kept: dict[str, Any] = found["state"]
+    return kept | {"log_history": log, "stateful_callbacks": found["callbacks"]}
+
+
+def load_schedule(trainer: Any, found: dict[str, Any]) -> None:
+    """Loads a schedule that the engine does not have, and sets the engine's rates: the schedule
+    restores its own position only, the engine an optimizer's options only with its own schedule."""
+    if (state := found["schedule"]) is None:
+        return
+    trainer.lr_scheduler.load_state_dict(state)
+    groups = trainer.model_wrapped.optimizer.param_groups
+    for group, lr in zip(groups, state["_last_lr"], strict=True):
+        group["lr"] = lr
+
+
+def export_callbacks(trainer: Any) -> dict[str, Any]:
+    """The states of callbacks and of the control, as Trainer writes them into a checkpoint."""
+    states: dict[str, Any] = {}
+    for it in (*trainer.callback_handler.callbacks, trainer.control):
+        if callable(state := getattr(it, "state", None)):
+            name = type(it).__name__
+            before = states.get(name)
+            new = state()
+            if before is not None:
+                new = [*(before if isinstance(before, list) else [before]), new]
+            states[name] = new
+    return states
