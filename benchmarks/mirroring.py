@@ -66,7 +66,7 @@ class MirrorSession:
             store_port=0,
         )
         policy = MirrorPolicy(replicas=1, every_steps=1)
-        interrupt = StopFlag(lambda place: None)
+        interrupt = StopFlag(sys.exit)
         self.mirror = Mirror(policy, assignment, None, client, lambda message: None, interrupt)
         self.engine: rayzero.Engine | None = None
         self.enabled = False

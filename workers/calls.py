@@ -27,14 +27,16 @@ class WorkerCalls(Protocol):
         """The messages since the last poll, and a heartbeat at the end; waits for the first."""
 
     def stop(self, generation: int) -> None:
-        """Unwinds the training function at its next report, phase or step; `Stopped` follows."""
+        """Leaves the generation at the training function's next report, phase or step; `Stopped`
+        follows."""
 
     def end(self, generation: int) -> None:
-        """No generation follows: where the training function leaves this one, it is unwound."""
+        """The job is stopped: SystemExit is raised in the training function where it leaves the
+        generation, so that its `finally` blocks run."""
 
     def drain(self, generation: int) -> None:
         """Leaves the generation after a step that all ranks agree on and have mirrored; `Stopped`
-        follows. A function that can waits for the next generation; another one is unwound."""
+        follows. A function that can waits for the next generation; another one is given up."""
 
     def fence(self, generation: int) -> None:
         """Leaves the generation at once, also out of a wait for peers, which is aborted; `Stopped`

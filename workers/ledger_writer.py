@@ -29,7 +29,7 @@ class LedgerWriter:
     """
 
     def __init__(self, spec: WorkerSpec, assignment: Assignment, interrupt: StopFlag) -> None:
-        """Opens the ledger. Raises Interrupted, and DataError as `SampleLedger`."""
+        """Opens the ledger. Raises DataError as `SampleLedger`."""
         self._limit_s = spec.hang_timeout_s / 2
         self._interrupt = interrupt
         folder = Path(spec.output_dir, "ledger", spec.run)
@@ -41,7 +41,7 @@ class LedgerWriter:
         self._ledger.add_samples(samples)
 
     def write_step(self, step: int) -> None:
-        """Writes the line of a step. Raises Interrupted, and DataError after the time limit."""
+        """Writes the line of a step. Raises DataError after the time limit."""
         self._retry(lambda: self._ledger.write_step(step))
 
     def _retry(self, write: Callable[[], T]) -> T:

@@ -190,14 +190,6 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
-class StopCaught(RankMessage):
-    """The training function has caught the exception that ends this generation: it was raised a
-    second time, in the user's code at `place`. Sent once."""
-
-    place: str
-
-
-@dataclass(frozen=True)
 class LogLine:
     """One line of the worker's output; `stream` is stdout or stderr."""
 

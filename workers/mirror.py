@@ -122,8 +122,8 @@ class Mirror:
         self._copier.post(message)
 
     def settle(self) -> None:
-        """Returns when the last step is mirrored and reported. Raises Interrupted, or what has
-        prevented it."""
+        """Returns when the last step is mirrored and reported. Raises what has prevented it; of an
+        interrupt, what that raises."""
         self._copier.settle()
 
     def close(self) -> None:

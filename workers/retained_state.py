@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -45,41 +44,24 @@ class RetainedState:
         self._holds_state = False
 
     def begin_generation(self, assignment: Assignment) -> None:
-        """Starts a generation of a function that is called anew, and frees the engine of the
-        previous one, whose state is in the vaults.
+        """Starts a generation, with the engine of the previous one if there is one.
 
         Continues without a vault that cannot be reached: death detection and replicas are then
         missing until the controller has started another one.
         """
-        self._free_engine()
-        self._assignment = assignment
-        self._connect(assignment.vault)
-
-    def continue_generation(self, assignment: Assignment) -> None:
-        """Starts a generation for the engine of the previous one, which is re-cut."""
         before, self._assignment = self._assignment, assignment
-        reason = "there is none"
         if self._engine is not None and before is not None:
             altered = self._engine.state.altered
             reason = why_not_held(self._left, before, assignment.restore, altered=altered)
-        if reason:
-            log.info("the state is read from the vaults, not taken from the engine: %s", reason)
-        self._holds_state = not reason
+            if reason:
+                log.info("the state is read from the vaults, not from the engine: %s", reason)
+            self._holds_state = not reason
         self._connect(assignment.vault)
 
     def holds_state(self) -> bool:
-        """Whether the engine of the previous generation holds its part of the state that this one
-        starts from."""
+        """Whether this process has an engine, of the previous generation, that holds its part of
+        the state that this one starts from."""
         return self._holds_state
-
-    def _free_engine(self) -> None:
-        if self._engine is None:
-            return
-        device = get_device(self._engine.device)
-        self._engine.close()  # the training function may reuse the model
-        self._engine = self._left = None
-        gc.collect()  # its objects are in reference cycles
-        device.empty_cache()  # communicators allocate memory outside of torch's cache
 
     def retain(self, engine: Engine) -> None:
         """Keeps the generation's engine, so that its state can be salvaged later."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,6 @@ from rayzero.workers.retained_state import RetainedState, check_second_engine
 from rayzero.workers.step_report import StepReporter, worker_metrics
 from rayzero.workers.training_thread import (
     GenerationChannel,
-    Interrupted,
     check_between_blocks,
 )
 
@@ -132,7 +131,8 @@ class JobSession:
         continues = engine.survival.can_continue(replays_epochs=self.replays_epochs)
         if self._channel.ending or not continues:
             engine.survival.enable(None)
-            self._channel.interrupt.leave()  # the function is called again, if the job goes on
+            self._channel.reforming = False
+            self._channel.leave()
         self._mirror.close()
         # A script's own sampler is cut for the ranks that there were when it was made.
         keeps_rank = self.yields_again and not self.divides_steps
@@ -145,7 +145,7 @@ class JobSession:
                 engine.survival.recut(source, keep=keep, shares=self.shares)
             self.membership.await_group()
             engine.survival.begin_step()
-        except (Interrupted, CollectiveError, RuntimeError) as error:
+        except (CollectiveError, RuntimeError) as error:
             if not (self._channel.interrupt.is_set() or is_collective_failure(error)):
                 raise
             reason = str(error) or "the generation was ended while it formed"
@@ -282,7 +282,7 @@ class JobSession:
 
     def _leave_drained(self) -> None:
         if not self.outlives_generation:
-            self._channel.interrupt.leave()
+            self._channel.leave()
         while True:
             with suppress(CollectiveError):  # the next one ended while it formed
                 self.reform()
@@ -297,7 +297,7 @@ class JobSession:
         self._channel.post(message)
 
     def check(self) -> None:
-        """Raises Interrupted if the generation was stopped, and the function with it."""
+        """Leaves the generation if it was ended, and the function does not outlive it."""
         if not self._channel.reforming:
             self._channel.interrupt.check()
 
@@ -319,27 +319,15 @@ class JobSession:
                 f"has finished {self.reporter.last_step} steps",
                 allowed="to go back, a new job, which loads it before its first step",
             )
-        with self._ended_as_collective():
-            if self._ledger is not None:
-                self._ledger.write_step(step)
-            requests = self._mirror.step_requests(step)
+        if self._ledger is not None:
+            self._ledger.write_step(step)
+        requests = self._mirror.step_requests(step)
         return replace(requests, drain=self._channel.drain.is_set())
-
-    @contextmanager
-    def _ended_as_collective(self) -> Iterator[None]:
-        """Around what waits for a generation that may be ended: to a function that outlives it, its
-        end is that of a collective."""
-        try:
-            yield
-        except Interrupted:
-            if not self._channel.reforming:
-                raise
-            raise CollectiveError("the generation was ended") from None
 
     def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
         """Mirrors the step before reporting it: a reported step is never lost. An interrupt takes
         effect after both; before, if an abort may have changed the state."""
-        with suppress(CollectiveError), self._ended_as_collective():
+        with suppress(CollectiveError):
             self._end_step(metrics, agreed)
 
     def _end_step(self, metrics: dict[str, float], agreed: StepRequests) -> None:
@@ -360,7 +348,7 @@ class JobSession:
 
     def finish(self) -> None:
         """The function has trained its last step: returns when that is reported, and in the vault
-        if the job writes checkpoints. Raises Interrupted if the generation has ended before."""
+        if the job writes checkpoints. Leaves the generation if it has ended before."""
         if self.engine is not None:
             self.engine.survival.enable(None)  # its loop has ended
         self._channel.interrupt.check()

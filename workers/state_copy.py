@@ -50,8 +50,8 @@ class StateCopier:
         """Prepares a reserved slot for copies from the device."""
 
     def write(self, write: SlotWrite, state: TrainingState) -> None:
-        """Copies and commits the state of a finished step. Raises Interrupted, and commits nothing,
-        if an abort may have changed it."""
+        """Copies and commits the state of a finished step. Checks the interrupt before it commits
+        what an abort may have changed."""
         write.slot.begin()
         write.block.copy_to(write.slot.data, constants=write.constants)
         self.confirm(state)
@@ -64,7 +64,7 @@ class StateCopier:
         write.slot.commit(write.step, write.metadata(), write.pin, checksum)
 
     def confirm(self, state: TrainingState) -> None:
-        """Ends a step without a mirror. Raises Interrupted if an abort may have changed it."""
+        """Ends a step without a mirror. Checks the interrupt if an abort may have changed it."""
         if state.update_is_collective:
             self.interrupt.check()
         state.confirm()
@@ -74,8 +74,8 @@ class StateCopier:
         self.send(message)
 
     def settle(self) -> None:
-        """Returns when the last step is committed and its messages are posted. Raises Interrupted,
-        or the error that prevented it."""
+        """Returns when the last step is committed and its messages are posted. Raises the
+        error that prevented it."""
 
     def close(self) -> None:
         """Ends what is not settled. Raises nothing."""

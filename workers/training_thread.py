@@ -1,24 +1,22 @@
-"""The training thread: runs the training function of one generation at a time.
+"""The training thread: runs the training function, through the generations that it outlives.
 
 Also what it shares with the command threads: stop flags and the progress record.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from time import monotonic
-from types import FrameType
 from typing import NoReturn
 
 import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from rayzero.engine.errors import EngineError
+from rayzero.engine.errors import CollectiveError, EngineError
 from rayzero.workers.crash import describe_crash, has_device_failed, summarize
 from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.messages import (
@@ -27,7 +25,6 @@ from rayzero.workers.messages import (
     Heartbeat,
     InProcessStateInfo,
     LogLine,
-    StopCaught,
     Stopped,
     WorkerMessage,
 )
@@ -38,29 +35,23 @@ _WAITS_FOR_RANKS = (
     "rayzero.engine.comm.elastic_group",
     "rayzero.engine.comm.joining_group",
 )
-THREAD_EXIT_S = 10.0
-"""The time for a thread to exit after it has posted its end message."""
-
-
-class Interrupted(BaseException):
-    """Unwinds the training function. Not an Exception, so that `except Exception` does not catch
-    it."""
 
 
 class StopFlag(Event):
-    """Set by a command thread; raised in the training thread at its next `check`, and at every one
-    after that: a function that catches it does not continue."""
+    """Set by a command thread when the generation is ended, and before its collectives are aborted.
 
-    def __init__(self, on_caught: Callable[[str], None]) -> None:
+    Attributes:
+        group_error: why the process group failed, if it was set for that.
+    """
+
+    def __init__(self, leave: Callable[[], NoReturn]) -> None:
         """
         Args:
-            on_caught: called when it is raised a second time, with the place in the user's code.
+            leave: what `check` calls once it is set.
         """
         super().__init__()
-        self.times_raised = 0
         self.group_error = ""
-        """Why the process group failed, if it was set for that."""
-        self._on_caught = on_caught
+        self._leave = leave
 
     def fail(self, error: str) -> None:
         """Sets it because the process group failed: the generation ends with that error."""
@@ -68,16 +59,9 @@ class StopFlag(Event):
         self.set()
 
     def check(self) -> None:
-        """Raises Interrupted if a stop was requested."""
-        if self.is_set() or self.times_raised:
-            self.leave()
-
-    def leave(self) -> NoReturn:
-        """Raises Interrupted, as every check does from now on."""
-        self.times_raised += 1
-        if self.times_raised == 2:
-            self._on_caught(_user_place(sys._getframe(1)))
-        raise Interrupted
+        """Leaves the generation if it was ended: see `GenerationChannel.leave`."""
+        if self.is_set():
+            self._leave()
 
 
 class ProgressRecord:
@@ -120,19 +104,29 @@ class GenerationChannel:
         drain: the same, before the step after one that all ranks agree on and have mirrored.
         drained: whether they have: no further step begins.
         fenced: whether waits for peers are being aborted until the training thread has left.
-        reforming: whether the function outlives the generation: `interrupt` does not unwind it, but
-            it waits for the next generation where no step is under way.
-        ending: no generation follows, so that the function is unwound.
+        reforming: whether the function outlives the generation: it waits for the next one where no
+            step is under way.
+        ending: the job is stopped: no generation follows.
         left: set when the training thread has left the generation.
         sockets: the process group's connections; shutting them down aborts a wait for peers.
     """
 
-    def __init__(self, post: Callable[[WorkerMessage], None], generation: int, rank: int) -> None:
+    def __init__(
+        self,
+        post: Callable[[WorkerMessage], None],
+        generation: int,
+        rank: int,
+        give_up: Callable[[], NoReturn],
+    ) -> None:
+        """
+        Args:
+            give_up: leaves the generation, and does not return.
+        """
         self.post = post
         self.generation = generation
         self.rank = rank
         self.progress = ProgressRecord(rank)
-        self.interrupt = StopFlag(lambda place: post(StopCaught(generation, rank, place)))
+        self.interrupt = StopFlag(self.leave)
         self.drain = Event()
         self.sockets = SocketTracker()
         self.drained = False
@@ -140,21 +134,32 @@ class GenerationChannel:
         self.reforming = False
         self.ending = False
         self.left = Event()
+        self._give_up = give_up
+
+    def leave(self) -> NoReturn:
+        """Leaves the generation. Raises CollectiveError, as for a lost peer, to a function that
+        outlives it; SystemExit where the job is stopped. Any other function is never returned to:
+        its process is replaced."""
+        if self.ending:
+            raise SystemExit("the job was stopped")
+        if self.reforming:
+            raise CollectiveError("the generation was ended")
+        self._give_up()
 
     def check_wait(self) -> None:
-        """In a wait for the process group, which is still joining. Raises Interrupted if the
-        generation was ended; DistError, as a lost peer does, to a function that outlives it."""
+        """In a wait for the process group, which is still joining: leaves the generation if it was
+        ended. Raises DistError, as a lost peer does, to a function that outlives it."""
         if self.reforming and self.interrupt.is_set():
             raise dist.DistError("the generation was ended while its process group formed")
         self.interrupt.check()
 
 
 class TrainingThread:
-    """Runs the training function. Each generation ends with exactly one message: when the function
-    has ended, or when it waits for the next generation (`park`).
+    """Runs the training function, once. Each generation ends with exactly one message: when the
+    function has ended, when it waits for the next generation (`park`), or when it is given up.
 
-    The thread is a daemon: a function that hangs in native code and never reaches a stop check must
-    not keep the process alive when the controller kills it.
+    The thread is a daemon: a function that is given up, or hangs in native code, must not keep the
+    process alive when the controller kills it.
     """
 
     def __init__(self, on_left: Callable[[bool], InProcessStateInfo | None]) -> None:
@@ -166,88 +171,72 @@ class TrainingThread:
         """
         self._on_left = on_left
         self._thread: Thread | None = None
-        self._end_posted = False  # the thread has nothing left to do but exit
         self._channel: GenerationChannel | None = None  # of the generation that it is in
-        self._next: SimpleQueue[tuple[Assignment, GenerationChannel] | None] = SimpleQueue()
-        self._parked = False
-        self._parking = Lock()  # `resume` and `dismiss` come from several threads
-        self._start_lock = Lock()  # `join` must not see a thread that is not started yet
+        self._next: SimpleQueue[tuple[Assignment, GenerationChannel]] = SimpleQueue()
+        self._parked = Event()
 
     def start(self, channel: GenerationChannel, body: Callable[[], WorkerMessage]) -> None:
-        """Runs `body`, from joining the group to the end message, in a new training thread.
+        """Runs `body`, from joining the group to the end message, in the training thread.
 
         Raises:
-            EngineError: the thread of an earlier generation is still alive.
+            EngineError: it has run in this process.
         """
-        # The end message is posted before the thread exits, so the next `start` may arrive while it
-        # is still finishing.
-        self.dismiss()
-        if not self.join(THREAD_EXIT_S if self._end_posted else 0.0):
+        if self._thread is not None:
             raise EngineError(
-                f"generation {channel.generation} cannot start: the training thread of the "
-                "previous generation is still running"
+                f"generation {channel.generation} cannot start: a training function has been "
+                "called in this process"
             )
-        with self._start_lock:
-            self._end_posted = False
-            self._channel = channel
-            self._thread = Thread(
-                target=self._run, args=(channel, body), name=TRAINING_THREAD, daemon=True
-            )
-            self._thread.start()
+        self._channel = channel
+        self._thread = Thread(
+            target=self._run, args=(channel, body), name=TRAINING_THREAD, daemon=True
+        )
+        self._thread.start()
 
     def park(self, *, drained: bool, keeps_rank: bool) -> tuple[Assignment, GenerationChannel]:
         """On the training thread: leaves the generation as at the function's end, posts the message
-        of that, and returns the next generation. Raises Interrupted if the function is not to
-        continue in it; or what made the device, and so this process, useless."""
-        channel = self._channel
-        if channel is None:
-            raise RuntimeError("the training thread is in no generation")
+        of that, and returns the next generation. Raises what made the device, and so this process,
+        useless."""
+        channel = self._present_channel
         memory, error = self._release(channel, drained=drained)
         if error is not None:
             raise error
         left = self._left_message(channel, memory)
-        message = replace(left, stays=True, keeps_rank=keeps_rank)
-        with self._parking:
-            self._parked = True
+        self._parked.set()
         channel.left.set()
-        channel.post(message)
-        if channel.ending:  # set before the thread was parked: nobody has dismissed it
-            self.dismiss()
+        channel.post(replace(left, stays=True, keeps_rank=keeps_rank))
         following = self._next.get()
-        if following is None:
-            channel.interrupt.leave()
         _, self._channel = following
         return following
 
     def resume(self, assignment: Assignment, channel: GenerationChannel) -> bool:
         """Lets the function continue in the next generation, if it waits for that."""
-        if not self._unpark():
+        if not self._parked.is_set():
             return False
+        self._parked.clear()
         channel.reforming = True
         self._next.put((assignment, channel))
         return True
 
-    def dismiss(self) -> None:
-        """A function that waits for the next generation is unwound: there is none, or another call
-        of it begins."""
-        if self._unpark():
-            self._end_posted = True
-            self._next.put(None)
+    def give_up(self) -> NoReturn:
+        """On the training thread: leaves the generation as at the function's end, posts the message
+        of that, and waits for the end of the process. The function is not told: it would run on,
+        and handle what it is told, in a generation that is over."""
+        channel = self._present_channel
+        drained = channel.drained and not channel.interrupt.is_set()
+        memory, error = self._release(channel, drained=drained)
+        message: WorkerMessage = self._left_message(channel, memory)
+        if error is not None and has_device_failed(error):
+            message = describe_crash(error, channel.generation, channel.rank, channel.progress.step)
+        channel.left.set()
+        channel.post(message)
+        while True:
+            Event().wait()
 
-    def _unpark(self) -> bool:
-        """Whether the function waits for the next generation; it is told of that once."""
-        with self._parking:
-            was_parked, self._parked = self._parked, False
-        return was_parked
-
-    def join(self, timeout_s: float) -> bool:
-        """Waits for the thread to exit; False on a timeout."""
-        with self._start_lock:
-            thread = self._thread
-        if thread is None:
-            return True
-        thread.join(timeout_s)
-        return not thread.is_alive()
+    @property
+    def _present_channel(self) -> GenerationChannel:
+        if self._channel is None:
+            raise RuntimeError("the training thread is in no generation")
+        return self._channel
 
     def heartbeat(self, channel: GenerationChannel) -> Heartbeat:
         """The thread's progress. Inside torch.distributed it waits for other ranks, also in a
@@ -261,39 +250,25 @@ class TrainingThread:
         return replace(beat, waiting=module.startswith(_WAITS_FOR_RANKS))
 
     def _run(self, channel: GenerationChannel, body: Callable[[], WorkerMessage]) -> None:
-        message = self._run_body(channel, body)
-        self._end_posted = True
-        channel = self._channel or channel
-        if not channel.left.is_set():  # else the message was posted when the function was parked
-            channel.left.set()
-            channel.post(message)
-
-    def _run_body(
-        self, channel: GenerationChannel, body: Callable[[], WorkerMessage]
-    ) -> WorkerMessage:
-        raised: BaseException | None = None
         try:
             message = body()
-            if not (self._channel or channel).interrupt.times_raised:
-                return message
         except BaseException as error:  # noqa: BLE001  # the thread's last frame: report everything
-            raised = error
-        return self._describe_end(self._channel or channel, raised)
+            message = self._describe_error(self._present_channel, error)
+        channel = self._present_channel
+        channel.left.set()
+        channel.post(message)
 
-    def _describe_end(
-        self, channel: GenerationChannel, raised: BaseException | None
-    ) -> WorkerMessage:
-        """The message for a function that did not return, or only because it caught the stop."""
+    def _describe_error(self, channel: GenerationChannel, raised: BaseException) -> WorkerMessage:
         generation, rank, step = channel.generation, channel.rank, channel.progress.step
         stop = channel.interrupt
-        drained = bool(stop.times_raised) and not stop.is_set()
+        drained = channel.drained and not stop.is_set()
         memory, release_error = self._release(channel, drained=drained)
         for error in (raised, release_error):
             if error is not None and has_device_failed(error):
                 return describe_crash(error, generation, rank, step)
         # While a stop is wanted every exception counts as one: a collective that is aborted, and
         # what follows from its result, raises many types.
-        if stop.group_error or raised is None or stop.times_raised or stop.is_set():
+        if stop.is_set() or channel.ending:
             return self._left_message(channel, memory)
         return replace(describe_crash(raised, generation, rank, step), memory=memory)
 
@@ -331,13 +306,3 @@ def check_between_blocks(model: nn.Module, check: Callable[[], None]) -> list[Re
         if isinstance(module, nn.ModuleList | nn.Sequential)
         for block in module
     ]
-
-
-def _user_place(frame: FrameType | None) -> str:
-    """Where the user's code called the engine: the innermost frame that is not in a framework."""
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("rayzero", "torch"):
-            code = frame.f_code
-            return f"{code.co_name} ({code.co_filename}:{frame.f_lineno})"
-        frame = frame.f_back
-    return "the framework"

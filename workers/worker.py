@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from threading import Thread, Timer
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -47,7 +47,7 @@ from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import JobSession
 from rayzero.workers.stacks import Stacks, read_stacks
 from rayzero.workers.torch_startup import defer_dynamo_import, warm_up_torch
-from rayzero.workers.training_thread import THREAD_EXIT_S, GenerationChannel, TrainingThread
+from rayzero.workers.training_thread import GenerationChannel, TrainingThread
 from rayzero.workers.vault.records import SlotInfo
 
 FENCE_INTERVAL_S = 0.1
@@ -94,7 +94,7 @@ class WorkerProcess(WorkerCalls):
         self._retained = RetainedState(index, self._device_timeout_s)
         self._fault_schedule = FaultSchedule(FaultRecord(spec.output_dir), self._outbox.post)
         self._training_thread = TrainingThread(on_left=self._on_left)
-        self._channel = GenerationChannel(self._post, generation=0, rank=index)
+        self._channel = self._new_channel(generation=0, rank=index)
         self._session: JobSession | None = None  # of the call of the training function that runs
         self._error_polling = ExitStack()  # of the process group
         self._train_function: TrainFunction | None = None
@@ -124,7 +124,7 @@ class WorkerProcess(WorkerCalls):
 
     def assign(self, generation: GenerationSpec, member: RankAssignment) -> None:
         assignment = Assignment(**vars(member), **vars(generation))
-        channel = GenerationChannel(self._post, assignment.generation, assignment.rank)
+        channel = self._new_channel(assignment.generation, assignment.rank)
         with process_group.group_lock:
             self._channel = channel
         if not (assignment.survivors_stay and self._training_thread.resume(assignment, channel)):
@@ -140,7 +140,6 @@ class WorkerProcess(WorkerCalls):
     def end(self, generation: int) -> None:
         if self._channel.generation == generation:
             self._channel.ending = True
-            self._training_thread.dismiss()
 
     def drain(self, generation: int) -> None:
         if self._channel.generation == generation:
@@ -152,7 +151,7 @@ class WorkerProcess(WorkerCalls):
             return
         session = self._session
         if session is not None and session.outlives_generation and not channel.ending:
-            channel.reforming = True  # before the interrupt, which then unwinds nothing
+            channel.reforming = True  # before the interrupt, which then gives nothing up
         channel.interrupt.set()
         with process_group.group_lock:  # a command may assign the next one concurrently
             if session is not None and channel.reforming and self._channel is channel:
@@ -197,7 +196,7 @@ class WorkerProcess(WorkerCalls):
         self._fault_schedule.set_faults((*self._spec.faults, *faults))
 
     def salvage(self, vault: str) -> SlotInfo:
-        if not self._channel.left.wait(THREAD_EXIT_S):
+        if not self._channel.left.is_set():
             raise EngineError(
                 "the training function is still running, so its state cannot be salvaged"
             )
@@ -226,10 +225,8 @@ class WorkerProcess(WorkerCalls):
         process_group.abort_default_group(device, channel.sockets)
         get_device(device).synchronize(self._device_timeout_s)
         # Before joining: the vault must detect a death during rendezvous, too.
-        if continues:
-            self._retained.continue_generation(assignment)
-        else:
-            self._retained.begin_generation(assignment)
+        self._retained.begin_generation(assignment)
+        if not continues:
             channel.interrupt.check()
         joined = Joined(assignment.generation, assignment.rank)
         group = process_group.begin_join(
@@ -268,10 +265,7 @@ class WorkerProcess(WorkerCalls):
                 session.membership.await_group()
                 session.finish()
         finally:
-            self._session = None
-            session.close()
-            for tee in self._tees:
-                tee.finish_line()
+            self._end_call()
         return Finished(
             session.assignment.generation,
             session.assignment.rank,
@@ -280,6 +274,22 @@ class WorkerProcess(WorkerCalls):
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             self._retained.in_process_state(),
         )
+
+    def _new_channel(self, generation: int, rank: int) -> GenerationChannel:
+        return GenerationChannel(self._post, generation, rank, self._give_up)
+
+    def _give_up(self) -> NoReturn:
+        self._error_polling.close()
+        self._end_call()
+        self._training_thread.give_up()
+
+    def _end_call(self) -> None:
+        """The training function has ended, or is given up."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+        for tee in self._tees:
+            tee.finish_line()
 
     @property
     def _collective_timeout_s(self) -> float:

@@ -179,7 +179,7 @@ class ElasticScaler:
         return f"from {len(old)} to {len(selection.indices)} workers"
 
     def _replace(self, worker: WorkerInfo) -> None:
-        """Starts a new worker in the place of one that was lost or retired, unless there are enough."""
+        """Starts a worker in the place of one that was lost or retired, unless there are enough."""
         ctx = self._context
         limits = ctx.registry.limits
         if len(ctx.registry.ready) >= limits.max + limits.spares:

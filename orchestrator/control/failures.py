@@ -263,7 +263,7 @@ class FailureHandler:
         ctx = self._context
         node_id = ctx.registry.info(worker).node_id
         if worker in self._hung:
-            return FaultCause.CAUGHT_STOP if self._hung[worker].caught_stop else FaultCause.HANG
+            return FaultCause.HANG
         if worker in self._device_failures:
             return FaultCause.DEVICE
         if node_id in ctx.registry.draining_nodes:

@@ -21,7 +21,6 @@ from rayzero.workers.messages import (
     RankAssignment,
     RankMessage,
     Restored,
-    StopCaught,
     Stopped,
     WorkerInfo,
 )
@@ -59,7 +58,7 @@ class GenerationState(ObservedState):
         self.fenced = False
         """Whether it is being ended: its members leave, and a crash is no longer a fault."""
         self.ending_since_s: float | None = None
-        """When the first member was told to leave, left early, or caught what ends its function."""
+        """When the first member was told to leave, or left early."""
         self.step = 0 if restore is None else restore.step
         """The step that its furthest rank works on, counted from 1."""
         self.pending_faults: list[Fault] = []
@@ -70,8 +69,6 @@ class GenerationState(ObservedState):
         self.restored: dict[int, float] = {}
         """When each member had loaded its state."""
         self.finished: set[int] = set()
-        self.stop_caught_at: dict[int, str] = {}
-        """Where members caught the exception that ends this generation, and continued."""
         self._in_process: dict[int, InProcessStateInfo] = {}
 
     @property
@@ -145,12 +142,6 @@ class GenerationState(ObservedState):
         self.advance_to(message.step + 1)
         self._changed()
         return self.all_restored
-
-    def on_stop_caught(self, worker: int, message: StopCaught, at_s: float) -> None:
-        """Records a member that continues although the generation ends."""
-        if self._concerns(worker, message):
-            self.stop_caught_at = {**self.stop_caught_at, worker: message.place}
-            self._end(at_s)
 
     def on_left(self, worker: int, message: Finished | Stopped | Crashed, at_s: float) -> bool:
         """Records a member that left; a crash becomes a fault. False if it was not active."""

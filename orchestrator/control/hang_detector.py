@@ -135,7 +135,6 @@ class HangDetector:
             age_s=age_s,
             overdue_s=max(0.0, age_s - WORKER_POLL_S),
             is_new=worker not in self._inbox.reported,
-            stop_caught_at=generation.stop_caught_at.get(worker, ""),
         )
 
     async def _kill_culprit(self, generation: GenerationState, rank: int, hang: Hang) -> None:

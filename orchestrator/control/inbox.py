@@ -26,7 +26,6 @@ from rayzero.workers.messages import (
     Restored,
     StepDivided,
     StepReport,
-    StopCaught,
     Stopped,
     WentBack,
     WorkerMessage,
@@ -216,7 +215,6 @@ class MessageDispatcher:
             Joined: self._on_joined,
             Restored: self._on_restored,
             Finished: self._on_left,
-            StopCaught: self._on_stop_caught,
             Stopped: self._on_left,
             Crashed: self._on_crashed,
             Pinned: replication.on_pinned,
@@ -270,9 +268,6 @@ class MessageDispatcher:
         ctx = self._context
         if ctx.generation.on_restored(worker, message, ctx.now_s()):
             ctx.timer.enter_phase("recompute")
-
-    def _on_stop_caught(self, worker: int, message: StopCaught) -> None:
-        self._context.generation.on_stop_caught(worker, message, self._context.now_s())
 
     def _on_crashed(self, worker: int, message: Crashed) -> None:
         if message.kind == "device":  # of any generation: the process ends

@@ -29,8 +29,8 @@ from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.messages import GenerationSpec, RankAssignment
 from rayzero.workers.vault.records import Restore
 
-UNWIND_DELAY_S = 4.0
-"""How long a stop waits for the training functions to leave before it writes the last checkpoint,
+LEAVE_DELAY_S = 4.0
+"""How long a stop waits for the members to leave before it writes the last checkpoint,
 from the vaults: a step that ends meanwhile is included."""
 LARGE_JOB_WORKERS = 500
 """Number of workers from which the computation of their ranks and the rest of the rendezvous take
@@ -305,7 +305,7 @@ class Reconfiguration:
             )
 
     async def _stop(self) -> None:
-        """Unwinds the members; with checkpoints on, writes a last one. All of it takes at most
+        """Lets the members leave; with checkpoints on, writes a last one. All of it takes at most
         `checkpoint.grace_period_s`."""
         ctx, generation = self._context, self._context.generation
         checkpointing = ctx.plan.worker_spec.mirror.checkpoint_every_steps is not None
@@ -319,7 +319,7 @@ class Reconfiguration:
                 await self._finish_step()
         self._interrupt_members()
         if checkpointing:
-            delay_s = min(UNWIND_DELAY_S, (until_s - ctx.now_s()) / 2)
+            delay_s = min(LEAVE_DELAY_S, (until_s - ctx.now_s()) / 2)
             await ctx.wait_for(delay_s, lambda: not generation.active)
             newest = newest_complete_in_vaults(await self._vaults.inventory())
             if newest is not None and not self._checkpoints.covers(newest.step):

@@ -28,7 +28,6 @@ class FaultCause(StrEnum):
     ENTRYPOINT = "entrypoint"
     STATE = "state"
     DATA = "data"
-    CAUGHT_STOP = "caught_stop"
     EARLY_RETURN = "early_return"
     USER_CODE = "user"
     NEWCOMER = "newcomer"
@@ -49,9 +48,7 @@ LOSS_CAUSES = HARDWARE_CAUSES - {FaultCause.COLLECTIVE}
 """Causes that point to a node; a failed collective does not."""
 UNSEEN_CAUSES = frozenset({FaultCause.NODE_LOST, FaultCause.PROCESS_LOST, FaultCause.PREEMPTED})
 """Causes of which no message of the worker itself tells: reports of its last steps may be lost."""
-USER_CODE_CAUSES = frozenset(
-    {FaultCause.DATA, FaultCause.CAUGHT_STOP, FaultCause.EARLY_RETURN, FaultCause.USER_CODE}
-)
+USER_CODE_CAUSES = frozenset({FaultCause.DATA, FaultCause.EARLY_RETURN, FaultCause.USER_CODE})
 """Causes in the training function; they have a budget of their own, of the same size."""
 NEWCOMERS_CAUSES = USER_CODE_CAUSES | {FaultCause.CONFIG, FaultCause.ENTRYPOINT}
 """Causes that end no job if only new workers have them, while others train."""
@@ -198,7 +195,6 @@ def describe_fault(fault: Fault) -> str:
         FaultCause.DEVICE: "cannot use its device any more, and was ended,",
         FaultCause.COLLECTIVE: "had a collective fail, though no worker died,",
         FaultCause.STATE: "could not load the state",
-        FaultCause.CAUGHT_STOP: "did not stop",
         FaultCause.EARLY_RETURN: "returned too early",
         FaultCause.NEWCOMER: "is new, and raised an exception",
     }.get(fault.cause, "raised an exception")
@@ -249,12 +245,6 @@ def _fatal_error(
         if _is_same_loss(root, earlier):
             return _same_loss_error(root)
         return _hardware_error(root, counted, budget) if exceeded else None
-    if root.cause is FaultCause.CAUGHT_STOP:
-        # Several ranks may do so in one generation.
-        repeated = any(
-            fault.cause is root.cause and fault.generation != root.generation for fault in earlier
-        )
-        return _user_code_error(root, repeated) if repeated or exceeded else None
     repeated = _signature(root) in map(_signature, earlier)
     return _user_code_error(root, repeated) if steps == 0 or repeated or exceeded else None
 

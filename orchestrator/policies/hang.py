@@ -34,7 +34,6 @@ class RankProgress:
         heartbeat: its last one in this generation; `age_s` is its age.
         overdue_s: how late the reply to the current poll is; 0 if it is not late.
         is_new: whether its process has not finished a step yet, in any generation.
-        stop_caught_at: where it caught the exception that ends its generation; empty: nowhere.
     """
 
     node: str
@@ -43,7 +42,6 @@ class RankProgress:
     age_s: float = 0.0
     overdue_s: float = 0.0
     is_new: bool = False
-    stop_caught_at: str = ""
 
     @property
     def rank(self) -> int:
@@ -79,13 +77,11 @@ class Hang:
 
     Args:
         rank: the culprit; None if no rank is to blame.
-        caught_stop: whether it caught the exception that ends its generation.
         place: the line of the user's code it hangs in; empty: elsewhere, or unknown.
     """
 
     rank: int | None
     reason: str
-    caught_stop: bool = False
     place: str = ""
 
 
@@ -181,13 +177,7 @@ def find_overstaying(
         before_s = 0.0 if waited or ending_s <= limits.abort_s else rank.silent_s
         if max(before_s, ending_s) > limits.of(rank) + limits.abort_s:
             stays = f"has not left its generation for {ending_s:.1f} s"
-            caught = (
-                f"{rank} {stays}: its function caught the exception that ends it, and continued to "
-                f"{rank.stop_caught_at}. Let BaseException pass, or raise it again"
-            )
-            held = f"{rank} {stays}, in {rank.activity}"
-            place = rank.stop_caught_at
-            return Hang(rank.rank, caught if place else held, caught_stop=bool(place))
+            return Hang(rank.rank, f"{rank} {stays}, in {rank.activity}")
     return None
 
 

@@ -62,7 +62,6 @@ REASONS = {
     "the end of a thread or process that has nothing left to do; it is left behind otherwise": """
         engine.data.prefetch: _JOIN_TIMEOUT_S
         engine.comm.gloo_p2p: EXIT_LIMIT_S
-        workers.training_thread: THREAD_EXIT_S
         workers.worker: DEVICE_EXIT_S
         workers.vault.server: _STOP_TIMEOUT_S
         orchestrator.cluster.local_cluster: _STOP_TIMEOUT_S
@@ -118,7 +117,7 @@ REASONS = {
         orchestrator.control.context: LEAST_COMMAND_TIMEOUT_S DISK_MARGIN_S
     """,
     "a choice of what is stored: older by one step, of what the vaults hold": """
-        orchestrator.control.reconfigure: UNWIND_DELAY_S
+        orchestrator.control.reconfigure: LEAVE_DELAY_S
     """,
     "tells causes apart, of what has failed already; no failure follows from it": """
         workers.group_sockets: _SELF_CONNECT_S

@@ -367,7 +367,9 @@ class FakeCluster:
         process.assign, process.drain, process.leaving = None, False, False
         memory = self._memory(process) if process.ready else None
         stays = self._stays(process)
-        self.send(process.info.index, Stopped(assign.generation, assign.rank, memory, stays, self.bound))
+        self.send(
+            process.info.index, Stopped(assign.generation, assign.rank, memory, stays, self.bound)
+        )
 
     def _join(self, generation: int) -> None:
         """Let all ranks join once all have their assignments."""

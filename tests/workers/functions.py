@@ -31,9 +31,17 @@ def endless(ctx: Any) -> None:
         step += 1
         try:
             ctx.report(step=step)
-        except Exception:  # noqa: BLE001  # must not catch the interrupt
+        except BaseException:
             print("caught")
+            raise
         time.sleep(0.005)
+
+
+def cleans_up(ctx: Any) -> None:
+    try:
+        endless(ctx)
+    finally:
+        print("cleaned up")
 
 
 def returns_a_list(ctx: Any) -> list[int]:

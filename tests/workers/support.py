@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rayzero.workers.chaos.spec import parse_fault
 from rayzero.workers.messages import Assignment, MirrorPolicy, WorkerMessage, WorkerSpec
@@ -65,3 +65,11 @@ def poll_until(
         if any(isinstance(message, last) for message in messages):
             return messages
     raise AssertionError(f"no {last.__name__} in {messages}")
+
+
+class GivenUp(BaseException):
+    """In a test, in place of a thread that waits for the end of its process."""
+
+
+def give_up() -> NoReturn:
+    raise GivenUp

@@ -20,11 +20,11 @@ from rayzero.workers import beside_copy
 from rayzero.workers.beside_copy import BesideCopier
 from rayzero.workers.messages import MirrorPolicy, StepReport
 from rayzero.workers.mirror import Mirror
-from rayzero.workers.training_thread import Interrupted, StopFlag
+from rayzero.workers.training_thread import StopFlag
 from rayzero.workers.vault import slots
 from rayzero.workers.vault.records import Restore
 from tests.workers.late_device import LateDevice, LateEvent
-from tests.workers.support import ASSIGN
+from tests.workers.support import ASSIGN, GivenUp, give_up
 from tests.workers.vault.support import VaultCluster, refs, steps_of
 
 EVERY = MirrorPolicy(replicas=1, every_steps=1)
@@ -60,7 +60,7 @@ class Rig:
     def __init__(self, cluster: VaultCluster, device: LateDevice, **state: Any) -> None:
         self.vault, self.client = cluster.vault(), cluster.client()
         self.device, self.state = device, State(device, **state)
-        self.interrupt = StopFlag(lambda place: None)
+        self.interrupt = StopFlag(give_up)
         self.posted: list[Any] = []
         self.mirror = Mirror(EVERY, ASSIGN, None, self.client, self.posted.append, self.interrupt)
 
@@ -151,7 +151,7 @@ def check_aborted_copy_is_garbage(rig: Rig) -> None:
     rig.interrupt.set()
     rig.device.compute.queue.appendleft(lambda: rig.state.weights.fill_(float("nan")))
     rig.device.run()
-    with pytest.raises(Interrupted):
+    with pytest.raises(GivenUp):
         rig.mirror.step_requests(3)
     rig.mirror.close()
     assert (steps_of(rig.vault), rig.reported) == ([(0, 1)], [1])
@@ -256,7 +256,7 @@ def test_interrupt_ends_wait_for_copies(rig: Rig):
     rig.step(1)
     Timer(0.05, rig.interrupt.set).start()
     started = monotonic()
-    with pytest.raises(Interrupted):
+    with pytest.raises(GivenUp):
         rig.mirror.step_requests(2)
     assert monotonic() - started < 5
     rig.mirror.close()

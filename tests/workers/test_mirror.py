@@ -18,9 +18,9 @@ from rayzero.engine.session import NO_REQUESTS, StepRequests
 from rayzero.workers.messages import MirrorPolicy, Pinned
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.mirror_cost import MIRROR_COST_FRACTION, BesideCost, CopyCost
-from rayzero.workers.training_thread import Interrupted, StopFlag
+from rayzero.workers.training_thread import StopFlag
 from rayzero.workers.vault.records import Restore, SlotRef, VaultGoneError, VaultMemoryError
-from tests.workers.support import ASSIGN
+from tests.workers.support import ASSIGN, GivenUp, give_up
 
 EVERY = MirrorPolicy(replicas=1, every_steps=1)
 EVERY_3 = replace(EVERY, every_steps=3)
@@ -112,7 +112,7 @@ def make_mirror(
     plan: MirrorPolicy, vault: FakeVault | None, last_step: int | None = None, **assign: Any
 ):
     posted: list[Pinned] = []
-    stop = StopFlag(lambda place: None)
+    stop = StopFlag(give_up)
     mirror = Mirror(plan, replace(ASSIGN, **assign), last_step, vault, posted.append, stop)  # type: ignore
     return mirror, posted
 
@@ -351,7 +351,7 @@ def test_aborted_collective_update_is_neither_committed_nor_reported(collective:
         run(mirror, range(2, 3), state)
         assert vault.steps == [1, 2]
         return
-    with pytest.raises(Interrupted):
+    with pytest.raises(GivenUp):
         run(mirror, range(2, 3), state)
     assert vault.steps == [-1, 1]
     assert state.confirmed == 1
@@ -364,7 +364,7 @@ def test_step_without_mirror_is_looked_at_too(collective: bool):
     mirror._copier.interrupt.set()
     state = State(update_is_collective=collective)
     if collective:
-        with pytest.raises(Interrupted):
+        with pytest.raises(GivenUp):
             run(mirror, range(1, 2), state)
     else:
         run(mirror, range(1, 2), state)

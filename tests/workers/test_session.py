@@ -29,16 +29,16 @@ from rayzero.workers.messages import (
 )
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import JobSession
-from rayzero.workers.training_thread import GenerationChannel, Interrupted
+from rayzero.workers.training_thread import GenerationChannel
 from rayzero.workers.vault.records import Restore
 from tests.engine.state.blocks import Block, StateSession
 from tests.workers import recovery_jobs
-from tests.workers.support import ASSIGN, setup
+from tests.workers.support import ASSIGN, GivenUp, give_up, setup
 
 
 def session(**changes: Any) -> tuple[JobSession, GenerationChannel, list[WorkerMessage]]:
     posted: list[WorkerMessage] = []
-    channel = GenerationChannel(posted.append, 1, 0)
+    channel = GenerationChannel(posted.append, 1, 0, give_up)
     injector = WorkerFaultInjector(FaultSchedule(FaultRecord("/nowhere"), posted.append), 0)
     return (
         JobSession(setup(**changes), Membership(ASSIGN, channel, injector), RetainedState(0, 10.0)),
@@ -171,7 +171,7 @@ def test_steps_must_increase_from_one(step: int):
         ctx.report(step=step)
 
 
-def test_interrupt_is_raised_at_next_report_phase_or_step():
+def test_interrupt_ends_function_at_next_report_phase_or_step():
     job_session, channel, posted = session()
     ctx = Context(setup(), torch.device("cpu"), job_session)
     job_session.on_phase("forward")
@@ -182,7 +182,7 @@ def test_interrupt_is_raised_at_next_report_phase_or_step():
         lambda: job_session.on_collective_wait(3, True),
         lambda: job_session.on_step_end({"step": 1.0}, NO_REQUESTS),
     ):
-        with pytest.raises(Interrupted):
+        with pytest.raises(GivenUp):
             act()
     reports = [message for message in posted if isinstance(message, StepReport)]
     assert [report.step for report in reports] == [1]  # the step that was finished counts
@@ -205,9 +205,9 @@ def test_agreed_drain_ends_function_where_the_next_step_begins():
     job_session.on_collective_wait(1, entered=True)
     engine.module.train()
     for phase in ("data", "forward", "backward", "reduce"):
-        with pytest.raises(Interrupted):
+        with pytest.raises(GivenUp):
             job_session.on_phase(phase)
-    assert channel.interrupt.times_raised, "and it was a drain"
+    assert channel.drained
     assert not channel.interrupt.is_set()
 
 

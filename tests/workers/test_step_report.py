@@ -18,7 +18,7 @@ from rayzero.workers.session import JobSession
 from rayzero.workers.step_report import worker_metrics
 from rayzero.workers.training_thread import StopFlag
 from tests.workers import recovery_jobs
-from tests.workers.support import ASSIGN
+from tests.workers.support import ASSIGN, give_up
 from tests.workers.test_session import session
 
 MAX_COST_S = 0.001
@@ -66,7 +66,7 @@ def test_mirrors_time_belongs_to_next_step():
     def ignore(_: object) -> None:
         """Nothing is posted, and no stop is caught."""
 
-    mirror = Mirror(MirrorPolicy(), ASSIGN, None, None, ignore, StopFlag(ignore))
+    mirror = Mirror(MirrorPolicy(), ASSIGN, None, None, ignore, StopFlag(give_up))
     assert mirror.gauges() == {}  # without a vault
 
     def times(step: int, other_s: float) -> list[float]:

@@ -3,15 +3,13 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event, Lock, Thread, get_ident
+from threading import Event, Lock, get_ident
 
 import pytest
 import torch
@@ -26,17 +24,15 @@ from rayzero.workers.messages import (
     Finished,
     Heartbeat,
     LogLine,
-    StopCaught,
     Stopped,
     WorkerMessage,
 )
 from rayzero.workers.training_thread import (
     GenerationChannel,
-    Interrupted,
     ProgressRecord,
     TrainingThread,
 )
-from tests.workers.support import ASSIGN
+from tests.workers.support import ASSIGN, GivenUp
 
 DONE = Finished(1, 0, None, {}, 0)
 
@@ -44,30 +40,40 @@ DONE = Finished(1, 0, None, {}, 0)
 class ThreadHarness:
     """A training thread, its posted messages, and how often it released its peers."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_left: Callable[[bool], None] | None = None) -> None:
         self.posted: list[WorkerMessage] = []
         self.released = 0
-        self.channel = GenerationChannel(self.posted.append, 1, 0)
-        self.thread = TrainingThread(self._release)
+        self.thread = TrainingThread(on_left or self._release)
+        self.channel = GenerationChannel(self._post, 1, 0, self.thread.give_up)
+        self._ended = Event()
 
     def _release(self, drained: bool) -> None:
         self.released += not drained
 
+    def _post(self, message: WorkerMessage) -> None:
+        self.posted.append(message)
+        if not isinstance(message, LogLine):
+            self._ended.set()
+
     def start(self, body: Callable[[], WorkerMessage]) -> None:
         self.thread.start(self.channel, body)
 
+    def run(self, body: Callable[[], WorkerMessage]) -> None:
+        self.start(body)
+        self.await_end()
+
+    def await_end(self) -> None:
+        assert self._ended.wait(5)
+        assert self.channel.left.is_set()
+
 
 @pytest.fixture
-def harness() -> Iterator[ThreadHarness]:
-    harness = ThreadHarness()
-    yield harness
-    harness.channel.interrupt.set()
-    assert harness.thread.join(5)
+def harness() -> ThreadHarness:
+    return ThreadHarness()
 
 
 def test_body_ends_with_its_own_message(harness: ThreadHarness):
-    harness.start(lambda: DONE)
-    assert harness.thread.join(5)
+    harness.run(lambda: DONE)
     assert harness.posted == [DONE]
     assert harness.released == 0
 
@@ -77,68 +83,44 @@ def test_exception_becomes_crash_with_its_step(harness: ThreadHarness):
         harness.channel.progress.begin_step(3)
         raise ValueError("boom")
 
-    harness.start(body)
-    assert harness.thread.join(5)
+    harness.run(body)
     (crash,) = harness.posted
     assert isinstance(crash, Crashed)
     assert (crash.kind, crash.step, crash.error) == ("user", 3, "ValueError: boom")
 
 
-def test_interrupt_unwinds_at_next_check_and_releases_peers(harness: ThreadHarness):
-    running = Event()
+def test_interrupted_function_is_given_up_at_its_next_check(harness: ThreadHarness):
+    running, after = Event(), list[str]()
 
     def body() -> WorkerMessage:
         running.set()
-        while True:
-            harness.channel.interrupt.check()
+        try:
+            while True:
+                harness.channel.interrupt.check()
+        finally:
+            after.append("told")
 
     harness.start(body)
     assert running.wait(5)
     harness.channel.interrupt.set()
-    assert harness.thread.join(5)
+    harness.await_end()
     assert harness.posted == [Stopped(1, 0)]
     assert harness.released == 1
+    assert after == []
 
 
 def test_drain_keeps_connections_to_peers(harness: ThreadHarness):
-    def body() -> WorkerMessage:
-        harness.channel.interrupt.leave()
-
-    harness.start(body)
-    assert harness.thread.join(5)
+    harness.channel.drained = True
+    harness.run(harness.channel.leave)
     assert harness.posted == [Stopped(1, 0)]
     assert harness.released == 0, "a slower peer may still be receiving from this rank"
 
 
-@pytest.mark.parametrize("end", ["returns", "raises", "continues"])
-def test_function_that_catches_the_stop_has_stopped(harness: ThreadHarness, end: str):
-    """Whatever it does then: its result is that of a part of the steps."""
-
-    def body() -> WorkerMessage:
-        for _ in range(4 if end == "continues" else 1):
-            with suppress(BaseException):
-                harness.channel.interrupt.check()
-        if end == "raises":
-            raise ValueError("caught it, and failed")
-        return DONE
-
+def test_function_that_outlives_its_generation_sees_a_failed_collective(harness: ThreadHarness):
+    harness.channel.reforming = True
+    harness.channel.interrupt.check()
     harness.channel.interrupt.set()
-    harness.start(body)
-    assert harness.thread.join(5)
-    *caught, stopped = harness.posted
-    assert stopped == Stopped(1, 0)
-    if end == "continues":
-        [message] = caught
-        assert isinstance(message, StopCaught)
-        assert re.fullmatch(r"body \(.*test_training_thread.py:\d+\)", message.place)
-    else:
-        assert caught == []
-
-
-def test_drained_function_cannot_continue(harness: ThreadHarness):
-    with pytest.raises(Interrupted):
-        harness.channel.interrupt.leave()
-    with pytest.raises(Interrupted):
+    with pytest.raises(CollectiveError, match="was ended"):
         harness.channel.interrupt.check()
 
 
@@ -159,8 +141,7 @@ def test_exception_that_cannot_be_printed_is_reported(harness: ThreadHarness, er
     def body() -> WorkerMessage:
         raise error
 
-    harness.start(body)
-    assert harness.thread.join(5)
+    harness.run(body)
     (crash,) = harness.posted
     assert isinstance(crash, Crashed)
     assert crash.kind == "user"
@@ -172,12 +153,10 @@ def test_function_ends_although_its_generation_cannot_be_released():
     def fail(_: bool) -> None:
         raise RuntimeError("the pool of buffers is closed")
 
-    posted: list[WorkerMessage] = []
-    channel, thread = GenerationChannel(posted.append, 1, 0), TrainingThread(fail)
-    channel.interrupt.set()
-    thread.start(channel, lambda: channel.interrupt.check() or DONE)
-    assert thread.join(5)
-    line, end = posted
+    harness = ThreadHarness(fail)
+    harness.channel.interrupt.set()
+    harness.run(lambda: harness.channel.interrupt.check() or DONE)
+    line, end = harness.posted
     assert isinstance(line, LogLine)
     assert "buffers is closed" in line.text
     assert end == Stopped(1, 0)
@@ -191,33 +170,29 @@ def test_broken_device_is_reported_as_such(interrupted: bool, while_running: boo
     def fail(_: bool = False) -> None:
         raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
 
-    posted: list[WorkerMessage] = []
-    channel = GenerationChannel(posted.append, 1, 0)
-    thread = TrainingThread((lambda _: None) if while_running else fail)
+    harness = ThreadHarness((lambda _: None) if while_running else fail)
 
     def body() -> WorkerMessage:
         if interrupted:
-            channel.interrupt.set()
+            harness.channel.interrupt.set()
         if while_running:
             fail()
         raise ValueError("a copy of the device's memory is not what it should be")
 
-    thread.start(channel, body)
-    assert thread.join(5)
-    end = posted[-1]
+    harness.run(body)
+    end = harness.posted[-1]
     assert isinstance(end, Crashed)
     assert (end.kind, end.memory) == ("device", None)
     assert "uncorrectable ECC" in end.error
 
 
-def test_message_follows_whatever_releasing_raises(harness: ThreadHarness):
+def test_message_follows_whatever_releasing_raises():
     def fail(_: bool) -> None:
-        raise Interrupted
+        raise GivenUp
 
-    harness.thread = TrainingThread(fail)
+    harness = ThreadHarness(fail)
     harness.channel.interrupt.set()
-    harness.start(lambda: harness.channel.interrupt.check() or DONE)
-    assert harness.thread.join(5)
+    harness.run(lambda: harness.channel.interrupt.check() or DONE)
     assert harness.posted[-1] == Stopped(1, 0)
 
 
@@ -234,8 +209,7 @@ def test_whatever_an_aborted_group_raises_is_stop(harness: ThreadHarness, error:
         harness.channel.interrupt.set()  # as a fence does before it aborts
         raise error
 
-    harness.start(body)
-    assert harness.thread.join(5)
+    harness.run(body)
     assert harness.posted == [Stopped(1, 0)]
     assert harness.released == 1
 
@@ -243,8 +217,7 @@ def test_whatever_an_aborted_group_raises_is_stop(harness: ThreadHarness, error:
 def test_error_that_the_group_reports_is_a_failed_collective(harness: ThreadHarness):
     """Not a stop: nobody asked for one."""
     harness.channel.interrupt.fail("the process group reports COMM_ERROR")
-    harness.start(lambda: harness.channel.interrupt.check() or DONE)
-    assert harness.thread.join(5)
+    harness.run(lambda: harness.channel.interrupt.check() or DONE)
     (end,) = harness.posted
     assert isinstance(end, Crashed)
     assert (end.kind, end.error) == ("collective", "the process group reports COMM_ERROR")
@@ -255,78 +228,20 @@ def test_collective_that_fails_while_stopping_is_stop(harness: ThreadHarness):
 
     def body() -> WorkerMessage:
         may_continue.wait(5)
-        raise CollectiveError("a peer was unwound first")
+        raise CollectiveError("a peer has left first")
 
     harness.start(body)
     harness.channel.interrupt.set()
     may_continue.set()
-    assert harness.thread.join(5)
+    harness.await_end()
     assert harness.posted == [Stopped(1, 0)]
 
 
-def test_generations_run_one_after_another(harness: ThreadHarness):
-    may_continue = Event()
-
-    def body() -> WorkerMessage:
-        may_continue.wait(5)
-        return DONE
-
-    harness.start(body)
-    with pytest.raises(EngineError, match="still running"):
+def test_process_calls_one_function(harness: ThreadHarness):
+    harness.run(lambda: DONE)
+    with pytest.raises(EngineError, match="has been called in this process"):
         harness.start(lambda: DONE)
-    may_continue.set()
-    assert harness.thread.join(5)
-    harness.channel = GenerationChannel(harness.posted.append, 2, 0)
-    harness.start(lambda: DONE)
-    assert harness.thread.join(5)
-    assert harness.posted == [DONE, DONE]
-
-
-def test_join_waits_for_thread_that_is_being_started(
-    harness: ThreadHarness, monkeypatch: pytest.MonkeyPatch
-):
-    """A fence of the last generation may still be in progress."""
-    starting, may_continue = Event(), Event()
-
-    class SlowThread(Thread):
-        def start(self) -> None:
-            starting.set()
-            assert may_continue.wait(30)
-            super().start()
-
-    monkeypatch.setattr(module, "Thread", SlowThread)
-    starter = Thread(target=harness.start, args=(lambda: DONE,))
-    starter.start()
-    assert starting.wait(30)
-    joined: list[bool] = []
-    joiner = Thread(target=lambda: joined.append(harness.thread.join(30)))
-    joiner.start()
-    may_continue.set()
-    for thread in (starter, joiner):
-        thread.join(30)
-    assert joined == [True]
     assert harness.posted == [DONE]
-
-
-def test_next_generation_waits_for_thread_that_has_posted_its_end():
-    posted_first, may_continue = Event(), Event()
-    posted: list[WorkerMessage] = []
-
-    def post(message: WorkerMessage) -> None:
-        posted.append(message)
-        if len(posted) == 1:
-            posted_first.set()
-            assert may_continue.wait(30)  # the controller is faster than this thread
-
-    thread = TrainingThread(lambda: None)
-    thread.start(GenerationChannel(post, 1, 0), lambda: DONE)
-    assert posted_first.wait(30)
-    starter = Thread(target=thread.start, args=(GenerationChannel(post, 1, 0), lambda: DONE))
-    starter.start()
-    may_continue.set()
-    starter.join(30)
-    assert thread.join(30)
-    assert posted == [DONE, DONE]
 
 
 GLOO = "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44712."
@@ -481,25 +396,20 @@ def test_collective_of_the_function_itself_is_a_wait(harness: ThreadHarness, mod
         release.release()
 
 
-@pytest.mark.parametrize("when", ["before it is parked", "while it is parked"])
-def test_parked_function_is_unwound_when_no_generation_follows(harness: ThreadHarness, when: str):
-    ended: SimpleQueue[str] = SimpleQueue()
+def test_parked_function_continues_in_the_next_generation(harness: ThreadHarness):
+    following = GenerationChannel(harness._post, 2, 0, harness.thread.give_up)
+    continued: SimpleQueue[GenerationChannel] = SimpleQueue()
 
     def body() -> Finished:
-        try:
-            harness.channel.ending = when == "before it is parked"
-            harness.thread.park(drained=False, keeps_rank=False)
-        except Interrupted:
-            ended.put("unwound")
-            raise
+        assert not harness.thread.resume(ASSIGN, following), "it does not wait yet"
+        _, channel = harness.thread.park(drained=False, keeps_rank=True)
+        continued.put(channel)
         return DONE
 
-    harness.start(body)
-    assert harness.channel.left.wait(5)
-    if when == "while it is parked":
-        harness.channel.ending = True
-        harness.thread.dismiss()
-    assert ended.get(timeout=5) == "unwound"
-    assert harness.thread.join(5)
+    harness.run(body)
+    assert harness.posted == [Stopped(1, 0, stays=True, keeps_rank=True)]
+    assert harness.thread.resume(ASSIGN, following)
+    assert continued.get(timeout=5) is following
+    assert following.left.wait(5)
     assert not harness.thread.resume(ASSIGN, harness.channel), "it waits no more"
-    assert [type(message) for message in harness.posted] == [Stopped], "the generation ended once"
+    assert following.reforming

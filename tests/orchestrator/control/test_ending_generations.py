@@ -9,8 +9,7 @@ import pytest
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job_events import FaultDetected, JobWarning
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.policies.failure import FaultCause
-from rayzero.workers.messages import Finished, StopCaught
+from rayzero.workers.messages import Finished
 from tests.orchestrator.fake_cluster import FakeCluster
 from tests.orchestrator.support import Harness, async_test, settle
 
@@ -98,30 +97,6 @@ async def test_replacement_may_take_four_measured_first_steps(folder: Path):
 
 
 @async_test
-async def test_function_that_catches_the_stop_again_is_a_user_error(folder: Path):
-    harness = Harness(folder, FakeCluster(2), workers={"min": 1, "max": 2})
-    cluster = harness.cluster
-    await harness.steps(1)
-    for survivor, killed in ((1, 0), (3, 2)):
-        cluster.processes[survivor].stuck = True
-        assignment = harness.assignments[survivor]
-        generation, rank = assignment.generation, assignment.rank
-        cluster.send_heartbeat(survivor)
-        cluster.kill(killed)
-        cluster.send(survivor, StopCaught(generation, rank, "train (job.py:12)"))
-        await harness.clock.advance(62)
-        if survivor == 1:
-            assert ("kill", 1) in cluster.commands
-            assert harness.log.of(FaultDetected)[-1].cause is FaultCause.CAUGHT_STOP
-            cluster.join()
-            cluster.join()
-            await harness.clock.advance(1)
-            await harness.steps(2)
-    with pytest.raises(JobFailedError, match=r"a second time in the same way.*job\.py:12"):
-        await harness.result()
-
-
-@async_test
 async def test_rank_that_stays_after_a_drain_is_killed(folder: Path):
     """It caught the exception that ends its generation, and waits for ranks that have left."""
     harness = Harness(folder, FakeCluster(2), workers={"min": 1, "max": 3})
@@ -137,28 +112,6 @@ async def test_rank_that_stays_after_a_drain_is_killed(folder: Path):
     await harness.clock.advance(62)
     assert ("kill", 1) in cluster.commands
     assert sorted(harness.assignments) == [0, 2]
-    await harness.finish()
-
-
-@async_test
-async def test_drain_that_the_only_rank_catches_ends_by_the_hang_rule(folder: Path):
-    cluster = FakeCluster(1)
-    harness = Harness(folder, cluster, workers={"min": 1, "max": 2})
-    await harness.steps(1)
-    cluster.join()
-    await harness.clock.advance(1)
-    assert harness.states[-1] is State.RESIZING
-    cluster.processes[0].stuck = True
-    older = StopCaught(0, 0, "late (job.py:1)")
-    cluster.send(0, older, StopCaught(harness.assignments[0].generation, 0, "train (job.py:12)"))
-    for _ in range(59):
-        cluster.send_heartbeat(0, silent_s=0.1)
-        await harness.clock.advance(1)
-    assert ("kill", 0) not in cluster.commands
-    cluster.send_heartbeat(0, silent_s=0.1)
-    await harness.clock.advance(3)
-    assert ("kill", 0) in cluster.commands
-    assert sorted(harness.assignments) == [1]
     await harness.finish()
 
 

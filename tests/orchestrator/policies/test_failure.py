@@ -311,14 +311,6 @@ def test_third_hang_in_the_same_line_of_the_same_step_is_a_user_error():
         assert decided(other, earlier=(first, second), budget=budget) is other
 
 
-def test_stop_may_be_caught_by_several_ranks_in_one_generation_but_not_in_two():
-    first = Fault(FaultCause.CAUGHT_STOP, worker(1), 1, 3, "caught at job.py:7", 100.0, 1)
-    second = replace(first, worker=worker(2), rank=2)
-    assert decided(second, earlier=(first,), steps=0) is second
-    failure = error(decided(replace(first, generation=3, step=9), earlier=(first, second)))
-    assert "a second time in the same way: caught at job.py:7" in str(failure)
-
-
 def test_early_return_is_a_user_error_when_it_repeats():
     early = Fault(FaultCause.EARLY_RETURN, worker(1), 1, 3, "it returned: too early", 100.0, 1)
     assert decided(early, COLLECTIVE) is early

@@ -9,6 +9,7 @@ same, and finds what any timing would.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -208,7 +209,7 @@ class MirroringSession:
         self.posted: list[str] = []
         self.vault = FakeVault()
         self._machine = machine
-        self._interrupt = VirtualStop(lambda place: None)
+        self._interrupt = VirtualStop(sys.exit)
         policy = MirrorPolicy(replicas=1, every_steps=1, checkpoint_every_steps=2)
         vault: Any = self.vault
         self._mirror = Mirror(policy, _ASSIGNMENT, None, vault, self._post, self._interrupt)

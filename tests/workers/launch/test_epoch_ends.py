@@ -1,19 +1,13 @@
 """What a launched script does after the loop over an epoch that was finished before the ranks
-changed; and what it left in its process."""
+changed."""
 
 from __future__ import annotations
 
-import builtins
-import io
 import json
-import logging
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rayzero.workers.launch.process_state import ProcessState
 from rayzero.workers.messages import Finished, StepReport, Stopped
 from tests.workers.launch.test_script import make_workers
 
@@ -58,44 +52,3 @@ def test_each_epoch_tells_its_loss_once(resized: tuple[Path, dict[str, bytes]], 
     lines = [json.loads(line) for line in (resized[0] / "told").read_text().splitlines()]
     assert [epoch for epoch, told in lines if name in told] == [0, 1, 2, 3]
     assert [told for _, told in lines if "error" in told] == []
-
-
-def silence(mode: str, log: io.StringIO) -> None:
-    """As scripts do on all ranks but one."""
-    if mode == "devnull":
-        sys.stdout = sys.stderr = io.StringIO()
-    elif mode == "print":  # DETR's setup_for_distributed
-        builtins.print = lambda *_, **__: None
-    elif mode == "logging":
-        logging.disable(logging.CRITICAL)
-    elif mode == "tee":
-        sys.stdout = _Tee(sys.stdout, log)
-
-
-class _Tee(io.StringIO):
-    def __init__(self, *targets: Any) -> None:
-        super().__init__()
-        self._targets = targets
-
-    def write(self, text: str) -> int:
-        return max(target.write(text) for target in self._targets)
-
-
-@pytest.mark.parametrize("mode", ["devnull", "print", "logging", "tee"])
-def test_script_that_had_silenced_itself_is_heard_again(
-    mode: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its rank may be 0 now: rank 0 was lost."""
-    state, log = ProcessState(), io.StringIO()
-    try:
-        silence(mode, log)
-        print("first entry")
-        state.restore()
-        print("second entry")
-        logging.getLogger("script").warning("second entry")
-    finally:
-        state.restore()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines.count("second entry") == 1
-    assert caplog.messages == ["second entry"]
-    assert "second entry" not in log.getvalue()

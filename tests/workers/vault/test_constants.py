@@ -23,7 +23,7 @@ from rayzero.workers.vault import slots
 from rayzero.workers.vault.images import MappedSlotReader
 from rayzero.workers.vault.records import Restore, SlotDamagedError
 from tests.workers.late_device import LateDevice
-from tests.workers.support import ASSIGN
+from tests.workers.support import ASSIGN, give_up
 from tests.workers.vault.support import VaultCluster, refs
 
 FROZEN, TRAINED = 200_000, 100  # elements
@@ -57,7 +57,7 @@ class Rig:
     def __init__(self, cluster: VaultCluster, device: Any) -> None:
         self.cluster, self.device, self.state = cluster, device, State(device)
         policy = MirrorPolicy(replicas=1, every_steps=1)
-        stop = StopFlag(lambda place: None)
+        stop = StopFlag(give_up)
         self.client = cluster.client()
         self.mirror = Mirror(policy, ASSIGN, None, self.client, lambda message: None, stop)
 
