@@ -93,6 +93,13 @@ class Mirror:
             mirror_interval=self._policy.every_steps or self._copier.cost.interval_steps,
         )
 
+    def begin(self, state: TrainingState) -> None:
+        """Mirrors the state before the job's first step, so that a rank that is lost in it can be
+        replaced."""
+        if self._vault is not None and self._policy.replicas > 0:
+            self._copier = copier_for(state.device, self._copier)
+            self._write_mirror(self._copier, self._vault, 0, False, state)
+
     def step_done(self, step: int, agreed: StepRequests, state: TrainingState) -> None:
         """Mirrors the state if due. All ranks passed the vote; this one has updated its state."""
         started = perf_counter()

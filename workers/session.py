@@ -264,6 +264,9 @@ class JobSession:
         if self.yields_again or not is_own_loop:
             survival.enable(self._on_broken)
             own.outlive(survival, self.registry)
+            if self.engine is not None and self.assignment.restore is None:
+                with suppress(CollectiveError):  # the generation was ended: the step is lost
+                    self._mirror.begin(self.engine.state)
 
     def _on_broken(self, reason: str) -> None:
         if self._host is not None:

@@ -322,7 +322,7 @@ class Reconfiguration:
             delay_s = min(LEAVE_DELAY_S, (until_s - ctx.now_s()) / 2)
             await ctx.wait_for(delay_s, lambda: not generation.active)
             newest = newest_complete_in_vaults(await self._vaults.inventory())
-            if newest is not None and not self._checkpoints.covers(newest.step):
+            if newest is not None and newest.step and not self._checkpoints.covers(newest.step):
                 await self._checkpoints.write_final(newest, until_s - ctx.now_s())
         await ctx.wait_for(until_s - ctx.now_s(), lambda: not generation.active)
         ctx.post_event(machine.StopTimedOut() if generation.active else machine.TrainingStopped())

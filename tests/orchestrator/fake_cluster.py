@@ -402,6 +402,8 @@ class FakeCluster:
             if not self.losses_allowed:
                 assert process.step == self.committed, "a committed step was lost"
             process.ready = process.in_loop = True
+            if assign.restore is None and self.mirrors:
+                self._mirror(process, assign, 0, pin=False)
             self.send(worker, joined, Restored(generation, assign.rank, process.step))
 
     @staticmethod

@@ -152,8 +152,8 @@ def _enter(setting: Setting, model: ModelState, worker: Worker) -> Worker:
     controller = model.controller
     base = controller.base
     resumes = worker.place == "parked" and base is not None
+    require(resumes or not worker.has_begun, "the function of a survivor is called again")
     if base is not None:
-        require(resumes or not worker.has_begun, "the function of a survivor is called again")
         held = sum(
             any((it.generation, it.state) == (base.generation, base.state) for it in other.slots)
             for other in model.workers

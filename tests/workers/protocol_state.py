@@ -41,7 +41,7 @@ class Setting:
     Args:
         beside: the mirror of a step is copied beside the next one (on a GPU).
         whole: each rank has the whole state (stage 0).
-        begins: the first step of the job is among them: there is no slot yet.
+        begins: the first step of the job is among them: the only slot is of its beginning.
         faults: kills and breaks, together.
         newcomers: new workers that may become ready, where one was lost.
     """
@@ -187,11 +187,11 @@ def require(condition: bool, text: str) -> None:
 
 def initial_state(setting: Setting) -> ModelState:
     """The first generation begins a step, which is its third: its ranks have two slots each. Or its
-    first one."""
+    first one, with one slot."""
     slots = tuple(Slot(1, RANKS, 1, (1,) * step) for step in (1, 2))
     state, reported, mirrors = (1, 1), 2, 2
     if setting.begins:
-        slots, state, reported, mirrors = (), (), 0, 0
+        slots, state, reported, mirrors = (Slot(1, RANKS, 1, ()),), (), 0, 1
     member = Worker(
         "compute",
         1,
