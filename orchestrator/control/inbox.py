@@ -280,11 +280,10 @@ class MessageDispatcher:
         faults_before = len(generation.pending_faults)
         if not generation.on_left(worker, message, ctx.now_s()):
             return
-        ctx.registry.staying -= {worker}
-        ctx.registry.rank_bound -= {worker}
+        staying = {it: bound for it, bound in ctx.registry.staying.items() if it != worker}
         if not isinstance(message, Finished) and message.stays:
-            ctx.registry.staying |= {worker}
-            ctx.registry.rank_bound |= {worker} if message.keeps_rank else set()
+            staying[worker] = message.keeps_rank
+        ctx.registry.staying = staying
         if len(generation.pending_faults) > faults_before:
             self._failures.on_fault()
         if isinstance(message, Finished):

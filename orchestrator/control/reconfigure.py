@@ -196,8 +196,9 @@ class Reconfiguration:
     @property
     def _bound(self) -> frozenset[int]:
         """Workers whose functions wait in their loops, for the same rank of as many."""
-        ready = (worker.index for worker in self._context.registry.ready)
-        return self._context.registry.rank_bound.intersection(ready)
+        registry = self._context.registry
+        ready = (worker.index for worker in registry.ready)
+        return frozenset(worker for worker in ready if registry.staying.get(worker))
 
     def _wanted(self) -> int:
         """For how many workers to wait, beyond the least number. For as many as there were, where
@@ -279,7 +280,7 @@ class Reconfiguration:
             shares=shares,
             remote=ctx.replicates,
             faults=ctx.injected_faults,
-            survivors_stay=not ctx.registry.staying.isdisjoint(assignments),
+            survivors_stay=not ctx.registry.staying.keys().isdisjoint(assignments),
         )
         self._note_entries(assignments)
         generation.assign(ctx.registry.is_alive)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -124,10 +124,9 @@ class WorkerRegistry(ObservedState):
         """Ids of nodes that are about to be removed."""
         self.members: frozenset[int] = frozenset()
         """Indices of the newest generation's members."""
-        self.staying: frozenset[int] = frozenset()
-        """Indices of workers whose training functions go on in their loops."""
-        self.rank_bound: frozenset[int] = frozenset()
-        """Those of them that continue only with the same rank and number of ranks."""
+        self.staying: Mapping[int, bool] = {}
+        """Workers whose training functions wait in their loops; and whether they continue only with
+        the same rank and number of ranks."""
         self.entries: dict[int, Entry] = {}
         """By worker, of its training function."""
         self.awaiting_replacement: tuple[WorkerInfo, ...] = ()
@@ -189,7 +188,7 @@ class WorkerRegistry(ObservedState):
         Args:
             stays: whether functions that wait in their loops continue.
         """
-        continuing = self.staying if stays else frozenset()
+        continuing = self.staying if stays else {}
         ready = (worker.index for worker in self.ready)
         return [it for it in ready if it in self.entries and it not in continuing]
 
