@@ -92,6 +92,7 @@ class GenerationSpec:
         faults: all faults injected since the job started, in addition to `WorkerSpec.faults`.
         survivors_stay: some members' training functions go on in their loops, where new members
             meet them; else all members call theirs.
+        notes: of the functions that are called again, what the first rank's has told.
         secret: of the store's keys.
     """
 
@@ -104,6 +105,7 @@ class GenerationSpec:
     remote: bool = False
     faults: tuple[FaultSpec, ...] = ()
     survivors_stay: bool = False
+    notes: bytes = b""
     secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
 
 
@@ -206,13 +208,14 @@ class Finished(RankMessage):
         result: its return value, if that was a mapping that can be encoded as JSON.
         counters: counted after the last finished step.
         peak_rss_bytes: the process's peak resident memory.
-        memory: as in `Stopped`.
+        memory, notes: as in `Stopped`.
     """
 
     result: dict[str, Any] | None
     counters: dict[str, float]
     peak_rss_bytes: int
     memory: InProcessStateInfo | None = None
+    notes: Notes | None = None
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,15 @@ class InProcessStateInfo:
 
 
 @dataclass(frozen=True)
+class Notes:
+    """What a function that does not continue tells the one that is called in its place: `content`,
+    pickled, holds after `step` finished steps."""
+
+    step: int
+    content: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Stopped(RankMessage):
     """The worker has left the generation on the controller's request.
 
@@ -233,11 +245,13 @@ class Stopped(RankMessage):
         stays: the training function waits in its loop for the next generation.
         keeps_rank: it continues only with the same rank and number of ranks; else it is called
             again.
+        notes: of a function that does not continue.
     """
 
     memory: InProcessStateInfo | None = None
     stays: bool = False
     keeps_rank: bool = False
+    notes: Notes | None = None
 
 
 @dataclass(frozen=True)
@@ -250,7 +264,7 @@ class Crashed(RankMessage):
         step: the current step, counted from 1; 0 before the function was called.
         error: the exception as text, without a traceback.
         traceback: the user's frames; empty if the error message is sufficient.
-        memory, stays, keeps_rank: as in `Stopped`.
+        memory, stays, keeps_rank, notes: as in `Stopped`.
     """
 
     kind: CrashKind
@@ -260,6 +274,7 @@ class Crashed(RankMessage):
     memory: InProcessStateInfo | None = None
     stays: bool = False
     keeps_rank: bool = False
+    notes: Notes | None = None
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,10 +31,7 @@ from rayzero.workers.mirror import Mirror
 from rayzero.workers.process_group import is_collective_failure
 from rayzero.workers.retained_state import RetainedState, check_second_engine
 from rayzero.workers.step_report import StepReporter, worker_metrics
-from rayzero.workers.training_thread import (
-    GenerationChannel,
-    check_between_blocks,
-)
+from rayzero.workers.training_thread import GenerationChannel, check_between_blocks
 
 if TYPE_CHECKING:
     from rayzero.engine.config.parse import ConfigSource
@@ -52,7 +49,7 @@ class JobSession:
 
     A function whose engine is ready outlives its generation: where that ends, it waits in `reform`
     for the next one, and its engine is re-cut. Not a script whose loader yields nothing again; nor
-    a function with a second engine, whose state is in no vault: those are called again.
+    a function with a second engine, whose state is in no vault.
 
     Attributes:
         membership: of the current generation.
@@ -76,6 +73,9 @@ class JobSession:
         self.script_settings: ScriptSettings | None = None
         self.engine: Engine | None = None
         self.yields_again = False
+        self.tell: Callable[[], tuple[int, Any]] | None = None
+        """What a function that does not continue tells the one that is called in its place, and
+        after how many finished steps."""
         self.divides_steps = False
         self._spec = spec
         self._retained = retained

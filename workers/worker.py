@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import replace
 from threading import Thread, Timer
 from typing import Any, NoReturn
 
@@ -36,7 +38,9 @@ from rayzero.workers.messages import (
     InProcessStateInfo,
     Joined,
     LogLine,
+    Notes,
     RankAssignment,
+    Stopped,
     WorkerMessage,
     WorkerSpec,
 )
@@ -96,6 +100,7 @@ class WorkerProcess(WorkerCalls):
         self._training_thread = TrainingThread(on_left=self._on_left)
         self._channel = self._new_channel(generation=0, rank=index)
         self._session: JobSession | None = None  # of the call of the training function that runs
+        self._notes: Notes | None = None  # of that function, once it has ended
         self._error_polling = ExitStack()  # of the process group
         self._train_function: TrainFunction | None = None
         self._store: TCPStore | None = None
@@ -287,9 +292,21 @@ class WorkerProcess(WorkerCalls):
         """The training function has ended, or is given up."""
         session, self._session = self._session, None
         if session is not None:
+            self._notes = self._take_notes(session)
             session.close()
         for tee in self._tees:
             tee.finish_line()
+
+    def _take_notes(self, session: JobSession) -> Notes | None:
+        if session.tell is None:
+            return None
+        try:
+            step, content = session.tell()
+            return Notes(step, pickle.dumps(content))
+        except Exception as error:  # noqa: BLE001  the training state has what was told before
+            text = f"what the script has done after its last step is not known: {error!s:.999}"
+            self._post_log("stderr", text)
+            return None
 
     @property
     def _collective_timeout_s(self) -> float:
@@ -316,6 +333,8 @@ class WorkerProcess(WorkerCalls):
         return polled_group_errors(self._device, end_generation)
 
     def _post(self, message: WorkerMessage) -> None:
+        if isinstance(message, Stopped | Crashed | Finished):
+            message = replace(message, notes=self._notes)
         self._outbox.post(message)
         if isinstance(message, Crashed) and message.kind == "device":
             # The process is useless, and holds the device's memory.

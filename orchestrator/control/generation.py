@@ -18,6 +18,7 @@ from rayzero.workers.messages import (
     Heartbeat,
     InProcessStateInfo,
     Joined,
+    Notes,
     RankAssignment,
     RankMessage,
     Restored,
@@ -70,6 +71,7 @@ class GenerationState(ObservedState):
         """When each member had loaded its state."""
         self.finished: set[int] = set()
         self._in_process: dict[int, InProcessStateInfo] = {}
+        self._notes: dict[int, Notes] = {}  # by rank
 
     @property
     def world_size(self) -> int:
@@ -155,6 +157,8 @@ class GenerationState(ObservedState):
                 self.return_value = message.result
         if message.memory is not None:
             self._in_process[worker] = message.memory
+        if message.notes is not None:
+            self._notes[message.rank] = message.notes
         if isinstance(message, Finished):
             return True
         self._end(at_s)
@@ -179,6 +183,11 @@ class GenerationState(ObservedState):
         if worker not in self.assignments or worker in self.finished:
             return None
         return self._add_fault(worker, cause, self.step, detail, at_s, traceback, place)
+
+    def notes(self, step: int) -> bytes:
+        """What the function of the lowest rank that has left after `step` tells the next one."""
+        told = (self._notes[rank] for rank in sorted(self._notes))
+        return next((notes.content for notes in told if notes.step == step), b"")
 
     def forget(self, worker: int) -> None:
         """A member's process, which has left, is ended: the state in its memory is gone."""

@@ -250,6 +250,7 @@ class Reconfiguration:
         """Begins the generation, and sends every member its assignment."""
         ctx, number = self._context, self._context.numbers.next()
         assignments = self._assign(selection)
+        notes = ctx.generation.notes(restore.step) if restore is not None else b""
         self._vaults.generation_uses(worker.node_id for worker in selection.members)
         if len(assignments) >= LARGE_JOB_WORKERS:
             await asyncio.sleep(0)
@@ -281,6 +282,7 @@ class Reconfiguration:
             remote=ctx.replicates,
             faults=ctx.injected_faults,
             survivors_stay=not ctx.registry.staying.keys().isdisjoint(assignments),
+            notes=notes,
         )
         self._note_entries(assignments)
         generation.assign(ctx.registry.is_alive)

@@ -14,6 +14,7 @@ from typing import Any
 
 from rayzero.orchestrator.policies.placement import Entry, misplaced
 from rayzero.orchestrator.progress import JobProgress
+from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.messages import (
     Crashed,
     Finished,
@@ -47,6 +48,8 @@ class LocalWorkers:
         self.setup = setup
         self.workers: dict[int, _Worker] = {}
         self.seen: dict[int, list[WorkerMessage]] = {}
+        self.faults: tuple[FaultSpec, ...] = ()
+        """That were injected while the job runs."""
         self._entries: dict[int, Entry] = {}
         for _ in range(count):
             self.start_worker()
@@ -81,12 +84,29 @@ class LocalWorkers:
             self._entries[index] = Entry(places[index].rank, len(members))
         port = self.workers[members[0]].call("open_store")
         spec = GenerationSpec(
-            generation, len(members), "127.0.0.1", port, restore, survivors_stay=bool(staying)
+            generation,
+            len(members),
+            "127.0.0.1",
+            port,
+            restore,
+            faults=self.faults,
+            survivors_stay=bool(staying),
+            notes=self._notes(generation, restore),
         )
         for index in members:
             if recipients is not None and index not in recipients:
                 continue
             self.workers[index].call("assign", spec, places[index])
+
+    def _notes(self, generation: int, restore: Restore | None) -> bytes:
+        """What the lowest rank that left before `generation` tells, with the restored state."""
+        ends = [it for messages in self.seen.values() for it in messages if isinstance(it, ENDED)]
+        newest = max((end.generation for end in ends if end.generation < generation), default=0)
+        for end in sorted(ends, key=lambda end: end.rank):
+            notes = getattr(end, "notes", None)
+            if end.generation == newest and notes and restore and notes.step == restore.step:
+                return notes.content
+        return b""
 
     def _renew(self, index: int) -> None:
         """A new process, in place of one whose function does not continue."""

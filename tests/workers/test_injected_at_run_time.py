@@ -50,7 +50,7 @@ def test_injected_faults_reach_current_and_next_generation(local: LocalWorkers, 
     assert FaultFired(0, crashed.step, first) in local.seen[0]
 
     second = f"raise_error(rank=0, step={crashed.step + 5})"
-    worker.call("inject", [parse_fault(first), parse_fault(second)])  # between two generations
+    local.faults = parse_fault(first), parse_fault(second)
     local.form(2, [0], local.slots(1, 1))
     second_crash = local.wait_end(0, 2)
     assert isinstance(second_crash, Crashed)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,14 +81,18 @@ def test_state_is_loaded_before_the_group_is_there(start_workers):
 @pytest.mark.parametrize("nccl_like", [None, NcclLike()], ids=["gloo", "nccl_like"])
 def test_peer_is_missing_while_the_user_builds(start_workers, nccl_like: NcclLike | None):
     """The wait is interrupted, the user's error is the user's, the user's sockets stay open, and
-    the next generation forms in the same processes."""
+    the next generation forms in new processes."""
     local = start_workers("use_group_in_build", 2, nccl_like)
     local.form(1, [0, 1], recipients=[0])
     local.wait(0, lambda message: isinstance(message, LogLine) and "asks" in message.text)
     fence(local, 1, 0)
-    kept = local.setup.output_dir
-    with open(os.path.join(kept, "kept-0"), "rb") as file:
-        assert file.read() == b"open"
+    folder = Path(local.setup.output_dir)
+    (folder / "fenced").touch()
+    deadline_s = time.monotonic() + 20
+    while not (folder / "kept-0").exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert (folder / "kept-0").read_bytes() == b"open"
     started_s = time.monotonic()
     local.form(2, [0, 1], recipients=[0])
     crash = local.wait_end(0, 2)

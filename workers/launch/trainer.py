@@ -9,6 +9,7 @@ that has none it is made of the number of finished steps, without a log.
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import tempfile
 import time
@@ -91,11 +92,8 @@ def _resuming_train(train: Callable[..., Any]) -> Callable[..., Any]:
             return train(self, resume_from_checkpoint, *args, **options)
         from transformers import TrainerState
 
-        state, found = TrainerState(train_batch_size=self.args.train_batch_size), None
-        with session.resume_from() as source:
-            if source is not None and not session.assignment.survivors_stay:  # else one tells it
-                found = read_value(source, session.assignment.rank, NAME)
-        self._rayzero_found = found
+        state = TrainerState(train_batch_size=self.args.train_batch_size)
+        found = self._rayzero_found = _find_state(session)
         if found is not None:
             vars(state).update(state_attributes(found))
         else:
@@ -109,6 +107,20 @@ def _resuming_train(train: Callable[..., Any]) -> Callable[..., Any]:
             return train(self, folder, *args, **options)
 
     return resuming
+
+
+def _find_state(session: JobSession) -> dict[str, Any] | None:
+    """What a Trainer before this one knew after the restored step; None where a survivor tells it
+    later, or nobody knows."""
+    assignment = session.assignment
+    if assignment.survivors_stay:
+        return None
+    found: dict[str, Any] | None = pickle.loads(assignment.notes) if assignment.notes else None
+    if found is None:
+        with session.resume_from() as source:
+            if source is not None:
+                found = read_value(source, assignment.rank, NAME)
+    return found
 
 
 def _computing_steps(init: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,6 +154,9 @@ def _keeping_loop(loop: Callable[..., Any], module: ModuleType) -> Callable[...,
         def on_step_begin(self, *args: Any, **options: Any) -> None:
             self.recorder.step_begins()
 
+        def on_epoch_end(self, *args: Any, **options: Any) -> None:
+            self.recorder.epoch_ends()
+
         def on_optimizer_step(self, *args: Any, **options: Any) -> None:
             self.recorder.step_is_done()
 
@@ -153,6 +168,7 @@ def _keeping_loop(loop: Callable[..., Any], module: ModuleType) -> Callable[...,
         session.divide_step(self.args.gradient_accumulation_steps * dist.get_world_size())
         self._rayzero_recorder, self._rayzero_steps = Recorder(self), None
         _recorders[:] = [self._rayzero_recorder]
+        session.tell = self._rayzero_recorder.tell
         if NAME not in session.registry:
             session.registry.register(NAME, lambda: _recorders[0].state(), lambda _: None)
         self.add_callback(callback := KeepState(self))
@@ -298,18 +314,20 @@ def _finish_step(trainer: Any, found: dict[str, Any] | None) -> None:
         return
     recorder, state, control = trainer._rayzero_recorder, trainer.state, trainer.control
     recorder.continue_from(found)
-    if not found["step_end_due"]:
-        return
     device = trainer.model_wrapped.device
     if recorder.restored_rng is not None:
         restore_rng(recorder.restored_rng, device)
     steps, handler = found["steps_per_epoch"], trainer.callback_handler
-    state.epoch = state.global_step / steps
-    if found["schedule"] is not None:
-        trainer.lr_scheduler.step()
-    handler.on_step_end(trainer.args, state, control)
+    if found["step_end_due"]:
+        state.epoch = state.global_step / steps
+        if found["schedule"] is not None:
+            trainer.lr_scheduler.step()
+        handler.on_step_end(trainer.args, state, control)
+    else:
+        vars(control).update(found["control"])
     _log_save_evaluate(trainer)
-    if state.global_step % steps == 0 or state.global_step >= state.max_steps:
+    at_end = steps and (state.global_step % steps == 0 or state.global_step >= state.max_steps)
+    if at_end and found["ended_epoch"] != state.global_step:
         handler.on_epoch_end(trainer.args, state, control)
         _log_save_evaluate(trainer)
     if recorder.restored_rng is not None:

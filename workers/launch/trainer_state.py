@@ -38,6 +38,7 @@ class Recorder:
         self.parts = trainer.args.gradient_accumulation_steps * dist.get_world_size()
         self.restored_rng: dict[str, Any] | None = None
         self._trainer = trainer
+        self._ended_epoch = -1  # the step of its end that callbacks have heard of
         self._loss = 0.0  # since the last log: the global batch's, which a lost rank has a part in
         self._begun: tuple[int, dict[str, Any]] = -1, {}  # a step, and the random states then
         self._log = bytearray()
@@ -55,9 +56,18 @@ class Recorder:
     def step_is_done(self) -> None:
         self._loss += self._step_loss
 
+    def epoch_ends(self) -> None:
+        self._ended_epoch = self._trainer.state.global_step
+
+    def tell(self) -> tuple[int, dict[str, Any]]:
+        """The finished steps that Trainer and the engine know of, and `state`."""
+        state = self.state()
+        return self._trainer.state.global_step + state["step_end_due"], state
+
     def state(self) -> dict[str, Any]:
         """What `take` takes. `step_end_due`: the engine has finished the step, Trainer has not
-        counted it."""
+        counted it; else `control` has what is due after it, and an epoch's end is, if it is not
+        `ended_epoch`."""
         trainer = self._trainer
         is_due = trainer.model_wrapped.global_steps > trainer.state.global_step
         in_engine = trainer.model_wrapped.lr_scheduler is not None
@@ -71,6 +81,7 @@ class Recorder:
             "steps": (trainer._globalstep_last_logged, trainer._initial_global_step),
             "steps_per_epoch": self.steps_per_epoch,
             "step_end_due": is_due,
+            "ended_epoch": self._ended_epoch,
         }
 
     def take(self, found: dict[str, Any]) -> None:
@@ -112,7 +123,8 @@ class Recorder:
         if is_due:
             return self._loss + self._step_loss
         state = self._trainer.state
-        return 0.0 if self._trainer._globalstep_last_logged == state.global_step else self._loss
+        is_logged = self._trainer._globalstep_last_logged == state.global_step
+        return 0.0 if is_logged or _has_summary(state.log_history) else self._loss
 
     @property
     def _step_loss(self) -> float:
@@ -124,12 +136,17 @@ class Recorder:
         """The log as lines of JSON. Each step is encoded once: the log grows as long as it
         trains."""
         log = self._trainer.state.log_history
+        log = log[:-1] if _has_summary(log) else log  # it is logged at each end of training
         if len(log) < self._logged:
             self._log, self._logged = bytearray(), 0
         for entry in log[self._logged :]:
             self._log += json.dumps(entry, default=float).encode() + b"\n"
         self._logged = len(log)
         return np.frombuffer(bytes(self._log), dtype=np.uint8)
+
+
+def _has_summary(log: list[dict[str, Any]]) -> bool:
+    return bool(log) and "train_runtime" in log[-1]
 
 
 def state_attributes(found: dict[str, Any]) -> dict[str, Any]:
