@@ -92,7 +92,7 @@ class GenerationSpec:
         faults: all faults injected since the job started, in addition to `WorkerSpec.faults`.
         survivors_stay: some members' training functions go on in their loops, where new members
             meet them; else all members call theirs.
-        notes: of the functions that are called again, what the first rank's has told.
+        notes: for functions that are called again, of the first rank's previous one.
         secret: of the store's keys.
     """
 

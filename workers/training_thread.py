@@ -219,8 +219,8 @@ class TrainingThread:
 
     def give_up(self) -> NoReturn:
         """On the training thread: leaves the generation as at the function's end, posts the message
-        of that, and waits for the end of the process. The function is not told: it would run on,
-        and handle what it is told, in a generation that is over."""
+        of that, and waits for the end of the process. No exception is raised in the function,
+        which could catch it and continue in a generation that has ended."""
         channel = self._present_channel
         drained = channel.drained and not channel.interrupt.is_set()
         memory, error = self._release(channel, drained=drained)

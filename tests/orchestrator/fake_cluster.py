@@ -41,6 +41,7 @@ from rayzero.workers.messages import (
     Heartbeat,
     InProcessStateInfo,
     Joined,
+    Notes,
     Pinned,
     RankAssignment,
     Restored,
@@ -86,6 +87,8 @@ class FakeProcess:
     """The step of that state, if the function has loaded another than it has trained."""
     in_loop: bool = False
     """Whether its function has an engine, and trains."""
+    notes: Notes | None = None
+    """What its function tells the one that is called in its place."""
     retired: bool = False
     """Whether it was ended after its function had left."""
     delayed: bool = False
@@ -367,9 +370,8 @@ class FakeCluster:
         process.assign, process.drain, process.leaving = None, False, False
         memory = self._memory(process) if process.ready else None
         stays = self._stays(process)
-        self.send(
-            process.info.index, Stopped(assign.generation, assign.rank, memory, stays, self.bound)
-        )
+        stopped = Stopped(assign.generation, assign.rank, memory, stays, self.bound)
+        self.send(process.info.index, replace(stopped, notes=process.notes))
 
     def _join(self, generation: int) -> None:
         """Let all ranks join once all have their assignments."""

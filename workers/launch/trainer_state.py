@@ -150,7 +150,7 @@ def _has_summary(log: list[dict[str, Any]]) -> bool:
 
 
 def state_attributes(found: dict[str, Any]) -> dict[str, Any]:
-    """Attributes of a TrainerState, from what `Recorder.state` has told."""
+    """Attributes of a TrainerState, from what `Recorder.state` has returned."""
     log = [json.loads(line) for line in found["log"].tobytes().splitlines()]
     kept: dict[str, Any] = found["state"]
     return kept | {"log_history": log, "stateful_callbacks": found["callbacks"]}

@@ -21,6 +21,7 @@ from rayzero.workers.messages import (
     Finished,
     InProcessStateInfo,
     Joined,
+    Notes,
     Restored,
     Stopped,
     WentBack,
@@ -82,6 +83,23 @@ async def test_functions_that_do_not_continue_are_called_in_new_processes(folder
     assert {it.restore.step for it in harness.assignments.values() if it.restore} == {3}
     assert "is called again, in new processes (ranks 0, 1)" in warnings(harness)
     assert (await harness.finish()).metrics["steps_redone"] == 0
+
+
+@async_test
+async def test_functions_are_told_what_the_ones_before_have_done(folder: Path):
+    """By the lowest rank whose notes are of the restored step."""
+    harness = start_three(folder, workers={"min": 1})
+    cluster = harness.cluster
+    await harness.steps(3)
+    cluster.leaving = {0, 1, 2}
+    cluster.processes[0].notes = Notes(4, b"of a step that is lost")
+    cluster.processes[1].notes = Notes(3, b"rank 1")
+    cluster.processes[2].notes = Notes(3, b"rank 2")
+    cluster.crash(2, "collective")
+    await harness.clock.advance(COLLECTIVE_GRACE_S + 1)
+    assert {it.restore.step for it in harness.assignments.values() if it.restore} == {3}
+    assert {it.notes for it in harness.assignments.values()} == {b"rank 1"}
+    await harness.finish()
 
 
 @async_test
