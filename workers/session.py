@@ -204,7 +204,7 @@ class JobSession:
         return self.assignment.restore.step if self.assignment.restore else 0
 
     def admits_load(self, step: int, engine_step: int, client_keys: Sequence[str]) -> bool:
-        """Before its first step a function that was entered again may go back to a checkpoint that
+        """Before its first step a function that was run again may go back to a checkpoint that
         tells its place: its loop cannot continue from memory then. Any other one stays; so do the
         others where this rank is new. After its last step a function may load any checkpoint, such
         as that of the best model, to evaluate or to save it."""

@@ -46,7 +46,7 @@ class ModelExport(Engine):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Writes the full model, in the dtype of its weights, as one file. At every stage: sharded
-        weights are gathered unit by unit. A launched script that was entered again does not write
+        weights are gathered unit by unit. A launched script that was run again does not write
         the file of an epoch that was finished before, as it does not write its checkpoint.
 
         Args:

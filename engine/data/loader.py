@@ -109,7 +109,7 @@ class StepLoader:
     @property
     def is_replaying(self) -> bool:
         """Whether a launched script's next iteration is over an epoch that is finished already, and
-        yields nothing: the script was entered again and counts its epochs from the first."""
+        yields nothing: the script was run again and counts its epochs from the first."""
         script = getattr(self._session, "replays_epochs", False)
         return script and self._script_epoch_end() <= self.progress.sample_cursor
 

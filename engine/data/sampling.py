@@ -201,7 +201,7 @@ class TrainingProgress:
     asked_step: int = 0
     # The step in which a script first asked where it is, or for a checkpoint; None: it did not.
     place_asked_at: int | None = None
-    # Steps or epochs that are finished and the loop of a launched script that was entered again has
+    # Steps or epochs that are finished and the loop of a launched script that was run again has
     # not come to yet: 0 at the end of an epoch where the state is; None: its place is not known.
     script_lag: int | None = None
     data_wait_s: float = 0.0  # total seconds that the training loop waited for loaders

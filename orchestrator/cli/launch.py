@@ -91,7 +91,7 @@ def launch(
     """Run a training script on every worker, and wait until it ends.
 
     The script runs as `__main__` with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
-    `import deepspeed` is rayzero's engine. After a fault or a resize it is entered again, where the
+    `import deepspeed` is rayzero's engine. After a fault or a resize it is run again, where the
     job stands. Exit codes: those of `run`; 2 also for wrong arguments of the script.
     """
     target = {"module" if module else "script": command[0], "args": command[1:]}

@@ -1,1 +1,1 @@
-"""Runs a script as a job's training function: as `__main__`, again after each fault and resize."""
+"""Runs a script as a job's training function: as `__main__`."""

@@ -68,7 +68,7 @@ def patch_accelerator(module: ModuleType) -> None:
 
 def _saving_once(save_state: Callable[..., Any]) -> Callable[..., Any]:
     """`save_state`, but what the script saves after an epoch that was finished before it was
-    entered again is kept: its files beside the engine's checkpoint, too. A number that Accelerate
+    run again is kept: its files beside the engine's checkpoint, too. A number that Accelerate
     gives, counted from 0 again, is the next free one."""
 
     @wraps(save_state)

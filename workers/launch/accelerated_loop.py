@@ -32,7 +32,7 @@ class Place:
         missed_steps: finished ones that the loop has not come to.
         step_batches: of this rank, of a step.
         recut: called when the ranks may have changed; returns the batches of a step.
-        loaded_step: of the checkpoint that a script has loaded when it was entered again.
+        loaded_step: of the checkpoint that a script has loaded when it was run again.
         check_stepped: called before each batch but the first.
         schedules: torch's, which the engine does not have.
     """

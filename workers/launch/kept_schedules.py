@@ -48,7 +48,7 @@ class KeptSchedules(list[Any]):
         ]
 
     def catch_up(self, found: list[dict[str, Any]]) -> None:
-        """Sets the schedules of a script that was entered again as `plain_states` has found them.
+        """Sets the schedules of a script that was run again as `plain_states` has found them.
         One that is stepped once an epoch may have come there by itself."""
         for schedule, it in zip(self, found, strict=False):
             if _position(schedule) >= it["state"].get("last_epoch", 0) + it["late"]:

@@ -125,7 +125,7 @@ class OwnLoaders:
     def begin_batch(self, engine: Engine) -> None:
         """Called before a batch is yielded. Waits for all ranks where some are new; finds the
         batches to be yielded again. Raises CollectiveError if there are some that cannot be: the
-        script is entered again."""
+        script is run again."""
         session, progress = self._session, engine.progress
         if not self._follows(engine):
             return
@@ -176,7 +176,7 @@ class OwnLoaders:
 
     def _recut(self, engine: Engine) -> None:
         """Cuts the epoch's rest for the present ranks. Raises CollectiveError where that cannot be:
-        the script is entered again."""
+        the script is run again."""
         batches, ranks = engine.settings.batches, present_ranks()
         for loader, reading in self._readings:
             each, rest = divmod(reading.place()[1] * self._ranks[1], ranks[1])
@@ -250,7 +250,7 @@ class OwnLoaders:
             reading.kept = {step: it for step, it in reading.kept.items() if step >= oldest}
 
     def _give_up(self, engine: Engine) -> None:
-        """Stops following the loop: after a fault the script is entered again."""
+        """Stops following the loop: after a fault the script is run again."""
         self._is_followed = self._session.yields_again = False
         engine.survival.enable(None)
         for _, reading in self._readings:

@@ -150,7 +150,7 @@ def _tell_start(ctx: Context, session: JobSession) -> None:
 @contextmanager
 def _keeping_files(session: JobSession) -> Iterator[None]:
     """Within it, `torch.save` leaves the files of finished epochs as they are: a script that is
-    entered again comes to those epochs with the weights of a later step."""
+    run again comes to those epochs with the weights of a later step."""
     save = torch.save
 
     @wraps(save)

@@ -125,7 +125,7 @@ class TrainerSteps:
 
     def _begin_step(self) -> None:
         """Waits for all ranks, if some were lost or are new. Raises CollectiveError if the job has
-        gone back behind a step that Trainer has counted: the script is entered again."""
+        gone back behind a step that Trainer has counted: the script is run again."""
         self._session.on_phase("data")
         self._engine.survival.await_group()
         step, counted = self._engine.progress.step, self._trainer.state.global_step
