@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rayzero.workers.chaos.inject import WorkerFaultInjector
 from rayzero.workers.messages import Assignment
@@ -27,6 +27,28 @@ class Membership:
     channel: GenerationChannel
     injector: WorkerFaultInjector
     await_group: Callable[[], object] = lambda: None
+
+
+@dataclass
+class ScriptLoop:
+    """What is known of a launched script's loop.
+
+    Attributes:
+        yields_again: its loader yields the batches of a lost step again.
+        divides_steps: its loader is cut for the present ranks, as Accelerate's and Trainer's are.
+        tell: returns what the script, if it does not continue, tells the one that is run in its
+            place, and after how many finished steps.
+    """
+
+    yields_again: bool = False
+    divides_steps: bool = False
+    tell: Callable[[], tuple[int, Any]] | None = None
+
+    @property
+    def keeps_rank(self) -> bool:
+        """Whether the loop continues only with the same rank of as many: a script's own sampler is
+        cut for the ranks that there were when it was made."""
+        return self.yields_again and not self.divides_steps
 
 
 class SessionHost(Protocol):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from rayzero.engine.session import StepRequests
 from rayzero.engine.state.registry import StateRegistry
 from rayzero.workers.function_collectives import FunctionCollectives
 from rayzero.workers.ledger_writer import LedgerWriter
-from rayzero.workers.membership import Membership, SessionHost
+from rayzero.workers.membership import Membership, ScriptLoop, SessionHost
 from rayzero.workers.messages import (
     SCRIPT_ENTRYPOINT,
     Assignment,
@@ -55,8 +55,7 @@ class JobSession:
         membership: of the current generation.
         engine: None until `initialize` has built it.
         script_settings: those of a launched script; None before it runs, and without one.
-        yields_again: a loader of the script's yields the batches of a lost step again.
-        divides_steps: it is Accelerate's or Trainer's, and cut for the present ranks.
+        loop: of a launched script.
         reporter: collects the metrics of the engine and of the user.
         registry: what the function has registered by `ctx.state`; the engine's, once there is one.
     """
@@ -72,11 +71,7 @@ class JobSession:
         self.engine_config = spec.engine_config
         self.script_settings: ScriptSettings | None = None
         self.engine: Engine | None = None
-        self.yields_again = False
-        self.tell: Callable[[], tuple[int, Any]] | None = None
-        """What a function that does not continue tells the one that is called in its place, and
-        after how many finished steps."""
-        self.divides_steps = False
+        self.loop = ScriptLoop()
         self._spec = spec
         self._retained = retained
         self._host = host
@@ -134,9 +129,7 @@ class JobSession:
             self._channel.reforming = False
             self._channel.leave()
         self._mirror.close()
-        # A script's own sampler is cut for the ranks that there were when it was made.
-        keeps_rank = self.yields_again and not self.divides_steps
-        self._enter(self._host.await_next(drained=drained, keeps_rank=keeps_rank))
+        self._enter(self._host.await_next(drained=drained, keeps_rank=self.loop.keeps_rank))
         try:
             with self.resume_from() as source:
                 if source is None:
@@ -189,7 +182,7 @@ class JobSession:
 
     def divide_step(self, parts: int) -> None:
         """Posts `StepDivided`, by rank 0."""
-        self.divides_steps = True
+        self.loop.divides_steps = True
         if self.assignment.rank == 0:
             self._channel.post(StepDivided(self.assignment.generation, 0, parts))
 
@@ -213,7 +206,7 @@ class JobSession:
             return True
         if step >= engine_step:
             return True
-        if client_keys and (self.divides_steps or self.assignment.survivors_stay):
+        if client_keys and (self.loop.divides_steps or self.assignment.survivors_stay):
             raise ConfigError(
                 f"load_checkpoint of step {step}, with the client state {list(client_keys)}, in a "
                 f"job whose data and schedule continue after {engine_step} finished steps",
@@ -260,8 +253,8 @@ class JobSession:
         own = self._own_collectives
         if own is None or (survival := own.begin_step()) is None:
             return
-        is_own_loop = self.replays_epochs and (self.divides_steps or not reads_loader)
-        if self.yields_again or not is_own_loop:
+        is_own_loop = self.replays_epochs and (self.loop.divides_steps or not reads_loader)
+        if self.loop.yields_again or not is_own_loop:
             survival.enable(self._on_broken)
             own.outlive(survival, self.registry)
             if self.engine is not None and self.assignment.restore is None:

@@ -298,10 +298,10 @@ class WorkerProcess(WorkerCalls):
             tee.finish_line()
 
     def _take_notes(self, session: JobSession) -> Notes | None:
-        if session.tell is None:
+        if session.loop.tell is None:
             return None
         try:
-            step, content = session.tell()
+            step, content = session.loop.tell()
             return Notes(step, pickle.dumps(content))
         except Exception as error:  # noqa: BLE001  the training state has what was told before
             text = f"what the script has done after its last step is not known: {error!s:.999}"

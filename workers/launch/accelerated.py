@@ -182,7 +182,7 @@ def _continuing_prepare(prepare: Callable[..., Any]) -> Callable[..., Any]:
             place.schedules[:] = [it.scheduler for it in filter(_is_ours, result)]
             set_place(loaders[0], place)
             if session.engine is not None and can_read_again(loaders[0]):
-                session.yields_again = True
+                session.loop.yields_again = True
                 session.engine.survival.follow_host_loader()
         for schedule in filter(_is_ours, result):
             _continue_schedule(schedule, engine.global_steps)

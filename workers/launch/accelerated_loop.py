@@ -135,7 +135,7 @@ class _Epoch:
                 pass
             loader.iteration += 1
             return
-        order = agree_on_order(loader) if session.yields_again else None
+        order = agree_on_order(loader) if session.loop.yields_again else None
         first_step = engine.progress.step - done
         batches = self._rest(done) if done else self._iterate(loader)
         while True:
@@ -146,7 +146,7 @@ class _Epoch:
                 yield batch
                 place.check_stepped()
                 session.on_phase("data")
-                if session.yields_again:
+                if session.loop.yields_again:
                     engine.survival.await_group()
                 if (engine.progress.lost_steps, session.assignment.generation) != seen:
                     is_complete = False

@@ -154,7 +154,7 @@ class OwnLoaders:
                 raise CollectiveError(apart)
 
     def _begin_to_follow(self, engine: Engine) -> None:
-        self._is_followed = self._session.yields_again = True
+        self._is_followed = self._session.loop.yields_again = True
         engine.survival.follow_host_loader()
         batches = engine.settings.batches
         self._micro_steps, self._ranks = batches.micro_steps, present_ranks()
@@ -222,7 +222,7 @@ class OwnLoaders:
     def _follows(self, engine: Engine) -> bool:
         """Whether the script trains now, on loaders of its own."""
         session = self._session
-        if self._is_followed is False or (session.divides_steps and not self._is_cut):
+        if self._is_followed is False or (session.loop.divides_steps and not self._is_cut):
             return False
         has_own = engine.training_dataloader is None
         return has_own and engine.module.training and torch.is_grad_enabled()
@@ -242,7 +242,7 @@ class OwnLoaders:
         read_in_step = all(len(batches) in (0, self._micro_steps) for batches in kept)
         if any(kept) and not (read_in_step and engine.progress.step == self._step + 1):
             self._give_up(engine)
-        if self._is_followed and self._is_cut and not self._session.divides_steps:
+        if self._is_followed and self._is_cut and not self._session.loop.divides_steps:
             self._session.divide_step(self._micro_steps * self._ranks[1])
         self._copies = self._copies or any(it.is_changed for batches in kept for it in batches)
         oldest = engine.progress.step - self._session.steps_to_go_back
@@ -251,7 +251,7 @@ class OwnLoaders:
 
     def _give_up(self, engine: Engine) -> None:
         """Stops following the loop: after a fault the script is run again."""
-        self._is_followed = self._session.yields_again = False
+        self._is_followed = self._session.loop.yields_again = False
         engine.survival.enable(None)
         for _, reading in self._readings:
             reading.kept.clear()

@@ -168,7 +168,7 @@ def _keeping_loop(loop: Callable[..., Any], module: ModuleType) -> Callable[...,
         session.divide_step(self.args.gradient_accumulation_steps * dist.get_world_size())
         self._rayzero_recorder, self._rayzero_steps = Recorder(self), None
         _recorders[:] = [self._rayzero_recorder]
-        session.tell = self._rayzero_recorder.tell
+        session.loop.tell = self._rayzero_recorder.tell
         if NAME not in session.registry:
             session.registry.register(NAME, lambda: _recorders[0].state(), lambda _: None)
         self.add_callback(callback := KeepState(self))
@@ -185,7 +185,7 @@ def _follow_ranks(trainer: Any, recorder: Recorder, base: type) -> None:
     """Lets `train` go on after faults and resizes, if its steps can be run again."""
     session = current_session()
     if isinstance(session, JobSession) and session.engine and can_follow(trainer, base):
-        session.yields_again = True
+        session.loop.yields_again = True
         session.engine.survival.follow_host_loader()
         trainer._rayzero_steps = TrainerSteps(trainer, session, session.engine, recorder)
 
