@@ -2,9 +2,9 @@
 
     rayzero run examples/gpt/job.yaml
 
-`train` runs on every worker. It is called again in the same process after a fault or a resize:
-`ctx.initialize` then returns an engine with the job's current state, and the loader continues with
-the next sample.
+`train` runs on every worker, and stays in its loop after a fault or a resize: the loader yields the
+samples of a lost step again. In a new worker `ctx.initialize` returns an engine with the job's
+current state.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     rayzero run examples/multimodal/job.yaml
 
-`train` runs on every worker, and is called again in the same process after a fault or a change of
-the number of workers.
+`train` runs on every worker, and stays in its loop after a fault or a change of the number of
+workers.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     rayzero run examples/rl/job.yaml
 
-`train` runs on every worker, and is called again in the same process after a fault or a change of
-the number of workers. Policy, optimizer, step and random states are then restored; environments
-are not: each worker makes new ones and plays with the restored policy. What was played before is
-dropped, which is right for an on-policy method, and costs at most one rollout.
+`train` runs on every worker. It plays with all ranks between two steps, so it does not stay in its
+loop after a fault or a change of the number of workers, but is called again, in new processes.
+Policy, optimizer, step and random states are then restored; environments are not: each worker makes
+new ones and plays with the restored policy. What was played before is dropped, which is right for
+an on-policy method, and costs at most one rollout.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     rayzero run examples/vision/job.yaml
 
-`train` runs on every worker, and is called again in the same process after a fault or a change of
-the number of workers: `ctx.initialize` then returns an engine at the job's current step, and the
-loader continues with the next sample.
+`train` runs on every worker, and stays in its loop after a fault or a change of the number of
+workers: the loader yields the samples of a lost step again. In a new worker `ctx.initialize`
+returns an engine at the job's current step.
 """
 
 from __future__ import annotations
