@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 from time import monotonic
 from typing import NoReturn
 
@@ -229,6 +229,7 @@ class TrainingThread:
             message = describe_crash(error, channel.generation, channel.rank, channel.progress.step)
         channel.left.set()
         channel.post(message)
+        current_thread().name = "rayzero-given-up"  # no stacks are asked for it any more
         while True:
             Event().wait()
 
