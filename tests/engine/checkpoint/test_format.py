@@ -129,7 +129,8 @@ def rank_files(draw: st.DrawFn) -> RankFile:
     count = -(-index.nbytes // (256 * 1024))
     checksums = st.integers(0, 2**64 - 1).map("{:016x}".format)
     values = st.one_of(st.none(), st.floats(allow_nan=False), st.text(max_size=5))
-    metadata = draw(st.dictionaries(st.text(max_size=5), values, max_size=3))
+    keys = st.text(max_size=5).map("script {}".format)  # others have a type
+    metadata = draw(st.dictionaries(keys, values, max_size=3))
     return RankFile(
         name=new_file_name(0),
         rank=0,
