@@ -257,7 +257,9 @@ class JobSession:
         if self.loop.yields_again or not is_own_loop:
             survival.enable(self._on_broken)
             own.outlive(survival, self.registry)
-            if self.engine is not None and self.assignment.restore is None:
+            # A loader of the script's own has read its first batches by now.
+            is_first = self.assignment.restore is None and not self.loop.yields_again
+            if self.engine is not None and is_first:
                 with suppress(CollectiveError):  # the generation was ended: the step is lost
                     self._mirror.begin(self.engine.state)
 
