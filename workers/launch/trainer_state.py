@@ -101,6 +101,7 @@ class Recorder:
         trainer._tr_loss.fill_(self._loss)
         trainer._globalstep_last_logged, trainer._initial_global_step = found["steps"]
         self.steps_per_epoch = found["steps_per_epoch"]
+        self._ended_epoch = found["ended_epoch"]
 
     def restore_rng(self) -> None:
         """Sets the random states of the restored step again, once."""
@@ -133,8 +134,8 @@ class Recorder:
         return loss if loss is not None and math.isfinite(loss) else 0.0
 
     def _encoded_log(self) -> np.ndarray[Any, Any]:
-        """The log as lines of JSON. Each step is encoded once: the log grows as long as it
-        trains."""
+        """The log as lines of JSON. Each entry is encoded once: the log grows with
+        training."""
         log = self._trainer.state.log_history
         log = log[:-1] if _has_summary(log) else log  # it is logged at each end of training
         if len(log) < self._logged:
