@@ -77,7 +77,8 @@ class HostSession(Protocol):
         state is neither restored nor preserved. Raises ConfigError if there can be no other."""
 
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
-        """The state to restore into a new engine; None for a fresh start."""
+        """The state to restore into a new engine; None for a fresh start. Where the engine is built
+        before its ranks form their group, waits for them."""
 
     def admits_load(self, step: int, engine_step: int, client_keys: Sequence[str]) -> bool:
         """Whether a checkpoint of `step`, with a client state of these keys, takes the place of the

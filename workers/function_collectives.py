@@ -28,25 +28,40 @@ _OF_ONE_RANK = ("gather", "scatter", "reduce", "reduce_scatter", "alltoall", "al
 """Beginnings of the names of collectives whose results differ from rank to rank."""
 
 
+def read_calls(source: StateSource, rank: int) -> dict[str, Any] | None:
+    """What the collectives of a function returned before its first step: None if the function has
+    not outlived its generations."""
+    calls: dict[str, Any] | None = read_value(source, rank, _STATE)
+    return calls
+
+
 class FunctionCollectives(CallHost):
     """The host of one call of a training function. Used by any of the function's threads.
 
     Args:
         rank: this rank, when the function is called.
         is_generation_ended: whether the present generation has ended.
+        read_calls: of a new member, whose peers stay in their loops: `read_calls` of the state that
+            it starts from, for which it may wait.
 
     Attributes:
         survival: of an engine that outlives its generations.
     """
 
-    def __init__(self, rank: int, is_generation_ended: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        is_generation_ended: Callable[[], bool],
+        read_calls: Callable[[], dict[str, Any] | None] | None = None,
+    ) -> None:
         self.survival: GroupSurvival | None = None
         self._own_survival: GroupSurvival | None = None  # until the first step
         self._engine_called = 0  # collectives, when it was ready
         self._is_generation_ended = is_generation_ended
         self._rank = rank
         self._calls: dict[str, Any] = {"rank": rank, "results": []}
-        self._is_member = True
+        self._read_calls = read_calls
+        self._is_member = read_calls is None
         self._before_first_step = True
         self._replayed = 0
         self._has_groups = False
@@ -54,6 +69,7 @@ class FunctionCollectives(CallHost):
     def engine_is_ready(self, survival: GroupSurvival) -> None:
         """The function has built its first engine."""
         self._own_survival = survival
+        self._read_first_calls()
         self._engine_called = survival.collectives_called
 
     def begin_step(self) -> GroupSurvival | None:
@@ -74,11 +90,10 @@ class FunctionCollectives(CallHost):
         self.survival = survival
         registry.register(_STATE, lambda: self._calls, lambda _: None)
 
-    def read(self, source: StateSource) -> None:
-        """Before the function is called, with a state of a function that has been called before:
-        if that outlives its generations, this rank is a new member."""
-        if (calls := read_value(source, self._rank, _STATE)) is not None:
-            self._calls, self._is_member = calls, False
+    def _read_first_calls(self) -> None:
+        read, self._read_calls = self._read_calls, None
+        if read is not None and (calls := read()) is not None:
+            self._calls = calls
 
     def local_reason(self) -> str:
         if not self._is_member:
@@ -87,8 +102,11 @@ class FunctionCollectives(CallHost):
         return survival.local_reason if survival is not None and survival.is_enabled else ""
 
     def replays(self, name: str, outputs: Sequence[Tensor]) -> bool:
+        if self._is_member or not outputs:
+            return not self._is_member  # a barrier: the others are past it
+        self._read_first_calls()
         results = self._calls["results"]
-        if self._is_member or self._replayed >= len(results):
+        if self._replayed >= len(results):
             return False
         recorded, tensors = results[self._replayed]
         is_same = recorded == name and [it.shape for it in tensors] == [it.shape for it in outputs]
@@ -104,6 +122,8 @@ class FunctionCollectives(CallHost):
         return self._before_first_step and self._is_member
 
     def record(self, name: str, outputs: Sequence[Tensor]) -> None:
+        if not outputs:
+            return
         tensors = [get_device(it.device).to_host(it.detach()).clone() for it in outputs]
         self._calls["results"].append((name, tensors))
 

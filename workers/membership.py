@@ -20,7 +20,8 @@ class Membership:
     """This rank's part in one generation, whose process group is forming.
 
     Attributes:
-        await_group: returns when the group has formed; a thread joins it concurrently.
+        await_group: returns when the group has formed; a thread joins it concurrently. Nothing
+            joins it where the function was called ahead of the generation.
     """
 
     assignment: Assignment
@@ -56,6 +57,10 @@ class SessionHost(Protocol):
 
     def end_group(self, channel: GenerationChannel, reason: str) -> None:
         """Ends the waits for peers of a generation. By any thread."""
+
+    def await_begin(self) -> Membership:
+        """Returns the generation ahead of which the function was called, once it begins. By the
+        training thread."""
 
     def await_next(self, *, drained: bool, keeps_rank: bool) -> Membership:
         """Leaves the generation, and returns the next one; `keeps_rank`: if this worker has the

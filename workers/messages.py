@@ -93,6 +93,9 @@ class GenerationSpec:
         survivors_stay: some members' training functions go on in their loops, where new members
             meet them; else all members call theirs.
         notes: for functions that are called again, of the first rank's previous one.
+        parts: into how many a step is cut (`StepDivided`), if that is known; else 0.
+        is_ahead: it has not begun: the function is called, and waits for it where it needs the
+            state or other ranks. Then there is neither a store nor a state.
         secret: of the store's keys.
     """
 
@@ -106,6 +109,8 @@ class GenerationSpec:
     faults: tuple[FaultSpec, ...] = ()
     survivors_stay: bool = False
     notes: bytes = b""
+    parts: int = 0
+    is_ahead: bool = False
     secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
 
 
@@ -133,6 +138,12 @@ class RankMessage:
 @dataclass(frozen=True)
 class Joined(RankMessage):
     """This rank has joined the process group of its generation."""
+
+
+@dataclass(frozen=True)
+class Prepared(RankMessage):
+    """The training function, called ahead of its generation, needs the state or the other ranks
+    of that now, and waits for it."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from rayzero.engine.comm.elastic_group import elastic_group, make_elastic_group
-from rayzero.engine.comm.joining_group import JoiningGroup
+from rayzero.engine.comm.joining_group import JoiningGroup, PlannedGroup
 from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.device import get_device
 from rayzero.workers.group_sockets import SocketTracker
@@ -60,14 +60,7 @@ def begin_join(
         check: raises in the training thread if it is not to wait for the group any longer.
         on_joined: called by the joining thread, before a wait for the group ends.
     """
-    os.environ.update(
-        RANK=str(assignment.rank),
-        WORLD_SIZE=str(assignment.world_size),
-        LOCAL_RANK=str(assignment.local_rank),
-        LOCAL_WORLD_SIZE=str(assignment.local_world_size),
-        MASTER_ADDR=assignment.store_host,
-        MASTER_PORT=str(assignment.store_port),
-    )
+    _set_environment(assignment)
 
     def join() -> dist.ProcessGroup:
         group = join_process_group(assignment, device, timeout_s, sockets)
@@ -78,6 +71,35 @@ def begin_join(
     joining = JoiningGroup(join, *ranks, device, get_device(device).backend, check)
     make_elastic_group().begin(joining)
     return joining
+
+
+def plan(assignment: Assignment, device: torch.device, begin: Callable[[], None]) -> None:
+    """The ranks of a generation that has not begun; what needs its group calls `begin`, which waits
+    for it, and begins to join."""
+
+    def begin_group() -> JoiningGroup:
+        begin()
+        joining = make_elastic_group().joining
+        if joining is None:
+            raise dist.DistError("no process group has been joined")
+        return joining
+
+    _set_environment(assignment)
+    ranks = assignment.rank, assignment.world_size
+    backend = get_device(device).backend
+    make_elastic_group().plan(PlannedGroup(begin_group, *ranks, device, backend))
+
+
+def _set_environment(assignment: Assignment) -> None:
+    """As torchrun. The store's address is known once the generation begins."""
+    os.environ.update(
+        RANK=str(assignment.rank),
+        WORLD_SIZE=str(assignment.world_size),
+        LOCAL_RANK=str(assignment.local_rank),
+        LOCAL_WORLD_SIZE=str(assignment.local_world_size),
+    )
+    if not assignment.is_ahead:
+        os.environ.update(MASTER_ADDR=assignment.store_host, MASTER_PORT=str(assignment.store_port))
 
 
 def join_process_group(

@@ -95,8 +95,13 @@ class JobSession:
             channel.interrupt,
         )
         self._ledger: LedgerWriter | None = None
-        if spec.ledger:
+        if spec.ledger and not self.assignment.is_ahead:
             self._ledger = LedgerWriter(spec, self.assignment, channel.interrupt)
+
+    def begin(self) -> None:
+        """Waits for the generation, if the function was called ahead of it."""
+        if self._host is not None and self.assignment.is_ahead:
+            self._enter(self._host.await_begin())
 
     @property
     def assignment(self) -> Assignment:
@@ -171,8 +176,19 @@ class JobSession:
         return self.engine is None and (trains or not self.replays_epochs)
 
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
+        self.begin()
         self.on_phase("load")
+        return self.open_state()
+
+    def open_state(self) -> AbstractContextManager[StateSource | None]:
+        """Opens the state that the generation starts from, as `RetainedState.open_source`."""
+        self.begin()
         return self._retained.open_source(self.assignment.restore)
+
+    def await_group(self) -> None:
+        """Returns when the generation has begun, and its process group has formed."""
+        self.begin()
+        self.membership.await_group()
 
     @property
     def replays_epochs(self) -> bool:
@@ -192,8 +208,15 @@ class JobSession:
         return self._mirror.interval_steps
 
     @property
+    def is_resumed(self) -> bool:
+        """Whether the function begins with finished steps."""
+        return self.assignment.is_ahead or bool(self.restored_step)
+
+    @property
     def restored_step(self) -> int:
-        """Finished steps of the state that this generation starts from; 0 for a fresh start."""
+        """Finished steps of the state that this generation starts from; 0 for a fresh start. Waits
+        for the generation as `begin`."""
+        self.begin()
         return self.assignment.restore.step if self.assignment.restore else 0
 
     def admits_load(self, step: int, engine_step: int, client_keys: Sequence[str]) -> bool:
@@ -236,7 +259,7 @@ class JobSession:
         self._retained.retain(engine)
         self._hooks += check_between_blocks(engine.module, self.check)
         # The controller's order: a rank that has loaded its state has joined.
-        self.membership.await_group()
+        self.await_group()
         self._report_restored(engine)
         if self._own_collectives is not None:
             self._own_collectives.engine_is_ready(engine.survival)

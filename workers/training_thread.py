@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
-from threading import Event, Thread, current_thread
+from threading import Event, Lock, Thread, current_thread
 from time import monotonic
 from typing import NoReturn
 
@@ -25,6 +25,8 @@ from rayzero.workers.messages import (
     Heartbeat,
     InProcessStateInfo,
     LogLine,
+    Prepared,
+    RankMessage,
     Stopped,
     WorkerMessage,
 )
@@ -174,9 +176,17 @@ class TrainingThread:
         self._channel: GenerationChannel | None = None  # of the generation that it is in
         self._next: SimpleQueue[tuple[Assignment, GenerationChannel]] = SimpleQueue()
         self._parked = Event()
+        self._is_ahead = False  # its generation has not begun
+        self._end: WorkerMessage | None = None
+        self._end_lock = Lock()  # of it, where the next generation begins at once
 
-    def start(self, channel: GenerationChannel, body: Callable[[], WorkerMessage]) -> None:
+    def start(
+        self, channel: GenerationChannel, body: Callable[[], WorkerMessage], *, ahead: bool = False
+    ) -> None:
         """Runs `body`, from joining the group to the end message, in the training thread.
+
+        Args:
+            ahead: of its generation, which `resume` begins.
 
         Raises:
             EngineError: it has run in this process.
@@ -186,7 +196,9 @@ class TrainingThread:
                 f"generation {channel.generation} cannot start: a training function has been "
                 "called in this process"
             )
-        self._channel = channel
+        self._channel, self._is_ahead = channel, ahead
+        if ahead:
+            self._parked.set()
         self._thread = Thread(
             target=self._run, args=(channel, body), name=TRAINING_THREAD, daemon=True
         )
@@ -204,17 +216,33 @@ class TrainingThread:
         self._parked.set()
         channel.left.set()
         channel.post(replace(left, stays=True, keeps_rank=keeps_rank))
+        return self._await_next()
+
+    def await_begin(self) -> tuple[Assignment, GenerationChannel]:
+        """On the training thread of a function that was called ahead of its generation: returns
+        that, once it begins."""
+        channel = self._present_channel
+        channel.left.set()
+        channel.post(Prepared(channel.generation, channel.rank))
+        return self._await_next()
+
+    def _await_next(self) -> tuple[Assignment, GenerationChannel]:
         following = self._next.get()
         _, self._channel = following
         return following
 
     def resume(self, assignment: Assignment, channel: GenerationChannel) -> bool:
-        """Lets the function continue in the next generation, if it waits for that."""
+        """Lets the function continue in the next generation, if it waits for that; one that was
+        called ahead, if it has not come to where it waits, too."""
         if not self._parked.is_set():
             return False
         self._parked.clear()
-        channel.reforming = True
-        self._next.put((assignment, channel))
+        channel.reforming, self._is_ahead = not self._is_ahead, False
+        with self._end_lock:
+            if self._end is None:
+                self._next.put((assignment, channel))
+                return True
+        self._post_end(channel, self._end)
         return True
 
     def give_up(self) -> NoReturn:
@@ -255,8 +283,17 @@ class TrainingThread:
             message = body()
         except BaseException as error:  # noqa: BLE001  # the thread's last frame: report everything
             message = self._describe_error(self._present_channel, error)
-        channel = self._present_channel
+        with self._end_lock:
+            self._end = message
+            if not self._next.empty():  # it was called ahead, and has not come to its generation
+                _, self._channel = self._next.get()
+        self._post_end(self._present_channel, message)
+
+    @staticmethod
+    def _post_end(channel: GenerationChannel, message: WorkerMessage) -> None:
         channel.left.set()
+        if isinstance(message, RankMessage):
+            message = replace(message, generation=channel.generation)
         channel.post(message)
 
     def _describe_error(self, channel: GenerationChannel, raised: BaseException) -> WorkerMessage:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from threading import Thread, Timer
 from typing import Any, NoReturn
 
@@ -26,7 +27,7 @@ from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFault
 from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.context import Context
 from rayzero.workers.entrypoint import TrainFunction, load_train_function
-from rayzero.workers.function_collectives import FunctionCollectives
+from rayzero.workers.function_collectives import FunctionCollectives, read_calls
 from rayzero.workers.function_result import encode_result
 from rayzero.workers.group_errors import polled_group_errors
 from rayzero.workers.membership import Membership
@@ -133,7 +134,8 @@ class WorkerProcess(WorkerCalls):
         with process_group.group_lock:
             self._channel = channel
         if not (assignment.survivors_stay and self._training_thread.resume(assignment, channel)):
-            self._training_thread.start(channel, lambda: self._run_function(assignment, channel))
+            body = partial(self._run_function, assignment, channel)
+            self._training_thread.start(channel, body, ahead=assignment.is_ahead)
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
         return [*self._outbox.poll(timeout_s), self._training_thread.heartbeat(self._channel)]
@@ -197,6 +199,10 @@ class WorkerProcess(WorkerCalls):
         following = self._training_thread.park(drained=drained, keeps_rank=keeps_rank)
         return self._join(*following, continues=True)
 
+    def await_begin(self) -> Membership:
+        """See `SessionHost`."""
+        return self._join(*self._training_thread.await_begin(), continues=False)
+
     def inject(self, faults: Sequence[FaultSpec]) -> None:
         self._fault_schedule.set_faults((*self._spec.faults, *faults))
 
@@ -246,6 +252,27 @@ class WorkerProcess(WorkerCalls):
         self._error_polling.enter_context(self._polled_errors(channel))
         return Membership(assignment, channel, injector, group.wait)
 
+    def _plan(self, assignment: Assignment, channel: GenerationChannel) -> Membership:
+        """The part in a generation that has not begun."""
+        self.inject(assignment.faults)
+        injector = WorkerFaultInjector(self._fault_schedule, assignment.rank)
+        channel.progress.enter_phase("start")
+        self._retained.begin_generation(assignment)  # the vault detects its death
+        process_group.plan(assignment, self._device, self._begin)
+        return Membership(assignment, channel, injector)
+
+    def _begin(self) -> None:
+        if self._session is not None:
+            self._session.begin()
+
+    def _read_calls(self) -> dict[str, Any] | None:
+        """What collectives of the first function have returned: see `FunctionCollectives`."""
+        session = self._session
+        if session is None:
+            return None
+        with session.open_state() as source:
+            return None if source is None else read_calls(source, session.assignment.rank)
+
     def _run_function(self, assignment: Assignment, channel: GenerationChannel) -> WorkerMessage:
         """Calls the training function, and returns the message of its end: that of the generation
         that it is in then."""
@@ -253,12 +280,13 @@ class WorkerProcess(WorkerCalls):
             self._spec.entrypoint
         )
         self._device = self._select_device()
-        membership = self._join(assignment, channel, continues=False)
-        collectives = FunctionCollectives(assignment.rank, lambda: self._channel.interrupt.is_set())
-        if assignment.survivors_stay:
-            with self._retained.open_source(assignment.restore) as source:
-                if source is not None:
-                    collectives.read(source)
+        enter = self._plan if assignment.is_ahead else partial(self._join, continues=False)
+        membership = enter(assignment, channel)
+        collectives = FunctionCollectives(
+            assignment.rank,
+            lambda: self._channel.interrupt.is_set(),
+            self._read_calls if assignment.survivors_stay else None,
+        )
         session = self._session = JobSession(
             self._spec, membership, self._retained, self, collectives
         )
@@ -267,7 +295,7 @@ class WorkerProcess(WorkerCalls):
             with use_session(session), self._error_polling, calls_of(collectives):
                 result = self._json_result(_call_here(function, context))
                 session.check_loop()
-                session.membership.await_group()
+                session.await_group()
                 session.finish()
         finally:
             self._end_call()

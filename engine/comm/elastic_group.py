@@ -63,8 +63,12 @@ class ElasticGroup(dist.ProcessGroup):
         self._told: JoiningGroup | None = None  # of the warning
 
     def begin(self, joining: JoiningGroup) -> None:
-        """The ranks of another generation; starts to join its group. Raises RuntimeError while the
-        previous one is joining."""
+        """As `plan`, and starts to join the group."""
+        self.plan(joining)
+        joining.start()
+
+    def plan(self, joining: JoiningGroup) -> None:
+        """The ranks of another generation. Raises RuntimeError while an earlier one is joining."""
         if self.joining is not None and self.joining.is_joining:
             raise RuntimeError("the previous process group is still joining")
         self.joining = joining
@@ -73,7 +77,6 @@ class ElasticGroup(dist.ProcessGroup):
         world.pg_map[self] = joining.backend, store
         world.pg_backend_config[self] = str(c10d.BackendConfig(c10d.Backend(joining.backend)))
         world.pg_group_ranks[self] = {rank: rank for rank in range(joining.world_size)}
-        joining.start()
 
     def form_group(self, store: Store, **options: Any) -> dist.ProcessGroup:
         """Makes the group of all ranks of the present generation; by the thread that joins it.

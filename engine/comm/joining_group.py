@@ -108,3 +108,28 @@ class JoiningGroup:
             self._error = error
         finally:
             self._ended.set()
+
+
+class PlannedGroup(JoiningGroup):
+    """The process group of a generation that has not begun: what needs it waits for that."""
+
+    def __init__(
+        self,
+        begin: Callable[[], JoiningGroup],
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        backend: str,
+    ) -> None:
+        """
+        Args:
+            begin: waits for the generation, and returns its group. By the training thread.
+        """
+        super().__init__(self.get_group, rank, world_size, device, backend, check=lambda: None)
+        self._begin = begin
+
+    def wait(self) -> None:
+        self._begin().wait()
+
+    def get_group(self) -> dist.ProcessGroup:
+        return self._begin().get_group()

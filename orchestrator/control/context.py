@@ -23,11 +23,12 @@ from rayzero.orchestrator.job_events import EventBus, JobEvent, JobWarning, Rank
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.observed import ObservedState
 from rayzero.orchestrator.plan import JobPlan
-from rayzero.orchestrator.policies.membership import WorkerLimits, WorkerRegistry
+from rayzero.orchestrator.policies.membership import Selected, WorkerLimits, WorkerRegistry
+from rayzero.orchestrator.policies.placement import assign_ranks
 from rayzero.orchestrator.policies.stragglers import SpeedTracker
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.chaos.spec import FaultSpec
-from rayzero.workers.messages import WentBack
+from rayzero.workers.messages import RankAssignment, WentBack
 
 if TYPE_CHECKING:  # they import Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.vault_group import VaultGroup
@@ -144,6 +145,12 @@ class JobContext(ObservedState):
                 f"equal parts: of up to {limits.max} workers (workers.max) {most or 'none'} can "
                 "train; gradient_accumulation_steps decides it"
             )
+
+    def assign(self, selection: Selected) -> dict[int, RankAssignment]:
+        """The ranks of selected workers in the next generation, by worker, in their order."""
+        nodes = [worker.node_id for worker in self.generation.workers]
+        calls = self.registry.calls
+        return assign_ranks(selection.members, self.vault_addresses, calls, nodes)
 
     def rewind(self, step: int) -> int:
         """Training continues from `step`. Returns the number of finished steps to redo."""

@@ -10,6 +10,7 @@ from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.inbox import WorkerInbox
+from rayzero.orchestrator.control.newcomers import Newcomers
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.orchestrator.job_events import LimitsChanged, WorkersReady
@@ -43,6 +44,7 @@ class ElasticScaler:
         self._failures = failures
         self._vaults = vaults
         self._inbox = inbox
+        self._newcomers = Newcomers(context, failures)
         self._quarantined: frozenset[str] = frozenset()
 
     def start(self) -> None:
@@ -108,6 +110,8 @@ class ElasticScaler:
             await ctx.changed.wait_until(lambda: bool(self._resize_reason()))
             if self._would_grow:
                 await ctx.deps.clock.sleep(JOIN_BATCH_S)
+            if not (self._resize_reason() and await self._newcomers.prepare()):
+                continue
             generation = ctx.generation
             if reason := self._resize_reason():
                 ctx.post_event(machine.ResizeRequested(generation.number, reason))

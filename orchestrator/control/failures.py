@@ -20,7 +20,7 @@ from rayzero.orchestrator.policies import failure
 from rayzero.orchestrator.policies.failure import LOSS_CAUSES, Fault, FaultCause
 from rayzero.orchestrator.policies.hang import Hang
 from rayzero.orchestrator.policies.recovery import Excluded
-from rayzero.workers.messages import Crashed
+from rayzero.workers.messages import Crashed, Finished, Stopped
 from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.vault import Vault
 
@@ -140,6 +140,34 @@ class FailureHandler:
             text = ", ".join(map(str, sorted(ranks)))
             ctx.warn(f"the training function is called again, in new processes (ranks {text})")
 
+    def on_newcomer_ended(self, worker: int, end: Finished | Stopped | Crashed) -> None:
+        """The function of a new worker has ended before its generation began."""
+        if isinstance(end, Crashed):
+            self._on_newcomer_failed(worker, end.error, end.traceback)
+        else:
+            self._on_newcomer_failed(worker, "the training function returned before it trained")
+
+    def on_newcomer_late(self, worker: int, limit_s: float) -> None:
+        """The function of a new worker does not come to where its generation can begin."""
+        text = f"the training function did not come to its engine within {limit_s:g} s"
+        self._on_newcomer_failed(worker, f"{text} (workers.start_timeout_s)")
+
+    def _on_newcomer_failed(self, worker: int, detail: str, traceback: str = "") -> None:
+        ctx, call = self._context, self._context.registry.calls[worker]
+        fault = Fault(
+            FaultCause.NEWCOMER,
+            ctx.registry.info(worker),
+            call.rank,
+            ctx.generation.step,
+            detail,
+            ctx.now_s(),
+            ctx.generation.number,
+            traceback,
+        )
+        self._record(fault)
+        self._announce(fault)
+        self._leave_out(fault)
+
     def was_lost(self, worker: int) -> bool:
         """Whether its process was lost, and not ended on purpose."""
         return worker in self._recorded_dead
@@ -200,11 +228,11 @@ class FailureHandler:
 
     def on_fault(self) -> None:
         """A member's fault was added to the pending ones."""
-        generation, entries = self._context.generation, self._context.registry.entries
+        generation, calls = self._context.generation, self._context.registry.calls
         restored_step = 0 if generation.restore is None else generation.restore.step
-        entered_in = {it: entries[it].generation for it in generation.assignments if it in entries}
+        called_in = {it: calls[it].generation for it in generation.assignments if it in calls}
         *others, newest = generation.pending_faults
-        newest = failure.as_newcomers(newest, self.history, entered_in, restored_step)
+        newest = failure.as_newcomers(newest, self.history, called_in, restored_step)
         generation.pending_faults = [*others, newest]
         self._announce(newest)
         self.evaluate()

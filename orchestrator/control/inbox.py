@@ -13,6 +13,7 @@ from rayzero.orchestrator.control.context import JobContext, timeout_reason
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.policies.placement import CallState
 from rayzero.orchestrator.policies.usefulness import EqualLosses
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.chaos.spec import FaultFired
@@ -23,6 +24,7 @@ from rayzero.workers.messages import (
     Joined,
     LogLine,
     Pinned,
+    Prepared,
     Restored,
     StepDivided,
     StepReport,
@@ -214,6 +216,7 @@ class MessageDispatcher:
             StepReport: self._on_report,
             Joined: self._on_joined,
             Restored: self._on_restored,
+            Prepared: self._on_prepared,
             Finished: self._on_left,
             Stopped: self._on_left,
             Crashed: self._on_crashed,
@@ -269,6 +272,11 @@ class MessageDispatcher:
         if ctx.generation.on_restored(worker, message, ctx.now_s()):
             ctx.timer.enter_phase("recompute")
 
+    def _on_prepared(self, worker: int, message: Prepared) -> None:
+        del message
+        if self._context.registry.is_ahead(worker):
+            self._context.registry.set_state(worker, CallState.PREPARED)
+
     def _on_crashed(self, worker: int, message: Crashed) -> None:
         if message.kind == "device":  # of any generation: the process ends
             self._failures.on_device_failed(worker, message)
@@ -277,13 +285,15 @@ class MessageDispatcher:
 
     def _on_left(self, worker: int, message: Finished | Stopped | Crashed) -> None:
         ctx, generation = self._context, self._context.generation
+        if ctx.registry.is_ahead(worker):
+            self._failures.on_newcomer_ended(worker, message)
+            return
         faults_before = len(generation.pending_faults)
         if not generation.on_left(worker, message, ctx.now_s()):
             return
-        staying = {it: bound for it, bound in ctx.registry.staying.items() if it != worker}
         if not isinstance(message, Finished) and message.stays:
-            staying[worker] = message.keeps_rank
-        ctx.registry.staying = staying
+            keeps_rank = message.keeps_rank
+            ctx.registry.set_state(worker, CallState.WAITING, keeps_rank=keeps_rank)
         if len(generation.pending_faults) > faults_before:
             self._failures.on_fault()
         if isinstance(message, Finished):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rayzero.orchestrator import machine
@@ -23,7 +24,7 @@ from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.job_events import GenerationStarted
 from rayzero.orchestrator.policies.membership import Selected, not_enough_error
-from rayzero.orchestrator.policies.placement import Entry, assign_ranks, misplaced
+from rayzero.orchestrator.policies.placement import CallState, FunctionCall, misplaced
 from rayzero.orchestrator.policies.recovery import newest_complete_in_vaults
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.messages import GenerationSpec, RankAssignment
@@ -184,31 +185,31 @@ class Reconfiguration:
         Raises:
             JobFailedError: they are too few after `workers.start_timeout_s`.
         """
-        registry = self._context.registry
-        self._failures.retire(registry.spent(stays=restore is not None))
-        selection = await self._await_members(self._wanted())
-        others = misplaced(self._assign(selection), registry.entries, self._bound)
-        if not others:
-            return selection
-        self._failures.retire(others)
-        return await self._await_members(self._wanted())
-
-    @property
-    def _bound(self) -> frozenset[int]:
-        """Workers whose functions wait in their loops, for the same rank of as many."""
-        registry = self._context.registry
-        ready = (worker.index for worker in registry.ready)
-        return frozenset(worker for worker in ready if registry.staying.get(worker))
+        ctx, registry = self._context, self._context.registry
+        while True:
+            self._failures.retire(registry.spent(stays=restore is not None))
+            selection = await self._await_members(self._wanted())
+            assignments = ctx.assign(selection)
+            others = misplaced(assignments, registry.calls)
+            others += [
+                worker.index
+                for worker in registry.ready
+                if worker.index not in assignments and registry.is_ahead(worker.index)
+            ]
+            if not others:
+                return selection
+            self._failures.retire(others)
 
     def _wanted(self) -> int:
         """For how many workers to wait, beyond the least number. For as many as there were, where
         functions continue only then. Where none continues, for all that start in the reservations
         that the job holds: one that came later would make all begin again. Otherwise for none."""
         ctx, registry = self._context, self._context.registry
-        if bound := self._bound:
-            return max(registry.entries[worker].world_size for worker in bound)
-        continuing = any(worker.index in registry.entries for worker in registry.ready)
-        if continuing or not registry.entries:
+        calls = [registry.calls[it.index] for it in registry.ready if it.index in registry.calls]
+        bound = [call.world_size for call in calls if call.is_waiting and call.keeps_rank]
+        if bound:
+            return max(bound)
+        if calls or not registry.calls:
             return 0
         held = [it for it in registry.awaiting_replacement if it.node_id in ctx.vault_addresses]
         return min(registry.limits.max, max(registry.awaited, len(registry.ready) + len(held)))
@@ -238,18 +239,12 @@ class Reconfiguration:
         registry.awaited = 0
         return selection
 
-    def _assign(self, selection: Selected) -> dict[int, RankAssignment]:
-        ctx = self._context
-        nodes = [worker.node_id for worker in ctx.generation.workers]
-        entries = ctx.registry.entries
-        return assign_ranks(selection.members, ctx.vault_addresses, entries, nodes)
-
     async def _rendezvous(
         self, selection: Selected, restore: Restore | None, store: tuple[int, int] | None
     ) -> GenerationState:
         """Begins the generation, and sends every member its assignment."""
         ctx, number = self._context, self._context.numbers.next()
-        assignments = self._assign(selection)
+        assignments = ctx.assign(selection)
         notes = ctx.generation.notes(restore.step) if restore is not None else b""
         self._vaults.generation_uses(worker.node_id for worker in selection.members)
         if len(assignments) >= LARGE_JOB_WORKERS:
@@ -281,26 +276,37 @@ class Reconfiguration:
             shares=shares,
             remote=ctx.replicates,
             faults=ctx.injected_faults,
-            survivors_stay=not ctx.registry.staying.keys().isdisjoint(assignments),
+            survivors_stay=any(it.is_waiting for it in self._calls_of(assignments)),
             notes=notes,
+            parts=ctx.registry.limits.parts,
         )
-        self._note_entries(assignments)
+        self._note_calls(assignments)
         generation.assign(ctx.registry.is_alive)
         self._assignments = ctx.deps.workers.assign(spec, assignments)
         ctx.expect_replies(self._assignments)
         return generation
 
-    def _note_entries(self, assignments: Mapping[int, RankAssignment]) -> None:
-        """Notes the ranks with which functions are entered now. Says so where rank 0 is another's
-        for a while."""
+    def _calls_of(self, assignments: Mapping[int, RankAssignment]) -> list[FunctionCall]:
+        calls = self._context.registry.calls
+        return [calls[worker] for worker in assignments if worker in calls]
+
+    def _note_calls(self, assignments: Mapping[int, RankAssignment]) -> None:
+        """Notes which functions run now, and with which ranks new ones are called. Says so where
+        rank 0 is another's for a while."""
         ctx, registry = self._context, self._context.registry
-        registry.entries |= {
-            worker: Entry(member.rank, len(assignments), self._context.generation.number)
+        calls, generation = registry.calls, ctx.generation.number
+        new = {
+            worker: FunctionCall(member.rank, len(assignments), generation)
             for worker, member in assignments.items()
-            if worker not in registry.staying
         }
+        stay = {
+            worker: replace(calls[worker], state=CallState.RUNNING)
+            for worker in assignments
+            if worker in calls and calls[worker].is_waiting
+        }
+        registry.calls = calls | new | stay
         main = next(iter(assignments))
-        if rank := registry.entries[main].rank:
+        if rank := registry.calls[main].rank:
             ctx.warn(
                 f"rank 0 is the worker on node {registry.info(main).node}, which was entered as "
                 f"rank {rank}, until there are more workers: what its function does on rank 0 only "

@@ -128,7 +128,7 @@ def decide(
 
 
 def as_newcomers(
-    fault: Fault, earlier: Sequence[Fault], entered_in: Mapping[int, int], restored_step: int
+    fault: Fault, earlier: Sequence[Fault], called_in: Mapping[int, int], restored_step: int
 ) -> Fault:
     """The fault; with the cause NEWCOMER if its function was called in this generation, while
     others stayed in their loops, and has failed before its first step ended, in another way than
@@ -136,11 +136,11 @@ def as_newcomers(
 
     Args:
         earlier: the faults recovered from so far.
-        entered_in: by member, the generation in which its function was called.
+        called_in: by member, the generation in which its function was called.
         restored_step: finished steps when the generation began.
     """
-    is_new = entered_in[fault.worker.index] == fault.generation
-    others_stay = any(generation < fault.generation for generation in entered_in.values())
+    is_new = called_in[fault.worker.index] == fault.generation
+    others_stay = any(generation < fault.generation for generation in called_in.values())
     is_known = _signature(fault) in map(_signature, earlier)
     if is_new and others_stay and fault.cause in NEWCOMERS_CAUSES and not is_known:
         return (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.observed import ObservedState
-from rayzero.orchestrator.policies.placement import Entry
+from rayzero.orchestrator.policies.placement import CallState, FunctionCall
 from rayzero.workers.messages import WorkerInfo
 
 
@@ -124,11 +124,8 @@ class WorkerRegistry(ObservedState):
         """Ids of nodes that are about to be removed."""
         self.members: frozenset[int] = frozenset()
         """Indices of the newest generation's members."""
-        self.staying: Mapping[int, bool] = {}
-        """Workers whose training functions wait in their loops; and whether they continue only with
-        the same rank and number of ranks."""
-        self.entries: dict[int, Entry] = {}
-        """By worker, of its training function."""
+        self.calls: dict[int, FunctionCall] = {}
+        """By worker, of its training function; never changed in place."""
         self.awaiting_replacement: tuple[WorkerInfo, ...] = ()
         """Lost workers, and retired ones, whose reservations wait for a replacement."""
         self.awaited = 0
@@ -183,14 +180,24 @@ class WorkerRegistry(ObservedState):
 
     def spent(self, *, stays: bool) -> list[int]:
         """Workers whose process is used up: a training function was called in it, and does not
-        continue in the next generation.
+        continue in the next generation. One that was called before its generation continues only
+        where others wait for it in their loops.
 
         Args:
             stays: whether functions that wait in their loops continue.
         """
-        continuing = self.staying if stays else {}
-        ready = (worker.index for worker in self.ready)
-        return [it for it in ready if it in self.entries and it not in continuing]
+        calls = {it.index: self.calls[it.index] for it in self.ready if it.index in self.calls}
+        stays = stays and any(call.is_waiting for call in calls.values())
+        return [it for it, call in calls.items() if not stays or call.state is CallState.RUNNING]
+
+    def set_state(self, worker: int, state: CallState, *, keeps_rank: bool = False) -> None:
+        """Its function has come there."""
+        call = replace(self.calls[worker], state=state, keeps_rank=keeps_rank)
+        self.calls = {**self.calls, worker: call}
+
+    def is_ahead(self, worker: int) -> bool:
+        """Whether its function was called before its generation."""
+        return worker in self.calls and self.calls[worker].is_ahead
 
     def leave_out(self, worker: int) -> None:
         """It is about to be ended because its function failed where it was new."""
@@ -217,10 +224,19 @@ class WorkerRegistry(ObservedState):
         """The members of the next generation as of now; None if there are too few workers. Called
         often, and cached until an input changes."""
         limits, members, draining = self.present_limits, self.members, self.draining_nodes
-        inputs = (self._version, limits, members, draining)
+        inputs = (self._version, self.calls, limits, members, draining)
         if self._selection is None or self._selection[0] != inputs:
-            self._selection = (inputs, select_members(self.ready, limits, members, draining))
+            selection = select_members(self._candidates(), limits, members, draining)
+            self._selection = (inputs, selection)
         return self._selection[1]
+
+    def _candidates(self) -> tuple[WorkerInfo, ...]:
+        """The ready workers. Where functions were called before their generation, which is of a
+        certain size, without workers that came later; unless there are too few."""
+        called = tuple(worker for worker in self.ready if worker.index in self.calls)
+        has_ahead = any(self.is_ahead(worker.index) for worker in called)
+        enough = self.present_limits.size(len(called)) is not None
+        return called if has_ahead and enough else self.ready
 
     def _invalidate(self) -> None:
         self._ready = self._nodes = None

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import chain, count
 from math import floor
-from typing import NamedTuple
 
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.policies.failure import LOSS_CAUSES, Fault, incidents
@@ -139,19 +139,54 @@ def missing_resources(
     return f"{text}: {'; '.join(reasons)}" if reasons else text
 
 
-class Entry(NamedTuple):
-    """The rank with which a training function was entered, the number of ranks then, and the
-    generation."""
+class CallState(StrEnum):
+    """Where a training function is."""
+
+    RUNNING = "running"
+    """In a generation; or it has ended."""
+    PREPARING = "preparing"
+    """Called before its generation, and on its way to where it needs the training state."""
+    PREPARED = "prepared"
+    """Waits there for its generation."""
+    WAITING = "waiting"
+    """Waits in its loop for the next generation."""
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """The call of the training function in a worker's process. There is one in each process.
+
+    Args:
+        rank, world_size, generation: with which it was called, or is to begin.
+        keeps_rank: where it waits in its loop: whether it continues only with the same rank and
+            number of ranks.
+    """
 
     rank: int
     world_size: int
     generation: int = 0
+    state: CallState = CallState.RUNNING
+    keeps_rank: bool = False
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether its generation has not begun."""
+        return self.state in (CallState.PREPARING, CallState.PREPARED)
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state is CallState.WAITING
+
+    def fits(self, rank: int, world_size: int) -> bool:
+        """Whether it can continue with that rank of so many."""
+        bound = self.is_ahead or (self.is_waiting and self.keeps_rank)
+        return not bound or (self.rank, self.world_size) == (rank, world_size)
 
 
 def assign_ranks(
     workers: Sequence[WorkerInfo],
     vaults: Mapping[str, str],
-    entries: Mapping[int, Entry] | None = None,
+    calls: Mapping[int, FunctionCall] | None = None,
     nodes: Sequence[str] = (),
 ) -> dict[int, RankAssignment]:
     """Returns the ranks by worker, in their order.
@@ -164,10 +199,10 @@ def assign_ranks(
     Args:
         workers: by index.
         vaults: addresses by node.
-        entries: by worker, of functions that were entered; each rank once.
+        calls: by worker; each rank once.
         nodes: by rank, the nodes of the previous generation.
     """
-    entered = {worker: entry.rank for worker, entry in (entries or {}).items()}
+    entered = {worker: call.rank for worker, call in (calls or {}).items()}
     world_size = len(workers)
     placed = {
         entered[worker.index]: worker
@@ -198,19 +233,14 @@ def assign_ranks(
 
 def misplaced(
     assignments: Mapping[int, RankAssignment],
-    entries: Mapping[int, Entry],
-    bound: Collection[int],
+    calls: Mapping[int, FunctionCall],
 ) -> list[int]:
-    """The workers whose functions continue only with the rank and the number of ranks with which
-    they were entered, and have another now.
-
-    Args:
-        bound: workers with such a function.
-    """
+    """The workers whose functions cannot continue with their new ranks: those that continue only
+    with the rank and the number of ranks with which they were called, and have another now."""
     return [
         worker
         for worker, assignment in assignments.items()
-        if worker in bound and entries[worker][:2] != (assignment.rank, len(assignments))
+        if worker in calls and not calls[worker].fits(assignment.rank, len(assignments))
     ]
 
 

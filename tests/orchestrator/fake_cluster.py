@@ -43,6 +43,7 @@ from rayzero.workers.messages import (
     Joined,
     Notes,
     Pinned,
+    Prepared,
     RankAssignment,
     Restored,
     StepReport,
@@ -68,6 +69,8 @@ class FakeProcess:
     alive: bool = True
     assign: Assignment | None = None
     """The current assignment while the user's function runs."""
+    ahead: Assignment | None = None
+    """With which its function was called before its generation began."""
     ready: bool = False
     """Whether it has joined its generation and loaded its state."""
     step: int = 0
@@ -141,6 +144,9 @@ class FakeCluster:
         self.assigned: list[tuple[int, Assignment]] = []
         self.leaving: set[int] = set()  # whose functions do not continue in their loops
         self.other_nodes = ""  # for replacements, where a worker's node is avoided
+        self.prepares = (
+            True  # whether functions come to their engines where no generation has begun
+        )
         self.bound = False  # whether functions continue only with the same rank of as many
         self.commands: list[tuple[str, int]] = []
         self.injected: list[tuple[int, tuple[str, ...]]] = []
@@ -189,6 +195,11 @@ class FakeCluster:
 
     def send(self, worker: int, *messages: WorkerMessage) -> None:
         self._post(self.processes[worker], list(messages))
+
+    def prepare(self, worker: int) -> None:
+        """Bring a function that was called ahead of its generation to its engine."""
+        if assign := self.processes[worker].ahead:
+            self.send(worker, Prepared(assign.generation, assign.rank))
 
     def report_cause(self, worker: int, cause: str) -> None:
         """Report why a worker died, as the cluster does."""
@@ -240,7 +251,7 @@ class FakeCluster:
     ) -> None:
         """Raise an exception from a worker's function."""
         process = self.processes[worker]
-        assign = process.assign
+        assign = process.assign or process.ahead
         assert assign is not None
         crash_step = process.step + 1 if step is None else step
         process.assign = None
@@ -480,6 +491,17 @@ class FakeCluster:
     def _assign(self, worker: int, generation: GenerationSpec, rank: RankAssignment) -> None:
         process, assign = self.processes[worker], Assignment(**vars(rank), **vars(generation))
         assert process.assign is None, "two generations at once"
+        if assign.is_ahead:
+            assert not process.in_loop, "two functions in a process"
+            assert process.ahead is None
+            process.ahead = assign
+            if self.prepares:
+                self.prepare(worker)
+            return
+        if planned := process.ahead:
+            assert assign.survivors_stay, "nobody waits for the new function"
+            assert (planned.rank, planned.world_size) == (assign.rank, assign.world_size)
+            process.ahead = None
         for other in self.processes.values():
             if other.alive and other.assign is not None:
                 assert other.assign.generation == assign.generation, "two generations at once"

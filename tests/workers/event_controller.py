@@ -10,7 +10,7 @@ from typing import Literal
 
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import parse_fault
-from rayzero.workers.messages import Stopped
+from rayzero.workers.messages import Prepared, Stopped
 from rayzero.workers.vault.records import Restore
 from tests.workers.local_controller import LocalController
 from tests.workers.local_workers import LocalWorkers
@@ -145,6 +145,13 @@ class EventController(LocalController):
             self.wrong.append(f"drain of {self._draining}: {ends}")
         self._generation_members = self._members
 
+    def _prepare(self, index: int, members: Sequence[int]) -> None:
+        """Calls a new function ahead of its generation, which begins when it waits for that, or
+        before."""
+        self._local.prepare(index, members.index(index), len(members))
+        if self._rng is None or self._rng.random() < 0.5:
+            self._local.wait(index, lambda message: isinstance(message, Prepared))
+
     def _choose_members(self, restore: Restore | None) -> None:
         """Those that are left, in another order, changed as the event says."""
         members, event = [*self._members], self._draining
@@ -162,9 +169,12 @@ class EventController(LocalController):
             self._waiting.append(members.pop())
         if event is not None and event.kind == "return":
             members.append(self._waiting.pop())
-        new = len(replaced) + (event is not None and event.kind == "grow")
-        members += [self._local.start_worker() for _ in range(new)]
+        grows = event is not None and event.kind == "grow"
+        new = [self._local.start_worker() for _ in range(len(replaced) + grows)]
+        members += new
         if self._rng is not None:
             self._rng.shuffle(members)
+        if grows and restore is not None:
+            self._prepare(new[-1], members)
         self._members = members
         self.starts.append((len(members), restore.step if restore else 0))

@@ -9,10 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rayzero.orchestrator.policies.placement import Entry, misplaced
+from rayzero.orchestrator.policies.placement import CallState, FunctionCall, misplaced
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.messages import (
@@ -50,7 +51,8 @@ class LocalWorkers:
         self.seen: dict[int, list[WorkerMessage]] = {}
         self.faults: tuple[FaultSpec, ...] = ()
         """That were injected while the job runs."""
-        self._entries: dict[int, Entry] = {}
+        self._calls: dict[int, FunctionCall] = {}
+        self._ahead = set[int]()
         for _ in range(count):
             self.start_worker()
 
@@ -76,12 +78,21 @@ class LocalWorkers:
             for rank, index in enumerate(members)
         }
         staying = {index for index in members if restore and self._left(index, "stays")}
-        bound = {index for index in staying if self._left(index, "keeps_rank")}
-        staying -= {*misplaced(places, self._entries, bound)}
-        for index in set(places) - staying:
-            if index in self._entries:
+        calls = {
+            index: replace(
+                self._calls[index],
+                state=CallState.WAITING,
+                keeps_rank=self._left(index, "keeps_rank"),
+            )
+            for index in staying
+        }
+        staying -= {*misplaced(places, calls)}
+        ahead = {index for index in members if index in self._ahead}
+        self._ahead -= ahead
+        for index in set(places) - staying - ahead:
+            if index in self._calls:
                 self._renew(index)
-            self._entries[index] = Entry(places[index].rank, len(members))
+            self._calls[index] = FunctionCall(places[index].rank, len(members))
         port = self.workers[members[0]].call("open_store")
         spec = GenerationSpec(
             generation,
@@ -97,6 +108,16 @@ class LocalWorkers:
             if recipients is not None and index not in recipients:
                 continue
             self.workers[index].call("assign", spec, places[index])
+
+    def prepare(self, index: int, rank: int, world_size: int) -> None:
+        """Call a new worker's function ahead of its generation."""
+        spec = GenerationSpec(
+            0, world_size, "", 0, faults=self.faults, survivors_stay=True, is_ahead=True
+        )
+        self._ahead.add(index)
+        self._calls[index] = FunctionCall(rank, world_size)
+        place = RankAssignment(rank, rank, world_size, self.vault.address())
+        self.workers[index].call("assign", spec, place)
 
     def _notes(self, generation: int, restore: Restore | None) -> bytes:
         """What the lowest rank that left before `generation` tells, with the restored state."""

@@ -128,18 +128,17 @@ def _adapting_init(init: Callable[..., None]) -> Callable[..., None]:
         if self.rayzero_scripted and plugin.is_auto("gradient_clipping"):
             plugin.deepspeed_config["gradient_clipping"] = 0.0
         session = current_session()
-        if not isinstance(session, JobSession) or not session.restored_step or plugin is None:
+        if not isinstance(session, JobSession) or not session.is_resumed or plugin is None:
             return
-        recall_batches(session)
         ranks = dist.get_world_size()
-        if _first and ranks != _first["ranks"]:
-            if _first["batches"] % ranks:
+        if batches := recall_batches(session):
+            if batches % ranks:
                 raise ConfigError(
-                    f"a step of {_first['batches']} batches over {ranks} ranks",
-                    allowed=f"numbers of ranks that divide {_first['batches']}",
+                    f"a step of {batches} batches over {ranks} ranks",
+                    allowed=f"numbers of ranks that divide {batches}",
                     fix="--workers, or the batch size and gradient_accumulation_steps",
                 )
-            each = _first["batches"] // ranks
+            each = batches // ranks
             plugin.gradient_accumulation_steps = self.gradient_accumulation_steps = each
             plugin.deepspeed_config["gradient_accumulation_steps"] = each
 
@@ -147,11 +146,18 @@ def _adapting_init(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def recall_batches(session: JobSession) -> int | None:
-    """The batches of a step over all ranks, of which the training state tells."""
-    with session.resume_from() as source:
+    """The batches of a step over all ranks, as the job or its training state tells."""
+    if parts := session.assignment.parts:
+        return parts
+    _recall(session)
+    return _first.get("batches")
+
+
+def _recall(session: JobSession) -> None:
+    """Reads `_first` in the state that the script continues from."""
+    with session.open_state() as source:
         if source is not None and session.assignment.generation > 1:
             _first.update(read_value(source, session.assignment.rank, _STATE) or {})
-    return _first.get("batches")
 
 
 def _continuing_prepare(prepare: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,6 +174,8 @@ def _continuing_prepare(prepare: Callable[..., Any]) -> Callable[..., Any]:
         if self.rayzero_scripted:
             follow_script(self, engine, result)
         steps = engine.gradient_accumulation_steps()
+        if not _first:
+            _recall(session)
         if not _first:
             ranks = dist.get_world_size()
             _first.update(ranks=ranks, batches=steps * ranks)

@@ -68,11 +68,9 @@ class OwnLoaders:
         self._copies = False
         self._is_cut = False  # by a DistributedSampler, which can cut for other ranks
         self._micro_steps, self._ranks = 0, (0, 0)
-        self._step = self._first_step = session.restored_step
-        self._seen = 0, session.assignment.generation
-        is_new = session.assignment.survivors_stay
-        self._knows_schedules = not is_new
-        self._met = 0 if is_new else session.assignment.generation
+        self._step = self._first_step = self._met = 0
+        self._seen = 0, 0
+        self._knows_schedules = not session.assignment.survivors_stay
         session.registry.register(_STATE, self._place, self._find)
 
     def iterate(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -130,6 +128,10 @@ class OwnLoaders:
         if not self._follows(engine):
             return
         is_first = self._is_followed is None
+        if is_first:
+            self._step = self._first_step = session.restored_step
+            self._seen = 0, self.generation
+            self._met = self.generation if self._knows_schedules else 0
         asked = progress.place_asked_at
         if asked is not None and asked <= self._first_step and not self._found:
             self._give_up(engine)

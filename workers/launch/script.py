@@ -136,10 +136,9 @@ def _apply_settings(args: dict[str, Any], session: JobSession) -> None:
 
 
 def _tell_start(ctx: Context, session: JobSession) -> None:
-    step = session.restored_step
-    if ctx.is_main and step:
+    if ctx.is_main and session.is_resumed:
         print(
-            f"rayzero: the script begins with {step} finished steps. `initialize`, "
+            "rayzero: the script begins in a job that has finished steps. `initialize`, "
             "Trainer and Accelerator.prepare continue there, and so do DataLoaders; a script that "
             "asks for its place itself skips what engine.global_steps says, or loads its own "
             "checkpoint with a client state, to whose step the job then goes back",

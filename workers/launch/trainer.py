@@ -63,7 +63,7 @@ def patch_trainer(module: ModuleType) -> None:
 def _restored_session() -> JobSession | None:
     """The job's session, in a generation that does not start from nothing."""
     session = current_session()
-    return session if isinstance(session, JobSession) and session.restored_step else None
+    return session if isinstance(session, JobSession) and session.is_resumed else None
 
 
 def _adapting_batches(post_init: Callable[..., None]) -> Callable[..., None]:

@@ -105,6 +105,24 @@ class ControllerStateMachine(RuleBasedStateMachine):
         self.cluster.leaving.add(data.draw(st.sampled_from(self.live_workers())))
         self.cluster.bound = bound
 
+    @rule(prepares=st.booleans(), turns=TURNS)
+    def prepare_newcomers(self, prepares: bool, turns: int) -> None:
+        """Whether new functions come to their engines."""
+        self.cluster.prepares = prepares
+        if prepares:
+            for worker in self.live_workers():
+                self.cluster.prepare(worker)
+        self.run_turns(turns)
+
+    @rule(data=st.data(), turns=TURNS)
+    def fail_newcomer(self, data: st.DataObject, turns: int) -> None:
+        processes = self.cluster.processes
+        if ahead := [worker for worker in self.live_workers() if processes[worker].ahead]:
+            worker = data.draw(st.sampled_from(ahead))
+            self.cluster.crash(worker, "user", step=0)
+            processes[worker].ahead = None
+            self.run_turns(turns)
+
     @precondition(lambda self: bool(self.cluster.vaults.by_node))
     @rule(data=st.data(), turns=TURNS)
     def kill_vault(self, data: st.DataObject, turns: int) -> None:
@@ -197,10 +215,12 @@ class ControllerStateMachine(RuleBasedStateMachine):
         cluster, harness = self.cluster, self.harness
         cluster.draining = frozenset()
         cluster.delays.clear()
+        cluster.prepares = True
         for index, process in cluster.processes.items():
             process.unresponsive = False
             cluster.deliver_delayed(index)
             cluster.release_stuck(index)
+            cluster.prepare(index)
         harness.cluster.join("a")
         for _ in range(40):
             if harness.run.done():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rayzero.orchestrator.policies.placement import (
     Capacity,
-    Entry,
+    FunctionCall,
     ResourceRequest,
     assign_ranks,
     cluster_too_small_error,
@@ -131,14 +131,14 @@ def test_function_keeps_the_rank_that_it_was_entered_with(
     workers: str, entered: dict[int, int], ranks: list[int]
 ):
     members = [worker(int(index), node) for index, node in workers.split()]
-    entries = {index: Entry(rank, 4) for index, rank in entered.items()}
-    assert list(assign_ranks(members, {}, entries, "aabb")) == ranks
+    calls = {index: FunctionCall(rank, 4) for index, rank in entered.items()}
+    assert list(assign_ranks(members, {}, calls, "aabb")) == ranks
 
 
 @given(st.data())
 def test_ranks_of_any_history_are_kept_and_never_shared(data: st.DataObject):
     """Workers are lost, added, and entered anew, in any order."""
-    entries: dict[int, Entry] = {}
+    calls: dict[int, FunctionCall] = {}
     members: list[WorkerInfo] = []
     nodes: list[str] = []
     new = itertools.count()
@@ -149,16 +149,16 @@ def test_ranks_of_any_history_are_kept_and_never_shared(data: st.DataObject):
         members += [worker(next(new), node) for node in joining]
         if not members:
             continue
-        ranks = assign_ranks(members, {}, entries, nodes)
+        ranks = assign_ranks(members, {}, calls, nodes)
         assert [it.rank for it in ranks.values()] == list(range(len(members)))
         for it in members:
-            if it.index in entries and entries[it.index].rank < len(members):
-                assert ranks[it.index].rank == entries[it.index].rank
+            if it.index in calls and calls[it.index].rank < len(members):
+                assert ranks[it.index].rank == calls[it.index].rank
         anew = data.draw(st.sets(st.sampled_from(members)))
-        entries |= {
-            it.index: Entry(ranks[it.index].rank, len(members))
+        calls |= {
+            it.index: FunctionCall(ranks[it.index].rank, len(members))
             for it in members
-            if it in anew or it.index not in entries
+            if it in anew or it.index not in calls
         }
         by_index = {it.index: it for it in members}
         nodes = [by_index[index].node_id for index in ranks]
