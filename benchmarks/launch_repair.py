@@ -8,7 +8,7 @@ once with kills: when both workers have finished some steps, SIGKILL goes to one
 random point of a step; the other one continues alone, until a replacement joins. No finished step
 may be done again, every sample is used once in an epoch, and the weights are those without kills
 (float64, 1e-9). It prints each repair: from the kill to the end of the next new step, less that
-step.
+step; and how long a replacement holds the other worker.
 """
 
 from __future__ import annotations
@@ -160,6 +160,8 @@ class Disturbance:
 
     def __init__(self, process: subprocess.Popen[str], out: Path, kills: int, seed: int) -> None:
         self.repairs: list[Repair] = []
+        self.growths_s: list[float] = []
+        self._last: dict[str, Any] = {}
         self._process, self._out, self._kills = process, out, kills
         self._random = random.Random(seed)
         self._pids: list[int] = []
@@ -204,6 +206,9 @@ class Disturbance:
                 self._on_repaired(event)
 
     def _on_step(self, record: dict[str, Any]) -> None:
+        if self._last and record["world_size"] > self._last["world_size"]:
+            self.growths_s.append(record["at_s"] - self._last["at_s"])
+        self._last = record
         if self._killed_at_s:
             if record["generation"] != self._generation and not self._record:
                 self._record = record
@@ -226,7 +231,7 @@ class Disturbance:
             (self._out / "fast").touch()
 
 
-def measure(example: str, folder: Path, kills: int, steps: int, seed: int) -> list[Repair]:
+def measure(example: str, folder: Path, kills: int, steps: int, seed: int) -> Disturbance:
     """Runs a script undisturbed, then with kills.
 
     Raises:
@@ -252,10 +257,11 @@ def measure(example: str, folder: Path, kills: int, steps: int, seed: int) -> li
         problems.append(f"the weights differ by {difference:g} from the undisturbed run's")
     if problems:
         raise LaunchError(f"{example}: " + "; ".join(problems))
-    return disturbance.repairs
+    return disturbance
 
 
-def show(console: Console, example: str, repairs: list[Repair]) -> None:
+def show(console: Console, example: str, disturbance: Disturbance) -> None:
+    repairs, growths_s = disturbance.repairs, disturbance.growths_s
     for number, repair in enumerate(repairs, start=1):
         parts = ", ".join(f"{part} {1e3 * repair.parts.get(part, 0):.0f}" for part in PARTS[1:])
         console.print(
@@ -267,6 +273,11 @@ def show(console: Console, example: str, repairs: list[Repair]) -> None:
         f"{example}: {len(times)} kills, median {median(times):.3f} s, longest {max(times):.3f} s "
         "beyond a step; 0 finished steps again, every sample once, weights as without kills"
     )
+    if growths_s:
+        console.print(
+            f"{example}: {len(growths_s)} times a new worker joined, which held the other one for "
+            f"a median of {median(growths_s):.3f} s, at most {max(growths_s):.3f} s, beyond a step"
+        )
 
 
 def main(arguments: list[str]) -> int:
@@ -288,12 +299,17 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="launch-repair-") as folder:
         for example in [options.only] if options.only else EXAMPLES:
             try:
-                repairs = measure(example, Path(folder), options.kills, options.steps, options.seed)
+                measured = measure(
+                    example, Path(folder), options.kills, options.steps, options.seed
+                )
             except LaunchError as error:
                 console.print(f"[red]{error}[/red]")
                 return 1
-            show(console, example, repairs)
-            result[example] = [asdict(it) | {"total_s": it.total_s} for it in repairs]
+            show(console, example, measured)
+            result[example] = {
+                "repairs": [asdict(it) | {"total_s": it.total_s} for it in measured.repairs],
+                "growths_s": measured.growths_s,
+            }
     console.print(format_machine(machine))
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1))

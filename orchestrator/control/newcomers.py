@@ -28,8 +28,8 @@ class Newcomers:
         not, others may be selected now."""
         ctx, registry = self._context, self._context.registry
         selection, generation = registry.select_members(), ctx.generation
-        if selection is None:
-            return True
+        if selection is None or selection.indices.isdisjoint(generation.assignments):
+            return True  # no function continues, so that all of them begin at once
         places = ctx.assign(selection)
         if others := [it for it in misplaced(places, registry.calls) if registry.is_ahead(it)]:
             self._failures.retire(others)

@@ -180,7 +180,8 @@ class Reconfiguration:
 
     async def _select_members(self, restore: Restore | None) -> Selected:
         """Survivors, ready spares and newcomers. Ends processes whose functions do not continue,
-        and waits for the new ones in their places; for others only where there are too few.
+        and waits for the new ones in their places; for others only where there are too few. A
+        function that was called ahead continues only where others wait for it in their loops.
 
         Raises:
             JobFailedError: they are too few after `workers.start_timeout_s`.
@@ -190,15 +191,13 @@ class Reconfiguration:
             self._failures.retire(registry.spent(stays=restore is not None))
             selection = await self._await_members(self._wanted())
             assignments = ctx.assign(selection)
-            others = misplaced(assignments, registry.calls)
-            others += [
-                worker.index
-                for worker in registry.ready
-                if worker.index not in assignments and registry.is_ahead(worker.index)
-            ]
+            others = {*misplaced(assignments, registry.calls)}
+            stay = any(call.is_waiting for call in self._calls_of(assignments))
+            ahead = {it.index for it in registry.ready if registry.is_ahead(it.index)}
+            others |= ahead.difference(assignments if stay else ())
             if not others:
                 return selection
-            self._failures.retire(others)
+            self._failures.retire(sorted(others))
 
     def _wanted(self) -> int:
         """For how many workers to wait, beyond the least number. For as many as there were, where

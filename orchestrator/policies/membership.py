@@ -180,14 +180,12 @@ class WorkerRegistry(ObservedState):
 
     def spent(self, *, stays: bool) -> list[int]:
         """Workers whose process is used up: a training function was called in it, and does not
-        continue in the next generation. One that was called before its generation continues only
-        where others wait for it in their loops.
+        continue in the next generation.
 
         Args:
             stays: whether functions that wait in their loops continue.
         """
         calls = {it.index: self.calls[it.index] for it in self.ready if it.index in self.calls}
-        stays = stays and any(call.is_waiting for call in calls.values())
         return [it for it, call in calls.items() if not stays or call.state is CallState.RUNNING]
 
     def set_state(self, worker: int, state: CallState, *, keeps_rank: bool = False) -> None:

@@ -31,6 +31,8 @@ from tests.orchestrator.support import EventLog
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 200
+START_S = 3.0
+"""How long a new worker's function takes to come to its engine."""
 
 
 @contextmanager
@@ -40,7 +42,7 @@ def running_job(folder: Path, event_log: EventLog, **workers: Any) -> Iterator[J
         "steady",
         "tests.integration.jobs.steady:train",
         engine=ENGINE,
-        args={"pause_s": 0.1},
+        args={"pause_s": 0.1, "start_s": START_S},
         workers=Workers(**workers),
         steps=1_000_000,
         checkpoint={"path": str(folder)},
@@ -119,8 +121,12 @@ def check_drained_node(
 def check_growth(
     handle: JobHandle, event_log: EventLog, node_id: str, world_size_after: int
 ) -> None:
+    """The others train while the new workers' functions come to their engines."""
+    resizes = len(event_log.of(Resized))
     wait_for(handle, lambda: world_size(event_log) == world_size_after)
     assert node_id in added_nodes(event_log, 1)
+    wait_for(handle, lambda: len(event_log.of(Resized)) > resizes)
+    assert sum(event_log.of(Resized)[-1].seconds.values()) < START_S
 
 
 def check_lost_node(handle: JobHandle, event_log: EventLog) -> None:

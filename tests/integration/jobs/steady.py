@@ -21,8 +21,11 @@ ENGINE = {
 
 
 def train(ctx: Context) -> None:
-    """Arg of the job: `pause_s`, the time between steps."""
+    """Args of the job: `pause_s`, the time between steps; `start_s`, before the engine is built, of
+    a new worker."""
     torch.manual_seed(0)
+    if ctx.generation > 1:
+        time.sleep(ctx.args.get("start_s", 0.0))
     model = torch.nn.Linear(8, 1)
     engine, _, loader, _ = ctx.initialize(
         model=model, model_parameters=model.parameters(), training_data=Points()

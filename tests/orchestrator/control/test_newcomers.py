@@ -130,6 +130,21 @@ async def test_new_function_continues_in_the_place_of_a_lost_one(folder: Path):
 
 
 @async_test
+async def test_function_is_not_called_ahead_of_a_generation_without_survivors(folder: Path):
+    cluster = FakeCluster(1, node_of=lambda index: "ab"[index])
+    harness = Harness(folder, cluster, workers={"min": 1, "max": 1})
+    await harness.steps(2)
+    cluster.draining = frozenset({"a"})
+    cluster.join("b")
+    await harness.clock.advance(3)
+    assert cluster.processes[1].ahead is None
+    await harness.steps(1)
+    assert {it.survivors_stay for it in harness.assignments.values()} == {False}
+    assert sorted(harness.assignments) == [1]
+    await harness.finish()
+
+
+@async_test
 async def test_where_functions_do_not_stay_a_new_one_is_called_again(folder: Path):
     harness = await train_with_newcomer(folder)
     harness.cluster.leaving = {0, 1}
