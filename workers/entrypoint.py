@@ -1,10 +1,12 @@
-"""Loads the training function that the job file names as `entrypoint`."""
+"""Loads, and calls, the training function that the job file names as `entrypoint`."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import pickle
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, TypeAlias, cast
@@ -37,6 +39,23 @@ def load_train_function(
         function.__globals__["preload"](args)
     check_function(function)
     return function
+
+
+def call_function(function: TrainFunction, context: Any) -> Any:
+    """Calls the training function. A process that it forks ends where the function ends, as that
+    of a script would: the generation, its sockets and its shared memory are this process's."""
+    process, failed = os.getpid(), True
+    try:
+        result = function(context)
+        failed = False
+        return result
+    except BaseException:
+        if os.getpid() != process:
+            traceback.print_exc(file=sys.__stderr__)
+        raise
+    finally:
+        if os.getpid() != process:
+            os._exit(int(failed))
 
 
 def check_function(function: Any) -> None:

@@ -178,11 +178,6 @@ class JobSession:
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
         self.begin()
         self.on_phase("load")
-        return self.open_state()
-
-    def open_state(self) -> AbstractContextManager[StateSource | None]:
-        """Opens the state that the generation starts from, as `RetainedState.open_source`."""
-        self.begin()
         return self._retained.open_source(self.assignment.restore)
 
     def await_group(self) -> None:
@@ -214,8 +209,7 @@ class JobSession:
 
     @property
     def restored_step(self) -> int:
-        """Finished steps of the state that this generation starts from; 0 for a fresh start. Waits
-        for the generation as `begin`."""
+        """Finished steps of the state that this generation starts from; 0 for a fresh start."""
         self.begin()
         return self.assignment.restore.step if self.assignment.restore else 0
 
@@ -280,7 +274,6 @@ class JobSession:
         if self.loop.yields_again or not is_own_loop:
             survival.enable(self._on_broken)
             own.outlive(survival, self.registry)
-            # A loader of the script's own has read its first batches by now.
             is_first = self.assignment.restore is None and not self.loop.yields_again
             if self.engine is not None and is_first:
                 with suppress(CollectiveError):  # the generation was ended: the step is lost

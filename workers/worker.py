@@ -6,7 +6,6 @@ import os
 import pickle
 import resource
 import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
@@ -26,7 +25,7 @@ from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
 from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.context import Context
-from rayzero.workers.entrypoint import TrainFunction, load_train_function
+from rayzero.workers.entrypoint import TrainFunction, call_function, load_train_function
 from rayzero.workers.function_collectives import FunctionCollectives, read_calls
 from rayzero.workers.function_result import encode_result
 from rayzero.workers.group_errors import polled_group_errors
@@ -62,23 +61,6 @@ DEVICE_EXIT_S = 10.0
 and kills it, before it ends itself."""
 DEVICE_EXIT_CODE = 70
 """EX_SOFTWARE: of a process that ended itself."""
-
-
-def _call_here(function: TrainFunction, context: Context) -> Any:
-    """Calls the training function. A process that it forks ends where the function ends, as that
-    of a script would: the generation, its sockets and its shared memory are this process's."""
-    process, failed = os.getpid(), True
-    try:
-        result = function(context)
-        failed = False
-        return result
-    except BaseException:
-        if os.getpid() != process:
-            traceback.print_exc(file=sys.__stderr__)
-        raise
-    finally:
-        if os.getpid() != process:
-            os._exit(int(failed))
 
 
 class WorkerProcess(WorkerCalls):
@@ -270,7 +252,7 @@ class WorkerProcess(WorkerCalls):
         session = self._session
         if session is None:
             return None
-        with session.open_state() as source:
+        with session.resume_from() as source:
             return None if source is None else read_calls(source, session.assignment.rank)
 
     def _run_function(self, assignment: Assignment, channel: GenerationChannel) -> WorkerMessage:
@@ -293,7 +275,7 @@ class WorkerProcess(WorkerCalls):
         context = Context(self._spec, self._device, session)
         try:
             with use_session(session), self._error_polling, calls_of(collectives):
-                result = self._json_result(_call_here(function, context))
+                result = self._json_result(call_function(function, context))
                 session.check_loop()
                 session.await_group()
                 session.finish()

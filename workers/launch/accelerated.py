@@ -155,7 +155,7 @@ def recall_batches(session: JobSession) -> int | None:
 
 def _recall(session: JobSession) -> None:
     """Reads `_first` in the state that the script continues from."""
-    with session.open_state() as source:
+    with session.resume_from() as source:
         if source is not None and session.assignment.generation > 1:
             _first.update(read_value(source, session.assignment.rank, _STATE) or {})
 

@@ -47,7 +47,7 @@ def patch_trainer(module: ModuleType) -> None:
     trainer.train = _resuming_train(trainer.train)
     trainer._inner_training_loop = _keeping_loop(trainer._inner_training_loop, module)
     trainer.get_batch_samples = _reading_steps(trainer.get_batch_samples)
-    trainer.training_step = _running_steps(trainer.training_step, trainer.get_batch_samples)
+    trainer.training_step = _running_steps(trainer.training_step)
     trainer._init_training_state = _computing_steps(trainer._init_training_state)
     trainer._run_epoch = _ending_epoch(trainer._run_epoch)
     trainer._load_rng_state = _unless_ours(trainer._load_rng_state, _restore_rng)
@@ -154,8 +154,17 @@ def _keeping_loop(loop: Callable[..., Any], module: ModuleType) -> Callable[...,
         def on_step_begin(self, *args: Any, **options: Any) -> None:
             self.recorder.step_begins()
 
+        def on_step_end(self, *args: Any, **options: Any) -> None:
+            self.leave_out_what_is_done(args[2])
+
         def on_epoch_end(self, *args: Any, **options: Any) -> None:
             self.recorder.epoch_ends()
+            self.leave_out_what_is_done(args[2])
+
+        def leave_out_what_is_done(self, control: Any) -> None:
+            steps = self.trainer._rayzero_steps
+            if steps is not None and steps.is_quiet:
+                control.should_log = control.should_evaluate = control.should_save = False
 
         def on_optimizer_step(self, *args: Any, **options: Any) -> None:
             self.recorder.step_is_done()
@@ -187,7 +196,7 @@ def _follow_ranks(trainer: Any, recorder: Recorder, base: type) -> None:
     if isinstance(session, JobSession) and session.engine and can_follow(trainer, base):
         session.loop.yields_again = True
         session.engine.survival.follow_host_loader()
-        trainer._rayzero_steps = TrainerSteps(trainer, session, session.engine, recorder)
+        trainer._rayzero_steps = TrainerSteps(trainer, session, session.engine, recorder, base)
 
 
 def _reading_steps(read: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,25 +205,18 @@ def _reading_steps(read: Callable[..., Any]) -> Callable[..., Any]:
         steps = getattr(self, "_rayzero_steps", None)
         if steps is None:
             return read(self, iterator, count, device)
-        return steps.read(iterator, count, lambda source, size: read(self, source, size, device))
+        return steps.read(iterator, count)
 
     return reading
 
 
-def _running_steps(run: Callable[..., Any], reading: Callable[..., Any]) -> Callable[..., Any]:
-    read = reading.__wrapped__  # type: ignore[attr-defined]
-
+def _running_steps(run: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run)
     def running(self: Any, model: Any, inputs: Any, items: Any = None) -> Any:
         steps = getattr(self, "_rayzero_steps", None)
         if steps is None:
             return run(self, model, inputs, items)
-        return steps.run(
-            inputs,
-            items,
-            lambda source, size: read(self, source, size, self.args.device),
-            lambda batch, number: run(self, model, batch, number),
-        )
+        return steps.run(inputs, items)
 
     return running
 

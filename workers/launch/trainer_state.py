@@ -109,6 +109,11 @@ class Recorder:
             restore_rng(self.restored_rng, self._trainer.model_wrapped.device)
             self.restored_rng = None
 
+    @property
+    def begun_rng(self) -> dict[str, Any]:
+        """The random states with which the present step began."""
+        return self._begun[1]
+
     def restore_own_rng(self) -> None:
         """Sets the random states again with which the present step began."""
         step, own = self._begun
@@ -117,7 +122,7 @@ class Recorder:
 
     def _keep_rng(self) -> None:
         step = self._trainer.state.global_step
-        if self.restored_rng is None and step != self._begun[0]:
+        if self.restored_rng is None:
             self._begun = step, capture_rng(self._trainer.model_wrapped.device)
 
     def _loss_since_log(self, is_due: bool) -> float:

@@ -44,8 +44,10 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 class Model(GPT2LMHeadModel):
     def forward(self, number: torch.Tensor, **inputs: Any) -> Any:
         if self.training:
-            lost = getattr(getattr(trainer.model_wrapped, "progress", None), "lost_steps", 0)
-            used = [time.time(), trainer.state.global_step, number.tolist()]
+            engine = trainer.model_wrapped
+            lost = getattr(getattr(engine, "progress", None), "lost_steps", 0)
+            step = getattr(engine, "global_steps", trainer.state.global_step)
+            used = [time.time(), step, number.tolist()]
             USED.append((lost, used))
             time.sleep(0 if (OUT / "fast").exists() else options.pace_s)
         labels, items = inputs.pop("labels"), inputs.pop("num_items_in_batch", None)
