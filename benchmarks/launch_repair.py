@@ -8,7 +8,7 @@ once with kills: when both workers have finished some steps, SIGKILL goes to one
 random point of a step; the other one continues alone, until a replacement joins. No finished step
 may be done again, every sample is used once in an epoch, and the weights are those without kills
 (float64, 1e-9). It prints each repair: from the kill to the end of the next new step, less that
-step; and how long a replacement holds the other worker.
+step; and the time between two steps where a replacement joins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -96,8 +95,7 @@ def find_problems(
     unreported: Collection[int] = (),
 ) -> list[str]:
     """What a script's notes say against: each step is finished once, with each sample once an
-    epoch. Samples of a step that was interrupted, by another entry of the script, by a step that
-    the script notes as lost or between two of its batches, count in its last attempt only.
+    epoch. Of a step that was interrupted, the last ones count, as many as a step has.
 
     Args:
         kills: a loop that was interrupted between a finished step and its note has no note of it.
@@ -111,17 +109,11 @@ def find_problems(
     missing = set(range(1, steps + 1)) - done_at_s.keys()
     if len(missing) > kills or len(done_at_s) + len(missing) != steps:
         problems.append(f"{len(done_at_s)} steps were finished, not {steps}")
-    entries = sorted([*read_notes(folder, "entries"), *read_notes(folder, "lost")])
-    used = read_notes(folder, "used")
-    attempts: dict[int, int] = {}  # by step: how many of these came before its last attempt
-    for at_s, step, _ in used:  # the number of finished steps
+    by_step: dict[int, list[int]] = {}
+    for at_s, step, ids in sorted(read_notes(folder, "used")):  # the number of finished steps
         if step + 1 not in unreported and at_s > done_at_s.get(step + 1, at_s):
             problems.append(f"step {step + 1} was done again")
-        attempts[step] = max(attempts.get(step, 0), bisect_left(entries, at_s))
-    by_step: dict[int, list[int]] = {}
-    for at_s, step, ids in sorted(used):
-        if bisect_left(entries, at_s) == attempts[step]:
-            by_step.setdefault(step, []).extend(ids)
+        by_step.setdefault(step, []).extend(ids)
     batch = samples * epochs // steps
     counts = Counter(it for ids in by_step.values() for it in ids[-batch:])
     expected = dict.fromkeys(range(samples), epochs)
@@ -277,8 +269,8 @@ def show(console: Console, example: str, disturbance: Disturbance) -> None:
     )
     if growths_s:
         console.print(
-            f"{example}: {len(growths_s)} times a new worker joined, which held the other one for "
-            f"a median of {median(growths_s):.3f} s, at most {max(growths_s):.3f} s, beyond a step"
+            f"{example}: {len(growths_s)} times a new worker joined; from one step's end to "
+            f"the next one's, {median(growths_s):.3f} s in the median, {max(growths_s):.3f} s at most"
         )
 
 
