@@ -269,8 +269,8 @@ def show(console: Console, example: str, disturbance: Disturbance) -> None:
     )
     if growths_s:
         console.print(
-            f"{example}: {len(growths_s)} times a new worker joined; from one step's end to "
-            f"the next one's, {median(growths_s):.3f} s in the median, {max(growths_s):.3f} s at most"
+            f"{example}: {len(growths_s)} times a new worker joined; from a step's end to the "
+            f"next: median {median(growths_s):.3f} s, at most {max(growths_s):.3f} s"
         )
 
 
