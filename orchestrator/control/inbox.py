@@ -286,7 +286,8 @@ class MessageDispatcher:
     def _on_left(self, worker: int, message: Finished | Stopped | Crashed) -> None:
         ctx, generation = self._context, self._context.generation
         if ctx.registry.is_ahead(worker):
-            self._failures.on_newcomer_ended(worker, message)
+            if ctx.registry.is_alive(worker):  # else it was left out, or lost
+                self._failures.on_newcomer_ended(worker, message)
             return
         faults_before = len(generation.pending_faults)
         if not generation.on_left(worker, message, ctx.now_s()):

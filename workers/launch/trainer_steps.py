@@ -86,11 +86,12 @@ class TrainerSteps:
             if self._iterator is not None:  # an epoch is cut where its first batch is read
                 self._cut_for = present_ranks()
             self._iterator = self._source = iterator
-        rng = capture_rng(self._engine.device)
-        if is_cut_anew := self._cut_for != present_ranks():
+        rng: dict[str, Any] | None = None
+        if self._cut_for != present_ranks():
+            rng = capture_rng(self._engine.device)  # the beginning of an iteration draws a number
             self._read_again()
         batches, items = self._calls.read(self._source, self._calls.batches_of(count))
-        if is_cut_anew:  # the beginning of an iteration draws a number
+        if rng is not None:
             restore_rng(rng, self._engine.device)
         self._inputs = [*map(copy_batch, batches)]
         self._turns, self._turn, self._loss_told = count, 0, 0.0

@@ -68,6 +68,9 @@ async def test_new_function_that_returns_or_is_late_is_left_out(folder: Path):
     harness.cluster.send(2, Finished(2, 2, {}, {}, 1))
     await settle()
     assert harness.cluster.processes[2].alive is False
+    harness.cluster.send(2, Finished(2, 2, {}, {}, 1))
+    await settle()
+    assert len(harness.log.of(FaultDetected)) == 1, "a late message of a worker that was left out"
     harness.cluster.join()
     await harness.clock.advance(JOIN_BATCH_S)
     await harness.clock.advance(50)
