@@ -50,6 +50,7 @@ class Plan:
         gpus: of each worker.
         model: changes of the model's arguments.
         compiled: by torch.compile.
+        batch: samples of a step, in one micro-batch a rank; None for the example's.
     """
 
     workers: int
@@ -62,6 +63,7 @@ class Plan:
     gpus: int = 0
     model: dict[str, int] = field(default_factory=dict)
     compiled: bool = False
+    batch: int | None = None
 
 
 class EventQueue:
@@ -84,6 +86,8 @@ def make_job(plan: Plan) -> Job:
     config: dict[str, Any] = read_config(Path("examples/gpt/engine.json"))
     config["zero_optimization"] = {"stage": plan.stage}
     config["compile"] = {"enabled": plan.compiled}
+    if plan.batch is not None:
+        config["train_batch_size"] = config["train_micro_batch_size_per_gpu"] = plan.batch
     return Job(
         name="recovery",
         entrypoint="examples.gpt.train:train",

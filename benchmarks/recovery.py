@@ -3,7 +3,7 @@
     python -m benchmarks.recovery --kills 20
     python -m benchmarks.recovery --fault stop --kills 5 --json stop.json
     python -m benchmarks.recovery --system ray-train --kills 2
-    python -m benchmarks.recovery --kills 5 --layers 8 --width 512 --compile --hang-timeout-s 300
+    python -m benchmarks.recovery --kills 5 --layers 8 --width 512 --batch 12 --compile
 
 Three CPU workers train the model of the GPT example. Repeatedly, after a few undisturbed steps, a
 random worker is signaled at a uniformly random point in a step. The time is measured from the
@@ -100,6 +100,7 @@ def measure(options: argparse.Namespace, console: Console, folder: Path) -> list
         folder,
         model={"layers": options.layers, "width": options.width, "heads": options.width // 64},
         compiled=options.compile,
+        batch=options.batch,
     )
     return rayzero_job.run(plan, console.print)
 
@@ -117,16 +118,19 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--stage", type=int, default=2, choices=range(4), help="ZeRO stage")
     parser.add_argument("--layers", type=int, default=4, help="of the GPT")
     parser.add_argument("--width", type=int, default=256, help="of the GPT; heads have 64 each")
+    parser.add_argument("--batch", type=int, help="samples of a step; default: the example's")
     parser.add_argument("--compile", action="store_true", help="by torch.compile, at first use")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     parser.add_argument(
-        "--hang-timeout-s", type=float, default=5.0, help="recovery.hang_timeout_s of the job"
+        "--hang-timeout-s", type=float, help="recovery.hang_timeout_s of the job; 5, compiled 300"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result to this file")
     options = parser.parse_args(arguments)
+    if options.hang_timeout_s is None:
+        options.hang_timeout_s = 300.0 if options.compile else 5.0
     if options.kills < 1 or options.workers < 2:
         parser.error("at least one fault and two workers are required")
-    if options.system == "ray-train" and (options.compile or options.width != 256):
+    if options.system == "ray-train" and (options.batch or options.compile or options.width != 256):
         parser.error("--system ray-train trains the model of the example only")
     if options.system == "ray-train" and options.fault != "kill":
         parser.error("--system ray-train supports --fault kill only")

@@ -14,7 +14,12 @@ from torch import nn
 from rayzero.engine.accounting import StepWork, flops_per_token, peak_flops
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.process_group import connect_collectives
-from rayzero.engine.compiling import compile_in_place, modules_around, refuse_compiled
+from rayzero.engine.compiling import (
+    compile_in_place,
+    keep_batch_size_dynamic,
+    modules_around,
+    refuse_compiled,
+)
 from rayzero.engine.compression.gradients import OneBitAdamReduction
 from rayzero.engine.config import EngineConfig, resolve_batch_sizes
 from rayzero.engine.data.loader import MapDataset, StepLoader
@@ -97,6 +102,8 @@ def build_training_step(
                 collectives.broadcast(tensor)
     if config.compile.enabled:
         compile_model(model, config)
+    if session is not None and "dynamic" not in config.compile.kwargs:
+        keep_batch_size_dynamic(model, runtime.hooks)
     peak = _peak_flops(config, context)
     work = StepWork(batches.micro_steps, peak, flops_per_token(runtime))
     meter = StepMeter(runtime, sharded, progress, session, config, work)

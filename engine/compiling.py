@@ -14,8 +14,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.tensor_tree import iter_tensors
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -108,3 +110,36 @@ def compile_in_place(
     for module in blocks or [model]:
         if module not in around and type(module).__name__ != _WRAPPER:
             module.compile(**options)
+
+
+def keep_batch_size_dynamic(model: nn.Module, hooks: list[RemovableHandle]) -> None:
+    """Lets the compiled modules of a model take another number of samples without being compiled
+    again, which would delay the first step on another number of ranks.
+
+    Marks the first dimension of their inputs, where it is the micro-batch's, as dynamic
+    (`torch._dynamo.maybe_mark_dynamic`, which adds no constraint). A micro-batch of one sample has
+    its own graph nonetheless: torch.compile treats a size of 1 as a constant.
+
+    Args:
+        hooks: takes the handles of the hooks on the model, and after its first forward of those on
+            its compiled modules; a module that is compiled later is not followed.
+    """
+
+    def find_compiled(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        first.remove()
+        compiled = filter(is_compiled, model.modules())
+        hooks.extend(
+            module.register_forward_pre_hook(mark, with_kwargs=True) for module in compiled
+        )
+        if is_compiled(model):  # the hooks of this forward were listed before
+            mark(model, args, kwargs)
+
+    def mark(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        inputs = [tensor for tensor in iter_tensors((args, kwargs)) if tensor.dim() > 0]
+        for tensor in inputs:
+            if tensor.size(0) == inputs[0].size(0):
+                sys.modules["torch._dynamo"].maybe_mark_dynamic(tensor, 0)
+
+    untraced(mark)
+    first = model.register_forward_pre_hook(untraced(find_compiled), with_kwargs=True)
+    hooks.append(first)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from rayzero.engine.errors import CollectiveError, ConfigError, EngineError
 from rayzero.engine.layout.state_index import StateSource
@@ -31,7 +30,7 @@ from rayzero.workers.mirror import Mirror
 from rayzero.workers.process_group import is_collective_failure
 from rayzero.workers.retained_state import RetainedState, check_second_engine
 from rayzero.workers.step_report import StepReporter, worker_metrics
-from rayzero.workers.training_thread import GenerationChannel, check_between_blocks
+from rayzero.workers.training_thread import GenerationChannel
 
 if TYPE_CHECKING:
     from rayzero.engine.config.parse import ConfigSource
@@ -76,7 +75,6 @@ class JobSession:
         self._retained = retained
         self._host = host
         self._own_collectives = collectives
-        self._hooks: list[RemovableHandle] = []
         self.reporter = StepReporter(membership.channel)
         self.registry = StateRegistry()
         self._enter(membership)
@@ -251,7 +249,6 @@ class JobSession:
         self.engine = engine
         engine.state.adopt(self.registry)
         self._retained.retain(engine)
-        self._hooks += check_between_blocks(engine.module, self.check)
         # The controller's order: a rank that has loaded its state has joined.
         self.await_group()
         self._report_restored(engine)
@@ -388,11 +385,8 @@ class JobSession:
             )
 
     def close(self) -> None:
-        """Removes the hooks, once the training function has returned or raised, and ends the
-        mirror of its last step."""
+        """Ends the mirror of the last step, once the training function has returned or raised."""
         self._mirror.close()
-        for hook in self._hooks:
-            hook.remove()
 
     def _enter_phase(self, phase: str) -> None:
         self._channel.progress.enter_phase(phase)

@@ -13,8 +13,6 @@ from time import monotonic
 from typing import NoReturn
 
 import torch.distributed as dist
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from rayzero.engine.errors import CollectiveError, EngineError
 from rayzero.workers.crash import describe_crash, has_device_failed, summarize
@@ -329,18 +327,3 @@ class TrainingThread:
             text = f"the generation could not be released, its state is lost: {summarize(error)}"
             channel.post(LogLine(channel.rank, "stderr", text))
             return None, error
-
-
-def check_between_blocks(model: nn.Module, check: Callable[[], None]) -> list[RemovableHandle]:
-    """Calls `check`, which raises, before each block of a forward. A backward checks at each
-    reduction."""
-
-    def before_block(*_: object) -> None:
-        check()
-
-    return [
-        block.register_forward_pre_hook(before_block)
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential)
-        for block in module
-    ]

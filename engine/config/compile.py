@@ -21,7 +21,11 @@ class CompileConfig(ConfigSection):
         group="compiler",
     )
     backend: str = implemented("inductor", "torch.compile's backend")
-    kwargs: dict[str, Any] = implemented({}, "torch.compile's other arguments, such as `dynamic`")
+    kwargs: dict[str, Any] = implemented(
+        {},
+        "torch.compile's other arguments. Without `dynamic`, a job's compiled modules take any number "
+        "of samples",
+    )
     deepcompile: bool = implemented(
         False,
         "taken as compile.enabled, which a line in the log says: torch.compile, without "
