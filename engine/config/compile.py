@@ -23,8 +23,8 @@ class CompileConfig(ConfigSection):
     backend: str = implemented("inductor", "torch.compile's backend")
     kwargs: dict[str, Any] = implemented(
         {},
-        "torch.compile's other arguments. Without `dynamic`, a job's compiled modules take any number "
-        "of samples",
+        "torch.compile's other arguments. Without `dynamic`, a job's compiled modules take any "
+        "number of samples",
     )
     deepcompile: bool = implemented(
         False,
