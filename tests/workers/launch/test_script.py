@@ -213,26 +213,32 @@ def test_error_of_a_script_is_told_once_with_its_own_frames(tmp_path: Path):
     assert [line.split('"')[1] for line in files] == [str(tmp_path / "script.py")]
 
 
+STOPPED = ("--best", "--epochs", "3", "--stop-at", "12")
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the Trainer script, undisturbed; it ends with the model of step 4."""
+    """Of the Trainer script, undisturbed; it stops after its second epoch, with the model of step
+    4."""
     folder = tmp_path_factory.mktemp("trained") / "plain"
-    run(folder, "hf_trainer.py", "--best", count=1)
+    run(folder, "hf_trainer.py", *STOPPED, count=1)
+    assert read(folder, "epoch_ends") == [6, 12]
     assert read(folder, "best") == [str(folder / "output" / "checkpoint-4")]
     return folder
 
 
 @pytest.mark.parametrize(
     ("where", "evaluated", "entries"),
-    [(("--kill-at", "5"), [4], 1), (("--kill-evaluation", "8"), [4], 2)],
+    [(("--kill-at", "5"), [4], 1), (("--kill-evaluation", "12"), [4, 8], 2)],
 )
 def test_killed_trainer_goes_on_at_its_step(
     trained: Path, tmp_path: Path, where: tuple[str, ...], evaluated: list[int], entries: int
 ):
     """An evaluation that has lost a rank's part is done again: the script is entered again."""
     (tmp_path / "plain").symlink_to(trained)
-    run(tmp_path / "killed", "hf_trainer.py", "--best", *where)
+    run(tmp_path / "killed", "hf_trainer.py", *STOPPED, *where)
     check_continued(tmp_path, steps=12)
+    assert read_rank(tmp_path / "killed", "epoch_ends") == [6, 12]
     assert read(tmp_path / "killed", "evaluations") == [4, 8, 12, *evaluated]  # rank 1's: the first
     assert len(read_rank(tmp_path / "killed", "entries")) == entries
     # Also what the lost rank had a part in: the killed step 5 is not logged before it.
@@ -252,8 +258,9 @@ def test_trainer_that_is_killed_at_its_end_ends_with_its_best_model(
     trained: Path, tmp_path: Path, when: str
 ):
     (tmp_path / "plain").symlink_to(trained)
-    run(tmp_path / "killed", "hf_trainer.py", "--best", "--kill-best", when)
+    run(tmp_path / "killed", "hf_trainer.py", *STOPPED, "--kill-best", when)
     check_continued(tmp_path, steps=12)
+    assert sorted(read(tmp_path / "killed", "epoch_ends")) == [6, 6, 12, 12], "each rank's, once"
     assert read_log(tmp_path / "killed") == read_log(trained)
 
 

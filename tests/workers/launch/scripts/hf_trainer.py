@@ -84,6 +84,10 @@ class Watch(TrainerCallback):
                 note(OUT, "used", used)
         USED.clear()
         note(OUT, "steps", [time.time(), state.global_step])
+        control.should_training_stop |= state.global_step == options.stop_at
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        note(OUT, "epoch_ends", state.global_step)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         note(OUT, "evaluations", state.global_step)
@@ -111,6 +115,7 @@ parser.add_argument("--kill-at", type=int, default=-1)
 parser.add_argument("--best", action="store_true", help="the model of the first evaluation")
 parser.add_argument("--kill-evaluation", type=int, default=-1, help="of that step")
 parser.add_argument("--kill-best", choices=["before", "after"], help="that is loaded")
+parser.add_argument("--stop-at", type=int, default=-1, help="that step, before the last one")
 parser.add_argument("--stage", type=int, default=2)
 parser.add_argument("--plain", action="store_true", help="no config")
 parser.add_argument("--resume", help="a checkpoint of Trainer's")
