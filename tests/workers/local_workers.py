@@ -202,13 +202,19 @@ class LocalWorkers:
 
     def slots(self, generation: int, world_size: int) -> Restore:
         """The newest step that all ranks of a generation have in the vault."""
+        step = self.newest_step(generation, world_size)
+        assert step is not None, self.vault.inventory()
+        refs = tuple(SlotRef(generation, rank, step, NODE) for rank in range(world_size))
+        return Restore(step, refs)
+
+    def newest_step(self, generation: int, world_size: int) -> int | None:
+        """That step; None if there is none."""
         ranks_by_step: dict[int, set[int]] = {}
         for slot in self.vault.inventory():
             if slot.generation == generation:
                 ranks_by_step.setdefault(slot.step, set()).add(slot.rank)
-        step = max(step for step, ranks in ranks_by_step.items() if len(ranks) == world_size)
-        refs = tuple(SlotRef(generation, rank, step, NODE) for rank in range(world_size))
-        return Restore(step, refs)
+        complete = [step for step, ranks in ranks_by_step.items() if len(ranks) == world_size]
+        return max(complete, default=None)
 
     def texts(self, index: int) -> list[str]:
         return [

@@ -122,10 +122,13 @@ def test_killed_worker_loses_no_finished_step(start_workers, stage, step, phase,
         ends[index] = local.wait_end(index, 1)
         assert isinstance(ends[index], Stopped | Crashed), local.texts(index)
         assert ends[index].stays
+    beside = pytestconfig.getoption("--nccl-like")  # training: there, states are copied
+    if beside and step == 1 and local.newest_step(1, 3) is None:
+        return  # that of the beginning was not complete: the job starts anew
     restore = local.slots(1, 3)
     told = local.told_steps([(3, 0)])
-    # Beside training, a step is told when its mirror is complete, which is by the next vote.
-    untold = pytestconfig.getoption("--nccl-like") and phase in ("forward", "data", "reduce")
+    # There, a step is told when its copy is complete, which is by the next vote.
+    untold = beside and phase in ("forward", "data", "reduce")
     untold = untold and step > 1
     assert restore.step >= max(told, default=0), "a step was told to be finished, and is lost"
     assert step - 1 - bool(untold) <= restore.step <= step - 1

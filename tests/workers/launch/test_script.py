@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,16 @@ def test_killed_script_goes_on_at_its_step(tmp_path: Path):
     for one, other in zip(plain[0], killed[0], strict=True):
         assert one == [pytest.approx(row, abs=1e-12) for row in other]
     # No finished step is done again, and every sample is used once an epoch.
-    steps = read(tmp_path / "killed", "steps")
-    of_rank_0 = [json.loads(it)[0] for it in (tmp_path / "killed/steps-0").read_text().splitlines()]
-    assert of_rank_0 == list(range(1, 19))
-    used = Counter(index for _, indices in steps for index in indices)
+    own, lost = (read_rank(tmp_path / "killed", "steps", rank) for rank in (0, 1))
+    again = steps_done_again([step for step, _ in own])
+    own = [
+        it
+        for it, after in zip(own, [*own[1:], None], strict=True)
+        if not after or it[0] != after[0]
+    ]
+    assert [step for step, _ in own] == list(range(1, 19))
+    counted = own + [it for it in lost if it[0] not in again]
+    used = Counter(index for _, indices in counted for index in indices)
     assert used == dict.fromkeys(range(SAMPLES), EPOCHS)
     assert len((tmp_path / "killed/entries-0").read_text().splitlines()) == 1, "entered once"
     assert read(tmp_path / "killed", "exits") == ["atexit"]
@@ -303,9 +310,11 @@ def test_accelerate_loop_that_resumed_from_a_checkpoint_goes_on_after_a_kill(
     args = ("--resume", str(accelerated / "step_4"), "--kill-at", "8", "--numbered")
     run(tmp_path / "killed", "accelerated_loop.py", *args)
     assert (tmp_path / "killed" / "killed").exists()
-    assert [step for _, step in read_rank(tmp_path / "killed", "steps")] == list(range(5, 13))
-    rates = read_rank(accelerated, "rates")[4:]
-    assert read_rank(tmp_path / "killed", "rates") == [pytest.approx(it) for it in rates]
+    steps = [step for _, step in read_rank(tmp_path / "killed", "steps")]
+    again = steps_done_again(steps)
+    assert sorted(steps) == sorted([*range(5, 13), *again])
+    rates = read_rank(accelerated, "rates")
+    assert read_rank(tmp_path / "killed", "rates") == [pytest.approx(rates[it - 1]) for it in steps]
     assert weight_difference(accelerated, tmp_path / "killed") <= 1e-9
     assert checkpointed_steps(tmp_path / "killed/checkpoints", "checkpoint_") == [6, 12]
 
@@ -331,7 +340,8 @@ def test_script_without_a_config_equals_ddp_and_goes_on_after_a_kill(name: str, 
     else:
         norms = read_rank(tmp_path / "plain", "norms")
         assert max(norms) > 0.1
-        assert read_rank(tmp_path / "killed", "norms") == pytest.approx(norms, rel=1e-5)
+        expected = [norms[step - 1] for _, step in read_rank(tmp_path / "killed", "steps")]
+        assert read_rank(tmp_path / "killed", "norms") == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -387,9 +397,17 @@ def checkpointed_steps(folder: Path, name: str) -> list[int]:
     return [CheckpointSource(str(it)).step for it in saved]
 
 
-def read_rank(folder: Path, name: str) -> list[Any]:
-    """The notes of rank 0, which is not killed."""
-    return [json.loads(it) for it in (folder / f"{name}-0").read_text().splitlines()]
+def read_rank(folder: Path, name: str, rank: int = 0) -> list[Any]:
+    """The notes of one rank; of rank 0, which is not killed."""
+    return [json.loads(it) for it in (folder / f"{name}-{rank}").read_text().splitlines()]
+
+
+def steps_done_again(steps: list[int]) -> list[int]:
+    """The step that a loop has counted twice: at most one, on a device that works beside the host.
+    There a step ends before the copy of its state is complete, and is reported after that."""
+    again = [step for step, after in pairwise(steps) if step == after]
+    assert len(again) <= (from_environment() is not None)
+    return again
 
 
 def test_resized_accelerate_loop_leaves_nothing_out(accelerated: Path, tmp_path: Path):
@@ -413,9 +431,10 @@ def test_resized_accelerate_loop_leaves_nothing_out(accelerated: Path, tmp_path:
 def check_continued(folder: Path, steps: int) -> None:
     """The kill has happened, no step was done again, the weights are those without it."""
     assert (folder / "killed" / "killed").exists()
-    done = [json.loads(it)[1] for it in (folder / "killed" / "steps-0").read_text().splitlines()]
-    assert done == list(range(1, steps + 1))
-    assert find_problems(folder / "killed", steps, SAMPLES, epochs=2) == []
+    done = [step for _, step in read_rank(folder / "killed", "steps")]
+    again = steps_done_again(done)
+    assert done == sorted([*range(1, steps + 1), *again])
+    assert find_problems(folder / "killed", steps, SAMPLES, epochs=2, unreported=again) == []
     # The last: a survivor may come to the end of the script before it is entered again.
     plain, killed = (read(folder / name, "weights")[-1] for name in ("plain", "killed"))
     for one, other in zip(plain, killed, strict=True):
