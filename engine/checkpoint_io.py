@@ -17,6 +17,7 @@ from rayzero.engine.checkpoint.imports.tensors import FlatTensor, TensorSource
 from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.checkpoint.store import join_url, open_store
 from rayzero.engine.comm.collectives import run_on_all_ranks
+from rayzero.engine.data.sampling import TrainingProgress
 from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.layout.packed import plain_tensors
 from rayzero.engine.layout.state_index import StateSource
@@ -37,14 +38,11 @@ def save_checkpoint(
     client_state: dict[str, Any],
     latest: bool,
     include_frozen: bool,
-) -> None:
+) -> bool:
     """See `Engine.save`."""
     collectives, device = step.runtime.collectives, step.settings.device
-    if (progress := step.state.progress).script_lag:
-        if collectives.rank == 0:
-            text = "checkpoint %s of an epoch that is finished is not written again, with step %d"
-            log.warning(text, tag, progress.step)
-        return
+    if is_late(step.state.progress, f"checkpoint {tag}", collectives.rank):
+        return False
     answers = run_on_all_ranks(
         collectives, device, lambda: [check_tag(tag), encode_client_state(client_state)]
     )
@@ -68,6 +66,18 @@ def save_checkpoint(
         latest=latest,
         frozen=include_frozen,
     )
+    return True
+
+
+def is_late(progress: TrainingProgress, what: str, rank: int) -> bool:
+    """Whether a script that was run again is at the end of an epoch that was finished before: what
+    it saves there was written then, and the engine has a later step. Rank 0 logs it."""
+    if not progress.script_lag:
+        return False
+    if rank == 0:
+        text = "%s, of an epoch that is finished, is not written again, with step %d"
+        log.warning(text, what, progress.step)
+    return True
 
 
 def load_checkpoint(

@@ -202,7 +202,7 @@ class Engine:
         client_state: Mapping[str, Any] | None = None,
         latest: bool = True,
         include_frozen: bool = True,
-    ) -> None:
+    ) -> bool:
         """Writes the training state to `<folder>/<tag>`; returns when it is durable. Collective.
 
         The state is that of the last finished step: gradients accumulated since then are not
@@ -216,12 +216,16 @@ class Engine:
             latest: `load` without a tag loads this checkpoint from now on.
             include_frozen: also save parameters that do not require gradients.
 
+        Returns:
+            Whether it was written: not by a launched script that was run again, at the end of an
+            epoch that was finished, and saved, before.
+
         Raises:
             EngineError: `client_state` holds what cannot be saved; or another rank failed.
             StoreError: the store cannot be written.
         """
         name = f"global_step{self.progress.step}" if tag is None else tag
-        save_checkpoint(
+        return save_checkpoint(
             self._step,
             str(folder),
             name,

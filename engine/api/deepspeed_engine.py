@@ -220,19 +220,18 @@ class DeepSpeedEngine(ConfigGetters, FixedNames, ModelExport, CompileMethods, Sc
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """See `Engine.save`. Returns True. Raises ConfigError without a folder."""
+        """See `Engine.save`. Raises ConfigError without a folder."""
         if save_dir is None or not str(save_dir):
             raise ConfigError(
                 f"save_checkpoint({save_dir!r}) was called", allowed="a folder, or a store's URL"
             )
-        self.save(
+        return self.save(
             save_dir,
             None if tag is None else str(tag),
             client_state=client_state,
             latest=save_latest,
             include_frozen=not exclude_frozen_parameters,
         )
-        return True
 
     def load_checkpoint(
         self,

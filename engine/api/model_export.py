@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from rayzero.engine.checkpoint.export_model import write_model_file
-from rayzero.engine.checkpoint_io import load_model_state, without_frozen
+from rayzero.engine.checkpoint_io import is_late, load_model_state, without_frozen
 from rayzero.engine.comm.collectives import run_on_all_ranks
 from rayzero.engine.engine import Engine
-
-log = logging.getLogger("rayzero.engine")
 
 
 class ModelExport(Engine):
@@ -46,21 +43,17 @@ class ModelExport(Engine):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Writes the full model, in the dtype of its weights, as one file. At every stage: sharded
-        weights are gathered unit by unit. A launched script that was run again does not write
-        the file of an epoch that was finished before, as it does not write its checkpoint.
+        weights are gathered unit by unit.
 
         Args:
             save_filename: `*.safetensors` for that format; otherwise `torch.load` reads it.
 
         Returns:
-            True.
+            Whether it was written: see `Engine.save`.
         """
         path = Path(save_dir) / save_filename
-        if self.progress.script_lag:
-            if self.rank == 0:
-                text = "%s, of an epoch that is finished, is not written again, with step %d"
-                log.warning(text, path, self.progress.step)
-            return True
+        if is_late(self.progress, str(path), self.rank):
+            return False
         gathered = self._gather_state_dict(by_new_ranks=False)
         state = without_frozen(self.module, gathered, exclude_frozen_parameters)
         run_on_all_ranks(
