@@ -51,6 +51,7 @@ class Plan:
         model: changes of the model's arguments.
         compiled: by torch.compile.
         batch: samples of a step, in one micro-batch a rank; None for the example's.
+        mirror_every: `recovery.mirror_every` of the job: with 1, no finished step is repeated.
     """
 
     workers: int
@@ -64,6 +65,7 @@ class Plan:
     model: dict[str, int] = field(default_factory=dict)
     compiled: bool = False
     batch: int | None = None
+    mirror_every: int | None = None
 
 
 class EventQueue:
@@ -99,6 +101,7 @@ def make_job(plan: Plan) -> Job:
         checkpoint={"path": str(plan.folder)},
         recovery={
             "hang_timeout_s": plan.hang_timeout_s,
+            "mirror_every": plan.mirror_every,
             "max_faults": plan.kills + 10,
             # So short that replacements are never delayed by earlier faults.
             "fault_window_s": 1.0,

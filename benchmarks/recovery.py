@@ -101,6 +101,7 @@ def measure(options: argparse.Namespace, console: Console, folder: Path) -> list
         model={"layers": options.layers, "width": options.width, "heads": options.width // 64},
         compiled=options.compile,
         batch=options.batch,
+        mirror_every=options.mirror_every,
     )
     return rayzero_job.run(plan, console.print)
 
@@ -119,6 +120,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="of the GPT")
     parser.add_argument("--width", type=int, default=256, help="of the GPT; heads have 64 each")
     parser.add_argument("--batch", type=int, help="samples of a step; default: the example's")
+    parser.add_argument("--mirror-every", type=int, metavar="STEPS", help="default: by its cost")
     parser.add_argument("--compile", action="store_true", help="by torch.compile, at first use")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     parser.add_argument(

@@ -125,12 +125,12 @@ def keep_batch_size_dynamic(model: nn.Module, hooks: list[RemovableHandle]) -> N
             its compiled modules; a module that is compiled later is not followed.
     """
 
-    def find_compiled(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def find_compiled(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if module is not model:
+            return  # a copy of the model has this hook, too
         first.remove()
         compiled = filter(is_compiled, model.modules())
-        hooks.extend(
-            module.register_forward_pre_hook(mark, with_kwargs=True) for module in compiled
-        )
+        hooks.extend(part.register_forward_pre_hook(mark, with_kwargs=True) for part in compiled)
         if is_compiled(model):  # the hooks of this forward were listed before
             mark(model, args, kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 import rayzero
+from rayzero.engine.compiling import keep_batch_size_dynamic
 from rayzero.engine.errors import ConfigError
 from tests.engine import zoo
 from tests.support.ranks import run_ranks
@@ -302,6 +305,24 @@ def configured(rank: int, world: int, stage: int) -> dict[str, Tensor]:
 def test_the_config_compiles_and_a_second_engine_over_the_model_does_too(stage: int) -> None:
     state, expected = run_ranks(2, configured, stage)[0], twice_reference()
     assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
+
+
+def test_batches_of_other_sizes_share_a_graph_and_a_copy_of_the_model_adds_no_hook() -> None:
+    graphs = Graphs()
+    model = nn.Linear(WIDTH, WIDTH)
+    model.compile(backend=graphs)
+    hooks: list[RemovableHandle] = []
+    keep_batch_size_dynamic(model, hooks)
+    twin = copy.deepcopy(model)  # as an average of the weights has it
+    for _ in range(2):
+        twin(torch.ones(4, WIDTH))
+    assert len(hooks) == 1
+    for samples in (4, 6, 3):
+        model(torch.ones(samples, WIDTH))
+    assert (graphs.count, graphs.breaks) == (1, 0)
+    for hook in hooks:
+        hook.remove()
+    assert not model._forward_pre_hooks
 
 
 def test_the_engine_does_not_import_the_compiler() -> None:
