@@ -118,7 +118,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 class _NoModules:
-    """In place of a `ModuleTracker`: all operations belong to the model."""
+    """A stand-in for a `ModuleTracker`: all operations belong to the model."""
 
     parents = frozenset({"Global"})
 
@@ -204,8 +204,8 @@ class StepWork:
         self._end_backward(tokens, flops)
 
     def count_backward(self, weight: float) -> None:
-        """As `track_backward`, for one that is running already: a backward has about twice the
-        flops of its forward."""
+        """Counts as `track_backward` does, for a backward that is running already: it has about
+        twice the flops of its forward."""
         tokens, forward = self._begin_backward(weight), self._forward_flops
         self._end_backward(tokens, None if forward is None else 3 * forward)
 

@@ -1,4 +1,4 @@
-"""torch.compile beside the engine's hooks, without importing the compiler.
+"""torch.compile together with the engine's hooks, without importing the compiler.
 
 `module.compile()` and `torch.compile(module)` run the module's hooks outside the compiled frames.
 A hook that is marked as `untraced` is not compiled itself, so a block is one graph. A compiled
@@ -88,7 +88,7 @@ def refuse_compiled(around: Mapping[nn.Module, str]) -> None:
 
 
 def _wrapped(module: Any) -> Any:
-    """What torch.compile's wrapper has wrapped; None for another module."""
+    """The module that torch.compile's wrapper has wrapped; None for another module."""
     return module._orig_mod if type(module).__name__ == _WRAPPER else None
 
 

@@ -24,10 +24,10 @@ class Stream:
     """A queue of kernels and copies; `torch.Stream`, or this one on a CPU, always empty."""
 
     def wait_stream(self, other: Stream) -> None:
-        """What is enqueued here from now on runs after what is enqueued on `other` so far."""
+        """Makes what is enqueued here from now on run after what is enqueued on `other` so far."""
 
     def wait_event(self, event: Event) -> None:
-        """What is enqueued here from now on runs after the event."""
+        """Makes what is enqueued here from now on run after the event."""
 
     def synchronize(self) -> None:
         """Returns when all that is enqueued here has run. Releases the GIL."""
@@ -133,10 +133,10 @@ class Device:
         return None
 
     def empty_cache(self) -> None:
-        """Frees what torch caches: communicators, and other processes, allocate beside it."""
+        """Frees what torch caches: communicators, and other processes, cannot use that."""
 
     def rng_state(self) -> Tensor | None:
-        """Of the device's own generator, in host memory; None on a CPU."""
+        """The state of the device's own generator, in host memory; None on a CPU."""
         return None
 
     def set_rng_state(self, state: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a model's forward gets by the number of finished steps: curriculum, layer and token drop.
+"""Changes of a model's forward by the number of finished steps: curriculum, layer and token drop.
 
 Pure functions of the step, so a run continues them after a repair, a resize or from a checkpoint.
 Sources: curriculum by sequence length, Li et al. 2022; progressive layer drop, Zhang and He 2020;
@@ -174,7 +174,8 @@ class TokenDropLayer:
         return index.unsqueeze(-1).expand(*index.shape, hidden.shape[-1])
 
     def _cut_mask(self, mask: Tensor, index: Tensor) -> Tensor:
-        """Of (..., length) or (..., length, length); an encoder's by the sample's own tokens."""
+        """Cuts a mask (..., length) or (..., length, length); an encoder's by the sample's own
+        tokens."""
         kept = index.shape[1]
         if self._config.model_type == "decoder":
             return mask[..., :kept, :kept]

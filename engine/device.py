@@ -228,7 +228,7 @@ def local_device() -> torch.device:
 
 
 def nccl_version() -> str | None:
-    """Of torch's build; None without GPUs, or NCCL."""
+    """The version in torch's build; None without GPUs, or NCCL."""
     if not (device_count() and dist.is_available() and dist.is_nccl_available()):
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))

@@ -32,7 +32,9 @@ class RayzeroError(Exception):
     """
 
     def __init__(self, seen: str, allowed: str = "", fix: str = "") -> None:
-        self.seen, self.allowed, self.fix = redact_url(seen), redact_url(allowed), redact_url(fix)
+        self.seen = redact_url(seen)
+        self.allowed = redact_url(allowed)
+        self.fix = redact_url(fix)
         super().__init__(self.seen, self.allowed, self.fix)
 
     def __str__(self) -> str:
@@ -47,7 +49,7 @@ class RayzeroError(Exception):
         return type(self), (self.seen, self.allowed, self.fix)
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython and notebooks show in place of a traceback with the frames of our code."""
+        """The lines that notebooks and IPython show instead of a traceback through our code."""
         return render_short(self)
 
 

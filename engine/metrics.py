@@ -113,14 +113,14 @@ def _flatten(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, float]]
 
 
 class SkippedRun:
-    """Steps in a row whose gradient is not finite: told of at the first, second, fourth, eighth and
-    so on, not once a step."""
+    """Steps in a row whose gradient is not finite: reported at the first, second, fourth, eighth
+    and so on, not once a step."""
 
     def __init__(self) -> None:
         self._count = 0
 
     def add(self, step: int, finite: bool) -> str:
-        """What to tell about this step; empty: nothing."""
+        """Counts this step; returns the text to report about it, or an empty one."""
         self._count = 0 if finite else self._count + 1
         count = self._count
         if not count or count & (count - 1):
@@ -184,7 +184,7 @@ class StepMeter:
         return self._session.step_requests() if self._session is not None else NO_REQUESTS
 
     def admits_load(self, step: int, client_keys: Sequence[str]) -> bool:
-        """As the session's."""
+        """Calls the session's `admits_load`; True without a session."""
         session, progress = self._session, self._progress
         progress.asked_step = step
         return session is None or session.admits_load(step, progress.step, client_keys)
@@ -218,7 +218,9 @@ class StepMeter:
             "exposed_comm_s": exposed_s - self._exposed_comm_s,
             "phases": self.phases.end_step(data_wait_s - self._data_wait_s, now),
         } | self.step_work.end_step(now - self._step_end_s)
-        self._step_end_s, self._exposed_comm_s, self._data_wait_s = now, exposed_s, data_wait_s
+        self._step_end_s = now
+        self._exposed_comm_s = exposed_s
+        self._data_wait_s = data_wait_s
         scale = self._runtime.precision.scaler.value if self._config.fp16.enabled else None
         if loss is not None:
             self.monitors.write_step(self._progress.sample_cursor, loss, lr, scale)

@@ -16,7 +16,7 @@ from rayzero.engine.errors import ConfigError
 
 @dataclass(frozen=True)
 class _Claim:
-    """What an engine trains. `hooks` is empty once that was closed."""
+    """The parameters that an engine trains. `hooks` is empty once the engine was closed."""
 
     engine: ref[Any]
     label: str

@@ -1,7 +1,7 @@
 """Monitors of DeepSpeed's config: rank 0 writes loss, learning rate and loss scale of each step.
 
 Names are DeepSpeed's, the step is the number of samples so far. Values are those that the step's
-vote read anyway. A run that goes on, after a repair or from a checkpoint, continues the same files,
+vote read anyway. A run that continues, after a repair or from a checkpoint, keeps the same files,
 W&B run or Comet experiment; values of steps that are done again replace the earlier ones, as far
 as the service allows it: W&B keeps the earlier ones, Comet shows both.
 """
@@ -161,7 +161,7 @@ class Monitors:
     """The monitors of an engine; without writers on ranks other than 0. `write_events` and
     `enabled` are DeepSpeed's. Used by the training thread.
 
-    `openers` are called before the first write: by then a state that the script loads has told
+    `openers` are called before the first write: by then a state that the script loads has set
     which run to continue.
 
     Attributes:

@@ -38,7 +38,7 @@ class _Token:
 
 
 class GradientPass(Protocol):
-    """What happens around a backward that brings gradients: the step's part."""
+    """The step's part in a backward that brings gradients: calls before and after it."""
 
     def begin_own(self, running: Running) -> None: ...
 
@@ -127,7 +127,7 @@ _trackers: WeakKeyDictionary[nn.Module, weakref.ref[StepTracker]] = WeakKeyDicti
 
 
 def follow_zero_grad(model: nn.Module, tracker: StepTracker) -> None:
-    """From now on the model's own `zero_grad()` is the engine's, too: of gradients that another
+    """Makes the model's own `zero_grad()` call the engine's, too: for gradients that another
     engine's loss has brought, as in a GAN."""
     _trackers[model] = weakref.ref(tracker)
     # Bound to the model: copying or pickling the model binds the copy's, which has no engine.

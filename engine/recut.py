@@ -131,7 +131,9 @@ class _Recut:
 
     def run(self) -> None:
         """Not collective."""
-        runtime, context, config = self._runtime, self._context, self._step.settings.config
+        runtime = self._runtime
+        context = self._context
+        config = self._step.settings.config
         reduction = make_grad_reduction(config, context, self._step.settings.post_reduce_scale)
         plans = [_plan_again(unit, context) for unit in runtime.units]
         buffers = make_unit_grad_buffers(plans, context, config)

@@ -134,8 +134,8 @@ def _leave_whole(params: list[NamedParam], context: BuildContext) -> list[NamedP
 
 
 def _find_files(plans: list[UnitPlan], context: BuildContext) -> None:
-    """Where each rank keeps a shard only, it may read that itself. Collective if the model was
-    built in `zero_init`, which is so on all ranks or on none."""
+    """Finds files of initial values where each rank keeps a shard only: it may read that itself.
+    Collective if the model was built in `zero_init`, which is so on all ranks or on none."""
     fresh = not context.restoring and context.device.type != "meta"  # no memory plan
     params = [param for plan in plans for param in plan.params]
     deferred = any(param.is_meta for param in params)

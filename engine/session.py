@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepRequests:
-    """What ranks agree on in a step's vote, without a further collective."""
+    """The requests that ranks agree on in a step's vote, without a further collective."""
 
     # Leave the training function between this step and the next. Agreed if any rank requests it.
     drain: bool = False
@@ -73,7 +73,7 @@ class HostSession(Protocol):
         """An engine is about to be built of this model."""
 
     def admits_engine(self, *, trains: bool) -> bool:
-        """Whether the engine that is about to be built is the host's. Others are beside it: their
+        """Whether the engine that is about to be built is the host's. Others are additional: their
         state is neither restored nor preserved. Raises ConfigError if there can be no other."""
 
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
@@ -115,11 +115,13 @@ class HostSession(Protocol):
 
 
 class BesideSession:
-    """The session of an engine beside the host's own: a GAN's second one, DPO's reference model.
-    The host hears of its phases and waits, as signs of life, not of its state and steps."""
+    """The session of an engine in addition to the host's own: a GAN's second one, DPO's reference
+    model. The host hears of its phases and waits, as signs of life, not of its state and steps."""
 
     def __init__(self, host: HostSession) -> None:
-        self.engine_config, self.seed, self.shares = host.engine_config, host.seed, host.shares
+        self.engine_config = host.engine_config
+        self.seed = host.seed
+        self.shares = host.shares
         self.on_phase = host.on_phase
         self.on_collective_wait = host.on_collective_wait
 
@@ -163,7 +165,7 @@ class Reforming:
     Within a training step a broken group is a state, not an exception (`Collectives.broken`): the
     script's forward and backward run on, and `step()` commits nothing. The engine waits for another
     group where the next step begins, because new ranks begin there: what the script does between
-    two steps with all ranks would wait for them in vain, and raises. Used by the training thread.
+    two steps with all ranks would wait without result, and raises. Used by the training thread.
     """
 
     def __init__(self, collectives: Collectives, session: HostSession | None) -> None:

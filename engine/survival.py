@@ -43,7 +43,7 @@ class GroupSurvival:
         self._step.reforming.by_host = True
 
     def await_group(self) -> None:
-        """Asks the host for another group, if this one is broken and no step is under way."""
+        """Asks the host for another group, if this one is broken and no step is running."""
         if not self._step.tracker.has_gradients:
             self._step.reforming.reform_if_broken()
 

@@ -58,7 +58,7 @@ class TrainingStep:
         self.scheduled_inputs = ScheduledInputs(self.settings.config, self._progress)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.settings.device)
         self._scaled: list[Tensor] = []  # losses given to `scale` since the last own backward
-        self._loss_known = True  # whether every backward of this step told its loss
+        self._loss_known = True  # whether every backward of this step reported its loss
         self._check_at_step = 0  # the model's parameters
         self._rank_loss: float | None = None  # of this step, between its vote and its end
         self._own_weight = 1.0  # of the micro-batch of the backward that the script runs itself
@@ -266,7 +266,7 @@ class TrainingStep:
         self.abandon()
         self._progress.lose_step(before)
         if self.runtime.unshard_scheduler is not None:
-            self.runtime.unshard_scheduler.abandon()  # what it has gathered is of no rank
+            self.runtime.unshard_scheduler.abandon()  # its gathered weights are of no rank
         self.micro_batches.stale.end_step()
         if not self.reforming.is_due():
             return
@@ -383,8 +383,8 @@ class TrainingStep:
 
 
 def refuse_own_steps(optimizer: torch.optim.Optimizer, tracker: StepTracker) -> RemovableHandle:
-    """From now on only the engine steps its optimizer: a step that the script calls itself would
-    change weights without gradients, and count nowhere."""
+    """Makes optimizer steps that the script calls itself raise EngineError: they would change
+    weights without gradients, and count nowhere."""
     reference = ref(tracker)
 
     def refuse(*_: object) -> None:

@@ -20,7 +20,9 @@ _MAX_LISTED_MISTAKES = 50
 
 _SHOWN_LEVELS = 3
 _SHORT_REPR = Repr()
-_SHORT_REPR.maxlevel, _SHORT_REPR.maxdict, _SHORT_REPR.maxlist = _SHOWN_LEVELS, 8, 8
+_SHORT_REPR.maxlevel = _SHOWN_LEVELS
+_SHORT_REPR.maxdict = 8
+_SHORT_REPR.maxlist = 8
 _SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 80
 
 
@@ -98,7 +100,7 @@ def _error_line(model: type[BaseModel], error: ErrorDetails) -> str:
 
 
 def _reason(model: type[BaseModel], path: list[str], error: ErrorDetails) -> str:
-    """What is wrong with a value, and what is allowed."""
+    """The reason why a value is refused, and what is allowed."""
     match error["type"]:
         case "model_type" | "model_attributes_type" | "dataclass_type":
             return f"keys and values were expected{_example(_section_at(model, path), error)}"
@@ -130,7 +132,7 @@ def _example(section: type[BaseModel] | None, error: ErrorDetails) -> str:
 
 
 def _place_hint(model: type[BaseModel], name: str) -> str:
-    """Where in the document a key of that name belongs."""
+    """Suggests where in the document a key of that name belongs; empty if nowhere."""
     places = sorted(_paths_of(model, name, ""), key=lambda path: path.count("."))
     return f" (did you mean {places[0]!r}?)" if places else ""
 

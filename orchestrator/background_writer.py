@@ -144,7 +144,7 @@ class BackgroundWriter:
             while len(queue.items) > queue.items.end - end:
                 queue.items.popleft()
             queue.written = end
-            self._changed.notify_all()  # those who wait in `flush`
+            self._changed.notify_all()  # threads that wait in `flush`
         if dropped > 0:
             self._warn(
                 f"{queue.subject}: {dropped} entries ({format_size(nbytes)}) were dropped: they"

@@ -123,7 +123,8 @@ class CheckpointStore:
         return self._resume_from(resume)
 
     def _refuse_unusable(self, checkpoints: Sequence[CheckpointInfo]) -> None:
-        """To begin anew although there are checkpoints is the user's decision."""
+        """Raises ConfigError if there are finished checkpoints, of which none can be used: to start
+        from scratch then is the user's decision."""
         unusable = [info for info in checkpoints if info.status != "unfinished"]
         if not unusable:
             return
@@ -132,7 +133,7 @@ class CheckpointStore:
         raise ConfigError(
             f"no checkpoint in {self._plan.job_folder} can be used; the newest is that of step "
             f"{info.step}: {info.problem}",
-            allowed="a complete checkpoint, or to begin anew with --restart",
+            allowed="a complete checkpoint, or to start from scratch with --restart",
             fix=f"see `rayzero ckpt ls {self._plan.job_folder}`; {instead}, or pass --restart "
             "(checkpoint.resume: scratch)",
         )
@@ -147,7 +148,8 @@ class CheckpointStore:
         return None
 
     def _refuse_existing(self, checkpoints: Sequence[CheckpointInfo]) -> None:
-        """Beside usable checkpoints of another run, a new one's would not be the newest."""
+        """Raises ConfigError if there are checkpoints of another run: a new run's would not be the
+        newest. Unfinished ones are allowed, and with `resume: scratch` damaged ones."""
         resume = self._settings.resume
         harmless = ("unfinished", "damaged") if resume == "scratch" else ("unfinished",)
         existing = [info for info in checkpoints if info.status not in harmless]

@@ -56,7 +56,8 @@ class JobInterrupted(KeyboardInterrupt):
 
 
 def short_traceback(method: Callable[P, T]) -> Callable[P, T]:
-    """Lets what a user is told leave a public method without the frames of our code."""
+    """Wraps a public method so that the errors that it reports to a user have no frames of our
+    code."""
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -45,8 +45,8 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
 def make_spec(
     document: dict[str, Any], name: str, folder: Path, overrides: Sequence[str]
 ) -> JobSpec:
-    """As `load_job`, of the contents of a job file. `name` is for errors; the path of an engine
-    config is relative to `folder`."""
+    """Validates the contents of a job file as `load_job` does. `name` is for errors; the path of an
+    engine config is relative to `folder`."""
     if isinstance(document.get("engine"), str):
         document["engine"] = read_config(folder / document["engine"])
     for override in overrides:

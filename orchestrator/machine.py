@@ -119,7 +119,7 @@ EVENTS: Final[tuple[EventType, ...]] = get_args(Event)
 
 
 class Instruction(StrEnum):
-    """What the controller has to do. It answers with the events named here."""
+    """A task for the controller, which answers with the events named here."""
 
     PLACE_WORKERS = "place workers"
     """Reserve resources and start the workers; then WorkersPlaced or FaultFatal."""

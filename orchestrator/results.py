@@ -122,7 +122,7 @@ class JobStatus:
         if self.is_running:
             return f"{text}, {self.world_size} worker{'s' * (self.world_size != 1)}"
         if self.state is None and self.checkpoint_step is None:
-            return f"{text}; `rayzero resume {self.name}` begins anew: it has no checkpoint"
+            return f"{text}; `rayzero resume {self.name}` starts from scratch: it has no checkpoint"
         if self.state is None:
             newest = f"continues from its newest checkpoint, of step {self.checkpoint_step}"
             return f"{text}; `rayzero resume {self.name}` {newest}"

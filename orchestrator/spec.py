@@ -112,7 +112,7 @@ def _add_notice_s(schema: dict[str, Any]) -> None:
 
 
 class CheckpointSpec(SpecSection):
-    """Where checkpoints are written, and how often."""
+    """The place of checkpoints, and how often they are written."""
 
     model_config = ConfigDict(json_schema_extra=_add_notice_s)
 
@@ -135,9 +135,9 @@ class CheckpointSpec(SpecSection):
         min_length=1,
         max_length=_MAX_PATH,
         description="checkpoint to start from: `auto` is the newest complete one in the job's "
-        "folder, if any, and fails if none of those can be used; `scratch` begins anew and sets "
-        "the files of the last run aside; `never` fails if the folder has checkpoints; or the path "
-        "of a checkpoint",
+        "folder, if any, and fails if none of those can be used; `scratch` starts without one "
+        "and sets the files of the last run aside; `never` fails if the folder has checkpoints; or "
+        "the path of a checkpoint",
     )
     grace_period_s: _Seconds = Field(
         default=30, description="seconds that a stop may take, including a last checkpoint"

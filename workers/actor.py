@@ -36,7 +36,7 @@ class WorkerActor:
         self._index = index
 
     def describe(self) -> WorkerInfo:
-        """Where this worker runs; returns once its process is ready for a generation."""
+        """Returns where this worker runs, once its process is ready for a generation."""
         ip = self._process.node_address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         if interface := interface_for(ip):
             use_interface(os.environ, interface)

@@ -1,13 +1,13 @@
-"""Copies a step's state into a slot beside the next forward and backward, on asynchronous devices.
+"""Copies a step's state into a slot during the next forward and backward, on asynchronous devices.
 
 The order for step k, where T is the training thread, C its stream, M the copies' own stream, and H
 the thread `rayzero-mirror`:
 
 1. T has passed vote k and enqueued update k on C. It invalidates the slot's version, lets M wait
-   for C, enqueues the copies on M with an event behind each group, and goes on.
+   for C, enqueues the copies on M with an event behind each group, and continues.
 2. C waits for the copies of what forward and backward change: buffers, residuals. They are first.
-3. H copies what is in host memory, and waits for the events; a group's checksum is computed beside
-   the copies of the next ones.
+3. H copies what is in host memory, and waits for the events; a group's checksum is computed while
+   the next ones are copied.
 4. When an event is reached H looks at the interrupt. It is set before collectives are aborted, so
    if it is not set, no abort has released what the copies waited for, and they are genuine.
 5. H commits the version, then posts the messages of the step: `Pinned`, the report.
@@ -200,7 +200,9 @@ class BesideCopier(StateCopier):
 
     def _complete(self, job: _Job) -> None:
         """Commits and posts, unless the job is interrupted before its copies are done."""
-        data, spans, constants = memoryview(b""), list[slice](), 0
+        data = memoryview(b"")
+        spans = list[slice]()
+        constants = 0
         if job.write is not None:
             data, size = job.write.slot.data, job.write.slot.constant_bytes
             spans = chunk_spans(0, size) if job.write.constants else []

@@ -1,4 +1,4 @@
-"""What the controller calls in a worker's process. Free of torch."""
+"""The calls that the controller makes in a worker's process. Free of torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rayzero.workers.vault.records import SlotInfo
 
 
 class WorkerCalls(Protocol):
-    """What the controller calls in a worker's process, by `WorkerGroup.call` and `broadcast`.
+    """The calls that the controller makes in a worker's process, by `WorkerGroup.call` and
+    `broadcast`.
 
     `stop`, `end`, `drain` and `fence` do nothing if the worker has left that generation.
     """
@@ -54,4 +55,4 @@ class WorkerCalls(Protocol):
         """
 
     def dump_stack(self) -> Stacks:
-        """What the threads of the process do."""
+        """Returns what the threads of the process do."""

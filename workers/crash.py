@@ -50,7 +50,7 @@ def _describe_crash(error: BaseException, generation: int, rank: int, step: int)
 def user_traceback(error: BaseException) -> str:
     """The formatted traceback of `error`, starting at the user's first frame and without frames of
     rayzero, unless its code raised what is not meant for users. It ends with the user's line if
-    the error is rayzero's, whose text is told already."""
+    the error is rayzero's, whose text is reported already."""
     shown = traceback.TracebackException(
         type(error), error, _skip_framework_frames(error.__traceback__)
     )

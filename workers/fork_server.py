@@ -37,7 +37,8 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 def worker_executable(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a worker's runtime environment needs to be forked from the server, if there is one."""
+    """Returns the entries of a worker's runtime environment that make it a fork of the server;
+    empty if there is no server."""
     if not (address := environ.get(ADDRESS_VARIABLE)):
         return {}
     # -I -S: the client needs only the standard library.

@@ -29,8 +29,8 @@ _OF_ONE_RANK = ("gather", "scatter", "reduce", "reduce_scatter", "alltoall", "al
 
 
 def read_calls(source: StateSource, rank: int) -> dict[str, Any] | None:
-    """What the collectives of a function returned before its first step: None if the function has
-    not outlived its generations."""
+    """Reads the collectives that a function called before its first step, with their results; None
+    if the function has not outlived its generations."""
     calls: dict[str, Any] | None = read_value(source, rank, _STATE)
     return calls
 

@@ -11,7 +11,8 @@ MAX_RESULT_BYTES = 2**20
 
 
 def encode_result(result: Any) -> dict[str, Any]:
-    """As JSON holds it. Raises TypeError or ValueError if it is none, or large."""
+    """Returns a result as JSON holds it. Raises TypeError or ValueError if it is no JSON object, or
+    large."""
     if not isinstance(result, Mapping):
         raise TypeError(f"it is a {type(result).__name__}, not a dict")
     return dict(json.loads(_to_short_json(dict(result))))

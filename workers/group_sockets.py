@@ -29,7 +29,7 @@ _SELF_CONNECT_S = 1.0  # of this process to its own listener: the kernel answers
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _V4_IN_V6 = bytes(10) + b"\xff\xff"  # before the address of a peer of IPv4 at a socket of IPv6
 _IPV4, _IPV6 = (re.escape(family.to_bytes(2, sys.byteorder)) for family in _FAMILIES)
-# Family, port, [flow,] address; overlapping. What matches by chance is no socket's address.
+# Family, port, [flow,] address; overlapping. A coincidental match is no socket's address.
 _SOCKADDR = re.compile(rb"(?=%b(..)(.{4})|%b(..).{4}(.{16}))" % (_IPV4, _IPV6), re.DOTALL)
 
 

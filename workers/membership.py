@@ -32,7 +32,7 @@ class Membership:
 
 @dataclass
 class ScriptLoop:
-    """What is known of a launched script's loop.
+    """The known properties of a launched script's loop.
 
     Attributes:
         yields_again: its loader yields the batches of a lost step again.
@@ -53,7 +53,7 @@ class ScriptLoop:
 
 
 class SessionHost(Protocol):
-    """What the process does for a function that outlives its generations."""
+    """The services of the process for a function that outlives its generations."""
 
     def end_group(self, channel: GenerationChannel, reason: str) -> None:
         """Ends the waits for peers of a generation. By any thread."""

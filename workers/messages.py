@@ -1,4 +1,4 @@
-"""What the controller and a worker send each other. Frozen, small, and free of torch."""
+"""The records that controller and worker send each other. Frozen, small, and free of torch."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a worker runs. `index` is its position in the worker group and never changes; `cores`
-    are those of its node that it may use, 0 if unknown."""
+    """The node and the process of a worker. `index` is its position in the worker group and never
+    changes; `cores` are those of its node that it may use, 0 if unknown."""
 
     index: int
     node_id: str
@@ -81,8 +81,8 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class GenerationSpec:
-    """What all workers of a generation get. Its size grows with the number of ranks, so it is
-    pickled once, not once per worker.
+    """The part of an `Assignment` that all workers of a generation share. Its size grows with the
+    number of ranks, so it is pickled once, not once per worker.
 
     Args:
         store_host, store_port: the store where the members rendezvous.
@@ -90,8 +90,8 @@ class GenerationSpec:
         shares: each rank's share of a step's samples, adding up to 1; empty: even shares.
         remote: pin steps as often as possible, for replication to another node's vault.
         faults: all faults injected since the job started, in addition to `WorkerSpec.faults`.
-        survivors_stay: some members' training functions go on in their loops, where new members
-            meet them; else all members call theirs.
+        survivors_stay: some members' training functions continue in their loops, where new
+            members meet them; else all members call theirs.
         notes: for functions that are called again, of the first rank's previous one.
         parts: into how many a step is cut (`StepDivided`), if that is known; else 0.
         is_ahead: it has not begun: the function is called, and waits for it where it needs the
@@ -116,7 +116,8 @@ class GenerationSpec:
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """What one worker gets: its rank, and the address of its node's vault, empty without one."""
+    """The part of an `Assignment` for one worker: its rank, and the address of its node's vault,
+    empty without one."""
 
     rank: int
     local_rank: int
@@ -240,8 +241,8 @@ class InProcessStateInfo:
 
 @dataclass(frozen=True)
 class Notes:
-    """What a function that does not continue tells the one that is called in its place: `content`,
-    pickled, holds after `step` finished steps."""
+    """The notes of a function that does not continue for the one that is called in its place:
+    `content`, pickled, holds after `step` finished steps."""
 
     step: int
     content: bytes = field(repr=False)

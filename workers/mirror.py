@@ -134,7 +134,7 @@ class Mirror:
         self._copier.settle()
 
     def close(self) -> None:
-        """At the end of the generation, however it ended. Raises nothing."""
+        """Called at the end of the generation, however it ended. Raises nothing."""
         self._copier.close()
 
     def _write_mirror(

@@ -1,4 +1,4 @@
-"""What mirroring costs training, and the interval that bounds it."""
+"""The cost of mirroring for training, and the interval that bounds it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class CopyCost:
 
 
 class BesideCost(CopyCost):
-    """Of mirrors beside the next step, however long they take: how much longer that step is than
-    one without a mirror, with what it waited for the commit."""
+    """The cost of mirrors concurrent with the next step, however long they take: how much longer
+    that step is than one without a mirror, including its wait for the commit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class BesideCost(CopyCost):
 
     @property
     def interval_steps(self) -> float:
-        """As in `CopyCost`; 2 while steps without a mirror, or with one, have to be measured."""
+        """The interval of `CopyCost`; 2 while steps with or without a mirror are to be measured."""
         if self._unmirrored_age >= _REMEASURE_STEPS or not self._mirrored_step_s:
             return 2.0
         return super().interval_steps

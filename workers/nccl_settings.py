@@ -102,8 +102,9 @@ def apply_nccl_settings(environment: MutableMapping[str, str]) -> None:
 
 
 def use_interface(environment: MutableMapping[str, str], interface: str) -> None:
-    """By default gloo listens on the hostname's address, and NCCL on any interfaces: they may
-    belong to another network than the one that Ray uses."""
+    """Sets the interface of gloo and NCCL where the environment does not. By default gloo listens
+    on the hostname's address, and NCCL on any interfaces: they may belong to another network than
+    the one that Ray uses."""
     environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     environment.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # not as a prefix
 

@@ -162,7 +162,7 @@ class LineTee(BufferedIOBase):
 
 
 def _last_state(line: str) -> str:
-    """What a terminal would show of a line with carriage returns."""
+    """Returns what a terminal would show of a line with carriage returns."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 

@@ -91,7 +91,7 @@ def plan(assignment: Assignment, device: torch.device, begin: Callable[[], None]
 
 
 def _set_environment(assignment: Assignment) -> None:
-    """As torchrun. The store's address is known once the generation begins."""
+    """Sets the variables that torchrun sets; the store's address once the generation begins."""
     os.environ.update(
         RANK=str(assignment.rank),
         WORLD_SIZE=str(assignment.world_size),
@@ -136,7 +136,7 @@ def _form_group(store: Store, device: torch.device, **options: Any) -> dist.Proc
 def _connect_to_store(host: str, port: int, timeout_s: float, sockets: SocketTracker) -> TCPStore:
     """The store is there before it is assigned: without it, its process has died. torch's client
     would connect again and again until its timeout, and nothing could end that: each of its tries
-    is short at first, and follows a connection of our own, which is refused once the process has
+    is short at first, and follows a connection made here, which is refused once the process has
     died."""
     deadline_s, try_s = monotonic() + timeout_s, STORE_TRY_S
     while True:

@@ -1,7 +1,7 @@
 """The store where the members of a generation meet: a TCPStore that a stranger cannot poison.
 
-torch's server has no authentication: whoever reaches its port can list, read, change and delete
-keys. So it listens on the node's own address only, and its clients use it by way of
+torch's server has no authentication: any client that reaches its port can list, read, change and
+delete keys. So it listens on the node's own address only, and its clients use it by way of
 `AuthenticatedStore`, with a secret that the controller sends with each assignment.
 """
 

@@ -1,4 +1,4 @@
-"""What a worker's process keeps between generations: its vault connection and its last engine."""
+"""The vault connection and the last engine that a worker's process keeps between generations."""
 
 from __future__ import annotations
 
@@ -120,7 +120,9 @@ class RetainedState:
         buffer.begin()
         block.copy_to(buffer.data, constants=True)
         buffer.commit(memory_state.step, state.metadata(), False, None)
-        generation, rank, nbytes = assignment.generation, assignment.rank, block.index.nbytes
+        generation = assignment.generation
+        rank = assignment.rank
+        nbytes = block.index.nbytes
         return SlotInfo(generation, rank, world_size, memory_state.step, nbytes, pinned=False)
 
     def _open_restore(self, restore: Restore) -> StateSource:

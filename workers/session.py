@@ -261,8 +261,8 @@ class JobSession:
         self.post(Restored(self._channel.generation, self._channel.rank, step))
 
     def _begin_step(self, *, reads_loader: bool) -> None:
-        """From its first step on, where new members come in, a function outlives its generations:
-        unless its engine has gathered weights before that, which new members would gather in vain.
+        """Lets a function outlive its generations from its first step on, where new members join:
+        unless its engine gathered weights before that, for which new members would find no peers.
         A script does if the loader that it trains on yields the samples of a lost step again."""
         own = self._own_collectives
         if own is None or (survival := own.begin_step()) is None:

@@ -1,4 +1,4 @@
-"""What the threads of this process do: their stacks, for a person who looks for a hang."""
+"""The stacks of this process's threads, for a person who looks for a hang."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _frames_lock = Lock()
 
 @dataclass(frozen=True)
 class Stacks:
-    """What the threads of a process do.
+    """The stacks of a process's threads, and where the training thread is.
 
     Args:
         text: their stacks.

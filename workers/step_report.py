@@ -28,7 +28,7 @@ GPU_INTERVAL_S = 1.0
 
 
 def read_gpu() -> float | None:
-    """As `Device.utilization`."""
+    """Returns `Device.utilization` of the local device."""
     return get_device(local_device()).utilization()
 
 
@@ -155,7 +155,9 @@ class StepReporter:
         now_s = monotonic()
         self._gauges.setdefault("step_s", now_s - self._last_at_s)
         self._gauges |= self._usage.end_step()
-        channel, counters, gauges = self._channel, dict(self._counters), dict(self._gauges)
+        channel = self._channel
+        counters = dict(self._counters)
+        gauges = dict(self._gauges)
         report = StepReport(channel.generation, channel.rank, step, counters, gauges, at_s=time())
         self._counters.clear()
         self._gauges.clear()

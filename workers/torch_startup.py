@@ -57,7 +57,7 @@ def _without_dynamo(method: Callable[..., Any], plain: Callable[..., Any]) -> Ca
 
 
 def _with_grad_mode(step: Callable[..., Any]) -> Callable[..., Any]:
-    """As torch's `_use_grad_for_differentiable`, whose graph breaks need torch._dynamo."""
+    """Wraps as torch's `_use_grad_for_differentiable`, whose graph breaks need torch._dynamo."""
 
     def call(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         with torch.set_grad_enabled(self.defaults["differentiable"]):

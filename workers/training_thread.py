@@ -97,7 +97,7 @@ class ProgressRecord:
 
 
 class GenerationChannel:
-    """What the training thread and the command threads share for one generation.
+    """The state that the training thread and the command threads share for one generation.
 
     Attributes:
         interrupt: makes the training thread leave the generation at its next report, phase or step.
@@ -105,7 +105,7 @@ class GenerationChannel:
         drained: whether they have: no further step begins.
         fenced: whether waits for peers are being aborted until the training thread has left.
         reforming: whether the function outlives the generation: it waits for the next one where no
-            step is under way.
+            step is running.
         ending: the job is stopped: no generation follows.
         left: set when the training thread has left the generation.
         sockets: the process group's connections; shutting them down aborts a wait for peers.
@@ -147,8 +147,8 @@ class GenerationChannel:
         self._give_up()
 
     def check_wait(self) -> None:
-        """In a wait for the process group, which is still joining: leaves the generation if it was
-        ended. Raises DistError, as a lost peer does, to a function that outlives it."""
+        """Called in a wait for the process group, which is still joining: leaves the generation if
+        it was ended. Raises DistError, as a lost peer does, to a function that outlives it."""
         if self.reforming and self.interrupt.is_set():
             raise dist.DistError("the generation was ended while its process group formed")
         self.interrupt.check()
@@ -203,9 +203,9 @@ class TrainingThread:
         self._thread.start()
 
     def park(self, *, drained: bool, keeps_rank: bool) -> tuple[Assignment, GenerationChannel]:
-        """On the training thread: leaves the generation as at the function's end, posts the message
-        of that, and returns the next generation. Raises what made the device, and so this process,
-        useless."""
+        """Called on the training thread: leaves the generation as at the function's end, posts the
+        message of that, and returns the next generation. Raises what made the device, and so this
+        process, useless."""
         channel = self._present_channel
         memory, error = self._release(channel, drained=drained)
         if error is not None:
@@ -217,8 +217,8 @@ class TrainingThread:
         return self._await_next()
 
     def await_begin(self) -> tuple[Assignment, GenerationChannel]:
-        """On the training thread of a function that was called ahead of its generation: returns
-        that, once it begins."""
+        """Returns the generation ahead of which the function was called, once it begins. Called on
+        the training thread."""
         channel = self._present_channel
         channel.left.set()
         channel.post(Prepared(channel.generation, channel.rank))
@@ -244,9 +244,9 @@ class TrainingThread:
         return True
 
     def give_up(self) -> NoReturn:
-        """On the training thread: leaves the generation as at the function's end, posts the message
-        of that, and waits for the end of the process. No exception is raised in the function,
-        which could catch it and continue in a generation that has ended."""
+        """Called on the training thread: leaves the generation as at the function's end, posts the
+        message of that, and waits for the end of the process. No exception is raised in the
+        function, which could catch it and continue in a generation that has ended."""
         channel = self._present_channel
         drained = channel.drained and not channel.interrupt.is_set()
         memory, error = self._release(channel, drained=drained)
@@ -295,7 +295,9 @@ class TrainingThread:
         channel.post(message)
 
     def _describe_error(self, channel: GenerationChannel, raised: BaseException) -> WorkerMessage:
-        generation, rank, step = channel.generation, channel.rank, channel.progress.step
+        generation = channel.generation
+        rank = channel.rank
+        step = channel.progress.step
         stop = channel.interrupt
         drained = channel.drained and not stop.is_set()
         memory, release_error = self._release(channel, drained=drained)
@@ -312,7 +314,9 @@ class TrainingThread:
         self, channel: GenerationChannel, memory: InProcessStateInfo | None
     ) -> Crashed | Stopped:
         """The message for a generation that was ended from outside, or by its process group."""
-        generation, rank, step = channel.generation, channel.rank, channel.progress.step
+        generation = channel.generation
+        rank = channel.rank
+        step = channel.progress.step
         if error := channel.interrupt.group_error:
             return Crashed(generation, rank, "collective", step, error, "", memory)
         return Stopped(generation, rank, memory)

@@ -248,7 +248,7 @@ class WorkerProcess(WorkerCalls):
             self._session.begin()
 
     def _read_calls(self) -> dict[str, Any] | None:
-        """What collectives of the first function have returned: see `FunctionCollectives`."""
+        """Reads what collectives of the first function returned: see `FunctionCollectives`."""
         session = self._session
         if session is None:
             return None
@@ -313,7 +313,7 @@ class WorkerProcess(WorkerCalls):
         try:
             step, content = session.loop.tell()
             return Notes(step, pickle.dumps(content))
-        except Exception as error:  # noqa: BLE001  the training state has what was told before
+        except Exception as error:  # noqa: BLE001  the training state has what was recorded before
             text = f"what the script has done after its last step is not known: {error!s:.999}"
             self._post_log("stderr", text)
             return None

@@ -21,7 +21,7 @@ from rayzero.engine.errors import ConfigError
 
 
 class _Options:
-    """What `configure` set for the process."""
+    """The options that `configure` set for the process."""
 
     configured = False
     in_cpu = False  # checkpointed inputs are saved in host memory

@@ -40,7 +40,7 @@ def _enabled(section: str) -> Callable[[Engine], bool]:
 
 
 def _stage(engine: Engine) -> Stage:
-    """As configured, also on one rank."""
+    """The configured stage, also on one rank."""
     return STAGES[_config(engine).zero_optimization.stage]
 
 

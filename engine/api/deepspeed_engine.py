@@ -32,7 +32,7 @@ from rayzero.engine.step_tracker import Boundary
 
 
 class DeepSpeedEngine(ConfigGetters, FixedNames, ModelExport, CompileMethods, ScheduleMethods):
-    """What `rayzero.initialize` returns."""
+    """The engine that `rayzero.initialize` returns."""
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")

@@ -17,7 +17,7 @@ from rayzero.engine.zero.deferred_init import recording
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What did not fit, where it may not fit.
+    """The names that only the model has, or only the files; none if `strict`.
 
     Attributes:
         missing: weights of the model that the files do not have; they keep their initial values.

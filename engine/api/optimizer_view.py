@@ -1,4 +1,4 @@
-"""What `initialize` returns as the optimizer: the torch optimizer, with DeepSpeed's attributes.
+"""The optimizer that `initialize` returns: the torch optimizer, with DeepSpeed's attributes.
 
 `view_optimizer` makes a second object over the attributes of the first: the same groups and state,
 so torch's schedulers may drive either, and an instance of the first one's class and of DeepSpeed's.
@@ -106,19 +106,19 @@ class DeepSpeedOptimizer:
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
-    """At stages 1 to 3."""
+    """The optimizer at stages 1 to 3."""
 
     __slots__ = ()
 
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
-    """At stages 1 and 2."""
+    """The optimizer at stages 1 and 2."""
 
     __slots__ = ()
 
 
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801
-    """At stage 3."""
+    """The optimizer at stage 3."""
 
     __slots__ = ()
 

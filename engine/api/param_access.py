@@ -41,7 +41,7 @@ class StoredParam:
 
     @property
     def grad_scale(self) -> float:
-        """What a reduced gradient is still to be multiplied by."""
+        """The factor that a reduced gradient is still to be multiplied by."""
         return self.engine.settings.post_reduce_scale / self.engine.loss_scale
 
     def model_weights(self) -> list[ParamSlice]:
@@ -111,7 +111,7 @@ class StoredParam:
         return self._gather(parts, dtype, sharded=stage.optimizer_state is Placement.SHARDED)
 
     def _gather(self, parts: Sequence[ParamSlice], dtype: torch.dtype, *, sharded: bool) -> Tensor:
-        """On the engine's device, from any memory, in the parameter's shape."""
+        """Gathers parts in any memory on the engine's device, in the parameter's shape."""
         numel = self.unit.layout.params[self.index].numel
         flat = torch.zeros(numel, dtype=dtype, device=self.engine.device)
         for part in parts:

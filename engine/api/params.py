@@ -174,7 +174,9 @@ class _GatheredParam:
     def __init__(
         self, param: nn.Parameter, engine: Engine, stored: StoredParam | None, *, keep: bool
     ) -> None:
-        self.param, self.engine, self.original = param, engine, param.data
+        self.param = param
+        self.engine = engine
+        self.original = param.data
         self._stored = stored
         if stored is not None and isinstance(stored.unit.weights, ShardedWeights):
             param.data = stored.gather_model_weights(param.dtype)
@@ -193,7 +195,7 @@ class _GatheredParam:
         return zero.enable_sanity_checks and zero.stage == 3
 
     def restore(self) -> None:
-        """To where it belongs now: its block may have been gathered or released meanwhile."""
+        """Gives the parameter its present memory: its block may have been gathered or released."""
         if self._stored is None or not restore_param(self.engine, self._stored, self.param):
             self.param.data = self.original
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed puts on the parameters of a stage-3 model: `param.ds_status` and its relatives.
+"""DeepSpeed's attributes on parameters of a stage-3 model: `param.ds_status` and its relatives.
 
 They are properties of `nn.Parameter`, which look a parameter up in its engine: nothing is written
 to a parameter when its block is gathered, so a step costs nothing more. A parameter that no stage-3

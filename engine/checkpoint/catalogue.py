@@ -131,7 +131,7 @@ def steps_to_keep(whole: Iterable[int], keep: int, keep_every: int | None = None
 
 @dataclass(frozen=True)
 class PruneResult:
-    """What was removed, or would be.
+    """The result of `prune_checkpoints`: what was removed, or would be.
 
     Attributes:
         kept: steps of complete checkpoints that remain.

@@ -53,7 +53,7 @@ def export_checkpoint(
 def export_state(
     source: StateSource, target: str, kind: str, progress: Callable[[int], None] = lambda _: None
 ) -> list[str]:
-    """As `export_checkpoint`, from an open source."""
+    """Exports as `export_checkpoint` does, from an open source."""
     if kind not in _WRITERS:
         raise ConfigError(
             f"cannot export as {kind!r}{did_you_mean(kind, list(_WRITERS))}",

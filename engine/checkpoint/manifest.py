@@ -179,7 +179,9 @@ class Manifest:
             raise CheckpointDamagedError(
                 f"{where} is not a manifest that rayzero wrote: {first_line(error)}"
             ) from None
-        job, step, generation = content.job, content.step, content.generation
+        job = content.job
+        step = content.step
+        generation = content.generation
         return cls(job, step, generation, content.stage, content.created_s, files)
 
 
@@ -245,7 +247,9 @@ def _file_from_json(
         document.data_bytes,
         document.constant_bytes,
     )
-    name, nbytes, blocks = document.name, document.nbytes, document.blocks
+    name = document.name
+    nbytes = document.nbytes
+    blocks = document.blocks
     if not table.constant_bytes <= table.nbytes:
         raise ValueError(f"{name} with {table.nbytes} bytes of data")
     base = DataFile(**dict(document.base)) if document.base else None

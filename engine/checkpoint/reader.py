@@ -147,7 +147,7 @@ class CheckpointSource:
         return self.manifest.files[rank % self.manifest.world_size].metadata
 
     def read(self, block: int, offset: int, into: memoryview) -> None:
-        """As `BlockReader.read`, of a rank's data."""
+        """Reads as `BlockReader.read` does, from a rank's data."""
         entry = self.manifest.files[block]
         base_bytes = entry.base.data_bytes if entry.base else 0
         if entry.base and offset < base_bytes:

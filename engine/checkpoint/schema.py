@@ -1,4 +1,4 @@
-"""What the documents of checkpoints may hold. They are validated once, where they are read.
+"""The allowed content of checkpoints' documents. They are validated once, where they are read.
 
 Vaults, which read no documents and must start fast, do not import it: it imports pydantic.
 """
@@ -50,7 +50,7 @@ class _LossScale(BaseModel):
 
 
 class Metadata(BaseModel):
-    """A rank's JSON part, as far as it is not decoded by who wrote it (`rng`, `client_state`)."""
+    """A rank's JSON part, without what its writer decodes (`rng`, `client_state`)."""
 
     model_config = ConfigDict(protected_namespaces=())  # there is a key model_dtypes
     step: Count = 0

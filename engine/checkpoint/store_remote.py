@@ -57,7 +57,10 @@ class RemoteStore:
             ]
 
     def create(self, name: str, chunks: Iterable[memoryview]) -> None:
-        path, nbytes, head, tail = self._path(name), 0, b"", b""
+        path = self._path(name)
+        nbytes = 0
+        head = b""
+        tail = b""
         with self._errors(name):
             stream = self._fs.open_output_stream(path, compression=None)
             try:

@@ -67,7 +67,8 @@ def verify_checkpoint(
 def find_problems(
     folder: str, progress: Callable[[int], None], likely: str = ""
 ) -> Iterator[FileProblem]:
-    """As `verify_checkpoint`, one by one; files that are named in the text `likely` come first."""
+    """Yields what `verify_checkpoint` returns, one by one; files named in the text `likely` come
+    first."""
     store = open_store(folder)
     sizes = {entry.name: entry.nbytes for entry in store.list_folder()}
     if MANIFEST_NAME not in sizes:

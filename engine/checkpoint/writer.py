@@ -37,7 +37,7 @@ def write_rank_file(
         metadata: the rank's JSON part.
         data: `table.nbytes` bytes, which must not change during the call.
         generation, world_size: of the process group of `rank`.
-        share_base: put what training never changes into a file beside the folder, which the
+        share_base: put what training never changes into a file next to the folder, which the
             checkpoints of other steps use as long as it is the same.
     """
     data = data.cast("B") if data.nbytes else memoryview(b"")

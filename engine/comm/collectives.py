@@ -57,7 +57,7 @@ class Collectives:
     collective does outside of a training step, and everywhere without `on_broken`.
 
     Attributes:
-        in_step: a training step is under way: from its first forward to the end of its `step()`.
+        in_step: a training step is running: from its first forward to the end of its `step()`.
         detached: this rank computes on its own for a while: as in a broken group, but no peer
             notices.
         broken: why the group is broken; empty if it is not.
@@ -80,7 +80,7 @@ class Collectives:
         self.reconnect(backend)
 
     def abandon(self) -> None:
-        """What was launched is not waited for any more: the process group is gone."""
+        """Stops waiting for what was launched: the process group is gone."""
         self._backend.abandon()
 
     def reconnect(self, backend: Backend) -> None:
@@ -180,7 +180,7 @@ class Collectives:
 
     def sum_on_device(self, scalars: Tensor, name: str) -> Tensor:
         """`sum_scalars` whose result stays on the device: undefined if the group is aborted, so
-        whoever believes what follows from it must look for an interrupt before."""
+        callers must look for an interrupt before they rely on it."""
         ballot, work = self._launch_sum(scalars, (), name)
         work.wait()
         return ballot[:-1].view_as(scalars)

@@ -63,7 +63,7 @@ class ElasticGroup(dist.ProcessGroup):
         self._told: JoiningGroup | None = None  # of the warning
 
     def begin(self, joining: JoiningGroup) -> None:
-        """As `plan`, and starts to join the group."""
+        """Calls `plan`, and starts to join the group."""
         self.plan(joining)
         joining.start()
 

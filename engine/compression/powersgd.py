@@ -149,7 +149,10 @@ class PowerSGDReduce:
         for factors in self.factors.values():
             factors.basis.copy_(factors.right)
         for part in self._layout.overlaps(within):
-            index, start, stop, target = part.index, part.start, part.stop, out[part.memory]
+            index = part.index
+            start = part.start
+            stop = part.stop
+            target = out[part.memory]
             if index in self._uncompressed:
                 copy_or_add_(target, self._uncompressed[index][start:stop], add=add)
                 continue

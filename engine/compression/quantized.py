@@ -79,7 +79,8 @@ class MultiStageReduce:
             finish()
 
     def release(self) -> None:
-        """As `wait`: other ranks read payload buffers only, which `PayloadBuffers` releases."""
+        """Waits as `wait` does: other ranks read payload buffers only, which `PayloadBuffers`
+        releases."""
         self.wait()
 
     @property

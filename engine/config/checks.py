@@ -55,7 +55,9 @@ def find_without_effect(config: EngineConfig) -> Iterator[str]:
 
 def find_conflicts(config: EngineConfig) -> Iterator[str]:
     """A line for every contradiction between keys of a config, and what to change."""
-    zero, fp16, autocast = config.zero_optimization, config.fp16, config.torch_autocast
+    zero = config.zero_optimization
+    fp16 = config.fp16
+    autocast = config.torch_autocast
     if fp16.enabled and config.bf16.enabled:
         yield 'fp16 and bf16: both are enabled; "enabled": false in one of them'
     if autocast.enabled and autocast.dtype == "fp32":

@@ -63,7 +63,7 @@ def parse_integer(value: Any) -> Any:
 
 
 def parse_size(value: Any) -> Any:
-    """As `parse_integer`, but fractions are truncated and infinity means no limit."""
+    """Parses as `parse_integer` does, but fractions are truncated and infinity means no limit."""
     value = parse_integer(value)
     if not isinstance(value, float) or math.isnan(value) or value == -math.inf:
         return value

@@ -22,7 +22,9 @@ class KeyStatus(StrEnum):
     REFUSED = "refused"
 
 
-IMPLEMENTED, NO_OP, REFUSED = KeyStatus.IMPLEMENTED, KeyStatus.NO_OP, KeyStatus.REFUSED
+IMPLEMENTED = KeyStatus.IMPLEMENTED
+NO_OP = KeyStatus.NO_OP
+REFUSED = KeyStatus.REFUSED
 NOT_YET_REASON = "not supported in this version"
 _UNSET_VALUES = (None, False, 0, "auto", "false", "False")
 

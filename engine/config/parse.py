@@ -234,7 +234,8 @@ def parse_config(source: ConfigSource | None) -> EngineConfig:
 
 
 def parse_with_provenance(source: ConfigSource | None, steps: int | None = None) -> ParsedConfig:
-    """As `parse_config`, with provenance; `steps` is the number of steps of the job, if any."""
+    """Parses as `parse_config` does, with provenance; `steps` is the number of steps of the job,
+    if any."""
     name, document = _read_named({} if source is None else source)
     mistakes = list[str]()
     provenance = normalize(fill_total_steps(document, steps), mistakes)

@@ -56,7 +56,7 @@ class Fp16Config(ConfigSection):
     )
 
     def initial_dynamic_scale(self) -> int:
-        """Where a dynamic scale starts."""
+        """The value at which a dynamic scale starts."""
         return 1 << self.initial_scale_power
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ _PARAMS = {
     for model in models.values()
     for param in model.model_fields
 }
-"""What belongs in `params`: beside them it would be left out, and training go on without it."""
+"""What belongs in `params`: next to them it would be left out, and training continue without it."""
 
 _FOREIGN = {"fp16_opt_level"}
 """Keys of other libraries in public files, here Apex's, that resemble a known one."""

@@ -156,8 +156,8 @@ class MicroBatches:
             self._read_to_end = iteration == self._iteration
 
     def next_place(self) -> tuple[int, int]:
-        """Where the next iteration begins. Behind what was not trained on, if the loop is ahead: it
-        is an error then if it ends without."""
+        """The place where the next iteration begins: behind what was not trained on, if the loop is
+        ahead; then it is an error if the loop ends without training on that."""
         if self._is_ahead:
             self._promised = self._untrained[-1]
             return self._behind(self._promised)
@@ -291,7 +291,7 @@ class MicroBatches:
         self._read_to_end = self._took_by_order = False
 
     def recut(self, split: StepSplit) -> None:
-        """Steps are split differently from now on: the iteration that runs goes on from `progress`,
+        """Steps are split differently from now on: the running iteration continues from `progress`,
         with the samples of the step that was not finished."""
         with self._lock:
             self.stale.waiting += [it for it in self._untrained if it is not self._current]
@@ -313,7 +313,7 @@ class MicroBatches:
         shifted = self._is_shifted
         behind = self._promised in left_out
         was_read = self._read_to_end
-        self._trained = self._promised = None  # told once
+        self._trained = self._promised = None  # reported once
         self._took_by_order = self._read_to_end = False
         if not (left_out and (was_read or behind)):
             return
@@ -333,7 +333,7 @@ class MicroBatches:
         )
 
     def warn_at_end(self) -> None:
-        """`check_end`, where no caller is left to be told."""
+        """Calls `check_end`, and logs its error where no caller is left to handle it."""
         try:
             self.check_end()
         except EngineError as error:

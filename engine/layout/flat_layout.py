@@ -58,7 +58,7 @@ class UnitLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each parameter starts in the flat buffer."""
+        """The start of each parameter in the flat buffer."""
         sizes = (round_up(spec.numel) for spec in self.params)
         return tuple(accumulate(sizes, initial=0))[:-1]
 
@@ -122,7 +122,7 @@ class UnitLayout:
 
 
 def round_up(numel: int) -> int:
-    """To a multiple of `ALIGN_NUMEL`."""
+    """Rounds up to a multiple of `ALIGN_NUMEL`."""
     return -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL
 
 

@@ -2,7 +2,7 @@
 
 Gathers are collective, so every rank must make the same ones. In a mixture of experts each rank's
 samples choose other experts: were each expert a block, one rank would gather what another does not,
-and both would wait for ever. A leaf module's weights are gathered with the block around it instead
+and both would wait forever. A leaf module's weights are gathered with the block around it instead
 (with the model, if there is none), which every rank runs; what a rank did not use gets zeros as its
 term of the gradient.
 

@@ -49,8 +49,8 @@ def plain_tensors(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def scale_tensors(param: Tensor, module: nn.Module | None = None) -> dict[str, Tensor]:
-    """What belongs to the values of a parameter of `module` besides the parameter's own memory, by
-    a path: flat views, as bytes."""
+    """The tensors that belong to the values of a parameter of `module` besides its own memory, by a
+    path: flat views, as bytes."""
     if is_wrapper(param):
         found = dict(_inner_tensors(param))
     else:
@@ -100,7 +100,7 @@ def place_packed(model: nn.Module, device: torch.device) -> None:
                 raise ConfigError(
                     f"{full}, a {type(param).__name__}, requires gradients or is distributed",
                     allowed="quantized parameters that are frozen",
-                    fix="requires_grad_(False), and adapters such as PEFT's beside it",
+                    fix="requires_grad_(False), and adapters such as PEFT's next to it",
                 )
             if param.is_meta:
                 raise ConfigError(

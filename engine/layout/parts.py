@@ -53,8 +53,8 @@ def cut_columns(layout: UnitLayout, max_numel: int) -> list[slice]:
 
 
 def segments(layout: UnitLayout, extent: slice, columns: slice) -> Iterator[Segment]:
-    """Where a range of the flat buffer meets the columns of a part; starts are relative to the
-    range, targets to the part's buffer."""
+    """Yields where a range of the flat buffer meets the columns of a part; starts are relative to
+    the range, targets to the part's buffer."""
     shard, width = layout.shard_numel, columns.stop - columns.start
     if width == shard:  # the part is the whole buffer
         numel = extent.stop - extent.start

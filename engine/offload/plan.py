@@ -92,7 +92,9 @@ def plan_offload(
         store = NvmeStore(
             precision, transfer, file, section.buffer_count, numel, separate_memory=on_device
         )
-    gather, weights_file, param = None, None, config.offload_param
+    gather = None
+    weights_file = None
+    param = config.offload_param
     if on_host and param.device == "nvme" and param.nvme_path is not None:
         weights_file = _make_file(param.nvme_path, device)
     if on_host:

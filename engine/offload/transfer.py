@@ -25,7 +25,7 @@ CAST_NUMEL = 1 << 24  # elements that are cast at once on their way to the devic
 
 
 class MemoryKind(Enum):
-    """Where a tensor is stored between steps."""
+    """The memory in which a tensor is stored between steps."""
 
     DEVICE = "device"
     HOST = "host"

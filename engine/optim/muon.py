@@ -25,7 +25,9 @@ from rayzero.engine.config.optimizers import MuonParams
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.whole_params import WholeParam, WholeParamOps
 
-A, B, C = 3.4445, -4.7750, 2.0315
+A = 3.4445
+B = -4.7750
+C = 2.0315
 NORM_EPS = 1e-7
 GRAM_RESTART_STEP = 2  # steps after which the Gram matrix is recomputed
 

@@ -70,7 +70,9 @@ class OneBitAdam(ElementwiseOptimizer, MomentumReduced):
             state["step"] = torch.zeros(())
             state["exp_avg"] = torch.zeros_like(param)
             state["exp_avg_sq"] = torch.zeros_like(param)
-        (first, second), average, square = group["betas"], state["exp_avg"], state["exp_avg_sq"]
+        first, second = group["betas"]
+        average = state["exp_avg"]
+        square = state["exp_avg_sq"]
         state["step"] += 1
         average.lerp_(grad, 1.0 - first)
         if not frozen:

@@ -54,7 +54,7 @@ _GRAPHS_ONLY = "aot_eager_decomp_partition"  # a backend without kernels
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that are allocated while it is active, and flops.
 
-    `FlopCounterMode` beside it would hold what activation checkpointing recomputes, and allocate
+    `FlopCounterMode` next to it would hold what activation checkpointing recomputes, and allocate
     what its decomposition of operations needs.
 
     Args:
@@ -165,7 +165,7 @@ class MicroStepTrace:
         return max(self.last_bytes, *(peak for _, peak in self.grads))
 
     def held_grad_bytes(self, units: Sequence[Mapping[str, int]]) -> int:
-        """By how many bytes the peak is higher because a unit's gradients are held until its last
+        """The bytes by which the peak is higher because a unit's gradients are held until its last
         one, and those of all units before it, have arrived (`Reducer`).
 
         Args:

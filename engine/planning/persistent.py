@@ -54,7 +54,7 @@ def persistent_bytes(
     the world.
 
     A device with separate memory is assumed. Two classes do not persist: `unit_grads` are gradients
-    that are held until the last of their unit has arrived: beside the peak of the activations in
+    that are held until the last of their unit has arrived: in addition to the activations' peak in
     `trace`, else those of the longest unit; `grad_copies` and `host_grad_copies` exist only during
     an update: gradients in the dtype of the main weights.
     """
@@ -114,7 +114,7 @@ def _count_rank(
 
 
 def _take_step(runtime: ZeroRuntime, optimizer: ShardedOptimizer, micro_steps: int) -> Counter[str]:
-    """What a step allocates, in its order, without forward, backward and vote.
+    """Allocates what a step does, in its order, without forward, backward and vote.
 
     Returns the bytes of gradients that are copied into the dtype of the main weights.
     """

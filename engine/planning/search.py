@@ -44,7 +44,7 @@ class MemoryEstimate:
 
     @property
     def device_bytes(self) -> dict[str, int]:
-        """On the accelerator, or in the process's memory without one."""
+        """Bytes on the accelerator, or in the process's memory without one."""
         return {
             name: size
             for name, size in self.bytes.items()

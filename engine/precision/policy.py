@@ -135,7 +135,9 @@ _AUTOCAST_RULES = Fp16Config(loss_scale_window=2000, hysteresis=1)
 
 def choose_precision(config: EngineConfig, device: torch.device) -> Precision:
     """The precision policy of a run; config parsing has refused unsupported combinations."""
-    fp16, autocast, types = config.fp16, config.torch_autocast, config.data_types
+    fp16 = config.fp16
+    autocast = config.torch_autocast
+    types = config.data_types
     options: dict[str, Any] = {
         "grad_dtype_override": _CONFIG_DTYPES.get(types.grad_accum_dtype or ""),
         "buffer_dtype": _CONFIG_DTYPES.get(types.buffer_dtype or ""),

@@ -96,7 +96,10 @@ class KeptSource:
     def close(self) -> None:
         log.info(
             "step %d: %d bytes were moved within this process, %d copied, %d read",
-            *(self.step, self.bytes_moved, self.bytes_copied, self.bytes_read),
+            self.step,
+            self.bytes_moved,
+            self.bytes_copied,
+            self.bytes_read,
         )
         self._memories.clear()
         self._by_ranges.clear()

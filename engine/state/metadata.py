@@ -106,7 +106,7 @@ def restore_scheduler(scheduler: Scheduler | None, state: dict[str, Any] | None)
 def name_metadata(
     model: nn.Module, runtime: ZeroRuntime
 ) -> tuple[dict[str, Any], dict[int, list[str]]]:
-    """For exports: tied names and the dtype of each model weight; the names in each group."""
+    """Collects for exports tied names and each model weight's dtype, and each group's names."""
     first: dict[int, str] = {}
     ties = {}
     for name, param in model.named_parameters(remove_duplicate=False):

@@ -180,9 +180,9 @@ def buffer_ranges(model: nn.Module) -> list[StateRange]:
 
 
 class BufferAddresses:
-    """Where a model's persistent buffers are, asked at every step: its state dict, which takes
-    a millisecond in a model of 700 modules, is made only when a module or a buffer has come, gone
-    or moved."""
+    """The addresses of a model's persistent buffers, read at every step: its state dict, which
+    takes a millisecond in a model of 700 modules, is made only when a module or a buffer has come,
+    gone or moved."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

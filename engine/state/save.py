@@ -28,7 +28,7 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.unit import Unit
 
 LATEST_FILE = "latest"
-"""The file beside the checkpoints that names the latest one."""
+"""The file next to the checkpoints that names the latest one."""
 
 
 def save_state(

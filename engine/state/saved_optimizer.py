@@ -19,8 +19,9 @@ _PROBE_SHAPE = (2, 2)  # a matrix, which some optimizers need
 
 
 def find_other_state(optimizer: ShardedOptimizer, source: StateSource) -> str:
-    """What is left out of the saved state, as that of another optimizer; empty if nothing is. The
-    same on every rank. Raises CheckpointMismatchError where the config does not allow that."""
+    """Describes what is left out of the saved state, as that of another optimizer; empty if nothing
+    is. The same on every rank. Raises CheckpointMismatchError where the config does not allow
+    that."""
     groups = optimizer.torch_optimizer.param_groups
     saved = _saved_keys(source)
     if not saved or not groups or _has_same_options(groups, source.metadata(0).get("groups")):

@@ -39,10 +39,10 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 
 
 class RunningCopy(Protocol):
-    """A copy of the state that runs beside training."""
+    """A copy of the state that runs concurrently with training."""
 
     def before_write(self, device: Device) -> None:
-        """What is enqueued on the device's current stream from now on runs after the copy."""
+        """Makes what is enqueued on the device's current stream from now on run after the copy."""
 
 
 class TrainingState:
@@ -173,8 +173,8 @@ class TrainingState:
         self._runtime.wait_state()
 
     def before_write_of_constants(self) -> None:
-        """As `before_write`, before a change of what training never changes: the next mirrors copy
-        that, too."""
+        """Calls `before_write`, before a change of what training never changes: the next mirrors
+        copy that, too."""
         self._constants_writes += 1
         self.before_write()
 
@@ -196,7 +196,7 @@ class TrainingState:
         return self._own_block
 
     def private_ranges(self) -> list[StateRange]:
-        """All that this rank holds and only the engine changes: `altered` tells of each change but
+        """All that this rank holds and only the engine changes: `altered` reports each change but
         updates. Not what the script can write between two steps: buffers, what the model's
         parameters show, the scales of quantized ones. No files."""
         if any(it.state_store.memory_kind is MemoryKind.DISK for it in self._runtime.units):

@@ -34,7 +34,7 @@ from rayzero.engine.zero.unit import Unit
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What all units of a run have in common.
+    """The context that all units of a run have in common.
 
     Attributes:
         restoring: a state is loaded right afterwards, so that initial values do not matter.

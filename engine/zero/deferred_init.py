@@ -216,7 +216,7 @@ class Materializer:
         self._files = dict(zip(map(id, params), agreed, strict=True))
 
     def file_of(self, param: nn.Parameter) -> FileValues | None:
-        """Where this parameter's initial values lie, for all ranks."""
+        """The file with this parameter's initial values, for all ranks; None if there is none."""
         return self._files.get(id(param))
 
     def initial_value(self, tensor: Tensor) -> Tensor:
@@ -231,7 +231,9 @@ class Materializer:
     def clear(self) -> None:
         """Drops this model's recordings once it is materialized, but what other models need."""
         _recorder.forget(self._modules)
-        self._last_reset, self._files, self._modules = None, {}, []
+        self._last_reset = None
+        self._files = {}
+        self._modules = []
 
     def _value_from_reset(self, tensor: Tensor) -> Tensor:
         """Calls the owning module's `reset_parameters` on a real copy of it."""

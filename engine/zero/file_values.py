@@ -80,7 +80,7 @@ class MappedFiles:
                 self._regions.append((start, stop, int(fields[2], 16), fields[5]))
 
     def find(self, tensor: Tensor) -> FileValues | None:
-        """Where a contiguous tensor's values lie; None if they are in memory."""
+        """The place of a contiguous tensor's values in a mapped file; None if they are in none."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
             return None
         address = tensor.data_ptr()

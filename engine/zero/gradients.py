@@ -217,7 +217,9 @@ class ShardedGrads(GradStore):
             torch._foreach_zero_(views.padding)
         if part == self.part_count - 1:
             self._grads = []
-        op, out, add = self._reduce_op, views.out, not first
+        op = self._reduce_op
+        out = views.out
+        add = not first
         if self._transfer is None:
             buffer.reduction = op.reduce_scatter(views.full, out, accumulate=add)
         else:

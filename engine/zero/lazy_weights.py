@@ -55,8 +55,8 @@ class LazyWeights:
         self._wait_for(set(self._pending))
 
     def _wait_for(self, names: Set[str]) -> None:
-        """In launch order, the same on every rank: on CPUs a wait also does this rank's share of a
-        gather, so ranks that waited in different orders could wait for each other."""
+        """Waits in launch order, the same on every rank: on CPUs a wait also does this rank's share
+        of a gather, so ranks that waited in different orders could wait for each other."""
         for name in [name for name in self._pending if name in names]:
             work = self._pending.pop(name)
             work.wait()

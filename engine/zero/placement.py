@@ -59,7 +59,9 @@ class Stage:
         return _COLLECTIVES[self.optimizer_state, self.model_weights]
 
 
-R, P, S = Placement.REPLICATED, Placement.PARTIAL, Placement.SHARDED
+R = Placement.REPLICATED
+P = Placement.PARTIAL
+S = Placement.SHARDED
 
 #                 model weights  main grads  optimizer state
 STAGES = (

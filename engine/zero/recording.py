@@ -313,7 +313,9 @@ def _real_view(meta: Tensor, real: dict[int, Tensor]) -> Tensor:
     owner = real.get(storage_id(meta))
     if owner is None:
         raise _no_values(meta)
-    offset, size, stride = meta.storage_offset(), meta.size(), meta.stride()
+    offset = meta.storage_offset()
+    size = meta.size()
+    stride = meta.stride()
     storage = owner.untyped_storage()
     view = torch.empty(0, dtype=meta.dtype).set_(storage, offset, size, stride)
     view = view.conj() if meta.is_conj() else view

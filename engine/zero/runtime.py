@@ -121,7 +121,7 @@ class ZeroRuntime:
         return vote
 
     def take_unused(self, vote: StepVote) -> UnusedRanges:
-        """What the update of this step must leave as it is; the next step begins to count anew.
+        """Returns what the update of this step must not change; the next step counts from zero.
         Raises EngineError where unused parameters are an error."""
         if self.unused_params is None:
             return {}

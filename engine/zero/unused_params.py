@@ -43,7 +43,7 @@ class UnusedParams:
 
     @property
     def votes(self) -> Sequence[float]:
-        """By parameter, 1 if this rank used it. Summed over the ranks they are `find_unused`'s."""
+        """1 for each parameter that this rank used, else 0; `find_unused` takes the ranks' sums."""
         return self._used
 
     def reset(self) -> None:

@@ -47,8 +47,8 @@ RestartFlag: TypeAlias = Annotated[
     typer.Option(
         "--restart",
         "--from-scratch",
-        help="Begin anew. The files of the last run are set aside, in a folder NAME.1 or the next "
-        "number (checkpoint.resume: scratch).",
+        help="Start from scratch. The files of the last run are set aside, in a folder NAME.1 or "
+        "the next number (checkpoint.resume: scratch).",
     ),
 ]
 JobsPath: TypeAlias = Annotated[

@@ -52,6 +52,6 @@ def _remark(job: JobStatus) -> str:
     """Why it failed; of a lost job, what brings it back."""
     if job.state is None:
         step = job.checkpoint_step
-        origin = "begins anew" if step is None else f"continues from step {step}"
+        origin = "starts from scratch" if step is None else f"continues from step {step}"
         return f"`rayzero resume {job.name}` {origin}"
     return job.error if job.state is State.FAILED else ""

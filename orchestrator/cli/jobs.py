@@ -189,7 +189,8 @@ def check_may_be_lost(error: ConfigError, address: str | None) -> None:
 
 
 def _journaled_status(path: str, name: str) -> JobStatus:
-    """As `status_from_journal`; of a journal that cannot be read with the error alone."""
+    """Returns what `status_from_journal` does; for a journal that cannot be read, a status with the
+    error alone."""
     from rayzero.orchestrator.job.lookup import status_from_journal
     from rayzero.orchestrator.results import JobStatus
 
@@ -243,7 +244,7 @@ def _abandon_lost_run(name: str, path: str, not_found: ConfigError) -> None:
 
 
 def _status_fields(status: JobStatus) -> Iterator[tuple[str, str]]:
-    """What `describe` does not say, with a label."""
+    """Yields label and text of each value that `describe` does not show."""
     from rayzero.orchestrator.top.format import format_duration, format_time
 
     if status.loss is not None:

@@ -191,7 +191,7 @@ def _plain_names(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def _print_table(results: list[Any], best: Any, traced: bool, gpu_bytes: int | None) -> None:
-    """At most 80 columns wide: a setting's name has a line of its own."""
+    """Prints at most 80 columns: a setting's name has a line of its own."""
     largest = max(result.estimate.device_total_bytes for result in results)
     unit, unit_name = (GIB, "GiB") if largest >= GIB // 10 else (MIB, "MiB")
     print(f"{unit_name} on each rank; host: of its node's memory\n")

@@ -116,7 +116,7 @@ class ActorPool:
         return [reservation for reservation in self._reservations if reservation.worker is None]
 
     async def held_by_other_jobs(self) -> dict[str, Capacity]:
-        """What the reservations of the cluster's other jobs hold, by the job's name."""
+        """CPUs and GPUs in the reservations of the cluster's other jobs, by the job's name."""
         table = await asyncio.to_thread(placement_group_table)
         held: dict[str, Capacity] = {}
         for entry in table.values():

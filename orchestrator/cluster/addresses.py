@@ -101,8 +101,8 @@ def named_address(address: str | None) -> Address:
 
 
 def head_address(address: str | None) -> Address:
-    """As `named_address`, for a process that joins the cluster. Raises ConfigError also for the
-    address of a dashboard, with which it cannot."""
+    """Returns the `named_address` for a process that joins the cluster. Raises ConfigError also for
+    the address of a dashboard, with which it cannot."""
     named = named_address(address)
     if named.is_dashboard:
         raise AddressError(

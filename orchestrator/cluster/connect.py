@@ -163,9 +163,9 @@ def check_reachable(named: Address) -> None:
 
 
 def _only_local_head() -> str:
-    """What `auto` means. Several clusters: the one of RAY_ADDRESS, if that is one of them; none
-    that can be seen from here: `auto`, for Ray to look in its files. Raises ConfigError if it could
-    be any of several."""
+    """Returns the address that `auto` stands for. Of several clusters, the one of RAY_ADDRESS, if
+    that is one of them; if none can be seen from here, `auto`, for Ray to look in its files. Raises
+    ConfigError if it could be any of several."""
     addresses = sorted(local_head_addresses())
     if os.environ.get(ADDRESS_VARIABLE) in addresses:
         return os.environ[ADDRESS_VARIABLE]

@@ -1,4 +1,4 @@
-"""What listens at an address of a cluster, within 2 s.
+"""Finds out which server listens at an address of a cluster, within 2 s.
 
 Imports no Ray, whose import takes a second.
 """
@@ -30,7 +30,9 @@ _RAY_CLIENT_RPC = "/ray.rpc.RayletDriver/ClusterInfo"
 _MAX_REPLY_BYTES = 1 << 16
 _SETTINGS_FRAME = b"\x04\x00"  # type and flags of the first frame of a server that speaks HTTP/2
 
-DASHBOARD, CLUSTER, RAY_CLIENT = "a Ray dashboard", "Ray's own port", "a Ray Client server"
+DASHBOARD = "a Ray dashboard"
+CLUSTER = "Ray's own port"
+RAY_CLIENT = "a Ray Client server"
 GRPC = "a gRPC server that is not of Ray's head node"
 TLS = "a server that speaks TLS"
 UNKNOWN = "a server that speaks neither HTTP nor gRPC"
@@ -135,7 +137,7 @@ def check_dashboard(named: Address) -> None:
 
 
 def identify_grpc(target: str, deadline: Deadline) -> str:
-    """What a gRPC server at host:port is."""
+    """Returns which kind of gRPC server is at host:port."""
     import grpc  # slow to import
 
     for method, found in ((CHECK_ALIVE_RPC, CLUSTER), (_RAY_CLIENT_RPC, RAY_CLIENT)):
@@ -233,7 +235,7 @@ def _is_http2(reply: bytes) -> bool:
 
 
 def _found_by_http(reply: bytes) -> str:
-    """What sent this reply to `_ask`."""
+    """Returns which kind of server sent this reply to `_ask`."""
     head, end, body = reply.partition(b"\r\n\r\n")
     if not end and b"HTTP/".startswith(reply[:5]):
         return SILENT

@@ -117,7 +117,7 @@ def connected_address() -> str:
 
 
 def head_pids() -> list[int]:
-    """Of the processes that `start_head` has started, also if it was interrupted."""
+    """Ids of the running processes that `start_head` has started, also if it was interrupted."""
     processes = {} if _BareHead.newest is None else _BareHead.newest.all_processes
     started = [info.process for infos in processes.values() for info in infos]
     return [process.pid for process in started if process.poll() is None]
@@ -153,7 +153,7 @@ def visit_uploaded_files(
 
 
 def auth_headers() -> dict[str, str]:
-    """Of requests to the cluster's dashboard; empty without token authentication."""
+    """HTTP headers for requests to the cluster's dashboard; empty without token authentication."""
     return dict(get_auth_headers_if_auth_enabled({}))
 
 
@@ -165,7 +165,7 @@ def dashboard_address() -> str:
 
 
 def log_folder() -> str:
-    """Where Ray's processes on this node log."""
+    """The folder of the logs of Ray's processes on this node."""
     return str(worker.global_worker.node.get_logs_dir_path())  # type: ignore[union-attr]
 
 

@@ -1,4 +1,5 @@
-"""What of a folder is uploaded with a command that runs in another cluster: code, not its results.
+"""Selects the files of a folder to upload with a command that runs in another cluster: code, not
+its results.
 
 On top of what Ray leaves out (`.git`, `.venv`, and what .gitignore and .rayignore name), we leave
 out virtual environments of any name, jobs' checkpoints, and files that are too large to be code.
@@ -53,7 +54,7 @@ class Upload:
         ]
 
     def too_large_error(self, address: str) -> ConfigError:
-        """For a cluster that has rejected its size."""
+        """The error for a cluster that has rejected the size of the upload."""
         largest = sorted(self.sizes, key=lambda path: -self.sizes[path])[:_SHOWN]
         listed = ", ".join(f"{path} ({_megabytes(self.sizes[path])})" for path in largest)
         return ConfigError(

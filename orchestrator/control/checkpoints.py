@@ -112,8 +112,8 @@ class CheckpointWriter:
             )
 
     async def no_state_error(self) -> JobFailedError:
-        """All checkpoints are unreadable, and no state is in memory: to begin anew is the user's
-        decision. Waits until the last one is marked, at most `checkpoint.grace_period_s`."""
+        """All checkpoints are unreadable, and no state is in memory: to start from scratch is the
+        user's decision. Waits until the last one is marked, at most `checkpoint.grace_period_s`."""
         ctx = self._context
         if self._marking is not None:
             with suppress(TimeoutError):
@@ -122,7 +122,7 @@ class CheckpointWriter:
         folder = self._unreadable.folder if self._unreadable else ctx.plan.job_folder
         return JobFailedError(
             f"the checkpoint {folder} cannot be read, and no other copy of the state is left",
-            allowed="a complete checkpoint, or to begin anew with --restart",
+            allowed="a complete checkpoint, or to start from scratch with --restart",
             fix=f"see `rayzero ckpt verify {folder}`; copy its files back, or pass --restart "
             "(checkpoint.resume: scratch)",
         )
@@ -190,7 +190,7 @@ class CheckpointWriter:
         await self.write(pin, retry_backoff_s)
 
     async def write_final(self, restore: Restore, limit_s: float) -> None:
-        """As `write_state`: one attempt, within a time limit."""
+        """Writes as `write_state` does, in one attempt and within a time limit."""
         try:
             await with_timeout(self._context.deps.clock, limit_s, self.write_state(restore, ()))
         except TimeoutError as error:

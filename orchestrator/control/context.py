@@ -134,7 +134,7 @@ class JobContext(ObservedState):
         self.events.put_nowait(event)
 
     def divide_step(self, parts: int) -> None:
-        """From now on only numbers of ranks that divide `parts` train."""
+        """Limits the next generations to numbers of ranks that divide `parts`."""
         limits = replace(self.registry.limits, parts=parts)
         if limits == self.registry.limits:
             return

@@ -128,7 +128,9 @@ class Controller:
     def status(self) -> JobStatus:
         """A snapshot of the job."""
         ctx = self._context
-        spec, now_s, newest = ctx.plan.spec, time.time(), self._checkpoints.newest_own
+        spec = ctx.plan.spec
+        now_s = time.time()
+        newest = self._checkpoints.newest_own
         return JobStatus(
             name=spec.name,
             state=ctx.state,
@@ -152,7 +154,9 @@ class Controller:
 
     def _adopt(self, past: RunHistory) -> None:
         """Restores the counters, budgets and limits of an earlier controller's run."""
-        ctx, now_s, unix_s = self._context, self._context.now_s(), time.time()
+        ctx = self._context
+        now_s = ctx.now_s()
+        unix_s = time.time()
         self._started_at_s = now_s - max(0.0, unix_s - past.began_at_s)
         ctx.generation = GenerationState(past.generation, on_change=ctx.changed.notify)
         ctx.numbers.continue_after(max(past.generation, past.reserved_generations))

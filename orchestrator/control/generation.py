@@ -59,7 +59,7 @@ class GenerationState(ObservedState):
         self.fenced = False
         """Whether it is being ended: its members leave, and a crash is no longer a fault."""
         self.ending_since_s: float | None = None
-        """When the first member was told to leave, or left early."""
+        """When the first member was notified to leave, or left early."""
         self.step = 0 if restore is None else restore.step
         """The step that its furthest rank works on, counted from 1."""
         self.pending_faults: list[Fault] = []
@@ -185,9 +185,10 @@ class GenerationState(ObservedState):
         return self._add_fault(worker, cause, self.step, detail, at_s, traceback, place)
 
     def notes(self, step: int) -> bytes:
-        """What the function of the lowest rank that has left after `step` tells the next one."""
-        told = (self._notes[rank] for rank in sorted(self._notes))
-        return next((notes.content for notes in told if notes.step == step), b"")
+        """The notes for the next function from that of the lowest rank that has left after `step`;
+        empty without one."""
+        left = (self._notes[rank] for rank in sorted(self._notes))
+        return next((notes.content for notes in left if notes.step == step), b"")
 
     def forget(self, worker: int) -> None:
         """A member's process, which has left, is ended: the state in its memory is gone."""

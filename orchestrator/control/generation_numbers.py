@@ -50,7 +50,7 @@ class GenerationNumbers:
         self._given = self._reserved = number
 
     def reserve(self) -> None:
-        """Begins to reserve the next block, unless that is going on."""
+        """Begins to reserve the next block, unless that is in progress."""
         if self._reserving is None or self._reserving.done():
             self._reserving = self._tasks.spawn(self._reserve(self._reserved + BLOCK_SIZE))
 
@@ -85,5 +85,5 @@ class GenerationNumbers:
         self._emit(NumbersReserved(last))
         while not await self._flush_journal(FLUSH_SLICE_S):
             if self._clock.now() > until_s:
-                return  # the journal's thread has warned, and goes on trying
+                return  # the journal's thread has warned, and keeps trying
         self._reserved = last

@@ -117,7 +117,9 @@ class WorkerInbox:
     def longest_silence_s(self, workers: Iterable[int]) -> float:
         """The longest that any of these may have made no progress: a cheap test before the thorough
         one of the hang policy."""
-        now_s, beats, heard_at_s = self._context.now_s(), self._heartbeats, self._last_heard_s
+        now_s = self._context.now_s()
+        beats = self._heartbeats
+        heard_at_s = self._last_heard_s
         longest_s = 0.0
         for worker in workers:
             age_s, beat = now_s - heard_at_s.get(worker, now_s), beats.get(worker)

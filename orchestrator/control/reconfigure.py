@@ -124,7 +124,7 @@ class Reconfiguration:
     async def _reconfigure(
         self, unwind: Callable[[], Awaitable[None]] | None, cancelled: asyncio.Task[None] | None
     ) -> None:
-        """From the end of one generation to GenerationFormed of the next."""
+        """Ends a generation with `unwind`, if given, and forms the next, up to GenerationFormed."""
         ctx = self._context
         if cancelled is not None:
             await asyncio.wait([cancelled])
@@ -200,9 +200,10 @@ class Reconfiguration:
             self._failures.retire(sorted(others))
 
     def _wanted(self) -> int:
-        """For how many workers to wait, beyond the least number. For as many as there were, where
-        functions continue only then. Where none continues, for all that start in the reservations
-        that the job holds: one that came later would make all begin again. Otherwise for none."""
+        """The number of workers to wait for, if it is above the least number: as many as there
+        were, where functions continue only then; where none continues, all that start in the
+        reservations that the job holds, since one that came later would make all begin again;
+        otherwise 0."""
         ctx, registry = self._context, self._context.registry
         calls = [registry.calls[it.index] for it in registry.ready if it.index in registry.calls]
         bound = [call.world_size for call in calls if call.is_waiting and call.keeps_rank]
@@ -337,7 +338,7 @@ class Reconfiguration:
 
     async def _leave_softly(self) -> None:
         """Waits for half of the time until a member has left at the end of its step. Its peers
-        would wait for it in vain then."""
+        would then wait for it without result."""
         ctx, generation = self._context, self._context.generation
         members = len(generation.active)
         self._interrupt_members(softly=True)
@@ -348,7 +349,7 @@ class Reconfiguration:
 
     async def _finish_step(self) -> None:
         """Waits for half of the time for the current step; no more once a rank is lost, because its
-        peers would wait for it in vain."""
+        peers would wait for it without result."""
         ctx, generation = self._context, self._context.generation
         ctx.broadcast(generation.active, WorkerCalls.drain, generation.number)
         await ctx.wait_for(

@@ -146,7 +146,9 @@ def inspect_machine(environment: Mapping[str, str]) -> MachineFacts:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     token = Path.home() / ".ray" / "auth_token"
     auth_settings = environment.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
-    ray, shm_bytes, memfd_error = "", None, ""
+    ray = ""
+    shm_bytes = None
+    memfd_error = ""
     with suppress(metadata.PackageNotFoundError):
         ray = metadata.version("ray")
     with suppress(OSError):

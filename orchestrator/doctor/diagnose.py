@@ -9,8 +9,10 @@ from enum import StrEnum
 
 from rayzero.orchestrator.doctor.collect import MachineFacts, ProbeResult, SystemFacts
 
-MIN_PYTHON, MIN_TORCH, MIN_RAY = "3.11", "2.11", "2.50"
-"""Oldest supported versions."""
+MIN_PYTHON = "3.11"
+"""The oldest supported version, as those below."""
+MIN_TORCH = "2.11"
+MIN_RAY = "2.50"
 
 _MIB, _GIB = 2**20, 2**30
 _MIN_SHM_BYTES = _GIB
@@ -111,7 +113,8 @@ def _check_devices(probe: ProbeResult) -> Iterator[Finding]:
 
 
 def _check_gpus(machine: MachineFacts, gpus: int) -> Iterator[Finding]:
-    """What matters to jobs with GPUs: with NCCL's settings also where this machine has none."""
+    """Yields the findings on which jobs with GPUs depend: on NCCL's settings also where this
+    machine has no GPU."""
     for setting, seen in machine.nccl_settings:
         fix = f"unset it, or {seen.partition('=')[0]}: '{setting.value}' in workers.env of the job"
         if setting.required:

@@ -79,7 +79,7 @@ class JobActor:
         self._main_task = self._loop.create_task(self._main())
 
     async def fetch_events(self, run: str, since: int, timeout_s: float) -> EventPage:
-        """As `EventBuffer.fetch_since`."""
+        """Calls `EventBuffer.fetch_since`."""
         self._last_poll_s = self._clock.now()
         return await self._events.fetch_since(run, since, timeout_s)
 
@@ -107,23 +107,23 @@ class JobActor:
         )
 
     async def snapshot(self) -> dict[str, Any]:
-        """As `Telemetry.snapshot`; raises JobFailedError while the job is starting."""
+        """Returns `Telemetry.snapshot`; raises JobFailedError while the job is starting."""
         return self._started().telemetry.snapshot()
 
     async def scale(self, min_workers: int, max_workers: int) -> str:
-        """As `Controller.scale`, once the limits are in the journal: a job that is adopted keeps
-        them. Raises JobFailedError if the job is not running."""
+        """Calls `Controller.scale`, and returns once the limits are in the journal: a job that is
+        adopted keeps them. Raises JobFailedError if the job is not running."""
         reply = (await self._running_controller()).scale(min_workers, max_workers)
         if await asyncio.to_thread(self._started().recorder.flush_journal, JOURNAL_WAIT_S):
             return reply
         return f"{reply}; not in the journal yet: if the head is lost now, repeat this command"
 
     async def inject(self, faults: Sequence[str]) -> str:
-        """As `Controller.inject`; raises JobFailedError if the job is not running."""
+        """Calls `Controller.inject`; raises JobFailedError if the job is not running."""
         return await (await self._running_controller()).inject(faults)
 
     async def log(self, position: LogPosition) -> tuple[bytes, LogPosition]:
-        """As `read_log`. The process waits for its readers at the end."""
+        """Calls `read_log`, in a thread. The process waits for its readers at the end."""
         self._last_log_read_s = self._clock.now()
         return await asyncio.to_thread(read_log, self._plan.log_path, position)
 
@@ -254,7 +254,8 @@ class JobActor:
 
     @property
     def _disk_limit_s(self) -> float:
-        """As for the ledger, an outage of the disk is shorter than half of a hang."""
+        """Limit for writes to the disk: an outage of it is, as for the ledger, shorter than half of
+        a hang."""
         return self._plan.worker_spec.hang_timeout_s / 2 + DISK_MARGIN_S
 
     async def _wait_log_readers(self) -> None:
@@ -266,7 +267,7 @@ class JobActor:
 
 
 def tune_gc_and_switch_interval() -> None:
-    """To be called after all imports, in a process that only runs a job's controller.
+    """Prepares a process that only runs a job's controller; called after all imports.
 
     Garbage collection: messages are in no reference cycles. At Python's default thresholds the
     collector scans all modules and the state of the job so often that it took a fifth of the CPU

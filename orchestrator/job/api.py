@@ -60,8 +60,8 @@ class Job:
         workers: number and resources of the workers.
         args: available to the function as ctx.args.
         steps: optimizer steps, available as ctx.steps.
-        restart: begin anew, and set the files of the last run of this name aside, in NAME.1 or the
-            next number (checkpoint.resume: scratch).
+        restart: start from scratch, and set the files of the last run of this name aside, in NAME.1
+            or the next number (checkpoint.resume: scratch).
         settings: any other key of the job file, such as seed, checkpoint, recovery.
 
     Raises:
@@ -137,7 +137,7 @@ class Job:
     def submit_with(
         self, local: LocalCluster | None, address: str | None, observer: JobObserver
     ) -> JobHandle:
-        """As `submit`.
+        """Submits as `submit` does.
 
         Args:
             local: a local cluster to start, if it comes to that; by default one is made.
@@ -154,7 +154,7 @@ class Job:
         return self._start(plan, connect(address, local), observer)
 
     def submit_to(self, cluster: ClusterConnection, observer: JobObserver) -> JobHandle:
-        """As `submit`, to a cluster that is connected to."""
+        """Submits as `submit` does, to a cluster that is connected to."""
         return self._start(self._make_plan(), cluster, observer)
 
     def _start(self, plan: JobPlan, cluster: ClusterConnection, observer: JobObserver) -> JobHandle:
@@ -292,8 +292,8 @@ def _starts_cluster(address: str | None) -> bool:
 
 
 def _pickle(function: Callable[[Any], Any]) -> bytes:
-    """By value, if the workers cannot import it. Raises ConfigError that names what cannot be
-    pickled."""
+    """Pickles a function, by value if the workers cannot import it. Raises ConfigError that names
+    what cannot be pickled."""
     try:
         return cast(bytes, cloudpickle.dumps(function))  # type: ignore[no-untyped-call]
     except Exception as error:  # noqa: BLE001  # also of the user's __reduce__

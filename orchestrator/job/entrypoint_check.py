@@ -1,7 +1,7 @@
 """Finds a mistake in `entrypoint` by reading the source, before a cluster or a worker starts.
 
-Nothing is imported: a user's module may take long, or need what only the workers have. What cannot
-be told from the source is left to the workers.
+Nothing is imported: a user's module may take long, or need what only the workers have. What the
+source does not show is left to the workers.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def source_in(folder: str, module: str) -> Path | None:
 
 
 def _missing_part(folder: str, module: str, *, only_here: bool) -> str:
-    """The module, or the package of it, that does not exist; empty if that cannot be told."""
+    """The module, or the package of it, that does not exist; empty if that is unknown."""
     top, *parts = module.split(".")
     spec = PathFinder.find_spec(top, [folder])
     if spec is None or spec.origin is None:  # not there, or without an __init__: parts elsewhere
@@ -128,8 +128,8 @@ def _modules_in(folder: str, missing: str) -> list[str]:
 
 
 def _defined_names(body: list[ast.stmt]) -> Iterator[str]:
-    """What a module's statements bind, `*` for what they import by that; more than that, if they
-    call `globals`."""
+    """Yields the names that a module's statements bind, `*` for what they import by that; further
+    names, if they call `globals`."""
     for statement in body:
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

@@ -81,7 +81,7 @@ class JobHandle:
 
     @property
     def on_hard_exit(self) -> str:
-        """What happens to the job when this process no longer waits for it, for messages."""
+        """The effect on the job when this process no longer waits for it, for messages."""
         return "kills it" if self._cluster.is_local else "leaves that to the cluster"
 
     def logs(self, follow: bool = False, rank: int | None = None) -> Iterator[str]:

@@ -143,9 +143,9 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """To be called before each write that only the holder may do. Makes the folder again if it
-        was removed and nobody has acquired it since. Raises LeaseLostError if another process has;
-        StoreError if the claims cannot be read."""
+        """Checks that this process holds the lease, before each write that only the holder may do.
+        Makes the folder again if it was removed and nobody has acquired it since. Raises
+        LeaseLostError if another process has; StoreError if the claims cannot be read."""
         with self._check_lock:
             if self._lost is None:
                 self._lost = self._find_loss()

@@ -110,7 +110,8 @@ def list_journaled_jobs(path: str) -> list[str]:
 
 
 def _may_have_journal(folder: str) -> bool:
-    """Also of a folder that cannot be read: whoever reads the journal gets the error."""
+    """Whether there is a journal, or the folder cannot be read: the reader of the journal gets the
+    error."""
     try:
         return has_journal(folder)
     except StoreError:
@@ -172,9 +173,9 @@ def find_running(name: str, address: str | None) -> RunningJob:
 
 
 def find_any(name: str, address: str | None) -> RunningJob | EndedJob:
-    """As `find_running`; the record of the end, if the job has ended and a cluster has one. Raises
-    ConfigError if no cluster has the job or a record of it; JobFailedError if it does not
-    answer."""
+    """Finds a job as `find_running` does, or the record of its end, if it has ended and a cluster
+    has one. Raises ConfigError if no cluster has the job or a record of it; JobFailedError if it
+    does not answer."""
     running: list[str] = []
     ended: list[EndedJob] = []
     for cluster in connect_each(address):

@@ -77,7 +77,7 @@ def load_past_runs(plan: JobPlan, warn: Callable[[str], None]) -> PastRuns:
         if history is not None and not history.end_state:
             write_end(plan.job_folder, history, "stopped", "given up by checkpoint.resume: scratch")
         if folder := set_aside(plan.job_folder):
-            warn(f"the job begins anew; the files of its last run are now in {folder}")
+            warn(f"the job starts from scratch; the files of its last run are now in {folder}")
         return PastRuns()
     if history is None:
         return PastRuns()
@@ -91,8 +91,8 @@ def load_past_runs(plan: JobPlan, warn: Callable[[str], None]) -> PastRuns:
 
 
 def _is_restarting(history: RunHistory | None, plan: JobPlan) -> bool:
-    """Whether a run that began anew was lost: it is continued by the same command, which whoever
-    submitted it may repeat by itself."""
+    """Whether a run that started from scratch was lost: it is continued by the same command, which
+    the program that submitted it may repeat by itself."""
     if history is None or history.end_state:
         return False
     before = history.spec.get("checkpoint", {}).get("resume")
@@ -100,7 +100,7 @@ def _is_restarting(history: RunHistory | None, plan: JobPlan) -> bool:
 
 
 def set_aside(job_folder: str) -> str:
-    """Moves all that is in a job's folder, but its lease, into a new folder beside it, NAME.1 or
+    """Moves all that is in a job's folder, but its lease, into a new folder next to it, NAME.1 or
     the next number. Returns that; empty if there is nothing to move, or in an object store, which
     cannot: there only damaged checkpoints may be left behind."""
     if is_remote(job_folder):

@@ -1,4 +1,5 @@
-"""What a job's process keeps of its events: a buffer that clients poll, the log and the journal."""
+"""Records the events of a job in its process: in a buffer that clients poll, the log and the
+journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one run of a job consists of in its process, from the lease of its folder to its summary."""
+"""The parts of one run of a job in its process, from the lease of its folder to its summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hash of the code that a job trains with, by which another one of its name is told from it.
+"""A hash of the code that a job trains with, which distinguishes jobs of the same name.
 
 It covers the file of the function or script, and the modules of the job's folder that it imports,
 directly or through others. They are read, not imported.
@@ -63,8 +63,8 @@ def hash_source(spec: JobSpec, folder: str, function: Callable[[Any], Any] | Non
 
 
 def _roots(folder: str, path: Path) -> list[Path]:
-    """Where a function's file imports local modules from; nowhere if it is not in the folder, or
-    installed there."""
+    """The folders from which a function's file imports local modules; none if it is not in the
+    job's folder, or installed there."""
     top = Path(folder).absolute()
     if not path.absolute().is_relative_to(top) or _INSTALLED in path.parts:
         return []
@@ -87,7 +87,7 @@ def _local_code(start: _Module, roots: Sequence[Path]) -> dict[str, str]:
         try:
             tree = _parse(module.path.read_bytes())
         except _UNREADABLE:
-            continue  # whoever runs it gets the error
+            continue  # the process that imports it gets the error
         if module is not start:
             code[_name(module.path, roots)] = ast.dump(tree)
         for name in _imported_names(tree, module.package):

@@ -78,7 +78,7 @@ class EventSubscriber:
         return next((event for event in reversed(events) if isinstance(event, kind)), None)
 
     def iter_events(self) -> Iterator[JobEvent]:
-        """From the oldest event that is kept to the last one; waits for events to come."""
+        """Yields events from the oldest one that is kept to the last one; waits for new ones."""
         index = 0
         while True:
             with self._changed:

@@ -33,7 +33,7 @@ _MAX_NAME = 48  # of a job's 63 characters, for the script's part
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning has found: every try's result, in order, and the best one, if any succeeded.
+    """The results of tuning: that of every try, in order, and the best one, if any succeeded.
 
     Args:
         spec: the job with the best settings.
@@ -69,7 +69,7 @@ class ScriptTuner:
     def tune(self) -> Tuned:
         """Raises ConfigError or JobFailedError if the script fails before it builds an engine, or
         its batches do not follow the settings; JobStoppedError if a try was stopped."""
-        # Until the script has told its config, the folder is that of the default.
+        # Until the script has reported its config, the folder is that of the default.
         folder = AutotuningConfig().exps_dir
         probed = self._run("plan", folder, self._launch, timed_steps=[])
         document = self._value(probed, "document", "builds no engine")

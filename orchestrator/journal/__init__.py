@@ -1,1 +1,1 @@
-"""A job's journal beside its checkpoints, from which a lost run can be adopted."""
+"""A job's journal, next to its checkpoints, from which a lost run can be adopted."""

@@ -69,7 +69,8 @@ def read_journal(job_folder: str) -> RunHistory | None:
 
 
 def read_sound_journal(job_folder: str) -> RunHistory | None:
-    """As `read_journal`. Raises ConfigError also if there is a journal, and it is damaged."""
+    """Reads as `read_journal` does. Raises ConfigError also if there is a journal, and it is
+    damaged."""
     history = read_journal(job_folder)
     if history is None and has_journal(job_folder):
         raise ConfigError(

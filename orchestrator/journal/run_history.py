@@ -224,7 +224,9 @@ def _list_entry(
 
 
 def _begin(history: RunHistory | None, entry: Mapping[str, Any]) -> RunHistory:
-    at_s, spec, run = float(entry["at_s"]), dict(entry["spec"]), str(entry["run"])
+    at_s = float(entry["at_s"])
+    spec = dict(entry["spec"])
+    run = str(entry["run"])
     if history is None or not entry.get("adopted"):
         begun = RunHistory(
             spec, run, str(entry["working_dir"]), bool(entry["by_value"]), at_s, at_s

@@ -27,7 +27,7 @@ def _info(job: JobMetrics) -> Mapping[tuple[str, ...], float]:
 
 
 def _traffic(unit: str, ranks: RankMetricsTable) -> Mapping[str, float]:
-    """By collective. `unit`: "bytes" or "calls"."""
+    """The traffic of each collective, by its name. `unit`: "bytes" or "calls"."""
     return {
         name.removeprefix(TRAFFIC_PREFIX).removesuffix(f"/{unit}"): amount
         for name, amount in sorted(ranks.traffic().items())

@@ -1,4 +1,4 @@
-"""What a job's values were, step by step, in bounded memory. No clock, no I/O."""
+"""Curves of a job's values, step by step, in bounded memory. No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -147,12 +147,12 @@ class CurveSet:
             self._add_user(_USER_PREFIX + name, record.step, value)
 
     def rows(self) -> dict[str, list[Row]]:
-        """By name, the loss first."""
+        """The rows of the curves that have any, by name, the loss first."""
         curves = {"loss": self.loss, **self._others}
         return {name: rows for name, curve in curves.items() if (rows := curve.rows())}
 
     def restore(self, rows: Mapping[str, Sequence[Row]]) -> None:
-        """As `Curve.restore`, with the value of `rows`."""
+        """Replaces all curves by those of `rows`, each as `Curve.restore` does; raises as that."""
         restored = CurveSet()
         for name, curve_rows in rows.items():
             curve = restored.loss if name == "loss" else Curve(MAX_SET_BUCKETS)
@@ -184,5 +184,6 @@ def _row(bucket: _Bucket) -> Row:
 
 
 def _short(value: float | None) -> float | None:
-    """With as many digits as a chart can show; None for inf and nan, which JSON does not have."""
+    """Rounds to as many digits as a chart can show; None for inf and nan, which JSON does not
+    have."""
     return None if value is None or not isfinite(value) else float(f"{value:.7g}")

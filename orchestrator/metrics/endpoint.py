@@ -115,8 +115,8 @@ class Endpoint:
         self._server.start()
 
     def _listen(self, host: str, ports: range) -> BoundedHttpServer:
-        """On one of the ports, or, as Ray's dashboard does, on the next free one: a page is no
-        reason to fail a job."""
+        """Listens on one of the ports, or, as Ray's dashboard does, on the next free one: a page is
+        no reason to fail a job."""
         settings = "metrics.port, metrics.ports and metrics.host in the job file"
         try:
             return listen(host, ports, "metrics.port", settings)

@@ -17,7 +17,7 @@ _NS_PER_S = 1_000_000_000
 
 
 class TimeCategory(StrEnum):
-    """What time was spent on. The values are the `cause` label of `rayzero_time_seconds_total`."""
+    """A use of a job's time. The values are the `cause` label of `rayzero_time_seconds_total`."""
 
     PRODUCTIVE = "productive"
     """A step that counts."""

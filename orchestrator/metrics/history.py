@@ -1,4 +1,4 @@
-"""What a job went through, for its page and `rayzero top`. Every list is bounded."""
+"""The history of a job, for its page and `rayzero top`. Every list is bounded."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def _fault_entry(unix_s: float, cause: str, rank: int | None, step: int, text: s
 
 
 def _generation_entry(fields: Mapping[str, Any]) -> Entry:
-    """From the fields of an event, or of its line in the journal, as the functions below."""
+    """Makes an entry from the fields of an event, or of its line in the journal, as the functions
+    below."""
     return {"generation": int(fields["generation"]), "world_size": int(fields["world_size"])}
 
 

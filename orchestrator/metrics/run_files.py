@@ -1,4 +1,5 @@
-"""What the page shows of a run, as files in its folder, which outlive it: for `rayzero page`.
+"""The data that the page shows of a run, as files in its folder, which outlive it: for
+`rayzero page`.
 
 A page of many jobs reads files and not the jobs' processes, because Ray ends its clients with their
 cluster.
@@ -53,7 +54,7 @@ class RunFiles:
         events.subscribe(self._on_event, (StepRecord, StateEntered, Heartbeat))
 
     def _on_event(self, event: JobEvent | Heartbeat) -> None:
-        """There are thousands of these a second. The end is written even if a write is going on."""
+        """There are thousands of these a second. The end is written even during another write."""
         is_end = isinstance(event, StateEntered) and event.state.is_final
         for queue in self._queues:
             if queue.is_empty or is_end:
@@ -69,7 +70,7 @@ def restore_curves(folder: Path, telemetry: Telemetry, warn: Callable[[str], Non
         return
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         warn(
-            f"the curves of the adopted run begin anew: {path} cannot be read: {first_line(error)}"
+            f"the curves of the adopted run start over: {path} cannot be read: {first_line(error)}"
         )
 
 
@@ -135,7 +136,8 @@ class RunIndex:
         return row | ({} if damaged is None else {"error": damaged.text})
 
     def _cached(self, path: Path, read: Callable[[Path], Any]) -> Any:
-        """What `read` returns; `Damage` for what it raises."""
+        """Returns the result of `read`, or `Damage` if it raises RayzeroError; None without a file.
+        Reads only a file that has changed."""
         try:
             status = path.stat()
         except OSError:
@@ -234,7 +236,7 @@ def _row_of_snapshot(value: Row) -> Row:
 
 
 def _row_of_journal(job: str, past: RunHistory) -> Row:
-    """Of a run of an earlier version, or whose other files are elsewhere."""
+    """The row of a run of an earlier version, or of one whose other files are elsewhere."""
     productive_s = past.seconds.get("productive", 0.0)
     wall_s = max(0.0, past.last_at_s - past.began_at_s)
     unknown = ("stage", "step_s", "tokens_per_s", "samples_per_s", "remaining_s", "loss")

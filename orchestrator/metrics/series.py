@@ -88,7 +88,7 @@ def histogram(
 
 
 def step_gauge(name: str, text: str, reported: str) -> JobSeries:
-    """What ranks report as `reported`: the mean over ranks, in the last step."""
+    """A gauge of what ranks report as `reported`: the mean over ranks, in the last step."""
     return gauge(name, text, lambda job: job.steps.gauge(reported))
 
 
@@ -104,7 +104,7 @@ def rank_series(
 
 
 def rank_gauge(name: str, text: str, reported: str) -> RankSeries:
-    """What each rank reports as `reported`, in its last step."""
+    """A gauge of what each rank reports as `reported`, in its last step."""
     return rank_series(name, "gauge", text, lambda rank: rank.gauge(reported))
 
 

@@ -31,7 +31,9 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
     entries, oldest first. `generations` has an entry where a rank is lost, too.
     """
     steps, history = metrics.steps, metrics.history
-    record, target, replica = steps.last_record, metrics.spec.steps, metrics.replicas.own_node
+    record = steps.last_record
+    target = metrics.spec.steps
+    replica = metrics.replicas.own_node
     value = {
         "format": SNAPSHOT_FORMAT,
         "version": version("rayzero"),
@@ -93,7 +95,7 @@ def _goodput_row(times: TimeBreakdown) -> dict[str, Any]:
 
 
 def make_history(metrics: JobMetrics) -> dict[str, Any]:
-    """What is too large to be read every second. `curves` by name: rows as of `Curve.rows`;
+    """The data that is too large to read every second. `curves` by name: rows as of `Curve.rows`;
     `elapsed_s` has the time of each step, in seconds since the run began."""
     curves = metrics.history.curves
     return {

@@ -1,4 +1,4 @@
-"""What a snapshot must be, for those that read one of a file or another process.
+"""The schema of a snapshot, for readers that get one from a file or another process.
 
 Readers rely on it: numbers are finite, and such that they can be shown. Unknown keys are allowed.
 """

@@ -68,7 +68,8 @@ class TensorBoardFile:
 
 
 def scalars_of(record: StepRecord) -> dict[str, float]:
-    """By TensorBoard tag, which other trackers get too; values of user code are under `user/`."""
+    """The values of a step by TensorBoard tag, which other trackers get too; those of user code are
+    under `user/`."""
     scalars = {"speed/step_seconds": record.step_s, "job/world_size": float(record.world_size)}
     if record.loss is not None:
         scalars["train/loss"] = record.loss

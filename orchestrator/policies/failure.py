@@ -204,8 +204,8 @@ def describe_fault(fault: Fault) -> str:
 
 
 def corrected(history: Sequence[Fault], generation: int, step: int) -> list[Fault]:
-    """The history with the step of that generation's losses: the survivors have left, and told in
-    which one all were."""
+    """The history with the step of that generation's losses: the survivors have left, and reported
+    in which step all were."""
     return [
         replace(fault, step=step)
         if fault.generation == generation
@@ -321,8 +321,8 @@ def _same_loss_error(root: Fault) -> JobFailedError:
         return JobFailedError(
             f"the training function hung in step {root.step} {SAME_LOSSES} times in a row at "
             f"{root.place}: {root.detail}",
-            allowed="code that goes on within recovery.hang_timeout_s; usual causes are a lock, an "
-            "endless loop, and a read of a file or of the network without a timeout",
+            allowed="code that continues within recovery.hang_timeout_s; usual causes are a lock, "
+            "an endless loop, and a read of a file or of the network without a timeout",
             fix="the code there, or recovery.hang_timeout_s if it only takes longer",
             traceback=root.traceback,
         )

@@ -221,7 +221,9 @@ class WorkerRegistry(ObservedState):
     def select_members(self) -> Selected | None:
         """The members of the next generation as of now; None if there are too few workers. Called
         often, and cached until an input changes."""
-        limits, members, draining = self.present_limits, self.members, self.draining_nodes
+        limits = self.present_limits
+        members = self.members
+        draining = self.draining_nodes
         inputs = (self._version, self.calls, limits, members, draining)
         if self._selection is None or self._selection[0] != inputs:
             selection = select_members(self._candidates(), limits, members, draining)

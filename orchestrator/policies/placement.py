@@ -100,7 +100,7 @@ def missing_resources(
     workers: int,
     jobs: Mapping[str, Capacity],
 ) -> str:
-    """What a job waits for and who holds it: `2 CPUs: held by job a (2 CPUs)`.
+    """The resources that a job waits for, and their holders: `2 CPUs: held by job a (2 CPUs)`.
 
     Args:
         workers: those that have their resources.
@@ -140,7 +140,7 @@ def missing_resources(
 
 
 class CallState(StrEnum):
-    """Where a training function is."""
+    """The state of the call of a training function."""
 
     RUNNING = "running"
     """In a generation; or it has ended."""

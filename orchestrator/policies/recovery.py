@@ -95,7 +95,7 @@ def newest_complete_in_vaults(
 
     Counts first and sorts only the slots of the result: there may be thousands per version.
     """
-    # By world size too: a state that was salvaged as a whole exists beside the shards of its step.
+    # By world size too: a state salvaged as a whole exists in addition to the shards of its step.
     versions: defaultdict[tuple[int, int, int], list[StoredSlot]] = defaultdict(list)
     for stored in held:
         slot = stored.slot

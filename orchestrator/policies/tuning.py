@@ -15,7 +15,7 @@ USABLE_FRACTION = 0.9
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """What a try changes in the config."""
+    """The values that a try changes in the config."""
 
     stage: int
     micro_batch: int
@@ -53,7 +53,7 @@ class TryResult:
 
 @dataclass(frozen=True)
 class ScriptFacts:
-    """What the script's run up to its engine has told.
+    """The facts that the script's run up to its engine has reported.
 
     Args:
         stage_bytes: what a rank holds between two steps, by each stage to try.

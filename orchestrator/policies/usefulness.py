@@ -82,7 +82,7 @@ HOW_TO_TRAIN = (
 
 
 def nothing_left(found: CheckpointRef, target: int | None) -> str:
-    """What is said before a run that starts from a checkpoint of its last step; else empty."""
+    """The warning before a run that starts from a checkpoint of its last step; else empty."""
     if target is None or found.step < target:
         return ""
     return (
@@ -100,7 +100,7 @@ def check_trained(
     launched: bool = False,
     last: LastRun | None = None,
 ) -> RayzeroError | str | None:
-    """What is wrong with a run whose training function has returned on every rank.
+    """Checks that a run whose training function has returned on every rank has trained.
 
     Args:
         target: the job's `steps`.

@@ -98,7 +98,7 @@ def open_display(
 
 
 def connecting_board(name: str, where: str, folder: Path) -> RenderableType:
-    """What is known of a job before its first response: the snapshot that it left in its folder, if
+    """The board of a job before its first response: the snapshot that it left in its folder, if
     that is on this machine."""
     text = Text.assemble((printable_text(name), "bold"), f"  connecting to {printable_text(where)}")
     path = folder / SNAPSHOT_FILE

@@ -11,7 +11,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def printable_text(text: object) -> str:
-    """In one line, without control characters."""
+    """The text in one line, without control characters."""
     return "".join(char if char.isprintable() else " " for char in str(text))
 
 
@@ -47,7 +47,7 @@ def format_size(nbytes: float | None) -> str:
 
 
 def cut_text(text: str, width: int) -> str:
-    """At most `width` characters of a line, the last one `…` if there are more."""
+    """Cuts a line to at most `width` characters, the last one `…` if there were more."""
     return text if len(text) <= width else f"{text[: max(0, width - 1)].rstrip()}…"
 
 
@@ -106,7 +106,7 @@ def _mean_known(values: Sequence[float | None]) -> float | None:
 
 
 def plain_class(name: str) -> str:
-    """A memory class of `engine.accounting` in words; its name stays in metrics and files."""
+    """A readable name of a memory class of `engine.accounting`; metrics and files keep its own."""
     prefix = next((it for it in ("host_", "disk_") if name.startswith(it)), "")
     words = {"slots": "gather buffers", "grad_slots": "gradient buffers"}
     own = name.removeprefix(prefix)

@@ -23,7 +23,9 @@ from rayzero.engine.errors import ConfigError as DeepSpeedConfigError
 
 __version__ = "0.19.8+rayzero"
 git_hash = git_branch = __git_hash__ = __git_branch__ = None  # of no checkout of DeepSpeed
-__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
+__version_major__ = 0
+__version_minor__ = 19
+__version_patch__ = 8
 
 __all__ = [
     "DeepSpeedConfigError",

@@ -1,4 +1,4 @@
-"""What transformers replaces around `zero.Init`, so that it would not change buffers' dtypes."""
+"""Names that transformers replaces around `zero.Init`, to keep it from changing buffers' dtypes."""
 
 from __future__ import annotations
 

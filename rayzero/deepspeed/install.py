@@ -98,8 +98,8 @@ def install() -> None:
 
 
 class _Distribution(Distribution):
-    """What the package metadata says of `deepspeed`: transformers and accelerate ask there first
-    whether it is installed, and in which version."""
+    """The package metadata of `deepspeed`: transformers and accelerate ask there first whether it
+    is installed, and in which version."""
 
     def read_text(self, filename: str) -> str | None:
         version = sys.modules[_PACKAGE].__version__.partition("+")[0]

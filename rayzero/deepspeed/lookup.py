@@ -54,7 +54,7 @@ class _Refusing(type):
 
 @cache
 def stand_in(name: str, use: str) -> type:
-    """What a refused name is bound to."""
+    """Returns the class that a refused name is bound to."""
     message = f"{name} is not part of rayzero; use {use}"
     return _Refusing(name.rpartition(".")[2], (), {"message": message, "__doc__": message})
 
@@ -65,7 +65,7 @@ def is_refused(value: object) -> bool:
 
 
 def package_refusal(module: str) -> str | None:
-    """What to use instead of a module of which everything is refused; else None."""
+    """Returns what to use instead of a module of which everything is refused; else None."""
     parts = module.split(".")
     above = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((REFUSED_PACKAGES[name] for name in above if name in REFUSED_PACKAGES), None)

@@ -31,8 +31,8 @@ class PartitionedTensor:
 
     @classmethod
     def from_meta(cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None) -> Self:
-        """Of this rank's part and of what `to_meta` returned. Raises ConfigError for another rank's
-        or another group's."""
+        """Builds the tensor of this rank's part and of what `to_meta` returned. Raises ConfigError
+        for another rank's or another group's."""
         dimensions, *numbers = meta.tolist()
         parts, rank = numbers[dimensions : dimensions + 2]
         made = cls(local_part, group)

@@ -48,7 +48,9 @@ class TiledLinear(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = bias
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split = input_is_already_split
         self.combine_out_splits = combine_out_splits

@@ -85,7 +85,8 @@ get_list_param = get_dict_param = get_scalar_param
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.load(object_pairs_hook=...)`. Raises ValueError if a key is given twice."""
+    """Returns the pairs as a dict, for `json.load(object_pairs_hook=...)`. Raises ValueError if a
+    key is given twice."""
     counts = Counter(key for key, _ in ordered_pairs)
     if twice := [key for key, count in counts.items() if count > 1]:
         raise ValueError(f"Duplicate keys in DeepSpeed config: {twice}")

@@ -19,7 +19,9 @@ from rayzero.workers.chaos.spec import FaultSpec
 
 _CAP_NET_ADMIN = 12  # linux/capability.h
 _COMMAND_TIMEOUT_S = 10.0
-_GET_FLAGS, _UP, _LOOPBACK = 0x8913, 0x1, 0x8  # SIOCGIFFLAGS, IFF_UP, IFF_LOOPBACK
+_GET_FLAGS = 0x8913  # SIOCGIFFLAGS
+_UP = 0x1  # IFF_UP
+_LOOPBACK = 0x8  # IFF_LOOPBACK
 
 
 def network_id() -> str:

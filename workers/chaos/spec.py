@@ -50,7 +50,9 @@ class FaultKind:
         return [*self.required, *self.defaults]
 
 
-_ON_RANK, _ON_NODE, _PHASE = ("rank", "step"), ("node", "step"), {"phase": "forward"}
+_ON_RANK = ("rank", "step")
+_ON_NODE = ("node", "step")
+_PHASE = {"phase": "forward"}
 
 FAULT_KINDS: Mapping[str, FaultKind] = {
     "kill": FaultKind("worker", "SIGKILL to a worker's process", _ON_RANK, _PHASE),
@@ -61,7 +63,7 @@ FAULT_KINDS: Mapping[str, FaultKind] = {
         "worker", "a worker sleeps once a step", (*_ON_RANK, "seconds"), {"steps": 1, **_PHASE}
     ),
     "hang": FaultKind(
-        "worker", "training blocks for ever; the process still responds", _ON_RANK, _PHASE
+        "worker", "training blocks forever; the process still responds", _ON_RANK, _PHASE
     ),
     "raise_error": FaultKind(
         "worker", "an exception, as if from user code", _ON_RANK, {**_PHASE, "times": 1}

@@ -1,4 +1,4 @@
-"""Accelerate in a launched script with a loop of its own: `prepare` goes on where the job stands.
+"""Accelerate in a launched script with a loop of its own: `prepare` continues where the job is.
 
 The first DataLoader that is prepared with the model follows the job (`accelerated_loop`). Other
 loaders, such as an evaluation's, are iterated whole. A schedule that the engine does not have is
@@ -68,7 +68,7 @@ def patch_accelerator(module: ModuleType) -> None:
 
 def _saving_once(save_state: Callable[..., Any]) -> Callable[..., Any]:
     """`save_state`, but what the script saves after an epoch that was finished before it was
-    run again is kept: its files beside the engine's checkpoint, too. A number that Accelerate
+    run again is kept: its files next to the engine's checkpoint, too. A number that Accelerate
     gives, counted from 0 again, is the next free one."""
 
     @wraps(save_state)

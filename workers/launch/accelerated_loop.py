@@ -1,8 +1,8 @@
 """A script's loop over a loader of Accelerate's, from where the job stands and through its faults.
 
 A script that is entered begins its loops again: a finished epoch yields nothing, the current one
-the batches that are left. In a loop that goes on after a fault or a resize, the batches of the step
-that was lost are read again, cut for the present ranks.
+the batches that are left. In a loop that continues after a fault or a resize, the batches of the
+step that was lost are read again, cut for the present ranks.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ _patched = set[type]()
 
 
 def set_place(loader: Any, place: Place, skipped: int = 0) -> None:
-    """From now on the loader's iterations begin at the place, behind the batches that the script
-    skips. A drain ends them where the script asks for the batch after a step."""
+    """Makes the loader's iterations begin at the place, behind the batches that the script skips.
+    A drain ends them where the script asks for the batch after a step."""
     if type(loader) not in _patched:
         _patched.add(type(loader))
         type(loader).__iter__ = _continuing_iter(type(loader).__iter__)
@@ -129,8 +129,10 @@ class _Epoch:
         self._skipped = skipped
 
     def batches(self, session: JobSession, engine: Engine) -> Iterator[Any]:
-        loader, place, done = self._loader, self._place, self._done_steps
-        if done is None:  # a sampler's generator goes on from epoch to epoch
+        loader = self._loader
+        place = self._place
+        done = self._done_steps
+        if done is None:  # a sampler's generator advances from epoch to epoch
             for _ in loader.batch_sampler:
                 pass
             loader.iteration += 1

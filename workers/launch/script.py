@@ -62,8 +62,7 @@ def run_script(ctx: Context) -> dict[str, Any] | None:
         raise EntryPointError("a script can only be launched in a job", fix=_FIX)
     _apply_settings(ctx.args, session)
     session.script_settings = ScriptSettings(
-        *(ctx.args["overrides"], ctx.args["timed_steps"]),
-        *(get_device(ctx.device), ctx.world_size),
+        ctx.args["overrides"], ctx.args["timed_steps"], get_device(ctx.device), ctx.world_size
     )
     _import_deepspeed()
     _tell_start(ctx, session)
@@ -234,7 +233,7 @@ _PATCHES: dict[str, Callable[[ModuleType], None]] = {
 
 
 def patch_libraries() -> None:
-    """From now on each module of the table is patched once: now, or after its import."""
+    """Patches each module of the table once: now if it is imported, else after its import."""
     if any(isinstance(finder, _PatchingFinder) for finder in sys.meta_path):
         return
     for name, patch in _PATCHES.items():

@@ -86,8 +86,8 @@ def check_prepare(given: Sequence[Any]) -> None:
 
 
 class ScriptedSteps:
-    """In the place of Accelerate's `DeepSpeedEngineWrapper`, by its methods. Also the optimizer's
-    `step` and `zero_grad`.
+    """Replaces Accelerate's `DeepSpeedEngineWrapper`, with the same methods. Also has the
+    optimizer's `step` and `zero_grad`.
 
     Args:
         gradient_state: Accelerate's: whether the current micro-batch ends a step.
@@ -132,8 +132,8 @@ class ScriptedSteps:
         return norm
 
     def check_stepped(self) -> None:
-        """Where the script takes a further batch. Raises ConfigError if it accumulates gradients
-        by itself: a change of size, and a fault, could not keep the samples of a step."""
+        """Called where the script takes a further batch. Raises ConfigError if it accumulates
+        gradients by itself: a change of size, and a fault, could not keep the samples of a step."""
         if self.engine.step_is_due:
             raise ConfigError(
                 "the script took another batch after accelerator.backward(loss), without "

@@ -33,7 +33,7 @@ def patch_trainer(module: ModuleType) -> None:
 
 
 _runs: list[TrainerRun] = []
-"""The calls of `train` that are under way."""
+"""The calls of `train` that are running."""
 
 
 def _run_of(trainer: Any) -> TrainerRun | None:

@@ -23,7 +23,7 @@ from rayzero.workers.launch.trainer_state import Recorder, load_schedule
 
 
 class TrainerCalls:
-    """What a Trainer does in a step.
+    """Reads a step's batches and trains on them, by a Trainer's own methods.
 
     Args:
         base: transformers' Trainer, with our wrappers around its methods.
@@ -71,7 +71,7 @@ class TrainerCalls:
 
 @dataclass(frozen=True)
 class _Finished:
-    """A finished step: what it has read, and the states with which it began.
+    """A finished step: the batches that it read, and the states with which it began.
 
     Args:
         ranks: this rank and the world size, for which the batches are cut.

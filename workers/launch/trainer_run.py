@@ -140,7 +140,9 @@ class TrainerRun:
         self.check_over()
 
     def _end_step(self, found: dict[str, Any]) -> None:
-        trainer, state, control = self._trainer, self._trainer.state, self._trainer.control
+        trainer = self._trainer
+        state = trainer.state
+        control = trainer.control
         steps, handler = found["steps_per_epoch"], trainer.callback_handler
         if found["step_end_due"]:
             state.epoch = state.global_step / steps
@@ -174,8 +176,8 @@ class TrainerRun:
 
 
 def _find_state(session: JobSession) -> dict[str, Any] | None:
-    """What a Trainer before this one knew after the restored step; None where a survivor tells it
-    later, or nobody knows."""
+    """Returns the `Recorder.state` of an earlier Trainer after the restored step; None where a
+    survivor sends it later, or there is none."""
     assignment = session.assignment
     if assignment.survivors_stay:
         return None
@@ -202,7 +204,7 @@ class TrainerEvents:
     def on_epoch_begin(self, *args: Any, **options: Any) -> None:
         recorder, steps = self._run.recorder, self._run.steps_per_epoch
         recorder.epoch_begins(steps)
-        if self._run.is_over:  # an epoch of nothing: its end is not told
+        if self._run.is_over:  # an empty epoch: its end is not reported
             handler = self._trainer.callback_handler
             self._others, handler.callbacks = handler.callbacks, [self]
         elif self._trainer.state.global_step % steps == 0:

@@ -1,4 +1,4 @@
-"""What a transformers Trainer knows of its training beside the engine: counters, log, callbacks.
+"""The state of a transformers Trainer that the engine does not have: counters, log, callbacks.
 
 It is registered with the training state, from which a Trainer continues that begins in a new
 process; and survivors send it to new members.
@@ -65,9 +65,9 @@ class Recorder:
         return self._trainer.state.global_step + state["step_end_due"], state
 
     def state(self) -> dict[str, Any]:
-        """What `take` takes. `step_end_due`: the engine has finished the step, Trainer has not
-        counted it; else `control` has what is due after it, and an epoch's end is, if it is not
-        `ended_epoch`."""
+        """Returns the argument of `take`. `step_end_due`: the engine has finished the step, Trainer
+        has not counted it; else `control` has what is due after it, and an epoch's end is, if it is
+        not `ended_epoch`."""
         trainer = self._trainer
         is_due = trainer.model_wrapped.global_steps > trainer.state.global_step
         in_engine = trainer.model_wrapped.lr_scheduler is not None

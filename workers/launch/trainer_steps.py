@@ -94,7 +94,9 @@ class TrainerSteps:
         if rng is not None:
             restore_rng(rng, self._engine.device)
         self._inputs = [*map(copy_batch, batches)]
-        self._turns, self._turn, self._loss_told = count, 0, 0.0
+        self._turns = count
+        self._turn = 0
+        self._loss_told = 0.0
         self._lost_steps = self._engine.progress.lost_steps
         if len(batches) == count or not batches:
             self._turns = len(batches)

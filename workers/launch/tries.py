@@ -112,7 +112,7 @@ class ScriptSettings:
             self._input_shape = list(first.shape)
 
     def _held_bytes(self, model: nn.Module, stage: int) -> int:
-        """On the device between two steps; 0 if the model cannot be planned."""
+        """Estimates the bytes on the device between two steps; 0 if the model cannot be planned."""
         from rayzero.engine.planning.search import MemoryEstimate  # imports torch's compiler
 
         config = parse_config(self._by_stage[stage])

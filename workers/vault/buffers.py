@@ -44,14 +44,15 @@ def _cgroup_headroom(root: Path) -> Iterator[int]:
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, limit, usage, idle = "sys/fs/cgroup", "memory.max", "memory.current", "inactive"
+            base = "sys/fs/cgroup"
+            limit = "memory.max"
+            usage = "memory.current"
+            idle = "inactive"
         elif "memory" in controllers.split(","):
-            base, limit, usage, idle = (
-                "sys/fs/cgroup/memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive",
-            )
+            base = "sys/fs/cgroup/memory"
+            limit = "memory.limit_in_bytes"
+            usage = "memory.usage_in_bytes"
+            idle = "total_inactive"
         else:
             continue
         for group in _ancestor_cgroups(root / base, path):

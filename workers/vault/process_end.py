@@ -1,8 +1,8 @@
 """How a worker's process ended: its signal or exit code, and the stack of a crash in native code.
 
 A crashing process writes its Python stack into a file in memory before it dies, and its vault has
-opened that file before. The vault is not the process's parent; Linux 6.15 and newer tell the exit
-status to whoever holds a pidfd, also while the process's memory is still being freed.
+opened that file before. The vault is not the process's parent; Linux 6.15 and newer report the
+exit status to any holder of a pidfd, also while the process's memory is still being freed.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class ProcessEnd:
 
 @cache
 def enable_crash_report() -> TextIO:
-    """From now on a fatal signal, such as SIGSEGV, writes the stack of its thread into the returned
-    file, which exists in memory as long as this process or a vault has it open."""
+    """Makes a fatal signal, such as SIGSEGV, write the stack of its thread into the returned file,
+    which exists in memory as long as this process or a vault has it open."""
     report = os.fdopen(os.memfd_create("rayzero-crash"), "w")
     faulthandler.enable(report, all_threads=False)
     return report
@@ -60,7 +60,7 @@ def crash_report_fd() -> int:
 
 
 def open_crash_report(pid: int, fd: int) -> int:
-    """A descriptor of our own for another process's report; -1 if it has none."""
+    """Opens another process's report, and returns the descriptor; -1 if it has none."""
     if fd >= 0:
         with suppress(OSError):
             return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -68,7 +68,7 @@ def open_crash_report(pid: int, fd: int) -> int:
 
 
 def read_process_end(pidfds: tuple[int, ...], report_fd: int) -> ProcessEnd:
-    """What is known at once of a process that has just died.
+    """Returns what is known at once of a process that has just died.
 
     Args:
         pidfds: of the process, or of its threads; -1: none.
@@ -88,7 +88,7 @@ def read_process_end(pidfds: tuple[int, ...], report_fd: int) -> ProcessEnd:
 
 
 def _users_part(report: str) -> str:
-    """Without the list of loaded modules, and our own callers of the user's function."""
+    """The report without the list of loaded modules and rayzero's callers of the function."""
     lines = report.partition("\nExtension modules:")[0].strip().splitlines()
     own = (number for number, line in enumerate(lines) if _CALLERS in line)
     return "\n".join(lines[: next(own, None)])
@@ -104,7 +104,7 @@ def _wait_exited(pidfds: tuple[int, ...]) -> None:
 
 
 def _exit_status(pidfd: int) -> int | None:
-    """As of `waitpid`; None if the process lives, or the kernel does not tell."""
+    """Returns the status as of `waitpid`; None if the process lives, or the kernel reports none."""
     try:
         request = _PIDFD_INFO.pack(_INFO_EXIT, *[0] * 13)
         reply = _PIDFD_INFO.unpack(fcntl.ioctl(pidfd, _PIDFD_GET_INFO, request))

@@ -26,7 +26,7 @@ Descriptors: TypeAlias = list[int]
 
 
 class WorkerRequests:
-    """What a worker calls by `VaultClient`. Several threads run it at once, but for one peer in
+    """The calls of a worker by `VaultClient`. Several threads run them at once, but for one peer in
     order. Every method returns descriptors, and raises what the worker's call raises."""
 
     def __init__(self, node_id: str, registry: SlotRegistry, fetch: FetchRemote) -> None:

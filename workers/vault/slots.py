@@ -182,11 +182,11 @@ class SlotWriter:
         )
         self._begun = False
         self.table: BlockIndex | None = None
-        """Of the state in `data`, for whoever writes it."""
+        """The table of the state in `data`, for its writer."""
         self.constants_version = -1
-        """Of the constants in `data` (`TrainingState.constants_version`), for whoever writes it."""
+        """`TrainingState.constants_version` of the constants in `data`, for their writer."""
         self.constants_checksum = checksum_of(memoryview(b""))
-        """Of the constants in `data`; set by whoever writes them, before `commit`."""
+        """The checksum of the constants in `data`; set by their writer, before `commit`."""
         with memoryview(self._map) as image:
             self.data = image[header.data_offset : header.data_offset + header.data_bytes]
             """The state's bytes. May be changed between `begin` and `commit` only."""

@@ -152,7 +152,7 @@ class Vault:
         """Writes a durable file of the checkpoint in `folder` for each version, one at a time.
         Raises StoreError if writing failed, or an earlier write has not finished; DataError if a
         version is gone or damaged."""
-        # The store may hang for ever: retries must not use up the vault's threads.
+        # The store may hang forever: retries must not use up the vault's threads.
         if not self._write_lock.acquire(timeout=STORE_WAIT_S):
             raise StoreError("slow", folder, "earlier files are still being written")
         try:

@@ -169,7 +169,7 @@ def _buffer_tensors(model: dict[str, Any]) -> Iterator[FlatTensor]:
             yield FlatTensor.from_tensor(f"buffers/{name}", value)
 
 
-# Entries of a model file that are DeepSpeed's; it keeps those of `client_state` beside them.
+# Entries of a model file that are DeepSpeed's; it keeps those of `client_state` next to them.
 _OWN_ENTRIES = frozenset(
     (
         *("buffer_names", "checkpoint_parallel_dimensions", "csr_tensor_module_names"),

@@ -50,7 +50,7 @@ class RankPartition:
 
 @dataclass(frozen=True)
 class ZeroFiles:
-    """What was read.
+    """The content of a checkpoint, as `read_zero_files` read it.
 
     Attributes:
         models: the model file of every rank at stage 3, else of rank 0.

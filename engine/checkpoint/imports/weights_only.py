@@ -1,6 +1,6 @@
 """Loads files of `torch.save` with torch's weights-only loader: data, never code.
 
-DeepSpeed saves a few objects of its own classes beside the tensors (a loss scaler, an enum,
+DeepSpeed saves a few objects of its own classes next to the tensors (a loss scaler, an enum,
 fragment addresses). They are loaded as `InertObject` or a number: DeepSpeed is not needed, and none
 of its code runs. Objects of any other class are refused by name.
 """
@@ -59,7 +59,7 @@ def load_weights_only(path: Path) -> dict[str, Any]:
             raise ConfigError(
                 f"{path} holds objects of {listed:.300}, which would run code to load",
                 allowed="tensors, numbers, text, and lists and dictionaries of them",
-                fix="save what is stored beside the model (client_state) as plain values",
+                fix="save what is stored with the model (client_state) as plain values",
             )
         stubs: list[Any] = [(int if name == _STAGE_ENUM else InertObject, name) for name in names]
         with safe_globals(stubs):

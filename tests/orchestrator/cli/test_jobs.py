@@ -53,12 +53,13 @@ def test_lost_job_is_listed_and_marked_as_stopped(tmp_path: Path):
     path_option = ("--path", tmp_path)
     result = command("status", "job", *path_option)
     assert result.exit_code == 0, result.output
-    line = "job: lost at step 40 of 100; `rayzero resume job` begins anew: it has no checkpoint\n"
+    origin = "starts from scratch: it has no checkpoint"
+    line = f"job: lost at step 40 of 100; `rayzero resume job` {origin}\n"
     assert result.stdout.startswith(line)
     heads, row = command("ls", *path_option).stdout.splitlines()
     assert heads.split() == ["name", "state", "workers", "age", "step", "loss"]
     assert row.split()[:3] == ["job", "lost", "2"]
-    assert row.endswith("40/100     -  `rayzero resume job` begins anew")
+    assert row.endswith("40/100     -  `rayzero resume job` starts from scratch")
     stopped = command("stop", "job", *path_option)
     assert stopped.stdout == "job: the lost run is marked as stopped; its last step is 40\n"
     (status,) = json.loads(command("ls", "--json", *path_option).stdout)
