@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from rayzero.engine.config.keys import Auto
 from rayzero.engine.config.model import KEYS
 from rayzero.engine.validation import repr_value
@@ -84,6 +86,7 @@ SHORTHANDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Sections that may be written as a boolean: what true and false stand for."""
 
+_BOOLEAN = TypeAdapter(bool)
 _TRANSFORMERS_DEFAULT = "the default of transformers' TrainingArguments"
 
 AUTO_RULES: dict[str, Auto] = {
@@ -108,10 +111,19 @@ def normalize(document: dict[str, Any], mistakes: list[str]) -> dict[str, str]:
     for name in OLD_NAMES:
         _rename(document, name, provenance, mistakes)
     _resolve_auto(document, provenance, mistakes)
-    if get_path(document, "compile.deepcompile") is True:
+    if _is_true(get_path(document, "compile.deepcompile")):
         _set_path(document, "compile.enabled", True)
         provenance["compile.enabled"] = "compile.deepcompile: torch.compile without DeepCompile"
     return provenance
+
+
+def _is_true(value: Any) -> bool:
+    """Whether a value is true as pydantic reads a boolean: "true" is, too. An invalid one is not:
+    it is reported where its section is validated."""
+    try:
+        return _BOOLEAN.validate_python(value)
+    except ValidationError:
+        return False
 
 
 def fill_total_steps(document: dict[str, Any], steps: int | None) -> dict[str, Any]:

@@ -62,15 +62,15 @@ class RayzeroConfig(ConfigSection):
     unused_gradients: Literal["zero", "none"] = implemented(
         "zero",
         "what a parameter gets that no rank used in a step, such as an expert. zero: a gradient of "
-        "zeros, as in DeepSpeed: momentum and weight decay go on. none: as in PyTorch, neither it "
-        "nor its optimizer state changes; steps that an optimizer counts (Adam's bias correction) "
-        "go on",
+        "zeros, as in DeepSpeed: momentum and weight decay continue. none: as in PyTorch, neither "
+        "it nor its optimizer state changes; steps that an optimizer counts (Adam's bias "
+        "correction) continue",
     )
     other_optimizer_state: Literal["error", "reset"] = implemented(
         "error",
         "what becomes of a saved optimizer state that has other parts than this optimizer's, as "
         "of Adam for SGD. error: it is refused. reset: it is left out, with a warning, and the "
-        "optimizer starts anew; weights, step and data go on",
+        "optimizer starts anew; weights, step and data continue",
     )
     reduce_each_micro_step: bool = implemented(
         True,

@@ -47,7 +47,7 @@ _PINNED = "always so where there is a GPU"
 
 
 class OffloadOptimizerConfig(ConfigSection):
-    """Where main weights and optimizer state are kept and updated."""
+    """The memory in which main weights and optimizer state are kept and updated."""
 
     device: OffloadDevice = implemented(
         "none",
@@ -84,7 +84,7 @@ class OffloadOptimizerConfig(ConfigSection):
 
 
 class OffloadParamConfig(ConfigSection):
-    """Where the shards of the model weights are kept between uses; stage 3 only."""
+    """The memory in which shards of the model weights are kept between uses; stage 3 only."""
 
     device: OffloadDevice = implemented(
         "none",
@@ -108,7 +108,7 @@ _mics = partial(refused, reason=_REMOVED, alternative="zero_optimization.zero_hp
 
 
 class ZeroConfig(ConfigSection):
-    """What is sharded (the stage), and the sizes of collectives in elements."""
+    """The sharding (the stage), and the sizes of collectives in elements."""
 
     stage: Annotated[
         Literal[0, 1, 2, 3], BeforeValidator(parse_integer), BeforeValidator(reject_bool)

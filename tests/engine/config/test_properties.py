@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rayzero.engine.config import parse_config, read_config
@@ -129,6 +129,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(configs())
+@example({"compile": {"deepcompile": "true"}})
 def test_valid_config_round_trip(document: dict[str, Any]) -> None:
     config = parse_config(document)
     for dump in (
