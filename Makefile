@@ -45,7 +45,7 @@ test: lint fast ## everything: lint, fast tests, slow ones, those that nothing m
 
 nccl: $(READY) ## the fault suites once more, on a device and a process group that behave as NCCL's
 	$(PYTEST) --nccl-like -n 2 $(BESIDE) tests/workers $(addprefix tests/integration/,test_jobs.py \
-		test_job_life.py test_job_commands.py test_jobs_on_nodes.py test_chaos.py test_soak.py)
+		test_job_life.py test_job_commands.py test_jobs_on_nodes.py test_chaos.py) tests/benchmarks/test_soak.py
 	$(BIN)/python -m benchmarks.nccl_faults --schedules 100
 	$(BIN)/python -m benchmarks.soak --nccl-like --faults 50 --seed 1
 

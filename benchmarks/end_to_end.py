@@ -36,8 +36,8 @@ from benchmarks.monitored_job import (
     expect,
 )
 from benchmarks.scraper import Scraper, scraping
-from benchmarks.token_head import TokenHead, wait_for
 from examples.gpt.prepare import prepare
+from tests.support.token_head import TokenHead, wait_for
 
 LOSS_TOLERANCE = 1e-3
 

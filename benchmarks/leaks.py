@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.token_head import TokenHead, wait_for
+from tests.support.token_head import TokenHead, wait_for
 
 TIMEOUT_S = 30.0
 _JOB_ACTORS = ("ray::JobActor", "ray::WorkerActor", "ray::VaultActor")

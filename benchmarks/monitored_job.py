@@ -12,9 +12,9 @@ from urllib.request import urlopen
 import psutil
 import yaml
 
-from benchmarks.ports import free_ports
-from benchmarks.token_head import TokenHead, wait_for
 from rayzero.orchestrator.journal.files import read_journal
+from tests.support.ports import free_ports
+from tests.support.token_head import TokenHead, wait_for
 
 TIMEOUT_S = 240.0
 MODEL = {"layers": 4, "width": 128, "heads": 4, "context": 128}

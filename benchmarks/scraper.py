@@ -15,8 +15,8 @@ from urllib.request import urlopen
 
 import yaml
 
-from benchmarks.ports import free_ports
-from benchmarks.token_head import ROOT, wait_for
+from tests.support.ports import free_ports
+from tests.support.token_head import ROOT, wait_for
 
 ALERTS = ROOT / "helm/rayzero/files/alerts.yaml"
 START_TIMEOUT_S = 60.0

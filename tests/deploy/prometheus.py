@@ -17,8 +17,8 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from benchmarks.ports import free_ports
 from tests.house.source import ROOT
+from tests.support.ports import free_ports
 
 ALERTS = ROOT / "helm/rayzero/files/alerts.yaml"
 

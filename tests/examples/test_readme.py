@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rayzero.orchestrator.cli.app import app
-from tests.house.test_blocks import blocks
+from tests.house.blocks import blocks
 from tests.support.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,15 +1,21 @@
-"""The project's source files and their syntax trees."""
+"""The source files with syntax trees and imports, and the pages of the documentation."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("engine", "workers", "orchestrator")
+FOLDERS = ("*.md", "docs/*.md", "examples/**/*.md", "helm/**/*.md", "manifests/*.md")
+PAGES = [page for pattern in FOLDERS for page in sorted(ROOT.glob(pattern))]
+COMMAND = re.compile(r"(?:^|\s)(?:\S*python3? -m )?rayzero (?=[a-z-])")
+FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+SHELLS = ("", "console", "bash", "sh")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -103,3 +109,30 @@ def used_names(module: Module) -> Iterator[tuple[int, str]]:
                 chain, base = [base.attr, *chain], base.value
             if isinstance(base, ast.Name) and base.id in origins:
                 yield node.lineno, ".".join([origins[base.id], *chain])
+
+
+Graph = dict[str, set[str]]
+
+
+def import_graph(modules: Sequence[Module]) -> Graph:
+    """The modules that each module imports, also inside functions and for type checkers."""
+    names = {module.name for module in modules}
+    graph: Graph = {}
+    for module in modules:
+        targets = set()
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Import):
+                targets |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                submodules = {f"{node.module}.{alias.name}" for alias in node.names} & names
+                targets |= submodules or {node.module or ""}
+        graph[module.name] = (targets & names) - {module.name}
+    return graph
+
+
+def commands(page: str) -> Iterator[str]:
+    """The rayzero command lines in a page's code blocks."""
+    for kind, block in FENCED.findall(page):
+        for line in block.replace("\\\n", " ").splitlines() if kind in SHELLS else ():
+            if (match := COMMAND.search(line)) and not line.lstrip().startswith("#"):
+                yield "rayzero " + line[match.end() :]

@@ -31,10 +31,7 @@ from rayzero.orchestrator.spec import CheckpointSpec, RecoverySpec, Workers
 from rayzero.orchestrator.spec_sections import MetricsSpec
 from rayzero.workers.chaos.spec import FAULT_KINDS, fault_usage
 from rayzero.workers.nccl_settings import NCCL_SETTINGS
-from tests.house.source import ROOT
-
-FOLDERS = ("*.md", "docs/*.md", "examples/**/*.md", "helm/**/*.md", "manifests/*.md")
-PAGES = [page for pattern in FOLDERS for page in sorted(ROOT.glob(pattern))]
+from tests.house.source import PAGES, ROOT
 
 
 def stage_table() -> str:

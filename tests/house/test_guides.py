@@ -19,13 +19,9 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from rayzero.orchestrator.cli.app import app
-from tests.house.source import ROOT
-from tests.house.test_docs import PAGES
+from tests.house.source import FENCED, PAGES, ROOT, commands
 
 WITH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-COMMAND = re.compile(r"(?:^|\s)(?:\S*python3? -m )?rayzero (?=[a-z-])")
-FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
-SHELLS = ("", "console", "bash", "sh")
 USAGE_ERROR: Any = typer.BadParameter.__base__
 ROOT_COMMAND: Any = get_command(app)
 
@@ -83,14 +79,6 @@ def _arguments(line: str) -> list[str]:
     separators = ("|", ">", ">>", "&", "&&", ";", "2>&1")
     ends = [index for index, word in enumerate(words) if word in separators]
     return words[: min(ends, default=len(words))]
-
-
-def commands(page: str) -> Iterator[str]:
-    """The rayzero command lines in a page's code blocks."""
-    for kind, block in FENCED.findall(page):
-        for line in block.replace("\\\n", " ").splitlines() if kind in SHELLS else ():
-            if (match := COMMAND.search(line)) and not line.lstrip().startswith("#"):
-                yield "rayzero " + line[match.end() :]
 
 
 def mentions(page: str) -> Iterator[str]:

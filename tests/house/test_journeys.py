@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.house.source import ROOT, packages
-from tests.house.test_names import import_graph
+from tests.house.source import ROOT, import_graph, packages
 
 # The maximum number of files of each journey, by its first words.
 LIMITS = {

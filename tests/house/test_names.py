@@ -13,7 +13,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.house.source import Function, Module, packages, parse
+from tests.house.source import Function, Module, import_graph, packages, parse
 
 # The maximum number of violations of each rule.
 LIMITS = {
@@ -52,24 +52,6 @@ PHRASES = re.compile(
     r"whom it concerns)\b",
     re.IGNORECASE,
 )
-
-Graph = dict[str, set[str]]
-
-
-def import_graph(modules: Sequence[Module]) -> Graph:
-    """The modules that each module imports, also inside functions and for type checkers."""
-    names = {module.name for module in modules}
-    graph: Graph = {}
-    for module in modules:
-        targets = set()
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.Import):
-                targets |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                submodules = {f"{node.module}.{alias.name}" for alias in node.names} & names
-                targets |= submodules or {node.module or ""}
-        graph[module.name] = (targets & names) - {module.name}
-    return graph
 
 
 def small_files_with_one_importer(modules: Sequence[Module]) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.house.test_guides import commands
+from tests.house.source import commands
 from tests.huggingface.test_scripts import recorded
 from tests.scripts.together import FILES, HERE, RUNS
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.ports import free_ports
 from tests.integration.nodes import Nodes
+from tests.support.ports import free_ports
 
 CPUS = 4  # more than the machine may have: test workers hardly compute
 

@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 import psutil
 
-from benchmarks.token_head import TokenHead
+from tests.support.token_head import TokenHead
 
 STATE_KINDS = ("actors", "jobs", "tasks", "workers", "placement_groups", "nodes", "runtime_envs")
 DUMP_KV = """

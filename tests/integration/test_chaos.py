@@ -30,7 +30,7 @@ from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired
 from tests.integration.jobs.steady import ENGINE
 from tests.integration.nodes import Nodes
-from tests.integration.test_jobs_on_nodes import latest_step, wait_for, world_size
+from tests.integration.steady_job import latest_step, wait_for, world_size
 from tests.orchestrator.support import EventLog
 
 pytestmark = pytest.mark.slow

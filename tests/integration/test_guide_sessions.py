@@ -20,9 +20,9 @@ import psutil
 import pytest
 import yaml
 
-from benchmarks.token_head import TokenHead, wait_for
-from tests.house.test_blocks import Block, blocks, where
+from tests.house.blocks import Block, blocks, where
 from tests.integration.command_server import CommandServer
+from tests.support.token_head import TokenHead, wait_for
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 120

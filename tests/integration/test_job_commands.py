@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.token_head import TokenHead
 from rayzero.orchestrator.journal.files import read_journal
 from tests.integration.command_server import CommandServer
 from tests.integration.jobs.steady import ENGINE
+from tests.support.token_head import TokenHead
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]

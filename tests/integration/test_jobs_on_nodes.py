@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job_events import (
     FaultDetected,
@@ -22,63 +16,12 @@ from rayzero.orchestrator.job_events import (
     Resized,
     WorkersReady,
 )
-from rayzero.orchestrator.progress import StepRecord
-from rayzero.orchestrator.spec import Workers
 from rayzero.workers.chaos.spec import FaultFired
-from tests.integration.jobs.steady import ENGINE
 from tests.integration.nodes import Nodes
+from tests.integration.steady_job import START_S, latest_step, running_job, wait_for, world_size
 from tests.orchestrator.support import EventLog
 
 pytestmark = pytest.mark.slow
-TIMEOUT_S = 200
-START_S = 3.0
-"""How long a new worker's function takes to come to its engine."""
-
-
-@contextmanager
-def running_job(folder: Path, event_log: EventLog, **workers: Any) -> Iterator[JobHandle]:
-    """Yield a job after its first steps and stop it at the end, after some more."""
-    handle = Job(
-        "steady",
-        "tests.integration.jobs.steady:train",
-        engine=ENGINE,
-        args={"pause_s": 0.1, "start_s": START_S},
-        workers=Workers(**workers),
-        steps=1_000_000,
-        checkpoint={"path": str(folder)},
-    ).submit(observer=event_log)
-    try:
-        wait_for(handle, lambda: latest_step(event_log) > 5)
-        yield handle
-        steps_so_far = latest_step(event_log)
-        wait_for(handle, lambda: latest_step(event_log) > steps_so_far + 5)
-    finally:
-        handle.stop()
-        assert handle.wait(120)
-    assert_no_step_is_missing(event_log)
-
-
-def assert_no_step_is_missing(event_log: EventLog) -> None:
-    """Steps are consecutive, except where a repair rolled back."""
-    steps = [record.step for record in event_log.of(StepRecord)]
-    restarts = [step for previous, step in pairwise([0, *steps]) if step != previous + 1]
-    assert restarts == [event.step + 1 for event in event_log.of(Repaired) if event.steps_redone]
-
-
-def wait_for(handle: JobHandle, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        if handle.wait(0.05):
-            handle.result()
-        assert time.monotonic() < deadline
-
-
-def latest_step(event_log: EventLog) -> int:
-    return max((record.step for record in event_log.of(StepRecord)), default=0)
-
-
-def world_size(event_log: EventLog) -> int:
-    return event_log.of(StepRecord)[-1].world_size
 
 
 def test_job_moves_off_drained_node_survives_lost_node_and_is_resized(nodes: Nodes, tmp_path: Path):

@@ -13,8 +13,6 @@ import pytest
 import yaml
 from pyarrow import fs
 
-from benchmarks.ports import free_ports
-from benchmarks.token_head import TokenHead, wait_for
 from tests.integration.jobs.steady import ENGINE
 from tests.integration.leak_sources import (
     read_command_lines,
@@ -23,6 +21,8 @@ from tests.integration.leak_sources import (
     read_ray_state,
 )
 from tests.support.bucket import bucket_options
+from tests.support.ports import free_ports
+from tests.support.token_head import TokenHead, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TIMEOUT_S = 240.0

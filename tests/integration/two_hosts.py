@@ -35,7 +35,7 @@ from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.vault.vault import Vault
 from tests.deploy.chart import find_pod, render_scenario
 from tests.integration.namespaces import run_command, set_up_namespaces
-from tests.integration.test_jobs_on_nodes import latest_step, running_job, wait_for, world_size
+from tests.integration.steady_job import latest_step, running_job, wait_for, world_size
 from tests.integration.tiny import TinyWorker, make_spec, wait_until_lost
 from tests.orchestrator.support import EventLog
 

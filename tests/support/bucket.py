@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from pyarrow import fs
 
-from benchmarks.ports import free_ports
+from tests.support.ports import free_ports
 
 START_TIMEOUT_S = 60
 

@@ -20,7 +20,7 @@ _START_ORDER = (
     "tests/integration/test_job_commands.py",
     "tests/integration/test_jobs_on_nodes.py",
     "tests/workers/test_recovery.py",
-    "tests/integration/test_end_to_end.py",
+    "tests/benchmarks/test_end_to_end.py",
     "tests/integration/test_chaos.py",
     "tests/integration/test_two_hosts.py",
     "tests/integration/test_nodes.py",

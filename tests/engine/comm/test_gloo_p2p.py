@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 import rayzero
-from benchmarks.ports import free_ports
 from rayzero.engine.comm.backend import rank_chunk
 from rayzero.engine.comm.gloo import GlooBackend
 from rayzero.engine.comm.gloo_p2p import p2p_channel
 from rayzero.engine.comm.shared_memory import make_gloo_backend
 from rayzero.workers.group_sockets import _open_sockets
+from tests.support.ports import free_ports
 from tests.support.ranks import run_ranks
 
 LIMIT_S = 60.0

@@ -19,9 +19,9 @@ from typing import Any
 
 import psutil
 
-from benchmarks.ports import free_ports
+from tests.support.ports import free_ports
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 240.0
 COMMAND_TIMEOUT_S = 600.0
 OBJECT_STORE_BYTES = 80 * 2**20

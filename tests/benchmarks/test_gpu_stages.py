@@ -46,9 +46,7 @@ def launch(call: dict[str, Any], environment: dict[str, str], log: Path) -> Stag
 
 
 def stage(name: str, *, correctness: bool = False, minutes: float = 1.0) -> Stage:
-    return Stage(
-        name, f"it is {name}", f"tests.integration.gpu_stages:{name}", minutes, correctness
-    )
+    return Stage(name, f"it is {name}", f"tests.benchmarks.gpu_stages:{name}", minutes, correctness)
 
 
 def run_stages(

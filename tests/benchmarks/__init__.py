@@ -1,0 +1,1 @@
+"""Tests that cross packages: whole jobs, the command line, the examples."""
