@@ -13,6 +13,7 @@ equivalent to the original. Two runs with one seed on one commit have the same m
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import json
 import random
@@ -96,8 +97,19 @@ def choose_mutants(seed: int) -> Iterator[Mutant]:
             continue
         name, occurrence = generator.choice(candidates)
         changed = mutate_code(texts[path], operators[name], occurrence)
-        if changed is not None and changed != texts[path]:
+        if changed is not None and _code(changed) != _code(texts[path]):
             yield Mutant(str(path.relative_to(ROOT)), name, occurrence, line, changed)
+
+
+def _code(text: str) -> str:
+    """A module's syntax tree without annotations, which are never evaluated."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg | ast.AnnAssign):
+            node.annotation = ast.Constant(None)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+    return ast.dump(tree)
 
 
 def _walk(node: object) -> Iterator[object]:
