@@ -8,38 +8,30 @@ from __future__ import annotations
 
 import ast
 import json
-import logging
 import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-
-import torch
 
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.engine.session import current_session
 from rayzero.workers.context import Context
 from rayzero.workers.entrypoint import EntryPointError
-from rayzero.workers.launch.accelerated import patch_accelerator
-from rayzero.workers.launch.own_loader import following_own_loaders
-from rayzero.workers.launch.process import own_process_group, script_end
-from rayzero.workers.launch.scripted_steps import patch_partial_state
-from rayzero.workers.launch.trainer import patch_trainer
+from rayzero.workers.launch.adapters import begin_script, install_adapters, preloaded
+from rayzero.workers.launch.own_loader import follow_own_loaders
+from rayzero.workers.launch.process import (
+    collect_exits,
+    keep_files,
+    lend_process_group,
+    set_program,
+)
 from rayzero.workers.launch.tries import ScriptSettings, TryEndedError
 from rayzero.workers.session import JobSession
 
-_PRELOADED = frozenset({"transformers", "accelerate", "peft", "trl", "lightning", "deepspeed"})
-"""Imported before a worker joins its first generation, where it would make its peers wait."""
-log = logging.getLogger("rayzero.workers")
 _FIX = "`rayzero launch SCRIPT`, or `launch:` in the job file"
 
 
@@ -60,27 +52,30 @@ def run_script(ctx: Context) -> dict[str, Any] | None:
     session = current_session()
     if not isinstance(session, JobSession):
         raise EntryPointError("a script can only be launched in a job", fix=_FIX)
-    _apply_settings(ctx.args, session)
+    install_adapters(ctx.args["adapters"])
+    begin_script(ctx.args)
+    _set_engine_config(ctx.args, session)
     session.script_settings = ScriptSettings(
         ctx.args["overrides"], ctx.args["timed_steps"], get_device(ctx.device), ctx.world_size
     )
-    _import_deepspeed()
     _tell_start(ctx, session)
+    follow_own_loaders(session)
     target = ctx.args["module"] or ctx.args["script"]
-    with (
-        own_process_group(),
-        following_own_loaders(session),
-        _keeping_files(session),
-        _program(ctx.args, target),
-        script_end(),
-    ):
-        try:
-            _execute(ctx.args, target)
-        except SystemExit as exited:
-            _check_exit(exited, target)
-        except TryEndedError as ended:
-            return ended.result
-    return None
+    set_program(ctx.args, target)
+    lend_process_group()
+    keep_files(session)
+    exits = collect_exits()
+    result = None
+    try:
+        _execute(ctx.args, target)
+    except SystemExit as exited:
+        _check_exit(exited, target)
+    except TryEndedError as ended:
+        result = ended.result
+    for function in reversed(exits):
+        with suppress(Exception):  # as at the end of a process, where it is only printed
+            function()
+    return result
 
 
 def preload(args: dict[str, Any]) -> None:
@@ -88,10 +83,10 @@ def preload(args: dict[str, Any]) -> None:
     its first generation. Errors are left to the script."""
     if args.get("script") is None:
         return
-    _import_deepspeed()
+    install_adapters(args["adapters"])
     with suppress(OSError, SyntaxError, ValueError):
         tree = ast.parse(Path(args["script"]).read_text())
-        wanted = [node for node in tree.body if _imported_package(node) in _PRELOADED]
+        wanted = [node for node in tree.body if _imported_package(node) in preloaded]
         for node in wanted:
             with suppress(Exception):
                 code = compile(ast.Module([node], []), args["script"], "exec")
@@ -104,32 +99,18 @@ def _imported_package(node: ast.stmt) -> str:
     return node.names[0].name.partition(".")[0] if isinstance(node, ast.Import) else ""
 
 
-def _import_deepspeed() -> None:
-    from importlib import import_module  # rayzero.deepspeed is not below this layer
-
-    import_module("rayzero.deepspeed.install").install()
-    patch_libraries()
-
-
-def _apply_settings(args: dict[str, Any], session: JobSession) -> None:
-    """The stage and the config of the command line, where `initialize` and Accelerate look for
-    them if the script names none. Accelerate, and Trainer over it, train at stage 0 without any."""
+def _set_engine_config(args: dict[str, Any], session: JobSession) -> None:
+    """The stage and the config of the command line, for `initialize` without one."""
     stage, file = args["stage"], args["deepspeed_config"]
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # they would use DDP; the device is the worker's
-    os.environ.setdefault("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "true")
     if stage is None and file is None:
-        os.environ.setdefault("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
         return
     config: dict[str, Any] = {}
     if file is not None:
-        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = file
         try:
             config = json.loads(Path(file).read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(f"--deepspeed_config {file}: {error}", "a JSON file") from None
     if stage is not None:
-        os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(stage)
         config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
     session.engine_config = session.engine_config or config
 
@@ -143,41 +124,6 @@ def _tell_start(ctx: Context, session: JobSession) -> None:
             "checkpoint with a client state, to whose step the job then goes back",
             flush=True,
         )
-
-
-@contextmanager
-def _keeping_files(session: JobSession) -> Iterator[None]:
-    """Within it, `torch.save` leaves the files of finished epochs as they are: a script that is
-    run again comes to those epochs with the weights of a later step."""
-    save = torch.save
-
-    @wraps(save)
-    def saving(obj: object, f: Any, *args: Any, **options: Any) -> None:
-        engine = session.engine
-        is_late = engine is not None and bool(engine.progress.script_lag)
-        if is_late and isinstance(f, str | os.PathLike) and os.path.exists(f):
-            log.warning("torch.save: %s of an epoch that is finished is not written again", f)
-            return
-        save(obj, f, *args, **options)
-
-    torch.save = saving
-    try:
-        yield
-    finally:
-        torch.save = save
-
-
-@contextmanager
-def _program(args: dict[str, Any], target: str) -> Iterator[None]:
-    """`sys.argv` and `sys.path` as python itself would set them for the script."""
-    argv, path = sys.argv, list(sys.path)
-    sys.argv = [target, *args["args"]]
-    first = os.getcwd() if args["module"] else str(Path(target).resolve().parent)
-    sys.path.insert(0, first)
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = argv, path
 
 
 def _execute(args: dict[str, Any], target: str) -> None:
@@ -223,42 +169,3 @@ def _check_exit(exited: SystemExit, target: str) -> None:
         raise EntryPointError(f"{target}: wrong arguments ({seen}){place}", fix=_FIX) from None
     error = ScriptExitError(f"{target} called sys.exit({exited.code!r}){place}")
     raise error.with_traceback(exited.__traceback__) from None
-
-
-_PATCHES: dict[str, Callable[[ModuleType], None]] = {
-    "accelerate.accelerator": patch_accelerator,
-    "accelerate.state": patch_partial_state,
-    "transformers.trainer": patch_trainer,
-}
-
-
-def patch_libraries() -> None:
-    """Patches each module of the table once: now if it is imported, else after its import."""
-    if any(isinstance(finder, _PatchingFinder) for finder in sys.meta_path):
-        return
-    for name, patch in _PATCHES.items():
-        if name in sys.modules:
-            patch(sys.modules[name])
-    sys.meta_path.insert(0, _PatchingFinder())
-
-
-class _PatchingFinder(MetaPathFinder):
-    """Finds what the others find, and patches it when it is loaded."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name not in _PATCHES:
-            return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        found = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                load(module)
-                _PATCHES[name](module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec

@@ -130,7 +130,7 @@ def test_new_worker_calls_nothing_alone_after_epochs_that_were_finished(
     tmp_path: Path, calls: str, entries: int
 ):
     """The survivor stays in its loop if the new worker, which begins with the first epoch, calls
-    nothing in vain there."""
+    nothing in vain there. The new worker, which is rank 0, leaves that epoch's files alone."""
     (tmp_path / "plain").mkdir()
     run_alone_to_its_end(tmp_path / "plain", "epoch_calls.py", calls)
     local = make_workers(tmp_path, "epoch_calls.py", str(tmp_path), calls, count=3)
@@ -140,12 +140,16 @@ def test_new_worker_calls_nothing_alone_after_epochs_that_were_finished(
         assert any(loss.worker == 1 for loss in local.vault.poll(60.0))
         local.workers[0].call("fence", 1)
         assert isinstance(local.wait_end(0, 1), Stopped | Crashed), local.texts(0)
+        files = {file.name: file.read_bytes() for file in tmp_path.glob("*-0.pt")}
         local.form(2, [2, 0], local.slots(1, 2))
         for index in (0, 2):
             assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
     finally:
         local.close()
     assert len((tmp_path / "entries").read_text().splitlines()) == entries
+    assert sorted(files) == ["half-0.pt", "plain-0.pt"]
+    assert {name: (tmp_path / name).read_bytes() for name in files} == files
+    assert [torch.load(tmp_path / f"plain-{it}.pt") for it in range(3)] == [5, 10, 15]
     (steps, plain), (other, killed) = (
         json.loads((folder / "end.json").read_text()) for folder in (tmp_path / "plain", tmp_path)
     )

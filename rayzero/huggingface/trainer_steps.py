@@ -4,6 +4,10 @@ The number of turns of Trainer's loop is fixed, and so is the number of batches 
 each. So a lost step is run again within the turn, and a step over other ranks than those that the
 loop has begun on runs all of this rank's batches in the last turn of the step.
 
+A step that Trainer has counted may be lost with a rank, too, before the copy of its state in memory
+was complete on all ranks. Then the job goes back behind it, and it is run again: with the random
+states and the learning rate that it had, and without what Trainer did after it, which stands.
+
 New members begin with the loop's first turn, without what Trainer knows of earlier steps: they get
 it from a survivor where both read the batches of a step. If the job has gone back, that is after
 the last step that a survivor has counted: until then survivors run their steps again, new members
@@ -14,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
@@ -23,48 +29,72 @@ from rayzero.engine.comm.process_group import all_gather_objects
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import CollectiveError
 from rayzero.engine.state.metadata import capture_rng, restore_rng
-from rayzero.workers.launch.accelerated import count_ranks
-from rayzero.workers.launch.accelerated_loop import can_read_again
+from rayzero.huggingface.accelerated_loop import can_read_again, read_behind
+from rayzero.huggingface.accelerator import count_ranks
+from rayzero.huggingface.trainer_state import Recorder, load_schedule, schedule_state
 from rayzero.workers.launch.read_batches import present_ranks
-from rayzero.workers.launch.trainer_calls import FinishedSteps, TrainerCalls, copy_batch
-from rayzero.workers.launch.trainer_state import Recorder
 from rayzero.workers.session import JobSession
 
 _OF_RANK = ("is_local_process_zero", "is_world_process_zero")
 """Attributes of a TrainerState that differ between the ranks."""
 
 
-def can_follow(trainer: Any, base: type) -> bool:
+def _base() -> Any:
+    return import_module("transformers").Trainer
+
+
+def can_follow(trainer: Any) -> bool:
     """Whether the steps of a Trainer can be run again: not if its class makes the inputs, or the
-    step, in another way than `base`; nor if it counts tokens in collectives for each batch."""
+    step, in another way than transformers'; nor if it counts tokens in collectives for each
+    batch."""
     own = ("get_batch_samples", "training_step", "_prepare_inputs")
-    if any(getattr(type(trainer), name) is not getattr(base, name) for name in own):
+    if any(getattr(type(trainer), name) is not getattr(_base(), name) for name in own):
         return False
     counts = trainer.args.include_num_input_tokens_seen not in ("no", False)
     loader = trainer.callback_handler.train_dataloader
     return not counts and can_read_again(loader, by_epoch=True)
 
 
+@dataclass
+class _Step:
+    """A step that this rank runs, or has finished.
+
+    Attributes:
+        batches: that it has read, as one of `ranks`: its rank and the world size then.
+        turns: of Trainer's loop.
+        rng, schedule: the states with which it began; `schedule` is None where the engine has it.
+        turn: the present one, from 1.
+        told: the sum of the losses that Trainer has got.
+    """
+
+    batches: list[Any]
+    ranks: tuple[int, int]
+    turns: int
+    rng: dict[str, Any]
+    schedule: dict[str, Any] | None
+    turn: int = 0
+    told: Tensor | float = 0.0
+
+
 class TrainerSteps:
     """The steps of one call of `train`, in its training thread."""
 
     def __init__(
-        self, trainer: Any, session: JobSession, engine: Engine, recorder: Recorder, base: type
+        self, trainer: Any, session: JobSession, engine: Engine, recorder: Recorder
     ) -> None:
         self._trainer = trainer
         self._engine = engine
         self._recorder = recorder
-        self._calls = TrainerCalls(trainer, base, recorder)
-        self._finished = FinishedSteps(trainer, self._calls, recorder)
         self._ranks = _Ranks(trainer, session, recorder)
         self._session = session
+        self._loader = trainer.callback_handler.train_dataloader
         self._iterator: Iterator[Any] | None = None  # Trainer's, of the epoch
         self._source: Iterator[Any] = iter(())
         self._cut_for = present_ranks()
         """Rank and world size for which `_source` is cut."""
-        self._inputs: list[Any] = []
-        self._turns = self._turn = 0
-        self._loss_told: Tensor | float = 0.0
+        self._steps: dict[int, _Step] = {}
+        """The present one and the last ones, as many as the job may go back, by the number of
+        finished steps before each."""
         self._lost_steps = 0
 
     @property
@@ -81,7 +111,8 @@ class TrainerSteps:
     def read(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
         """Does what `get_batch_samples` does: returns as many batches as Trainer asks for, and
         reads those of this rank's part of the step."""
-        self._begin_step()
+        self._await_ranks()
+        step: int = self._trainer.state.global_step
         if iterator is not self._iterator:
             if self._iterator is not None:  # an epoch is cut where its first batch is read
                 self._cut_for = present_ranks()
@@ -89,52 +120,46 @@ class TrainerSteps:
         rng: dict[str, Any] | None = None
         if self._cut_for != present_ranks():
             rng = capture_rng(self._engine.device)  # the beginning of an iteration draws a number
-            self._read_again()
-        batches, items = self._calls.read(self._source, self._calls.batches_of(count))
+            self._cut_for = present_ranks()
+            self._source = self._source_of(step)
+        batches, items = self._read(self._source, self._batches_of(count))
         if rng is not None:
             restore_rng(rng, self._engine.device)
-        self._inputs = [*map(copy_batch, batches)]
-        self._turns = count
-        self._turn = 0
-        self._loss_told = 0.0
+        kept = [*map(_copy_batch, batches)]
+        turns = count if batches and len(batches) != count else len(batches)
+        self._steps[step] = _Step(kept, self._cut_for, turns, {}, schedule_state(self._trainer))
+        for old in [it for it in self._steps if it < step - self._session.steps_to_go_back]:
+            del self._steps[old]
         self._lost_steps = self._engine.progress.lost_steps
-        if len(batches) == count or not batches:
-            self._turns = len(batches)
-            return batches, items
-        return [batches[0]] * count, items
+        return (batches if turns == len(batches) else [batches[0]] * turns), items
 
     def run(self, inputs: Any, items: Any) -> Tensor:
         """Does what `training_step` does. The sum of a step's results is the loss of the global
         batch, so that what Trainer logs does not depend on ranks that are lost before it does."""
-        calls = self._calls
-        self._turn += 1
-        is_last = self._turn == self._turns
-        is_trainers = len(self._inputs) == self._turns
-        if is_trainers or is_last:
-            loss = calls.run(inputs, items) if is_trainers else calls.run_all(self._inputs, items)
+        number: int = self._trainer.state.global_step
+        step, engine = self._steps[number], self._engine
+        if not step.turn:
+            step.rng = capture_rng(engine.device)
+        step.turn += 1
+        is_last = step.turn == step.turns
+        if len(step.batches) == step.turns:
+            loss = self._run(inputs, items)
+        elif is_last:
+            loss = self._run_all(step.batches, items)
         else:
             loss = self._trainer._tr_loss.new_zeros(())
-        while is_last and self._lost_steps != self._engine.progress.lost_steps:
-            self._begin_step()
-            self._lost_steps = self._engine.progress.lost_steps
-            if self._cut_for != present_ranks():
-                self._read_again()
-                self._inputs, items = calls.read(self._source, calls.batches_of(self._turns))
-            else:
-                _, items = calls.read(iter(self._inputs), len(self._inputs))
-            self._recorder.restore_own_rng()
-            loss = calls.run_all(self._inputs, items)
         if not is_last:
-            self._loss_told = self._loss_told + loss
+            step.told = step.told + loss
             return loss
-        step: int = self._trainer.state.global_step
-        oldest = step - self._session.steps_to_go_back
-        self._finished.keep(step, self._inputs, self._turns, self._cut_for, oldest)
-        if (told := self._engine.metrics.loss) is not None:
-            loss = self._trainer._tr_loss.new_tensor(told) - self._loss_told  # in its sum's dtype
+        while self._lost_steps != engine.progress.lost_steps:
+            self._await_ranks()
+            self._lost_steps = engine.progress.lost_steps
+            loss = self._run_again(number)
+        if (told := engine.metrics.loss) is not None:
+            loss = self._trainer._tr_loss.new_tensor(told) - step.told  # in its sum's dtype
         return loss
 
-    def _begin_step(self) -> None:
+    def _await_ranks(self) -> None:
         """Waits for all ranks, if some were lost or are new. Runs steps again behind which the job
         has gone back."""
         device = self._engine.device
@@ -147,14 +172,70 @@ class TrainerSteps:
             if step >= self._trainer.state.global_step:
                 break
             goes_back = True
-            self._finished.run_again(step)
+            schedule = schedule_state(self._trainer)
+            self._run_again(step)
+            load_schedule(self._trainer, schedule)
         if goes_back:
             restore_rng(rng, device)
 
-    def _read_again(self) -> None:
-        """Reads the epoch again, cut for the present ranks, from its first unfinished step on."""
-        self._cut_for = present_ranks()
-        self._source = self._calls.source_of(self._trainer.state.global_step)
+    def _run_again(self, number: int) -> Tensor:
+        """Runs the step that follows `number` finished ones; it may be lost again. Leaves the
+        random states of its end. Raises CollectiveError if it was not kept: the script is run
+        again."""
+        if (step := self._steps.get(number)) is None:
+            counted = self._trainer.state.global_step
+            raise CollectiveError(
+                f"the job went back to step {number}, Trainer has counted {counted}"
+            )
+        source, count = iter(step.batches), len(step.batches)
+        if step.ranks != present_ranks():
+            source, count = self._source_of(number), self._batches_of(step.turns)
+        step.batches, items = self._read(source, count)
+        step.ranks = present_ranks()
+        restore_rng(step.rng, self._engine.device)
+        load_schedule(self._trainer, step.schedule)
+        return self._run_all(step.batches, items)
+
+    def _read(self, source: Iterator[Any], count: int) -> tuple[list[Any], Any]:
+        """Reads batches; also returns the number of their items, which weights the loss."""
+        trainer = self._trainer
+        read = _base().get_batch_samples.__wrapped__
+        batches, items = read(trainer, source, count, trainer.args.device)
+        return batches, items
+
+    def _run(self, inputs: Any, items: Any) -> Tensor:
+        """Trains on one batch; the last one of a step ends it. Returns its part of the loss."""
+        trainer = self._trainer
+        run = _base().training_step.__wrapped__
+        loss: Tensor = run(trainer, trainer.model_wrapped, inputs, items)
+        return loss
+
+    def _run_all(self, batches: list[Any], items: Any) -> Tensor:
+        """Trains on all batches of a step. Returns the loss."""
+        trainer = self._trainer
+        loss: Tensor = trainer._tr_loss.new_zeros(())
+        trainer.current_gradient_accumulation_steps = count = len(batches)
+        for turn, inputs in enumerate(batches, 1):
+            trainer.accelerator.sync_gradients = turn == count
+            loss = loss + self._run(_copy_batch(inputs), items)
+        return loss
+
+    def _source_of(self, step: int) -> Iterator[Any]:
+        """The batches of an epoch from `step` on, cut for the present ranks."""
+        epoch, done = divmod(step, self._recorder.steps_per_epoch)
+        behind = done * (self._recorder.parts // dist.get_world_size())
+        return read_behind(self._loader, behind, epoch, agreed=True)
+
+    def _batches_of(self, turns: int) -> int:
+        """Number of this rank's batches of a step for which Trainer's loop makes so many turns:
+        less at an epoch's end, where Trainer's own number is right."""
+        batches: int = self._recorder.parts // dist.get_world_size()
+        return turns if batches == self._trainer.args.gradient_accumulation_steps else batches
+
+
+def _copy_batch(inputs: Any) -> Any:
+    """Copies a batch, but not its tensors: a loss function may remove labels from it."""
+    return dict(inputs) if isinstance(inputs, dict) else inputs
 
 
 class _Ranks:
