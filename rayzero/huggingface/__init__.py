@@ -12,6 +12,20 @@ from rayzero.huggingface.accelerator import patch_accelerator, patch_partial_sta
 from rayzero.huggingface.trainer import patch_trainer
 from rayzero.workers.launch.adapters import on_begin, on_import, preloaded
 
+PRIVATE = {
+    "transformers.Trainer": (
+        "_tr_loss",
+        "_total_loss_scalar",
+        "_globalstep_last_logged",
+        "_initial_global_step",
+        "_load_callback_state",
+        "_maybe_log_save_evaluate",
+    ),
+    "accelerate.Accelerator": ("_dataloaders", "_schedulers"),
+    "torch.optim.lr_scheduler.LRScheduler": ("_step_count",),
+}
+"""The private attributes that this package uses, by class: what another release may rename."""
+
 
 def install() -> None:
     """The adapter."""

@@ -41,8 +41,6 @@ _first: dict[str, int] = {}
 """`ranks` of the first generation that prepared a model, and `batches` of a step over all ranks."""
 _STATE = "rayzero.accelerate"
 """Its name in the training state."""
-PRIVATE = ("_dataloaders", "_schedulers", "_step_count")
-"""Private attributes that are read: of an Accelerator, and of torch's schedules."""
 
 
 def patch_partial_state(module: ModuleType) -> None:
@@ -114,17 +112,19 @@ def _recall(session: JobSession) -> None:
             _first.update(read_value(source, session.assignment.rank, _STATE) or {})
 
 
-def _prepare(session: JobSession, prepare: Original, self: Any, *args: Any, **options: Any) -> Any:
+def _prepare(
+    session: JobSession, prepare: Original, accelerator: Any, *args: Any, **options: Any
+) -> Any:
     """`Accelerator.prepare`."""
-    if self.rayzero_scripted:
+    if accelerator.rayzero_scripted:
         check_prepare(args)
-    result = prepare(self, *args, **options)
+    result = prepare(accelerator, *args, **options)
     models = [number for number, it in enumerate(args) if isinstance(it, nn.Module)]
-    if self.state.deepspeed_plugin is None or not models or len(args) < 2:
+    if accelerator.state.deepspeed_plugin is None or not models or len(args) < 2:
         return result
     engine = result[models[0]]
-    if self.rayzero_scripted:
-        follow_script(self, engine, result)
+    if accelerator.rayzero_scripted:
+        follow_script(accelerator, engine, result)
     steps = engine.gradient_accumulation_steps()
     if not _first:
         _recall(session)
@@ -139,8 +139,8 @@ def _prepare(session: JobSession, prepare: Original, self: Any, *args: Any, **op
         (it for it, given in zip(result, args, strict=True) if isinstance(given, DataLoader)), None
     )
     if loader is not None:
-        place = Place(loader, engine.global_steps, steps, lambda: _recut(self))
-        if isinstance(scripted := self.deepspeed_engine_wrapped, ScriptedSteps):
+        place = Place(loader, engine.global_steps, steps, lambda: _recut(accelerator))
+        if isinstance(scripted := accelerator.deepspeed_engine_wrapped, ScriptedSteps):
             place.check_stepped = scripted.check_stepped
         place.schedules[:] = [it.scheduler for it in schedules]
         place.follow(loader)
@@ -154,7 +154,7 @@ def _prepare(session: JobSession, prepare: Original, self: Any, *args: Any, **op
 def _save_once(
     session: JobSession,
     save_state: Original,
-    self: Any,
+    accelerator: Any,
     output_dir: str | None = None,
     *args: Any,
     **options: Any,
@@ -164,31 +164,31 @@ def _save_once(
     from 0 again, is the next free one."""
     if session.engine is not None and session.engine.progress.script_lag:
         return output_dir
-    if session.restored_step and self.project_configuration.automatic_checkpoint_naming:
-        folder = os.path.join(self.project_dir, "checkpoints", "checkpoint_")
-        while os.path.exists(f"{folder}{self.save_iteration}"):
-            self.project_configuration.iteration += 1
-    return save_state(self, output_dir, *args, **options)
+    if session.restored_step and accelerator.project_configuration.automatic_checkpoint_naming:
+        folder = os.path.join(accelerator.project_dir, "checkpoints", "checkpoint_")
+        while os.path.exists(f"{folder}{accelerator.save_iteration}"):
+            accelerator.project_configuration.iteration += 1
+    return save_state(accelerator, output_dir, *args, **options)
 
 
 def _load_and_stay(
-    session: JobSession, load_state: Original, self: Any, *args: Any, **options: Any
+    session: JobSession, load_state: Original, accelerator: Any, *args: Any, **options: Any
 ) -> None:
     """`load_state`, but if the engine stays at a later step, so do the schedules, and the random
     states and the count of micro-batches stay as they are. Registered objects are loaded."""
     if session.engine is None or not session.restored_step:
-        load_state(self, *args, **options)
+        load_state(accelerator, *args, **options)
         return
-    rng, micro_batches = capture_rng(self.device), self.step
-    load_state(self, *args, **options)
-    self.step = micro_batches
+    rng, micro_batches = capture_rng(accelerator.device), accelerator.step
+    load_state(accelerator, *args, **options)
+    accelerator.step = micro_batches
     loaded_step = session.loop.asked_step
     if missed := session.engine.progress.step - loaded_step:
-        restore_rng(rng, self.device)
-        for schedule in filter(_is_ours, self._schedulers):
+        restore_rng(rng, accelerator.device)
+        for schedule in filter(_is_ours, accelerator._schedulers):
             apply_rates(schedule.scheduler)
             _advance(schedule, missed)
-    for loader in self._dataloaders:
+    for loader in accelerator._dataloaders:
         if (place := place_of(loader)) is not None:
             place.missed_steps, place.loaded_step = missed, loaded_step
 
@@ -196,17 +196,17 @@ def _load_and_stay(
 def _clip(
     _: JobSession,
     clip: Original,
-    self: Any,
+    accelerator: Any,
     parameters: Any,
     max_norm: float,
     norm_type: float = 2,
     **options: Any,
 ) -> Any:
     """`clip_grad_norm_`."""
-    steps = getattr(self, "deepspeed_engine_wrapped", None)
+    steps = getattr(accelerator, "deepspeed_engine_wrapped", None)
     if isinstance(steps, ScriptedSteps):
         return steps.clip_and_step(max_norm, norm_type)
-    return clip(self, parameters, max_norm, norm_type, **options)
+    return clip(accelerator, parameters, max_norm, norm_type, **options)
 
 
 def _recut(accelerator: Any) -> int:

@@ -44,7 +44,6 @@ def patch_trainer(module: ModuleType) -> None:
     trainer = module.Trainer
     run_type = type("RayzeroRun", (TrainerRun, module.TrainerCallback), {})
     wrap(trainer, "train", partial(_train, run_type))
-    wrap(trainer, "set_initial_training_values", _note_epoch)
     wrap(trainer, "get_batch_samples", _read)
     wrap(trainer, "training_step", _run_step)
     wrap(trainer, "evaluation_loop", _evaluate)
@@ -80,16 +79,6 @@ def _train(
     finally:
         trainer.rayzero_run = None
         trainer.remove_callback(run)
-
-
-def _note_epoch(
-    _: JobSession, values_of: Original, trainer: Any, *args: Any, **options: Any
-) -> Any:
-    """`set_initial_training_values`, which computes the number of steps of an epoch."""
-    values = values_of(trainer, *args, **options)
-    if (run := _run_of(trainer)) is not None:
-        run.recorder.steps_per_epoch = values[1]
-    return values
 
 
 def _read(
@@ -226,6 +215,9 @@ class TrainerRun:
         `train` continue after faults and resizes, if its steps can be run again."""
         trainer, session = self._trainer, self._session
         found, self._found = self._found, None
+        loader = trainer.callback_handler.train_dataloader
+        values = trainer.set_initial_training_values(trainer.args, loader)
+        self.recorder.steps_per_epoch = values[1]
         shutil.rmtree(str(self.folder), ignore_errors=True)  # a killed process would leave it
         if session.is_resumed:
             trainer.state.compute_steps(trainer.args, trainer.state.max_steps)

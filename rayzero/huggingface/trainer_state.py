@@ -23,13 +23,6 @@ _NOT_KEPT = frozenset(
 """Attributes of a TrainerState that differ between ranks, or are kept otherwise."""
 
 
-PRIVATE = (
-    *("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step"),
-    *("_load_callback_state", "_maybe_log_save_evaluate", "_prepare_inputs"),
-)
-"""Private attributes of a Trainer that this package reads, sets or calls."""
-
-
 class Recorder:
     """Follows one call of `train`.
 

@@ -35,9 +35,6 @@ from rayzero.huggingface.trainer_state import Recorder, load_schedule, schedule_
 from rayzero.workers.launch.read_batches import present_ranks
 from rayzero.workers.session import JobSession
 
-_OF_RANK = ("is_local_process_zero", "is_world_process_zero")
-"""Attributes of a TrainerState that differ between the ranks."""
-
 
 def _base() -> Any:
     return import_module("transformers").Trainer
@@ -85,7 +82,6 @@ class TrainerSteps:
         self._trainer = trainer
         self._engine = engine
         self._recorder = recorder
-        self._ranks = _Ranks(trainer, session, recorder)
         self._session = session
         self._loader = trainer.callback_handler.train_dataloader
         self._iterator: Iterator[Any] | None = None  # Trainer's, of the epoch
@@ -96,6 +92,12 @@ class TrainerSteps:
         """The present one and the last ones, as many as the job may go back, by the number of
         finished steps before each."""
         self._lost_steps = 0
+        self._knows_state = not session.assignment.survivors_stay
+        self._met = session.assignment.generation if self._knows_state else 0
+        self._counted = -1
+        """Steps that a survivor had counted when it came to this generation; -1 in the first."""
+        self._sender: int | None = None
+        """The rank that sends its state to new members, once all are where it is."""
 
     @property
     def broken(self) -> str:
@@ -106,7 +108,7 @@ class TrainerSteps:
     def is_quiet(self) -> bool:
         """Whether a survivor has done what Trainer does after the step that it has counted last."""
         counted: int = self._trainer.state.global_step
-        return counted <= self._ranks.counted
+        return counted <= self._counted
 
     def read(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
         """Does what `get_batch_samples` does: returns as many batches as Trainer asks for, and
@@ -168,7 +170,8 @@ class TrainerSteps:
             self._session.on_phase("data")
             self._engine.survival.await_group()
             step = self._engine.progress.step
-            self._ranks.meet(step)
+            with suppress(CollectiveError):  # the group broke: they meet again in the next one
+                self._meet(step)
             if step >= self._trainer.state.global_step:
                 break
             goes_back = True
@@ -177,6 +180,30 @@ class TrainerSteps:
             load_schedule(self._trainer, schedule)
         if goes_back:
             restore_rng(rng, device)
+
+    def _meet(self, step: int) -> None:
+        """All ranks meet where a step begins, after `step` finished ones: once in a generation to
+        find out where each is, and once to give a survivor's state to the new members.
+        Collective."""
+        trainer = self._trainer
+        if self._met != self._session.assignment.generation:
+            self._met = self._session.assignment.generation
+            count_ranks(trainer.accelerator)
+            for name in ("is_local_process_zero", "is_world_process_zero"):
+                setattr(trainer.state, name, getattr(trainer, name)())
+            self._counted, self._sender = -1, None
+            reported = all_gather_objects((self._knows_state, trainer.state.global_step))
+            counted = [steps if knows else -1 for knows, steps in reported]
+            self._counted = max(counted)
+            if self._counted >= 0:
+                self._sender = counted.index(self._counted)
+        if (sender := self._sender) is not None and step == self._counted:
+            self._sender = None
+            state = self._recorder.state() if sender == dist.get_rank() else None
+            sent = all_gather_objects(state)[sender]
+            if not self._knows_state and sent is not None:
+                self._recorder.take(sent)
+                self._knows_state = True
 
     def _run_again(self, number: int) -> Tensor:
         """Runs the step that follows `number` finished ones; it may be lost again. Leaves the
@@ -236,51 +263,3 @@ class TrainerSteps:
 def _copy_batch(inputs: Any) -> Any:
     """Copies a batch, but not its tensors: a loss function may remove labels from it."""
     return dict(inputs) if isinstance(inputs, dict) else inputs
-
-
-class _Ranks:
-    """The ranks of a generation, which meet where they read the batches of a step.
-
-    Attributes:
-        counted: steps that a survivor has counted when it came to this generation; -1 in the first.
-    """
-
-    def __init__(self, trainer: Any, session: JobSession, recorder: Recorder) -> None:
-        self.counted = -1
-        self._trainer = trainer
-        self._session = session
-        self._recorder = recorder
-        self._knows_state = not session.assignment.survivors_stay
-        self._met = session.assignment.generation if self._knows_state else 0
-        self._sender: int | None = None
-        """The rank that sends its state to new members, once all are where it is."""
-
-    def meet(self, step: int) -> None:
-        """Called by all ranks where a step begins, after `step` finished ones."""
-        with suppress(CollectiveError):  # the group broke: they meet again in the next one
-            if self._met != self._session.assignment.generation:
-                self._met = self._session.assignment.generation
-                self._meet()
-            if self._sender is not None and step == self.counted:
-                self._send(self._sender)
-
-    def _meet(self) -> None:
-        """Finds out where the ranks are. Collective."""
-        count_ranks(self._trainer.accelerator)
-        for name in _OF_RANK:
-            setattr(self._trainer.state, name, getattr(self._trainer, name)())
-        self.counted, self._sender = -1, None
-        reported = all_gather_objects((self._knows_state, self._trainer.state.global_step))
-        counted = [steps if knows else -1 for knows, steps in reported]
-        self.counted = max(counted)
-        if self.counted >= 0:
-            self._sender = counted.index(self.counted)
-
-    def _send(self, sender: int) -> None:
-        """Gives a survivor's state to the new members. Collective."""
-        self._sender = None
-        is_sender = sender == dist.get_rank()
-        sent = all_gather_objects(self._recorder.state() if is_sender else None)[sender]
-        if not self._knows_state and sent is not None:
-            self._recorder.take(sent)
-            self._knows_state = True

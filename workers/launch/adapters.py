@@ -34,7 +34,7 @@ Original: TypeAlias = Callable[..., Any]
 """A function that is replaced by `wrap`."""
 
 _installed = set[str]()
-_patches: dict[str, Patch] = {}
+_patches: dict[str, list[Patch]] = {}
 _beginnings: list[Callable[[Mapping[str, Any]], None]] = []
 preloaded = set[str]()
 """Packages that a process imports, if the script does, while it waits for its first generation:
@@ -65,7 +65,7 @@ def on_import(name: str, patch: Patch) -> None:
         patch(sys.modules[name])
     if not _patches:
         sys.meta_path.insert(0, _PatchingFinder())
-    _patches[name] = patch
+    _patches.setdefault(name, []).append(patch)
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -99,7 +99,8 @@ class _PatchingFinder(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 load(module)
-                _patches[name](module)
+                for patch in _patches[name]:
+                    patch(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

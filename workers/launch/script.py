@@ -1,20 +1,29 @@
 """`run_script`: the training function of a job with `launch:`, which runs a script as `__main__`.
 
 The script gets the worker's process group instead of one of its own, and `import deepspeed` is
-rayzero's. It runs once in a process.
+rayzero's. It runs once in a process, so nothing of what is prepared for it is undone.
 """
 
 from __future__ import annotations
 
 import ast
+import atexit
 import json
+import logging
 import os
 import runpy
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import ConfigError, RayzeroError
@@ -23,15 +32,10 @@ from rayzero.workers.context import Context
 from rayzero.workers.entrypoint import EntryPointError
 from rayzero.workers.launch.adapters import begin_script, install_adapters, preloaded
 from rayzero.workers.launch.own_loader import follow_own_loaders
-from rayzero.workers.launch.process import (
-    collect_exits,
-    keep_files,
-    lend_process_group,
-    set_program,
-)
 from rayzero.workers.launch.tries import ScriptSettings, TryEndedError
 from rayzero.workers.session import JobSession
 
+log = logging.getLogger("rayzero.workers")
 _FIX = "`rayzero launch SCRIPT`, or `launch:` in the job file"
 
 
@@ -61,10 +65,10 @@ def run_script(ctx: Context) -> dict[str, Any] | None:
     _tell_start(ctx, session)
     follow_own_loaders(session)
     target = ctx.args["module"] or ctx.args["script"]
-    set_program(ctx.args, target)
-    lend_process_group()
-    keep_files(session)
-    exits = collect_exits()
+    _set_program(ctx.args, target)
+    _lend_process_group()
+    _keep_files(session)
+    exits = _collect_exits()
     result = None
     try:
         _execute(ctx.args, target)
@@ -124,6 +128,74 @@ def _tell_start(ctx: Context, session: JobSession) -> None:
             "checkpoint with a client state, to whose step the job then goes back",
             flush=True,
         )
+
+
+def _set_program(args: dict[str, Any], target: str) -> None:
+    """`sys.argv` and `sys.path` as python itself would set them for the script."""
+    sys.argv = [target, *args["args"]]
+    sys.path.insert(0, os.getcwd() if args["module"] else str(Path(target).resolve().parent))
+
+
+def _lend_process_group() -> None:
+    """`init_process_group` takes the worker's default group; `destroy_process_group` leaves that
+    alone, and ends groups of the script's own."""
+    end = c10d.destroy_process_group
+
+    def init_process_group(*args: Any, **options: Any) -> None:
+        """There is one already."""
+
+    def destroy_process_group(group: Any = None) -> None:
+        if group not in (None, dist.group.WORLD):
+            end(group)
+
+    homes: tuple[Any, ...] = (dist, c10d)
+    for home in homes:
+        home.init_process_group = init_process_group
+        home.destroy_process_group = destroy_process_group
+
+
+def _keep_files(session: JobSession) -> None:
+    """`torch.save` leaves the files of finished epochs as they are: the script of a new worker
+    comes to those epochs with the weights of a later step."""
+    save = torch.save
+
+    @wraps(save)
+    def saving(obj: object, f: Any, *args: Any, **options: Any) -> None:
+        engine = session.engine
+        is_late = engine is not None and bool(engine.progress.script_lag)
+        if is_late and isinstance(f, str | os.PathLike) and os.path.exists(f):
+            log.warning("torch.save: %s of an epoch that is finished is not written again", f)
+            return
+        save(obj, f, *args, **options)
+
+    torch.save = saving
+
+
+def _collect_exits() -> list[Callable[[], object]]:
+    """The functions that the script gives to `atexit`, from now on: the worker's process is killed
+    some time after the script's end. What a module gives while it is imported is left to Python."""
+    register = atexit.register
+    exits: list[Callable[[], object]] = []
+
+    def collecting(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if not _is_called_by_script(sys._getframe(1)):
+            return register(function, *args, **options)
+        exits.append(lambda: function(*args, **options))
+        return function
+
+    atexit.register = collecting  # type: ignore[assignment]
+    return exits
+
+
+def _is_called_by_script(frame: FrameType | None) -> bool:
+    """Whether the script calls it, directly or not, and no import is between them."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return False
+        if frame.f_globals.get("__name__") == "__main__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _execute(args: dict[str, Any], target: str) -> None:
