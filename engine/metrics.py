@@ -185,9 +185,8 @@ class StepMeter:
 
     def admits_load(self, step: int, client_keys: Sequence[str]) -> bool:
         """Calls the session's `admits_load`; True without a session."""
-        session, progress = self._session, self._progress
-        progress.asked_step = step
-        return session is None or session.admits_load(step, progress.step, client_keys)
+        session = self._session
+        return session is None or session.admits_load(step, self._progress.step, client_keys)
 
     def on_state_loaded(self, *, tells_place: bool) -> None:
         """The training function has loaded a checkpoint, whose client state tells it its place in

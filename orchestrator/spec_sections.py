@@ -18,6 +18,10 @@ class SpecSection(BaseModel):
         return value
 
 
+SCRIPT_ADAPTERS = ("rayzero.deepspeed.install:install", "rayzero.huggingface:install")
+"""Named here, and imported by workers alone: see `workers/launch/adapters.py`."""
+
+
 class LaunchSpec(SpecSection):
     """A script, or a module, that every worker runs as `__main__`."""
 
@@ -41,6 +45,11 @@ class LaunchSpec(SpecSection):
     overrides: dict[str, Any] = Field(
         default_factory=dict,
         description="keys that replace those of the config that the script brings",
+    )
+    adapters: list[str] = Field(
+        default_factory=lambda: [*SCRIPT_ADAPTERS],
+        description="`module:function` of what prepares a process for libraries of scripts, such "
+        "as transformers; each is called once, before the script is imported",
     )
     timed_steps: list[Annotated[int, Field(ge=1)]] | None = Field(
         default=None,

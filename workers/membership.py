@@ -37,12 +37,16 @@ class ScriptLoop:
     Attributes:
         yields_again: its loader yields the batches of a lost step again.
         divides_steps: its loader is cut for the present ranks, as Accelerate's and Trainer's are.
+        asked_step: of the last checkpoint that the script has asked for, loaded or not.
+        own_loaders: follows its torch DataLoaders, an `OwnLoaders`.
         tell: returns what the script, if it does not continue, tells the one that is run in its
             place, and after how many finished steps.
     """
 
     yields_again: bool = False
     divides_steps: bool = False
+    asked_step: int = 0
+    own_loaders: Any = None
     tell: Callable[[], tuple[int, Any]] | None = None
 
     @property

@@ -195,6 +195,11 @@ class JobSession:
         if self.assignment.rank == 0:
             self._channel.post(StepDivided(self.assignment.generation, 0, parts))
 
+    def follow_loop(self, engine: Engine) -> None:
+        """The loader of the script's loop yields the batches of a lost step again from now on."""
+        self.loop.yields_again = True
+        engine.survival.follow_host_loader()
+
     @property
     def steps_to_go_back(self) -> int:
         """Finished steps, at most, that a repair from memory does again."""
@@ -216,6 +221,7 @@ class JobSession:
         tells its place: its loop cannot continue from memory then. Any other one stays; so do the
         others where this rank is new. After its last step a function may load any checkpoint, such
         as that of the best model, to evaluate or to save it."""
+        self.loop.asked_step = step
         if self._is_trained:
             self.finish()  # what is loaded takes the place of the trained state
             return True

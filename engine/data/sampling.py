@@ -197,8 +197,6 @@ class TrainingProgress:
     monitor_runs: dict[str, str] = field(default_factory=dict)
     # Where the training function has taken its place in the data from a checkpoint of its own.
     function_cursor: int = 0
-    # Of the last checkpoint that the training function has asked for, loaded or not.
-    asked_step: int = 0
     # The step in which a script first asked where it is, or for a checkpoint; None: it did not.
     place_asked_at: int | None = None
     # Steps or epochs that are finished and the loop of a launched script that was run again has

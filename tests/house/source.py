@@ -45,7 +45,7 @@ def parse(name: str, text: str, *, is_package: bool = False) -> Module:
 def packages() -> list[Module]:
     """The modules of the import package `rayzero`, under their import names."""
     # The other folders of rayzero/ are symbolic links to PACKAGES.
-    folders = [ROOT / "rayzero", *(ROOT / "rayzero/deepspeed").rglob("")]
+    folders = [ROOT / f"rayzero{name}" for name in ("", "/deepspeed", "/huggingface")]
     paths = [("rayzero", path) for folder in folders for path in sorted(folder.glob("*.py"))]
     return [*_read(ROOT / "rayzero", paths), *(m for p in PACKAGES for m in _folder(p, "rayzero."))]
 

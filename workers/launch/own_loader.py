@@ -10,32 +10,27 @@ worker keeps its rank and the number of ranks is the same.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
-from functools import wraps
+from contextlib import suppress
+from functools import cache
 from itertools import chain
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    LRScheduler,
-    ReduceLROnPlateau,
-    SequentialLR,
-)
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.utils.data import DataLoader
 
 from rayzero.engine.comm.process_group import all_gather_objects
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import CollectiveError
 from rayzero.engine.state.metadata import capture_rng, restore_rng
+from rayzero.workers.launch.adapters import Original, wrap
 from rayzero.workers.launch.kept_schedules import KeptSchedules
 from rayzero.workers.launch.read_batches import (
     Batch,
-    Reading,
     advance_sampler,
     cut_for,
     has_constant_batches,
@@ -48,27 +43,29 @@ from rayzero.workers.session import JobSession
 
 _STATE = "rayzero.own_loader"
 _END = object()
-_patched = set[Any]()
-_current: ContextVar[OwnLoaders | None] = ContextVar("rayzero_own_loaders", default=None)
 
 
 class OwnLoaders:
-    """The DataLoaders that one entry of a script trains on. Used by the training thread.
+    """The DataLoaders that a script trains on. Used by the training thread.
 
     Attributes:
         schedules: those that the script has made, in their order.
+        is_followed: whether the script stays in its loop; None: it has read nothing.
+        copies: the script changes its batches in place.
+        step: the one in which batches are read.
     """
 
     def __init__(self, session: JobSession) -> None:
         self.schedules = KeptSchedules()
+        self.is_followed: bool | None = None
+        self.copies = False
+        self.step = 0
         self._session = session
-        self._readings: list[tuple[Any, Reading]] = []
+        self._readings: list[_Reading] = []
         self._found: dict[str, Any] = {}  # in the restored state: the place of this rank
-        self._is_followed: bool | None = None  # None: the script has read nothing
-        self._copies = False
         self._is_cut = False  # by a DistributedSampler, which can cut for other ranks
         self._micro_steps, self._ranks = 0, (0, 0)
-        self._step = self._first_step = self._met = 0
+        self._first_step = self._met = 0
         self._seen = 0, 0
         self._knows_schedules = not session.assignment.survivors_stay
         session.registry.register(_STATE, self._place, self._find)
@@ -78,9 +75,12 @@ class OwnLoaders:
         engine = self._session.engine
         if engine is None or not self._follows(engine):
             return begin()
-        number, reading = self._reading(loader)
-        reading.epochs, reading.batches = reading.epochs + 1, 0
-        reading.begin, reading.restart = begin, None
+        known = [number for number, it in enumerate(self._readings) if it.loader is loader]
+        number = known[0] if known else len(self._readings)
+        if not known:
+            self._readings.append(_Reading(loader, self, engine))
+        reading = self._readings[number]
+        reading.open(begin)
         epoch, batches, rng = self._found.get("places", {}).get(str(number), (0, 0, None))
         if reading.epochs < epoch:
             with random_state_of(torch.get_rng_state()):
@@ -89,17 +89,17 @@ class OwnLoaders:
             return iter(())
         engine.progress.script_lag = None
         if reading.epochs > epoch or not batches:
-            reading.rng = torch.get_rng_state()
-            return _Iteration(self, engine, reading, begin())
-        reading.batches = self._own_batches(engine, batches)
-        reading.rng = rng
+            reading.source = begin()
+            return reading
+        reading.rng, reading.batches = rng, self._own_batches(engine, batches)
         with random_state_of(rng):
             rest = iterate_behind(loader, reading.batches, begin)
             first = next(rest, _END)
         if first is _END:  # what follows the epoch is due only if nobody has done it
             engine.progress.script_lag = int(self._session.assignment.survivors_stay)
             return iter(())
-        return _Iteration(self, engine, reading, chain([first], rest))
+        reading.source = chain([first], rest)
+        return reading
 
     def _own_batches(self, engine: Engine, batches: int) -> int:
         """This rank's part of what `batches` of each rank of the restored state were."""
@@ -112,10 +112,10 @@ class OwnLoaders:
         """Called where an epoch is over: whether its last steps were lost since, or the ranks are
         others. Waits for all ranks if some are missing; they meet in the next epoch."""
         is_same = not (engine.survival.local_reason or self._has_changed(engine))
-        if not self._is_followed or is_same or not self._follows(engine):
+        if not self.is_followed or is_same or not self._follows(engine):
             return False
         engine.survival.await_group()
-        if engine.progress.step > self._step:
+        if engine.progress.step > self.step:
             return False
         self._follow_step(engine)
         return True
@@ -127,9 +127,9 @@ class OwnLoaders:
         session, progress = self._session, engine.progress
         if not self._follows(engine):
             return
-        is_first = self._is_followed is None
+        is_first = self.is_followed is None
         if is_first:
-            self._step = self._first_step = session.restored_step
+            self.step = self._first_step = session.restored_step
             self._seen = 0, self.generation
             self._met = self.generation if self._knows_schedules else 0
         asked = progress.place_asked_at
@@ -146,8 +146,8 @@ class OwnLoaders:
             self.schedules.catch_up(self._found.get("schedules", []))
             self.schedules.keep(progress.step)
         self._follow_step(engine)
-        if self._met != session.assignment.generation:
-            self._met = session.assignment.generation
+        if self._met != self.generation:
+            self._met = self.generation
             apart = ""
             with suppress(CollectiveError):  # the group broke: they meet in the next one
                 apart = self._meet(engine)
@@ -156,126 +156,87 @@ class OwnLoaders:
                 raise CollectiveError(apart)
 
     def _begin_to_follow(self, engine: Engine) -> None:
-        self._is_followed = self._session.loop.yields_again = True
-        engine.survival.follow_host_loader()
+        self.is_followed = True
+        self._session.follow_loop(engine)
         batches = engine.settings.batches
         self._micro_steps, self._ranks = batches.micro_steps, present_ranks()
         self._is_cut = has_constant_batches(engine) and all(
-            is_cut_by_sampler(loader, batches.micro_batch) for loader, _ in self._readings
+            is_cut_by_sampler(it.loader, batches.micro_batch) for it in self._readings
         )
 
     def _follow_step(self, engine: Engine) -> None:
         """A step has ended, or was lost, or neither, since the last batch."""
         step = engine.progress.step
-        if step > self._step:
+        if step > self.step:
             self._end_step(engine)
             self.schedules.keep(step)
         elif self._has_changed(engine):
             self._go_back(step)
-        if self._is_followed and self._ranks != present_ranks():
+        if self.is_followed and self._ranks != present_ranks():
             self._recut(engine)
-        self._step, self._seen = step, self._now(engine)
+        self.step, self._seen = step, (engine.progress.lost_steps, self.generation)
+
+    def _end_step(self, engine: Engine) -> None:
+        """Gives up where a step's batches were not read in it, as by a script that reads ahead."""
+        kept = [it.kept.get(self.step, []) for it in self._readings]
+        read_in_step = all(len(batches) in (0, self._micro_steps) for batches in kept)
+        if any(kept) and not (read_in_step and engine.progress.step == self.step + 1):
+            self._give_up(engine)
+        if self.is_followed and self._is_cut and not self._session.loop.divides_steps:
+            self._session.divide_step(self._micro_steps * self._ranks[1])
+        self.copies = self.copies or any(it.is_changed for batches in kept for it in batches)
+        oldest = engine.progress.step - self._session.steps_to_go_back
+        for reading in self._readings:
+            reading.kept = {step: it for step, it in reading.kept.items() if step >= oldest}
+
+    def _go_back(self, step: int) -> None:
+        """The job is at that step, which some batches were read for already."""
+        for reading in self._readings:
+            reading.go_back(step)
+        if step < self.step and not any(reading.again for reading in self._readings):
+            raise CollectiveError(f"the job went back to step {step}, whose batches were not kept")
+        self.schedules.restore(step)
 
     def _recut(self, engine: Engine) -> None:
         """Cuts the epoch's rest for the present ranks. Raises CollectiveError where that cannot be:
         the script is run again."""
         batches, ranks = engine.settings.batches, present_ranks()
-        for loader, reading in self._readings:
+        for reading in self._readings:
             each, rest = divmod(reading.place()[1] * self._ranks[1], ranks[1])
-            if rest or not (self._is_cut and is_cut_by_sampler(loader, batches.micro_batch)):
+            if rest or not (
+                self._is_cut and is_cut_by_sampler(reading.loader, batches.micro_batch)
+            ):
                 raise CollectiveError("the batches of a DataLoader cannot be cut for other ranks")
-            cut_for(loader, *ranks)
-            reading.kept.clear()
-            reading.again.clear()
-            reading.batches = each
-            if reading.restart is not None:
-                with random_state_of(reading.rng):
-                    reading.restart(iterate_behind(loader, reading.batches, reading.begin))
+            cut_for(reading.loader, *ranks)
+            reading.restart(each)
         self._micro_steps, self._ranks = batches.micro_steps, ranks
 
-    def keep(self, reading: Reading, batch: Batch) -> None:
-        """Keeps a batch that is yielded now."""
-        if self._is_followed:
-            reading.kept.setdefault(self._step, []).append(batch)
-
-    def read(self, engine: Engine, reading: Reading, batches: Iterator[Any]) -> Batch | None:
-        """Reads the next batch; None: there is none."""
-        began_s = perf_counter()
-        value = next(batches, _END)
-        engine.progress.data_wait_s += perf_counter() - began_s
-        if value is _END:
-            return None
-        batch = Batch(value, reading.epochs, copies=self._copies)
-        if not reading.batches:
-            batch.rng = capture_rng(engine.device)
-        return batch
+    def _give_up(self, engine: Engine) -> None:
+        """Stops following the loop: after a fault the script is run again."""
+        self.is_followed = self._session.loop.yields_again = False
+        engine.survival.enable(None)
+        for reading in self._readings:
+            reading.kept.clear()
 
     @property
     def generation(self) -> int:
         return self._session.assignment.generation
 
-    def _now(self, engine: Engine) -> tuple[int, int]:
-        return engine.progress.lost_steps, self.generation
-
     def _has_changed(self, engine: Engine) -> bool:
         """Whether a step was lost, or the ranks may be others, since the last batch."""
-        return self._now(engine) != self._seen
+        return (engine.progress.lost_steps, self.generation) != self._seen
 
     def _follows(self, engine: Engine) -> bool:
         """Whether the script trains now, on loaders of its own."""
-        session = self._session
-        if self._is_followed is False or (session.loop.divides_steps and not self._is_cut):
+        if self.is_followed is False or (self._session.loop.divides_steps and not self._is_cut):
             return False
         has_own = engine.training_dataloader is None
         return has_own and engine.module.training and torch.is_grad_enabled()
 
-    def _reading(self, loader: Any) -> tuple[int, Reading]:
-        """The loader's number, in the order in which the script has begun to iterate, and what was
-        read of it."""
-        for number, (known, reading) in enumerate(self._readings):
-            if known is loader:
-                return number, reading
-        self._readings.append((loader, Reading()))
-        return len(self._readings) - 1, self._readings[-1][1]
-
-    def _end_step(self, engine: Engine) -> None:
-        """Gives up where a step's batches were not read in it, as by a script that reads ahead."""
-        kept = [reading.kept.get(self._step, []) for _, reading in self._readings]
-        read_in_step = all(len(batches) in (0, self._micro_steps) for batches in kept)
-        if any(kept) and not (read_in_step and engine.progress.step == self._step + 1):
-            self._give_up(engine)
-        if self._is_followed and self._is_cut and not self._session.loop.divides_steps:
-            self._session.divide_step(self._micro_steps * self._ranks[1])
-        self._copies = self._copies or any(it.is_changed for batches in kept for it in batches)
-        oldest = engine.progress.step - self._session.steps_to_go_back
-        for _, reading in self._readings:
-            reading.kept = {step: it for step, it in reading.kept.items() if step >= oldest}
-
-    def _give_up(self, engine: Engine) -> None:
-        """Stops following the loop: after a fault the script is run again."""
-        self._is_followed = self._session.loop.yields_again = False
-        engine.survival.enable(None)
-        for _, reading in self._readings:
-            reading.kept.clear()
-
-    def _go_back(self, step: int) -> None:
-        """The job is at that step, which some batches were read for already."""
-        for _, reading in self._readings:
-            lost = [it for at in sorted(reading.kept) if at >= step for it in reading.kept.pop(at)]
-            if any(batch.epoch != reading.epochs or batch.is_changed for batch in lost):
-                raise CollectiveError(
-                    f"the batches after step {step} cannot be read again: the script has changed "
-                    "them, or begun another epoch since"
-                )
-            reading.again.extendleft(reversed(lost))
-        if step < self._step and not any(reading.again for _, reading in self._readings):
-            raise CollectiveError(f"the job went back to step {step}, whose batches were not kept")
-        self.schedules.restore(step)
-
     def _meet(self, engine: Engine) -> str:
         """Gives the schedules to new ranks. Returns in what their loops differ from those of the
         others; empty if they do not. Collective."""
-        places = [reading.place() for _, reading in self._readings]
+        places = [reading.place() for reading in self._readings]
         reported = all_gather_objects((self._knows_schedules, places))
         if any(other != places for _, other in reported):
             return f"the ranks' loops over DataLoaders are not at one place: {reported}"
@@ -291,14 +252,14 @@ class OwnLoaders:
     def _place(self) -> dict[str, Any]:
         """Returns the loop's position, for the training state."""
         engine = self._session.engine
-        if not self._is_followed or engine is None:
+        if not self.is_followed or engine is None:
             return {}
         return {
             "ranks": self._ranks[1],
             "micro_steps": engine.settings.batches.micro_steps,
             "places": {
                 str(number): [*reading.place(), reading.rng]
-                for number, (_, reading) in enumerate(self._readings)
+                for number, reading in enumerate(self._readings)
             },
             "schedules": self.schedules.plain_states(),
         }
@@ -307,90 +268,125 @@ class OwnLoaders:
         self._found = found
 
 
-class _Iteration:
-    """A script's iteration over a DataLoader."""
+class _Reading:
+    """A script's iterations over one DataLoader, one at a time, and the batches that may be needed
+    again.
 
-    def __init__(
-        self, loaders: OwnLoaders, engine: Engine, reading: Reading, batches: Iterator[Any]
-    ) -> None:
+    Attributes:
+        epochs: iterations begun.
+        batches: of the present iteration, that were yielded for the first time.
+        rng: torch's random state where it began.
+        source: its batches; None where it yields nothing.
+        kept: by step in which they were read.
+        again: to be yielded again.
+    """
+
+    def __init__(self, loader: Any, loaders: OwnLoaders, engine: Engine) -> None:
+        self.loader = loader
+        self.epochs = self.batches = 0
+        self.rng = torch.get_rng_state()
+        self.source: Iterator[Any] | None = None
+        self.kept: dict[int, list[Batch]] = {}
+        self.again: deque[Batch] = deque()
         self._loaders = loaders
         self._engine = engine
-        self._reading = reading
-        self._batches = batches
-        reading.restart = self._restart
+        self._begin: Callable[[], Iterator[Any]] = lambda: iter(())
         self._next: Batch | None = None
         self._read_in = 0  # the generation in which that was read
+
+    def open(self, begin: Callable[[], Iterator[Any]]) -> None:
+        """Begins another iteration, which has no batches yet."""
+        self.epochs, self.batches = self.epochs + 1, 0
+        self.rng = torch.get_rng_state()
+        self.source = self._next = None
+        self._begin = begin
+
+    def place(self) -> tuple[int, int]:
+        return self.epochs, self.batches - len(self.again)
+
+    def restart(self, batches: int) -> None:
+        """Continues behind the first `batches`."""
+        self.kept.clear()
+        self.again.clear()
+        self.batches, self._next = batches, None
+        if self.source is not None:
+            with random_state_of(self.rng):
+                self.source = iterate_behind(self.loader, batches, self._begin)
+
+    def go_back(self, step: int) -> None:
+        lost = [it for at in sorted(self.kept) if at >= step for it in self.kept.pop(at)]
+        if any(batch.epoch != self.epochs or batch.is_changed for batch in lost):
+            raise CollectiveError(
+                f"the batches after step {step} cannot be read again: the script has changed them, "
+                "or begun another epoch since"
+            )
+        self.again.extendleft(reversed(lost))
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
+    def __len__(self) -> int:
+        return len(self.source)  # type: ignore[arg-type]
+
     def __next__(self) -> Any:
-        loaders, reading = self._loaders, self._reading
+        loaders, engine = self._loaders, self._engine
         while not self._has_next():
-            if not loaders.await_change(self._engine):
+            if not loaders.await_change(engine):
                 raise StopIteration
-        loaders.begin_batch(self._engine)
+        loaders.begin_batch(engine)
         if not self._has_next():  # cut for other ranks
             raise StopIteration
-        is_late = bool(reading.again) or self._read_in != loaders.generation
-        if reading.again:
-            batch = reading.again.popleft()
+        is_late = bool(self.again) or self._read_in != loaders.generation
+        if self.again:
+            batch = self.again.popleft()
         elif self._next is not None:
             batch, self._next = self._next, None
-            reading.batches += 1
-        loaders.keep(reading, batch)
+            self.batches += 1
+        if loaders.is_followed:
+            self.kept.setdefault(loaders.step, []).append(batch)
         if is_late and batch.rng is not None:
-            restore_rng(batch.rng, self._engine.device)
+            restore_rng(batch.rng, engine.device)
         return batch.value()
 
     def _has_next(self) -> bool:
-        if not self._reading.again and self._next is None:
-            self._next = self._loaders.read(self._engine, self._reading, self._batches)
-            self._read_in = self._loaders.generation
-        return bool(self._reading.again) or self._next is not None
+        if not self.again and self._next is None and self.source is not None:
+            began_s = perf_counter()
+            value = next(self.source, _END)
+            self._engine.progress.data_wait_s += perf_counter() - began_s
+            if value is not _END:
+                self._next = Batch(value, self.epochs, copies=self._loaders.copies)
+                self._read_in = self._loaders.generation
+                if not self.batches:
+                    self._next.rng = capture_rng(self._engine.device)
+        return bool(self.again) or self._next is not None
 
-    def _restart(self, batches: Iterator[Any]) -> None:
-        self._batches, self._next = batches, None
 
-    def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
-
-
-@contextmanager
-def following_own_loaders(session: JobSession) -> Iterator[None]:
-    """Within it, the script that this thread runs is followed."""
+def follow_own_loaders(session: JobSession) -> None:
+    """Follows the script that this thread is about to run."""
     _patch()
-    token = _current.set(OwnLoaders(session))
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    session.loop.own_loaders = OwnLoaders(session)
 
 
+@cache
 def _patch() -> None:
-    """Once in a process. Without a script that is followed, nothing changes."""
-    if (begin := DataLoader.__iter__) in _patched:
-        return
-
-    @wraps(begin)
-    def beginning(self: Any) -> Any:
-        loaders = _current.get()
-        if loaders is None or type(self).__iter__ is not beginning:  # such as Accelerate's
-            return begin(self)
-        return loaders.iterate(self, lambda: begin(self))
-
-    _patched.add(beginning)
-    DataLoader.__iter__ = beginning  # type: ignore[method-assign]
+    wrap(DataLoader, "__iter__", _iterate)
     for kind in (LRScheduler, ReduceLROnPlateau, SequentialLR, ChainedScheduler):
-        kind.__init__ = _noting(kind.__init__)  # type: ignore[method-assign]
+        wrap(kind, "__init__", _note_schedule)
 
 
-def _noting(init: Callable[..., None]) -> Callable[..., None]:
-    @wraps(init)
-    def noting(self: Any, *args: Any, **options: Any) -> None:
-        init(self, *args, **options)
-        loaders = _current.get()
-        if loaders is not None and not any(it is self for it in loaders.schedules):
-            loaders.schedules.append(self)
+def _iterate(session: JobSession, begin: Original, loader: Any) -> Any:
+    """A DataLoader's `__iter__`."""
+    loaders: OwnLoaders | None = session.loop.own_loaders
+    if loaders is None or type(loader).__iter__ is not DataLoader.__iter__:  # Accelerate's
+        return begin(loader)
+    return loaders.iterate(loader, lambda: begin(loader))
 
-    return noting
+
+def _note_schedule(
+    session: JobSession, init: Original, schedule: Any, *args: Any, **options: Any
+) -> None:
+    """A schedule's `__init__`, which one of a subclass calls, too."""
+    init(schedule, *args, **options)
+    loaders: OwnLoaders | None = session.loop.own_loaders
+    if loaders is not None and not any(it is schedule for it in loaders.schedules):
+        loaders.schedules.append(schedule)

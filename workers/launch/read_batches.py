@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -51,31 +49,6 @@ class Batch:
     def _count_changes(self) -> list[int]:
         tensors = iter_tensors(self._kept)
         return [tensor._version for tensor in tensors if not tensor.is_inference()]
-
-
-@dataclass
-class Reading:
-    """The position of a script in one DataLoader, and the batches that may be needed again.
-
-    Attributes:
-        epochs: iterations begun.
-        batches: of the current iteration, that were read for the first time.
-        rng: torch's random state where it began.
-        kept: by step in which they were read.
-        again: to be yielded again.
-        begin, restart: begin an iteration as torch does; replace the batches of the present one.
-    """
-
-    epochs: int = 0
-    batches: int = 0
-    rng: Tensor = field(default_factory=torch.get_rng_state)
-    kept: dict[int, list[Batch]] = field(default_factory=dict)
-    again: deque[Batch] = field(default_factory=deque)
-    begin: Callable[[], Iterator[Any]] = field(default=lambda: iter(()))
-    restart: Callable[[Iterator[Any]], None] | None = None
-
-    def place(self) -> tuple[int, int]:
-        return self.epochs, self.batches - len(self.again)
 
 
 def advance_sampler(loader: Any) -> None:

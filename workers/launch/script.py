@@ -1,44 +1,40 @@
 """`run_script`: the training function of a job with `launch:`, which runs a script as `__main__`.
 
 The script gets the worker's process group instead of one of its own, and `import deepspeed` is
-rayzero's. It runs once in a process.
+rayzero's. It runs once in a process, so nothing of what is prepared for it is undone.
 """
 
 from __future__ import annotations
 
 import ast
+import atexit
 import json
 import logging
 import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.engine.session import current_session
 from rayzero.workers.context import Context
 from rayzero.workers.entrypoint import EntryPointError
-from rayzero.workers.launch.accelerated import patch_accelerator
-from rayzero.workers.launch.own_loader import following_own_loaders
-from rayzero.workers.launch.process import own_process_group, script_end
-from rayzero.workers.launch.scripted_steps import patch_partial_state
-from rayzero.workers.launch.trainer import patch_trainer
+from rayzero.workers.launch.adapters import begin_script, install_adapters, preloaded
+from rayzero.workers.launch.own_loader import follow_own_loaders
 from rayzero.workers.launch.tries import ScriptSettings, TryEndedError
 from rayzero.workers.session import JobSession
 
-_PRELOADED = frozenset({"transformers", "accelerate", "peft", "trl", "lightning", "deepspeed"})
-"""Imported before a worker joins its first generation, where it would make its peers wait."""
 log = logging.getLogger("rayzero.workers")
 _FIX = "`rayzero launch SCRIPT`, or `launch:` in the job file"
 
@@ -60,27 +56,30 @@ def run_script(ctx: Context) -> dict[str, Any] | None:
     session = current_session()
     if not isinstance(session, JobSession):
         raise EntryPointError("a script can only be launched in a job", fix=_FIX)
-    _apply_settings(ctx.args, session)
+    install_adapters(ctx.args["adapters"])
+    begin_script(ctx.args)
+    _set_engine_config(ctx.args, session)
     session.script_settings = ScriptSettings(
         ctx.args["overrides"], ctx.args["timed_steps"], get_device(ctx.device), ctx.world_size
     )
-    _import_deepspeed()
     _tell_start(ctx, session)
+    follow_own_loaders(session)
     target = ctx.args["module"] or ctx.args["script"]
-    with (
-        own_process_group(),
-        following_own_loaders(session),
-        _keeping_files(session),
-        _program(ctx.args, target),
-        script_end(),
-    ):
-        try:
-            _execute(ctx.args, target)
-        except SystemExit as exited:
-            _check_exit(exited, target)
-        except TryEndedError as ended:
-            return ended.result
-    return None
+    _set_program(ctx.args, target)
+    _lend_process_group()
+    _keep_files(session)
+    exits = _collect_exits()
+    result = None
+    try:
+        _execute(ctx.args, target)
+    except SystemExit as exited:
+        _check_exit(exited, target)
+    except TryEndedError as ended:
+        result = ended.result
+    for function in reversed(exits):
+        with suppress(Exception):  # as at the end of a process, where it is only printed
+            function()
+    return result
 
 
 def preload(args: dict[str, Any]) -> None:
@@ -88,10 +87,10 @@ def preload(args: dict[str, Any]) -> None:
     its first generation. Errors are left to the script."""
     if args.get("script") is None:
         return
-    _import_deepspeed()
+    install_adapters(args["adapters"])
     with suppress(OSError, SyntaxError, ValueError):
         tree = ast.parse(Path(args["script"]).read_text())
-        wanted = [node for node in tree.body if _imported_package(node) in _PRELOADED]
+        wanted = [node for node in tree.body if _imported_package(node) in preloaded]
         for node in wanted:
             with suppress(Exception):
                 code = compile(ast.Module([node], []), args["script"], "exec")
@@ -104,32 +103,18 @@ def _imported_package(node: ast.stmt) -> str:
     return node.names[0].name.partition(".")[0] if isinstance(node, ast.Import) else ""
 
 
-def _import_deepspeed() -> None:
-    from importlib import import_module  # rayzero.deepspeed is not below this layer
-
-    import_module("rayzero.deepspeed.install").install()
-    patch_libraries()
-
-
-def _apply_settings(args: dict[str, Any], session: JobSession) -> None:
-    """The stage and the config of the command line, where `initialize` and Accelerate look for
-    them if the script names none. Accelerate, and Trainer over it, train at stage 0 without any."""
+def _set_engine_config(args: dict[str, Any], session: JobSession) -> None:
+    """The stage and the config of the command line, for `initialize` without one."""
     stage, file = args["stage"], args["deepspeed_config"]
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # they would use DDP; the device is the worker's
-    os.environ.setdefault("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "true")
     if stage is None and file is None:
-        os.environ.setdefault("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
         return
     config: dict[str, Any] = {}
     if file is not None:
-        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = file
         try:
             config = json.loads(Path(file).read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(f"--deepspeed_config {file}: {error}", "a JSON file") from None
     if stage is not None:
-        os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(stage)
         config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
     session.engine_config = session.engine_config or config
 
@@ -145,10 +130,33 @@ def _tell_start(ctx: Context, session: JobSession) -> None:
         )
 
 
-@contextmanager
-def _keeping_files(session: JobSession) -> Iterator[None]:
-    """Within it, `torch.save` leaves the files of finished epochs as they are: a script that is
-    run again comes to those epochs with the weights of a later step."""
+def _set_program(args: dict[str, Any], target: str) -> None:
+    """`sys.argv` and `sys.path` as python itself would set them for the script."""
+    sys.argv = [target, *args["args"]]
+    sys.path.insert(0, os.getcwd() if args["module"] else str(Path(target).resolve().parent))
+
+
+def _lend_process_group() -> None:
+    """`init_process_group` takes the worker's default group; `destroy_process_group` leaves that
+    alone, and ends groups of the script's own."""
+    end = c10d.destroy_process_group
+
+    def init_process_group(*args: Any, **options: Any) -> None:
+        """There is one already."""
+
+    def destroy_process_group(group: Any = None) -> None:
+        if group not in (None, dist.group.WORLD):
+            end(group)
+
+    homes: tuple[Any, ...] = (dist, c10d)
+    for home in homes:
+        home.init_process_group = init_process_group
+        home.destroy_process_group = destroy_process_group
+
+
+def _keep_files(session: JobSession) -> None:
+    """`torch.save` leaves the files of finished epochs as they are: the script of a new worker
+    comes to those epochs with the weights of a later step."""
     save = torch.save
 
     @wraps(save)
@@ -161,23 +169,33 @@ def _keeping_files(session: JobSession) -> Iterator[None]:
         save(obj, f, *args, **options)
 
     torch.save = saving
-    try:
-        yield
-    finally:
-        torch.save = save
 
 
-@contextmanager
-def _program(args: dict[str, Any], target: str) -> Iterator[None]:
-    """`sys.argv` and `sys.path` as python itself would set them for the script."""
-    argv, path = sys.argv, list(sys.path)
-    sys.argv = [target, *args["args"]]
-    first = os.getcwd() if args["module"] else str(Path(target).resolve().parent)
-    sys.path.insert(0, first)
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = argv, path
+def _collect_exits() -> list[Callable[[], object]]:
+    """The functions that the script gives to `atexit`, from now on: the worker's process is killed
+    some time after the script's end. What a module gives while it is imported is left to Python."""
+    register = atexit.register
+    exits: list[Callable[[], object]] = []
+
+    def collecting(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if not _is_called_by_script(sys._getframe(1)):
+            return register(function, *args, **options)
+        exits.append(lambda: function(*args, **options))
+        return function
+
+    atexit.register = collecting  # type: ignore[assignment]
+    return exits
+
+
+def _is_called_by_script(frame: FrameType | None) -> bool:
+    """Whether the script calls it, directly or not, and no import is between them."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return False
+        if frame.f_globals.get("__name__") == "__main__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _execute(args: dict[str, Any], target: str) -> None:
@@ -223,42 +241,3 @@ def _check_exit(exited: SystemExit, target: str) -> None:
         raise EntryPointError(f"{target}: wrong arguments ({seen}){place}", fix=_FIX) from None
     error = ScriptExitError(f"{target} called sys.exit({exited.code!r}){place}")
     raise error.with_traceback(exited.__traceback__) from None
-
-
-_PATCHES: dict[str, Callable[[ModuleType], None]] = {
-    "accelerate.accelerator": patch_accelerator,
-    "accelerate.state": patch_partial_state,
-    "transformers.trainer": patch_trainer,
-}
-
-
-def patch_libraries() -> None:
-    """Patches each module of the table once: now if it is imported, else after its import."""
-    if any(isinstance(finder, _PatchingFinder) for finder in sys.meta_path):
-        return
-    for name, patch in _PATCHES.items():
-        if name in sys.modules:
-            patch(sys.modules[name])
-    sys.meta_path.insert(0, _PatchingFinder())
-
-
-class _PatchingFinder(MetaPathFinder):
-    """Finds what the others find, and patches it when it is loaded."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name not in _PATCHES:
-            return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        found = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                load(module)
-                _PATCHES[name](module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec

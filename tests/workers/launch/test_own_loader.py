@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,9 @@ def run(folder: Path, *args: str, killed: int | None = None, size: int = 2) -> N
     """Runs the script on two workers. The killed one's rank is a new worker's, in as many ranks; or
     `size` tells how many go on."""
     folder.mkdir()
-    local = make_workers(folder, "own_loader.py", "--out", str(folder), *args, count=3)
-    try:
+    with closing(
+        make_workers(folder, "own_loader.py", "--out", str(folder), *args, count=3)
+    ) as local:
         local.form(1, [0, 1])
         members, generation = [0, 1], 1
         if killed is not None:
@@ -38,8 +40,6 @@ def run(folder: Path, *args: str, killed: int | None = None, size: int = 2) -> N
         for index in members:
             end = local.wait_end(index, generation)
             assert isinstance(end, Finished), local.texts(index)
-    finally:
-        local.close()
 
 
 @pytest.fixture(scope="module", params=["distributed", "part"])

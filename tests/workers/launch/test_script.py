@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,10 @@ def make_workers(
 def run(folder: Path, name: str, *args: str, count: int = 2) -> LocalController:
     """Runs a script on its workers to its end; repairs with what is left."""
     folder.mkdir()
-    local = make_workers(folder, name, "--out", str(folder), *args, count=count)
-    try:
+    with closing(make_workers(folder, name, "--out", str(folder), *args, count=count)) as local:
         controller = LocalController(local)
         controller.run(120)
         assert controller.wrong == []
-    finally:
-        local.close()
     return controller
 
 
@@ -130,22 +128,25 @@ def test_new_worker_calls_nothing_alone_after_epochs_that_were_finished(
     tmp_path: Path, calls: str, entries: int
 ):
     """The survivor stays in its loop if the new worker, which begins with the first epoch, calls
-    nothing in vain there."""
+    nothing in vain there. The new worker, which is rank 0, leaves that epoch's files alone."""
     (tmp_path / "plain").mkdir()
-    run_alone_to_its_end(tmp_path / "plain", "epoch_calls.py", calls)
-    local = make_workers(tmp_path, "epoch_calls.py", str(tmp_path), calls, count=3)
-    try:
+    (tmp_path / "plain/killed").touch()  # by no rank
+    end, lines = run_alone(tmp_path / "plain", "epoch_calls.py", str(tmp_path / "plain"), calls)
+    assert isinstance(end, Finished), lines
+    with closing(make_workers(tmp_path, "epoch_calls.py", str(tmp_path), calls, count=3)) as local:
         local.form(1, [0, 1])
         local.wait_step(0, 1, 7)
         assert any(loss.worker == 1 for loss in local.vault.poll(60.0))
         local.workers[0].call("fence", 1)
         assert isinstance(local.wait_end(0, 1), Stopped | Crashed), local.texts(0)
+        files = {file.name: file.read_bytes() for file in tmp_path.glob("*-0.pt")}
         local.form(2, [2, 0], local.slots(1, 2))
         for index in (0, 2):
             assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
-    finally:
-        local.close()
     assert len((tmp_path / "entries").read_text().splitlines()) == entries
+    assert sorted(files) == ["half-0.pt", "plain-0.pt"]
+    assert {name: (tmp_path / name).read_bytes() for name in files} == files
+    assert [torch.load(tmp_path / f"plain-{it}.pt") for it in range(3)] == [5, 10, 15]
     (steps, plain), (other, killed) = (
         json.loads((folder / "end.json").read_text()) for folder in (tmp_path / "plain", tmp_path)
     )
@@ -154,51 +155,30 @@ def test_new_worker_calls_nothing_alone_after_epochs_that_were_finished(
         assert torch.allclose(torch.tensor(value), torch.tensor(killed[name]), atol=1e-12), name
 
 
-def run_alone_to_its_end(folder: Path, name: str, *args: str) -> None:
-    (folder / "killed").touch()  # by no rank
-    local = make_workers(folder, name, str(folder), *args, count=1)
-    try:
-        local.form(1, [0])
-        assert isinstance(local.wait_end(0, 1), Finished), local.texts(0)
-    finally:
-        local.close()
-
-
-def test_exit_codes_and_wrong_arguments_are_told_with_their_place(tmp_path: Path):
-    local = make_workers(tmp_path, "own_loop.py", count=1)
-    try:
-        local.form(1, [0])
-        end = local.wait_end(0, 1)
-        assert isinstance(end, Crashed)
-        assert (end.kind, end.traceback) == ("entrypoint", "")
-        assert "own_loop.py: wrong arguments" in end.error
-        assert "in main" in end.error
-        assert any("required: --out" in it.text for it in local.seen[0] if isinstance(it, LogLine))
-    finally:
-        local.close()
-    local = make_workers(tmp_path, "own_loop.py", "--out", str(tmp_path), "--exit", "7", count=1)
-    try:
-        local.form(1, [0])
-        end = local.wait_end(0, 1)
-        assert isinstance(end, Crashed)
-        assert end.kind == "user"
-        assert "called sys.exit(7) at " in end.error
-        assert "own_loop.py:" in end.error
-    finally:
-        local.close()
-
-
-def run_alone(folder: Path, text: str) -> tuple[Any, list[str]]:
-    """How a script with this text ends, and what it prints."""
-    script = folder / "script.py"
-    script.write_text(text)
-    local = make_workers(folder, str(script), count=1)
-    try:
+def run_alone(folder: Path, script: str, *args: str) -> tuple[Any, list[str]]:
+    """How a script with this name, or text, ends on one worker, and what it prints."""
+    name = script
+    if not script.endswith(".py"):
+        name = str(folder / "script.py")
+        Path(name).write_text(script)
+    with closing(make_workers(folder, name, *args, count=1)) as local:
         local.form(1, [0])
         end = local.wait_end(0, 1)
         return end, [it.text for it in local.seen[0] if isinstance(it, LogLine)]
-    finally:
-        local.close()
+
+
+def test_exit_codes_and_wrong_arguments_are_told_with_their_place(tmp_path: Path):
+    end, lines = run_alone(tmp_path, "own_loop.py")
+    assert isinstance(end, Crashed)
+    assert (end.kind, end.traceback) == ("entrypoint", "")
+    assert "own_loop.py: wrong arguments" in end.error
+    assert "in main" in end.error
+    assert any("required: --out" in line for line in lines)
+    end, _ = run_alone(tmp_path, "own_loop.py", "--out", str(tmp_path), "--exit", "7")
+    assert isinstance(end, Crashed)
+    assert end.kind == "user"
+    assert "called sys.exit(7) at " in end.error
+    assert "own_loop.py:" in end.error
 
 
 def test_error_of_a_script_is_told_once_with_its_own_frames(tmp_path: Path):
@@ -375,13 +355,10 @@ def test_loop_stays_while_ranks_are_replaced_and_lost(
     folder = tmp_path / "killed"
     folder.mkdir()
     faults = tuple(it for event in events for it in event.faults)
-    local = make_workers(folder, name, "--out", str(folder), *args, faults=faults)
-    try:
+    with closing(make_workers(folder, name, "--out", str(folder), *args, faults=faults)) as local:
         controller = EventController(local, events, None)
         controller.run(240)
         assert controller.wrong == []
-    finally:
-        local.close()
     assert [ranks for ranks, _ in controller.starts] == [2, 2, 2, 1][: 1 + len(events)]
     assert len(read(folder, "entries")) == 4, "one of each process"
     if not local.nccl_like:  # there a rank may finish a step that another one loses
@@ -413,8 +390,7 @@ def steps_done_again(steps: list[int]) -> list[int]:
 def test_resized_accelerate_loop_leaves_nothing_out(accelerated: Path, tmp_path: Path):
     """A drain ends the script where the next step begins: each step's notes are written."""
     args = ("--out", str(tmp_path), "--pace-s", "0.1")
-    local = make_workers(tmp_path, "accelerated_loop.py", *args)
-    try:
+    with closing(make_workers(tmp_path, "accelerated_loop.py", *args)) as local:
         local.form(1, [0, 1])
         local.wait(1, lambda message: isinstance(message, StepReport))
         local.workers[1].call("drain", 1)
@@ -422,8 +398,6 @@ def test_resized_accelerate_loop_leaves_nothing_out(accelerated: Path, tmp_path:
         assert all(isinstance(end, Stopped) for end in ends), ends
         local.form(2, [1], local.slots(1, 2))
         assert isinstance(local.wait_end(1, 2), Finished), local.texts(1)
-    finally:
-        local.close()
     assert find_problems(tmp_path, 12, SAMPLES, epochs=2) == []
     assert weight_difference(accelerated, tmp_path) <= 1e-9
 

@@ -7,39 +7,16 @@ Writes each sample that it trains on, its steps and its final weights to a folde
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import signal
 import time
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin, ProjectConfiguration
+from common import Rows, kill_once, note
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
-
-
-def note(folder: Path, name: str, value: object) -> None:
-    with (folder / f"{name}-{os.environ['RANK']}").open("a") as file:
-        file.write(json.dumps(value) + "\n")
-
-
-class Rows(Dataset[tuple[torch.Tensor, int]]):
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(4, generator=generator, dtype=torch.float64), index
-
-
-def kill_itself(folder: Path) -> None:
-    (folder / "killed").touch()
-    os.kill(os.getpid(), signal.SIGKILL)
+from torch.utils.data import DataLoader
 
 
 def main() -> None:
@@ -91,7 +68,7 @@ def main() -> None:
         for rows, indices in rest:
             kills = os.environ["RANK"] == "1" and not (args.out / "killed").exists()
             if kills and args.kill_at == getattr(model, "global_steps", None):
-                kill_itself(args.out)
+                kill_once(args.out)
             time.sleep(0 if (args.out / "fast").exists() else args.pace_s)
             step = getattr(model, "global_steps", 0)
             note(args.out, "used", [time.time(), step, indices.tolist()])
@@ -113,7 +90,7 @@ def main() -> None:
                 note(args.out, "rates", schedule.get_last_lr())
                 if model.global_steps == args.save_at:
                     if kills and args.kill_save:
-                        model.save_checkpoint = lambda *_, **__: kill_itself(args.out)
+                        model.save_checkpoint = lambda *_, **__: kill_once(args.out)
                     accelerator.save_state(str(args.out / f"step_{args.save_at}"))
         accelerator.save_state(None if args.numbered else str(args.out / f"epoch-{epoch}"))
     note(args.out, "weights", [value.tolist() for value in model.module.state_dict().values()])

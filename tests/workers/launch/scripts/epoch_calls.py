@@ -27,7 +27,7 @@ engine, _, loader, _ = deepspeed.initialize(
 )
 with (OUT / "entries").open("a") as file:
     file.write(f"{os.getpid()}\n")
-for _ in range(EPOCHS):
+for epoch in range(EPOCHS):
     for rows, targets in loader:
         dies = (engine.global_steps, engine.global_rank) == (KILLED_AT, 1)
         if dies and not (OUT / "killed").exists():
@@ -40,7 +40,9 @@ for _ in range(EPOCHS):
             engine(torch.ones(1, 4).double())
     elif CALLS == "barrier":
         dist.barrier()
-    engine.save_16bit_model(str(OUT), "weights.pt")
+    engine.save_16bit_model(str(OUT), f"half-{epoch}.pt")
+    if engine.global_rank == 0:
+        torch.save(engine.global_steps, OUT / f"plain-{epoch}.pt")
 weights = {name: value.tolist() for name, value in engine.module_state_dict().items()}
 if engine.global_rank == 0:
     (OUT / "end.json").write_text(json.dumps([engine.global_steps, weights]))

@@ -7,14 +7,13 @@ Writes each sample that it reads, its log and its final weights to a folder.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import kill_once, note
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
@@ -22,11 +21,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 LENGTH, VOCABULARY = 8, 61
 USED: list[tuple[int, list[Any]]] = []
 """What the current step has read, with the number of lost steps before."""
-
-
-def note(folder: Path, name: str, value: object) -> None:
-    with (folder / f"{name}-{os.environ['RANK']}").open("a") as file:
-        file.write(json.dumps(value) + "\n")
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -73,10 +67,8 @@ class Watch(TrainerCallback):
         self.kill_if(0 < state.global_step == options.kill_evaluation)
 
     def kill_if(self, due: bool) -> None:
-        due = due and os.environ["RANK"] == "1"
-        if due and not (OUT / "killed").exists():
-            (OUT / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if due and os.environ["RANK"] == "1":
+            kill_once(OUT)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for lost, used in USED:
@@ -103,10 +95,8 @@ class KilledTrainer(Trainer):
         self.kill_if("after")
 
     def kill_if(self, when: str) -> None:
-        due = (options.kill_best, os.environ["RANK"]) == (when, "1")
-        if due and not (OUT / "killed").exists():
-            (OUT / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if (options.kill_best, os.environ["RANK"]) == (when, "1"):
+            kill_once(OUT)
 
 
 parser = argparse.ArgumentParser()

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing.process
-import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,23 +16,11 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from own_loop import note
+from common import Rows, kill_once, note
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 SAMPLES, BATCH, EPOCHS = 24, 4, 4
-
-
-class Rows(Dataset[tuple[torch.Tensor, int]]):
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(4, generator=generator, dtype=torch.float64), index
 
 
 def read_ahead(batches: Iterator[Any]) -> Iterator[Any]:
@@ -101,9 +87,8 @@ def main() -> None:
             if args.habit == "changes":
                 rows.mul_(2)
             loss = (engine(rows) - rows.sum()).pow(2).mean()
-            if [rank, step] == args.kill and not (args.out / "killed").exists():
-                (args.out / "killed").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+            if [rank, step] == args.kill:
+                kill_once(args.out)
             engine.backward(loss)
             ends_step = engine.is_gradient_accumulation_boundary()
             engine.step()

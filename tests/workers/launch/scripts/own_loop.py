@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import json
 import logging
 import os
 import pickle
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,24 +19,15 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from common import Rows, kill_once, note
 from torch import nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 SAMPLES, BATCH, EPOCHS = 24, 4, 3
 
 
-class Rows(Dataset[tuple[torch.Tensor, int]]):
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(4, generator=generator, dtype=torch.float64), index
-
-
-def note(folder: Path, name: str, value: object) -> None:
-    with (folder / f"{name}-{os.environ['RANK']}").open("a") as file:
-        file.write(json.dumps(value) + "\n")
+class OwnRows(Rows):
+    """A class of `__main__`."""
 
 
 def own_batches(engine: Any, schedule: Any, folder: Path) -> Iterator[list[torch.Tensor]]:
@@ -51,13 +40,7 @@ def own_batches(engine: Any, schedule: Any, folder: Path) -> Iterator[list[torch
     each = BATCH // dist.get_world_size()
     for batch in range(client_state["batch"], EPOCHS * SAMPLES // BATCH):
         first = (batch * BATCH + dist.get_rank() * each) % SAMPLES
-        yield default_collate([Rows()[first + offset] for offset in range(each)])
-
-
-def kill_once(killed: Path) -> None:
-    if not killed.exists():
-        killed.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        yield default_collate([OwnRows(SAMPLES)[first + offset] for offset in range(each)])
 
 
 def main() -> None:
@@ -85,7 +68,7 @@ def main() -> None:
             "handlers": len(logging.getLogger("script").handlers),
             "folder": folder,
             "left": os.environ.get("LEFT_BY_SCRIPT"),
-            "pickled": type(pickle.loads(pickle.dumps(Rows()))) is Rows,
+            "pickled": type(pickle.loads(pickle.dumps(OwnRows(SAMPLES)))) is OwnRows,
             "random": torch.rand(()).item(),
         },
     )
@@ -94,7 +77,7 @@ def main() -> None:
     engine, optimizer, loader, _ = deepspeed.initialize(
         args=args,
         model=nn.Linear(4, 1).double(),
-        training_data=Rows(),
+        training_data=OwnRows(SAMPLES),
         config={
             "train_batch_size": BATCH,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
@@ -108,7 +91,7 @@ def main() -> None:
     for epoch in epochs:
         for rows, indices in epoch:
             if (engine.global_steps, engine.global_rank) == (args.kill_at, 1):
-                kill_once(args.out / "killed")
+                kill_once(args.out)
             engine.backward(engine(rows).pow(2).mean())
             engine.step()
             if engine.was_step_applied():

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import rayzero
 from rayzero.engine.errors import ConfigError
-from rayzero.workers.launch.scripted_steps import ScriptedSteps, adapt_options, check_prepare
+from rayzero.huggingface.scripted_steps import ScriptedSteps, adapt_options, check_prepare
 from tests.support.ranks import run_ranks
 
 ROWS = torch.randn(9, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)

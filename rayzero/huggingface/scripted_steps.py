@@ -9,9 +9,7 @@ Accelerate over DeepSpeed steps within `accelerator.backward`, and clips to the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from functools import wraps
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,28 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rayzero.engine.errors import ConfigError, EngineError
-from rayzero.engine.session import current_session
-from rayzero.workers.session import JobSession
 
 _FIX = "Accelerator(gradient_accumulation_steps=N), and `with accelerator.accumulate(model):`"
-
-
-def in_job() -> bool:
-    return isinstance(current_session(), JobSession)
-
-
-def patch_partial_state(module: ModuleType) -> None:
-    """Once, after the import of `accelerate.state`: without a backend Accelerate counts one process
-    where there is no GPU. Without a job, nothing changes."""
-    init = module.PartialState.__init__
-
-    @wraps(init)
-    def joining(self: Any, cpu: bool = False, **options: Any) -> None:
-        if in_job() and not self.initialized and not cpu and options.get("backend") is None:
-            options["backend"] = dist.get_backend()
-        init(self, cpu, **options)
-
-    module.PartialState.__init__ = joining
 
 
 def adapt_options(options: dict[str, Any]) -> None:
@@ -148,18 +126,3 @@ def follow_script(accelerator: Any, engine: Any, prepared: Sequence[Any]) -> Non
     for it in prepared:
         if isinstance(it, torch.optim.Optimizer):  # DeepSpeedOptimizerWrapper
             vars(it).update(step=steps.step, zero_grad=steps.zero_grad)
-
-
-def clipping_where_called(clip: Callable[..., Any]) -> Callable[..., Any]:
-    """`Accelerator.clip_grad_norm_`."""
-
-    @wraps(clip)
-    def clipping(
-        self: Any, parameters: Any, max_norm: float, norm_type: float = 2, **options: Any
-    ) -> Any:
-        steps = getattr(self, "deepspeed_engine_wrapped", None)
-        if isinstance(steps, ScriptedSteps):
-            return steps.clip_and_step(max_norm, norm_type)
-        return clip(self, parameters, max_norm, norm_type, **options)
-
-    return clipping

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-
-from rayzero.engine.state.metadata import capture_rng, restore_rng
 
 NAME = "rayzero.trainer"
 """Of the value in the training state."""
@@ -28,30 +27,22 @@ class Recorder:
     """Follows one call of `train`.
 
     Attributes:
-        steps_per_epoch: 0 until the first epoch has begun.
+        steps_per_epoch: 0 until Trainer has counted them.
         parts: batches of a step, over all ranks.
-        restored_rng: the random states of the restored step, until they are set again.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.steps_per_epoch = 0
         self.parts = trainer.args.gradient_accumulation_steps * dist.get_world_size()
-        self.restored_rng: dict[str, Any] | None = None
         self._trainer = trainer
         self._ended_epoch = -1  # the step of its end that callbacks have heard of
         self._loss = 0.0  # since the last log: the global batch's, which a lost rank has a part in
-        self._begun: tuple[int, dict[str, Any]] = -1, {}  # a step, and the random states then
-        self._log = bytearray()
+        self._log = np.empty(0, dtype=np.uint8)
         self._logged = 0  # entries
-
-    def epoch_begins(self, steps: int) -> None:
-        self.steps_per_epoch = steps
-        self._keep_rng()
 
     def step_begins(self) -> None:
         if self._trainer.state.global_step == self._trainer._globalstep_last_logged:
             self._loss = 0.0
-        self._keep_rng()
 
     def step_is_done(self) -> None:
         self._loss += self._step_loss
@@ -70,13 +61,12 @@ class Recorder:
         not `ended_epoch`."""
         trainer = self._trainer
         is_due = trainer.model_wrapped.global_steps > trainer.state.global_step
-        in_engine = trainer.model_wrapped.lr_scheduler is not None
         return {
             "state": {key: it for key, it in vars(trainer.state).items() if key not in _NOT_KEPT},
             "log": self._encoded_log(),
             "callbacks": export_callbacks(trainer),
             "control": asdict(trainer.control),
-            "schedule": None if in_engine else trainer.lr_scheduler.state_dict(),
+            "schedule": schedule_state(trainer),
             "losses": (self._loss_since_log(is_due), trainer._total_loss_scalar),
             "steps": (trainer._globalstep_last_logged, trainer._initial_global_step),
             "steps_per_epoch": self.steps_per_epoch,
@@ -91,7 +81,7 @@ class Recorder:
         trainer.args.restore_callback_states_from_checkpoint = True
         trainer._load_callback_state()
         vars(trainer.control).update(found["control"])
-        load_schedule(trainer, found)
+        load_schedule(trainer, found["schedule"])
         self.continue_from(found)
 
     def continue_from(self, found: dict[str, Any]) -> None:
@@ -100,30 +90,7 @@ class Recorder:
         self._loss, trainer._total_loss_scalar = found["losses"]
         trainer._tr_loss.fill_(self._loss)
         trainer._globalstep_last_logged, trainer._initial_global_step = found["steps"]
-        self.steps_per_epoch = found["steps_per_epoch"]
         self._ended_epoch = found["ended_epoch"]
-
-    def restore_rng(self) -> None:
-        """Sets the random states of the restored step again, once."""
-        if self.restored_rng is not None:
-            restore_rng(self.restored_rng, self._trainer.model_wrapped.device)
-            self.restored_rng = None
-
-    @property
-    def begun_rng(self) -> dict[str, Any]:
-        """The random states with which the present step began."""
-        return self._begun[1]
-
-    def restore_own_rng(self) -> None:
-        """Sets the random states again with which the present step began."""
-        step, own = self._begun
-        if step == self._trainer.state.global_step:
-            restore_rng(own, self._trainer.model_wrapped.device)
-
-    def _keep_rng(self) -> None:
-        step = self._trainer.state.global_step
-        if self.restored_rng is None:
-            self._begun = step, capture_rng(self._trainer.model_wrapped.device)
 
     def _loss_since_log(self, is_due: bool) -> float:
         if is_due:
@@ -139,16 +106,14 @@ class Recorder:
         return loss if loss is not None and math.isfinite(loss) else 0.0
 
     def _encoded_log(self) -> np.ndarray[Any, Any]:
-        """The log as lines of JSON. Each entry is encoded once: the log grows with
-        training."""
+        """The log as lines of JSON. It is encoded once for each entry: this is called in every
+        step."""
         log = self._trainer.state.log_history
         log = log[:-1] if _has_summary(log) else log  # it is logged at each end of training
-        if len(log) < self._logged:
-            self._log, self._logged = bytearray(), 0
-        for entry in log[self._logged :]:
-            self._log += json.dumps(entry, default=float).encode() + b"\n"
-        self._logged = len(log)
-        return np.frombuffer(bytes(self._log), dtype=np.uint8)
+        if len(log) != self._logged:
+            lines = "".join(f"{json.dumps(entry, default=float)}\n" for entry in log)
+            self._log, self._logged = np.frombuffer(lines.encode(), dtype=np.uint8), len(log)
+        return self._log
 
 
 def _has_summary(log: list[dict[str, Any]]) -> bool:
@@ -162,10 +127,18 @@ def state_attributes(found: dict[str, Any]) -> dict[str, Any]:
     return kept | {"log_history": log, "stateful_callbacks": found["callbacks"]}
 
 
-def load_schedule(trainer: Any, found: dict[str, Any]) -> None:
+def schedule_state(trainer: Any) -> dict[str, Any] | None:
+    """None if the engine has the schedule."""
+    if trainer.model_wrapped.lr_scheduler is not None:
+        return None
+    state: dict[str, Any] = trainer.lr_scheduler.state_dict()
+    return state
+
+
+def load_schedule(trainer: Any, state: dict[str, Any] | None) -> None:
     """Loads a schedule that the engine does not have, and sets the engine's rates: the schedule
     restores its own position only, the engine an optimizer's options only with its own schedule."""
-    if (state := found["schedule"]) is None:
+    if state is None:
         return
     trainer.lr_scheduler.load_state_dict(state)
     groups = trainer.model_wrapped.optimizer.param_groups
@@ -175,13 +148,8 @@ def load_schedule(trainer: Any, found: dict[str, Any]) -> None:
 
 def export_callbacks(trainer: Any) -> dict[str, Any]:
     """The states of callbacks and of the control, as Trainer writes them into a checkpoint."""
-    states: dict[str, Any] = {}
-    for it in (*trainer.callback_handler.callbacks, trainer.control):
-        if callable(state := getattr(it, "state", None)):
-            name = type(it).__name__
-            before = states.get(name)
-            new = state()
-            if before is not None:
-                new = [*(before if isinstance(before, list) else [before]), new]
-            states[name] = new
+    library = import_module("transformers.trainer_callback")
+    every = (*trainer.callback_handler.callbacks, trainer.control)
+    kept = [it for it in every if isinstance(it, library.ExportableState)]
+    states: dict[str, Any] = library.TrainerState(stateful_callbacks=kept).stateful_callbacks
     return states

@@ -1,0 +1,51 @@
+"""Adapters to transformers' Trainer and Accelerate (and by them TRL and PEFT), for scripts under
+`rayzero launch`. Nothing in `engine`, `workers` and `orchestrator` imports this package: it enters
+by the hooks of `workers/launch/adapters.py`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from rayzero.huggingface.accelerator import patch_accelerator, patch_partial_state
+from rayzero.huggingface.trainer import patch_trainer
+from rayzero.workers.launch.adapters import on_begin, on_import, preloaded
+
+PRIVATE = {
+    "transformers.Trainer": (
+        "_tr_loss",
+        "_total_loss_scalar",
+        "_globalstep_last_logged",
+        "_initial_global_step",
+        "_load_callback_state",
+        "_maybe_log_save_evaluate",
+    ),
+    "accelerate.Accelerator": ("_dataloaders", "_schedulers"),
+    "torch.optim.lr_scheduler.LRScheduler": ("_step_count",),
+}
+"""The private attributes that this package uses, by class: what another release may rename."""
+
+
+def install() -> None:
+    """The adapter."""
+    on_import("accelerate.accelerator", patch_accelerator)
+    on_import("accelerate.state", patch_partial_state)
+    on_import("transformers.trainer", patch_trainer)
+    on_begin(_set_variables)
+    preloaded.update(("transformers", "accelerate", "peft", "trl", "lightning"))
+
+
+def _set_variables(launch: Mapping[str, Any]) -> None:
+    """The stage and the config of the command line, where Accelerate looks for them if the script
+    names none. Accelerate, and Trainer over it, train at stage 0 without any."""
+    stage, file = launch["stage"], launch["deepspeed_config"]
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # they would use DDP; the device is the worker's
+    os.environ.setdefault("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "true")
+    if file is not None:
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = file
+    if stage is not None:
+        os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(stage)
+    elif file is None:
+        os.environ.setdefault("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")

@@ -1,0 +1,195 @@
+"""A script's loop over a loader of Accelerate's, from where the job stands and through its faults.
+
+A script that begins in a new worker begins its loops from the first epoch: a finished one yields
+nothing, the current one the batches that are left. In a loop that continues after a fault or a
+resize, the batches of the step that was lost are read again, cut for the present ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from importlib import import_module
+from itertools import islice
+from typing import Any
+
+from rayzero.engine.engine import Engine
+from rayzero.engine.errors import CollectiveError
+from rayzero.engine.state.metadata import capture_rng, restore_rng
+from rayzero.workers.launch.adapters import Original, wrap
+from rayzero.workers.launch.kept_schedules import KeptSchedules
+from rayzero.workers.session import JobSession
+
+_wrapped = set[type]()
+
+
+class Place:
+    """The position of a script's loop over a loader.
+
+    Args:
+        loader: as Accelerate has prepared it.
+        missed_steps: finished ones that the loop has not come to.
+        step_batches: of this rank, of a step.
+        recut: called when the ranks may have changed; returns the batches of a step.
+
+    Attributes:
+        loaded_step: of the checkpoint that the script of a new worker has loaded.
+        check_stepped: called before each batch but the first.
+        schedules: torch's, which the engine does not have.
+    """
+
+    def __init__(
+        self, loader: Any, missed_steps: int, step_batches: int, recut: Callable[[], int]
+    ) -> None:
+        self.missed_steps = missed_steps
+        self.loaded_step: int | None = None
+        self.check_stepped: Callable[[], None] = lambda: None
+        self.schedules = KeptSchedules()
+        self._loader = loader
+        self._step_batches = step_batches
+        self._recut = recut
+
+    def follow(self, loader: Any, skipped: int = 0) -> None:
+        """Makes iterations over a loader begin at the place, behind the batches of an epoch that
+        the script skips. A drain ends them where the script asks for the batch after a step."""
+        if (kind := type(loader)) not in _wrapped:
+            _wrapped.add(kind)
+            wrap(kind, "__iter__", _iterate)
+        loader.rayzero_place = self, skipped
+
+    def skipped_by_script(self, batches: int) -> int:
+        """The batches to skip of an epoch, where the script asks for `batches`. It may have counted
+        them on another number of ranks: the step of its checkpoint counts, if it has loaded one."""
+        if self.loaded_step is None or not batches:
+            return batches
+        return self.loaded_step % self._steps(len(self._loader)) * self._step_batches
+
+    def _steps(self, batches: int) -> int:
+        return math.ceil(batches / self._step_batches)
+
+    def iterate(
+        self,
+        session: JobSession,
+        engine: Engine,
+        loader: Any,
+        begin: Callable[[Any], Iterator[Any]],
+        skipped: int,
+    ) -> Iterator[Any]:
+        """One iteration: of the place's loader, or of the rest of an epoch of it, behind `skipped`
+        batches."""
+        steps = self._steps(len(self._loader) - skipped)
+        done = min(self.missed_steps, steps)
+        self.missed_steps -= done
+        engine.progress.script_lag = self.missed_steps if done == steps else None
+        if done == steps:  # a sampler's generator advances from epoch to epoch
+            for _ in loader.batch_sampler:
+                pass
+            loader.iteration += 1
+            return
+        order = _agree_on_order(loader) if session.loop.yields_again else None
+        first_step, skipped_steps = engine.progress.step - done, skipped // self._step_batches
+        batches = begin(loader)
+        if done:
+            batches = self._rest(loader, skipped + done * self._step_batches, agreed=False)
+        while True:
+            seen = engine.progress.lost_steps, session.assignment.generation
+            self.schedules.keep(engine.progress.step)
+            for batch in batches:
+                yield batch
+                self.check_stepped()
+                session.on_phase("data")
+                if session.loop.yields_again:
+                    engine.survival.await_group()
+                if (engine.progress.lost_steps, session.assignment.generation) != seen:
+                    break
+                self.schedules.keep(engine.progress.step)
+            else:
+                return
+            done = engine.progress.step - first_step
+            if done < 0:
+                raise CollectiveError(f"the job went back by {-done} steps, before this epoch")
+            self.schedules.restore(engine.progress.step)
+            with closing(batches):  # type: ignore[type-var]
+                self._step_batches = self._recut()
+            loader.end()
+            if order is not None:
+                loader.synchronized_generator.set_state(order)
+            batches = self._rest(loader, (skipped_steps + done) * self._step_batches, agreed=True)
+            if done:
+                # A new iteration draws a seed for its workers, which the epoch has drawn before.
+                rng = capture_rng(engine.device)
+                first = [*islice(batches, 1)]
+                restore_rng(rng, engine.device)
+                batches = _join(first, batches)
+
+    def _rest(self, loader: Any, behind: int, *, agreed: bool) -> Iterator[Any]:
+        """Iterates over the batches of the epoch, but for the first `behind`."""
+        yield from read_behind(self._loader, behind, loader.iteration, agreed=agreed)
+        loader.iteration += 1
+
+
+def _iterate(session: JobSession, begin: Original, loader: Any) -> Any:
+    """A loader's `__iter__`."""
+    place, skipped = getattr(loader, "rayzero_place", (None, 0))
+    if place is None or session.engine is None:
+        return begin(loader)
+    return place.iterate(session, session.engine, loader, begin, skipped)
+
+
+def place_of(loader: Any) -> Place | None:
+    place, _ = getattr(loader, "rayzero_place", (None, 0))
+    return place
+
+
+def skip_from_place(_: JobSession, skip: Original, dataloader: Any, num_batches: int = 0) -> Any:
+    """`skip_first_batches`, which makes another loader."""
+    place = place_of(dataloader)
+    if place is None:
+        return skip(dataloader, num_batches)
+    skipped = place.skipped_by_script(num_batches)
+    rest = skip(dataloader, skipped)
+    place.follow(rest, skipped)
+    return rest
+
+
+def can_read_again(loader: Any, *, by_epoch: bool = False) -> bool:
+    """Whether the batches of an epoch can be read again, cut for other ranks: a sampler can cut
+    them, and gives the same order again. `by_epoch`: from the epoch's number alone."""
+    cut: Any = getattr(loader, "batch_sampler", None)
+    if type(cut).__name__ != "BatchSamplerShard" or cut.split_batches:
+        return False
+    sampler: Any = getattr(cut.batch_sampler, "sampler", None)
+    if type(sampler).__name__ in ("SeedableRandomSampler", "SequentialSampler"):
+        return True
+    generator = getattr(sampler, "generator", None)
+    return not by_epoch and generator is not None and generator is loader.synchronized_generator
+
+
+def _agree_on_order(loader: Any) -> Any:
+    """Returns the state in which the generator of the loader's sampler begins an epoch; None if it
+    has no generator. Collective, as the loader's own iteration."""
+    if (generator := loader.synchronized_generator) is None:
+        return None
+    import_module("accelerate.utils").synchronize_rng_states(loader.rng_types, generator)
+    return generator.get_state()
+
+
+def read_behind(loader: Any, batches: int, epoch: int, *, agreed: bool) -> Iterator[Any]:
+    """Iterates over an epoch's batches, but for the first `batches`.
+
+    `agreed`: the ranks have agreed on the sampler's generator before.
+    """
+    rest = import_module("accelerate").skip_first_batches.__wrapped__(loader, batches)
+    rest.iteration = epoch
+    if agreed:
+        rest.rng_types = None
+    try:
+        yield from rest
+    finally:
+        rest.end()
+
+
+def _join(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    yield from first
+    yield from rest

@@ -1,0 +1,261 @@
+"""Accelerate in a launched script with a loop of its own: `prepare` continues where the job is.
+
+The first DataLoader that is prepared with the model follows the job (`accelerated_loop`). Other
+loaders, such as an evaluation's, are iterated whole. A schedule that the engine does not have is
+stepped as often as it was. All of it follows from the number of finished steps, the batches of a
+step over all ranks, and the ranks of the first generation, which the training state has.
+
+A script that resumes from a checkpoint loads it in a new worker, too, and begins its loop at its
+step: those finished since are left out of the loop, and the schedule is stepped as often.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.state.metadata import capture_rng, restore_rng
+from rayzero.engine.state.registry import read_value
+from rayzero.huggingface.accelerated_loop import Place, can_read_again, place_of, skip_from_place
+from rayzero.huggingface.scripted_steps import (
+    ScriptedSteps,
+    adapt_options,
+    brings_no_config,
+    check_prepare,
+    follow_script,
+)
+from rayzero.workers.launch.adapters import Original, wrap
+from rayzero.workers.launch.kept_schedules import apply_rates
+from rayzero.workers.session import JobSession
+
+_first: dict[str, int] = {}
+"""`ranks` of the first generation that prepared a model, and `batches` of a step over all ranks."""
+_STATE = "rayzero.accelerate"
+"""Its name in the training state."""
+
+
+def patch_partial_state(module: ModuleType) -> None:
+    """Called after the import of `accelerate.state`."""
+    wrap(module.PartialState, "__init__", _join)
+
+
+def patch_accelerator(module: ModuleType) -> None:
+    """Called after the import of `accelerate.accelerator`."""
+    kind = module.Accelerator
+    wrap(kind, "__init__", _begin)
+    wrap(kind, "prepare", _prepare)
+    wrap(kind, "save_state", _save_once)
+    wrap(kind, "load_state", _load_and_stay)
+    wrap(kind, "clip_grad_norm_", _clip)
+    wrap(module, "skip_first_batches", skip_from_place)
+    for name in ("accelerate.data_loader", "accelerate"):
+        vars(import_module(name))["skip_first_batches"] = module.skip_first_batches
+
+
+def _join(_: JobSession, init: Original, state: Any, cpu: bool = False, **options: Any) -> None:
+    """`PartialState()`: without a backend Accelerate counts one process where there is no GPU."""
+    if not state.initialized and not cpu and options.get("backend") is None:
+        options["backend"] = dist.get_backend()
+    init(state, cpu, **options)
+
+
+def _begin(
+    session: JobSession, init: Original, accelerator: Any, *args: Any, **options: Any
+) -> None:
+    """`Accelerator()`."""
+    adapt_options(options)
+    init(accelerator, *args, **options)
+    plugin = accelerator.state.deepspeed_plugin
+    accelerator.rayzero_scripted = plugin is not None and brings_no_config(options)
+    if plugin is None:
+        return
+    if accelerator.rayzero_scripted and plugin.is_auto("gradient_clipping"):
+        plugin.deepspeed_config["gradient_clipping"] = 0.0
+    each = own_batches(session, "the batch size and gradient_accumulation_steps")
+    if each is not None:
+        plugin.gradient_accumulation_steps = accelerator.gradient_accumulation_steps = each
+        plugin.deepspeed_config["gradient_accumulation_steps"] = each
+
+
+def own_batches(session: JobSession, fix: str) -> int | None:
+    """This rank's batches of a step in a job that has begun, where the batches of all ranks do not
+    change; None in any other. Raises ConfigError if that is not an equal part."""
+    if not session.is_resumed:
+        return None
+    batches = session.assignment.parts
+    if not batches:
+        _recall(session)
+        batches = _first.get("batches", 0)
+    ranks = dist.get_world_size()
+    if batches % ranks:
+        raise ConfigError(
+            f"a step of {batches} batches over {ranks} ranks",
+            allowed=f"numbers of ranks that divide {batches}",
+            fix=f"--workers, or {fix}",
+        )
+    return batches // ranks or None
+
+
+def _recall(session: JobSession) -> None:
+    """Reads `_first` in the state that the script continues from."""
+    with session.resume_from() as source:
+        if source is not None and session.assignment.generation > 1:
+            _first.update(read_value(source, session.assignment.rank, _STATE) or {})
+
+
+def _prepare(
+    session: JobSession, prepare: Original, accelerator: Any, *args: Any, **options: Any
+) -> Any:
+    """`Accelerator.prepare`."""
+    if accelerator.rayzero_scripted:
+        check_prepare(args)
+    result = prepare(accelerator, *args, **options)
+    models = [number for number, it in enumerate(args) if isinstance(it, nn.Module)]
+    if accelerator.state.deepspeed_plugin is None or not models or len(args) < 2:
+        return result
+    engine = result[models[0]]
+    if accelerator.rayzero_scripted:
+        follow_script(accelerator, engine, result)
+    steps = engine.gradient_accumulation_steps()
+    if not _first:
+        _recall(session)
+    if not _first:
+        ranks = dist.get_world_size()
+        _first.update(ranks=ranks, batches=steps * ranks)
+    if _STATE not in session.registry:
+        session.registry.register(_STATE, lambda: dict(_first), _first.update)
+    session.divide_step(_first["batches"])
+    schedules = [it for it in result if _is_ours(it)]
+    loader = next(
+        (it for it, given in zip(result, args, strict=True) if isinstance(given, DataLoader)), None
+    )
+    if loader is not None:
+        place = Place(loader, engine.global_steps, steps, lambda: _recut(accelerator))
+        if isinstance(scripted := accelerator.deepspeed_engine_wrapped, ScriptedSteps):
+            place.check_stepped = scripted.check_stepped
+        place.schedules[:] = [it.scheduler for it in schedules]
+        place.follow(loader)
+        if session.engine is not None and can_read_again(loader):
+            session.follow_loop(session.engine)
+    for schedule in schedules:
+        _continue_schedule(schedule, engine.global_steps)
+    return result
+
+
+def _save_once(
+    session: JobSession,
+    save_state: Original,
+    accelerator: Any,
+    output_dir: str | None = None,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """`save_state`, but a new worker's script keeps what was saved after an epoch that was finished
+    before: its files next to the engine's checkpoint, too. A number that Accelerate gives, counted
+    from 0 again, is the next free one."""
+    if session.engine is not None and session.engine.progress.script_lag:
+        return output_dir
+    if session.restored_step and accelerator.project_configuration.automatic_checkpoint_naming:
+        folder = os.path.join(accelerator.project_dir, "checkpoints", "checkpoint_")
+        while os.path.exists(f"{folder}{accelerator.save_iteration}"):
+            accelerator.project_configuration.iteration += 1
+    return save_state(accelerator, output_dir, *args, **options)
+
+
+def _load_and_stay(
+    session: JobSession, load_state: Original, accelerator: Any, *args: Any, **options: Any
+) -> None:
+    """`load_state`, but if the engine stays at a later step, so do the schedules, and the random
+    states and the count of micro-batches stay as they are. Registered objects are loaded."""
+    if session.engine is None or not session.restored_step:
+        load_state(accelerator, *args, **options)
+        return
+    rng, micro_batches = capture_rng(accelerator.device), accelerator.step
+    load_state(accelerator, *args, **options)
+    accelerator.step = micro_batches
+    loaded_step = session.loop.asked_step
+    if missed := session.engine.progress.step - loaded_step:
+        restore_rng(rng, accelerator.device)
+        for schedule in filter(_is_ours, accelerator._schedulers):
+            apply_rates(schedule.scheduler)
+            _advance(schedule, missed)
+    for loader in accelerator._dataloaders:
+        if (place := place_of(loader)) is not None:
+            place.missed_steps, place.loaded_step = missed, loaded_step
+
+
+def _clip(
+    _: JobSession,
+    clip: Original,
+    accelerator: Any,
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2,
+    **options: Any,
+) -> Any:
+    """`clip_grad_norm_`."""
+    steps = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    if isinstance(steps, ScriptedSteps):
+        return steps.clip_and_step(max_norm, norm_type)
+    return clip(accelerator, parameters, max_norm, norm_type, **options)
+
+
+def _recut(accelerator: Any) -> int:
+    """`count_ranks`. Returns the batches of this rank of a step."""
+    count_ranks(accelerator)
+    each = _first["batches"] // dist.get_world_size()
+    accelerator.gradient_accumulation_steps, accelerator.step = each, 0
+    return each
+
+
+def count_ranks(accelerator: Any) -> None:
+    """Accelerate counts the present ranks from now on, and cuts batches for them."""
+    states, loaders = import_module("accelerate.state"), import_module("accelerate.data_loader")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for state in (states.PartialState(), states.AcceleratorState()):
+        state.num_processes, state.process_index = ranks, rank
+        state.local_process_index = int(os.environ["LOCAL_RANK"])
+    for loader in accelerator._dataloaders:
+        if isinstance(sampler := loader.batch_sampler, loaders.BatchSamplerShard):
+            sampler.num_processes, sampler.process_index = ranks, rank
+
+
+def _is_ours(given: Any) -> bool:
+    """Whether it is a schedule that the engine does not have."""
+    return type(given).__name__ == "AcceleratedScheduler"
+
+
+def _continue_schedule(schedule: Any, steps: int) -> None:
+    """Steps it as often as it was; and from now on as often a step as on the first ranks."""
+    _advance(schedule, steps)
+    if not schedule.step_with_optimizer or schedule.split_batches:
+        return
+    skipped = schedule.optimizers
+
+    def step(*args: Any, **options: Any) -> None:
+        due = schedule.gradient_state.sync_gradients
+        if due and not any(optimizer.step_was_skipped for optimizer in skipped):
+            _advance(schedule, 1)
+
+    schedule.step = step
+
+
+def _advance(schedule: Any, steps: int) -> None:
+    """Steps it as often as Accelerate does in `steps` steps on the first ranks."""
+    is_per_rank = schedule.step_with_optimizer and not schedule.split_batches
+    inner = schedule.scheduler
+    last = getattr(inner, "total_steps", math.inf)  # OneCycleLR's
+    with warnings.catch_warnings():  # torch's, of a schedule that is stepped before its optimizer
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        for _ in range(steps * (_first["ranks"] if is_per_rank else 1)):
+            if inner._step_count <= last:
+                inner.step()
