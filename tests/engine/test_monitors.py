@@ -138,7 +138,7 @@ def test_wandb_continues_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     common = {"project": "p", "entity": "t", "group": "g", "resume": "allow"}
     assert started == [common | {"id": None}, common | {"id": "made"}]
     assert logged == [
-        (samples, f"Train/Samples/{name}") for samples in (4, 8) for name in ("train_loss", "lr")
+        (samples, "Train/Samples/train_loss", "Train/Samples/lr") for samples in (4, 8)
     ]
 
 

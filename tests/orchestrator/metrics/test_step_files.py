@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rayzero.orchestrator.background_writer import BackgroundWriter
-from rayzero.orchestrator.metrics.step_files import (
+from rayzero.orchestrator.metrics.trackers import (
     JSON_LINES_FILE,
     TENSORBOARD_FOLDER,
     TensorBoardFile,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rayzero.engine import monitors
+from rayzero.engine import trackers as writers
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.job_events import EventBus, StateEntered
 from rayzero.orchestrator.machine import State
@@ -151,7 +151,7 @@ def test_missing_package_is_an_error_that_names_the_setting(
     tmp_path: Path, name: str, found: object, monkeypatch: pytest.MonkeyPatch
 ):
     """A folder of that name, which wandb leaves in a project, is no package."""
-    monkeypatch.setattr(monitors, "find_spec", lambda _: found)
+    monkeypatch.setattr(writers, "find_spec", lambda _: found)
     with pytest.raises(ConfigError, match=rf"metrics\.{name}: the package {name} is not installed"):
         Trackers(plan(tmp_path, metrics={name: {}}), BEGAN_S, print)
 
