@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from rayzero.engine.checkpoint.base import file_sizes
 from rayzero.engine.checkpoint.errors import CheckpointVersionError
 from rayzero.engine.checkpoint.format import (
     BASE_FOLDER,
@@ -18,7 +17,7 @@ from rayzero.engine.checkpoint.format import (
     step_folder_name,
 )
 from rayzero.engine.checkpoint.manifest import Manifest
-from rayzero.engine.checkpoint.reader import read_manifest
+from rayzero.engine.checkpoint.reader import file_sizes, read_manifest
 from rayzero.engine.checkpoint.store import join_url, open_store, split_url
 from rayzero.engine.checkpoint.store_local import Store, StoreEntry
 from rayzero.engine.checkpoint.verify import marked_damage
