@@ -22,8 +22,8 @@ from torch import nn
 
 from rayzero.engine.builder import resolve_settings, split_step, with_saved_batch_sizes
 from rayzero.engine.comm.process_group import connect_backend
-from rayzero.engine.compression.gradients import OneBitAdamReduction
-from rayzero.engine.compression.select import make_grad_reduction, make_weight_gather
+from rayzero.engine.compression.gradients import OneBitAdamReduction, make_grad_reduction
+from rayzero.engine.compression.weights import make_weight_gather
 from rayzero.engine.layout.reshard import HeldRanges
 from rayzero.engine.layout.state_index import LogicalTensor, StateSource
 from rayzero.engine.layout.units import UnitPlan

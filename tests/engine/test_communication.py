@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import rayzero
-from rayzero.engine.compression.select import hpz_group_size
+from rayzero.engine.compression.weights import hpz_group_size
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import use_session
 from tests.engine import zoo

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayzero.engine.compression import select
+from rayzero.engine.compression import gradients as reductions
 from rayzero.engine.compression.codecs import CastCodec
 from rayzero.engine.config.model import parse_params
 from rayzero.engine.config.optimizers import ZeroOneAdamParams
@@ -33,12 +33,12 @@ def settings(name: str, **more: Any) -> dict[str, Any]:
 
 
 def train_without_loss(rank: int, world: int, name: str) -> tuple[dict[str, Tensor], Any]:
-    codec = select.SignCodec
-    select.SignCodec = lambda block: CastCodec("exact", torch.float64)  # type: ignore[assignment, misc, return-value]
+    codec = reductions.SignCodec
+    reductions.SignCodec = lambda block: CastCodec("exact", torch.float64)  # type: ignore[assignment, misc, return-value]
     try:
         _, local, traffic, _ = train(rank, world, settings(name, double=True), range(STEPS), None)
     finally:
-        select.SignCodec = codec  # type: ignore[misc]
+        reductions.SignCodec = codec  # type: ignore[misc]
     return local, traffic
 
 
