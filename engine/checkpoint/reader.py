@@ -152,7 +152,7 @@ class CheckpointSource:
             offset, into = offset + count, into[count:]
             if not into:
                 return
-        self._reader(entry.own).read(offset - base_bytes, into)
+        self._reader(entry).read(offset - base_bytes, into)
 
     def check_sizes(self) -> None:
         """Raises CheckpointDamagedError if a file has not the size that the manifest states."""

@@ -59,6 +59,12 @@ class Checksums:
                 yield chunk
                 future.result()
 
+    def to_file(self, name: str, header: bytes, data: memoryview) -> DataFile:
+        """The file, once it is written."""
+        nbytes = len(header) + len(data)
+        checksum, blocks = self.whole.hexdigest(), "".join(self.blocks)
+        return DataFile(name, nbytes, checksum, blocks, len(data))
+
     def _hash_chunk(self, chunk: memoryview) -> None:
         self.whole.update(chunk)
         self.blocks += [
@@ -86,18 +92,17 @@ def write_base(folder: str, rank: int, table: BlockIndex, block: memoryview, ste
     checksums = Checksums()
     for _ in checksums.chunks(header, data):
         pass
-    checksum, blocks = checksums.whole.hexdigest(), "".join(checksums.blocks)
-    digest = xxh3_128_hexdigest(header + blocks.encode())
-    store, nbytes = job_store(open_store(folder)), len(header) + len(data)
+    digest = xxh3_128_hexdigest(header + "".join(checksums.blocks).encode())
+    store = job_store(open_store(folder))
     for entry in store.list_folder(BASE_FOLDER):
         first = base_file_step(entry.name)
         same = first is not None and entry.name.startswith(f"step-{first}-rank-{rank:05d}-{digest}")
-        file = DataFile(f"{BASE_FOLDER}/{entry.name}", nbytes, checksum, blocks, len(data))
-        if same and entry.nbytes == nbytes and _is_intact(store.url, file, entry.modified_s):
+        file = checksums.to_file(f"{BASE_FOLDER}/{entry.name}", header, data)
+        if same and entry.nbytes == file.nbytes and _is_intact(store.url, file, entry.modified_s):
             return file
     name = f"{BASE_FOLDER}/{base_file_name(step, rank, digest)}"
     store.create(name, Checksums().chunks(header, data))
-    return DataFile(name, nbytes, checksum, blocks, len(data))
+    return checksums.to_file(name, header, data)
 
 
 @lru_cache(maxsize=64)
@@ -152,8 +157,8 @@ def write_rank_file(
     checksums = Checksums()
     with closing(checksums.chunks(header, data)) as chunks:
         open_store(folder).create(name, chunks)
-    checksum, blocks = checksums.whole.hexdigest(), "".join(checksums.blocks)
-    return RankFile(name, rank, len(header) + len(data), checksum, blocks, table, metadata, base)
+    file = checksums.to_file(name, header, data)
+    return RankFile(**vars(file), rank=rank, block_index=table, metadata=metadata, base=base)
 
 
 def commit_checkpoint(

@@ -1,9 +1,9 @@
 """Tensors in files: model weights at rest, main weights and optimizer state.
 
-`MappedFile` has no name: it is gone with its process, however that ends. Tensors at rest are mapped,
-so that whatever reads or loads state finds them as ordinary memory, in pages that the kernel may
-take back at any time. Updates read and write with pread(2) and pwrite(2), because a failure of those
-is an error, where a failure of mapped memory is a signal. Both see the same pages.
+`MappedFile` has no name: it is gone with its process, however that ends. Tensors at rest are
+mapped, so that whatever reads or loads state finds them as ordinary memory, in pages that the
+kernel may take back at any time. Updates read and write with pread(2) and pwrite(2), because a
+failure of those is an error, where a failure of mapped memory is a signal. Both see the same pages.
 
 `NvmeStore` has a few buffers in memory. An update processes chunks in a fixed order. While one is
 updated, threads read the next ones and write the previous ones back.
@@ -265,7 +265,7 @@ class NvmeStore(HostStore):
                 current = [weight.detach() for weight in chunk.weights]
                 writes, new_state = buffer.detach(state), self._spill_new_state(chunk, state)
                 buffer.sent = self._send_updated(chunk, current)
-                buffer.pending_io = self._io_pool.submit(self._write, writes + new_state)
+                buffer.pending_io = self._submit(self._file.write, writes + new_state)
                 if new_state:  # its first update
                     del new_state, writes
                     _trim_heap()
@@ -299,7 +299,18 @@ class NvmeStore(HostStore):
                     part = buffer.memory[kind][start:stop]
                     buffer.attached.append(_Attached(weight, key, stored, part))
         reads = [(entry.stored, entry.buffered) for entry in buffer.attached]
-        buffer.pending_io = self._io_pool.submit(self._read, reads)
+        buffer.pending_io = self._submit(self._file.read, reads)
+
+    def _submit(
+        self, copy: Callable[[Tensor, Tensor], None], pairs: Sequence[tuple[Tensor, Tensor]]
+    ) -> Future[None]:
+        """A thread calls `copy` with each of these, of tensors in the file and in memory."""
+
+        def run() -> None:
+            for stored, part in pairs:
+                copy(stored, part)
+
+        return self._io_pool.submit(run)
 
     def _spill_new_state(
         self, chunk: UpdateChunk, state: OptimizerStateMap
@@ -325,14 +336,6 @@ class NvmeStore(HostStore):
             buffer.detach(state)
         if failure is not None:
             raise failure
-
-    def _read(self, reads: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for stored, part in reads:
-            self._file.read(stored, part)
-
-    def _write(self, writes: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for stored, value in writes:
-            self._file.write(stored, value)
 
 
 def _trim_heap() -> None:

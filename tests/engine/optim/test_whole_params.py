@@ -15,8 +15,7 @@ from rayzero.engine.comm.process_group import connect_collectives
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.muon import Muon
 from rayzero.engine.optim.optimizers import Lamb, Lion
-from rayzero.engine.optim.whole_param_exchange import choose_owners
-from rayzero.engine.optim.whole_params import WholeParam
+from rayzero.engine.optim.whole_params import WholeParam, choose_owners
 from tests.engine import zoo
 from tests.engine.optim import references
 from tests.support.ranks import run_ranks
