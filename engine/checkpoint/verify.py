@@ -83,26 +83,16 @@ def find_problems(
         yield FileProblem(MANIFEST_NAME, "flipped", error.seen.partition(f"{MANIFEST_NAME} ")[2])
         return
     sizes = file_sizes(store, manifest)
-    intact = True
-    for problem in _verify_files(store, manifest, sizes, progress, likely):
-        intact = False
-        yield problem
-    yield from _find_foreign(manifest, sizes, intact=intact)
-
-
-def _verify_files(
-    store: Store,
-    manifest: Manifest,
-    sizes: Mapping[str, int],
-    progress: Callable[[int], None],
-    likely: str,
-) -> Iterator[FileProblem]:
     wrong = manifest.wrong_sizes(sizes)
     for name, text in wrong.items():
         yield FileProblem(name, "cut" if name in sizes else "missing", text)
+    intact = not wrong
     for file in sorted(manifest.data_files, key=lambda file: file.name not in likely):
         if file.name not in wrong:
-            yield from _verify_file(store_of(store, file.name), file, progress)
+            for problem in _verify_file(store_of(store, file.name), file, progress):
+                intact = False
+                yield problem
+    yield from _find_foreign(manifest, sizes, intact=intact)
 
 
 def _find_foreign(
