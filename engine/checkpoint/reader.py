@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError, StoreError
-from rayzero.engine.checkpoint.format import BASE_FOLDER, BLOCK_BYTES, MANIFEST_NAME
+from rayzero.engine.checkpoint.format import BASE_FOLDER, BLOCK_BYTES, MANIFEST_NAME, block_count
 from rayzero.engine.checkpoint.manifest import DataFile, Manifest
 from rayzero.engine.checkpoint.store import join_url, open_store, split_url
 from rayzero.engine.checkpoint.store_local import ReadStream, Store
@@ -32,8 +32,9 @@ class BlockReader:
         self._file = file
         self._entry = entry
         self._where = where
-        self._memory = memoryview(b"")
-        self._kept_block = -1  # the number of the block in `_memory`
+        self._memory = memoryview(b"")  # for one block
+        self._kept = memoryview(b"")
+        self._kept_block = -1  # the number of the block in `_kept`
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into` (bytes, writable) from byte `offset` of the data. Raises
@@ -45,36 +46,38 @@ class BlockReader:
             raise EngineError(f"{span} of {self._where} were requested, which has {nbytes}")
         while into:
             block, inside = divmod(offset, BLOCK_BYTES)
-            whole = len(into) if end == nbytes else len(into) - len(into) % BLOCK_BYTES
-            if whole and not inside:
-                part = into[:whole]
-                self._read_blocks(block, part)
-            else:
-                part = self._keep_block(block)[inside : inside + len(into)]
+            if block == self._kept_block:
+                part = self._kept[inside : inside + len(into)]
                 into[: len(part)] = part
+            else:
+                whole = len(into) if end == nbytes else len(into) - len(into) % BLOCK_BYTES
+                part = into[: 0 if inside else whole]
+                self._read_blocks(block, part, keeps_next=len(part) < len(into))
             offset, into = offset + len(part), into[len(part) :]
 
-    def _keep_block(self, block: int) -> memoryview:
-        """The content of one block, in memory that is reused."""
-        size = min(BLOCK_BYTES, self._entry.data_bytes - block * BLOCK_BYTES)
-        if block != self._kept_block:
+    def _read_blocks(self, block: int, into: memoryview, *, keeps_next: bool) -> None:
+        """Fills `into` with whole blocks from this number on; the next block is kept. In one
+        request: a store may be a network away."""
+        after = block + block_count(len(into))
+        kept = self._memory[:0]
+        if keeps_next:
             self._memory = self._memory or memoryview(bytearray(BLOCK_BYTES))
             self._kept_block = -1
-            self._read_blocks(block, self._memory[:size])
-            self._kept_block = block
-        return self._memory[:size]
-
-    def _read_blocks(self, first: int, into: memoryview) -> None:
-        count = self._file.read(self._entry.data_offset + first * BLOCK_BYTES, into)
-        if count != len(into):
-            block = first + count // BLOCK_BYTES
-            raise CheckpointDamagedError(f"{self._where} ends in block {block} of its data")
-        for number, start in enumerate(range(0, len(into), BLOCK_BYTES), start=first):
-            if not self._entry.block_matches(number, into[start : start + BLOCK_BYTES]):
-                raise CheckpointDamagedError(
-                    f"{self._where} is damaged: block {number} of its data does not match its "
-                    "checksum"
-                )
+            kept = self._memory[: min(BLOCK_BYTES, self._entry.data_bytes - after * BLOCK_BYTES)]
+        parts = [part for part in (into, kept) if part]
+        count = self._file.read(self._entry.data_offset + block * BLOCK_BYTES, parts)
+        if count != sum(map(len, parts)):
+            torn = block + count // BLOCK_BYTES
+            raise CheckpointDamagedError(f"{self._where} ends in block {torn} of its data")
+        for first, data in ((block, into), (after, kept)):
+            for number, start in enumerate(range(0, len(data), BLOCK_BYTES), start=first):
+                if not self._entry.block_matches(number, data[start : start + BLOCK_BYTES]):
+                    raise CheckpointDamagedError(
+                        f"{self._where} is damaged: block {number} of its data does not match its "
+                        "checksum"
+                    )
+        if keeps_next:
+            self._kept, self._kept_block = kept, after
 
 
 def file_sizes(store: Store, manifest: Manifest) -> dict[str, int]:

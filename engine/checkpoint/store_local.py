@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,9 +42,9 @@ class ReadStream(Protocol):
     url: str
     nbytes: int
 
-    def read(self, offset: int, into: memoryview) -> int:
-        """Fill `into` from byte `offset` of the file, in one request. Returns the number of bytes
-        read, smaller than its size at the end of the file."""
+    def read(self, offset: int, parts: Sequence[memoryview]) -> int:
+        """Fill `parts` in sequence from byte `offset` of the file, in one request. Returns the
+        number of bytes read, smaller than the size of the parts at the end of the file."""
 
     def close(self) -> None:
         """Safe to repeat."""
@@ -87,7 +87,7 @@ class Store(Protocol):
                 seen = f"has {stream.nbytes} bytes; at most {max_bytes} are read"
                 raise StoreError("unreadable", stream.url, seen)
             content = bytearray(stream.nbytes)
-            return bytes(memoryview(content)[: stream.read(0, memoryview(content))])
+            return bytes(memoryview(content)[: stream.read(0, [memoryview(content)])])
 
     def remove(self, name: str) -> None:
         """Remove a file durably, if it exists."""
@@ -181,11 +181,15 @@ class LocalReadStream(ReadStream):
             self.close()
             raise StoreError("unreadable", self.url, "is not a regular file")
 
-    def read(self, offset: int, into: memoryview) -> int:
+    def read(self, offset: int, parts: Sequence[memoryview]) -> int:
         done = 0
         with store_errors(self.url):
-            while done < len(into) and (count := os.preadv(self._fd, [into[done:]], offset + done)):
-                done += count
+            for part in parts:
+                while part:
+                    count = os.preadv(self._fd, [part], offset + done)
+                    if not count:
+                        return done
+                    done, part = done + count, part[count:]
         return done
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -144,10 +144,18 @@ class RemoteReadStream(ReadStream):
         self.url = url
         self.nbytes: int = file.size()
 
-    def read(self, offset: int, into: memoryview) -> int:
+    def read(self, offset: int, parts: Sequence[memoryview]) -> int:
         with store_errors(self.url):
             self._file.seek(offset)
-            return int(self._file.readinto(into))
+            if len(parts) == 1:
+                return int(self._file.readinto(parts[0]))
+            content = memoryview(self._file.read(sum(len(part) for part in parts)))
+        done = 0
+        for part in parts:
+            data = content[done : done + len(part)]
+            part[: len(data)] = data
+            done += len(data)
+        return done
 
     def close(self) -> None:
         self._file.close()

@@ -121,11 +121,12 @@ def find_damage(
     damaged, whole = [], xxh3_64()
     with closing(store.open(file.name)) as opened:
         for start in range(0, file.data_offset, _READ_BYTES):
-            opened.read(start, chunk := memory[: min(_READ_BYTES, file.data_offset - start)])
+            chunk = memory[: min(_READ_BYTES, file.data_offset - start)]
+            opened.read(start, [chunk])
             whole.update(chunk)
         for start in range(0, file.data_bytes, _READ_BYTES):
             chunk = memory[: min(_READ_BYTES, file.data_bytes - start)]
-            opened.read(file.data_offset + start, chunk)
+            opened.read(file.data_offset + start, [chunk])
             whole.update(chunk)
             for inside in range(0, len(chunk), BLOCK_BYTES):
                 number = (start + inside) // BLOCK_BYTES

@@ -49,8 +49,8 @@ def counted_reads() -> Iterator[list[int]]:
     counts: list[int] = []
     read = LocalReadStream.read
 
-    def read_and_count(self, offset, into):
-        counts.append(read(self, offset, into))
+    def read_and_count(self, offset, parts):
+        counts.append(read(self, offset, parts))
         return counts[-1]
 
     with pytest.MonkeyPatch.context() as patch:
