@@ -46,12 +46,7 @@ def train(
     model = zoo.make_model(torch.float64 if settings.pop("double", False) else torch.float32)
     with use_session(StateSession(blocks)):
         engine, *_ = rayzero.initialize(model=model, config=settings)
-    losses, data = [], list(zoo.batches(steps.stop, SAMPLES))
-    for step in steps:
-        part = data[step].chunk(max(world, 1))[rank]
-        engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
-        engine.step()
-        losses.append(engine.metrics.loss)
+    losses = zoo.train(engine, list(zoo.batches(steps.stop, SAMPLES))[steps.start :])
     local = {name: param.detach().clone() for name, param in model.named_parameters()}
     return losses, local, engine.metrics.collectives, Block.of(engine)
 
