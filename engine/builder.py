@@ -35,7 +35,6 @@ from rayzero.engine.optim.build import OptimizerLike, make_optimizer, regroup_fo
 from rayzero.engine.optim.param_groups import ParamGroups, find_param_groups, freeze_all_params
 from rayzero.engine.optim.schedule import Scheduler, check_schedule, make_schedule
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer, optimizer_shards
-from rayzero.engine.optim.whole_param_exchange import ShardedWholeParamOps
 from rayzero.engine.optim.whole_params import NeedsWholeParams
 from rayzero.engine.own_backward import follow_zero_grad
 from rayzero.engine.precision.policy import Precision, choose_precision, post_reduce_scale
@@ -292,15 +291,11 @@ def make_sharded_optimizer(
     config: EngineConfig,
     device: torch.device,
 ) -> ShardedOptimizer:
-    shards, collectives = optimizer_shards(runtime.units), runtime.collectives
+    shards = optimizer_shards(runtime.units)
     optimizer = make_optimizer(
-        given,
-        config.optimizer,
-        groups,
-        shards,
-        lambda: ShardedWholeParamOps(runtime.units, shards, collectives, device),
-        runtime.precision.update_dtype,
+        given, config.optimizer, groups, shards, runtime.precision.update_dtype
     )
+    optimizer.bind_whole_params(runtime.units, runtime.collectives, device)
     optimizer.resets_other_state = config.rayzero.other_optimizer_state == "reset"
     if isinstance(runtime.grad_reduction, OneBitAdamReduction):
         runtime.grad_reduction.track_optimizer(optimizer)

@@ -22,15 +22,13 @@ from torch import nn
 
 from rayzero.engine.builder import resolve_settings, split_step, with_saved_batch_sizes
 from rayzero.engine.comm.process_group import connect_backend
-from rayzero.engine.compression.gradients import OneBitAdamReduction
-from rayzero.engine.compression.select import make_grad_reduction, make_weight_gather
+from rayzero.engine.compression.gradients import OneBitAdamReduction, make_grad_reduction
+from rayzero.engine.compression.weights import make_weight_gather
 from rayzero.engine.layout.reshard import HeldRanges
 from rayzero.engine.layout.state_index import LogicalTensor, StateSource
 from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.offload.plan import plan_offload
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, optimizer_shards
-from rayzero.engine.optim.whole_param_exchange import ShardedWholeParamOps
-from rayzero.engine.optim.whole_params import NeedsWholeParams
 from rayzero.engine.runtime_builder import make_unit_grad_buffers
 from rayzero.engine.state.error_feedback import load_residuals
 from rayzero.engine.state.kept import KeptSource
@@ -184,12 +182,7 @@ class _Recut:
     def _bind_optimizer(self, shards: Sequence[OptimizerShard]) -> None:
         optimizer, runtime = self._optimizer, self._runtime
         optimizer.rebind(shards)
-        if isinstance(optimizer.torch_optimizer, NeedsWholeParams):
-            optimizer.torch_optimizer.bind_whole_params(
-                ShardedWholeParamOps(
-                    runtime.units, shards, runtime.collectives, self._context.device
-                )
-            )
+        optimizer.bind_whole_params(runtime.units, runtime.collectives, self._context.device)
         if isinstance(runtime.grad_reduction, OneBitAdamReduction):
             runtime.grad_reduction.track_optimizer(optimizer)
 

@@ -6,7 +6,8 @@ import logging
 
 from torch import nn
 
-from rayzero.engine.compression.select import make_grad_reduction, make_weight_gather
+from rayzero.engine.compression.gradients import make_grad_reduction
+from rayzero.engine.compression.weights import make_weight_gather
 from rayzero.engine.config import EngineConfig
 from rayzero.engine.device import get_device
 from rayzero.engine.layout.packed import place_packed, stays_whole

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from rayzero.engine.checkpoint.base import file_sizes
 from rayzero.engine.checkpoint.errors import CheckpointVersionError
 from rayzero.engine.checkpoint.format import (
     BASE_FOLDER,
@@ -18,7 +17,7 @@ from rayzero.engine.checkpoint.format import (
     step_folder_name,
 )
 from rayzero.engine.checkpoint.manifest import Manifest
-from rayzero.engine.checkpoint.reader import read_manifest
+from rayzero.engine.checkpoint.reader import file_sizes, read_manifest
 from rayzero.engine.checkpoint.store import join_url, open_store, split_url
 from rayzero.engine.checkpoint.store_local import Store, StoreEntry
 from rayzero.engine.checkpoint.verify import marked_damage
@@ -49,6 +48,11 @@ class CheckpointInfo:
     @property
     def is_complete(self) -> bool:
         return self.status == "whole"
+
+    @property
+    def own_files(self) -> list[StoreEntry]:
+        """The files that a checkpoint has."""
+        return [entry for entry in self.entries if is_checkpoint_file(entry.name)]
 
 
 def list_checkpoints(path: str) -> list[CheckpointInfo]:
@@ -99,7 +103,10 @@ def _inspect_folder(store: Store, name: str) -> CheckpointInfo:
         else:
             manifest = read_manifest(store, name)
             sizes = file_sizes(open_store(join_url(store.url, name)), manifest)
-            problem = _find_damage(manifest, step, sizes)
+            wrong = (f"{file} {text}" for file, text in manifest.wrong_sizes(sizes).items())
+            problem = next(wrong, "")
+            if manifest.step != step:
+                problem = f"its manifest is that of step {manifest.step}"
             if not problem and any(entry.name == DAMAGE_NAME for entry in entries):
                 problem = marked_damage(store, name, manifest)
             status = "damaged" if problem else "whole"
@@ -108,13 +115,6 @@ def _inspect_folder(store: Store, name: str) -> CheckpointInfo:
     except DataError as error:
         problem = error.seen
     return CheckpointInfo(step, join_url(store.url, name), status, problem, manifest, entries)
-
-
-def _find_damage(manifest: Manifest, step: int, sizes: Mapping[str, int]) -> str:
-    if manifest.step != step:
-        return f"its manifest is that of step {manifest.step}"
-    wrong = manifest.wrong_sizes(sizes)
-    return next((f"{name} {text}" for name, text in wrong.items()), "")
 
 
 def steps_to_keep(whole: Iterable[int], keep: int, keep_every: int | None = None) -> frozenset[int]:
@@ -175,7 +175,7 @@ def prune_checkpoints(
     for info in checkpoints:
         outdated = info.step not in kept if info.is_complete else info.step < oldest
         if info.status in ("whole", "damaged") and outdated:
-            removed[info.step] = _checkpoint_files(info)
+            removed[info.step] = info.own_files
         elif leftovers := _leftover_files(info, complete[-1]):
             swept[info.step] = leftovers
     bases = unused_bases(store, (), [step_folder_name(step) for step in removed])
@@ -186,10 +186,6 @@ def prune_checkpoints(
     files = [entry for entries in (removed | swept).values() for entry in entries]
     nbytes = sum(entry.nbytes for entry in files + bases)
     return PruneResult(tuple(sorted(kept)), tuple(removed), tuple(swept), nbytes)
-
-
-def _checkpoint_files(info: CheckpointInfo) -> list[StoreEntry]:
-    return [entry for entry in info.entries if is_checkpoint_file(entry.name)]
 
 
 def _leftover_files(info: CheckpointInfo, newest: CheckpointInfo) -> list[StoreEntry]:
@@ -203,7 +199,7 @@ def _leftover_files(info: CheckpointInfo, newest: CheckpointInfo) -> list[StoreE
     }
     return [
         entry
-        for entry in _checkpoint_files(info)
+        for entry in info.own_files
         if entry.name not in listed and entry.modified_s < newest_s
     ]
 

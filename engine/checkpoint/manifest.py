@@ -57,40 +57,25 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class RankFile:
+class RankFile(DataFile):
     """One rank's file of a checkpoint, durable.
 
     Attributes:
-        nbytes, checksum, blocks: as those of `DataFile`.
         block_index: of the rank's data, also of what is in `base`.
         metadata: the rank's JSON part.
         base: the file of the first `block_index.constant_bytes` bytes of the rank's data, which
             other checkpoints may share; None: they are in this file.
     """
 
-    name: str
     rank: int
-    nbytes: int
-    checksum: str
-    blocks: str
     block_index: BlockIndex
     metadata: dict[str, Any]
     base: DataFile | None = None
 
     @property
-    def own(self) -> DataFile:
-        """The rank's file without what is in `base`."""
-        data_bytes = self.block_index.nbytes - (self.base.data_bytes if self.base else 0)
-        return DataFile(self.name, self.nbytes, self.checksum, self.blocks, data_bytes)
-
-    @property
     def data_files(self) -> tuple[DataFile, ...]:
         """The files of the rank's data, in its order."""
-        return (self.base, self.own) if self.base else (self.own,)
-
-    @property
-    def data_offset(self) -> int:
-        return self.own.data_offset
+        return (self.base, self) if self.base else (self,)
 
 
 @dataclass(frozen=True)
@@ -179,10 +164,9 @@ class Manifest:
             raise CheckpointDamagedError(
                 f"{where} is not a manifest that rayzero wrote: {first_line(error)}"
             ) from None
-        job = content.job
-        step = content.step
-        generation = content.generation
-        return cls(job, step, generation, content.stage, content.created_s, files)
+        return cls(
+            content.job, content.step, content.generation, content.stage, content.created_s, files
+        )
 
 
 def make_manifest(
@@ -247,21 +231,27 @@ def _file_from_json(
         document.data_bytes,
         document.constant_bytes,
     )
-    name = document.name
-    nbytes = document.nbytes
-    blocks = document.blocks
     if not table.constant_bytes <= table.nbytes:
-        raise ValueError(f"{name} with {table.nbytes} bytes of data")
+        raise ValueError(f"{document.name} with {table.nbytes} bytes of data")
     base = DataFile(**dict(document.base)) if document.base else None
     if base and base.data_bytes != table.constant_bytes:
         raise ValueError(f"{base.name} with {base.data_bytes} bytes of {table.constant_bytes}")
-    small = document.small
-    file = RankFile(name, rank, nbytes, document.checksum, blocks, table, small, base)
+    file = RankFile(
+        document.name,
+        document.nbytes,
+        document.checksum,
+        document.blocks,
+        table.nbytes - (base.data_bytes if base else 0),
+        rank,
+        table,
+        document.small,
+        base,
+    )
     for part in file.data_files:
         if part.data_offset < 0 or len(part.blocks) != (
             block_count(part.data_bytes) * _CHECKSUM_DIGITS
         ):
             raise ValueError(f"{part.name}: {part.data_bytes} bytes of data, of {part.nbytes}")
     check_index(table)
-    check_metadata(small)
+    check_metadata(document.small)
     return file

@@ -6,16 +6,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from rayzero.engine.checkpoint.base import file_sizes, store_of
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError, StoreError
-from rayzero.engine.checkpoint.format import (
-    BASE_FOLDER,
-    BLOCK_BYTES,
-    MANIFEST_NAME,
-    block_count,
-)
+from rayzero.engine.checkpoint.format import BASE_FOLDER, BLOCK_BYTES, MANIFEST_NAME, block_count
 from rayzero.engine.checkpoint.manifest import DataFile, Manifest
-from rayzero.engine.checkpoint.store import join_url, open_store
+from rayzero.engine.checkpoint.store import join_url, open_store, split_url
 from rayzero.engine.checkpoint.store_local import ReadStream, Store
 from rayzero.engine.errors import DataError, EngineError
 from rayzero.engine.layout.state_index import BlockIndex
@@ -26,7 +20,7 @@ MAX_MANIFEST_BYTES = 2**30  # it has 64 bytes for each MiB of data: this is one 
 class BlockReader:
     """Reads one open file; compares each block with its checksum.
 
-    Whole blocks are read directly into the caller's memory. A partly requested block is cached,
+    Whole blocks are read directly into the caller's memory. A partly requested block is kept,
     because the next read usually continues there.
 
     Args:
@@ -38,66 +32,71 @@ class BlockReader:
         self._file = file
         self._entry = entry
         self._where = where
-        self._nbytes = entry.data_bytes
-        self._cached_block = -1  # the number of the block in `_cache`
-        self._cache = memoryview(b"")
+        self._memory = memoryview(b"")  # for one block
+        self._kept = memoryview(b"")
+        self._kept_block = -1  # the number of the block in `_kept`
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into` (bytes, writable) from byte `offset` of the data. Raises
         CheckpointDamagedError, which names file and block, if bytes are damaged or missing;
         StoreError if the store cannot be read."""
-        if not 0 <= offset <= offset + len(into) <= self._nbytes:
-            span = f"bytes {offset} to {offset + len(into)}"
-            raise EngineError(f"{span} of {self._where} were requested, which has {self._nbytes}")
+        end, nbytes = offset + len(into), self._entry.data_bytes
+        if not 0 <= offset <= end <= nbytes:
+            span = f"bytes {offset} to {end}"
+            raise EngineError(f"{span} of {self._where} were requested, which has {nbytes}")
         while into:
             block, inside = divmod(offset, BLOCK_BYTES)
-            if block == self._cached_block:
-                data = self._cache[inside : inside + len(into)]
-                into[: len(data)] = data
-                count = len(data)
+            if block == self._kept_block:
+                part = self._kept[inside : inside + len(into)]
+                into[: len(part)] = part
             else:
-                count = self._read_blocks(block, inside, into)
-            offset, into = offset + count, into[count:]
+                whole = len(into) if end == nbytes else len(into) - len(into) % BLOCK_BYTES
+                part = into[: 0 if inside else whole]
+                self._read_blocks(block, part, keeps_next=len(part) < len(into))
+            offset, into = offset + len(part), into[len(part) :]
 
-    def _read_blocks(self, block: int, inside: int, into: memoryview) -> int:
-        """Fill the whole blocks at the beginning of `into` and cache the next block if it is partly
-        requested, in one request. Returns the number of bytes filled. `into` begins at byte
-        `inside` of the block of number `block`."""
-        to_the_end = block * BLOCK_BYTES + inside + len(into) == self._nbytes
-        whole = len(into) if to_the_end else len(into) - len(into) % BLOCK_BYTES
-        direct = into[: 0 if inside else whole]
-        after = block + block_count(len(direct))
-        cache = memoryview(b"")
-        if len(direct) < len(into):
-            self._cached_block = -1
-            cache = self._cache_buffer(after)
-        self._read_file(block * BLOCK_BYTES, [part for part in (direct, cache) if part])
-        self._verify_blocks(block, direct)
-        if cache:
-            self._verify_blocks(after, cache)
-            self._cache, self._cached_block = cache, after
-        return len(direct)
+    def _read_blocks(self, block: int, into: memoryview, *, keeps_next: bool) -> None:
+        """Fills `into` with whole blocks from this number on; the next block is kept. In one
+        request: a store may be a network away."""
+        after = block + block_count(len(into))
+        kept = self._memory[:0]
+        if keeps_next:
+            self._memory = self._memory or memoryview(bytearray(BLOCK_BYTES))
+            self._kept_block = -1
+            kept = self._memory[: min(BLOCK_BYTES, self._entry.data_bytes - after * BLOCK_BYTES)]
+        parts = [part for part in (into, kept) if part]
+        count = self._file.read(self._entry.data_offset + block * BLOCK_BYTES, parts)
+        if count != sum(map(len, parts)):
+            torn = block + count // BLOCK_BYTES
+            raise CheckpointDamagedError(f"{self._where} ends in block {torn} of its data")
+        for first, data in ((block, into), (after, kept)):
+            for number, start in enumerate(range(0, len(data), BLOCK_BYTES), start=first):
+                if not self._entry.block_matches(number, data[start : start + BLOCK_BYTES]):
+                    raise CheckpointDamagedError(
+                        f"{self._where} is damaged: block {number} of its data does not match its "
+                        "checksum"
+                    )
+        if keeps_next:
+            self._kept, self._kept_block = kept, after
 
-    def _cache_buffer(self, block: int) -> memoryview:
-        """Memory for one block, reused."""
-        size = min(BLOCK_BYTES, self._nbytes - block * BLOCK_BYTES)
-        if len(self._cache) < size:
-            self._cache = memoryview(bytearray(BLOCK_BYTES))
-        return self._cache[:size]
 
-    def _read_file(self, offset: int, parts: list[memoryview]) -> None:
-        count = self._file.read(self._entry.data_offset + offset, parts)
-        if count != sum(len(part) for part in parts):
-            block = (offset + count) // BLOCK_BYTES
-            raise CheckpointDamagedError(f"{self._where} ends in block {block} of its data")
+def file_sizes(store: Store, manifest: Manifest) -> dict[str, int]:
+    """The sizes of the files in the checkpoint's folder, which is the store's, and of the shared
+    ones if the checkpoint has some, by the names that the manifest has for them."""
+    sizes = {entry.name: entry.nbytes for entry in store.list_folder()}
+    if manifest.base_names:
+        entries = job_store(store).list_folder(BASE_FOLDER)
+        sizes |= {f"{BASE_FOLDER}/{entry.name}": entry.nbytes for entry in entries}
+    return sizes
 
-    def _verify_blocks(self, first: int, data: memoryview) -> None:
-        for number, start in enumerate(range(0, len(data), BLOCK_BYTES), start=first):
-            if not self._entry.block_matches(number, data[start : start + BLOCK_BYTES]):
-                raise CheckpointDamagedError(
-                    f"{self._where} is damaged: block {number} of its data does not match its "
-                    "checksum"
-                )
+
+def job_store(store: Store) -> Store:
+    """The store of the folder that contains a checkpoint's."""
+    return open_store(split_url(store.url)[0])
+
+
+def store_of(store: Store, name: str) -> Store:
+    return job_store(store) if name.startswith(f"{BASE_FOLDER}/") else store
 
 
 def read_manifest(store: Store, folder: str = "") -> Manifest:
@@ -156,7 +155,7 @@ class CheckpointSource:
             offset, into = offset + count, into[count:]
             if not into:
                 return
-        self._reader(entry.own).read(offset - base_bytes, into)
+        self._reader(entry).read(offset - base_bytes, into)
 
     def check_sizes(self) -> None:
         """Raises CheckpointDamagedError if a file has not the size that the manifest states."""

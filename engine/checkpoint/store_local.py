@@ -37,7 +37,10 @@ class StoreEntry:
 
 
 class ReadStream(Protocol):
-    """An open file for reading."""
+    """An open file for reading. `nbytes`: its size when it was opened."""
+
+    url: str
+    nbytes: int
 
     def read(self, offset: int, parts: Sequence[memoryview]) -> int:
         """Fill `parts` in sequence from byte `offset` of the file, in one request. Returns the
@@ -79,6 +82,12 @@ class Store(Protocol):
 
     def read(self, name: str, max_bytes: int = SMALL_FILE_BYTES) -> bytes:
         """Content of a file. Raises as `open` does, and `unreadable` if it is larger."""
+        with closing(self.open(name)) as stream:
+            if stream.nbytes > max_bytes:
+                seen = f"has {stream.nbytes} bytes; at most {max_bytes} are read"
+                raise StoreError("unreadable", stream.url, seen)
+            content = bytearray(stream.nbytes)
+            return bytes(memoryview(content)[: stream.read(0, [memoryview(content)])])
 
     def remove(self, name: str) -> None:
         """Remove a file durably, if it exists."""
@@ -91,7 +100,7 @@ class Store(Protocol):
 _CREATE_FLAGS = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
-class LocalStore:
+class LocalStore(Store):
     """A local folder. Durable by fsync of the file, rename, fsync of the folder, in that order."""
 
     def __init__(self, folder: Path) -> None:
@@ -149,12 +158,6 @@ class LocalStore:
         with store_errors(str(path)):
             return LocalReadStream(path)
 
-    def read(self, name: str, max_bytes: int = SMALL_FILE_BYTES) -> bytes:
-        with closing(self.open(name)) as stream:
-            check_size(str(self._folder / name), stream.nbytes, max_bytes)
-            content = bytearray(stream.nbytes)
-            return bytes(memoryview(content)[: stream.read(0, [memoryview(content)])])
-
     def remove(self, name: str) -> None:
         path = self._folder / name
         with store_errors(str(path)), suppress(FileNotFoundError):
@@ -166,21 +169,21 @@ class LocalStore:
             os.rmdir(self._folder / name)
 
 
-class LocalReadStream:
-    """Reads directly into the caller's memory, unbuffered. `nbytes` is the size when opened."""
+class LocalReadStream(ReadStream):
+    """Reads directly into the caller's memory, unbuffered."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.url = str(path)
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         status = os.fstat(self._fd)
         self.nbytes = status.st_size
         if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise StoreError("unreadable", str(path), "is not a regular file")
+            raise StoreError("unreadable", self.url, "is not a regular file")
 
     def read(self, offset: int, parts: Sequence[memoryview]) -> int:
         done = 0
-        with store_errors(str(self._path)):
+        with store_errors(self.url):
             for part in parts:
                 while part:
                     count = os.preadv(self._fd, [part], offset + done)
@@ -193,12 +196,6 @@ class LocalReadStream:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-def check_size(url: str, nbytes: int, max_bytes: int) -> None:
-    """Raises StoreError of kind `unreadable` if a file has more bytes than it may have."""
-    if nbytes > max_bytes:
-        raise StoreError("unreadable", url, f"has {nbytes} bytes; at most {max_bytes} are read")
 
 
 def _write_chunks(fd: int, chunks: Iterable[memoryview]) -> None:

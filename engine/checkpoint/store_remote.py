@@ -12,7 +12,7 @@ from pyarrow import ArrowException, fs
 
 from rayzero.engine.checkpoint.errors import StoreError, store_errors
 from rayzero.engine.checkpoint.format import PARTIAL_SUFFIX
-from rayzero.engine.checkpoint.store_local import SMALL_FILE_BYTES, StoreEntry, check_size
+from rayzero.engine.checkpoint.store_local import ReadStream, Store, StoreEntry
 from rayzero.engine.errors import ConfigError
 
 _READ_BACK_MISMATCH = (
@@ -22,7 +22,7 @@ _READ_BACK_MISMATCH = (
 _EDGE_BYTES = 64 * 1024  # read back from the beginning and the end of a written file
 
 
-class RemoteStore:
+class RemoteStore(Store):
     """An object store or HDFS. Confirmed writes are read back and compared."""
 
     def __init__(self, url: str) -> None:
@@ -104,12 +104,6 @@ class RemoteStore:
                 self._fs.open_input_file(self._path(name)), self._display_url(name)
             )
 
-    def read(self, name: str, max_bytes: int = SMALL_FILE_BYTES) -> bytes:
-        with self._errors(name), self._fs.open_input_file(self._path(name)) as stream:
-            check_size(self._display_url(name), stream.size(), max_bytes)
-            content: bytes = stream.read(max_bytes)
-            return content
-
     def remove(self, name: str) -> None:
         with self._errors(name), suppress(FileNotFoundError):
             self._fs.delete_file(self._path(name))
@@ -142,15 +136,16 @@ class RemoteStore:
         return store_errors(self._display_url(name))
 
 
-class RemoteReadStream:
+class RemoteReadStream(ReadStream):
     """One request per read; a stream with read-ahead would issue hundreds."""
 
     def __init__(self, file: Any, url: str) -> None:
         self._file = file
-        self._url = url
+        self.url = url
+        self.nbytes: int = file.size()
 
     def read(self, offset: int, parts: Sequence[memoryview]) -> int:
-        with store_errors(self._url):
+        with store_errors(self.url):
             self._file.seek(offset)
             if len(parts) == 1:
                 return int(self._file.readinto(parts[0]))

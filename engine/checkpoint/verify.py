@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
-from rayzero.engine.checkpoint.base import file_sizes, store_of
+from xxhash import xxh3_64
+
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.format import (
     BASE_FOLDER,
@@ -23,12 +25,13 @@ from rayzero.engine.checkpoint.format import (
     PARTIAL_SUFFIX,
     is_checkpoint_file,
 )
-from rayzero.engine.checkpoint.hashing import find_damage
 from rayzero.engine.checkpoint.manifest import DataFile, Manifest
-from rayzero.engine.checkpoint.reader import read_manifest
+from rayzero.engine.checkpoint.reader import file_sizes, read_manifest, store_of
 from rayzero.engine.checkpoint.store import open_store
 from rayzero.engine.checkpoint.store_local import Store
 from rayzero.engine.errors import DataError
+
+_READ_BYTES = 16 * BLOCK_BYTES
 
 
 @dataclass(frozen=True)
@@ -80,26 +83,16 @@ def find_problems(
         yield FileProblem(MANIFEST_NAME, "flipped", error.seen.partition(f"{MANIFEST_NAME} ")[2])
         return
     sizes = file_sizes(store, manifest)
-    intact = True
-    for problem in _verify_files(store, manifest, sizes, progress, likely):
-        intact = False
-        yield problem
-    yield from _find_foreign(manifest, sizes, intact=intact)
-
-
-def _verify_files(
-    store: Store,
-    manifest: Manifest,
-    sizes: Mapping[str, int],
-    progress: Callable[[int], None],
-    likely: str,
-) -> Iterator[FileProblem]:
     wrong = manifest.wrong_sizes(sizes)
     for name, text in wrong.items():
         yield FileProblem(name, "cut" if name in sizes else "missing", text)
+    intact = not wrong
     for file in sorted(manifest.data_files, key=lambda file: file.name not in likely):
         if file.name not in wrong:
-            yield from _verify_file(store_of(store, file.name), file, progress)
+            for problem in _verify_file(store_of(store, file.name), file, progress):
+                intact = False
+                yield problem
+    yield from _find_foreign(manifest, sizes, intact=intact)
 
 
 def _find_foreign(
@@ -117,6 +110,30 @@ def _find_foreign(
         leftover = is_checkpoint_file(name) or name.endswith(PARTIAL_SUFFIX)
         text = "is left from an interrupted save" if leftover else "is not part of the checkpoint"
         yield FileProblem(name, "foreign", text)
+
+
+def find_damage(
+    store: Store, file: DataFile, progress: Callable[[int], None]
+) -> tuple[list[int], bool]:
+    """The damaged blocks of a file, of which every byte is read, and whether it is damaged
+    elsewhere. `progress` is called with the number of bytes of data read since the last call."""
+    memory = memoryview(bytearray(min(_READ_BYTES, file.nbytes)))
+    damaged, whole = [], xxh3_64()
+    with closing(store.open(file.name)) as opened:
+        for start in range(0, file.data_offset, _READ_BYTES):
+            chunk = memory[: min(_READ_BYTES, file.data_offset - start)]
+            opened.read(start, [chunk])
+            whole.update(chunk)
+        for start in range(0, file.data_bytes, _READ_BYTES):
+            chunk = memory[: min(_READ_BYTES, file.data_bytes - start)]
+            opened.read(file.data_offset + start, [chunk])
+            whole.update(chunk)
+            for inside in range(0, len(chunk), BLOCK_BYTES):
+                number = (start + inside) // BLOCK_BYTES
+                if not file.block_matches(number, chunk[inside : inside + BLOCK_BYTES]):
+                    damaged.append(number)
+            progress(len(chunk))
+    return damaged, not damaged and whole.hexdigest() != file.checksum
 
 
 def _verify_file(

@@ -1,19 +1,120 @@
-"""Writes a checkpoint: one file for each rank, then the manifest, which makes it exist."""
+"""Writes a checkpoint: one file for each rank, then the manifest, which makes it exist.
+
+Frozen weights, which training never changes, are the first `constant_bytes` of a rank's block. They
+may be in a file of their own, which the checkpoints of a job share. It is named by its content, so
+a weight that was changed, frozen or made trainable, or another world size, gives another file, and
+a job that continues finds those of its earlier runs. It is hashed where it is written, beside
+training; one that exists is read once by each process before it is used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
-from rayzero.engine.checkpoint.base import MIN_BASE_BYTES, file_sizes, split_block, write_base
+from xxhash import xxh3_64, xxh3_128_hexdigest
+
 from rayzero.engine.checkpoint.errors import StoreError
-from rayzero.engine.checkpoint.format import MANIFEST_NAME, file_header, new_file_name
-from rayzero.engine.checkpoint.hashing import Checksums
-from rayzero.engine.checkpoint.manifest import Manifest, RankFile
+from rayzero.engine.checkpoint.format import (
+    BASE_FOLDER,
+    BLOCK_BYTES,
+    MANIFEST_NAME,
+    base_file_name,
+    base_file_step,
+    file_header,
+    new_file_name,
+)
+from rayzero.engine.checkpoint.manifest import DataFile, Manifest, RankFile
+from rayzero.engine.checkpoint.reader import file_sizes, job_store
 from rayzero.engine.checkpoint.store import open_store
+from rayzero.engine.checkpoint.verify import find_damage
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.state_index import BlockIndex
+
+MIN_BASE_BYTES = BLOCK_BYTES
+"""Less than this stays in the rank's file: another file would cost more than it saves."""
+_CHUNK_BYTES = 32 * BLOCK_BYTES  # per write: efficient for disks, fits in CPU caches
+
+
+class Checksums:
+    """Checksums of a file and of its blocks, computed while it is written."""
+
+    def __init__(self) -> None:
+        self.whole = xxh3_64()
+        self.blocks: list[str] = []
+
+    def chunks(self, header: bytes, data: memoryview) -> Generator[memoryview]:
+        """The file's chunks; another thread hashes one while the caller writes it. The thread ends
+        with the iterator. Hashing and writing both release the GIL."""
+        with ThreadPoolExecutor(1, "rayzero-checksum") as executor:
+            self.whole.update(header)
+            yield memoryview(header)
+            for start in range(0, len(data), _CHUNK_BYTES):
+                chunk = data[start : start + _CHUNK_BYTES]
+                future = executor.submit(self._hash_chunk, chunk)
+                yield chunk
+                future.result()
+
+    def to_file(self, name: str, header: bytes, data: memoryview) -> DataFile:
+        """The file, once it is written."""
+        nbytes = len(header) + len(data)
+        checksum, blocks = self.whole.hexdigest(), "".join(self.blocks)
+        return DataFile(name, nbytes, checksum, blocks, len(data))
+
+    def _hash_chunk(self, chunk: memoryview) -> None:
+        self.whole.update(chunk)
+        self.blocks += [
+            xxh3_64(chunk[start : start + BLOCK_BYTES]).hexdigest()
+            for start in range(0, len(chunk), BLOCK_BYTES)
+        ]
+
+
+def split_block(table: BlockIndex) -> tuple[BlockIndex, BlockIndex]:
+    """The indexes of the constant bytes of a block, and of those behind them."""
+    size = table.constant_bytes
+    constant = [part for part in table.ranges if part.offset < size]
+    other = [replace(it, offset=it.offset - size) for it in table.ranges if it.offset >= size]
+    return (
+        BlockIndex(table.tensors, tuple(constant), size, size),
+        BlockIndex(table.tensors, tuple(other), table.nbytes - size),
+    )
+
+
+def write_base(folder: str, rank: int, table: BlockIndex, block: memoryview, step: int) -> DataFile:
+    """The durable file with the first `table.nbytes` bytes of a rank's `block`, for the checkpoint
+    in `folder`; written only if there is none, or only damaged ones. Raises StoreError."""
+    data = block[: table.nbytes]
+    header = file_header(table, {"rank": rank})
+    checksums = Checksums()
+    for _ in checksums.chunks(header, data):
+        pass
+    digest = xxh3_128_hexdigest(header + "".join(checksums.blocks).encode())
+    store = job_store(open_store(folder))
+    for entry in store.list_folder(BASE_FOLDER):
+        first = base_file_step(entry.name)
+        same = first is not None and entry.name.startswith(f"step-{first}-rank-{rank:05d}-{digest}")
+        file = checksums.to_file(f"{BASE_FOLDER}/{entry.name}", header, data)
+        if same and entry.nbytes == file.nbytes and _is_intact(store.url, file, entry.modified_s):
+            return file
+    name = f"{BASE_FOLDER}/{base_file_name(step, rank, digest)}"
+    store.create(name, Checksums().chunks(header, data))
+    return checksums.to_file(name, header, data)
+
+
+@lru_cache(maxsize=64)
+def _is_intact(url: str, file: DataFile, _modified_s: float) -> bool:
+    """Whether a file holds what it should; read again once it has another time of change."""
+    try:
+        blocks, elsewhere = find_damage(open_store(url), file, lambda _: None)
+    except StoreError as error:
+        if not error.damage:
+            raise
+        return False
+    return not blocks and not elsewhere
 
 
 def write_rank_file(
@@ -56,8 +157,8 @@ def write_rank_file(
     checksums = Checksums()
     with closing(checksums.chunks(header, data)) as chunks:
         open_store(folder).create(name, chunks)
-    checksum, blocks = checksums.whole.hexdigest(), "".join(checksums.blocks)
-    return RankFile(name, rank, len(header) + len(data), checksum, blocks, table, metadata, base)
+    file = checksums.to_file(name, header, data)
+    return RankFile(**vars(file), rank=rank, block_index=table, metadata=metadata, base=base)
 
 
 def commit_checkpoint(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rayzero.engine.comm.backend import ChainableWork, ReduceOp
 from rayzero.engine.comm.collectives import Collectives
-from rayzero.engine.compression.codecs import Codec
+from rayzero.engine.compression.codecs import CODECS, Codec, SignCodec
 from rayzero.engine.compression.powersgd import PowerSGDReduce
 from rayzero.engine.compression.quantized import (
     CodecContext,
@@ -19,9 +19,12 @@ from rayzero.engine.compression.quantized import (
     PayloadBuffers,
     QuantizedReduce,
 )
+from rayzero.engine.config import EngineConfig
+from rayzero.engine.config.compression import is_onebit, selected_codecs
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.onebit import MomentumReduced
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
+from rayzero.engine.zero.build import BuildContext
 from rayzero.engine.zero.reducer import ErrorFeedback, GradReduction, UnitGradSpec
 
 log = logging.getLogger("rayzero.engine")
@@ -208,3 +211,25 @@ def make_error_feedback(
     local = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
     shard = torch.zeros_like(local[unit.shard]) if reduced else None
     return ErrorFeedback(unit, local, shard)
+
+
+def make_grad_reduction(
+    config: EngineConfig, context: BuildContext, factor: float
+) -> GradReduction:
+    """The gradient reduction that a config selects; reduced gradients are still to be multiplied by
+    `factor`, before loss scaling."""
+    name = next(iter(selected_codecs(config).values()), "none")
+    section = config.rayzero.compression
+    collectives, device = context.collectives, context.device
+    factor /= context.precision.scaler.value
+    if is_onebit(config):
+        codec: Codec = SignCodec(section.block_size or 128)
+        return OneBitAdamReduction(codec, collectives, device, factor=factor)
+    if name == "none":
+        return GradReduction(collectives, factor)
+    if name == "lowrank":
+        return PowerSGDReduction(section.rank, collectives, device, factor=factor)
+    codec, feedback = CODECS[name](section.block_size), section.error_feedback
+    if feedback is None:
+        feedback = codec.needs_error_feedback
+    return QuantizedReduction(codec, collectives, device, feedback=feedback, factor=factor)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
 from rayzero.engine.comm.backend import ChainableWork, GatherOp, rank_chunk
 from rayzero.engine.comm.collectives import Collectives
-from rayzero.engine.compression.codecs import Codec
+from rayzero.engine.compression.codecs import CODECS, Codec
 from rayzero.engine.compression.quantized import PayloadBuffers
+from rayzero.engine.config import EngineConfig
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.zero.build import BuildContext
 from rayzero.engine.zero.parameters import ShardedWeights, WeightGather
+
+log = logging.getLogger("rayzero.engine")
 
 
 class QuantizedGather(WeightGather):
@@ -113,3 +120,45 @@ class _SecondaryShard:
             self.is_current = True
 
         return self._inner.all_gather(full, part).then(keep)
+
+
+def make_weight_gather(config: EngineConfig, context: BuildContext) -> WeightGather:
+    """The all-gather of sharded weights that a config selects. Raises ConfigError if the hpZ groups
+    do not divide the world size."""
+    collectives, device = context.collectives, context.device
+    zero, section = config.zero_optimization, config.rayzero.compression
+    gather = WeightGather(collectives)
+    if zero.zero_quantized_weights:
+        gather = QuantizedGather(CODECS["int8"](section.block_size), collectives, device)
+    size = hpz_group_size(
+        zero.zero_hpz_partition_size, collectives.world_size, elastic=context.elastic
+    )
+    return gather if size == 1 else HpzGather(gather, collectives, size, device)
+
+
+def hpz_group_size(size: int, world_size: int, *, elastic: bool) -> int:
+    """Ranks per secondary partition (ZeRO++ hpZ); 1 for none. Raises ConfigError if the size does
+    not divide the world size.
+
+    Args:
+        size: `zero_hpz_partition_size`; 0 or 1 for none.
+        elastic: the world size may change, so the next smaller size that divides it is used, with
+            a warning.
+    """
+    allowed = [divisor for divisor in range(1, world_size + 1) if world_size % divisor == 0]
+    if size <= 1 or size in allowed:
+        return max(size, 1)
+    if not elastic:
+        raise ConfigError(
+            f"zero_optimization.zero_hpz_partition_size is {size} on {world_size} ranks",
+            allowed=f"what divides the world size: {', '.join(map(str, allowed))}",
+        )
+    used = max(divisor for divisor in allowed if divisor < size)
+    log.warning(
+        "zero_hpz_partition_size %d does not divide the world size %d: %d is used until that "
+        "changes",
+        size,
+        world_size,
+        used,
+    )
+    return used

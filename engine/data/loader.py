@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -28,14 +27,6 @@ class MapDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
-
-
-@dataclass(frozen=True)
-class _StepPart:
-    """A loaded micro-batch."""
-
-    yielded: YieldedBatch
-    batch: Any
 
 
 class StepLoader:
@@ -81,7 +72,7 @@ class StepLoader:
         self._training_thread = threading.get_ident()
         self._collate = collate_fn or default_collate
         self._before_read = before_read
-        self._prefetch: weakref.ref[Prefetch[_StepPart]] | None = None
+        self._prefetch: weakref.ref[Prefetch[tuple[YieldedBatch, Any]]] | None = None
         weakref.finalize(self, micro_batches.warn_at_end)  # at the interpreter's exit at the latest
         self._script_cursor = 0  # where a launched script's next epoch begins
 
@@ -181,11 +172,11 @@ class StepLoader:
         feed = Prefetch(self._read_ahead(split, cursor, done, steps))
         self._prefetch = weakref.ref(feed)
         try:
-            for part in feed:
+            for yielded, loaded in feed:
                 self.progress.data_wait_s += feed.wait_s
-                batch = batch_to_device(part.batch, self.device)
-                self._micro_batches.add(iteration, part.yielded, batch)
-                del part  # its batch in host memory
+                batch = batch_to_device(loaded, self.device)
+                self._micro_batches.add(iteration, yielded, batch)
+                del yielded, loaded  # the batch in host memory
                 yield batch
                 del batch
                 self._enter_phase(end)
@@ -210,7 +201,7 @@ class StepLoader:
 
     def _read_ahead(
         self, split: StepSplit, cursor: int, done: int, steps: int
-    ) -> Iterator[_StepPart]:
+    ) -> Iterator[tuple[YieldedBatch, Any]]:
         """Runs in the thread: batches in host memory, skipping `done` of the first step."""
         device = get_device(self.device)
         device.make_current()  # or pinning uses device 0
@@ -230,7 +221,7 @@ class StepLoader:
                     owner=self._micro_batches,
                     split=split,
                 )
-                yield _StepPart(yielded, batch)
+                yield yielded, batch
 
     def _collate_samples(self, indices: list[int]) -> Any:
         samples = _fetch_samples(self.dataset, indices)

@@ -9,7 +9,6 @@ by age.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 from rayzero.engine.data.sampling import SampleOrder
 from rayzero.engine.errors import DataError
+from rayzero.engine.trackers import append_all
 
 _LEDGER_PATTERN = "generation-*.jsonl"
 
@@ -48,17 +48,9 @@ class SampleLedger:
         """Write the line of a step, counted from 1: the samples consumed since the previous one.
         Raises DataError if the line could not be written."""
         line = json.dumps({**self._rank_fields, "step": step, "samples": self._samples}) + "\n"
-        data = line.encode()
         try:
             # Opened for each line: a generation may end at any time, without closing anything.
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
-            try:
-                size = os.fstat(file).st_size
-                if os.write(file, data) < len(data):
-                    os.ftruncate(file, size)  # the line may be written again
-                    raise OSError("only a part was written")
-            finally:
-                os.close(file)
+            append_all(self._path, line.encode())  # or nothing: it may be written again
         except OSError as error:
             raise self._write_error(error) from error
         self._samples = []

@@ -1,35 +1,145 @@
-"""Optimizer state and main weights in a file, with a few buffers of them in memory at a time.
+"""Tensors in files: model weights at rest, main weights and optimizer state.
 
-An update processes chunks in a fixed order. While one is updated, threads read the next ones and
-write the previous ones back.
+`MappedFile` has no name: it is gone with its process, however that ends. Tensors at rest are
+mapped, so that whatever reads or loads state finds them as ordinary memory, in pages that the
+kernel may take back at any time. Updates read and write with pread(2) and pwrite(2), because a
+failure of those is an error, where a failure of mapped memory is a signal. Both see the same pages.
+
+`NvmeStore` has a few buffers in memory. An update processes chunks in a fixed order. While one is
+updated, threads read the next ones and write the previous ones back.
 
 Order and lifetime. Chunk i always uses buffer i mod k. A buffer is read into after the write of its
 previous chunk has ended and the events behind the copies of its weights to the device, in the next
-update, too; later chunks' copies are not waited for. Chunks have disjoint file
-ranges, so reads and writes need no order among them. An update ends when everything is written:
-between updates the buffers are empty, and the file is the state.
+update, too; later chunks' copies are not waited for. Chunks have disjoint file ranges, so reads and
+writes need no order among them. An update ends when everything is written: between updates the
+buffers are empty, and the file is the state.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LateError
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rayzero.engine.device import Event
-from rayzero.engine.errors import EngineError
-from rayzero.engine.offload.mapped_file import MappedFile
+from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.offload.stores import HostStore, OptimizerStateMap, UpdateChunk
 from rayzero.engine.offload.transfer import HostTransfer, MemoryKind
 from rayzero.engine.precision.policy import Precision
+from rayzero.engine.tensor_tree import storage_id
 
 IO_LIMIT_S = 600.0  # for one chunk: a disk that takes longer has failed
 _IO_THREADS = 2  # a read and a write side by side
+
+
+class MappedFile:
+    """Owns one unnamed file in a folder, which is created if it is missing. It lives as long as
+    this object, or a tensor in it. Raises ConfigError if no file can be created there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  closed in `close`
+        except OSError as error:
+            raise ConfigError(
+                f"offload to {str(folder)!r}: {error.strerror}",
+                allowed="a folder on a local disk that every worker may write to",
+                fix="zero_optimization.offload_optimizer.nvme_path, or offload_param.nvme_path",
+            ) from None
+        self._size_bytes = 0
+        self._offsets: dict[int, int] = {}  # in bytes, by the address of the storage
+
+    def new_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A mapped flat tensor of zeros. Its disk space is allocated at once. Raises EngineError if
+        the disk is full."""
+        size = -(-max(1, numel * dtype.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:  # a page that cannot be written back later would kill the process
+            os.posix_fallocate(self._file.fileno(), self._size_bytes, size)
+            memory = mmap.mmap(self._file.fileno(), size, offset=self._size_bytes)
+        except OSError as error:
+            raise self._io_error(
+                f"{size} bytes after {self._size_bytes} could not be allocated", error
+            ) from None
+        tensor = torch.frombuffer(memory, dtype=dtype, count=numel)
+        self._offsets[tensor.untyped_storage().data_ptr()] = self._size_bytes
+        self._size_bytes += size
+        return tensor
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._offsets
+
+    def read(self, stored: Tensor, into: Tensor) -> None:
+        """Copies a tensor in the file to a contiguous tensor in host memory. Raises EngineError if
+        the disk failed."""
+        self._copy(os.preadv, "a read failed", stored, into)
+
+    def write(self, stored: Tensor, source: Tensor) -> None:
+        """Copies a contiguous tensor in host memory to a tensor in the file. Raises EngineError if
+        the disk is full, or failed."""
+        self._copy(os.pwritev, "a write failed", stored, source)
+
+    def _copy(
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        failure: str,
+        stored: Tensor,
+        memory: Tensor,
+    ) -> None:
+        start = self._offsets[stored.untyped_storage().data_ptr()]
+        offset = start + int(stored.storage_offset()) * stored.element_size()
+        flat = memory.detach().view(torch.uint8)
+        remaining = flat.numpy().data.cast("B") if flat.numel() else memoryview(b"")
+        while remaining.nbytes:
+            try:
+                count = call(self._file.fileno(), [remaining], offset)
+            except OSError as error:
+                raise self._io_error(failure, error) from None
+            if not count:
+                raise self._io_error(f"the file ends at {offset} of {self._size_bytes} bytes", None)
+            remaining, offset = remaining[count:], offset + count
+
+    def close(self) -> None:
+        """Closes the descriptor. The disk space is freed with the last tensor in it."""
+        self._file.close()
+
+    def _io_error(self, what: str, error: OSError | None) -> EngineError:
+        reason = f": {error.strerror}" if error is not None else ""
+        return EngineError(
+            f"offloaded state in {str(self._folder)!r}: {what}{reason}",
+            fix="zero_optimization.offload_optimizer.nvme_path: a working disk with free space "
+            "(the files have no name: df shows them, ls does not), or offload_optimizer.device",
+        )
+
+
+class MetaFile(MappedFile):
+    """No file: its tensors are on the meta device, so that only their sizes exist."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, Tensor] = {}  # by the storage's identity
+
+    def new_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(numel, dtype=dtype, device="meta")
+        self._tensors[storage_id(tensor)] = tensor
+        return tensor
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return storage_id(tensor) in self._tensors
+
+    def _copy(self, *_: object) -> None:
+        return
+
+    def close(self) -> None:
+        return
 
 
 @dataclass
@@ -155,7 +265,7 @@ class NvmeStore(HostStore):
                 current = [weight.detach() for weight in chunk.weights]
                 writes, new_state = buffer.detach(state), self._spill_new_state(chunk, state)
                 buffer.sent = self._send_updated(chunk, current)
-                buffer.pending_io = self._io_pool.submit(self._write, writes + new_state)
+                buffer.pending_io = self._submit(self._file.write, writes + new_state)
                 if new_state:  # its first update
                     del new_state, writes
                     _trim_heap()
@@ -189,7 +299,18 @@ class NvmeStore(HostStore):
                     part = buffer.memory[kind][start:stop]
                     buffer.attached.append(_Attached(weight, key, stored, part))
         reads = [(entry.stored, entry.buffered) for entry in buffer.attached]
-        buffer.pending_io = self._io_pool.submit(self._read, reads)
+        buffer.pending_io = self._submit(self._file.read, reads)
+
+    def _submit(
+        self, copy: Callable[[Tensor, Tensor], None], pairs: Sequence[tuple[Tensor, Tensor]]
+    ) -> Future[None]:
+        """A thread calls `copy` with each of these, of tensors in the file and in memory."""
+
+        def run() -> None:
+            for stored, part in pairs:
+                copy(stored, part)
+
+        return self._io_pool.submit(run)
 
     def _spill_new_state(
         self, chunk: UpdateChunk, state: OptimizerStateMap
@@ -215,14 +336,6 @@ class NvmeStore(HostStore):
             buffer.detach(state)
         if failure is not None:
             raise failure
-
-    def _read(self, reads: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for stored, part in reads:
-            self._file.read(stored, part)
-
-    def _write(self, writes: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for stored, value in writes:
-            self._file.write(stored, value)
 
 
 def _trim_heap() -> None:

@@ -13,8 +13,7 @@ from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.config.zero import ZeroConfig
 from rayzero.engine.layout.flat_layout import ALIGN_NUMEL
 from rayzero.engine.layout.units import UnitPlan
-from rayzero.engine.offload.mapped_file import MappedFile, MetaFile
-from rayzero.engine.offload.nvme_store import NvmeStore
+from rayzero.engine.offload.nvme_store import MappedFile, MetaFile, NvmeStore
 from rayzero.engine.offload.stores import DeviceStore, HostStore, StateStore
 from rayzero.engine.offload.transfer import HostShardGather, HostTransfer, MemoryKind, make_transfer
 from rayzero.engine.precision.policy import Precision

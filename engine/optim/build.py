@@ -27,7 +27,7 @@ from rayzero.engine.optim.sharded_optimizer import (
     group_shards,
     rebind_params,
 )
-from rayzero.engine.optim.whole_params import NeedsWholeParams, WholeParamOps
+from rayzero.engine.optim.whole_params import NeedsWholeParams
 from rayzero.engine.zero.unused_params import UnusedRanges
 
 OptimizerLike = torch.optim.Optimizer | OptimizerFactory
@@ -71,7 +71,6 @@ def make_optimizer(
     config: OptimizerConfig | None,
     groups: ParamGroups,
     shards: Sequence[OptimizerShard],
-    make_whole_params: Callable[[], WholeParamOps],
     update_dtype: torch.dtype | None = None,
 ) -> ShardedOptimizer:
     """The optimizer of this rank: the user's own, else the config's, else `NoOptimizer`. Raises
@@ -79,7 +78,6 @@ def make_optimizer(
 
     Args:
         given: an optimizer over the model's parameters, or a function of groups that makes one.
-        make_whole_params: makes the access to whole parameters for an optimizer that needs it.
         update_dtype: see `ShardedOptimizer`.
     """
     check_elementwise(given)
@@ -94,15 +92,14 @@ def make_optimizer(
     check_elementwise(optimizer)
     if is_adafactor(optimizer):
         AdafactorUpdate(optimizer)
-    if isinstance(optimizer, NeedsWholeParams):
-        if any(shard.unit.state_store.chunk_numel is not None for shard in shards):
-            raise ConfigError(
-                f"the state of {type(optimizer).__name__} cannot be offloaded to NVMe: the "
-                "optimizer needs whole parameters, and files are read in chunks",
-                allowed="optimizers that update each element independently, such as AdamW",
-                fix='offload_optimizer: {"device": "cpu"}',
-            )
-        optimizer.bind_whole_params(make_whole_params())
+    in_chunks = any(shard.unit.state_store.chunk_numel is not None for shard in shards)
+    if in_chunks and isinstance(optimizer, NeedsWholeParams):
+        raise ConfigError(
+            f"the state of {type(optimizer).__name__} cannot be offloaded to NVMe: the "
+            "optimizer needs whole parameters, and files are read in chunks",
+            allowed="optimizers that update each element independently, such as AdamW",
+            fix='offload_optimizer: {"device": "cpu"}',
+        )
     return ShardedOptimizer(optimizer, shards, update_dtype)
 
 

@@ -169,7 +169,7 @@ class OneBitLamb(Lamb, MomentumReduced):
         ranges = [segment.tensor_range for segment in self._whole_params.segments[tensor]]
         self._frozen += [(flat[it].max(), prelim[it].norm()) for it in ranges]
         grad.add_(tensor, alpha=group["weight_decay"])
-        return self._segment_updates(tensor, grad, group["lr"], group)
+        return self._segment_updates(tensor, grad, group["lr"])
 
     def _trust_ratios(self, updates: Sequence[LambUpdate]) -> Tensor:
         """The warm-up's, of which means are kept, then those that follow the factors."""

@@ -85,7 +85,6 @@ class LambUpdate:
     weight: Tensor
     direction: Tensor
     step_size: float
-    group: dict[str, Any]
 
 
 class Lamb(torch.optim.Optimizer):
@@ -143,11 +142,9 @@ class Lamb(torch.optim.Optimizer):
         if group["bias_correction"]:
             count = state["step"].item()
             size *= sqrt(1 - second**count) / (1 - first**count)
-        return self._segment_updates(tensor, grad, size, group)
+        return self._segment_updates(tensor, grad, size)
 
-    def _segment_updates(
-        self, tensor: Tensor, direction: Tensor, size: float, group: dict[str, Any]
-    ) -> list[LambUpdate]:
+    def _segment_updates(self, tensor: Tensor, direction: Tensor, size: float) -> list[LambUpdate]:
         weight, direction = tensor.view(-1), direction.view(-1)
         return [
             LambUpdate(
@@ -155,7 +152,6 @@ class Lamb(torch.optim.Optimizer):
                 weight[segment.tensor_range],
                 direction[segment.tensor_range],
                 size,
-                group,
             )
             for segment in self._whole_params.segments[tensor]
         ]

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.offload.stores import StateStore, UpdateChunk
 from rayzero.engine.offload.transfer import MemoryKind
 from rayzero.engine.optim.adafactor import is_adafactor
-from rayzero.engine.optim.whole_params import NeedsWholeParams
+from rayzero.engine.optim.whole_params import NeedsWholeParams, ShardedWholeParamOps
 from rayzero.engine.zero.unit import Unit
 from rayzero.engine.zero.unused_params import UnusedRanges
 
@@ -91,6 +92,19 @@ class ShardedOptimizer:
         parameter groups keep their options."""
         self._set_params(shards)
         self._set_shards(shards)
+
+    def bind_whole_params(
+        self, units: Sequence[Unit], collectives: Collectives, device: torch.device
+    ) -> None:
+        """Gives the torch optimizer access to whole parameters, if it needs that, of all units;
+        they are assembled on `device`. Raises as its `bind_whole_params`."""
+        if isinstance(self.torch_optimizer, NeedsWholeParams):
+            shards: dict[Tensor, tuple[Unit, slice]] = {
+                shard.weight: (shard.unit, shard.layout_range) for shard in self.shards
+            }
+            self.torch_optimizer.bind_whole_params(
+                ShardedWholeParamOps(units, shards, collectives, device)
+            )
 
     def _set_params(self, shards: Sequence[OptimizerShard]) -> None:
         """Makes the shards' weights the torch optimizer's only parameters."""

@@ -2,10 +2,17 @@
 
 Such an optimizer has `bind_whole_params` and is given a `WholeParamOps`; elementwise optimizers do
 not and pay nothing.
+
+A parameter that is transformed as a whole has one owner. Every rank sends its part to the owner and
+receives the same range of the result: about 1/W of the parameters each way and rank, by
+`Collectives.all_to_all_v`. Owners and holders follow from the layouts, so ranks exchange no
+metadata.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -13,6 +20,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.zero.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,163 @@ class WholeParamOps:
         """
         for number, part in parts.items():
             part.copy_(function(self.params[number], part.to(self._device, dtype)))
+
+
+Segments = list[ParamSegment]
+Plan = tuple[list[Segments], list[Segments]]
+"""This rank's segments by the rank that owns their parameter, and the segments of the parameters
+that this rank owns by the rank that holds them."""
+
+
+class ShardedWholeParamOps(WholeParamOps):
+    """`WholeParamOps` over the parameters of an engine's units.
+
+    Args:
+        units: all units of the engine, in the same order on every rank.
+        shards: the tensors that this rank's optimizer updates: their unit, and the range of its
+            flat layout.
+        device: where parameters are assembled.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        shards: Mapping[Tensor, tuple[Unit, slice]],
+        collectives: Collectives,
+        device: torch.device,
+    ) -> None:
+        self._units = [unit for unit in units if unit.main_weights is not None]
+        params: list[WholeParam] = []
+        self._params_of: dict[str, list[WholeParam]] = {}  # by the unit's name
+        for unit in self._units:
+            specs = enumerate(unit.layout.params, start=len(params))
+            self._params_of[unit.name] = [
+                WholeParam(number, spec.shape, spec.group, spec.name) for number, spec in specs
+            ]
+            params += self._params_of[unit.name]
+        segments = {tensor: self._segments_in(*place) for tensor, place in shards.items()}
+        super().__init__(params, segments, device)
+        self._collectives = collectives
+        self._sharded = any(unit.owned != slice(0, unit.layout.numel) for unit in self._units)
+        self._unit_of = {tensor: unit for tensor, (unit, _) in shards.items()}
+        self._plans: dict[object, Plan] = {}
+
+    def params_of(self, updated: Sequence[Tensor]) -> list[WholeParam]:
+        names = {self._unit_of[tensor].name for tensor in updated}
+        return [
+            it for unit in self._units if unit.name in names for it in self._params_of[unit.name]
+        ]
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        if not self._sharded:
+            return values
+        sums = values.to(self._device, non_blocking=True)  # weights may be offloaded
+        if values.device == sums.device:
+            return self._collectives.sum_on_device(sums, "sums")
+        return values.new_tensor(self._collectives.sum_scalars(sums, name="sums")).view_as(values)
+
+    def transform(
+        self,
+        groups: Sequence[int],
+        updated: Sequence[Tensor],
+        parts: Mapping[int, Tensor],
+        function: TransformFn,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if not self._sharded:  # every rank computes all parameters
+            super().transform(groups, updated, parts, function, dtype)
+            return
+        to_owner, from_holder = self._plan_for(groups, updated)
+        main_dtypes = [
+            unit.main_weights.dtype for unit in self._units if unit.main_weights is not None
+        ]
+        wire_dtype = dtype or max(main_dtypes, key=lambda main: main.itemsize)
+        sent = [self._empty_buffer(segments, wire_dtype) for segments in to_owner]
+        received = [self._empty_buffer(segments, wire_dtype) for segments in from_holder]
+        views = _segment_views(to_owner, sent)
+        for segment, view in views:
+            view.copy_(parts[segment.param.number])
+        # `release` blocks until both sides may be overwritten.
+        self._collectives.all_to_all_v(received, sent).release()
+        _transform_owned(_segment_views(from_holder, received), function)
+        self._collectives.all_to_all_v(sent, received).release()
+        for segment, view in views:
+            parts[segment.param.number].copy_(view)
+
+    def _empty_buffer(self, segments: Segments, dtype: torch.dtype) -> Tensor:
+        numel = sum(segment.stop - segment.start for segment in segments)
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def _plan_for(self, groups: Sequence[int], updated: Sequence[Tensor]) -> Plan:
+        unit_ids = frozenset(id(self._unit_of[tensor]) for tensor in updated)
+        key = tuple(groups), unit_ids
+        if key in self._plans:
+            return self._plans[key]
+        rank, world_size = self._collectives.rank, self._collectives.world_size
+        owners = choose_owners(self.params_in_groups(groups), world_size)
+        to_owner: list[Segments] = [[] for _ in range(world_size)]
+        from_holder: list[Segments] = [[] for _ in range(world_size)]
+        for unit in [unit for unit in self._units if id(unit) in unit_ids]:
+            for holder in range(world_size):
+                for segment in self._segments_in(unit, unit.layout.shard(holder)):
+                    owner = owners.get(segment.param.number)
+                    if owner is not None and holder == rank:
+                        to_owner[owner].append(segment)
+                    if owner == rank:
+                        from_holder[holder].append(segment)
+        self._plans[key] = to_owner, from_holder
+        return self._plans[key]
+
+    def _segments_in(self, unit: Unit, extent: slice) -> list[ParamSegment]:
+        """The parameter segments in a range of a unit's flat layout."""
+        params = self._params_of[unit.name]
+        return [
+            ParamSegment(params[part.index], part.start, part.stop, part.memory)
+            for part in unit.layout.overlaps(extent)
+        ]
+
+
+def choose_owners(params: Sequence[WholeParam], world_size: int) -> dict[int, int]:
+    """The owner of each parameter, balanced greedily: largest first, to the least loaded rank."""
+    loads = [(0, rank) for rank in range(world_size)]
+    owners = {}
+    for param in sorted(params, key=lambda param: (-_orthogonalize_cost(param), param.number)):
+        load, rank = heapq.heappop(loads)
+        owners[param.number] = rank
+        heapq.heappush(loads, (load + _orthogonalize_cost(param), rank))
+    return owners
+
+
+def _orthogonalize_cost(param: WholeParam) -> int:
+    """Multiplications of the matrix with its transpose."""
+    rows = param.shape[0] if param.shape else 1
+    return param.numel * min(rows, prod(param.shape[1:]))
+
+
+def _segment_views(
+    segments_by_rank: Sequence[Segments], buffers: Sequence[Tensor]
+) -> list[tuple[ParamSegment, Tensor]]:
+    """Each segment with its view of its rank's buffer, which holds them one after another."""
+    views: list[tuple[ParamSegment, Tensor]] = []
+    for segments, buffer in zip(segments_by_rank, buffers, strict=True):
+        if segments:
+            lengths = [segment.stop - segment.start for segment in segments]
+            views += zip(segments, buffer.split(lengths), strict=True)
+    return views
+
+
+def _transform_owned(views: Sequence[tuple[ParamSegment, Tensor]], function: TransformFn) -> None:
+    """Assemble each parameter, transform it, and put the result in place of its segments."""
+    views_of: defaultdict[WholeParam, list[tuple[ParamSegment, Tensor]]] = defaultdict(list)
+    for segment, view in views:
+        views_of[segment.param].append((segment, view))
+    for param, held in views_of.items():
+        whole = held[0][1].new_empty(param.numel)
+        for segment, view in held:
+            whole[segment.start : segment.stop] = view
+        result = function(param, whole)
+        for segment, view in held:
+            view.copy_(result[segment.start : segment.stop])
 
 
 @runtime_checkable

@@ -126,12 +126,10 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def fake_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model on the meta device. Call within `fake_tensors`."""
-    device = local_device()
-    tensors = (*model.parameters(), *model.buffers())
+def copy_without_memory(model: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of a model on the meta device or, within `fake_tensors`, on any other."""
     memo: dict[int, Tensor] = {}
-    for tensor in tensors:
+    for tensor in (*model.parameters(), *model.buffers()):
         fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         is_param = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_param else fake

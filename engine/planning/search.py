@@ -13,12 +13,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from rayzero.engine.builder import compile_model
 from rayzero.engine.config import EngineConfig, parse_config, resolve_batch_sizes
+from rayzero.engine.device import local_device
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.units import name_params, plan_blocks
+from rayzero.engine.planning import USABLE_FRACTION
 from rayzero.engine.planning.activations import (
     MakeBatch,
     MicroStepTrace,
-    fake_copy,
+    copy_without_memory,
     fake_tensors,
     trace_micro_step,
 )
@@ -45,21 +47,16 @@ class MemoryEstimate:
     @property
     def device_bytes(self) -> dict[str, int]:
         """Bytes on the accelerator, or in the process's memory without one."""
+        others = ("host_", "disk_")
+        return {name: it for name, it in self.bytes.items() if not name.startswith(others)}
+
+    def offloaded_bytes(self, place: str) -> dict[str, int]:
+        """Bytes in host memory (`host`) or in files (`disk`)."""
         return {
-            name: size
+            name.removeprefix(f"{place}_"): size
             for name, size in self.bytes.items()
-            if not name.startswith(("host_", "disk_"))
+            if name.startswith(f"{place}_")
         }
-
-    @property
-    def host_bytes(self) -> dict[str, int]:
-        """Offloaded to host memory."""
-        return self._with_prefix("host_")
-
-    @property
-    def disk_bytes(self) -> dict[str, int]:
-        """Offloaded to files."""
-        return self._with_prefix("disk_")
 
     @property
     def device_total_bytes(self) -> int:
@@ -71,21 +68,14 @@ class MemoryEstimate:
 
     @property
     def host_total_bytes(self) -> int:
-        return sum(self.host_bytes.values())
+        return sum(self.offloaded_bytes("host").values())
 
     @property
     def cpu_update_s(self) -> float:
         """Seconds that one thread takes for the optimizer's update in host memory; 0 without."""
-        host = self.host_bytes
+        host = self.offloaded_bytes("host")
         state = host.get("main_weights", 0) + host.get("optimizer_state", 0)  # read and written
         return (2 * state + host.get("main_grads", 0)) / THREAD_BYTES_PER_S
-
-    def _with_prefix(self, prefix: str) -> dict[str, int]:
-        return {
-            name.removeprefix(prefix): size
-            for name, size in self.bytes.items()
-            if name.startswith(prefix)
-        }
 
 
 class MemoryPlanner:
@@ -130,7 +120,7 @@ class MemoryPlanner:
         try:
             return self._make_model()
         except DataDependentOutputException:  # it reads a tensor of its own, on a named device
-            return fake_copy(self._meta_model)
+            return copy_without_memory(self._meta_model, local_device())
 
     @cached_property
     def _meta_model(self) -> nn.Module:
@@ -147,10 +137,6 @@ def _innermost_blocks(model: nn.Module) -> list[nn.Module]:
         for block in blocks
         if not any(inner in blocks for inner in block.modules() if inner is not block)
     ]
-
-
-RESERVED_FRACTION = 0.1
-"""Fraction of a GPU's memory reserved for its context, NCCL and allocator fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -207,10 +193,6 @@ class SearchResult:
     estimate: MemoryEstimate
     fits: bool | None
 
-    @staticmethod
-    def usable_bytes(gpu_bytes: int) -> int:
-        return int((1 - RESERVED_FRACTION) * gpu_bytes)
-
 
 def evaluate_settings(
     planner: MemoryPlanner, document: dict[str, Any], world_size: int, gpu_bytes: int | None = None
@@ -220,7 +202,7 @@ def evaluate_settings(
 
     Args:
         document: an engine config; its stage and offload are replaced.
-        gpu_bytes: memory of one GPU, of which `RESERVED_FRACTION` is kept free.
+        gpu_bytes: memory of one GPU, of which `USABLE_FRACTION` is used.
     """
     results: list[SearchResult] = []
     for setting in CANDIDATE_SETTINGS:
@@ -233,7 +215,7 @@ def evaluate_settings(
         estimate = planner.estimate(config, world_size, recomputed=setting.recomputed)
         fits = None
         if gpu_bytes is not None:
-            fits = estimate.device_total_bytes <= (1 - RESERVED_FRACTION) * gpu_bytes
+            fits = estimate.device_total_bytes <= USABLE_FRACTION * gpu_bytes
         results.append(SearchResult(setting, estimate, fits))
     return results
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from rayzero.engine.errors import ConfigError, RayzeroError
+from rayzero.engine.planning import USABLE_FRACTION
 from rayzero.orchestrator.cli.command import JsonValueFlag, local_command, new_group
 from rayzero.orchestrator.top.format import format_size, plain_class
 
@@ -175,8 +176,8 @@ def _result_json(result: Any, chosen: bool) -> dict[str, Any]:
     return {
         "setting": result.setting.name,
         "device_bytes": _plain_names(estimate.device_bytes),
-        "host_bytes": _plain_names(estimate.host_bytes),
-        "disk_bytes": _plain_names(estimate.disk_bytes),
+        "host_bytes": _plain_names(estimate.offloaded_bytes("host")),
+        "disk_bytes": _plain_names(estimate.offloaded_bytes("disk")),
         "device_total_bytes": estimate.device_total_bytes,
         "host_total_bytes": estimate.host_total_bytes,
         "flops": estimate.flops,
@@ -230,7 +231,7 @@ def _remarks(results: list[Any], best: Any, traced: bool, gpu_bytes: int | None)
         yield f"Use {best.setting.name}: the first that fits in {format_size(gpu_bytes)}."
         return
     least = min(results, key=lambda it: int(it.estimate.device_total_bytes))
-    needed, usable = least.estimate.device_total_bytes, least.usable_bytes(gpu_bytes)
+    needed, usable = least.estimate.device_total_bytes, int(USABLE_FRACTION * gpu_bytes)
     yield (
         f"Nothing fits in {format_size(gpu_bytes)}, of which {format_size(usable)} are for the "
         "model (the rest is left to CUDA, NCCL and fragmentation): the least, "

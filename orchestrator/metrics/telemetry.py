@@ -34,7 +34,7 @@ from rayzero.orchestrator.metrics.snapshot import (
     restore_metrics,
     snapshot_ranks,
 )
-from rayzero.orchestrator.metrics.step_files import open_step_files
+from rayzero.orchestrator.metrics.trackers import open_step_files
 from rayzero.orchestrator.page import page_response
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord

@@ -1,185 +1,138 @@
-"""Finished steps in experiment trackers, Weights & Biases and MLflow, through their packages.
+"""Finished steps in the job's folder, as `metrics.jsonl` and TensorBoard's event files, and in the
+experiment trackers Weights & Biases and MLflow.
 
-They have a thread of their own: a tracker is a network away, and the journal must not wait for it.
-A tracker that cannot be reached costs a warning, never a step. One tracker's run is one run of the
-job, with its repairs and adoptions.
+Trackers have a thread of their own: a tracker is a network away, and the journal must not wait for
+it. A tracker that cannot be reached costs a warning, never a step. One tracker's run is one run of
+the job, with its repairs and adoptions.
 """
 
 from __future__ import annotations
 
-import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
-from math import isfinite
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 from rayzero.engine.errors import ConfigError, first_line
-from rayzero.engine.monitors import is_installed
 from rayzero.engine.redact import redact_document
-from rayzero.orchestrator.background_writer import BackgroundWriter
+from rayzero.engine.trackers import (
+    FAILED,
+    EventFile,
+    MlflowRun,
+    Point,
+    WandbRun,
+    Writer,
+    append_all,
+    is_installed,
+)
+from rayzero.orchestrator.background_writer import BackgroundWriter, WriteQueue
 from rayzero.orchestrator.job_events import EventBus, StateEntered
 from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.metrics.step_files import scalars_of
+from rayzero.orchestrator.metrics.snapshot import finite_json
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
 
+JSON_LINES_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
 FLUSH_INTERVAL_S = 2.0
 END_LIMIT_S = 20.0
 """How long the end of a job waits for its trackers."""
-MAX_MLFLOW_BATCH = 500
-"""Metrics of a request; MLflow's limit is 1000, of which 100 may be params."""
-_MAX_PARAM_CHARACTERS = 500
-_MLFLOW_INVALID = re.compile(r"[^\w\-. /:]")
-_MLFLOW_STATUS = {State.SUCCEEDED: "FINISHED", State.STOPPED: "KILLED"}
+_RUN_STATUS = {State.SUCCEEDED: "FINISHED", State.STOPPED: "KILLED"}
+_TENSORBOARD_TAGS = {
+    "lr": "train/learning_rate",
+    "grad_norm": "train/gradient_norm",
+    "loss_scale": "train/loss_scale",
+    "step_s": "speed/step_seconds",
+    "exposed_comm_s": "speed/exposed_communication_seconds",
+    "mfu": "speed/model_flops_utilization",
+    "cpu_cores": "usage/cpu_cores",
+    "gpu_utilization": "usage/gpu_utilization",
+}
+_TAG_PREFIXES = {"phases/": "phase_seconds/", "bytes/": "memory_bytes/"}
+"""Gauges that are shown under another TensorBoard folder."""
 
 
-class Tracker(ABC):
-    """A run in a tracker, which is opened by the first call. Does nothing once the tracker's
-    package could not be imported: trying again is of no use.
-
-    Args:
-        settings: the tracker's, in the job file.
-        key: identifies the run, so that a process which adopts the job continues it.
-    """
-
-    name: ClassVar[str]
-    package: ClassVar[str]
-
-    def __init__(self, settings: Any, plan: JobPlan, key: str, warn: Callable[[str], None]) -> None:
-        self._settings = settings
-        self._plan = plan
-        self._key = key
-        self._warn = warn
-        self._module: Any = None
-        self._is_broken = False
-
-    def write(self, events: Sequence[StepRecord | StateEntered]) -> None:
-        """Steps, and the job's end. May raise anything, and is called again with the same then."""
-        if not self._has_module():
-            return
-        if records := [event for event in events if isinstance(event, StepRecord)]:
-            self.log(records)
-        for event in events:
-            if isinstance(event, StateEntered):
-                self.end(event.state)
-
-    @abstractmethod
-    def log(self, records: Sequence[StepRecord]) -> None:
-        """Adds these steps; one that was done again replaces nothing."""
-
-    @abstractmethod
-    def end(self, state: State) -> None:
-        """Marks the run as ended."""
-
-    def _has_module(self) -> bool:
-        """Imports the package, once."""
-        if self._module is None and not self._is_broken:
-            try:
-                self._module = import_module(self.package)
-            except Exception as error:  # noqa: BLE001 -- a package raises what it wants
-                self._is_broken = True
-                self._warn(
-                    f"{self.name} does not get this job's steps: its package fails: "
-                    f"{type(error).__name__}: {first_line(error)}"
-                )
-        return not self._is_broken
-
-    def _config(self) -> dict[str, Any]:
-        """The job file without secrets."""
-        config: dict[str, Any] = redact_document(to_document(self._plan.spec))
-        return config
+def to_point(record: StepRecord) -> Point:
+    """The values of a step by TensorBoard tag, which other trackers get too; those of user code are
+    under `user/`."""
+    scalars = {"speed/step_seconds": record.step_s, "job/world_size": float(record.world_size)}
+    if record.loss is not None:
+        scalars["train/loss"] = record.loss
+    if record.tokens_per_s is not None:
+        scalars["speed/tokens_per_second"] = record.tokens_per_s
+    for name, value in record.gauges.items():
+        prefix = next((prefix for prefix in _TAG_PREFIXES if name.startswith(prefix)), None)
+        if name in _TENSORBOARD_TAGS:
+            scalars[_TENSORBOARD_TAGS[name]] = value
+        elif prefix is not None:
+            scalars[_TAG_PREFIXES[prefix] + name.removeprefix(prefix)] = value
+    scalars |= {f"user/{name}": value for name, value in record.user_gauges()}
+    return Point(record.step, record.at_s, scalars)
 
 
-class WandbRun(Tracker):
-    """A run in Weights & Biases, by its id."""
+def write_json_lines(path: Path, records: Sequence[StepRecord]) -> None:
+    """One line per step. Later runs append to the same file; the last line of a step is the valid
+    one. inf and nan, which JSON does not have, are written as null."""
+    lines = []
+    for record in records:
+        fields = {
+            "step": record.step,
+            "generation": record.generation,
+            "world_size": record.world_size,
+            "at_s": record.at_s,
+            "loss": record.loss,
+            "tokens": record.tokens,
+            "step_s": record.step_s,
+            **{name: value for name, value in record.gauges.items() if name != "step"},
+        }
+        lines.append(json.dumps(finite_json(fields)) + "\n")
+    append_all(path, "".join(lines).encode())
 
-    name = "W&B"
-    package = "wandb"
-    _run: Any = None
 
-    def log(self, records: Sequence[StepRecord]) -> None:
-        run = self._open()
+class TensorBoardFile:
+    """An event file under `tensorboard/`, one per run."""
+
+    def __init__(self, folder: Path, now_s: float) -> None:
+        self._file = EventFile(folder / TENSORBOARD_FOLDER, now_s)
+        self._last_step = 0
+
+    def write(self, records: Sequence[StepRecord]) -> None:
         for record in records:
-            # Not W&B's own step, which must not go back: that of steps that are done again does.
-            run.log({"step": record.step, **scalars_of(record)})
-
-    def end(self, state: State) -> None:
-        exit_code = int(state is State.FAILED)
-        self._open().finish(exit_code=exit_code)
-        self._module.teardown(exit_code=exit_code)  # its service process
-
-    def _open(self) -> Any:
-        if self._run is None:
-            self._run = self._module.init(
-                project=self._settings.project,
-                entity=self._settings.entity,
-                group=self._plan.spec.name,
-                name=self._plan.spec.name,
-                id=self._key,
-                resume="allow",
-                mode=self._settings.mode,
-                dir=str(self._plan.output_dir),
-                config=self._config(),
-                settings=self._module.Settings(console="off", silent=True),
-            )
-            self._run.define_metric("step")
-            self._run.define_metric("*", step_metric="step")
-        return self._run
+            if record.step <= self._last_step:  # recomputed, or written again after a failure
+                self._file.rewind(record.step, record.at_s)
+            self._file.write([to_point(record)])
+            self._last_step = record.step
 
 
-class MlflowRun(Tracker):
-    """A run in MLflow; the key is a tag of the run."""
+def open_step_files(plan: JobPlan, now_s: float, writer: BackgroundWriter) -> list[WriteQueue]:
+    """A queue for each of the files that the job file enables. Raises ConfigError if one cannot be
+    written."""
+    config, folder = plan.spec.metrics, plan.output_dir
+    writes: dict[str, Callable[[Sequence[StepRecord]], None]] = {}
+    try:
+        if config.jsonl:
+            writes["metrics.jsonl"] = partial(write_json_lines, folder / JSON_LINES_FILE)
+            writes["metrics.jsonl"](())  # creates it
+        if config.tensorboard:
+            writes["the TensorBoard file"] = TensorBoardFile(folder, now_s).write
+    except OSError as error:
+        raise ConfigError(
+            f"metrics cannot be written into {str(folder)!r}: {error.strerror or error}",
+            allowed="a writable folder",
+            fix="checkpoint.path, or metrics.jsonl and metrics.tensorboard in the job file",
+        ) from None
+    return [writer.add_queue(subject, write, 0.0) for subject, write in writes.items()]
 
-    name = "MLflow"
-    package = "mlflow"
-    _client: Any = None
-    _run_id = ""
 
-    def log(self, records: Sequence[StepRecord]) -> None:
-        self._open()
-        metric = self._module.entities.Metric
-        metrics = [
-            metric(_MLFLOW_INVALID.sub("_", name), value, int(record.at_s * 1000), record.step)
-            for record in records
-            for name, value in scalars_of(record).items()
-            if isfinite(value)  # its stores differ in what they make of others
-        ]
-        for start in range(0, len(metrics), MAX_MLFLOW_BATCH):
-            batch = metrics[start : start + MAX_MLFLOW_BATCH]
-            self._client.log_batch(self._run_id, metrics=batch, synchronous=True)
-
-    def end(self, state: State) -> None:
-        self._open()
-        self._client.set_terminated(self._run_id, _MLFLOW_STATUS.get(state, "FAILED"))
-
-    def _open(self) -> None:
-        if self._run_id:
-            return
-        self._client = client = self._module.MlflowClient(self._settings.tracking_uri)
-        name = self._settings.experiment
-        experiment = client.get_experiment_by_name(name)
-        folder = client.create_experiment(name) if experiment is None else experiment.experiment_id
-        earlier = client.search_runs([folder], f"tags.`rayzero.run` = '{self._key}'")
-        if earlier:
-            self._run_id = earlier[0].info.run_id
-            client.update_run(self._run_id, "RUNNING")
-            return
-        tags = {"rayzero.run": self._key, "rayzero.job": self._plan.spec.name}
-        run_id = client.create_run(folder, tags=tags, run_name=self._plan.spec.name).info.run_id
-        param = self._module.entities.Param
-        params = [
-            param(_MLFLOW_INVALID.sub("_", key), str(value)[:_MAX_PARAM_CHARACTERS])
-            for key, value in _flatten(self._config())
-        ]
-        client.log_batch(run_id, params=params[:100])
-        self._run_id = run_id
+_NAMES = {"wandb": "W&B", "mlflow": "MLflow"}
 
 
 class Trackers:
-    """The trackers of the job file. Owns their thread, from `subscribe_to` to `close`. Raises
-    ConfigError if a package is not installed here.
+    """The trackers of the job file, by their packages. Owns their thread, from `subscribe_to` to
+    `close`. Raises ConfigError if a package is not installed here.
 
     Args:
         began_s: Unix time of the run's first journal entry, the same after an adoption.
@@ -187,22 +140,25 @@ class Trackers:
     """
 
     def __init__(self, plan: JobPlan, began_s: float, warn: Callable[[str], None]) -> None:
-        metrics, key = plan.spec.metrics, f"{plan.spec.name}-{int(began_s)}"
-        kinds = {WandbRun: metrics.wandb, MlflowRun: metrics.mlflow}
-        runs = [kind(it, plan, key, warn) for kind, it in kinds.items() if it is not None]
-        for run in runs:
-            if not is_installed(run.package):
-                raise ConfigError(
-                    f"metrics.{run.package}: the package {run.package} is not installed on the "
-                    "cluster's head node",
-                    allowed=f"a head node with {run.package}, where the job's controller runs",
-                    fix=f"pip install {run.package} there, or remove metrics.{run.package}",
-                )
+        self._plan = plan
+        self._key = f"{plan.spec.name}-{int(began_s)}"
         self._warn = warn
+        self._runs: dict[str, Writer | None] = {}  # None: its package cannot be imported
         self._writer = BackgroundWriter(warn)
+        packages = [it for it in _NAMES if getattr(plan.spec.metrics, it) is not None]
+        for package in packages:
+            if not is_installed(package):
+                raise ConfigError(
+                    f"metrics.{package}: the package {package} is not installed on the "
+                    "cluster's head node",
+                    allowed=f"a head node with {package}, where the job's controller runs",
+                    fix=f"pip install {package} there, or remove metrics.{package}",
+                )
         self._queues = [
-            self._writer.add_queue(f"the job's run in {run.name}", run.write, FLUSH_INTERVAL_S)
-            for run in runs
+            self._writer.add_queue(
+                f"the job's run in {_NAMES[it]}", partial(self._write, it), FLUSH_INTERVAL_S
+            )
+            for it in packages
         ]
 
     def subscribe_to(self, events: EventBus) -> None:
@@ -222,13 +178,43 @@ class Trackers:
         for queue in self._queues:
             queue.put(event)
 
+    def _write(self, package: str, events: Sequence[StepRecord | StateEntered]) -> None:
+        """Steps, and the job's end. May raise anything, and is called again with the same then."""
+        if package not in self._runs:
+            self._runs[package] = self._open(package)
+        if (run := self._runs[package]) is None:
+            return
+        run.write([to_point(event) for event in events if isinstance(event, StepRecord)])
+        for event in events:
+            if isinstance(event, StateEntered):
+                run.end(_RUN_STATUS.get(event.state, FAILED))
 
-def _flatten(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """(dotted key, value) of what is set."""
-    pairs: list[tuple[str, Any]] = []
-    for key, inner in value.items():
-        if isinstance(inner, Mapping):
-            pairs += _flatten(inner, f"{prefix}{key}.")
-        elif inner not in (None, [], ""):
-            pairs.append((f"{prefix}{key}", inner))
-    return pairs
+    def _open(self, package: str) -> Writer | None:
+        """The job's run; None if the package cannot be imported: trying again is of no use."""
+        try:
+            module: Any = import_module(package)
+        except Exception as error:  # noqa: BLE001 -- a package raises what it wants
+            self._warn(
+                f"{_NAMES[package]} does not get this job's steps: its package fails: "
+                f"{type(error).__name__}: {first_line(error)}"
+            )
+            return None
+        settings = getattr(self._plan.spec.metrics, package)
+        name = self._plan.spec.name
+        config = redact_document(to_document(self._plan.spec))
+        if package == "mlflow":
+            return MlflowRun(
+                settings.tracking_uri, settings.experiment, name=name, key=self._key, config=config
+            )
+        return WandbRun(
+            "step",
+            project=settings.project,
+            entity=settings.entity,
+            group=name,
+            name=name,
+            id=self._key,
+            mode=settings.mode,
+            dir=str(self._plan.output_dir),
+            config=config,
+            settings=module.Settings(console="off", silent=True),
+        )

@@ -8,9 +8,7 @@ from random import Random
 
 from rayzero.engine.config.autotuning import AutotuningConfig
 from rayzero.engine.errors import ConfigError
-
-USABLE_FRACTION = 0.9
-"""Of a device's memory; the rest is left to its context, NCCL and the allocator."""
+from rayzero.engine.planning import USABLE_FRACTION
 
 
 @dataclass(frozen=True, order=True)

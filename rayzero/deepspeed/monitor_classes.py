@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rayzero.deepspeed.comm import get_rank
 from rayzero.engine.config.model import EngineConfig
 from rayzero.engine.config.monitors import CsvMonitorConfig, MonitorConfig
-from rayzero.engine.monitors import CsvWriter, Event, make_monitors
+from rayzero.engine.monitors import Event, make_monitors, to_points
+from rayzero.engine.trackers import CsvFiles
 
 
 class csvMonitor:  # noqa: N801 -- DeepSpeed's name
@@ -20,12 +22,13 @@ class csvMonitor:  # noqa: N801 -- DeepSpeed's name
         self.output_path = csv_config.output_path
         self.job_name = csv_config.job_name
         writes = self.enabled and get_rank() <= 0
-        self._writer = CsvWriter(csv_config) if writes else None
+        folder = Path(self.output_path) / self.job_name
+        self._writer = CsvFiles(folder) if writes else None
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Writes `(name, value, samples)`."""
         if self._writer is not None:
-            self._writer.write(event_list)
+            self._writer.write(to_points(event_list))
 
 
 class MonitorMaster:

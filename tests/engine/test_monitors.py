@@ -32,13 +32,7 @@ def train(config: dict[str, Any], steps: range, blocks: list[Block] | None = Non
     }
     with use_session(StateSession(blocks)):
         engine, *_ = rayzero.initialize(model=model, config=document | config)
-    losses, data = [], list(zoo.batches(steps.stop, SAMPLES))
-    for step in steps:
-        part = data[step].chunk(engine.world_size)[engine.rank]
-        engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
-        engine.step()
-        losses.append(engine.metrics.loss)
-    return engine, losses
+    return engine, zoo.train(engine, list(zoo.batches(steps.stop, SAMPLES))[steps.start :])
 
 
 def rows(folder: Path, name: str) -> list[list[str]]:
@@ -79,10 +73,7 @@ def test_loading_a_checkpoint_rewinds(tmp_path: Path) -> None:
     losses = []
     for _ in range(2):
         engine.load_checkpoint(tmp_path / "saved")
-        batch = next(iter(zoo.batches(1, SAMPLES)))
-        engine.backward(engine(batch[:, :-1], targets=batch[:, 1:])["loss"])
-        engine.step()
-        losses.append(engine.metrics.loss)
+        losses += zoo.train(engine, zoo.batches(1, SAMPLES))
     assert losses[0] == losses[1]
     assert [row[0] for row in rows(tmp_path, "train_loss")] == ["step", "4", "8"]
 
@@ -138,7 +129,7 @@ def test_wandb_continues_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     common = {"project": "p", "entity": "t", "group": "g", "resume": "allow"}
     assert started == [common | {"id": None}, common | {"id": "made"}]
     assert logged == [
-        (samples, f"Train/Samples/{name}") for samples in (4, 8) for name in ("train_loss", "lr")
+        (samples, "Train/Samples/train_loss", "Train/Samples/lr") for samples in (4, 8)
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,17 @@ def batches(steps: int, samples: int, seed: int = 7) -> Iterator[Tensor]:
 
 
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+def train(engine: Any, data: Iterable[Tensor], micro_steps: int = 1) -> list[float]:
+    """Trains on this rank's part of each batch, a step each. Returns the losses."""
+    losses = []
+    for batch in data:
+        for part in batch.chunk(engine.world_size)[engine.rank].chunk(micro_steps):
+            engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
+            engine.step()
+        losses.append(engine.metrics.loss)
+    return losses
 
 
 def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -757,7 +757,7 @@ class FakeVaultGroup:
             if (ref.generation, ref.rank, ref.step) not in vault.slots:
                 raise RayzeroError(f"{ref} is gone")
             vault.files.append((folder, ref))
-            files.append(RankFile(f"rank-{ref.rank}", ref.rank, 64, "", "", BlockIndex(), {}))
+            files.append(RankFile(f"rank-{ref.rank}", 64, "", "", 0, ref.rank, BlockIndex(), {}))
         return files
 
     async def runs(self, node_id: str, pid: int) -> bool:

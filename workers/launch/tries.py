@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rayzero.engine.config import parse_config, read_config
 from rayzero.engine.config.parse import ConfigSource, merge_config
 from rayzero.engine.device import Device
 from rayzero.engine.errors import ConfigError, first_line
+from rayzero.engine.planning.activations import copy_without_memory
 from rayzero.engine.planning.persistent import persistent_bytes
 from rayzero.engine.tensor_tree import iter_tensors
 from rayzero.engine.zero.placement import STAGES
@@ -117,21 +117,9 @@ class ScriptSettings:
 
         config = parse_config(self._by_stage[stage])
         try:
-            held = persistent_bytes(_without_memory(model), config, self._world_size)
+            meta_model = copy_without_memory(model, torch.device("meta"))
+            held = persistent_bytes(meta_model, config, self._world_size)
         except Exception as error:  # noqa: BLE001  # the user's model is copied
             log.warning("stage %d: its memory is not estimated: %s", stage, first_line(error))
             return 0
         return MemoryEstimate(held).device_total_bytes
-
-
-def _without_memory(model: nn.Module) -> nn.Module:
-    """A copy of the model on the meta device."""
-
-    def empty(tensor: Tensor) -> Tensor:
-        meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return (
-            nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
-        )
-
-    tensors = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(tensor): empty(tensor) for tensor in tensors})

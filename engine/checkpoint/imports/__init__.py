@@ -2,8 +2,8 @@
 
 | module | contents |
 |---|---|
-| `deepspeed`, `deepspeed_files` | DeepSpeed's ZeRO checkpoints: keys, files and partitions |
-| `weights_only` | files of `torch.save`, loaded without running code |
+| `deepspeed` | DeepSpeed's ZeRO checkpoints: keys and layout |
+| `deepspeed_files` | their files, loaded without running code, and partitions |
 | `tensors` | a state in tensors; safetensors files, one or several with an index |
 """
 

@@ -137,6 +137,7 @@ def rank_files(draw: st.DrawFn) -> RankFile:
         nbytes=index.nbytes + 4096,
         checksum=draw(checksums),
         blocks="".join(draw(st.lists(checksums, min_size=count, max_size=count))),
+        data_bytes=index.nbytes,
         block_index=index,
         metadata=metadata,
     )
@@ -238,5 +239,7 @@ def test_manifest_size_per_range_is_small():
     index = BlockIndex(tensors, tuple(ranges), 400 * count)
     blocks = -(-index.nbytes // (256 * 1024))
     checksum = "0123456789abcdef"
-    file = RankFile(new_file_name(0), 0, index.nbytes, checksum, checksum * blocks, index, {})
+    file = RankFile(
+        new_file_name(0), index.nbytes, checksum, checksum * blocks, index.nbytes, 0, index, {}
+    )
     assert len(make_manifest("job", 1, 1, [file]).to_bytes()) < 30 * count

@@ -20,9 +20,14 @@ from torch import nn
 
 from rayzero.engine.api.initialize import initialize
 from rayzero.engine.checkpoint.imports import open_foreign
-from rayzero.engine.checkpoint.imports.deepspeed_files import FlatRange, cut_ranges, rank_range
+from rayzero.engine.checkpoint.imports.deepspeed_files import (
+    FlatRange,
+    InertObject,
+    cut_ranges,
+    load_weights_only,
+    rank_range,
+)
 from rayzero.engine.checkpoint.imports.tensors import TensorSource
-from rayzero.engine.checkpoint.imports.weights_only import InertObject, load_weights_only
 from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.state.load import rename_to_model
 from tests.engine.checkpoint import make_deepspeed

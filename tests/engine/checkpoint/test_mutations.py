@@ -20,7 +20,7 @@ from xxhash import xxh3_64_hexdigest
 import rayzero
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError
 from rayzero.engine.checkpoint.export import export_checkpoint
-from rayzero.engine.checkpoint.imports.weights_only import InertObject, load_weights_only
+from rayzero.engine.checkpoint.imports.deepspeed_files import InertObject, load_weights_only
 from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.cli.ckpt import list_command

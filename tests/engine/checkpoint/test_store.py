@@ -285,7 +285,7 @@ def test_verify_reads_a_large_header_in_parts(tmp_path: Path):
     with (tmp_path / "step-1" / file.name).open("r+b") as opened:
         opened.truncate(large.nbytes)
     tracemalloc.start()
-    problems = list(_verify_file(LocalStore(tmp_path / "step-1"), large.own, lambda _: None))
+    problems = list(_verify_file(LocalStore(tmp_path / "step-1"), large, lambda _: None))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert problems

@@ -78,9 +78,9 @@ class RecordedSamples:
         self.pending += samples
 
 
-def make_data() -> TensorDataset:
+def make_data(samples: int = SAMPLES) -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
-    inputs = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
+    inputs = torch.randn(samples, 5, generator=generator, dtype=torch.float64)
     return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
 
 
@@ -189,11 +189,11 @@ def _read(batches: Iterable[Batch], shape: Shape) -> Iterable[Batch]:
     if shape.ahead is None:
         return list(batches)
     if shape.threaded:
-        return _in_a_thread(batches, shape.ahead)
-    return _ahead(batches, shape.ahead)
+        return in_a_thread(batches, shape.ahead)
+    return ahead(batches, shape.ahead)
 
 
-def _ahead(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
+def ahead(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
     held: deque[Batch] = deque()
     for batch in batches:
         held.append(batch)
@@ -202,7 +202,7 @@ def _ahead(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
     yield from held
 
 
-def _in_a_thread(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
+def in_a_thread(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
     queue: Queue[Batch | BaseException | None] = Queue(count + 1)
 
     def read() -> None:
@@ -221,9 +221,11 @@ def _in_a_thread(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
         yield item
 
 
-def plain_weights(samples: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+def plain_weights(
+    samples: Sequence[Sequence[int]], data: TensorDataset | None = None
+) -> dict[str, Tensor]:
     """Those of plain torch, a step over each of these batches."""
-    model, data = make_model(), make_data()
+    model, data = make_model(), data or make_data()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for batch in samples:
         inputs, targets = data[list(batch)]

@@ -149,11 +149,16 @@ def test_len_is_the_number_of_remaining_batches(length: int, global_batch: int, 
     assert len(step_loader) == len(starts) * step_loader.micro_steps
 
 
-def test_iteration_resumes_within_a_step() -> None:
+@pytest.mark.parametrize(
+    ("begin", "go_on"),
+    [(iter, lambda loader: loader.steps(1)), (lambda loader: loader.until(2),) * 2],
+    ids=["steps", "until"],
+)
+def test_iteration_resumes_within_a_step(begin: Any, go_on: Any) -> None:
     step_loader = make_loader(length=10, global_batch=6, micro_batch=2)
-    batches = iter(step_loader)
+    batches = begin(step_loader)
     first = consume(step_loader, (next(batches) for _ in range(4)))
-    second = consume(step_loader, step_loader.steps(1))
+    second = consume(step_loader, go_on(step_loader))
     assert step_loader.progress.step == 2
     assert weighted_samples(first + second) == SampleOrder(10, 1).indices(0, 12).tolist()
 
@@ -188,25 +193,6 @@ def test_until_yields_remaining_steps() -> None:
     second = consume(resumed, resumed.until(5))
     assert resumed.progress.step == 5
     assert weighted_samples(first + second) == SampleOrder(10, 1).indices(0, 20).tolist()
-
-
-def test_until_resumes_within_a_step() -> None:
-    step_loader = make_loader(length=10, global_batch=6, micro_batch=2)
-    batches = step_loader.until(3)
-    first = consume(step_loader, (next(batches) for _ in range(4)))
-    second = consume(step_loader, step_loader.until(3))
-    assert step_loader.progress.step == 3
-    assert weighted_samples(first + second) == SampleOrder(10, 1).indices(0, 18).tolist()
-
-
-def test_until_stops_its_thread() -> None:
-    step_loader = make_loader(length=1000)
-    batches = step_loader.until(100)
-    assert prefetch_threads() == []
-    next(batches)
-    (thread,) = prefetch_threads()
-    del batches
-    assert not thread.is_alive()
 
 
 @given(
@@ -314,7 +300,7 @@ def test_iterators_stop_their_threads() -> None:
     closed.close()
     assert not thread.is_alive()
 
-    dropped = step_loader.steps(100)
+    dropped = step_loader.until(100)
     next(dropped)
     (thread,) = prefetch_threads()
     del dropped

@@ -4,45 +4,28 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from queue import Queue
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import rayzero
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.sampling import SampleOrder
 from rayzero.engine.errors import EngineError
+from tests.engine.data.loops import (
+    LR,
+    Batch,
+    ahead,
+    in_a_thread,
+    make_data,
+    make_model,
+    plain_weights,
+)
 
-SAMPLES, BATCH, LR, STEPS = 49, 7, 0.1, 12
-Batch = tuple[Tensor, Tensor]
-
-
-def make_data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(3)
-    inputs = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
-    return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 1)).double()
-
-
-def plain_weights(steps: int) -> dict[str, Tensor]:
-    """Those of plain torch over the first `steps` global batches."""
-    model, data, order = make_model(), make_data(), SampleOrder(SAMPLES, 0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for step in range(steps):
-        inputs, targets = data[order.indices(step * BATCH, BATCH).tolist()]
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
-    return model.state_dict()
+SAMPLES, BATCH, STEPS = 49, 7, 12
 
 
 class Loop:
@@ -51,7 +34,7 @@ class Loop:
     def __init__(self, stage: int = 1, **config: Any) -> None:
         self.engine, self.optimizer, loader, _ = rayzero.initialize(
             model=make_model(),
-            training_data=make_data(),
+            training_data=make_data(SAMPLES),
             config={
                 "gradient_clipping": 0,
                 "train_batch_size": BATCH,
@@ -74,40 +57,17 @@ class Loop:
 
     def assert_plain(self, steps: int = STEPS) -> None:
         assert self.engine.global_steps == steps
-        torch.testing.assert_close(self.engine.state_dict(), plain_weights(steps))
-
-
-def in_a_thread(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """As a prefetcher of the user's own: read by another thread, up to 3 ahead."""
-    queue: Queue[Batch | None] = Queue(3)
-
-    errors: list[EngineError] = []
-
-    def read() -> None:
-        try:
-            for batch in batches:
-                queue.put(batch)
-        except EngineError as error:
-            errors.append(error)
-        queue.put(None)
-
-    thread = Thread(target=read, daemon=True)
-    thread.start()
-    yield from iter(queue.get, None)
-    thread.join()
-    for error in errors:
-        raise error
-
-
-def one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
-    return (batch for batch, _ in itertools.pairwise(itertools.chain(batches, [None])))  # type: ignore[misc]
+        order = SampleOrder(SAMPLES, 0)
+        samples = [order.indices(step * BATCH, BATCH).tolist() for step in range(steps)]
+        expected = plain_weights(samples, make_data(SAMPLES))
+        torch.testing.assert_close(self.engine.state_dict(), expected)
 
 
 READERS: dict[str, Callable[[Iterator[Batch]], Any]] = {
     "one by one": iter,
-    "one ahead": one_ahead,
+    "one ahead": lambda batches: ahead(batches, 1),
     "a list": list,
-    "a thread": in_a_thread,
+    "a thread": lambda batches: in_a_thread(batches, 2),
 }
 
 
@@ -127,7 +87,7 @@ def test_reading_ahead_trains_as_one_by_one(
 def test_reading_ahead_over_the_end_of_an_epoch(copied: bool) -> None:
     loop = Loop()
     epochs = itertools.chain.from_iterable(loop.loader for _ in loop.loader.epochs(2))
-    for batch in one_ahead(epochs):
+    for batch in ahead(epochs, 1):
         loop.train(batch, copied=copied)
     loop.assert_plain(14)
 
@@ -146,7 +106,7 @@ def test_the_loss_own_backward_and_two_losses_of_a_batch_have_its_weight() -> No
 
 def test_what_was_read_before_a_break_is_read_again() -> None:
     loop = Loop()
-    for turn, batch in enumerate(one_ahead(loop.loader.until(STEPS))):
+    for turn, batch in enumerate(ahead(loop.loader.until(STEPS), 1)):
         if turn == 9:  # in the middle of a step
             break
         loop.train(batch)
@@ -173,9 +133,7 @@ def test_a_batch_left_out_of_copied_tensors_is_an_error_in_the_next_epoch(thread
     loop = Loop()
     with pytest.raises(EngineError, match="more than the loop trained on"):  # noqa: PT012
         for _ in loop.loader.epochs(2):
-            for turn, batch in enumerate(
-                in_a_thread(iter(loop.loader)) if threaded else loop.loader
-            ):
+            for turn, batch in enumerate(in_a_thread(loop.loader, 2) if threaded else loop.loader):
                 if turn != 5:
                     loop.train(batch, copied=True)
                 del batch

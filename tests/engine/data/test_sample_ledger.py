@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -153,9 +154,19 @@ def test_missing_existing_and_unwritable_ledgers(tmp_path: Path) -> None:
         SampleLedger(tmp_path / "file", 1, 0, 1)
 
 
-def test_short_write_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_an_error_and_leaves_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger = SampleLedger(tmp_path, 1, 0, 1)
-    real = os.write
-    monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:10]))
-    with pytest.raises(DataError, match="only a part was written"):
+    (path,) = tmp_path.iterdir()
+    open_path = Path.open
+
+    def open_on_full_disk(self: Path, mode: str) -> None:
+        with open_path(self, mode) as file:
+            file.write(b"half of a line")
+        raise OSError(errno.ENOSPC, "No space left")
+
+    monkeypatch.setattr(Path, "open", open_on_full_disk)
+    with pytest.raises(DataError, match="No space left"):
         ledger.write_step(1)
+    assert not path.stat().st_size

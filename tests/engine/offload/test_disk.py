@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import rayzero
 from rayzero.engine.errors import ConfigError, EngineError
-from rayzero.engine.offload import mapped_file
-from rayzero.engine.offload.mapped_file import MappedFile
+from rayzero.engine.offload import nvme_store
+from rayzero.engine.offload.nvme_store import MappedFile
 from tests.engine.offload.training import config, make_engine, run_steps
 from tests.support.processes import PROCESSES
 
@@ -108,7 +108,7 @@ def test_disk_errors_name_the_folder(
     engine = make_engine(config(2, "bf16", **nvme(tmp_path)))
     if call == "preadv":
         run_steps(engine, [0])  # the first update reads nothing but main weights
-    monkeypatch.setattr(mapped_file, "os", FailingOs(call, error, after))
+    monkeypatch.setattr(nvme_store, "os", FailingOs(call, error, after))
     with pytest.raises(EngineError, match=message) as raised:
         run_steps(engine, [1])
     assert str(tmp_path) in str(raised.value)

@@ -19,8 +19,7 @@ from rayzero.engine.config import parse_config
 from rayzero.engine.device import Device, Event, Stream, replace_device
 from rayzero.engine.engine import Engine
 from rayzero.engine.offload import transfer as transfer_module
-from rayzero.engine.offload.mapped_file import MappedFile
-from rayzero.engine.offload.nvme_store import NvmeStore
+from rayzero.engine.offload.nvme_store import MappedFile, NvmeStore
 from rayzero.engine.offload.plan import Offload
 from rayzero.engine.offload.stores import DeviceStore, HostStore, UpdateChunk
 from rayzero.engine.offload.transfer import HostTransfer, StreamTransfer, make_transfer

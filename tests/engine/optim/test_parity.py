@@ -38,12 +38,7 @@ def train(
                 "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},
             },
         )
-    losses = []
-    for batch in list(zoo.batches(steps.stop, SAMPLES))[steps.start :]:
-        part = batch.chunk(max(world, 1))[rank]
-        engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
-        engine.step()
-        losses.append(engine.metrics.loss)
+    losses = zoo.train(engine, list(zoo.batches(steps.stop, SAMPLES))[steps.start :])
     return losses, engine.state_dict(), Block.of(engine)
 
 

@@ -15,8 +15,7 @@ from rayzero.engine.comm.process_group import connect_collectives
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.muon import Muon
 from rayzero.engine.optim.optimizers import Lamb, Lion
-from rayzero.engine.optim.whole_param_exchange import choose_owners
-from rayzero.engine.optim.whole_params import WholeParam
+from rayzero.engine.optim.whole_params import WholeParam, choose_owners
 from tests.engine import zoo
 from tests.engine.optim import references
 from tests.support.ranks import run_ranks
@@ -64,10 +63,7 @@ def traffic(rank: int, world: int, optimizer: dict[str, Any], stage: int) -> dic
             "zero_optimization": {"stage": stage},
         },
     )
-    for batch in zoo.batches(2, 4):
-        part = batch.chunk(world)[rank]
-        engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
-        engine.step()
+    zoo.train(engine, zoo.batches(2, 4))
     result = engine._runtime.collectives.counters.by_name
     return {name: result[name].calls for name in ("sums", "exchange") if name in result}
 
@@ -105,13 +101,7 @@ def train_offloaded(rank: int, world: int, kind: str, device: str) -> tuple[list
             },
         },
     )
-    losses = []
-    for batch in zoo.batches(3, 6):
-        part = batch.chunk(world)[rank]
-        engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
-        engine.step()
-        losses.append(engine.metrics.loss)
-    return losses, engine.state_dict()
+    return zoo.train(engine, zoo.batches(3, 6)), engine.state_dict()
 
 
 @pytest.mark.parametrize("kind", ["lamb", "muon", "adagrad", "lion"])
@@ -148,9 +138,7 @@ class TestClasses:
             optimizer=make(groups) if instance else make,
             config={"train_batch_size": 4, "gradient_clipping": 0},
         )
-        for batch in data:
-            engine.backward(engine(batch[:, :-1], targets=batch[:, 1:])["loss"])
-            engine.step()
+        zoo.train(engine, data)
         _, state = zoo.train_reference(zoo.make_model(torch.float64), expected, data)
         for name, value in engine.state_dict().items():
             assert zoo.relative_error(value, state[name]) < 1e-9, name

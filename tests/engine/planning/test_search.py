@@ -274,7 +274,7 @@ def test_offloaded_bytes_count_as_host_memory():
     def needs(**zero: Any) -> tuple[dict[str, int], dict[str, int]]:
         document = config(3, bf16={"enabled": True}, zero_optimization={"stage": 3} | zero)
         estimate = MemoryPlanner(small).estimate(parse_config(document), 2)
-        return estimate.device_bytes, estimate.host_bytes
+        return estimate.device_bytes, estimate.offloaded_bytes("host")
 
     before, nothing = needs()
     assert not any(nothing.values())

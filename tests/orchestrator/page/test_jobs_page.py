@@ -22,8 +22,8 @@ from rayzero.orchestrator.journal.files import JournalFiles
 from rayzero.orchestrator.journal.writer import JournalWriter
 from rayzero.orchestrator.metrics.jobs_page import JobsPage
 from rayzero.orchestrator.metrics.run_files import RunFiles, restore_curves
-from rayzero.orchestrator.metrics.step_files import write_json_lines
 from rayzero.orchestrator.metrics.telemetry import Telemetry
+from rayzero.orchestrator.metrics.trackers import write_json_lines
 from rayzero.orchestrator.progress import StepRecord
 from tests.orchestrator.fake_cluster import FakeCluster
 from tests.orchestrator.page.browser import Browser, start_browser

@@ -23,7 +23,7 @@ from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.device import CudaDevice, replace_device
 from rayzero.engine.offload import nvme_store
-from rayzero.engine.offload.mapped_file import MappedFile
+from rayzero.engine.offload.nvme_store import MappedFile
 from rayzero.engine.zero.parameters import WeightGather
 from tests.support.fake_cuda.census import Census
 from tests.support.races.cases import Case

@@ -19,7 +19,7 @@ from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.comm.process_group import SingleRankBackend
 from rayzero.engine.device import replace_device
 from rayzero.engine.offload import nvme_store, transfer
-from rayzero.engine.offload.mapped_file import MappedFile
+from rayzero.engine.offload.nvme_store import MappedFile
 from rayzero.engine.state import device_reads
 from tests.support.virtual_device.device import VirtualDevice
 from tests.support.virtual_device.machine import Machine, current_machine, use_machine

@@ -61,7 +61,7 @@ class Disk:
         assert share_base, "frozen weights are not written again"
         self.while_writing()
         self.files.append((folder, rank, table, small, bytes(data), generation, world_size))
-        return RankFile(f"rank-{rank}", rank, len(data), "", "", BlockIndex(), small)
+        return RankFile(f"rank-{rank}", len(data), "", "", 0, rank, BlockIndex(), small)
 
 
 def test_files_hold_pinned_versions(cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch):
