@@ -48,8 +48,6 @@ class CheckpointWriter:
         Args:
             on_committed: called with the step, folder and files of every committed checkpoint.
         """
-        self.written = 0
-        self.failed = 0
         self.abandoned: dict[int, str] = {}
         """Steps given up because the store failed, with the last error."""
         self._on_committed = on_committed
@@ -218,7 +216,6 @@ class CheckpointWriter:
         await store.commit(pin.step, pin.generation, files)
         self._on_committed(pin.step, folder, files)
         self._newest = CheckpointRef(pin.step, folder)
-        self.written += 1
         nbytes, seconds = sum(file.nbytes for file in files), ctx.now_s() - started_s
         ctx.emit(Checkpointed(pin.step, folder, nbytes, seconds, pin.stopped_s))
         try:
@@ -238,7 +235,6 @@ class CheckpointWriter:
     def _report_failure(
         self, step: int, error: Exception, attempts: int, retry_in_s: float | None
     ) -> str:
-        self.failed += 1
         text = error.seen if isinstance(error, RayzeroError) else str(error)
         if isinstance(error, TimeoutError):
             text = "the store did not finish in time"

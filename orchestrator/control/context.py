@@ -19,7 +19,8 @@ from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
 from rayzero.orchestrator.control.generation_numbers import GenerationNumbers
 from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
-from rayzero.orchestrator.job_events import EventBus, JobEvent, JobWarning, RankEvent, Rewound
+from rayzero.orchestrator.facts import EventBus, JobFacts
+from rayzero.orchestrator.job_events import JobEvent, JobWarning, RankEvent, Rewound
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.observed import ObservedState
 from rayzero.orchestrator.plan import JobPlan
@@ -126,6 +127,10 @@ class JobContext(ObservedState):
     def command_timeout_s(self) -> float:
         """How long a process may take to reply to a command before it counts as lost."""
         return max(LEAST_COMMAND_TIMEOUT_S, self.plan.worker_spec.hang_timeout_s / 4)
+
+    @property
+    def facts(self) -> JobFacts:
+        return self.deps.events.facts
 
     def now_s(self) -> float:
         return self.deps.clock.now()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -51,9 +50,6 @@ class FailureHandler:
         self._pending_kills: set[asyncio.Task[None]] = set()
         spec = context.plan.spec.recovery
         self._budget = failure.FaultBudget(spec.max_faults, spec.fault_window_s)
-
-    def counts_by_cause(self) -> dict[str, int]:
-        return dict(sorted(Counter(str(fault.cause) for fault in self.history).items()))
 
     def kill_hung(self, worker: int, hang: Hang, stacks: Stacks) -> None:
         """Kills a member that hangs, or that does not leave an ended generation."""

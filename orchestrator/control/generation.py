@@ -257,9 +257,6 @@ class RecoveryTimer:
     """
 
     def __init__(self, now_s: Callable[[], float]) -> None:
-        self.repairs = 0
-        self.resizes = 0
-        self.steps_redone = 0
         self._now_s = now_s
         self._current: _Timeline | None = None
         self._next: _Timeline | None = None
@@ -299,7 +296,6 @@ class RecoveryTimer:
         if self._current is not None:
             self._current.step = step
             self._current.steps_redone += steps_redone
-        self.steps_redone += steps_redone
 
     def completed(self, step_s: float, world_size: int) -> Repaired | Resized | None:
         """A step was finished that took `step_s`. Returns the recovery it completes, if any."""
@@ -311,9 +307,7 @@ class RecoveryTimer:
         seconds[timeline.phase] += max(0.0, self._now_s() - timeline.phase_began_s - step_s)
         before, step = timeline.world_size, timeline.step
         if not timeline.cause:
-            self.resizes += 1
             return Resized(timeline.reason, step, before, world_size, dict(seconds))
-        self.repairs += 1
         redone = timeline.steps_redone
         return Repaired(
             timeline.cause, timeline.lost, step, redone, before, world_size, dict(seconds)

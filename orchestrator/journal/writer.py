@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import replace
 
-from rayzero.engine.redact import redact_document
-from rayzero.orchestrator import job_events
+from rayzero.orchestrator.facts import EventBus, JobFacts
+from rayzero.orchestrator.job_events import JobEvent, RunEnded
+from rayzero.orchestrator.journal.entries import JOURNALED, entry_of
 from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate
-from rayzero.orchestrator.journal.run_history import RunHistory, apply_entry
 from rayzero.orchestrator.progress import StepRecord
 
 DEFAULT_STEP_INTERVAL_S = 5.0
@@ -19,76 +17,53 @@ DEFAULT_STEP_INTERVAL_S = 5.0
 
 
 class JournalWriter:
-    """An observer of a job's events. Used from one event loop; opens no file.
+    """An observer of a job's events, from its construction on. Opens no file.
 
     Args:
         put: takes an update; must not block.
-        history: of the run that is adopted.
-        now_s: Unix time.
+        seconds: the wall time by cause, as far as it is counted.
         step_interval_s: between two updates of the number of finished steps.
     """
 
     def __init__(
         self,
         put: Callable[[JournalUpdate], None],
-        history: RunHistory | None = None,
-        now_s: Callable[[], float] = time.time,
+        events: EventBus,
+        seconds: Callable[[], Mapping[str, float]] = dict,
         step_interval_s: float = DEFAULT_STEP_INTERVAL_S,
     ) -> None:
-        self.history = history
-        self.counter_source: Callable[[], Mapping[str, Any]] = dict
-        """The counters of the job's metrics; a run that adopts this one continues them."""
         self._put = put
-        self._now_s = now_s
+        self._events = events
+        self._seconds = seconds
         self._step_interval_s = step_interval_s
         self._next_step_s = 0.0
+        events.subscribe(self._on_event, JOURNALED)
+        events.subscribe(self._on_step, (StepRecord,))
 
-    def append(self, kind: str, **fields: Any) -> None:
-        """Adds one entry; secrets in it are redacted."""
-        if kind in ("moved", "step") and (counters := self.counter_source()):
-            fields["counted"] = counters
-        entry = {"at_s": round(self._now_s(), 3), "kind": kind, **redact_document(fields)}
-        self.history = apply_entry(self.history, entry)
-        if self.history is not None:
-            listed = {key: entry[key] for key in entry if key not in ("counted", "spec")}
-            line = "" if kind == "step" else json.dumps(listed, default=str)
-            self._put(JournalUpdate(self.history, line))
+    def _on_event(self, event: JobEvent) -> None:
+        if (entry := entry_of(event, self._events.facts.last_at_s)) is not None:
+            self._put(JournalUpdate(self._facts(), json.dumps(entry, default=str)))
 
-    def on_event(self, event: job_events.JobEvent) -> None:
-        match event:
-            case StepRecord(step=step):
-                if self._now_s() >= self._next_step_s:
-                    self._next_step_s = self._now_s() + self._step_interval_s
-                    self.append("step", step=step)
-            case job_events.StateEntered():
-                fields = asdict(event)
-                self.append("moved", event=fields.pop("trigger"), **fields)
-            case job_events.FaultRecorded(fault, is_fatal=False):
-                fields = asdict(fault) | {"detail": fault.detail.partition("\n")[0]}
-                del fields["at_s"], fields["traceback"]
-                self.append("fault", **fields)
-            case job_events.Rewound():
-                self.append("picked", **asdict(event))
-            case job_events.LimitsChanged():
-                self.append("scaled", least=event.min_workers, most=event.max_workers)
-            case job_events.Repaired() | job_events.Resized():
-                self.append(type(event).__name__.lower(), **asdict(event), total_s=event.total_s)
-            case job_events.CheckpointFailed():
-                self.append("checkpointfailed", **asdict(event))
-            case job_events.Checkpointed():
-                self.append("checkpoint", **asdict(event))
-            case job_events.CheckpointsPruned(steps):
-                self.append("pruned", steps=list(steps))
-            case job_events.NumbersReserved(last):
-                self.append("reserved", last=last)
+    def _on_step(self, _: StepRecord) -> None:
+        if (at_s := self._events.facts.last_at_s) >= self._next_step_s:
+            self._next_step_s = at_s + self._step_interval_s
+            self._put(JournalUpdate(self._facts()))
+
+    def _facts(self) -> JobFacts:
+        facts, seconds = self._events.facts, self._seconds()
+        return replace(
+            facts, counters=replace(facts.counters, seconds=seconds or facts.counters.seconds)
+        )
 
 
-def write_end(job_folder: str, history: RunHistory, state: str, error: str) -> None:
+def write_end(job_folder: str, facts: JobFacts, state: str, error: str) -> None:
     """Ends a lost run in its journal. May block; the caller holds the folder's lease.
 
     Raises:
         StoreError, OSError: nothing was changed.
     """
     updates: list[JournalUpdate] = []
-    JournalWriter(updates.append, history).append("ended", state=state, error=error)
+    events = EventBus(facts)
+    JournalWriter(updates.append, events)
+    events.emit(RunEnded(state, error))
     JournalFiles(job_folder).write(updates)

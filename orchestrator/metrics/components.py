@@ -1,9 +1,9 @@
-"""Histograms, and counts of faults, recoveries, checkpoints and replicas. No clock, no I/O."""
+"""Histograms, and the newest checkpoint and replicas. No clock, no I/O."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,12 +11,6 @@ from itertools import accumulate
 
 from rayzero.orchestrator.job_events import Checkpointed, Repaired
 from rayzero.orchestrator.metrics.goodput import PHASE_CATEGORY
-from rayzero.orchestrator.policies.failure import (
-    HARDWARE_CAUSES,
-    Fault,
-    FaultBudget,
-    faults_in_budget,
-)
 
 STEP_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -51,43 +45,18 @@ _RecoveryHistogram = partial(Histogram, RECOVERY_BUCKETS_S)
 
 
 @dataclass
-class FaultMetrics:
-    """Faults and recoveries; `budget` is that of hardware faults. `adopted_at_step` is the last
-    step of an adopted run, until the first step after its adoption."""
+class RecoveryTimes:
+    """How long repairs took, and their phases."""
 
-    budget: FaultBudget
-    faults_by_cause: Counter[str] = field(default_factory=Counter)
-    repairs_by_cause: Counter[str] = field(default_factory=Counter)
-    resizes: int = 0
-    steps_redone: int = 0
-    adopted_at_step: int | None = None
-    recovery_time: Histogram = field(default_factory=_RecoveryHistogram)
-    phase_times: dict[str, Histogram] = field(
+    total: Histogram = field(default_factory=_RecoveryHistogram)
+    phases: dict[str, Histogram] = field(
         default_factory=lambda: {phase: _RecoveryHistogram() for phase in PHASE_CATEGORY}
     )
-    _recent: list[Fault] = field(default_factory=list)
 
-    def on_fault(self, fault: Fault) -> None:
-        self.faults_by_cause[str(fault.cause)] += 1
-        since_s = fault.at_s - self.budget.window_s
-        self._recent = [earlier for earlier in self._recent if earlier.at_s > since_s]
-        self._recent.append(fault)
-
-    def on_step(self, step: int) -> None:
-        if self.adopted_at_step is not None:
-            self.steps_redone += max(0, self.adopted_at_step - step + 1)
-            self.adopted_at_step = None
-
-    def on_repaired(self, event: Repaired) -> None:
-        self.repairs_by_cause[event.cause] += 1
-        self.steps_redone += event.steps_redone
-        self.recovery_time.add(event.total_s)
+    def add(self, event: Repaired) -> None:
+        self.total.add(event.total_s)
         for phase, seconds in event.seconds.items():
-            self.phase_times.setdefault(phase, _RecoveryHistogram()).add(seconds)
-
-    def budget_used(self, now_s: float) -> int:
-        """Faults that count against the budget now."""
-        return len(faults_in_budget(self._recent, HARDWARE_CAUSES, self.budget, now_s))
+            self.phases.setdefault(phase, _RecoveryHistogram()).add(seconds)
 
 
 @dataclass
@@ -120,17 +89,14 @@ class StoredStep:
 
 @dataclass
 class CheckpointMetrics(StoredStep):
-    """Checkpoints of this run. `at_unix_s` is when the newest was committed; `enabled` if the job
-    writes checkpoints while it trains."""
+    """Checkpoints of this process. `at_unix_s` is when the newest was committed; `enabled` if the
+    job writes checkpoints while it trains."""
 
     enabled: bool = False
-    written: int = 0
-    failed: int = 0
     write_time: Histogram = field(default_factory=partial(Histogram, CHECKPOINT_BUCKETS_S))
     stall_time: Histogram = field(default_factory=partial(Histogram, STEP_BUCKETS_S))
 
     def on_committed(self, event: Checkpointed, unix_s: float) -> None:
-        self.written += 1
         self.nbytes = event.nbytes
         self.write_time.add(event.seconds)
         self.stall_time.add(event.stopped_s)

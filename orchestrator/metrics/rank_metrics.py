@@ -55,7 +55,6 @@ class RankMetricsTable:
 
     by_rank: defaultdict[int, RankMetrics] = field(default_factory=lambda: defaultdict(RankMetrics))
     departed_traffic: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    world_size: int = 0
 
     def start_generation(self, nodes: Sequence[str]) -> None:
         """A generation of these nodes, by rank; ranks that it does not have are removed."""

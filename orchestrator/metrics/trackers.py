@@ -18,7 +18,8 @@ from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.monitors import is_installed
 from rayzero.engine.redact import redact_document
 from rayzero.orchestrator.background_writer import BackgroundWriter
-from rayzero.orchestrator.job_events import EventBus, StateEntered
+from rayzero.orchestrator.facts import EventBus
+from rayzero.orchestrator.job_events import StateEntered
 from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.step_files import scalars_of

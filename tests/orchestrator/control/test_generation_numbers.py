@@ -12,12 +12,18 @@ from rayzero.engine.data.sample_ledger import SampleLedger
 from rayzero.orchestrator.aio import BackgroundTasks
 from rayzero.orchestrator.control.generation_numbers import BLOCK_SIZE, GenerationNumbers
 from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.facts import JobFacts
 from rayzero.orchestrator.job_events import JobEvent, NumbersReserved
-from rayzero.orchestrator.job_file import to_document
-from rayzero.orchestrator.journal.run_history import RunHistory
-from rayzero.orchestrator.journal.writer import JournalWriter
 from rayzero.orchestrator.machine import State
-from tests.orchestrator.support import Harness, VirtualClock, async_test, plan, settle
+from tests.orchestrator.support import (
+    Harness,
+    VirtualClock,
+    async_test,
+    begun,
+    plan,
+    reread,
+    settle,
+)
 
 LIMIT_S = 70.0
 
@@ -26,23 +32,20 @@ LIMIT_S = 70.0
 async def test_adopting_controller_gives_no_number_again(folder: Path):
     """Four controllers in a row are killed after they formed generations. The journal has none of
     them: its disk is written only when it is flushed. The ledger takes each number once."""
-    durable = begin_run(folder)
+    job = plan(folder, workers={"min": 1, "max": 2})
+    durable = JobFacts().apply(begun(job), time.time())  # lost before its first generation
     given: list[int] = []
     for repairs in (0, 1, 3, 0):
-        journal = JournalWriter(lambda _: None, durable)
+        running: list[Harness] = []
 
-        async def flush(limit_s: float, journal: JournalWriter = journal) -> bool:
+        async def flush(limit_s: float, running: list[Harness] = running) -> bool:
             nonlocal durable
-            durable = RunHistory.from_json(journal.history.to_json()) if journal.history else None
+            durable = reread(running[0].events.facts)
             return limit_s > 0
 
-        harness = Harness(
-            folder,
-            journal=journal,
-            past=durable,
-            flush_journal=flush,
-            workers={"min": 1, "max": 2},
-        )
+        workers = {"min": 1, "max": 2}
+        harness = Harness(folder, past=durable, flush_journal=flush, workers=workers)
+        running.append(harness)
         await harness.steps(2)
         for _ in range(repairs):
             harness.cluster.kill(max(harness.assignments))
@@ -53,22 +56,12 @@ async def test_adopting_controller_gives_no_number_again(folder: Path):
         harness.run.cancel()  # no entry is written any more
         await settle()
         numbers = sorted({assign.generation for _, assign in harness.cluster.assigned})
-        assert durable is not None
         assert durable.generation < numbers[0], "the journal has the generation: nothing was lost"
         given += numbers
         for number in numbers:
             SampleLedger(folder / "ledger", number, 0, 1)
     assert len(given) > 6
     assert given == sorted(set(given))
-
-
-def begin_run(folder: Path) -> RunHistory:
-    """A run that was lost before its first generation."""
-    journal = JournalWriter(lambda _: None, None, time.time)
-    spec = to_document(plan(folder, workers={"min": 1, "max": 2}).spec)
-    journal.append("begun", run="1", adopted=False, spec=spec, working_dir="/w", by_value=False)
-    assert journal.history is not None
-    return journal.history
 
 
 class Journal:

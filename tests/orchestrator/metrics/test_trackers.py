@@ -14,7 +14,8 @@ import pytest
 
 from rayzero.engine import monitors
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.job_events import EventBus, StateEntered
+from rayzero.orchestrator.facts import EventBus
+from rayzero.orchestrator.job_events import StateEntered
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics import trackers
 from rayzero.orchestrator.metrics.trackers import Trackers
