@@ -27,6 +27,9 @@ from rayzero.workers.messages import Heartbeat, LogLine, StepReport
 MAX_ENTRIES = 256
 """Entries of each list that is shown; the newest."""
 
+RESERVED_GENERATIONS = 1000
+"""Numbers of generations that a process of a run reserves at a time."""
+
 MAX_FAULTS = 1000
 """Faults that are kept for budgets; the newest."""
 
@@ -216,6 +219,8 @@ class JobFacts:
             spec=event.spec,
             run=event.run,
             source=event.source,
+            reserved_generations=max(begun.generation, begun.reserved_generations)
+            + RESERVED_GENERATIONS,
             working_dir=self.working_dir if event.adopted else event.working_dir,
             by_value=self.by_value if event.adopted else event.by_value,
         )

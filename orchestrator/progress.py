@@ -168,7 +168,6 @@ class JobProgress:
         """Those of them that changed nothing: their gradient was not finite."""
         self.first_loss: float | None = None
         self.last_loss: float | None = None
-        self.tokens = 0.0
         self._first_step: StepRecord | None = None
         self._steady_tokens = 0.0
         self._steady_s = 0.0
@@ -219,10 +218,6 @@ class JobProgress:
             return None
         return self._complete_step(report.step, self._open_steps.pop(report.step))
 
-    def add_counters(self, counters: dict[str, float]) -> None:
-        """Adds the counters of a rank after its last step."""
-        self.tokens += counters.get("tokens", 0.0)
-
     def update_peaks(self, held: dict[str, int]) -> None:
         """Updates the peak memory per class, over ranks and time."""
         for name, amount in held.items():
@@ -255,7 +250,6 @@ class JobProgress:
         self.steps = max(self.steps, step)
         self.steps_executed += 1
         self.steps_skipped += record.gauges.get("skipped", 0.0) > 0
-        self.tokens += record.tokens
         if self._first_step is None:
             self._first_step = record
         else:

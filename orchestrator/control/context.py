@@ -16,8 +16,8 @@ from rayzero.orchestrator.aio import (
     with_timeout,
 )
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
-from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
-from rayzero.orchestrator.control.generation_numbers import GenerationNumbers
+from rayzero.orchestrator.control.generation import GenerationNumbers, GenerationState
+from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
 from rayzero.orchestrator.facts import EventBus, JobFacts
 from rayzero.orchestrator.job_events import JobEvent, JobWarning, RankEvent, Rewound
@@ -103,13 +103,8 @@ class JobContext(ObservedState):
         self.timer = RecoveryTimer(deps.clock.now)
         self.speeds = SpeedTracker(balance=plan.spec.recovery.balance == "auto")
         self.tasks = BackgroundTasks(on_error)
-        self.numbers = GenerationNumbers(
-            self.emit,
-            deps.flush_journal,
-            deps.clock,
-            self.tasks,
-            plan.worker_spec.hang_timeout_s / 2 + DISK_MARGIN_S,
-        )
+        disk_limit_s = plan.worker_spec.hang_timeout_s / 2 + DISK_MARGIN_S
+        self.numbers = GenerationNumbers(deps.events, deps.flush_journal, deps.clock, disk_limit_s)
         self._on_error = on_error
         self.events: asyncio.Queue[machine.Event] = asyncio.Queue()
 

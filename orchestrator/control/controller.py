@@ -84,7 +84,6 @@ class Controller:
             JobStoppedError: it was stopped.
         """
         ctx = self._context
-        ctx.numbers.reserve()  # while the workers are placed
         self.post_event(machine.Submitted())
         try:
             while not ctx.state.is_final:
@@ -157,7 +156,6 @@ class Controller:
         unix_s = time.time()
         self._started_at_s = now_s - max(0.0, unix_s - past.began_at_s)
         ctx.generation = GenerationState(past.generation, on_change=ctx.changed.notify)
-        ctx.numbers.continue_after(max(past.generation, past.reserved_generations))
         ctx.progress.steps = past.step  # steps after the checkpoint will count as redone
         self._failures.history = past.faults_on_clock(now_s, unix_s)
         if past.scaled_limits is not None:

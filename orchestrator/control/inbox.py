@@ -300,7 +300,6 @@ class MessageDispatcher:
         if len(generation.pending_faults) > faults_before:
             self._failures.on_fault()
         if isinstance(message, Finished):
-            ctx.progress.add_counters(message.counters)
             ctx.progress.update_peaks({"process": message.peak_rss_bytes})
             if generation.all_finished:
                 self._on_all_finished()

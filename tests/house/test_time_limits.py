@@ -44,7 +44,7 @@ REASONS = {
         orchestrator.control.vaults: VAULT_POLL_S REOPEN_BACKOFF_S CLOSE_UNUSED_AFTER_S
         orchestrator.control.replication: RETRY_BACKOFF_S
         orchestrator.control.inbox: DISPATCH_SLICE_S
-        orchestrator.control.generation_numbers: FLUSH_SLICE_S
+        orchestrator.control.generation: FLUSH_SLICE_S
         orchestrator.control.hang_detector: CHECK_INTERVAL_S REPORT_AFTER_S
         orchestrator.control.elastic: JOIN_BATCH_S REPLACE_DELAY_S DRAIN_POLL_INTERVAL_S
         orchestrator.control.checkpoints: WRITE_RETRY_BACKOFF_S

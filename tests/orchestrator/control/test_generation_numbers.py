@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from rayzero.engine.data.sample_ledger import SampleLedger
-from rayzero.orchestrator.aio import BackgroundTasks
-from rayzero.orchestrator.control.generation_numbers import BLOCK_SIZE, GenerationNumbers
+from rayzero.orchestrator.control.generation import GenerationNumbers
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.facts import JobFacts
-from rayzero.orchestrator.job_events import JobEvent, NumbersReserved
+from rayzero.orchestrator.facts import RESERVED_GENERATIONS, EventBus, JobFacts
 from rayzero.orchestrator.machine import State
 from tests.orchestrator.support import (
     Harness,
@@ -64,51 +62,32 @@ async def test_adopting_controller_gives_no_number_again(folder: Path):
     assert given == sorted(set(given))
 
 
-class Journal:
-    """A journal whose store can fail."""
-
-    def __init__(self) -> None:
-        self.clock = VirtualClock()
-        self.reserved: list[int] = []
-        self.fails = False
-        self.tasks = BackgroundTasks(lambda error: pytest.fail(str(error)))
-        self.numbers = GenerationNumbers(self.emit, self.flush, self.clock, self.tasks, LIMIT_S)
-
-    def emit(self, event: JobEvent) -> None:
-        assert isinstance(event, NumbersReserved)
-        self.reserved.append(event.last)
-
-    async def flush(self, limit_s: float) -> bool:
-        await self.clock.sleep(limit_s if self.fails else 0.0)
-        return not self.fails
-
-    async def give(self) -> int:
-        giving = asyncio.ensure_future(self.numbers.await_reserved())
-        await self.clock.advance(0)
-        assert giving.done(), "a repair waits for the journal"
-        await giving
-        return self.numbers.next()
-
-
 @async_test
 async def test_repairs_do_not_wait_for_failing_store(folder: Path):
     del folder
-    journal = Journal()
-    assert [await journal.give() for _ in range(BLOCK_SIZE // 2)] == [
-        *range(1, BLOCK_SIZE // 2 + 1)
-    ]
-    journal.fails = True
-    assert [await journal.give() for _ in range(BLOCK_SIZE // 2)][-1] == BLOCK_SIZE
-    assert set(journal.reserved) == {BLOCK_SIZE, 2 * BLOCK_SIZE}
-    giving = asyncio.ensure_future(journal.numbers.await_reserved())
-    await journal.clock.advance(LIMIT_S / 2)
-    assert not giving.done()
-    await journal.clock.advance(2 * LIMIT_S)
+    events, clock, fails = EventBus(), VirtualClock(), True
+
+    async def flush(limit_s: float) -> bool:
+        await clock.sleep(limit_s if fails else 0.0)
+        return not fails
+
+    events.emit(begun({}))
+    numbers = GenerationNumbers(events, flush, clock, LIMIT_S)
+    waiting = asyncio.ensure_future(numbers.await_reserved())
+    await clock.advance(LIMIT_S / 2)
+    assert not waiting.done()
+    await clock.advance(LIMIT_S)
     with pytest.raises(JobFailedError, match="journal cannot be written for 70 s"):
-        await giving
-    journal.fails = False
-    assert await journal.give() == BLOCK_SIZE + 1
-    await journal.tasks.cancel_all()
+        await waiting
+    fails = False
+    waiting = asyncio.ensure_future(numbers.await_reserved())
+    await clock.advance(0)
+    await waiting
+    fails = True
+    for number in range(1, 3 * RESERVED_GENERATIONS):
+        await numbers.await_reserved()
+        assert numbers.next() == number
+        assert events.facts.reserved_generations >= number + RESERVED_GENERATIONS // 2
 
 
 @async_test

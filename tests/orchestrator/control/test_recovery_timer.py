@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rayzero.orchestrator.control.generation import RecoveryTimer
+from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.job_events import Repaired, Resized
 
 
