@@ -200,29 +200,25 @@ class JobFacts:
         return replace(self, last_at_s=at_s, **changes)
 
     def _begin(self, event: RunBegun, at_s: float) -> JobFacts:
-        begun = JobFacts(at_s)
-        if event.adopted:  # its ranks ended with their controller
-            begun = replace(
-                self,
-                state=State.PENDING,
-                world_size=0,
-                counters=replace(self.counters, last_step=None),
-                adoptions=self.adoptions + 1,
-                fatal=None,
-                end_state="",
-                error="",
-                generations=self._generations_with(at_s=self.last_at_s, world_size=0),
-            )
+        """The ranks of a run that is adopted ended with their controller."""
+        new = JobFacts(at_s, working_dir=event.working_dir, by_value=event.by_value)
+        past = self if event.adopted else new
+        reserved = max(past.generation, past.reserved_generations) + RESERVED_GENERATIONS
         return replace(
-            begun,
+            past,
             last_at_s=at_s,
             spec=event.spec,
             run=event.run,
             source=event.source,
-            reserved_generations=max(begun.generation, begun.reserved_generations)
-            + RESERVED_GENERATIONS,
-            working_dir=self.working_dir if event.adopted else event.working_dir,
-            by_value=self.by_value if event.adopted else event.by_value,
+            state=State.PENDING,
+            reserved_generations=reserved,
+            world_size=0,
+            counters=replace(past.counters, last_step=None),
+            fatal=None,
+            adoptions=past.adoptions + event.adopted,
+            end_state="",
+            error="",
+            generations=past._generations_with(at_s=past.last_at_s, world_size=0),
         )
 
     def _changes(self, event: JobEvent | RankEvent, at_s: float) -> dict[str, Any]:

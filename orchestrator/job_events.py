@@ -217,13 +217,6 @@ class LimitsChanged:
 
 
 @dataclass(frozen=True)
-class ReplicationChanged:
-    """Emitted with each finished step: its state is replicated to other nodes, or it is not."""
-
-    enabled: bool
-
-
-@dataclass(frozen=True)
 class StepReplicated:
     """Other nodes hold replicas of a step; `nbytes` were copied for it."""
 
@@ -272,7 +265,6 @@ ControlEvent: TypeAlias = (
     | FaultRecorded
     | Rewound
     | LimitsChanged
-    | ReplicationChanged
     | StepReplicated
     | GenerationStarted
     | CheckpointsPruned

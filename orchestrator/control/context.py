@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from rayzero.orchestrator import machine
@@ -29,7 +29,7 @@ from rayzero.orchestrator.policies.placement import assign_ranks
 from rayzero.orchestrator.policies.stragglers import SpeedTracker
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.chaos.spec import FaultSpec
-from rayzero.workers.messages import RankAssignment, WentBack
+from rayzero.workers.messages import RankAssignment
 
 if TYPE_CHECKING:  # they import Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.vault_group import VaultGroup
@@ -133,19 +133,6 @@ class JobContext(ObservedState):
     def post_event(self, event: machine.Event) -> None:
         self.events.put_nowait(event)
 
-    def divide_step(self, parts: int) -> None:
-        """Limits the next generations to numbers of ranks that divide `parts`."""
-        limits = replace(self.registry.limits, parts=parts)
-        if limits == self.registry.limits:
-            return
-        self.registry.limits = limits
-        if (most := limits.size(limits.max)) != limits.max:
-            self.warn(
-                f"a step has {parts} micro-batches, which the script's loader gives to ranks in "
-                f"equal parts: of up to {limits.max} workers (workers.max) {most or 'none'} can "
-                "train; gradient_accumulation_steps decides it"
-            )
-
     def assign(self, selection: Selected) -> dict[int, RankAssignment]:
         """The ranks of selected workers in the next generation, by worker, in their order."""
         nodes = [worker.node_id for worker in self.generation.workers]
@@ -158,18 +145,6 @@ class JobContext(ObservedState):
         self.emit(Rewound(step, redone))
         self.timer.step_selected(step, redone)
         return redone
-
-    def go_back(self, message: WentBack) -> None:
-        """The training function continues from its own checkpoint instead of the state restored."""
-        if message.generation != self.generation.number or self.generation.fenced:
-            return
-        self.generation.step = message.step + 1
-        redone = self.rewind(message.step)
-        self.warn(
-            f"the script has loaded its own checkpoint of step {message.step}, with a client state "
-            f"that tells its place: {redone} finished step{'s' * (redone != 1)} will be done again "
-            "(none, if it loads only `if engine.global_steps == 0`, and skips the data of those)"
-        )
 
     def warn(self, text: str) -> None:
         self.emit(JobWarning(text))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from rayzero.orchestrator.aio import WORKER_POLL_S
@@ -190,28 +191,22 @@ class WorkerInbox:
             self.deliver(order.popleft())
 
 
+@dataclass(eq=False)
 class MessageDispatcher:
     """Dispatches worker messages to the components that handle them.
 
     Messages may be late: from a worker that is lost by now, or about an older generation.
     """
 
-    def __init__(
-        self,
-        context: JobContext,
-        failures: FailureHandler,
-        replication: Replication,
-        vaults: VaultManager,
-        fault_injector: ClusterFaultInjector,
-        on_all_finished: Callable[[], None],
-    ) -> None:
-        self._context = context
-        self._on_all_finished = on_all_finished
-        self._equal_losses = EqualLosses()
-        self._failures = failures
-        self._replication = replication
-        self._vaults = vaults
-        self._fault_injector = fault_injector
+    _context: JobContext
+    _failures: FailureHandler
+    _replication: Replication
+    _vaults: VaultManager
+    _fault_injector: ClusterFaultInjector
+    _on_all_finished: Callable[[], None]
+    _equal_losses: EqualLosses = field(default_factory=EqualLosses)
+
+    def __post_init__(self) -> None:
         # A table, not a chain of tests: a large job sends thousands of these a second.
         self._handlers: dict[type[WorkerMessage], Callable[[int, Any], None]] = {
             Heartbeat: self._on_heartbeat,
@@ -222,9 +217,9 @@ class MessageDispatcher:
             Finished: self._on_left,
             Stopped: self._on_left,
             Crashed: self._on_crashed,
-            Pinned: replication.on_pinned,
-            WentBack: lambda _, message: context.go_back(message),
-            StepDivided: lambda _, message: context.divide_step(message.parts),
+            Pinned: self._replication.on_pinned,
+            WentBack: self._on_went_back,
+            StepDivided: self._on_step_divided,
             LogLine: self._forward,
             FaultFired: self._forward,
         }
@@ -273,6 +268,35 @@ class MessageDispatcher:
         ctx = self._context
         if ctx.generation.on_restored(worker, message, ctx.now_s()):
             ctx.timer.enter_phase("recompute")
+
+    def _on_went_back(self, worker: int, message: WentBack) -> None:
+        """The training function continues from its own checkpoint instead of the state restored."""
+        del worker
+        ctx, generation = self._context, self._context.generation
+        if message.generation != generation.number or generation.fenced:
+            return
+        generation.step = message.step + 1
+        redone = ctx.rewind(message.step)
+        ctx.warn(
+            f"the script has loaded its own checkpoint of step {message.step}, with a client state "
+            f"that tells its place: {redone} finished step{'s' * (redone != 1)} will be done again "
+            "(none, if it loads only `if engine.global_steps == 0`, and skips the data of those)"
+        )
+
+    def _on_step_divided(self, worker: int, message: StepDivided) -> None:
+        """Limits the next generations to numbers of ranks that divide the parts."""
+        del worker
+        registry, parts = self._context.registry, message.parts
+        limits = replace(registry.limits, parts=parts)
+        if limits == registry.limits:
+            return
+        registry.limits = limits
+        if (most := limits.size(limits.max)) != limits.max:
+            self._context.warn(
+                f"a step has {parts} micro-batches, which the script's loader gives to ranks in "
+                f"equal parts: of up to {limits.max} workers (workers.max) {most or 'none'} can "
+                "train; gradient_accumulation_steps decides it"
+            )
 
     def _on_prepared(self, worker: int, message: Prepared) -> None:
         del message

@@ -30,8 +30,12 @@ from rayzero.orchestrator.job_file import (
     not_covered_by,
     to_document,
 )
-from rayzero.orchestrator.journal.files import STATE_FILE, read_journal, read_sound_journal
-from rayzero.orchestrator.journal.writer import write_end
+from rayzero.orchestrator.journal.files import (
+    STATE_FILE,
+    read_journal,
+    read_sound_journal,
+    write_end,
+)
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.usefulness import LastRun
 from rayzero.orchestrator.results import OWN_KEYS, JobResult

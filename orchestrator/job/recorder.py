@@ -28,8 +28,8 @@ from rayzero.orchestrator.job_events import (
     StateEntered,
 )
 from rayzero.orchestrator.job_file import to_document
-from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate
-from rayzero.orchestrator.journal.writer import JournalWriter
+from rayzero.orchestrator.journal.entries import JournalUpdate, JournalWriter
+from rayzero.orchestrator.journal.files import JournalFiles
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import EndedJob, EventPage, JobResult, final_state

@@ -1,4 +1,4 @@
-"""Events as lines of the journal's list, and a run's facts as its state: JSON, without secrets.
+"""Events as entries of the journal's list, and a run's facts as its state: JSON, without secrets.
 
 An entry has `at_s` (Unix time), `kind`, and the fields of that kind. Unknown kinds and entries of a
 later version are ignored.
@@ -7,9 +7,9 @@ later version are ignored.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from itertools import chain
 from math import isfinite
@@ -20,10 +20,11 @@ from pydantic import TypeAdapter
 
 from rayzero.engine.redact import redact_document
 from rayzero.orchestrator import job_events
-from rayzero.orchestrator.facts import Counters, JobFacts
+from rayzero.orchestrator.facts import Counters, EventBus, JobFacts
 from rayzero.orchestrator.job_events import FaultDetected, FaultRecorded, JobEvent, RunBegun
 from rayzero.orchestrator.machine import FINAL_STATES
 from rayzero.orchestrator.policies.failure import Fault, describe_fault
+from rayzero.orchestrator.progress import StepRecord
 
 FORMAT = 2
 _KINDS: Mapping[str, type[JobEvent]] = {
@@ -47,6 +48,9 @@ _EVENT_FIELDS = {name: attribute for attribute, name in _FIELD_NAMES.items()}
 _DAMAGES = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 
 JOURNALED = tuple(_KIND_OF)
+
+DEFAULT_STEP_INTERVAL_S = 5.0
+"""Finished steps are too frequent to be written one by one."""
 
 
 def entry_of(event: JobEvent, at_s: float) -> dict[str, Any] | None:
@@ -145,3 +149,51 @@ def _lists_of_earlier_release(document: Mapping[str, Any]) -> dict[str, Any]:
     )
     names = ("faults", "faults_by_cause", "generations", "seen_faults", "recoveries", "checkpoints")
     return {name: getattr(lists, name) for name in names}
+
+
+@dataclass(frozen=True)
+class JournalUpdate:
+    """The run's facts after an event, and the line for the list of events, if it has one."""
+
+    facts: JobFacts
+    line: str = ""
+
+
+class JournalWriter:
+    """An observer of a job's events, from its construction on. Opens no file.
+
+    Args:
+        put: takes an update; must not block.
+        seconds: the wall time by cause, as far as it is counted.
+        step_interval_s: between two updates of the number of finished steps.
+    """
+
+    def __init__(
+        self,
+        put: Callable[[JournalUpdate], None],
+        events: EventBus,
+        seconds: Callable[[], Mapping[str, float]] = dict,
+        step_interval_s: float = DEFAULT_STEP_INTERVAL_S,
+    ) -> None:
+        self._put = put
+        self._events = events
+        self._seconds = seconds
+        self._step_interval_s = step_interval_s
+        self._next_step_s = 0.0
+        events.subscribe(self._on_event, JOURNALED)
+        events.subscribe(self._on_step, (StepRecord,))
+
+    def _on_event(self, event: JobEvent) -> None:
+        if (entry := entry_of(event, self._events.facts.last_at_s)) is not None:
+            self._put(JournalUpdate(self._facts(), json.dumps(entry, default=str)))
+
+    def _on_step(self, _: StepRecord) -> None:
+        if (at_s := self._events.facts.last_at_s) >= self._next_step_s:
+            self._next_step_s = at_s + self._step_interval_s
+            self._put(JournalUpdate(self._facts()))
+
+    def _facts(self) -> JobFacts:
+        facts, seconds = self._events.facts, self._seconds()
+        return replace(
+            facts, counters=replace(facts.counters, seconds=seconds or facts.counters.seconds)
+        )

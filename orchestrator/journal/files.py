@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,15 @@ from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.store import is_remote, join_url, open_store
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.redact import redact_url
-from rayzero.orchestrator.facts import JobFacts
-from rayzero.orchestrator.journal.entries import facts_json, fold_entries, parse_facts
+from rayzero.orchestrator.facts import EventBus, JobFacts
+from rayzero.orchestrator.job_events import RunEnded
+from rayzero.orchestrator.journal.entries import (
+    JournalUpdate,
+    JournalWriter,
+    facts_json,
+    fold_entries,
+    parse_facts,
+)
 
 STATE_FILE = "job.json"
 EVENTS_FILE = "events.jsonl"
@@ -32,14 +38,6 @@ MAX_SEGMENT_BYTES = 64 * 1024
 """A segment of this size is complete, and the next one is started."""
 
 _SEGMENT_NAME = re.compile(r"(\d{6})-[0-9a-f]{8}\.jsonl")
-
-
-@dataclass(frozen=True)
-class JournalUpdate:
-    """The run's facts after an event, and the line for the list of events, if it has one."""
-
-    facts: JobFacts
-    line: str = ""
 
 
 def state_url(job_folder: str) -> str:
@@ -114,6 +112,19 @@ class JournalFiles:
             self._segments.write(lines)
         elif lines:
             _append_events(Path(self._job_folder.removeprefix("file://")) / EVENTS_FILE, lines)
+
+
+def write_end(job_folder: str, facts: JobFacts, state: str, error: str) -> None:
+    """Ends a lost run in its journal. May block; the caller holds the folder's lease.
+
+    Raises:
+        StoreError, OSError: nothing was changed.
+    """
+    updates: list[JournalUpdate] = []
+    events = EventBus(facts)
+    JournalWriter(updates.append, events)
+    events.emit(RunEnded(state, error))
+    JournalFiles(job_folder).write(updates)
 
 
 def _append_events(path: Path, lines: Sequence[str]) -> None:

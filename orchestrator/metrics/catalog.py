@@ -15,8 +15,7 @@ from itertools import chain
 from prometheus_client.core import Metric
 
 from rayzero.orchestrator.metrics.catalog_training import TRAINING_GROUPS
-from rayzero.orchestrator.metrics.components import StoredStep
-from rayzero.orchestrator.metrics.job_metrics import JobMetrics
+from rayzero.orchestrator.metrics.job_metrics import JobMetrics, StoredStep
 from rayzero.orchestrator.metrics.rank_metrics import RankMetricsTable
 from rayzero.orchestrator.metrics.series import (
     JobSeries,

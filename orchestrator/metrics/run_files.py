@@ -239,9 +239,8 @@ def _row_of_journal(job: str, past: JobFacts) -> Row:
     """The row of a run of an earlier version, or of one whose other files are elsewhere."""
     productive_s = past.counters.seconds.get("productive", 0.0)
     wall_s = max(0.0, past.last_at_s - past.began_at_s)
-    unknown = ("stage", "step_s", "tokens_per_s", "samples_per_s", "remaining_s", "loss")
     return {
-        **dict.fromkeys((*unknown, "cpu_cores", "gpu_utilization")),
+        **_UNKNOWN_ROW,
         "name": job,
         "state": past.end_state or past.state,
         "error": past.error.partition("\n")[0],
@@ -253,7 +252,6 @@ def _row_of_journal(job: str, past: JobFacts) -> Row:
         "goodput": productive_s / wall_s if wall_s else None,
         "faults": len(past.faults),
         "wall_s": wall_s,
-        "has_curves": False,
         "config": _as_json(past.spec),
     }
 

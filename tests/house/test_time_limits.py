@@ -25,7 +25,7 @@ REASONS = {
         engine.comm.joining_group: WAIT_CHECK_S INTERRUPT_INTERVAL_S
         orchestrator.control.failures: EXIT_POLL_S
         orchestrator.top.follow: REFRESH_S LINE_INTERVAL_S
-        orchestrator.journal.writer: DEFAULT_STEP_INTERVAL_S
+        orchestrator.journal.entries: DEFAULT_STEP_INTERVAL_S
         orchestrator.aio: WORKER_POLL_S
         orchestrator.job.client: LOG_POLL_S
         orchestrator.job.api: _RETRY_INTERVAL_S
@@ -134,7 +134,7 @@ REASONS = {
             _KILL_TIMEOUT_S
         orchestrator.job.ended_jobs: MAX_RECORD_AGE_S
         orchestrator.job.command_server: _FOLLOW_LIMIT_S
-        orchestrator.metrics.components: STEP_BUCKETS_S RECOVERY_BUCKETS_S CHECKPOINT_BUCKETS_S
+        orchestrator.metrics.job_metrics: STEP_BUCKETS_S RECOVERY_BUCKETS_S CHECKPOINT_BUCKETS_S
         orchestrator.metrics.endpoint: MAX_REGULAR_INTERVAL_S
     """,
 }

@@ -23,9 +23,13 @@ from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.facts import EventBus, JobFacts
 from rayzero.orchestrator.job_events import JobEvent, RunBegun, StateEntered
 from rayzero.orchestrator.job_file import to_document
-from rayzero.orchestrator.journal.entries import facts_json, parse_facts
-from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate
-from rayzero.orchestrator.journal.writer import JournalWriter
+from rayzero.orchestrator.journal.entries import (
+    JournalUpdate,
+    JournalWriter,
+    facts_json,
+    parse_facts,
+)
+from rayzero.orchestrator.journal.files import JournalFiles
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan, make_plan

@@ -38,14 +38,18 @@ from rayzero.orchestrator.job_file import (
     to_document,
 )
 from rayzero.orchestrator.journal import files as files_module
-from rayzero.orchestrator.journal.entries import facts_json, fold_entries
+from rayzero.orchestrator.journal.entries import (
+    DEFAULT_STEP_INTERVAL_S,
+    JournalUpdate,
+    JournalWriter,
+    facts_json,
+    fold_entries,
+)
 from rayzero.orchestrator.journal.files import (
     JournalFiles,
-    JournalUpdate,
     has_journal,
     read_journal,
 )
-from rayzero.orchestrator.journal.writer import DEFAULT_STEP_INTERVAL_S, JournalWriter
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.progress import StepRecord

@@ -20,14 +20,13 @@ from rayzero.orchestrator.job.claims import Claim, ClaimStore, this_process
 from rayzero.orchestrator.job.lease import acquire_lease
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
 from rayzero.orchestrator.job_events import Checkpointed, Repaired, StateEntered
+from rayzero.orchestrator.journal.entries import JournalUpdate, JournalWriter
 from rayzero.orchestrator.journal.files import (
     MAX_SEGMENT_BYTES,
     SEGMENTS_FOLDER,
     JournalFiles,
-    JournalUpdate,
     read_journal,
 )
-from rayzero.orchestrator.journal.writer import JournalWriter
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.progress import StepRecord

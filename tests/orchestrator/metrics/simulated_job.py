@@ -13,7 +13,6 @@ from rayzero.orchestrator.job_events import (
     GenerationStarted,
     JobEvent,
     Repaired,
-    ReplicationChanged,
     Resized,
     Rewound,
     StateEntered,
@@ -86,7 +85,7 @@ class SimulatedJob:
 
     def form(self, generation: int, world_size: int, step: int) -> None:
         self.emit(Rewound(step, self.progress.rewind(step)))
-        self.emit(GenerationStarted(("host-a",) * world_size))
+        self.emit(GenerationStarted(tuple(f"host-{'abcd'[rank]}" for rank in range(world_size))))
         self.progress.start_generation(generation, world_size, step)
         self.enter(State.RUNNING, generation, world_size)
 
@@ -104,7 +103,6 @@ class SimulatedJob:
             record = self.progress.add_report(report)
         assert record is not None
         self.emit(record)
-        self.emit(ReplicationChanged(world_size > 1))
         return record
 
 
