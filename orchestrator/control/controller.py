@@ -14,11 +14,12 @@ from rayzero.orchestrator.control.chaos import ClusterFaultInjector
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.completion import JobCompletion
 from rayzero.orchestrator.control.context import Dependencies, JobContext, WorkerUnavailableError
+from rayzero.orchestrator.control.dispatcher import MessageDispatcher
 from rayzero.orchestrator.control.elastic import ElasticScaler
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.hang_detector import HangDetector
-from rayzero.orchestrator.control.inbox import MessageDispatcher, WorkerInbox
+from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.reconfigure import Reconfiguration
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.restore import RestoreSelector

@@ -114,7 +114,8 @@ class FailureHandler:
         crash, hang = self._device_failures.get(worker), self._hung.get(worker)
         frames = stack if crash is None else crash.traceback
         place = hang.place if hang and cause is FaultCause.HANG else ""
-        fault = ctx.generation.on_lost(worker, cause, detail, ctx.now_s(), frames, place)
+        where = {"traceback": frames, "place": place}
+        fault = ctx.generation.on_lost(worker, cause, detail, ctx.now_s(), **where)
         if fault is not None:
             self._announce(fault)
             self.evaluate()

@@ -165,25 +165,24 @@ class GenerationState(ObservedState):
         self._end(at_s)
         if isinstance(message, Crashed) and not self.fenced:
             cause = FaultCause(message.kind)
-            self._add_fault(worker, cause, message.step, message.error, at_s, message.traceback)
+            where = {"traceback": message.traceback}
+            self._add_fault(worker, cause, message.step, message.error, at_s, **where)
         return True
 
     def on_lost(
-        self,
-        worker: int,
-        cause: FaultCause,
-        detail: str,
-        at_s: float,
-        traceback: str = "",
-        place: str = "",
+        self, worker: int, cause: FaultCause, detail: str, at_s: float, **where: str
     ) -> Fault | None:
-        """Records a lost process. Returns the fault if it was a member that had not finished."""
+        """Records a lost process. Returns the fault if it was a member that had not finished.
+
+        Args:
+            where: `traceback` and `place` of the fault.
+        """
         self.active.discard(worker)
         self._changed()
         self._in_process.pop(worker, None)
         if worker not in self.assignments or worker in self.finished:
             return None
-        return self._add_fault(worker, cause, self.step, detail, at_s, traceback, place)
+        return self._add_fault(worker, cause, self.step, detail, at_s, **where)
 
     def notes(self, step: int) -> bytes:
         """The notes for the next function from that of the lowest rank that has left after `step`;
@@ -208,28 +207,13 @@ class GenerationState(ObservedState):
         return message.generation == self.number and worker in self.active
 
     def _add_fault(
-        self,
-        worker: int,
-        cause: FaultCause,
-        step: int,
-        detail: str,
-        at_s: float,
-        traceback: str = "",
-        place: str = "",
+        self, worker: int, cause: FaultCause, step: int, detail: str, at_s: float, **where: str
     ) -> Fault:
         rank = self.assignments[worker].rank
         trained_s = at_s - max(self.restored.values()) if self.all_restored else 0.0
+        member = self.workers[rank]
         fault = Fault(
-            cause,
-            self.workers[rank],
-            rank,
-            step,
-            detail,
-            at_s,
-            self.number,
-            traceback,
-            trained_s,
-            place,
+            cause, member, rank, step, detail, at_s, self.number, trained_s=trained_s, **where
         )
         self.pending_faults = [*self.pending_faults, fault]
         return fault
