@@ -95,9 +95,9 @@ class Counters:
     loss: FiniteFloat | None = None
     seconds: Mapping[str, Amount] = field(default_factory=dict)
     done: Count = 0
-    tokens: Amount = 0.0
-    samples: Amount = 0.0
-    skipped: Amount = 0.0
+    tokens: float = 0.0
+    samples: float = 0.0
+    skipped: float = 0.0
     nonfinite: Count = 0
     last_step: Count | None = None
 

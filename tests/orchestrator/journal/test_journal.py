@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import threading
 import time
@@ -351,6 +352,12 @@ def test_faults_keep_their_age(tmp_path: Path):
     facts = reread(begun_facts(tmp_path).apply(FaultRecorded(killed), 1000.0))
     (fault,) = facts.faults_on_clock(now_s=50.0, unix_s=1030.0)
     assert (fault.at_s, fault.detail, fault.worker.pid) == (20.0, "it was killed", 7)
+
+
+def test_run_whose_numbers_are_not_finite_is_read_back(tmp_path: Path):
+    record = StepRecord(1, 2, 1, math.nan, math.inf, math.inf, {"step_samples": math.nan})
+    facts = reread(begun_facts(tmp_path).apply(record, 1001.0))
+    assert (facts.step, facts.counters.loss, facts.counters.nonfinite) == (1, None, 1)
 
 
 @async_test
