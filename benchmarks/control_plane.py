@@ -39,9 +39,10 @@ from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobStoppedError
+from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job.actor import tune_gc_and_switch_interval
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
-from rayzero.orchestrator.job_events import EventBus, JobEvent, Repaired, StateEntered
+from rayzero.orchestrator.job_events import JobEvent, Repaired, StateEntered
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan, make_plan
@@ -125,10 +126,9 @@ async def measure(
     plan, clock = make_job(folder, scale.workers), Clock()
     counter = _EventCounter()
     events = EventBus()
-    with closing(Telemetry(plan, clock, counter.writer)) as telemetry:
-        telemetry.subscribe_to(events)
-        recorder = JobRecorder(plan, EventBuffer(), counter.writer, telemetry.dump_counters)
-        recorder.begin(events, adopted=False)
+    with closing(Telemetry(plan, clock, counter.writer, events)) as telemetry:
+        recorder = JobRecorder(plan, EventBuffer(), counter.writer, events, telemetry.seconds)
+        recorder.begin(adopted=False)
         events.subscribe(counter.on_event)
 
         async def flush(limit_s: float) -> bool:

@@ -1,13 +1,11 @@
-"""The job's event stream: everything that happens to a job, as typed events, and their delivery.
+"""The job's event stream: everything that happens to a job, as typed events.
 
 The controller emits each event once. Observers subscribe to the types that they want: the event
-buffer that clients read, the log, the journal, the metrics. Events of a type without a subscriber
-cost one dictionary lookup.
+buffer that clients read, the log, the journal, the metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, get_args
 
@@ -16,6 +14,39 @@ from rayzero.orchestrator.policies.failure import Fault
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerInfo
+
+
+@dataclass(frozen=True)
+class RunBegun:
+    """A process begins a run of the job, or continues one (`adopted`).
+
+    Args:
+        run: the id of the process.
+        spec: without secrets.
+        working_dir: the submitter's.
+        by_value: the training function was submitted as an object, not by name.
+        source: a hash of its code; empty if unknown.
+    """
+
+    run: str
+    spec: dict[str, Any]
+    working_dir: str
+    by_value: bool
+    adopted: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """The run has ended; `error` is empty if it succeeded."""
+
+    state: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class FolderRemoved:
+    """The job's folder was removed, with its checkpoints, and made again."""
 
 
 @dataclass(frozen=True)
@@ -186,13 +217,6 @@ class LimitsChanged:
 
 
 @dataclass(frozen=True)
-class ReplicationChanged:
-    """Emitted with each finished step: its state is replicated to other nodes, or it is not."""
-
-    enabled: bool
-
-
-@dataclass(frozen=True)
 class StepReplicated:
     """Other nodes hold replicas of a step; `nbytes` were copied for it."""
 
@@ -235,10 +259,12 @@ ClientEvent: TypeAlias = (
 
 
 ControlEvent: TypeAlias = (
-    FaultRecorded
+    RunBegun
+    | RunEnded
+    | FolderRemoved
+    | FaultRecorded
     | Rewound
     | LimitsChanged
-    | ReplicationChanged
     | StepReplicated
     | GenerationStarted
     | CheckpointsPruned
@@ -266,25 +292,3 @@ class JobObserver(Protocol):
 class NullObserver:
     def on_event(self, event: JobEvent) -> None:
         del event
-
-
-class EventBus:
-    """Delivers each event to the observers of its type, in the order of their subscription.
-
-    Used from one event loop. Handlers must not block, and must not raise.
-    """
-
-    def __init__(self) -> None:
-        self._handlers: dict[type[JobEvent | RankEvent], tuple[Callable[[Any], None], ...]] = {}
-
-    def subscribe(
-        self,
-        handler: Callable[[Any], None],
-        types: Iterable[type[JobEvent | RankEvent]] = CLIENT_EVENTS,
-    ) -> None:
-        for event_type in types:
-            self._handlers[event_type] = (*self._handlers.get(event_type, ()), handler)
-
-    def emit(self, event: JobEvent | RankEvent) -> None:
-        for handler in self._handlers.get(type(event), ()):
-            handler(event)

@@ -14,66 +14,49 @@ FOLD_ROWS = 256
 """Rows that are aggregated at once, so that the last row of a step is as cheap as any other."""
 
 
-class _RowBlock:
-    """Rows with the same names in the same order, as nearly all ranks report them."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
-        self.values: list[float] = []
-        self.fold_length = FOLD_ROWS * len(names)
-
-
 class RowAggregator:
     """Sums and extremes of named numbers, at about a microsecond per row: rows are collected, and
     aggregated in C from time to time."""
 
     def __init__(self) -> None:
-        self._blocks: dict[tuple[str, ...], _RowBlock] = {}
-        self._last_block = _RowBlock(())
-        self._counts: dict[str, int] = {}
-        self._sums: dict[str, float] = {}
+        self._rows = 0
+        self._columns: defaultdict[str, list[float]] = defaultdict(list)
+        """Those not aggregated yet."""
+        self._counts: defaultdict[str, int] = defaultdict(int)
+        self._sums: defaultdict[str, float] = defaultdict(float)
         self._maxima: dict[str, float] = {}
         self._minima: dict[str, float] = {}
 
     def add_row(self, row: Mapping[str, float]) -> None:
-        names, block = tuple(row), self._last_block
-        if names != block.names:
-            block = self._last_block = self._blocks.setdefault(names, _RowBlock(names))
-        block.values += row.values()
-        if len(block.values) >= block.fold_length:
-            self._fold(block)
+        columns = self._columns
+        for name, value in row.items():
+            columns[name].append(value)
+        self._rows += 1
+        if self._rows % FOLD_ROWS == 0:
+            self._fold()
 
     def maxima(self) -> Mapping[str, float]:
         """The largest value of each name."""
-        self._fold_all()
+        self._fold()
         return self._maxima
 
     def minima(self, rows: int) -> dict[str, float]:
         """The smallest value of each name that exactly `rows` rows have."""
-        self._fold_all()
-        return {
-            name: minimum for name, minimum in self._minima.items() if self._counts[name] == rows
-        }
+        self._fold()
+        return {name: low for name, low in self._minima.items() if self._counts[name] == rows}
 
     def means(self) -> dict[str, float]:
         """The mean of each name, over the rows that have it."""
-        self._fold_all()
+        self._fold()
         return {name: total / self._counts[name] for name, total in self._sums.items()}
 
-    def _fold_all(self) -> None:
-        for block in self._blocks.values():
-            if block.values:
-                self._fold(block)
-
-    def _fold(self, block: _RowBlock) -> None:
-        values, width = block.values, len(block.names)
-        for index, name in enumerate(block.names):
-            column = values[index::width]
-            self._counts[name] = self._counts.get(name, 0) + len(column)
-            self._sums[name] = self._sums.get(name, 0.0) + sum(column)
+    def _fold(self) -> None:
+        for name, column in self._columns.items():
+            self._counts[name] += len(column)
+            self._sums[name] += sum(column)
             self._maxima[name] = max(self._maxima.get(name, column[0]), max(column))
             self._minima[name] = min(self._minima.get(name, column[0]), min(column))
-        values.clear()
+        self._columns.clear()
 
 
 _BYTES_PREFIX = "bytes/"
@@ -168,7 +151,6 @@ class JobProgress:
         """Those of them that changed nothing: their gradient was not finite."""
         self.first_loss: float | None = None
         self.last_loss: float | None = None
-        self.tokens = 0.0
         self._first_step: StepRecord | None = None
         self._steady_tokens = 0.0
         self._steady_s = 0.0
@@ -219,10 +201,6 @@ class JobProgress:
             return None
         return self._complete_step(report.step, self._open_steps.pop(report.step))
 
-    def add_counters(self, counters: dict[str, float]) -> None:
-        """Adds the counters of a rank after its last step."""
-        self.tokens += counters.get("tokens", 0.0)
-
     def update_peaks(self, held: dict[str, int]) -> None:
         """Updates the peak memory per class, over ranks and time."""
         for name, amount in held.items():
@@ -255,7 +233,6 @@ class JobProgress:
         self.steps = max(self.steps, step)
         self.steps_executed += 1
         self.steps_skipped += record.gauges.get("skipped", 0.0) > 0
-        self.tokens += record.tokens
         if self._first_step is None:
             self._first_step = record
         else:

@@ -224,7 +224,7 @@ def _abandon_lost_run(name: str, path: str, not_found: ConfigError) -> None:
     """Writes the end of a run whose process is lost into its journal."""
     from rayzero.orchestrator.job.lease import acquire_lease
     from rayzero.orchestrator.job.lookup import NoJournalError, job_folder, load_run_history
-    from rayzero.orchestrator.journal.writer import write_end
+    from rayzero.orchestrator.journal.files import write_end
 
     try:
         last_run = load_run_history(path, name)

@@ -48,13 +48,12 @@ class CheckpointWriter:
         Args:
             on_committed: called with the step, folder and files of every committed checkpoint.
         """
-        self.written = 0
-        self.failed = 0
         self.abandoned: dict[int, str] = {}
         """Steps given up because the store failed, with the last error."""
         self._on_committed = on_committed
         self._context = context
-        self._newest: CheckpointRef | None = None
+        self.newest: CheckpointRef | None = None
+        """The newest checkpoint that this run resumed from or wrote."""
         self.resumed_from: CheckpointRef | None = None
         """What this run started from; it may be another job's."""
         self._unreadable: CheckpointRef | None = None
@@ -70,11 +69,11 @@ class CheckpointWriter:
         Raises:
             ConfigError: `checkpoint.resume` names no usable checkpoint.
         """
-        self._newest = await self._context.deps.checkpoint_store.resolve_resume()
-        self.resumed_from = self._newest
-        if self._newest is not None:
-            self._context.emit(Resumed(self._newest.step, self._newest.folder))
-        return self._newest is not None
+        self.newest = await self._context.deps.checkpoint_store.resolve_resume()
+        self.resumed_from = self.newest
+        if self.newest is not None:
+            self._context.emit(Resumed(self.newest.step, self.newest.folder))
+        return self.newest is not None
 
     async def select_newest(self, unreadable: Mapping[int, str]) -> CheckpointRef | None:
         """The newest complete checkpoint; the store is asked only if the known one is among the
@@ -83,7 +82,7 @@ class CheckpointWriter:
         Raises:
             JobFailedError: the unreadable one is `checkpoint.resume`.
         """
-        ctx, known = self._context, self._newest
+        ctx, known = self._context, self.newest
         if known is None or known.step not in unreadable:
             return known
         if ctx.progress.steps_executed == 0 and ctx.plan.spec.checkpoint.resume != "auto":
@@ -95,11 +94,11 @@ class CheckpointWriter:
         self._unreadable, problem = known, unreadable[known.step]
         self._marking = ctx.tasks.spawn(self._mark_damaged(known, problem))
         try:
-            self._newest = await ctx.deps.checkpoint_store.newest(frozenset(unreadable))
+            self.newest = await ctx.deps.checkpoint_store.newest(frozenset(unreadable))
         except RayzeroError as error:
-            self._newest = None
+            self.newest = None
             ctx.warn(f"checkpoints cannot be listed: {error.seen}")
-        return self._newest
+        return self.newest
 
     async def _mark_damaged(self, checkpoint: CheckpointRef, problem: str) -> None:
         """Makes later listings show the damage; reads the checkpoint's files to find it."""
@@ -128,25 +127,20 @@ class CheckpointWriter:
         )
 
     @property
-    def newest(self) -> CheckpointRef | None:
-        """The newest checkpoint that this run resumed from or wrote."""
-        return self._newest
-
-    @property
     def newest_own(self) -> CheckpointRef | None:
         """The newest checkpoint, unless that is another job's."""
-        newest, store = self._newest, self._context.deps.checkpoint_store
+        newest, store = self.newest, self._context.deps.checkpoint_store
         is_own = newest is not None and newest.folder == store.folder(newest.step)
         return newest if is_own else None
 
     def forget_own(self) -> None:
         """The checkpoints in the job's folder were removed."""
         if self.newest_own is not None:
-            self._newest = None
+            self.newest = None
 
     def covers(self, step: int) -> bool:
         """Whether a checkpoint of that step, or a newer one, is stored."""
-        return self._newest is not None and self._newest.step >= step
+        return self.newest is not None and self.newest.step >= step
 
     async def write(
         self, pin: PinnedStep, retry_backoff_s: Sequence[float] = WRITE_RETRY_BACKOFF_S
@@ -217,8 +211,7 @@ class CheckpointWriter:
             files += part
         await store.commit(pin.step, pin.generation, files)
         self._on_committed(pin.step, folder, files)
-        self._newest = CheckpointRef(pin.step, folder)
-        self.written += 1
+        self.newest = CheckpointRef(pin.step, folder)
         nbytes, seconds = sum(file.nbytes for file in files), ctx.now_s() - started_s
         ctx.emit(Checkpointed(pin.step, folder, nbytes, seconds, pin.stopped_s))
         try:
@@ -238,7 +231,6 @@ class CheckpointWriter:
     def _report_failure(
         self, step: int, error: Exception, attempts: int, retry_in_s: float | None
     ) -> str:
-        self.failed += 1
         text = error.seen if isinstance(error, RayzeroError) else str(error)
         if isinstance(error, TimeoutError):
             text = "the store did not finish in time"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from rayzero.orchestrator import machine
@@ -16,10 +16,11 @@ from rayzero.orchestrator.aio import (
     with_timeout,
 )
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
-from rayzero.orchestrator.control.generation import GenerationState, RecoveryTimer
-from rayzero.orchestrator.control.generation_numbers import GenerationNumbers
+from rayzero.orchestrator.control.generation import GenerationNumbers, GenerationState
+from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
-from rayzero.orchestrator.job_events import EventBus, JobEvent, JobWarning, RankEvent, Rewound
+from rayzero.orchestrator.facts import EventBus, JobFacts
+from rayzero.orchestrator.job_events import JobEvent, JobWarning, RankEvent, Rewound
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.observed import ObservedState
 from rayzero.orchestrator.plan import JobPlan
@@ -28,7 +29,7 @@ from rayzero.orchestrator.policies.placement import assign_ranks
 from rayzero.orchestrator.policies.stragglers import SpeedTracker
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.chaos.spec import FaultSpec
-from rayzero.workers.messages import RankAssignment, WentBack
+from rayzero.workers.messages import RankAssignment
 
 if TYPE_CHECKING:  # they import Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.vault_group import VaultGroup
@@ -102,13 +103,8 @@ class JobContext(ObservedState):
         self.timer = RecoveryTimer(deps.clock.now)
         self.speeds = SpeedTracker(balance=plan.spec.recovery.balance == "auto")
         self.tasks = BackgroundTasks(on_error)
-        self.numbers = GenerationNumbers(
-            self.emit,
-            deps.flush_journal,
-            deps.clock,
-            self.tasks,
-            plan.worker_spec.hang_timeout_s / 2 + DISK_MARGIN_S,
-        )
+        disk_limit_s = plan.worker_spec.hang_timeout_s / 2 + DISK_MARGIN_S
+        self.numbers = GenerationNumbers(deps.events, deps.flush_journal, deps.clock, disk_limit_s)
         self._on_error = on_error
         self.events: asyncio.Queue[machine.Event] = asyncio.Queue()
 
@@ -127,24 +123,15 @@ class JobContext(ObservedState):
         """How long a process may take to reply to a command before it counts as lost."""
         return max(LEAST_COMMAND_TIMEOUT_S, self.plan.worker_spec.hang_timeout_s / 4)
 
+    @property
+    def facts(self) -> JobFacts:
+        return self.deps.events.facts
+
     def now_s(self) -> float:
         return self.deps.clock.now()
 
     def post_event(self, event: machine.Event) -> None:
         self.events.put_nowait(event)
-
-    def divide_step(self, parts: int) -> None:
-        """Limits the next generations to numbers of ranks that divide `parts`."""
-        limits = replace(self.registry.limits, parts=parts)
-        if limits == self.registry.limits:
-            return
-        self.registry.limits = limits
-        if (most := limits.size(limits.max)) != limits.max:
-            self.warn(
-                f"a step has {parts} micro-batches, which the script's loader gives to ranks in "
-                f"equal parts: of up to {limits.max} workers (workers.max) {most or 'none'} can "
-                "train; gradient_accumulation_steps decides it"
-            )
 
     def assign(self, selection: Selected) -> dict[int, RankAssignment]:
         """The ranks of selected workers in the next generation, by worker, in their order."""
@@ -158,18 +145,6 @@ class JobContext(ObservedState):
         self.emit(Rewound(step, redone))
         self.timer.step_selected(step, redone)
         return redone
-
-    def go_back(self, message: WentBack) -> None:
-        """The training function continues from its own checkpoint instead of the state restored."""
-        if message.generation != self.generation.number or self.generation.fenced:
-            return
-        self.generation.step = message.step + 1
-        redone = self.rewind(message.step)
-        self.warn(
-            f"the script has loaded its own checkpoint of step {message.step}, with a client state "
-            f"that tells its place: {redone} finished step{'s' * (redone != 1)} will be done again "
-            "(none, if it loads only `if engine.global_steps == 0`, and skips the data of those)"
-        )
 
     def warn(self, text: str) -> None:
         self.emit(JobWarning(text))

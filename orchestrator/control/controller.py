@@ -14,19 +14,20 @@ from rayzero.orchestrator.control.chaos import ClusterFaultInjector
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.completion import JobCompletion
 from rayzero.orchestrator.control.context import Dependencies, JobContext, WorkerUnavailableError
+from rayzero.orchestrator.control.dispatcher import MessageDispatcher
 from rayzero.orchestrator.control.elastic import ElasticScaler
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.hang_detector import HangDetector
-from rayzero.orchestrator.control.inbox import MessageDispatcher, WorkerInbox
+from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.reconfigure import Reconfiguration
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.errors import JobStoppedError, internal_error
+from rayzero.orchestrator.facts import JobFacts
 from rayzero.orchestrator.job_events import ResourcesAwaited, RunAdopted, StateEntered, WorkersReady
 from rayzero.orchestrator.job_file import check_batch_sizes
-from rayzero.orchestrator.journal.run_history import RunHistory, faults_on_clock
 from rayzero.orchestrator.machine import Instruction, State
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.placement import spare_cores
@@ -47,12 +48,12 @@ class Controller:
         self,
         plan: JobPlan,
         deps: Dependencies,
-        past: RunHistory | None = None,
+        past: JobFacts | None = None,
         last: LastRun | None = None,
     ) -> None:
         """
         Args:
-            past: history of a run that lost its controller and is to be continued.
+            past: facts of a run that lost its controller and is to be continued.
             last: the last run, if it has ended.
         """
         ctx = self._context = JobContext(plan, deps, self._on_task_error)
@@ -72,7 +73,6 @@ class Controller:
         self._scaler = ElasticScaler(ctx, failures, vaults, inbox)
         self._error: RayzeroError | None = None
         self._summary: dict[str, Any] = {}
-        self._awaited = ""
         self._started_at_s = ctx.now_s()
         if past is not None:
             self._adopt(past)
@@ -85,7 +85,6 @@ class Controller:
             JobStoppedError: it was stopped.
         """
         ctx = self._context
-        ctx.numbers.reserve()  # while the workers are placed
         self.post_event(machine.Submitted())
         try:
             while not ctx.state.is_final:
@@ -129,8 +128,7 @@ class Controller:
         """A snapshot of the job."""
         ctx = self._context
         spec = ctx.plan.spec
-        now_s = time.time()
-        newest = self._checkpoints.newest_own
+        facts, newest = ctx.facts, self._checkpoints.newest_own
         return JobStatus(
             name=spec.name,
             state=ctx.state,
@@ -141,32 +139,26 @@ class Controller:
             workers_min=ctx.registry.limits.min,
             workers_max=ctx.registry.limits.max,
             loss=ctx.progress.last_loss,
-            began_at_s=now_s - (ctx.now_s() - self._started_at_s),
-            at_s=now_s,
-            faults=self._failures.counts_by_cause(),
-            repairs=ctx.timer.repairs,
+            began_at_s=facts.began_at_s,
+            at_s=time.time(),
+            faults=dict(sorted(facts.faults_by_cause.items())),
+            repairs=facts.total_repairs,
             checkpoint_step=newest.step if newest is not None else None,
             journal=ctx.plan.journal_url,
             log=str(ctx.plan.log_path),
-            waiting_for="" if ctx.state.is_final else self._awaited,
+            waiting_for="" if ctx.state.is_final else facts.waiting_for,
             error="" if self._error is None else first_line(self._error),
         )
 
-    def _adopt(self, past: RunHistory) -> None:
-        """Restores the counters, budgets and limits of an earlier controller's run."""
+    def _adopt(self, past: JobFacts) -> None:
+        """Continues an earlier controller's run, whose facts are this one's."""
         ctx = self._context
         now_s = ctx.now_s()
         unix_s = time.time()
         self._started_at_s = now_s - max(0.0, unix_s - past.began_at_s)
         ctx.generation = GenerationState(past.generation, on_change=ctx.changed.notify)
-        ctx.numbers.continue_after(max(past.generation, past.reserved_generations))
         ctx.progress.steps = past.step  # steps after the checkpoint will count as redone
-        ctx.timer.repairs = past.total_repairs
-        ctx.timer.resizes = past.resizes
-        ctx.timer.steps_redone = past.steps_redone
-        self._checkpoints.written = past.checkpoints_written
-        self._checkpoints.failed = past.checkpoints_failed
-        self._failures.history = faults_on_clock(past, now_s, unix_s)
+        self._failures.history = past.faults_on_clock(now_s, unix_s)
         if past.scaled_limits is not None:
             least, most = past.scaled_limits
             ctx.registry.limits = replace(ctx.registry.limits, min=least, max=most)
@@ -230,8 +222,7 @@ class Controller:
         self.post_event(machine.WorkersPlaced())
 
     def _on_waiting(self, text: str) -> None:
-        if text != self._awaited:
-            self._awaited = text
+        if text != self._context.facts.waiting_for:
             self._context.emit(ResourcesAwaited(text, self._context.plan.resources.timeout_s))
 
     def _check_cores(self, workers: Sequence[WorkerInfo]) -> None:
@@ -270,7 +261,7 @@ class Controller:
         """The training function's return value is merged in, and takes precedence over all but
         `steps`, by which clients see how far the job came."""
         ctx = self._context
-        progress, newest = ctx.progress, self._checkpoints.newest_own
+        facts, progress, newest = ctx.facts, ctx.progress, self._checkpoints.newest_own
         resumed_from = self._checkpoints.resumed_from
         self._summary = {
             "job": ctx.plan.spec.name,
@@ -281,12 +272,12 @@ class Controller:
             "seconds": ctx.now_s() - self._started_at_s,
             "peak_bytes": dict(sorted(progress.peak_bytes.items())),
             "world_sizes": list(progress.world_sizes),
-            "faults": self._failures.counts_by_cause(),
-            "repairs": ctx.timer.repairs,
-            "steps_redone": ctx.timer.steps_redone,
+            "faults": dict(sorted(facts.faults_by_cause.items())),
+            "repairs": facts.total_repairs,
+            "steps_redone": facts.steps_redone,
             "checkpoints": {
-                "written": self._checkpoints.written,
-                "failed": self._checkpoints.failed,
+                "written": facts.checkpoints_written,
+                "failed": facts.checkpoints_failed,
             },
             "newest_checkpoint": None if newest is None else newest.folder,
             "resumed_from": None if resumed_from is None else resumed_from.folder,

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.inbox import WorkerInbox
-from rayzero.orchestrator.control.newcomers import Newcomers
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.orchestrator.job_events import LimitsChanged, WorkersReady
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies import placement
-from rayzero.workers.messages import WorkerInfo
+from rayzero.orchestrator.policies.placement import CallState, FunctionCall, misplaced
+from rayzero.workers.messages import GenerationSpec, WorkerInfo
 
 JOIN_BATCH_S = 0.5
 """How long a resize waits for further changes, so that one resize serves all of them."""
@@ -26,6 +26,7 @@ DRAIN_POLL_INTERVAL_S = 2.0
 """How often the cluster is asked for draining nodes."""
 
 
+@dataclass(eq=False)
 class ElasticScaler:
     """Requests a resize whenever the membership policy would select other members.
 
@@ -33,19 +34,11 @@ class ElasticScaler:
     a training function without one has no state that could be resharded.
     """
 
-    def __init__(
-        self,
-        context: JobContext,
-        failures: FailureHandler,
-        vaults: VaultManager,
-        inbox: WorkerInbox,
-    ) -> None:
-        self._context = context
-        self._failures = failures
-        self._vaults = vaults
-        self._inbox = inbox
-        self._newcomers = Newcomers(context, failures)
-        self._quarantined: frozenset[str] = frozenset()
+    _context: JobContext
+    _failures: FailureHandler
+    _vaults: VaultManager
+    _inbox: WorkerInbox
+    _quarantined: frozenset[str] = frozenset()
 
     def start(self) -> None:
         """Starts the background tasks, once the first workers are placed."""
@@ -110,7 +103,7 @@ class ElasticScaler:
             await ctx.changed.wait_until(lambda: bool(self._resize_reason()))
             if self._would_grow:
                 await ctx.deps.clock.sleep(JOIN_BATCH_S)
-            if not (self._resize_reason() and await self._newcomers.prepare()):
+            if not (self._resize_reason() and await self._prepare_newcomers()):
                 continue
             generation = ctx.generation
             if reason := self._resize_reason():
@@ -121,6 +114,61 @@ class ElasticScaler:
                         or ctx.state is not State.RUNNING
                     )
                 )
+
+    async def _prepare_newcomers(self) -> bool:
+        """Calls the functions of the selected workers that are new, before their generation begins,
+        and waits for them up to `workers.start_timeout_s`. Returns whether all of them can begin
+        it; if not, others may be selected now.
+
+        What a function does before it trains (imports, its model, its data) takes seconds, which
+        the other ranks would wait for. So it is called while they train, with the rank that it is
+        going to have, and waits where it needs the training state or the other ranks. Then they are
+        drained.
+        """
+        ctx, registry = self._context, self._context.registry
+        selection, generation = registry.select_members(), ctx.generation
+        if selection is None or selection.indices.isdisjoint(generation.assignments):
+            return True  # no function continues, so that all of them begin at once
+        places = ctx.assign(selection)
+        if others := [it for it in misplaced(places, registry.calls) if registry.is_ahead(it)]:
+            self._failures.retire(others)
+            return False
+        if new := {worker: it for worker, it in places.items() if worker not in registry.calls}:
+            spec = GenerationSpec(
+                generation=generation.number + 1,
+                world_size=len(places),
+                store_host="",
+                store_port=0,
+                faults=ctx.injected_faults,
+                survivors_stay=True,
+                parts=registry.limits.parts,
+                is_ahead=True,
+            )
+            state, ranks = CallState.PREPARING, len(places)
+            registry.calls = registry.calls | {
+                worker: FunctionCall(place.rank, ranks, spec.generation, state)
+                for worker, place in new.items()
+            }
+            ctx.expect_replies(ctx.deps.workers.assign(spec, new))
+            selection = registry.select_members()
+        ahead = [worker for worker in places if registry.is_ahead(worker)]
+
+        def is_over() -> bool:
+            changed = ctx.generation is not generation or not ctx.is_running
+            return changed or registry.select_members() != selection or not self._preparing(ahead)
+
+        limit_s = ctx.plan.spec.workers.start_timeout_s
+        if not await ctx.wait_for(limit_s, is_over):
+            for worker in self._preparing(ahead):
+                self._failures.on_newcomer_late(worker, limit_s)
+            return False
+        same = ctx.generation is generation and registry.select_members() == selection
+        return same and not self._preparing(ahead)
+
+    def _preparing(self, ahead: Iterable[int]) -> list[int]:
+        registry = self._context.registry
+        alive = filter(registry.is_alive, ahead)
+        return [it for it in alive if registry.calls[it].state is CallState.PREPARING]
 
     async def _start_replacements(self) -> None:
         """Starts replacements, but not during a recovery that does not need them: their imports

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -51,9 +50,6 @@ class FailureHandler:
         self._pending_kills: set[asyncio.Task[None]] = set()
         spec = context.plan.spec.recovery
         self._budget = failure.FaultBudget(spec.max_faults, spec.fault_window_s)
-
-    def counts_by_cause(self) -> dict[str, int]:
-        return dict(sorted(Counter(str(fault.cause) for fault in self.history).items()))
 
     def kill_hung(self, worker: int, hang: Hang, stacks: Stacks) -> None:
         """Kills a member that hangs, or that does not leave an ended generation."""
@@ -118,7 +114,8 @@ class FailureHandler:
         crash, hang = self._device_failures.get(worker), self._hung.get(worker)
         frames = stack if crash is None else crash.traceback
         place = hang.place if hang and cause is FaultCause.HANG else ""
-        fault = ctx.generation.on_lost(worker, cause, detail, ctx.now_s(), frames, place)
+        where = {"traceback": frames, "place": place}
+        fault = ctx.generation.on_lost(worker, cause, detail, ctx.now_s(), **where)
         if fault is not None:
             self._announce(fault)
             self.evaluate()

@@ -1,14 +1,15 @@
-"""The members of one generation and their progress, and the timing of recoveries. Pure."""
+"""The members of one generation and their progress; the numbers of generations."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
 from typing import Any
 
-from rayzero.orchestrator.job_events import Repaired, Resized
+from rayzero.orchestrator.aio import Clock
+from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.facts import RESERVED_GENERATIONS, EventBus
+from rayzero.orchestrator.job_events import NumbersReserved
 from rayzero.orchestrator.observed import ObservedState
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.policies.membership import Selected
@@ -27,8 +28,8 @@ from rayzero.workers.messages import (
 )
 from rayzero.workers.vault.records import Restore
 
-_BEFORE_STEP = ("load", "recompute")
-"""The phases of a recovery that the next finished step ends."""
+FLUSH_SLICE_S = 1.0
+"""Longest single wait for the journal's thread, which nothing can interrupt."""
 NO_MEMBERS = Selected(())
 
 
@@ -164,25 +165,24 @@ class GenerationState(ObservedState):
         self._end(at_s)
         if isinstance(message, Crashed) and not self.fenced:
             cause = FaultCause(message.kind)
-            self._add_fault(worker, cause, message.step, message.error, at_s, message.traceback)
+            where = {"traceback": message.traceback}
+            self._add_fault(worker, cause, message.step, message.error, at_s, **where)
         return True
 
     def on_lost(
-        self,
-        worker: int,
-        cause: FaultCause,
-        detail: str,
-        at_s: float,
-        traceback: str = "",
-        place: str = "",
+        self, worker: int, cause: FaultCause, detail: str, at_s: float, **where: str
     ) -> Fault | None:
-        """Records a lost process. Returns the fault if it was a member that had not finished."""
+        """Records a lost process. Returns the fault if it was a member that had not finished.
+
+        Args:
+            where: `traceback` and `place` of the fault.
+        """
         self.active.discard(worker)
         self._changed()
         self._in_process.pop(worker, None)
         if worker not in self.assignments or worker in self.finished:
             return None
-        return self._add_fault(worker, cause, self.step, detail, at_s, traceback, place)
+        return self._add_fault(worker, cause, self.step, detail, at_s, **where)
 
     def notes(self, step: int) -> bytes:
         """The notes for the next function from that of the lowest rank that has left after `step`;
@@ -207,114 +207,66 @@ class GenerationState(ObservedState):
         return message.generation == self.number and worker in self.active
 
     def _add_fault(
-        self,
-        worker: int,
-        cause: FaultCause,
-        step: int,
-        detail: str,
-        at_s: float,
-        traceback: str = "",
-        place: str = "",
+        self, worker: int, cause: FaultCause, step: int, detail: str, at_s: float, **where: str
     ) -> Fault:
         rank = self.assignments[worker].rank
         trained_s = at_s - max(self.restored.values()) if self.all_restored else 0.0
+        member = self.workers[rank]
         fault = Fault(
-            cause,
-            self.workers[rank],
-            rank,
-            step,
-            detail,
-            at_s,
-            self.number,
-            traceback,
-            trained_s,
-            place,
+            cause, member, rank, step, detail, at_s, self.number, trained_s=trained_s, **where
         )
         self.pending_faults = [*self.pending_faults, fault]
         return fault
 
 
-@dataclass
-class _Timeline:
-    """The current recovery, or resize if there is no cause. A fault during a resize turns it into a
-    recovery."""
+class GenerationNumbers:
+    """Counts the generations of a run. Each process of it reserves numbers after those that the
+    processes before it may have given (`JobFacts.reserved_generations`), and gives none before that
+    is durable: it may be lost with its last journal entries.
 
-    world_size: int
-    phase: str
-    phase_began_s: float
-    reason: str = ""
-    cause: str = ""
-    lost: tuple[str, ...] = ()
-    step: int = 0
-    steps_redone: int = 0
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-
-class RecoveryTimer:
-    """Times the phases from a fault or a resize to the next finished step; one at a time.
-
-    The phases: detect, fence or drain, select_step, select_members, rendezvous, load, recompute.
+    Args:
+        flush_journal: waits up to so many seconds until all events so far are durable; returns
+            whether they are.
+        limit_s: how long the first generation waits for the journal.
     """
 
-    def __init__(self, now_s: Callable[[], float]) -> None:
-        self.repairs = 0
-        self.resizes = 0
-        self.steps_redone = 0
-        self._now_s = now_s
-        self._current: _Timeline | None = None
-        self._next: _Timeline | None = None
-        """A resize that was requested before the step that completes a repair."""
-
-    def fault_detected(
-        self, cause: str, lost: Iterable[str], world_size: int, since_s: float
+    def __init__(
+        self,
+        events: EventBus,
+        flush_journal: Callable[[float], Awaitable[bool]],
+        clock: Clock,
+        limit_s: float,
     ) -> None:
-        """The policy decided to recover from a fault whose first sign came at `since_s`."""
-        self._next = None
-        if self._current is None:
-            self._current = _Timeline(world_size, "detect", since_s)
-        self._current.cause = self._current.cause or cause
-        self._current.lost += tuple(lost)
-        self.enter_phase("detect")
+        self._events = events
+        self._flush_journal = flush_journal
+        self._clock = clock
+        self._limit_s = limit_s
+        self._given = events.facts.reserved_generations - RESERVED_GENERATIONS
+        self._is_durable = False
 
-    def resize_requested(self, reason: str, world_size: int) -> None:
-        resize = _Timeline(world_size, "drain", self._now_s(), reason)
-        if self._current is None:
-            self._current = resize
-        elif self._current.phase in _BEFORE_STEP:
-            self._next = resize
+    async def await_reserved(self) -> None:
+        """Waits for the journal, before the first number is given.
 
-    def enter_phase(self, phase: str) -> None:
-        if self._next is not None:
-            if phase == "drain":
-                return
-            if phase not in _BEFORE_STEP:  # no step came before the drain: both are one repair
-                self._next = None
-        if (timeline := self._current) is not None:
-            now_s = self._now_s()
-            timeline.seconds[timeline.phase] += now_s - timeline.phase_began_s
-            timeline.phase_began_s, timeline.phase = now_s, phase
+        Raises:
+            JobFailedError: the journal could not be written for `limit_s`.
+        """
+        until_s = self._clock.now() + self._limit_s
+        while not self._is_durable:
+            self._is_durable = await self._flush_journal(FLUSH_SLICE_S)
+            if not self._is_durable and self._clock.now() > until_s:
+                raise JobFailedError(
+                    f"the job's journal cannot be written for {self._limit_s:g} s, and the first "
+                    "generation of workers begins only once its number is there",
+                    allowed="a shorter outage",
+                    fix="checkpoint.path, the disk or store it is on, or a longer "
+                    "recovery.hang_timeout_s, of which half is waited for",
+                )
 
-    def step_selected(self, step: int, steps_redone: int) -> None:
-        """The step to resume from. `steps_redone` counts only steps not counted before."""
-        if self._current is not None:
-            self._current.step = step
-            self._current.steps_redone += steps_redone
-        self.steps_redone += steps_redone
-
-    def completed(self, step_s: float, world_size: int) -> Repaired | Resized | None:
-        """A step was finished that took `step_s`. Returns the recovery it completes, if any."""
-        timeline = self._current
-        if timeline is None or timeline.phase not in _BEFORE_STEP:
-            return None  # a step of the previous generation
-        self._current, self._next = self._next, None
-        seconds = timeline.seconds
-        seconds[timeline.phase] += max(0.0, self._now_s() - timeline.phase_began_s - step_s)
-        before, step = timeline.world_size, timeline.step
-        if not timeline.cause:
-            self.resizes += 1
-            return Resized(timeline.reason, step, before, world_size, dict(seconds))
-        self.repairs += 1
-        redone = timeline.steps_redone
-        return Repaired(
-            timeline.cause, timeline.lost, step, redone, before, world_size, dict(seconds)
-        )
+    def next(self) -> int:
+        """The number of a new generation. The next numbers are reserved when half are left: no
+        repair waits for the journal, and an outage of its store may last for all of these."""
+        self._given += 1
+        reserved = self._events.facts.reserved_generations
+        if reserved - self._given < RESERVED_GENERATIONS // 2:
+            self._events.emit(NumbersReserved(reserved + RESERVED_GENERATIONS))
+        return self._given

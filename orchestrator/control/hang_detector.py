@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from rayzero.orchestrator.aio import WORKER_POLL_S
 from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
@@ -40,17 +41,17 @@ INSPECT_TIMEOUT_S = 6.0
 """How long a vault may take to inspect a process that does not respond."""
 
 
+@dataclass(eq=False)
 class HangDetector:
     """Checks the newest generation for as long as the job runs."""
 
-    def __init__(self, context: JobContext, inbox: WorkerInbox, failures: FailureHandler) -> None:
-        self._context = context
-        self._inbox = inbox
-        self._failures = failures
-        self._warned_generation = 0
-        """The generation of which a hang without a culprit was reported."""
-        self._next_report_s = REPORT_AFTER_S
-        """When, after the generation began to end, the ranks that stay are reported again."""
+    _context: JobContext
+    _inbox: WorkerInbox
+    _failures: FailureHandler
+    _warned_generation: int = 0
+    """The generation of which a hang without a culprit was reported."""
+    _next_report_s: float = REPORT_AFTER_S
+    """When, after the generation began to end, the ranks that stay are reported again."""
 
     @property
     def _limits(self) -> HangLimits:

@@ -1,35 +1,18 @@
-"""Receives the workers' messages and dispatches them to the controller's components."""
+"""Receives the workers' messages, and delivers them in slices of time."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import cast
 
 from rayzero.orchestrator.aio import WORKER_POLL_S
-from rayzero.orchestrator.control.chaos import ClusterFaultInjector
 from rayzero.orchestrator.control.context import JobContext, timeout_reason
-from rayzero.orchestrator.control.failures import FailureHandler
-from rayzero.orchestrator.control.replication import Replication
-from rayzero.orchestrator.control.vaults import VaultManager
-from rayzero.orchestrator.policies.placement import CallState
-from rayzero.orchestrator.policies.usefulness import EqualLosses
-from rayzero.orchestrator.progress import StepRecord
-from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import (
-    Crashed,
-    Finished,
     Heartbeat,
-    Joined,
     LogLine,
-    Pinned,
-    Prepared,
-    Restored,
-    StepDivided,
     StepReport,
-    Stopped,
-    WentBack,
     WorkerMessage,
 )
 from rayzero.workers.output import dropped_lines_text
@@ -188,119 +171,3 @@ class WorkerInbox:
         until_s = now() + DISPATCH_SLICE_S
         while order and now() < until_s:
             self.deliver(order.popleft())
-
-
-class MessageDispatcher:
-    """Dispatches worker messages to the components that handle them.
-
-    Messages may be late: from a worker that is lost by now, or about an older generation.
-    """
-
-    def __init__(
-        self,
-        context: JobContext,
-        failures: FailureHandler,
-        replication: Replication,
-        vaults: VaultManager,
-        fault_injector: ClusterFaultInjector,
-        on_all_finished: Callable[[], None],
-    ) -> None:
-        self._context = context
-        self._on_all_finished = on_all_finished
-        self._equal_losses = EqualLosses()
-        self._failures = failures
-        self._replication = replication
-        self._vaults = vaults
-        self._fault_injector = fault_injector
-        # A table, not a chain of tests: a large job sends thousands of these a second.
-        self._handlers: dict[type[WorkerMessage], Callable[[int, Any], None]] = {
-            Heartbeat: self._on_heartbeat,
-            StepReport: self._on_report,
-            Joined: self._on_joined,
-            Restored: self._on_restored,
-            Prepared: self._on_prepared,
-            Finished: self._on_left,
-            Stopped: self._on_left,
-            Crashed: self._on_crashed,
-            Pinned: replication.on_pinned,
-            WentBack: lambda _, message: context.go_back(message),
-            StepDivided: lambda _, message: context.divide_step(message.parts),
-            LogLine: self._forward,
-            FaultFired: self._forward,
-        }
-
-    def dispatch(self, worker: int, message: WorkerMessage) -> None:
-        self._handlers[type(message)](worker, message)
-
-    def _forward(self, worker: int, message: LogLine | FaultFired) -> None:
-        del worker
-        self._context.emit(message)
-
-    def _on_report(self, worker: int, report: StepReport) -> None:
-        ctx = self._context
-        if report.generation == ctx.generation.number:
-            ctx.generation.advance_to(report.step + 1)
-            ctx.emit(report)
-            if text := ctx.speeds.add_report(worker, report):
-                ctx.warn(text)
-            if text := self._equal_losses.add_report(report, ctx.generation.world_size):
-                ctx.warn(text)
-        record = ctx.progress.add_report(report)
-        if record is not None:
-            ctx.emit(record)
-            self._on_step_finished(record)
-
-    def _on_step_finished(self, record: StepRecord) -> None:
-        ctx = self._context
-        ctx.changed.notify()  # JobProgress
-        if recovery := ctx.timer.completed(record.step_s, record.world_size):
-            ctx.emit(recovery)
-        self._replication.on_step_finished(record.generation)
-        self._vaults.on_step_finished()
-        self._fault_injector.on_step_finished(record.step)
-
-    def _on_heartbeat(self, worker: int, beat: Heartbeat) -> None:
-        ctx = self._context
-        if ctx.generation.on_heartbeat(worker, beat):
-            ctx.emit(beat)
-
-    def _on_joined(self, worker: int, message: Joined) -> None:
-        ctx = self._context
-        if ctx.generation.on_joined(worker, message):
-            ctx.timer.enter_phase("load")
-
-    def _on_restored(self, worker: int, message: Restored) -> None:
-        ctx = self._context
-        if ctx.generation.on_restored(worker, message, ctx.now_s()):
-            ctx.timer.enter_phase("recompute")
-
-    def _on_prepared(self, worker: int, message: Prepared) -> None:
-        del message
-        if self._context.registry.is_ahead(worker):
-            self._context.registry.set_state(worker, CallState.PREPARED)
-
-    def _on_crashed(self, worker: int, message: Crashed) -> None:
-        if message.kind == "device":  # of any generation: the process ends
-            self._failures.on_device_failed(worker, message)
-        else:
-            self._on_left(worker, message)
-
-    def _on_left(self, worker: int, message: Finished | Stopped | Crashed) -> None:
-        ctx, generation = self._context, self._context.generation
-        if ctx.registry.is_ahead(worker):
-            if ctx.registry.is_alive(worker):  # else it was left out, or lost
-                self._failures.on_newcomer_ended(worker, message)
-            return
-        faults_before = len(generation.pending_faults)
-        if not generation.on_left(worker, message, ctx.now_s()):
-            return
-        if not isinstance(message, Finished) and message.stays:
-            keeps_rank = message.keeps_rank
-            ctx.registry.set_state(worker, CallState.WAITING, keeps_rank=keeps_rank)
-        if len(generation.pending_faults) > faults_before:
-            self._failures.on_fault()
-        if isinstance(message, Finished):
-            ctx.progress.add_counters(message.counters)
-            ctx.progress.update_peaks({"process": message.peak_rss_bytes})
-            if generation.all_finished:
-                self._on_all_finished()

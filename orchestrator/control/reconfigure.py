@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayzero.orchestrator import machine
@@ -38,6 +38,7 @@ LARGE_JOB_WORKERS = 500
 two turns of the event loop, so that the report of a loss does not wait for all of it."""
 
 
+@dataclass(eq=False)
 class Reconfiguration:
     """Owns the current attempt to form a generation, and is the only writer of
     `JobContext.generation`.
@@ -46,24 +47,15 @@ class Reconfiguration:
     and slots are computed here, from what the controller knows already.
     """
 
-    def __init__(
-        self,
-        context: JobContext,
-        failures: FailureHandler,
-        vaults: VaultManager,
-        restore: RestoreSelector,
-        inbox: WorkerInbox,
-        checkpoints: CheckpointWriter,
-    ) -> None:
-        self._context = context
-        self._failures = failures
-        self._vaults = vaults
-        self._restore = restore
-        self._inbox = inbox
-        self._checkpoints = checkpoints
-        self._attempt: asyncio.Task[None] | None = None
-        self._assignments = PendingReplies()
-        """The replies of the newest generation's members to their assignments."""
+    _context: JobContext
+    _failures: FailureHandler
+    _vaults: VaultManager
+    _restore: RestoreSelector
+    _inbox: WorkerInbox
+    _checkpoints: CheckpointWriter
+    _attempt: asyncio.Task[None] | None = None
+    _assignments: PendingReplies = field(default_factory=PendingReplies)
+    """The replies of the newest generation's members to their assignments."""
 
     def form_first(self) -> None:
         self._begin(None)

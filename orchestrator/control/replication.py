@@ -11,7 +11,7 @@ from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter, transfer_limit_s
 from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.errors import VaultLostError
-from rayzero.orchestrator.job_events import ReplicationChanged, StepReplicated
+from rayzero.orchestrator.job_events import StepReplicated
 from rayzero.orchestrator.policies.pinned_steps import PinnedStep, PinnedSteps
 from rayzero.orchestrator.policies.recovery import replica_targets
 from rayzero.workers.messages import Pinned
@@ -45,9 +45,7 @@ class Replication:
 
     def on_step_finished(self, generation: int) -> None:
         """A step was finished by all ranks of a generation."""
-        remote = self._context.replicates
-        self._context.emit(ReplicationChanged(remote))
-        if not remote:
+        if not self._context.replicates:
             self._pins.release_older(generation)
         self._release()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from itertools import repeat
 
 from rayzero.engine.errors import RayzeroError
@@ -23,21 +24,15 @@ from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.vault.records import Restore
 
 
+@dataclass(eq=False)
 class RestoreSelector:
     """Selects the newest step of which every part of the state exists: in vaults, in the memory of
     workers that have left their generation, or in a checkpoint."""
 
-    def __init__(
-        self,
-        context: JobContext,
-        failures: FailureHandler,
-        vaults: VaultManager,
-        checkpoints: CheckpointWriter,
-    ) -> None:
-        self._context = context
-        self._failures = failures
-        self._vaults = vaults
-        self._checkpoints = checkpoints
+    _context: JobContext
+    _failures: FailureHandler
+    _vaults: VaultManager
+    _checkpoints: CheckpointWriter
 
     async def select(self) -> Restore | None:
         """The state; None: a fresh start. Copies workers' memories into vaults where it needs them.

@@ -17,6 +17,7 @@ from rayzero.engine.checkpoint.store import is_remote, join_url, open_store
 from rayzero.engine.errors import ConfigError, did_you_mean
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.cluster.connect import ClusterConnection, connect_each
+from rayzero.orchestrator.facts import JobFacts
 from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.client import JobProcess, JobProcessLostError, list_running
 from rayzero.orchestrator.job.ended_jobs import load_ended
@@ -27,7 +28,6 @@ from rayzero.orchestrator.journal.files import (
     read_sound_journal,
     state_url,
 )
-from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import LOG_FILE
 from rayzero.orchestrator.results import EndedJob, JobStatus
@@ -57,7 +57,7 @@ def job_folder(path: str, name: str) -> str:
     return join_url(path, check_job_name(name))
 
 
-def load_run_history(path: str, name: str) -> RunHistory:
+def load_run_history(path: str, name: str) -> JobFacts:
     """The journal of a job's last run. Raises NoJournalError if there is none; StoreError or
     ConfigError if it cannot be read."""
     folder = job_folder(path, name)
@@ -127,7 +127,6 @@ def status_from_journal(path: str, name: str) -> JobStatus:
         least, most = history.scaled_limits or (int(workers["min"]), int(workers["max"]))
     except (LookupError, TypeError, ValueError, OverflowError):
         raise NoJournalError(f"{redact_url(state_url(folder))} states no workers") from None
-    causes = [str(fault.cause) for fault in history.faults]
     return JobStatus(
         name=name,
         state=State(history.end_state) if history.end_state else None,
@@ -137,10 +136,10 @@ def status_from_journal(path: str, name: str) -> JobStatus:
         world_size=history.world_size,
         workers_min=least,
         workers_max=most,
-        loss=history.loss,
+        loss=history.counters.loss,
         began_at_s=history.began_at_s,
         at_s=history.last_at_s,
-        faults={cause: causes.count(cause) for cause in sorted(set(causes))},
+        faults=dict(sorted(history.faults_by_cause.items())),
         repairs=history.total_repairs,
         checkpoint_step=history.checkpoint_step,
         journal=redact_url(state_url(folder)),

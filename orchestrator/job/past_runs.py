@@ -17,10 +17,12 @@ from typing import Any
 
 from rayzero.engine.checkpoint.catalogue import newest_complete
 from rayzero.engine.checkpoint.store import is_remote, local_path
+from rayzero.engine.config import parse_config, resolve_batch_sizes
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.redact import redact_document
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator.errors import JobStoppedError
+from rayzero.orchestrator.facts import JobFacts
 from rayzero.orchestrator.job.claims import LEASE_FOLDER
 from rayzero.orchestrator.job_file import (
     ADOPTABLE_KEYS,
@@ -28,13 +30,12 @@ from rayzero.orchestrator.job_file import (
     not_covered_by,
     to_document,
 )
-from rayzero.orchestrator.journal.files import STATE_FILE, read_journal, read_sound_journal
-from rayzero.orchestrator.journal.run_history import (
-    RunHistory,
-    global_batch_diff,
-    why_not_adoptable,
+from rayzero.orchestrator.journal.files import (
+    STATE_FILE,
+    read_journal,
+    read_sound_journal,
+    write_end,
 )
-from rayzero.orchestrator.journal.writer import write_end
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.usefulness import LastRun
 from rayzero.orchestrator.results import OWN_KEYS, JobResult
@@ -59,7 +60,7 @@ class PastRuns:
         last: the last run, if it has ended and this job may continue from its checkpoints.
     """
 
-    lost: RunHistory | None = None
+    lost: JobFacts | None = None
     last: LastRun | None = None
 
 
@@ -90,7 +91,7 @@ def load_past_runs(plan: JobPlan, warn: Callable[[str], None]) -> PastRuns:
     return PastRuns(history if same_limits else replace(history, scaled_limits=None))
 
 
-def _is_restarting(history: RunHistory | None, plan: JobPlan) -> bool:
+def _is_restarting(history: JobFacts | None, plan: JobPlan) -> bool:
     """Whether a run that started from scratch was lost: it is continued by the same command, which
     the program that submitted it may repeat by itself."""
     if history is None or history.end_state:
@@ -163,13 +164,13 @@ def _read_summary(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def compare_with(history: RunHistory, spec: JobSpec, source: str) -> LastRun:
+def compare_with(history: JobFacts, spec: JobSpec, source: str) -> LastRun:
     """
     Args:
         source: as of `hash_source`.
     """
     diffs = diff_documents(_with_defaults(history.spec), redact_document(to_document(spec)))
-    lines = not_covered_by(diffs, _ANY_WEIGHTS) + global_batch_diff(history, spec)
+    lines = not_covered_by(diffs, _ANY_WEIGHTS) + _global_batch_diff(history, spec)
     if history.source and source and history.source != source:
         script = spec.launch and (spec.launch.script or spec.launch.module)
         lines.append(f"{script or spec.entrypoint}: {CHANGED_SOURCE}")
@@ -181,3 +182,33 @@ def _with_defaults(document: Mapping[str, Any]) -> Mapping[str, Any]:
     with suppress(ConfigError):
         return to_document(validate_document(JobSpec, dict(document), "the journal"))
     return document
+
+
+def why_not_adoptable(history: JobFacts, spec: JobSpec) -> ConfigError | None:
+    """Why this job must not continue a lost run; None if it may."""
+    document = redact_document(to_document(spec))
+    diffs = not_covered_by(diff_documents(history.spec, document), ADOPTABLE_KEYS)
+    diffs += _global_batch_diff(history, spec)
+    if not diffs:
+        return None
+    listed = "\n".join(f"    {diff}" for diff in diffs)
+    return ConfigError(
+        f"the last run of job {spec.name!r} was lost at step {history.step} before its end, and "
+        f"this job differs from it:\n{listed}",
+        allowed="the same training: entrypoint, args, seed, optimizer, schedule, global batch",
+        fix=f"the job file, another name, or `rayzero stop {spec.name}`, which gives that run up",
+    )
+
+
+def _global_batch_diff(history: JobFacts, spec: JobSpec) -> list[str]:
+    """Compares the global batches, where they follow from the micro-batch size."""
+    if not isinstance(spec.engine, dict) or "train_batch_size" in spec.engine:
+        return []
+    before, after = history.spec.get("engine"), spec.engine
+    try:
+        workers = int(history.spec["workers"]["min"])
+        old = resolve_batch_sizes(parse_config(dict(before or {})), workers).global_batch
+        new = resolve_batch_sizes(parse_config(after), spec.workers.min).global_batch
+    except (ConfigError, KeyError, TypeError, ValueError):
+        return []
+    return [] if old == new else [f"engine: the global batch: {old} -> {new}"]

@@ -11,20 +11,25 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.engine.redact import redact_url
+from rayzero.engine.redact import redact_document, redact_url
 from rayzero.orchestrator.aio import ChangeNotifier
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.console import PlainConsole
 from rayzero.orchestrator.event_text import summary_lines
+from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job.log import append_log
-from rayzero.orchestrator.job_events import JOB_EVENTS, EventBus, JobEvent, StateEntered
+from rayzero.orchestrator.job_events import (
+    FolderRemoved,
+    JobEvent,
+    RunBegun,
+    RunEnded,
+    StateEntered,
+)
 from rayzero.orchestrator.job_file import to_document
-from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate
-from rayzero.orchestrator.journal.run_history import RunHistory
-from rayzero.orchestrator.journal.writer import JournalWriter
+from rayzero.orchestrator.journal.entries import JournalUpdate, JournalWriter
+from rayzero.orchestrator.journal.files import JournalFiles
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import EndedJob, EventPage, JobResult, final_state
@@ -100,8 +105,7 @@ class JobRecorder:
     """Keeps a job's events: in the buffer, the log and the journal. Opens no file itself.
 
     Args:
-        counters: of the job's metrics, for the journal.
-        history: of the lost run that this one adopts.
+        seconds: the wall time by cause, for the journal.
         fence: raises when another process owns the job's folder; called in the writer's thread.
     """
 
@@ -110,12 +114,13 @@ class JobRecorder:
         plan: JobPlan,
         buffer: EventBuffer,
         writer: BackgroundWriter,
-        counters: Callable[[], Mapping[str, Any]] = dict,
-        history: RunHistory | None = None,
+        events: EventBus,
+        seconds: Callable[[], Mapping[str, float]] = dict,
         fence: Callable[[], None] = lambda: None,
     ) -> None:
         self._plan = plan
         self._buffer = buffer
+        self._events = events
         # The holder of the lease makes the job's folder again if it is removed, and nobody else.
         append_lines = partial(append_log, plan.log_path, parents=plan.spec.checkpoint.is_url)
         log = writer.add_queue("the job's log", append_lines, _LOG_FLUSH_INTERVAL_S)
@@ -123,30 +128,27 @@ class JobRecorder:
         self._plain_console = PlainConsole(log.put, shows_end=False)
         files = JournalFiles(plan.job_folder, fence)
         self._journal_queue = writer.add_queue("the journal", files.write, files.flush_interval_s)
-        self._journal = JournalWriter(
-            self._put_update, history, step_interval_s=files.step_interval_s
-        )
-        self._journal.counter_source = counters
+        JournalWriter(self._put_update, events, seconds, files.step_interval_s)
         self._owns_journal = True
 
-    def begin(self, events: EventBus, *, adopted: bool) -> None:
-        """Writes the first entry of this process into the journal, and keeps these events."""
+    def begin(self, *, adopted: bool) -> None:
+        """Writes the first entry of this process into the journal, and keeps the job's events."""
         worker_spec = self._plan.worker_spec
-        self._journal.append(
-            "begun",
-            run=worker_spec.run,
-            adopted=adopted,
-            spec=to_document(self._plan.spec),
-            working_dir=worker_spec.working_dir,
-            by_value=isinstance(worker_spec.entrypoint, bytes),
-            source=self._plan.source,
+        self._events.emit(
+            RunBegun(
+                worker_spec.run,
+                redact_document(to_document(self._plan.spec)),
+                worker_spec.working_dir,
+                isinstance(worker_spec.entrypoint, bytes),
+                adopted,
+                self._plan.source,
+            )
         )
         adopted_text = ", continuing a run whose controller was lost" * adopted
         self._log.put(
             f"--- job {self._plan.spec.name} began at {format_time(time.time())}{adopted_text} ---"
         )
-        events.subscribe(self._show)
-        events.subscribe(self._journal.on_event, JOB_EVENTS)
+        self._events.subscribe(self._show)
 
     def end(self, outcome: JobResult | RayzeroError) -> None:
         """The last entry of the journal, and the last lines of the log: how the job ended."""
@@ -158,7 +160,7 @@ class JobRecorder:
         for line in lines:
             self._log.put(line)
         self._log.put(f"--- {final_state(outcome)} at {format_time(time.time())} ---")
-        self._journal.append("ended", state=str(final_state(outcome)), error=error)
+        self._events.emit(RunEnded(str(final_state(outcome)), error))
 
     def stop_journal(self) -> None:
         """Writes nothing into the job's folder any more: another process owns it."""
@@ -167,12 +169,7 @@ class JobRecorder:
 
     def write_again(self) -> None:
         """The files in the job's folder were removed: writes the journal's state, and a line."""
-        self._journal.append("removed")
-
-    @property
-    def began_at_s(self) -> float:
-        """Unix time of the run's first entry, in whatever process it was; 0 before `begin`."""
-        return self._journal.history.began_at_s if self._journal.history else 0.0
+        self._events.emit(FolderRemoved())
 
     @property
     def is_journal_written(self) -> bool:

@@ -14,10 +14,11 @@ from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job.lease import Lease
 from rayzero.orchestrator.job.past_runs import PastRuns
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
-from rayzero.orchestrator.job_events import EventBus, MetricsServed
+from rayzero.orchestrator.job_events import MetricsServed
 from rayzero.orchestrator.metrics.run_files import RunFiles, restore_curves
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.metrics.trackers import Trackers
@@ -53,18 +54,16 @@ async def open_run(
         buffer, writer: where its events go; they outlive the run.
         warn: thread-safe.
     """
-    history = past.lost
     # It exists if and only if the last run succeeded.
     await asyncio.to_thread(plan.summary_path.unlink, missing_ok=True)
-    clock = Clock()
-    telemetry = await asyncio.to_thread(lambda: Telemetry(plan, clock, writer, past=history))
-    if history is not None:
+    clock, events = Clock(), EventBus(past.lost)
+    telemetry = await asyncio.to_thread(lambda: Telemetry(plan, clock, writer, events))
+    if past.lost is not None:
         await asyncio.to_thread(restore_curves, plan.output_dir, telemetry, warn)
-    recorder = JobRecorder(plan, buffer, writer, telemetry.dump_counters, history, lease.check)
-    events = EventBus()
-    telemetry.subscribe_to(events)  # before the journal, whose entries include its counters
-    recorder.begin(events, adopted=history is not None)
-    trackers = Trackers(plan, recorder.began_at_s, warn)
+    # After the telemetry, whose wall time its entries include.
+    recorder = JobRecorder(plan, buffer, writer, events, telemetry.seconds, lease.check)
+    recorder.begin(adopted=past.lost is not None)
+    trackers = Trackers(plan, events.facts.began_at_s, warn)
     trackers.subscribe_to(events)
     RunFiles(plan.output_dir, telemetry, writer).subscribe_to(events)
     if telemetry.port_note:
@@ -78,13 +77,13 @@ async def open_run(
         )
     vaults = VaultGroup(plan.worker_spec)
     workers = WorkerGroup(plan.worker_spec, clock, can_grow, vaults)
-    store = CheckpointStore(plan, warn, adopting=history is not None, check_lease=lease.check)
+    store = CheckpointStore(plan, warn, adopting=past.lost is not None, check_lease=lease.check)
 
     async def flush_journal(limit_s: float) -> bool:
         return await asyncio.to_thread(recorder.flush_journal, limit_s)
 
     dependencies = Dependencies(workers, vaults, store, events, clock, flush_journal)
-    controller = Controller(plan, dependencies, history, past.last)
+    controller = Controller(plan, dependencies, past.lost, past.last)
     return JobRun(recorder, telemetry, trackers, controller)
 
 

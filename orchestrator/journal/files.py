@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,15 @@ from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.store import is_remote, join_url, open_store
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.redact import redact_url
-from rayzero.orchestrator.journal.run_history import RunHistory, fold_entries
+from rayzero.orchestrator.facts import EventBus, JobFacts
+from rayzero.orchestrator.job_events import RunEnded
+from rayzero.orchestrator.journal.entries import (
+    JournalUpdate,
+    JournalWriter,
+    facts_json,
+    fold_entries,
+    parse_facts,
+)
 
 STATE_FILE = "job.json"
 EVENTS_FILE = "events.jsonl"
@@ -33,14 +40,6 @@ MAX_SEGMENT_BYTES = 64 * 1024
 _SEGMENT_NAME = re.compile(r"(\d{6})-[0-9a-f]{8}\.jsonl")
 
 
-@dataclass(frozen=True)
-class JournalUpdate:
-    """The run's state after an event, and the line for the list of events, if it has one."""
-
-    history: RunHistory
-    line: str = ""
-
-
 def state_url(job_folder: str) -> str:
     """Path or URL of a job's state file."""
     return join_url(job_folder, STATE_FILE)
@@ -52,7 +51,7 @@ def has_journal(job_folder: str) -> bool:
     return not names.isdisjoint((STATE_FILE, SEGMENTS_FOLDER))
 
 
-def read_journal(job_folder: str) -> RunHistory | None:
+def read_journal(job_folder: str) -> JobFacts | None:
     """The state of the last run; None when there is no journal.
 
     Raises:
@@ -65,14 +64,14 @@ def read_journal(job_folder: str) -> RunHistory | None:
         if error.kind != "gone":
             raise
         return _read_segments(job_folder)
-    return RunHistory.from_json(content)
+    return parse_facts(content)
 
 
-def read_sound_journal(job_folder: str) -> RunHistory | None:
+def read_sound_journal(job_folder: str) -> JobFacts | None:
     """Reads as `read_journal` does. Raises ConfigError also if there is a journal, and it is
     damaged."""
-    history = read_journal(job_folder)
-    if history is None and has_journal(job_folder):
+    facts = read_journal(job_folder)
+    if facts is None and has_journal(job_folder):
         raise ConfigError(
             f"the journal {redact_url(state_url(job_folder))} is damaged: it is not the state of a "
             "run",
@@ -81,7 +80,7 @@ def read_sound_journal(job_folder: str) -> RunHistory | None:
             "run the job with --restart, which sets its files aside, or with checkpoint.resume: "
             "PATH of a checkpoint",
         )
-    return history
+    return facts
 
 
 class JournalFiles:
@@ -106,13 +105,26 @@ class JournalFiles:
             StoreError, OSError: the state is the one before or the one after, never half of it.
         """
         self._fence()
-        state = updates[-1].history.to_json()
+        state = facts_json(updates[-1].facts)
         open_store(self._job_folder).replace(STATE_FILE, state)
         lines = [update.line for update in updates if update.line]
         if lines and self._segments is not None:
             self._segments.write(lines)
         elif lines:
             _append_events(Path(self._job_folder.removeprefix("file://")) / EVENTS_FILE, lines)
+
+
+def write_end(job_folder: str, facts: JobFacts, state: str, error: str) -> None:
+    """Ends a lost run in its journal. May block; the caller holds the folder's lease.
+
+    Raises:
+        StoreError, OSError: nothing was changed.
+    """
+    updates: list[JournalUpdate] = []
+    events = EventBus(facts)
+    JournalWriter(updates.append, events)
+    events.emit(RunEnded(state, error))
+    JournalFiles(job_folder).write(updates)
 
 
 def _append_events(path: Path, lines: Sequence[str]) -> None:
@@ -151,7 +163,7 @@ def _segment_names(url: str) -> list[str]:
     return sorted(entry.name for entry in entries if _SEGMENT_NAME.fullmatch(entry.name))
 
 
-def _read_segments(job_folder: str) -> RunHistory | None:
+def _read_segments(job_folder: str) -> JobFacts | None:
     """The journal of a run from before there was a state file: all of it is in the segments."""
     url = join_url(job_folder, SEGMENTS_FOLDER)
     store = open_store(url)
@@ -161,8 +173,7 @@ def _read_segments(job_folder: str) -> RunHistory | None:
         entries = segment + entries
         if any(entry["kind"] == "begun" and not entry.get("adopted") for entry in segment):
             break
-    history = fold_entries(entries)
-    return None if history is None else RunHistory.from_json(history.to_json())  # checks it
+    return fold_entries(entries)
 
 
 def _parse_lines(content: bytes) -> Iterator[dict[str, Any]]:

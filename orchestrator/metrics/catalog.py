@@ -15,8 +15,7 @@ from itertools import chain
 from prometheus_client.core import Metric
 
 from rayzero.orchestrator.metrics.catalog_training import TRAINING_GROUPS
-from rayzero.orchestrator.metrics.components import StoredStep
-from rayzero.orchestrator.metrics.job_metrics import JobMetrics
+from rayzero.orchestrator.metrics.job_metrics import JobMetrics, StoredStep
 from rayzero.orchestrator.metrics.rank_metrics import RankMetricsTable
 from rayzero.orchestrator.metrics.series import (
     JobSeries,
@@ -41,45 +40,45 @@ CATALOG_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         counter(
             "rayzero_faults_total",
             "Faults that were recorded, by root cause.",
-            lambda job: {str(cause): job.faults.faults_by_cause[cause] for cause in FaultCause},
+            lambda job: job.faults_by_cause,
             "cause",
         ),
         gauge(
             "rayzero_faults_in_window",
             "Hardware faults that currently count against the fault budget.",
-            lambda job: job.faults.budget_used(job.now().clock_s),
+            lambda job: job.faults_in_budget,
         ),
         gauge(
             "rayzero_fault_budget",
             "Hardware faults that are allowed within the window.",
-            lambda job: job.faults.budget.max_faults,
+            lambda job: job.spec.recovery.max_faults,
         ),
         counter(
             "rayzero_repairs_total",
             "Faults that the job has recovered from.",
-            lambda job: {str(cause): job.faults.repairs_by_cause[cause] for cause in FaultCause},
+            lambda job: {str(it): job.facts.repairs_by_cause.get(it, 0) for it in FaultCause},
             "cause",
         ),
         counter(
             "rayzero_resizes_total",
             "Completed changes of membership without a fault.",
-            lambda job: job.faults.resizes,
+            lambda job: job.facts.resizes,
         ),
         histogram(
             "rayzero_recovery_seconds",
             "Time from the first sign of a fault to the next finished step, without that step.",
-            lambda job: job.faults.recovery_time,
+            lambda job: job.recovery_times.total,
         ),
         histogram(
             "rayzero_recovery_phase_seconds",
             "Duration of the phases of a recovery.",
-            lambda job: dict(sorted(job.faults.phase_times.items())),
+            lambda job: dict(sorted(job.recovery_times.phases.items())),
             "phase",
         ),
         counter(
             "rayzero_steps_redone_total",
             "Finished steps that were lost and had to be trained again.",
-            lambda job: job.faults.steps_redone,
+            lambda job: job.facts.steps_redone,
         ),
         gauge(
             "rayzero_replica_step",
@@ -112,12 +111,12 @@ CATALOG_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         counter(
             "rayzero_checkpoints_total",
             "Checkpoints written by this run.",
-            lambda job: job.checkpoints.written,
+            lambda job: job.facts.checkpoints_written,
         ),
         counter(
             "rayzero_checkpoint_failures_total",
             "Failed attempts to write a checkpoint.",
-            lambda job: job.checkpoints.failed,
+            lambda job: job.facts.checkpoints_failed,
         ),
         gauge(
             "rayzero_checkpoint_step",

@@ -56,7 +56,7 @@ TRAINING_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         gauge(
             "rayzero_state",
             "1 for the job's current state, 0 for the others.",
-            lambda job: {str(state): float(state is job.state) for state in State},
+            lambda job: {str(state): float(state is job.facts.state) for state in State},
             "state",
         ),
         gauge(
@@ -67,22 +67,22 @@ TRAINING_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         gauge(
             "rayzero_start_timestamp_seconds",
             "When this run began.",
-            lambda job: job.started.unix_s,
+            lambda job: job.facts.began_at_s,
         ),
         gauge(
             "rayzero_world_size",
             "Ranks of the newest generation.",
-            lambda job: job.ranks.world_size,
+            lambda job: job.facts.world_size,
         ),
         gauge(
             "rayzero_generation",
             "Number of the newest generation (process group).",
-            lambda job: job.generation,
+            lambda job: job.facts.generation,
         ),
         gauge(
             "rayzero_workers",
             "Minimum and maximum number of workers.",
-            lambda job: dict(zip(("min", "max"), job.worker_limits, strict=True)),
+            lambda job: job.worker_limits,
             "limit",
         ),
     ),
@@ -90,14 +90,18 @@ TRAINING_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         gauge(
             "rayzero_step",
             "Finished steps in the current training state.",
-            lambda job: job.steps.step,
+            lambda job: job.facts.step,
         ),
         gauge(
             "rayzero_target_steps",
             "Steps that the job is configured to train.",
             lambda job: job.spec.steps,
         ),
-        counter("rayzero_steps_total", "Steps finished by this run.", lambda job: job.steps.done),
+        counter(
+            "rayzero_steps_total",
+            "Steps finished by this run.",
+            lambda job: job.facts.counters.done,
+        ),
         gauge(
             "rayzero_last_step_timestamp_seconds",
             "When the last step finished.",
@@ -106,11 +110,17 @@ TRAINING_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         gauge(
             "rayzero_remaining_seconds",
             "Estimated time left, at the recent step time.",
-            lambda job: job.steps.remaining_s(job.spec.steps),
+            lambda job: job.remaining_s,
         ),
-        counter("rayzero_tokens_total", "Tokens in finished steps.", lambda job: job.steps.tokens),
         counter(
-            "rayzero_samples_total", "Samples in finished steps.", lambda job: job.steps.samples
+            "rayzero_tokens_total",
+            "Tokens in finished steps.",
+            lambda job: job.facts.counters.tokens,
+        ),
+        counter(
+            "rayzero_samples_total",
+            "Samples in finished steps.",
+            lambda job: job.facts.counters.samples,
         ),
     ),
     "Training": (
@@ -122,7 +132,7 @@ TRAINING_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         counter(
             "rayzero_nonfinite_losses_total",
             "Steps whose loss was inf or nan.",
-            lambda job: job.steps.nonfinite,
+            lambda job: job.facts.counters.nonfinite,
         ),
         step_gauge(
             "rayzero_learning_rate",
@@ -138,7 +148,7 @@ TRAINING_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         counter(
             "rayzero_skipped_steps_total",
             "Steps that were skipped because a gradient was not finite.",
-            lambda job: job.steps.skipped,
+            lambda job: job.facts.counters.skipped,
         ),
         gauge(
             "rayzero_user_value",

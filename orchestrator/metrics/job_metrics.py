@@ -1,27 +1,172 @@
-"""All counts of one job, updated by its events. No I/O."""
+"""The metrics of one job: its facts, and what only its process counts of its events. No I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import isfinite
+from itertools import accumulate
 
 from rayzero.orchestrator import job_events
-from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.metrics.components import (
-    STEP_BUCKETS_S,
-    CheckpointMetrics,
-    FaultMetrics,
-    Histogram,
-    ReplicaMetrics,
+from rayzero.orchestrator.facts import JobFacts
+from rayzero.orchestrator.job_events import Checkpointed, Repaired
+from rayzero.orchestrator.metrics.curves import CurveSet
+from rayzero.orchestrator.metrics.goodput import (
+    PHASE_CATEGORY,
+    TimeAccounting,
+    TimeBreakdown,
+    TimeCategory,
 )
-from rayzero.orchestrator.metrics.goodput import TimeAccounting, TimeBreakdown, TimeCategory
-from rayzero.orchestrator.metrics.history import DisplayHistory
 from rayzero.orchestrator.metrics.rank_metrics import RankMetricsTable
-from rayzero.orchestrator.policies.failure import FaultBudget
+from rayzero.orchestrator.policies.failure import (
+    HARDWARE_CAUSES,
+    FaultBudget,
+    FaultCause,
+    faults_in_budget,
+)
 from rayzero.orchestrator.progress import StepPace, StepRecord
 from rayzero.orchestrator.spec import JobSpec
+
+STEP_BUCKETS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1, 2.5, 5, 10, 30, 60, 300),
+)
+RECOVERY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+CHECKPOINT_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+
+
+class Histogram:
+    """Counts values by upper bound. `bounds` ascend, without the last, infinite one."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, number of values up to it); the last bound is `+Inf`."""
+        bounds = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+
+
+_MAX_REMEMBERED_STEPS = 64
+"""Mirrored steps whose finish time is kept; a vault pins fewer that wait to be replicated."""
+
+_RecoveryHistogram = partial(Histogram, RECOVERY_BUCKETS_S)
+
+
+@dataclass
+class RecoveryTimes:
+    """How long repairs took, and their phases."""
+
+    total: Histogram = field(default_factory=_RecoveryHistogram)
+    phases: dict[str, Histogram] = field(
+        default_factory=lambda: {phase: _RecoveryHistogram() for phase in PHASE_CATEGORY}
+    )
+
+    def add(self, event: Repaired) -> None:
+        self.total.add(event.total_s)
+        for phase, seconds in event.seconds.items():
+            self.phases.setdefault(phase, _RecoveryHistogram()).add(seconds)
+
+
+@dataclass
+class StoredStep:
+    """The newest step of which every rank's state is stored in a place.
+
+    Args:
+        step, at_unix_s: its number, and when it finished; None before the first.
+        first_pending_unix_s: when the first step finished that is to be stored there; None if none
+            is.
+    """
+
+    step: int | None = None
+    at_unix_s: float | None = None
+    nbytes: float = 0.0
+    first_pending_unix_s: float | None = None
+
+    @property
+    def unprotected_since_unix_s(self) -> float | None:
+        """Start of the training that is not stored there; None if nothing is to be."""
+        if self.first_pending_unix_s is None or self.at_unix_s is None:
+            return self.first_pending_unix_s
+        return max(self.first_pending_unix_s, self.at_unix_s)
+
+    def mark_pending(self, unix_s: float) -> None:
+        """A step finished that is to be stored there, itself or a later one in its place."""
+        if self.first_pending_unix_s is None:
+            self.first_pending_unix_s = unix_s
+
+
+@dataclass
+class CheckpointMetrics(StoredStep):
+    """Checkpoints of this process. `at_unix_s` is when the newest was committed; `enabled` if the
+    job writes checkpoints while it trains."""
+
+    enabled: bool = False
+    write_time: Histogram = field(default_factory=partial(Histogram, CHECKPOINT_BUCKETS_S))
+    stall_time: Histogram = field(default_factory=partial(Histogram, STEP_BUCKETS_S))
+
+    def on_committed(self, event: Checkpointed, unix_s: float) -> None:
+        self.nbytes = event.nbytes
+        self.write_time.add(event.seconds)
+        self.stall_time.add(event.stopped_s)
+        self.set_newest(event.step, unix_s)
+
+    def set_newest(self, step: int, unix_s: float) -> None:
+        self.step, self.at_unix_s = step, unix_s
+        self.on_step(unix_s)
+
+    def on_step(self, unix_s: float) -> None:
+        if self.enabled:
+            self.mark_pending(unix_s)
+
+
+@dataclass
+class ReplicaMetrics:
+    """Replicas in the vaults of the ranks' own nodes, which outlive a worker, and in those of other
+    nodes, which outlive a node."""
+
+    own_node: StoredStep = field(default_factory=StoredStep)
+    other_nodes: StoredStep = field(default_factory=StoredStep)
+    has_other_nodes: bool = False
+    _finish_times: deque[tuple[int, float]] = field(
+        default_factory=lambda: deque(maxlen=_MAX_REMEMBERED_STEPS)
+    )
+
+    @property
+    def by_location(self) -> dict[str, StoredStep]:
+        return {"node": self.own_node, "other": self.other_nodes}
+
+    def on_mirrored(self, step: int, nbytes: float, unix_s: float) -> None:
+        """All vaults of the ranks' own nodes hold `step`, as of a step that just finished."""
+        self.own_node.nbytes = nbytes
+        if step != self.own_node.step:
+            self.own_node.step, self.own_node.at_unix_s = step, unix_s
+            self._finish_times.append((step, unix_s))
+
+    def on_replicated(self, step: int, nbytes: float, unix_s: float) -> None:
+        """Other nodes hold `step`. Without a known finish time it counts as finished now."""
+        finished = [at_s for number, at_s in self._finish_times if number == step]
+        other = self.other_nodes
+        other.step, other.nbytes = step, nbytes
+        other.at_unix_s = finished[-1] if finished else unix_s
+
+    def on_step(self, unix_s: float) -> None:
+        """A step finished that is to be replicated. Without other nodes there are no replicas on
+        them either."""
+        self.own_node.mark_pending(unix_s)
+        if self.has_other_nodes:
+            self.other_nodes.mark_pending(unix_s)
+        else:
+            self.other_nodes = StoredStep()
+
 
 _PHASE_PREFIX = "phases/"
 _StepHistogram = partial(Histogram, STEP_BUCKETS_S)
@@ -32,32 +177,21 @@ STEP_PHASES = ("data", "forward", "backward", "reduce", "update", "publish", "mi
 MAX_USER_METRICS = 100
 """Maximum number of user metric names of a job; bounds the number of Prometheus series."""
 
-JOURNALED_TOTALS = ("done", "tokens", "samples", "skipped", "nonfinite")
-"""The fields of `StepTotals` that continue when another controller adopts the run."""
-
 
 @dataclass
-class StepTotals:
-    """Totals of this run, in which recomputed steps count again. A step that finished but was never
-    reported, because no rank survived, counts like the next one.
+class StepSeries:
+    """The steps of this process.
 
     Args:
-        step: the last finished step.
         last_record: None before the first step.
         pace: the recent duration of a step.
         user_values: the last value under each name; a step need not report every name.
         user_values_dropped: under names beyond the first `MAX_USER_METRICS`.
     """
 
-    step: int = 0
-    done: int = 0
     last_record: StepRecord | None = None
     last_at_unix_s: float | None = None
     pace: StepPace = field(default_factory=StepPace)
-    tokens: float = 0.0
-    samples: float = 0.0
-    skipped: float = 0.0
-    nonfinite: int = 0
     user_values: dict[str, float] = field(default_factory=dict)
     user_values_dropped: int = 0
     step_time: Histogram = field(default_factory=_StepHistogram)
@@ -70,18 +204,10 @@ class StepTotals:
         return self.last_record.gauges.get(name) if self.last_record is not None else None
 
     def add_step(self, record: StepRecord, unix_s: float) -> None:
-        gauges = record.gauges
-        count = max(1, record.step - self.step) if self.last_record is not None else 1
-        self.step, self.last_record = record.step, record
-        self.done += count
-        self.last_at_unix_s = unix_s
+        self.last_record, self.last_at_unix_s = record, unix_s
         self.pace.add(record)
-        self.tokens += record.tokens * count
-        self.samples += gauges.get("step_samples", 0.0) * count
-        self.skipped += gauges.get("skipped", 0.0)
-        self.nonfinite += record.loss is not None and not isfinite(record.loss)
         self.step_time.add(record.step_s)
-        for name, seconds in gauges.items():
+        for name, seconds in record.gauges.items():
             if name.startswith(_PHASE_PREFIX):
                 phase = name.removeprefix(_PHASE_PREFIX)
                 self.phase_times.setdefault(phase, _StepHistogram()).add(seconds)
@@ -90,10 +216,6 @@ class StepTotals:
                 self.user_values[name] = value
             else:
                 self.user_values_dropped += 1
-
-    def remaining_s(self, target: int | None) -> float | None:
-        """Time to the target step at the recent step duration; None if either is unknown."""
-        return self.pace.remaining_s(self.step, target)
 
 
 @dataclass(frozen=True)
@@ -106,61 +228,80 @@ class Timestamps:
 
 class JobMetrics:
     """Counts a job's events. `stage` is the ZeRO stage, None without an engine config; `now`
-    returns the current time."""
+    returns the current time; the counts of the run that `facts` are of continue."""
 
-    def __init__(self, spec: JobSpec, stage: int | None, now: Callable[[], Timestamps]) -> None:
+    def __init__(
+        self, spec: JobSpec, stage: int | None, now: Callable[[], Timestamps], facts: JobFacts
+    ) -> None:
         self.spec = spec
         self.stage = stage
         self.now = now
-        self.started = self.state_since = now()
-        self.state = State.PENDING
-        self.generation = 0
-        self.worker_limits = (spec.workers.min, spec.workers.most)
-        self.time_accounting = TimeAccounting(self.started.clock_s)
-        self.steps = StepTotals()
+        self.facts = facts
+        self.state_since = started = now()
+        self.time_accounting = TimeAccounting(started.clock_s)
+        self.steps = StepSeries()
         self.ranks = RankMetricsTable()
-        self.faults = FaultMetrics(
-            FaultBudget(spec.recovery.max_faults, spec.recovery.fault_window_s)
-        )
+        self.recovery_times = RecoveryTimes()
         self.replicas = ReplicaMetrics()
         self.checkpoints = CheckpointMetrics(enabled=spec.checkpoint.every_steps is not None)
-        self.history = DisplayHistory()
+        self.curves = CurveSet()
+        if facts.run:
+            ago_s = max(0.0, started.unix_s - facts.began_at_s)
+            self.time_accounting.restore(facts.counters.seconds, facts.best_step, ago_s)
+        if facts.checkpoint_step is not None:
+            self.checkpoints.set_newest(facts.checkpoint_step, facts.checkpoint_at_s)
 
-    def on_event(self, event: job_events.JobEvent) -> None:
-        now = self.now()
-        self.history.on_event(event, now.unix_s, self.started.unix_s)
+    def on_event(self, event: job_events.JobEvent, facts: JobFacts) -> None:
+        """`facts`: with this event."""
+        now, self.facts = self.now(), facts
         match event:
             case job_events.GenerationStarted():
                 self.ranks.start_generation(event.nodes)
-            case job_events.ReplicationChanged():
-                self.replicas.set_replication(event.enabled, now.unix_s)
+                self.replicas.has_other_nodes = len(set(event.nodes)) > 1
             case job_events.StateEntered():
                 self.time_accounting.on_state(event.state, now.clock_s)
-                self.state, self.state_since = event.state, now
-                self.generation = event.generation
-                self.ranks.world_size = event.world_size
+                self.state_since = now
             case StepRecord():
                 self._on_step(event, now)
             case job_events.Repaired():
-                self.faults.on_repaired(event)
+                self.recovery_times.add(event)
                 self.time_accounting.recovery_finished(event.seconds, now.clock_s)
             case job_events.Resized():
-                self.faults.resizes += 1
                 self.time_accounting.recovery_finished(event.seconds, now.clock_s)
             case job_events.Resumed():
-                self.steps.step = event.step
                 if event.step != self.checkpoints.step:  # otherwise its time is known
                     self.checkpoints.set_newest(event.step, now.unix_s)
             case job_events.Checkpointed():
                 self.checkpoints.on_committed(event, now.unix_s)
-            case job_events.CheckpointFailed():
-                self.checkpoints.failed += 1
-            case job_events.FaultRecorded():
-                self.faults.on_fault(event.fault)
-            case job_events.LimitsChanged():
-                self.worker_limits = (event.min_workers, event.max_workers)
             case job_events.StepReplicated():
                 self.replicas.on_replicated(event.step, event.nbytes, now.unix_s)
+
+    @property
+    def worker_limits(self) -> dict[str, int]:
+        least, most = self.facts.scaled_limits or (self.spec.workers.min, self.spec.workers.most)
+        return {"min": least, "max": most}
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Time to the last step at the recent step duration; None if either is unknown."""
+        return self.steps.pace.remaining_s(self.facts.step, self.spec.steps)
+
+    @property
+    def faults_by_cause(self) -> dict[str, int]:
+        """With that which ended the job."""
+        facts, counts = self.facts, dict.fromkeys(map(str, FaultCause), 0)
+        counts |= facts.faults_by_cause
+        if facts.fatal is not None:
+            counts[facts.fatal.cause] += 1
+        return counts
+
+    @property
+    def faults_in_budget(self) -> int:
+        """Hardware faults that count against the budget now."""
+        facts, recovery = self.facts, self.spec.recovery
+        budget = FaultBudget(recovery.max_faults, recovery.fault_window_s)
+        faults = (*facts.faults, *([facts.fatal] if facts.fatal else ()))
+        return len(faults_in_budget(faults, HARDWARE_CAUSES, budget, self.now().unix_s))
 
     def time_breakdown(self) -> TimeBreakdown:
         return self.time_accounting.breakdown_at(self.now().clock_s)
@@ -173,10 +314,10 @@ class JobMetrics:
             TimeCategory.CHECKPOINT: checkpoint_s,
         }
         self.time_accounting.on_step(record.step, record.step_s, waits_s, now.clock_s)
-        self.faults.on_step(record.step)
         self.steps.add_step(record, now.unix_s)
+        self.curves.add_step(record, now.unix_s - self.facts.began_at_s)
         self.checkpoints.on_step(now.unix_s)
         if self.spec.recovery.replicas > 0:
-            self.replicas.own_node.mark_pending(now.unix_s)
+            self.replicas.on_step(now.unix_s)
         if record.mirrored_step is not None:
             self.replicas.on_mirrored(record.mirrored_step, record.mirrored_bytes, now.unix_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from rayzero.workers.messages import Heartbeat, StepReport
@@ -26,9 +26,6 @@ class RankMetrics:
 
     def gauge(self, name: str) -> float | None:
         return self.report.gauges.get(name) if self.report is not None else None
-
-    def copy(self) -> RankMetrics:
-        return RankMetrics(self.report, self.beat, self.node, self.exposed_comm_s, self.data_wait_s)
 
     def add_traffic(self, totals: defaultdict[str, float]) -> None:
         """Adds what this rank's engine has moved since it was built."""
@@ -55,7 +52,6 @@ class RankMetricsTable:
 
     by_rank: defaultdict[int, RankMetrics] = field(default_factory=lambda: defaultdict(RankMetrics))
     departed_traffic: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    world_size: int = 0
 
     def start_generation(self, nodes: Sequence[str]) -> None:
         """A generation of these nodes, by rank; ranks that it does not have are removed."""
@@ -66,7 +62,7 @@ class RankMetricsTable:
 
     def copy(self) -> RankMetricsTable:
         """A copy, in the order of the ranks."""
-        rows = {rank: metrics.copy() for rank, metrics in sorted(self.by_rank.items())}
+        rows = {rank: replace(metrics) for rank, metrics in sorted(self.by_rank.items())}
         return RankMetricsTable(defaultdict(RankMetrics, rows), self.departed_traffic.copy())
 
     def on_report(self, report: StepReport) -> None:

@@ -20,9 +20,9 @@ from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.store_local import LocalStore
 from rayzero.engine.errors import ConfigError, RayzeroError, first_line
 from rayzero.orchestrator.background_writer import BackgroundWriter, WriteQueue
-from rayzero.orchestrator.job_events import EventBus, JobEvent, StateEntered
+from rayzero.orchestrator.facts import EventBus, JobFacts
+from rayzero.orchestrator.job_events import JobEvent, StateEntered
 from rayzero.orchestrator.journal.files import STATE_FILE, read_journal
-from rayzero.orchestrator.journal.run_history import RunHistory
 from rayzero.orchestrator.metrics.snapshot import SNAPSHOT_FORMAT
 from rayzero.orchestrator.metrics.snapshot_model import validate_snapshot
 from rayzero.orchestrator.metrics.telemetry import Telemetry
@@ -114,7 +114,7 @@ class RunIndex:
         damaged = next((it for it in (snapshot, past) if isinstance(it, Damage)), None)
         if isinstance(snapshot, dict):
             row = _row_of_snapshot(snapshot) | {"name": job}
-        elif isinstance(past, RunHistory):
+        elif isinstance(past, JobFacts):
             row = _row_of_journal(job, past)
         elif damaged is not None:
             return {
@@ -127,7 +127,7 @@ class RunIndex:
             }
         else:
             return None
-        if isinstance(past, RunHistory):
+        if isinstance(past, JobFacts):
             row |= {
                 "state": past.end_state or row["state"],
                 "error": past.error.partition("\n")[0],
@@ -171,7 +171,7 @@ class RunIndex:
         if content is not None and not (isinstance(value, dict) and "curves" in value):
             raise ConfigError(f"{path.name} has no curves")
 
-    def _read_journal(self, path: Path) -> RunHistory | None:
+    def _read_journal(self, path: Path) -> JobFacts | None:
         past = read_journal(str(path.parent))
         if past is None:
             raise ConfigError(f"{path.name} is not the state of a run")
@@ -235,13 +235,12 @@ def _row_of_snapshot(value: Row) -> Row:
     }
 
 
-def _row_of_journal(job: str, past: RunHistory) -> Row:
+def _row_of_journal(job: str, past: JobFacts) -> Row:
     """The row of a run of an earlier version, or of one whose other files are elsewhere."""
-    productive_s = past.seconds.get("productive", 0.0)
+    productive_s = past.counters.seconds.get("productive", 0.0)
     wall_s = max(0.0, past.last_at_s - past.began_at_s)
-    unknown = ("stage", "step_s", "tokens_per_s", "samples_per_s", "remaining_s", "loss")
     return {
-        **dict.fromkeys((*unknown, "cpu_cores", "gpu_utilization")),
+        **_UNKNOWN_ROW,
         "name": job,
         "state": past.end_state or past.state,
         "error": past.error.partition("\n")[0],
@@ -251,9 +250,8 @@ def _row_of_journal(job: str, past: RunHistory) -> Row:
         "step": past.step,
         "steps": past.steps,
         "goodput": productive_s / wall_s if wall_s else None,
-        "faults": len(past.fault_entries),
+        "faults": len(past.faults),
         "wall_s": wall_s,
-        "has_curves": False,
         "config": _as_json(past.spec),
     }
 

@@ -16,8 +16,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from rayzero.orchestrator.metrics.components import Histogram
-from rayzero.orchestrator.metrics.job_metrics import JobMetrics
+from rayzero.orchestrator.metrics.job_metrics import Histogram, JobMetrics
 from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTable
 
 SeriesKind = Literal["gauge", "counter", "histogram"]

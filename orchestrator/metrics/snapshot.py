@@ -1,5 +1,4 @@
-"""The job as JSON values: at one moment (/snapshot.json), what led there (/history.json), and its
-counters across an adoption."""
+"""The job as JSON values: at one moment (/snapshot.json), and what led there (/history.json)."""
 
 from __future__ import annotations
 
@@ -10,9 +9,8 @@ from typing import Any
 
 from rayzero.engine.redact import redact_document, redact_url
 from rayzero.orchestrator.job_file import to_document
-from rayzero.orchestrator.journal.run_history import RunHistory, faults_on_clock
 from rayzero.orchestrator.metrics.goodput import TimeBreakdown
-from rayzero.orchestrator.metrics.job_metrics import JOURNALED_TOTALS, JobMetrics, Timestamps
+from rayzero.orchestrator.metrics.job_metrics import JobMetrics
 from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTable
 from rayzero.orchestrator.spec import JobSpec
 
@@ -30,9 +28,8 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
     `loss` is [[first step, mean], ...], of as many steps each as it takes; lists hold the newest
     entries, oldest first. `generations` has an entry where a rank is lost, too.
     """
-    steps, history = metrics.steps, metrics.history
+    facts, steps = metrics.facts, metrics.steps
     record = steps.last_record
-    target = metrics.spec.steps
     replica = metrics.replicas.own_node
     value = {
         "format": SNAPSHOT_FORMAT,
@@ -40,22 +37,22 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
         "at_s": metrics.now().unix_s,
         "job": metrics.spec.name,
         "stage": metrics.stage,
-        "state": str(metrics.state),
+        "state": str(facts.state),
         "state_since_s": metrics.state_since.unix_s,
-        "waiting_for": None if metrics.state.is_final else history.waiting_for or None,
-        "began_s": metrics.started.unix_s,
-        "generation": metrics.generation,
-        "world_size": metrics.ranks.world_size,
-        "workers": dict(zip(("min", "max"), metrics.worker_limits, strict=True)),
+        "waiting_for": None if facts.state.is_final else facts.waiting_for or None,
+        "began_s": facts.began_at_s,
+        "generation": facts.generation,
+        "world_size": facts.world_size,
+        "workers": metrics.worker_limits,
         "progress": {
-            "step": steps.step,
-            "steps": target,
-            "remaining_s": steps.remaining_s(target),
+            "step": facts.step,
+            "steps": metrics.spec.steps,
+            "remaining_s": metrics.remaining_s,
             "step_s": steps.pace.step_s or None,
             "tokens_per_s": record.tokens_per_s if record else None,
             "samples_per_s": record.samples_per_s if record else None,
-            "tokens": steps.tokens,
-            "samples": steps.samples,
+            "tokens": facts.counters.tokens,
+            "samples": facts.counters.samples,
             "last_step_at_s": steps.last_at_unix_s,
         },
         "training": {
@@ -64,17 +61,17 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
             "gradient_norm": steps.gauge("grad_norm"),
             "loss_scale": steps.gauge("loss_scale"),
             "model_flops_utilization": steps.gauge("mfu"),
-            "skipped_steps": steps.skipped,
+            "skipped_steps": facts.counters.skipped,
         },
         "usage": {name: steps.gauge(name) for name in ("cpu_cores", "gpu_utilization")},
-        "loss": history.curves.loss.means(),
+        "loss": metrics.curves.loss.means(),
         "goodput": _goodput_row(metrics.time_breakdown()),
-        "generations": list(history.generations),
-        "faults": list(history.faults),
-        "recoveries": list(history.recoveries),
-        "checkpoints": list(history.checkpoints),
-        "checkpoint_failures": metrics.checkpoints.failed,
-        "steps_redone": metrics.faults.steps_redone,
+        "generations": list(map(vars, facts.generations)),
+        "faults": list(map(vars, facts.seen_faults)),
+        "recoveries": list(map(vars, facts.recoveries)),
+        "checkpoints": list(map(vars, facts.checkpoints)),
+        "checkpoint_failures": facts.checkpoints_failed,
+        "steps_redone": facts.steps_redone,
         "replicas": {
             "step": replica.step,
             "at_s": replica.at_unix_s,
@@ -97,7 +94,7 @@ def _goodput_row(times: TimeBreakdown) -> dict[str, Any]:
 def make_history(metrics: JobMetrics) -> dict[str, Any]:
     """The data that is too large to read every second. `curves` by name: rows as of `Curve.rows`;
     `elapsed_s` has the time of each step, in seconds since the run began."""
-    curves = metrics.history.curves
+    curves = metrics.curves
     return {
         "format": HISTORY_FORMAT,
         "job": metrics.spec.name,
@@ -141,39 +138,3 @@ def finite_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite_json(item) for item in value]
     return None if isinstance(value, float) and not isfinite(value) else value
-
-
-def dump_counters(metrics: JobMetrics) -> dict[str, Any]:
-    """Counters for the journal that cannot be derived from its events, and the last step's loss."""
-    seconds, record = metrics.time_breakdown().seconds, metrics.steps.last_record
-    return {
-        "loss": finite_json(record.loss if record else None),
-        "seconds": {category: round(s, 3) for category, s in seconds.items() if s},
-        **{field: getattr(metrics.steps, field) for field in JOURNALED_TOTALS},
-    }
-
-
-def restore_metrics(metrics: JobMetrics, past: RunHistory) -> None:
-    """Continues the counts of a run that is adopted. `metrics` are new."""
-    now = metrics.now()
-    ago_s = max(0.0, now.unix_s - past.began_at_s)
-    metrics.started = Timestamps(now.clock_s - ago_s, past.began_at_s)
-    metrics.time_accounting.restore(past.counters.get("seconds", {}), past.best_step, ago_s)
-    for field in JOURNALED_TOTALS:
-        to_number = type(getattr(metrics.steps, field))
-        setattr(metrics.steps, field, to_number(past.counters.get(field, 0)))
-    metrics.steps.step = past.step
-    metrics.faults.adopted_at_step = past.step
-    metrics.generation = past.generation
-    if past.scaled_limits is not None:
-        metrics.worker_limits = past.scaled_limits
-    for fault in faults_on_clock(past, now.clock_s, now.unix_s):
-        metrics.faults.on_fault(fault)
-    metrics.faults.repairs_by_cause.update(past.repairs_by_cause)
-    metrics.faults.resizes = past.resizes
-    metrics.faults.steps_redone = past.steps_redone
-    metrics.checkpoints.written = past.checkpoints_written
-    metrics.checkpoints.failed = past.checkpoints_failed
-    if past.checkpoint_step is not None:
-        metrics.checkpoints.set_newest(past.checkpoint_step, past.checkpoint_at_s)
-    metrics.history.restore(past)

@@ -20,18 +20,16 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.console import PlainConsole
-from rayzero.orchestrator.job_events import JOB_EVENTS, EventBus, JobEvent
-from rayzero.orchestrator.journal.run_history import RunHistory
+from rayzero.orchestrator.facts import EventBus
+from rayzero.orchestrator.job_events import JOB_EVENTS, JobEvent
 from rayzero.orchestrator.metrics.catalog import job_families, rank_families
 from rayzero.orchestrator.metrics.csv_export import steps_csv
 from rayzero.orchestrator.metrics.endpoint import Endpoint, json_response
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.snapshot import (
-    dump_counters,
     history_texts,
     make_history,
     make_snapshot,
-    restore_metrics,
     snapshot_ranks,
 )
 from rayzero.orchestrator.metrics.trackers import open_step_files
@@ -45,12 +43,12 @@ _PORT_LIMIT = 65536
 
 
 class Telemetry:
-    """Counts a job's events, and serves the metrics. Opens files and a socket: constructed outside
-    the event loop. Raises ConfigError if the port is taken, or a file cannot be written.
+    """Counts a job's events from its construction on, and serves the metrics. Opens files and a
+    socket: constructed outside the event loop, before the first event. Raises ConfigError if the
+    port is taken, or a file cannot be written.
 
     Args:
         writer: writes the step files.
-        past: of an adopted run, whose counters continue.
     """
 
     def __init__(
@@ -58,14 +56,15 @@ class Telemetry:
         plan: JobPlan,
         clock: Clock,
         writer: BackgroundWriter,
+        events: EventBus,
         unix: Callable[[], float] = time,
-        past: RunHistory | None = None,
     ) -> None:
         self._lock = Lock()
         self._per_rank = plan.spec.metrics.per_rank
-        self._metrics = JobMetrics(plan.spec, plan.stage, lambda: Timestamps(clock.now(), unix()))
-        if past is not None:
-            restore_metrics(self._metrics, past)
+        self._events = events
+        self._metrics = JobMetrics(
+            plan.spec, plan.stage, lambda: Timestamps(clock.now(), unix()), events.facts
+        )
         self._log: deque[str] = deque(maxlen=plan.spec.metrics.log_lines)
         self._console = PlainConsole(self._log.append, shows_end=False)
         self._endpoint = self._open_endpoint(plan.spec.metrics)
@@ -76,6 +75,10 @@ class Telemetry:
         except ConfigError:
             self.close()
             raise
+        events.subscribe(self._on_event, JOB_EVENTS)
+        # There are thousands of these a second: no time is read, and their types are not compared.
+        events.subscribe(self._on_report, (StepReport,))
+        events.subscribe(self._on_heartbeat, (Heartbeat,))
 
     def close(self) -> None:
         if self._endpoint is not None:
@@ -87,16 +90,9 @@ class Telemetry:
         if self._endpoint is not None:
             await self._endpoint.await_final_scrape()
 
-    def subscribe_to(self, events: EventBus) -> None:
-        """Counts these events from now on."""
-        events.subscribe(self.on_event, JOB_EVENTS)
-        # There are thousands of these a second: no time is read, and their types are not compared.
-        events.subscribe(self._on_report, (StepReport,))
-        events.subscribe(self._on_heartbeat, (Heartbeat,))
-
-    def on_event(self, event: JobEvent) -> None:
+    def _on_event(self, event: JobEvent) -> None:
         with self._lock:
-            self._metrics.on_event(event)
+            self._metrics.on_event(event, self._events.facts)
             self._console.on_event(event)
         if isinstance(event, StepRecord):
             for queue in self._step_queues:
@@ -127,18 +123,18 @@ class Telemetry:
         """Continues those of `history`, which the adopted run's process has left. Raises KeyError,
         ValueError, TypeError or AttributeError if it is none."""
         with self._lock:
-            self._metrics.history.curves.restore(history["curves"])
+            self._metrics.curves.restore(history["curves"])
 
     def outlook(self) -> tuple[float | None, float]:
         """Estimated seconds to the last step (None if unknown), and the goodput so far."""
         with self._lock:
-            steps = self._metrics.spec.steps
-            return self._metrics.steps.remaining_s(steps), self._metrics.time_breakdown().goodput
+            return self._metrics.remaining_s, self._metrics.time_breakdown().goodput
 
-    def dump_counters(self) -> dict[str, Any]:
-        """The counters for the journal; a run that adopts this one continues them."""
+    def seconds(self) -> dict[str, float]:
+        """The wall time by cause, for the journal; a run that adopts this one continues it."""
         with self._lock:
-            return dump_counters(self._metrics)
+            seconds = self._metrics.time_breakdown().seconds
+        return {cause: round(s, 3) for cause, s in seconds.items() if s}
 
     def collect(self) -> list[Metric]:
         """The job's Prometheus metrics: this is a `prometheus_client` collector. Thread-safe."""

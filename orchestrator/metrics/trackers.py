@@ -28,7 +28,8 @@ from rayzero.engine.trackers import (
     is_installed,
 )
 from rayzero.orchestrator.background_writer import BackgroundWriter, WriteQueue
-from rayzero.orchestrator.job_events import EventBus, StateEntered
+from rayzero.orchestrator.facts import EventBus
+from rayzero.orchestrator.job_events import StateEntered
 from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.snapshot import finite_json

@@ -25,7 +25,7 @@ REASONS = {
         engine.comm.joining_group: WAIT_CHECK_S INTERRUPT_INTERVAL_S
         orchestrator.control.failures: EXIT_POLL_S
         orchestrator.top.follow: REFRESH_S LINE_INTERVAL_S
-        orchestrator.journal.writer: DEFAULT_STEP_INTERVAL_S
+        orchestrator.journal.entries: DEFAULT_STEP_INTERVAL_S
         orchestrator.aio: WORKER_POLL_S
         orchestrator.job.client: LOG_POLL_S
         orchestrator.job.api: _RETRY_INTERVAL_S
@@ -44,7 +44,7 @@ REASONS = {
         orchestrator.control.vaults: VAULT_POLL_S REOPEN_BACKOFF_S CLOSE_UNUSED_AFTER_S
         orchestrator.control.replication: RETRY_BACKOFF_S
         orchestrator.control.inbox: DISPATCH_SLICE_S
-        orchestrator.control.generation_numbers: FLUSH_SLICE_S
+        orchestrator.control.generation: FLUSH_SLICE_S
         orchestrator.control.hang_detector: CHECK_INTERVAL_S REPORT_AFTER_S
         orchestrator.control.elastic: JOIN_BATCH_S REPLACE_DELAY_S DRAIN_POLL_INTERVAL_S
         orchestrator.control.checkpoints: WRITE_RETRY_BACKOFF_S
@@ -134,7 +134,7 @@ REASONS = {
             _KILL_TIMEOUT_S
         orchestrator.job.ended_jobs: MAX_RECORD_AGE_S
         orchestrator.job.command_server: _FOLLOW_LIMIT_S
-        orchestrator.metrics.components: STEP_BUCKETS_S RECOVERY_BUCKETS_S CHECKPOINT_BUCKETS_S
+        orchestrator.metrics.job_metrics: STEP_BUCKETS_S RECOVERY_BUCKETS_S CHECKPOINT_BUCKETS_S
         orchestrator.metrics.endpoint: MAX_REGULAR_INTERVAL_S
     """,
 }

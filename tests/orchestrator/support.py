@@ -13,15 +13,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+from rayzero.engine.redact import redact_document
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator.aio import ChangeNotifier
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.control import context
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
-from rayzero.orchestrator.job_events import JOB_EVENTS, EventBus, JobEvent, StateEntered
-from rayzero.orchestrator.journal.run_history import RunHistory
-from rayzero.orchestrator.journal.writer import JournalWriter
+from rayzero.orchestrator.facts import EventBus, JobFacts
+from rayzero.orchestrator.job_events import JobEvent, RunBegun, StateEntered
+from rayzero.orchestrator.job_file import to_document
+from rayzero.orchestrator.journal.entries import (
+    JournalUpdate,
+    JournalWriter,
+    facts_json,
+    parse_facts,
+)
+from rayzero.orchestrator.journal.files import JournalFiles
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan, make_plan
@@ -149,6 +157,31 @@ def plan(folder: Path, **changes: Any) -> JobPlan:
     return make_plan(validate_document(JobSpec, document, "job"), "m:f")
 
 
+def begun(job: JobPlan | dict[str, Any], run: str = "1", **changes: Any) -> RunBegun:
+    """The first event of a run; `job`: its plan or its spec."""
+    source = "" if isinstance(job, dict) else job.source
+    spec = job if isinstance(job, dict) else redact_document(to_document(job.spec))
+    return RunBegun(run, spec, "/w", False, source=source, **changes)
+
+
+def write_journal(folder: str | Path, *events: JobEvent, at_s: float = 1000.0) -> JobFacts:
+    """The journal of a run with these events, in a job's folder."""
+    updates: list[JournalUpdate] = []
+    bus = EventBus(unix=lambda: at_s)
+    JournalWriter(updates.append, bus)
+    for event in events:
+        bus.emit(event)
+    JournalFiles(str(folder)).write(updates)
+    return bus.facts
+
+
+def reread(facts: JobFacts) -> JobFacts:
+    """The facts as another process reads them."""
+    read = parse_facts(facts_json(facts))
+    assert read is not None
+    return read
+
+
 async def is_durable(limit_s: float) -> bool:
     """A journal that needs no time."""
     del limit_s
@@ -156,16 +189,17 @@ async def is_durable(limit_s: float) -> bool:
 
 
 class Harness:
-    """A controller in a fake cluster."""
+    """A controller in a fake cluster. `put`: takes what the journal is to write."""
 
     def __init__(
         self,
         folder: Path,
         cluster: FakeCluster | None = None,
         store: FakeCheckpointStore | None = None,
-        past: RunHistory | None = None,
-        journal: JournalWriter | None = None,
+        past: JobFacts | None = None,
         flush_journal: Callable[[float], Awaitable[bool]] = is_durable,
+        put: Callable[[JournalUpdate], None] | None = None,
+        unix: Callable[[], float] | None = None,
         **changes: Any,
     ) -> None:
         self.clock = VirtualClock()
@@ -175,13 +209,13 @@ class Harness:
         self.log = EventLog()
         self.plan = plan(folder, **changes)
         group: Any = FakeWorkerGroup(self.cluster)
-        unix = self.clock.now if past is None else time.time
-        self.telemetry = Telemetry(self.plan, self.clock, NO_FILES, unix, past)
-        self.events = EventBus()
+        unix = unix or (self.clock.now if past is None else time.time)
+        self.events = EventBus(past, unix)
+        self.telemetry = Telemetry(self.plan, self.clock, NO_FILES, self.events, unix)
         self.events.subscribe(self.log.on_event)
-        self.telemetry.subscribe_to(self.events)
-        if journal is not None:
-            self.events.subscribe(journal.on_event, JOB_EVENTS)
+        self.journal: list[JournalUpdate] = []
+        JournalWriter(put or self.journal.append, self.events, self.telemetry.seconds)
+        self.events.emit(begun(self.plan, "1" if past is None else "2", adopted=past is not None))
         ports = Dependencies(
             group, self.cluster.vaults, self.store, self.events, self.clock, flush_journal
         )

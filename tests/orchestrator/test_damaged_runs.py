@@ -24,13 +24,23 @@ from rayzero.orchestrator.cli.job_table import job_table
 from rayzero.orchestrator.cli.jobs import _status_fields
 from rayzero.orchestrator.cluster import connect
 from rayzero.orchestrator.job.lookup import status_from_journal
-from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate
-from rayzero.orchestrator.journal.writer import JournalWriter
+from rayzero.orchestrator.job_events import (
+    Checkpointed,
+    FaultDetected,
+    FaultRecorded,
+    Repaired,
+    StateEntered,
+)
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.jobs_page import JobsPage
 from rayzero.orchestrator.metrics.run_files import RunIndex
+from rayzero.orchestrator.policies.failure import Fault, FaultCause
+from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.top.board import render_board, snapshot_line
 from rayzero.orchestrator.top.follow import check_snapshot
+from rayzero.workers.messages import WorkerInfo
 from tests.orchestrator.page.sample import START_S, history, sample
+from tests.orchestrator.support import begun, write_journal
 from tests.support.mutations import mutate_text, mutate_tree, read_mutations, to_json
 
 FILES = ("job.json", "snapshot.json", "history.json")
@@ -39,13 +49,14 @@ FILES = ("job.json", "snapshot.json", "history.json")
 def write_run(runs: Path, name: str) -> Path:
     folder = runs / name
     folder.mkdir(parents=True)
-    updates: list[JournalUpdate] = []
-    append = JournalWriter(updates.append, now_s=lambda: START_S).append
     spec = {"name": name, "steps": 50, "workers": {"min": 1, "max": 2}, "checkpoint": {}}
-    append("begun", run="1", spec=spec, working_dir="/", by_value=False)
-    append("moved", state="running", generation=1, world_size=2, step=7)
-    append("step", step=9, counted={"loss": 0.5, "seconds": {"productive": 3.0}})
-    JournalFiles(str(folder)).write(updates)
+    formed = StateEntered(State.RUNNING, 1, 2, 7)
+    step = StepRecord(9, 2, 1, 0.5, 0.0, 0.5, {})
+    fault = Fault(FaultCause.HANG, WorkerInfo(0, "n", "n", "i", 7), 0, 9, "")
+    recorded = [FaultRecorded(fault), FaultDetected("hang", fault.worker, 0, 9, "text")]
+    repaired = Repaired("hang", ("rank 0",), 9, 0, 2, 2, {"load": 1.0})
+    events = [formed, step, *recorded, repaired, Checkpointed(9, "f", 1, 0.1, 0.0)]
+    write_journal(folder, begun(spec), *events, at_s=START_S)
     (folder / "snapshot.json").write_text(json.dumps(sample() | {"job": name}))
     (folder / "history.json").write_text(json.dumps(history(name, 0.0)))
     return folder

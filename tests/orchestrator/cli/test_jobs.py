@@ -13,10 +13,11 @@ import rayzero
 from rayzero.orchestrator.cli import run
 from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.cli.job_table import PLAIN_WIDTH
-from rayzero.orchestrator.job_file import to_document
-from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate
-from rayzero.orchestrator.journal.writer import JournalWriter
-from tests.orchestrator.support import plan
+from rayzero.orchestrator.job_events import Checkpointed, JobEvent, RunEnded, StateEntered
+from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.progress import StepRecord
+from tests.orchestrator import support
+from tests.orchestrator.support import begun, plan
 
 
 @pytest.fixture(autouse=True)
@@ -29,23 +30,12 @@ def command(*words: object) -> Result:
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
-def write_journal(runs: Path, *entries: tuple[str, dict[str, Any]], **changes: Any) -> None:
-    updates: list[JournalUpdate] = []
-    began_at_s = changes.pop("began_at_s", 1000.0)
-    job_plan = plan(runs, **changes)
-    append = JournalWriter(updates.append, now_s=lambda: began_at_s).append
-    append(
-        "begun",
-        run="1",
-        adopted=False,
-        spec=to_document(job_plan.spec),
-        working_dir="/",
-        by_value=False,
-    )
-    append("moved", state="running", event="e", generation=3, world_size=2, step=40)
-    for kind, fields in entries:
-        append(kind, **fields)
-    JournalFiles(job_plan.job_folder).write(updates)
+def write_journal(
+    runs: Path, *events: JobEvent, began_at_s: float = 1000.0, **changes: Any
+) -> None:
+    job = plan(runs, **changes)
+    formed = StateEntered(State.RUNNING, 3, 2, 40)
+    support.write_journal(job.job_folder, begun(job), formed, *events, at_s=began_at_s)
 
 
 def test_lost_job_is_listed_and_marked_as_stopped(tmp_path: Path):
@@ -69,8 +59,8 @@ def test_lost_job_is_listed_and_marked_as_stopped(tmp_path: Path):
 
 
 def test_lost_job_continues_from_its_newest_checkpoint(tmp_path: Path):
-    stored = {"step": 30, "folder": f"{tmp_path}/job/step-30", "nbytes": 5, "seconds": 0.1}
-    write_journal(tmp_path, ("checkpoint", stored), steps=100)
+    stored = Checkpointed(30, f"{tmp_path}/job/step-30", 5, 0.1, 0.0)
+    write_journal(tmp_path, stored, steps=100)
     row = command("ls", "--path", tmp_path).stdout.splitlines()[1]
     assert row.endswith("`rayzero resume job` continues from step 30")
     line, *lines = command("status", "job", "--path", tmp_path).stdout.splitlines()
@@ -91,11 +81,9 @@ def test_ls_without_jobs(tmp_path: Path):
 
 def test_ls_is_a_table_of_the_newest_jobs_first(tmp_path: Path):
     """With the first line of an error, cut to the width, and a row for a damaged run."""
-    counted = {"loss": 0.123456, "seconds": {"productive": 3.0}}
-    moved = {"state": "running", "event": "e", "generation": 3, "world_size": 2, "step": 41}
-    ended = {"state": "failed", "error": f"the data has a hole {'x' * 200}\nmore"}
-    failed = [("moved", {**moved, "counted": counted}), ("ended", ended)]
-    write_journal(tmp_path, *failed, name="old", began_at_s=1000.0)
+    step = StepRecord(41, 2, 3, 0.123456, 0.0, 0.5, {})
+    ended = RunEnded("failed", f"the data has a hole {'x' * 200}\nmore")
+    write_journal(tmp_path, step, ended, name="old", began_at_s=1000.0)
     write_journal(tmp_path, name="new", began_at_s=5000.0, steps=100)
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "job.json").write_text('{"format": 2, "spec": {')
@@ -121,7 +109,7 @@ def test_version_is_printed():
 
 
 def test_status_shows_why_job_failed(tmp_path: Path):
-    write_journal(tmp_path, ("ended", {"state": "failed", "error": "the data has a hole\nmore"}))
+    write_journal(tmp_path, RunEnded("failed", "the data has a hole\nmore"))
     result = command("status", "job", "--path", tmp_path).stdout
     assert result.startswith("job: failed at step 40: the data has a hole\n")
 

@@ -18,9 +18,10 @@ from rayzero.orchestrator.control import inbox as inbox_module
 from rayzero.orchestrator.control.context import Dependencies, JobContext
 from rayzero.orchestrator.control.inbox import DISPATCH_SLICE_S, WorkerInbox
 from rayzero.orchestrator.errors import WorkerLostError
+from rayzero.orchestrator.facts import EventBus
 from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerMessage
 from tests.orchestrator.fake_cluster import FakeCheckpointStore
-from tests.orchestrator.support import EventLog, VirtualClock, is_durable, plan, settle
+from tests.orchestrator.support import VirtualClock, is_durable, plan, settle
 
 
 class SlowClock(VirtualClock):
@@ -40,7 +41,7 @@ class InboxHarness:
         self.clock = clock
         group: Any = self
         dependencies = Dependencies(
-            group, group, FakeCheckpointStore(), EventLog(), clock, is_durable
+            group, group, FakeCheckpointStore(), EventBus(), clock, is_durable
         )
         self.context = JobContext(
             plan(folder), dependencies, lambda error: self.delivered.append(str(error))

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rayzero.orchestrator.control.generation import RecoveryTimer
+from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.job_events import Repaired, Resized
 
 
@@ -46,7 +46,6 @@ def test_repair_phases_are_timed():
         {"detect": 0.5, "fence": 0.5, "select_step": 2.0, "load": 4.0, "recompute": 0.25},
     )
     assert repaired.total_s == 7.25
-    assert (harness.timer.repairs, harness.timer.resizes, harness.timer.steps_redone) == (1, 0, 2)
 
 
 def test_second_fault_extends_repair():
@@ -81,7 +80,6 @@ def test_step_of_previous_generation_does_not_complete_resize():
     assert isinstance(resized, Resized)
     assert resized.seconds == {"drain": 2.0, "load": 0.5}
     assert harness.completed(0.5, 3, 4.0) is None
-    assert (harness.timer.repairs, harness.timer.resizes) == (0, 1)
 
 
 def test_resize_requested_before_the_repairs_step_is_one_of_its_own():

@@ -27,8 +27,7 @@ from rayzero.orchestrator.job.claims import (
     this_process,
 )
 from rayzero.orchestrator.job.lease import Lease, LeaseLostError, acquire_lease
-from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate
-from rayzero.orchestrator.journal.writer import JournalWriter
+from tests.orchestrator.support import begun, write_journal
 
 REMOTE_PROCESS = replace(this_process(), host="other", boot="another boot")
 
@@ -146,14 +145,6 @@ def test_missing_claim_is_a_takeover(tmp_path: Path):
     lease.release()
 
 
-def write_journal(folder: Path, run: str) -> None:
-    updates: list[JournalUpdate] = []
-    JournalWriter(updates.append).append(
-        "begun", run=run, adopted=False, spec={}, working_dir="", by_value=False
-    )
-    JournalFiles(str(folder)).write(updates)
-
-
 @pytest.mark.parametrize("left", ["nothing", "the folder", "its journal"])
 def test_removed_job_folder_is_claimed_again(tmp_path: Path, left: str):
     """Also in the middle of `rm -rf`, which may have removed the claim first."""
@@ -161,7 +152,7 @@ def test_removed_job_folder_is_claimed_again(tmp_path: Path, left: str):
     lease = acquire_lease(
         str(folder), "job", 60.0, warnings.append, run="7", on_removed=removed.set
     )
-    write_journal(folder, "7")
+    write_journal(folder, begun({}, run="7"))
     (old,) = claims(folder)
     shutil.rmtree(folder / LEASE_FOLDER if left == "its journal" else folder)
     if left == "the folder":
@@ -187,7 +178,7 @@ def test_removed_job_folder_that_another_job_has_acquired_is_lost(tmp_path: Path
     lease = acquire(folder, on_lost=lost.append)
     shutil.rmtree(folder)
     other = acquire(folder)
-    write_journal(folder, "8")
+    write_journal(folder, begun({}, run="8"))
     if ended:
         other.release()
     with pytest.raises(LeaseLostError, match="has taken over"):

@@ -22,12 +22,12 @@ from rayzero.orchestrator.job.past_runs import (
     repeated_result,
 )
 from rayzero.orchestrator.job.source_hash import MAX_MODULES, hash_source
-from rayzero.orchestrator.job_file import to_document
-from rayzero.orchestrator.journal.files import JournalFiles, JournalUpdate, read_journal
-from rayzero.orchestrator.journal.writer import JournalWriter
+from rayzero.orchestrator.job_events import RunEnded
+from rayzero.orchestrator.journal.files import read_journal
 from rayzero.orchestrator.plan import JobPlan
+from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec_sections import LaunchSpec
-from tests.orchestrator.support import plan
+from tests.orchestrator.support import begun, plan, write_journal
 from tests.orchestrator.test_checkpoint_store import StoreInFolder
 
 ENGINE = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -41,21 +41,9 @@ def a_job(folder: Path, source: str = "a", run: str = "2", **changes: Any) -> Jo
 
 def write_run(job: JobPlan, state: str = "succeeded") -> None:
     """The journal of a run of 40 steps; lost if `state` is empty."""
-    updates: list[JournalUpdate] = []
-    journal = JournalWriter(updates.append)
-    journal.append(
-        "begun",
-        run=job.worker_spec.run,
-        adopted=False,
-        spec=to_document(job.spec),
-        working_dir="/w",
-        by_value=False,
-        source=job.source,
-    )
-    journal.append("step", step=40)
-    if state:
-        journal.append("ended", state=state, error="")
-    JournalFiles(job.job_folder).write(updates)
+    end = [RunEnded(state)] if state else []
+    step = StepRecord(40, 2, 1, 2.5, 0.0, 0.5, {})
+    write_journal(job.job_folder, begun(job, job.worker_spec.run), step, *end)
     metrics = {"steps": 40, "loss": {"first": 8.0, "last": 2.5}, "score": 0.5}
     job.summary_path.write_text(json.dumps(metrics))
 

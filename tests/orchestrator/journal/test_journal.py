@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,18 @@ from hypothesis import strategies as st
 
 from rayzero.engine.redact import REDACTED, redact_document, redact_url, redacted_keys
 from rayzero.orchestrator.background_writer import BackgroundWriter
+from rayzero.orchestrator.facts import Counters, EventBus, JobFacts
 from rayzero.orchestrator.job.lease import LeaseLostError
+from rayzero.orchestrator.job.past_runs import why_not_adoptable
 from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,
     CheckpointsPruned,
     FaultDetected,
+    FaultRecorded,
     JobWarning,
     Repaired,
+    StateEntered,
 )
 from rayzero.orchestrator.job_file import (
     ADOPTABLE_KEYS,
@@ -33,23 +39,23 @@ from rayzero.orchestrator.job_file import (
     to_document,
 )
 from rayzero.orchestrator.journal import files as files_module
+from rayzero.orchestrator.journal.entries import (
+    DEFAULT_STEP_INTERVAL_S,
+    JournalUpdate,
+    JournalWriter,
+    facts_json,
+    fold_entries,
+)
 from rayzero.orchestrator.journal.files import (
     JournalFiles,
-    JournalUpdate,
     has_journal,
     read_journal,
 )
-from rayzero.orchestrator.journal.run_history import (
-    MAX_ENTRIES,
-    RunHistory,
-    faults_on_clock,
-    fold_entries,
-    why_not_adoptable,
-)
-from rayzero.orchestrator.journal.writer import DEFAULT_STEP_INTERVAL_S, JournalWriter
-from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
-from rayzero.orchestrator.metrics.snapshot import restore_metrics
-from tests.orchestrator.support import Harness, async_test, plan, settle
+from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.policies.failure import Fault, FaultCause
+from rayzero.orchestrator.progress import StepRecord
+from rayzero.workers.messages import WorkerInfo
+from tests.orchestrator.support import Harness, async_test, begun, plan, reread, settle
 
 ENGINE = {
     "train_batch_size": 12,
@@ -58,44 +64,36 @@ ENGINE = {
 }
 
 
-WORKER = {"index": 1, "node_id": "n", "node": "n", "ip": "i", "pid": 7}
+WORKER = WorkerInfo(1, "n", "n", "i", 7)
+FAULT = FaultRecorded(Fault(FaultCause.PROCESS_LOST, WORKER, 1, 5, "", generation=1))
+
+
+def begun_facts(folder: Path, at_s: float = 1000.0, **changes: Any) -> JobFacts:
+    return JobFacts().apply(begun(plan(folder, **changes)), at_s)
+
+
+def running(generation: int, step: int) -> StateEntered:
+    return StateEntered(State.RUNNING, generation, 2, step)
 
 
 def start_journal(
-    folder: Path,
-    now_s: Callable[[], float] = time.time,
-    put: Callable[[JournalUpdate], None] = lambda _: None,
-    **changes: Any,
-) -> JournalWriter:
-    journal = JournalWriter(put, now_s=now_s)
-    journal.append(
-        "begun",
-        run="1",
-        adopted=False,
-        spec=to_document(plan(folder, **changes).spec),
-        working_dir="/w",
-        by_value=False,
-    )
-    return journal
-
-
-def history_of(journal: JournalWriter) -> RunHistory:
-    """The history as another process reads it."""
-    assert journal.history is not None
-    history = RunHistory.from_json(journal.history.to_json())
-    assert history is not None
-    return history
+    folder: Path, put: Callable[[JournalUpdate], None], unix: Callable[[], float] = time.time
+) -> EventBus:
+    events = EventBus(unix=unix)
+    JournalWriter(put, events)
+    events.emit(begun(plan(folder)))
+    return events
 
 
 @async_test
 async def test_journal_is_read_back(folder: Path):
-    journal = start_journal(folder, count(200.0, DEFAULT_STEP_INTERVAL_S).__next__)
-    harness = Harness(folder, journal=journal, workers={"min": 1, "max": 2})
+    unix = count(200.0, DEFAULT_STEP_INTERVAL_S).__next__
+    harness = Harness(folder, workers={"min": 1, "max": 2}, unix=unix)
     await harness.steps(3)
     harness.cluster.kill(1)
     await harness.clock.advance(1)
     await harness.steps(2)
-    history = history_of(journal)
+    history = reread(harness.journal[-1].facts)
     (fault,) = harness.log.of(FaultDetected)
     (repaired,) = harness.log.of(Repaired)
     assert (history.state, history.end_state) == ("running", "")
@@ -143,6 +141,9 @@ def test_invalid_state_file_is_ignored(tmp_path: Path, content: bytes):
     assert read_journal(str(tmp_path)) is None
 
 
+WORKER_FIELDS = {"index": 1, "node_id": "n", "node": "n", "ip": "i", "pid": 7}
+
+
 def test_journal_of_earlier_release_is_read_and_continued(tmp_path: Path):
     """Segments of releases without a state file."""
     spec = to_document(plan(tmp_path).spec)
@@ -166,7 +167,7 @@ def test_journal_of_earlier_release_is_read_and_continued(tmp_path: Path):
         {
             "kind": "fault",
             "cause": "lost",
-            "worker": WORKER,
+            "worker": WORKER_FIELDS,
             "rank": 1,
             "step": 41,
             "generation": 3,
@@ -195,23 +196,26 @@ def test_journal_of_earlier_release_is_read_and_continued(tmp_path: Path):
     assert (history.step, history.generation, history.adoptions) == (75, 3, 1)
     assert [fault.cause for fault in history.faults] == ["lost"]
     updates: list[JournalUpdate] = []
-    JournalWriter(updates.append, history).append("step", step=80)
+    events = EventBus(history)
+    JournalWriter(updates.append, events)
+    events.emit(StepRecord(80, 2, 3, None, 0.0, 0.5, {}))
     JournalFiles(str(tmp_path)).write(updates)
     continued = read_journal(str(tmp_path))
     assert continued is not None
-    assert (continued.step, continued.run, continued.counters) == (80, "2", history.counters)
+    assert (continued.step, continued.run) == (80, "2")
+    assert continued.counters.seconds == history.counters.seconds == {"productive": 60.0}
 
 
 def test_journal_is_state_file_and_event_list(tmp_path: Path):
     updates: list[JournalUpdate] = []
-    journal = start_journal(tmp_path, put=updates.append)
+    events = start_journal(tmp_path, updates.append, count(1000.0, 10.0).__next__)
     files = JournalFiles(str(tmp_path))
     for step in range(0, 3000, 10):
-        journal.append("step", step=step)
+        events.emit(StepRecord(step, 2, 1, None, 0.0, 0.5, {}))
         files.write(updates)
         updates.clear()
-    journal.append("moved", state="running", event="e", generation=1, world_size=2, step=5000)
-    journal.append("step", step=5002)
+    events.emit(running(1, 5000))
+    events.emit(StepRecord(5002, 2, 1, None, 0.0, 0.5, {}))
     files.write(updates)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "job", "job.json"]
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
@@ -226,11 +230,9 @@ def test_journal_is_state_file_and_event_list(tmp_path: Path):
 def test_event_list_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(files_module, "MAX_EVENTS_BYTES", 1000)
     updates: list[JournalUpdate] = []
-    journal = start_journal(tmp_path, put=updates.append)
+    events = start_journal(tmp_path, updates.append)
     for generation in range(1, 60):
-        journal.append(
-            "moved", state="running", event="e", generation=generation, world_size=2, step=1
-        )
+        events.emit(running(generation, 1))
         JournalFiles(str(tmp_path)).write(updates)
         updates.clear()
     assert (tmp_path / "events.jsonl").stat().st_size < 1500
@@ -242,7 +244,7 @@ def test_journal_is_not_written_without_lease(tmp_path: Path):
         raise LeaseLostError("lost")
 
     updates: list[JournalUpdate] = []
-    start_journal(tmp_path, put=updates.append)
+    start_journal(tmp_path, updates.append)
     with pytest.raises(LeaseLostError):
         JournalFiles(str(tmp_path), fence).write(updates)
     assert not has_journal(str(tmp_path))
@@ -260,8 +262,7 @@ async def test_hanging_disk_does_not_block_controller(folder: Path):
 
     writer = BackgroundWriter(lambda _: None)
     queue = writer.add_queue("the journal", write, 0.0)
-    journal = start_journal(folder, put=queue.put)
-    harness = Harness(folder, journal=journal, workers={"min": 1, "max": 2})
+    harness = Harness(folder, put=queue.put, workers={"min": 1, "max": 2})
     await harness.steps(3)
     assert hanging.wait(10)
     harness.cluster.kill(1)
@@ -306,7 +307,7 @@ def test_secrets_are_redacted():
 def test_job_with_other_training_cannot_adopt_run(
     tmp_path: Path, changes: dict[str, Any], key: str
 ):
-    history = history_of(start_journal(tmp_path, engine=ENGINE))
+    history = begun_facts(tmp_path, engine=ENGINE)
     error = why_not_adoptable(history, plan(tmp_path, **{"engine": ENGINE, **changes}).spec)
     assert error is not None
     assert f"    {key}" in str(error)
@@ -314,7 +315,7 @@ def test_job_with_other_training_cannot_adopt_run(
 
 
 def test_job_with_other_resources_can_adopt_run(tmp_path: Path):
-    history = history_of(start_journal(tmp_path, engine=ENGINE))
+    history = begun_facts(tmp_path, engine=ENGINE)
     engine = ENGINE | {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
     changes = {
         "engine": engine,
@@ -347,26 +348,30 @@ def test_diff_is_symmetric(old: dict[str, Any], new: dict[str, Any]):
 
 
 def test_faults_keep_their_age(tmp_path: Path):
-    journal = start_journal(tmp_path, lambda: 1000.0)
-    entry = {"cause": "lost", "worker": WORKER, "rank": 1, "step": 5, "generation": 1}
-    journal.append("fault", **entry, detail="it was killed")
-    (fault,) = faults_on_clock(history_of(journal), now_s=50.0, unix_s=1030.0)
+    killed = replace(FAULT.fault, detail="it was killed\nand more")
+    facts = reread(begun_facts(tmp_path).apply(FaultRecorded(killed), 1000.0))
+    (fault,) = facts.faults_on_clock(now_s=50.0, unix_s=1030.0)
     assert (fault.at_s, fault.detail, fault.worker.pid) == (20.0, "it was killed", 7)
+
+
+def test_run_whose_numbers_are_not_finite_is_read_back(tmp_path: Path):
+    record = StepRecord(1, 2, 1, math.nan, math.inf, math.inf, {"step_samples": math.nan})
+    facts = reread(begun_facts(tmp_path).apply(record, 1001.0))
+    assert (facts.step, facts.counters.loss, facts.counters.nonfinite) == (1, None, 1)
 
 
 @async_test
 async def test_adopted_run_keeps_generation_and_fault_budget(folder: Path):
-    journal = start_journal(folder)
+    past, now_s = begun_facts(folder, time.time()), time.time()
     for generation in (4, 5):
-        entry = {"cause": "lost", "worker": WORKER, "rank": 1, "step": 5, "generation": generation}
-        journal.append("fault", **entry, detail="")
-    journal.append("moved", state="running", event="e", generation=5, world_size=2, step=40)
-    journal.on_event(Checkpointed(42, "f", 1, 0.1, 0.0))
-    harness = Harness(folder, past=history_of(journal), recovery={"max_faults": 2})
+        lost = FaultRecorded(replace(FAULT.fault, generation=generation))
+        past = past.apply(lost, now_s)
+    past = past.apply(running(5, 40), now_s).apply(Checkpointed(42, "f", 1, 0.1, 0.0), now_s)
+    harness = Harness(folder, past=reread(past), recovery={"max_faults": 2})
     await harness.steps(2)
     status = harness.controller.status()
-    assert (status.generation, status.faults) == (6, {"lost": 2})
-    assert harness.telemetry.snapshot()["generation"] == 6
+    assert (status.generation, status.faults) == (1001, {"lost": 2})
+    assert harness.telemetry.snapshot()["generation"] == 1001
     harness.cluster.kill(1)
     await harness.clock.advance(5)
     with pytest.raises(Exception, match="was lost"):
@@ -375,9 +380,7 @@ async def test_adopted_run_keeps_generation_and_fault_budget(folder: Path):
 
 @async_test
 async def test_page_entries_continue_in_adopted_run(folder: Path):
-    moments = count(1)  # no two entries have the same: the harness needs no millisecond for a step
-    journal = start_journal(folder, now_s=lambda: 1e9 + next(moments) / 100)
-    harness = Harness(folder, journal=journal, workers={"min": 1, "max": 2})
+    harness = Harness(folder, workers={"min": 1, "max": 2}, unix=lambda: 1e9)
     await harness.steps(3)
     harness.cluster.kill(1)
     await harness.clock.advance(1)
@@ -390,7 +393,8 @@ async def test_page_entries_continue_in_adopted_run(folder: Path):
     before = harness.telemetry.snapshot()
     harness.run.cancel()
     await settle()
-    adopted = Harness(folder, past=history_of(journal), workers={"min": 1, "max": 2})
+    past = reread(harness.journal[-1].facts)
+    adopted = Harness(folder, past=past, workers={"min": 1, "max": 2})
     after = adopted.telemetry.snapshot()
     assert [entry["world_size"] for entry in before["generations"]][:3] == [2, 1, 1]
     lost = after["generations"].pop()  # the ranks ended with their controller
@@ -398,7 +402,7 @@ async def test_page_entries_continue_in_adopted_run(folder: Path):
     assert [entry["step"] for entry in after["checkpoints"]] == [4]
     for key in ("generations", "faults", "recoveries", "checkpoints"):
         assert len(before[key]) > 0, key
-        assert list(map(untimed, after[key])) == list(map(untimed, before[key])), key
+        assert after[key] == before[key], key
     await adopted.steps(1)
     entries = adopted.telemetry.snapshot()["generations"]
     generations = [entry["generation"] for entry in entries]
@@ -408,33 +412,47 @@ async def test_page_entries_continue_in_adopted_run(folder: Path):
     await settle()
 
 
-def untimed(entry: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entry.items() if key != "at_s"}
-
-
-def test_page_entries_are_bounded(tmp_path: Path):
-    journal = start_journal(tmp_path)
-    for generation in range(1, MAX_ENTRIES + 10):
-        journal.append(
-            "moved", state="running", event="e", generation=generation, world_size=2, step=1
-        )
-    journal.append("of a later version", reason="?")
-    metrics = JobMetrics(plan(tmp_path).spec, None, lambda: Timestamps(0.0, 0.0))
-    restore_metrics(metrics, history_of(journal))
-    generations = [entry["generation"] for entry in metrics.history.generations]
-    assert generations[-1] == MAX_ENTRIES + 9
-    assert len(generations) == MAX_ENTRIES
-    assert not metrics.history.recoveries
+def test_state_of_earlier_release_has_its_lists(tmp_path: Path):
+    """A state file whose lists are entries, with those of a later version."""
+    at_s = count(1001.0).__next__
+    moved = {"kind": "moved", "state": "running", "world_size": 2, "step": 1}
+    generations = [{**moved, "generation": n, "at_s": at_s()} for n in (1, 2)]
+    fault = {"kind": "fault", "cause": "lost", "worker": WORKER_FIELDS, "rank": 1, "step": 5}
+    fault |= {"generation": 2, "detail": "", "at_s": at_s()}
+    repaired = {"kind": "repaired", "cause": "lost", "lost": ["rank 1"], "step": 4, "total_s": 1.0}
+    repaired |= {"steps_redone": 1, "world_size_before": 2, "world_size": 1, "seconds": {"load": 1}}
+    entries = {
+        "moved": [*generations, {"at_s": at_s(), "kind": "moved", "reason": "?"}],
+        "repaired": [{"at_s": at_s(), **repaired}],
+        "checkpoint": [{"at_s": at_s(), "step": 4, "folder": "f", "nbytes": 7, "seconds": 0.5}],
+        "of a later version": [{"at_s": at_s(), "kind": "of a later version"}],
+    }
+    entries["checkpoint"][0] |= {"kind": "checkpoint", "stopped_s": 0.0}
+    state = json.loads(facts_json(begun_facts(tmp_path)))
+    for name in ("generations", "seen_faults", "recoveries", "checkpoints", "faults", "lost_ranks"):
+        del state[name]
+    counters = {"seconds": {"productive": 60.0}, "done": 11, "tokens": 7.0, "loss": None}
+    state |= {"entries": entries, "fault_entries": [fault], "counters": counters}
+    (tmp_path / "job.json").write_text(json.dumps(state))
+    facts = read_journal(str(tmp_path))
+    assert facts is not None
+    assert (facts.counters.done, facts.counters.seconds) == (11, {"productive": 60.0})
+    assert [(it.generation, it.world_size) for it in facts.generations] == [(1, 2), (2, 2), (2, 1)]
+    assert [it.text.partition(" was")[0] for it in facts.seen_faults] == [
+        "rank 1 on node n (pid 7)"
+    ]
+    assert ([it.cause for it in facts.faults], facts.faults_by_cause) == (["lost"], {"lost": 1})
+    assert [(it.kind, it.total_s) for it in facts.recoveries] == [("repair", 1.0)]
+    assert [(it.step, it.bytes) for it in facts.checkpoints] == [(4, 7)]
+    assert reread(facts) == facts
 
 
 @async_test
 async def test_clock_that_was_set_back_makes_no_negative_times(folder: Path):
-    journal = start_journal(folder, lambda: time.time() + 3600)
-    journal.append("fault", cause="lost", worker=WORKER, rank=1, step=5, generation=1, detail="")
-    journal.append("moved", state="running", event="e", generation=1, world_size=2, step=12)
-    past = history_of(journal)
-    assert [fault.at_s for fault in faults_on_clock(past, 50.0, time.time())] == [50.0]
-    harness = Harness(folder, past=past, journal=journal)
+    later_s = time.time() + 3600
+    past = begun_facts(folder, later_s).apply(FAULT, later_s).apply(running(1, 12), later_s)
+    assert [fault.at_s for fault in past.faults_on_clock(50.0, time.time())] == [50.0]
+    harness = Harness(folder, past=reread(past))
     await harness.steps(2)
     assert (await harness.finish()).metrics["seconds"] >= 0
 
@@ -443,18 +461,18 @@ async def test_clock_that_was_set_back_makes_no_negative_times(folder: Path):
 async def test_counters_continue_in_adopted_run(folder: Path):
     """Over three processes: sums, and the wall time since the first one started."""
     start_s = time.time() - 500
-    now_s = count(start_s, 100).__next__
-    journal = start_journal(folder, lambda: min(now_s(), start_s + 100))
-    journal.append("fault", cause="lost", worker=WORKER, rank=1, step=5, generation=1, detail="")
-    journal.on_event(Repaired("lost", ("rank 1",), 9, 0, 2, 2, {"load": 1.0}))
-    journal.on_event(Checkpointed(10, "f", 1, 0.1, 0.0))
-    journal.on_event(CheckpointFailed(12, "full", 1, None))
-    counters = {"seconds": {"productive": 60.0, "starting": 30.0}, "done": 11, "tokens": 7.0}
-    journal.counter_source = lambda: counters
-    journal.append("moved", state="running", event="e", generation=1, world_size=2, step=12)
-
-    harness = Harness(folder, past=history_of(journal), journal=journal)  # without a checkpoint
-    journal.counter_source = harness.telemetry.dump_counters
+    past = begun_facts(folder, start_s)
+    for event in (
+        FAULT,
+        Repaired("lost", ("rank 1",), 9, 0, 2, 2, {"load": 1.0}),
+        Checkpointed(10, "f", 1, 0.1, 0.0),
+        CheckpointFailed(12, "full", 1, None),
+        running(1, 12),
+    ):
+        past = past.apply(event, start_s + 100)
+    seconds = {"productive": 60.0, "starting": 30.0}
+    past = replace(past, counters=Counters(seconds=seconds, done=11, tokens=7.0))
+    harness = Harness(folder, past=reread(past))  # without a checkpoint
     assert harness.controller.status().step == 12
     await harness.steps(2)
     snapshot = harness.telemetry.snapshot()
@@ -479,13 +497,13 @@ async def test_counters_continue_in_adopted_run(folder: Path):
     assert series["rayzero_checkpoints_total", "job"] == 1
     assert series["rayzero_checkpoint_failures_total", "job"] == 1
     assert series["rayzero_steps_total", "job"] == 13
-    journal.append("moved", state="running", event="e", generation=2, world_size=2, step=2)
-    history = history_of(journal)
+    harness.events.emit(running(2, 2))
+    history = reread(harness.journal[-1].facts)
     assert (history.steps_redone, history.total_repairs) == (12, 1)
     assert (history.checkpoints_written, history.checkpoints_failed) == (1, 1)
     assert (history.step, history.best_step) == (2, 12)
-    assert history.counters["seconds"]["productive"] >= 60.0
-    assert history.counters["seconds"]["adoption"] == pytest.approx(410, abs=5)
+    assert history.counters.seconds["productive"] >= 60.0
+    assert history.counters.seconds["adoption"] == pytest.approx(410, abs=5)
     result = await harness.finish()
     assert result.metrics["steps_redone"] == 12
     assert result.metrics["checkpoints"]["failed"] == 1

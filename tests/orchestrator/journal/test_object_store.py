@@ -15,24 +15,24 @@ import pytest
 from rayzero.engine.checkpoint.store import join_url, open_store
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.background_writer import BackgroundWriter
+from rayzero.orchestrator.facts import EventBus, JobFacts
 from rayzero.orchestrator.job.claims import Claim, ClaimStore, this_process
 from rayzero.orchestrator.job.lease import acquire_lease
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
-from rayzero.orchestrator.job_events import Checkpointed, EventBus, Repaired, StateEntered
-from rayzero.orchestrator.job_file import to_document
+from rayzero.orchestrator.job_events import Checkpointed, Repaired, StateEntered
+from rayzero.orchestrator.journal.entries import JournalUpdate, JournalWriter
 from rayzero.orchestrator.journal.files import (
     MAX_SEGMENT_BYTES,
     SEGMENTS_FOLDER,
     JournalFiles,
-    JournalUpdate,
     read_journal,
 )
-from rayzero.orchestrator.journal.run_history import RunHistory
-from rayzero.orchestrator.journal.writer import JournalWriter
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import JobPlan, make_plan
+from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import JobResult
 from rayzero.orchestrator.spec import JobSpec
+from tests.orchestrator.support import begun
 from tests.support.bucket import bucket_url
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def job_plan(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reque
     return make_plan(spec, "m:f")
 
 
-def read_history(archive: str) -> RunHistory:
+def read_history(archive: str) -> JobFacts:
     history = read_journal(archive)
     assert history is not None
     return history
@@ -61,10 +61,10 @@ def read_history(archive: str) -> RunHistory:
 def test_journal_contains_every_transition(job_plan: JobPlan):
     """Written by the background thread, as in a job's process."""
     writer = BackgroundWriter(lambda text: pytest.fail(text))
-    recorder = JobRecorder(job_plan, EventBuffer(), writer)
-    states = ["starting", "running", "recovering", "running", "succeeded"]
     events = EventBus()
-    recorder.begin(events, adopted=False)
+    recorder = JobRecorder(job_plan, EventBuffer(), writer, events)
+    states = ["starting", "running", "recovering", "running", "succeeded"]
+    recorder.begin(adopted=False)
     for number, state in enumerate(states):
         events.emit(StateEntered(State(state), number, 2, 10 * number, "e"))
     events.emit(Repaired("lost", ("rank 1",), 20, 3, 2, 2, {"load": 1.0}))
@@ -84,24 +84,18 @@ def test_journal_contains_every_transition(job_plan: JobPlan):
 def test_each_process_writes_separate_segments(job_plan: JobPlan):
     archive = job_plan.job_folder
     updates: list[JournalUpdate] = []
-    journal = JournalWriter(updates.append)
-    journal.append(
-        "begun",
-        run="1",
-        adopted=False,
-        spec=to_document(job_plan.spec),
-        working_dir="/w",
-        by_value=False,
-    )
-    moved = {"state": "running", "generation": 3, "world_size": 2, "step": 70}
+    events = EventBus()
+    JournalWriter(updates.append, events)
+    events.emit(begun(job_plan))
+    moved = StateEntered(State.RUNNING, 3, 2, 70)
     for _ in range(MAX_SEGMENT_BYTES // 50):
-        journal.append("moved", **moved)
+        events.emit(moved)
     JournalFiles(archive).write(updates)
     updates.clear()
-    journal.append("step", step=75)
+    events.emit(StepRecord(75, 2, 3, None, 0.0, 0.5, {}))
     JournalFiles(archive).write(updates)  # by the process that adopted the job
     assert read_history(archive).step == 75
-    journal.append("moved", **moved)
+    events.emit(moved)
     JournalFiles(archive).write(updates)
     names = sorted(file.name for file in open_store(join_url(archive, "journal")).list_folder())
     assert [name[:6] for name in names] == [f"{n:06d}" for n in range(1, len(names) + 1)]

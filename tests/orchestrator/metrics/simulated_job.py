@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,
@@ -12,8 +13,8 @@ from rayzero.orchestrator.job_events import (
     GenerationStarted,
     JobEvent,
     Repaired,
-    ReplicationChanged,
     Resized,
+    Rewound,
     StateEntered,
     StepReplicated,
 )
@@ -66,23 +67,27 @@ class SimulatedJob:
 
     def __init__(self, **changes: Any) -> None:
         self.now_s = 100.0
-        self.metrics = JobMetrics(SPEC.model_copy(update=changes), 2, lambda: self.now)
         self.progress = JobProgress()
+        self.events = EventBus(unix=lambda: self.now.unix_s)
+        spec = SPEC.model_copy(update=changes)
+        self.metrics = JobMetrics(spec, 2, lambda: self.now, self.events.facts)
 
     @property
     def now(self) -> Timestamps:
         return Timestamps(self.now_s, UNIX + self.now_s)
 
     def emit(self, event: JobEvent) -> None:
-        self.metrics.on_event(event)
+        self.events.emit(event)
+        self.metrics.on_event(event, self.events.facts)
 
     def enter(self, state: State, generation: int = 1, world_size: int = 2) -> None:
-        self.emit(StateEntered(state, generation, world_size))
+        self.emit(StateEntered(state, generation, world_size, self.progress.steps))
 
     def form(self, generation: int, world_size: int, step: int) -> None:
-        self.emit(GenerationStarted(("host-a",) * world_size))
-        self.enter(State.RUNNING, generation, world_size)
+        self.emit(Rewound(step, self.progress.rewind(step)))
+        self.emit(GenerationStarted(tuple(f"host-{'abcd'[rank]}" for rank in range(world_size))))
         self.progress.start_generation(generation, world_size, step)
+        self.enter(State.RUNNING, generation, world_size)
 
     def step(self, step: int, generation: int, world_size: int, **gauges: float) -> StepRecord:
         record = None
@@ -98,7 +103,6 @@ class SimulatedJob:
             record = self.progress.add_report(report)
         assert record is not None
         self.emit(record)
-        self.emit(ReplicationChanged(world_size > 1))
         return record
 
 

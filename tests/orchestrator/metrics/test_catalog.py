@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from rayzero.orchestrator.job_events import Checkpointed, ReplicationChanged, StepReplicated
+from rayzero.orchestrator.job_events import Checkpointed, StepReplicated
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.catalog import CATALOG, job_families, rank_families
 from rayzero.orchestrator.metrics.goodput import PHASE_CATEGORY, TimeCategory
@@ -186,7 +186,8 @@ def test_replicas_on_other_nodes_have_their_own_series():
     assert sample_value(job, "rayzero_replica_timestamp_seconds", place="other") == UNIX + 120
     assert sample_value(job, unprotected, place="other") == UNIX + 120
     assert sample_value(job, "rayzero_replica_bytes", place="other") == 4096
-    job.emit(ReplicationChanged(False))  # one node remains
+    job.form(2, 1, 3)  # one node remains
+    job.step(4, 2, 1)
     assert not [labels for _, labels in samples(job) if ("place", "other") in labels]
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayzero.orchestrator.facts import MAX_ENTRIES
 from rayzero.orchestrator.job_events import Checkpointed, CheckpointsPruned, FaultDetected
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.curves import Curve
-from rayzero.orchestrator.metrics.history import MAX_HISTORY_ENTRIES
 from rayzero.orchestrator.metrics.snapshot import make_snapshot, snapshot_ranks
 from tests.orchestrator.metrics.simulated_job import UNIX, WORKER, SimulatedJob, eventful_job
 
@@ -58,7 +58,7 @@ def test_snapshot_of_long_job_is_bounded():
         job.emit(FaultDetected("lost", WORKER, 1, step, "again"))
         job.enter(State.RUNNING, 1, 1)
     snapshot = make_snapshot(job.metrics)
-    assert len(snapshot["faults"]) == len(snapshot["generations"]) == MAX_HISTORY_ENTRIES
+    assert len(snapshot["faults"]) == len(snapshot["generations"]) == MAX_ENTRIES
     assert snapshot["faults"][-1]["step"] == 2999
     assert len(snapshot["loss"]) <= 512
     assert snapshot["loss"][0][0] == 1

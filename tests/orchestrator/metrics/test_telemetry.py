@@ -14,6 +14,7 @@ from prometheus_client.core import Metric
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.background_writer import BackgroundWriter
+from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.machine import State, StopRequested
 from rayzero.orchestrator.metrics.curves import MAX_USER_CURVES
 from rayzero.orchestrator.metrics.endpoint import json_response
@@ -133,7 +134,7 @@ def test_endpoint_lives_as_long_as_telemetry(tmp_path: Path):
     metrics = {"port": 0, "jsonl": True, "tensorboard": True}
     job_plan = plan(tmp_path, metrics=metrics)
     writer = BackgroundWriter(print)
-    with closing(Telemetry(job_plan, VirtualClock(), writer)) as telemetry:
+    with closing(Telemetry(job_plan, VirtualClock(), writer, EventBus())) as telemetry:
         assert telemetry.url is not None
         assert telemetry.url.startswith("http://127.0.0.1:")
         port = int(telemetry.url.rsplit(":", 1)[1])
@@ -152,12 +153,13 @@ def test_history_is_bounded_and_redacted(tmp_path: Path):
     """The limits are those that docs/metrics.md states."""
     args = {"password": "hunter2", "data": "s3://key:hunter2@bucket/x"}
     job_plan = plan(tmp_path, args=args, metrics={"log_lines": 20})
-    names, seconds = [f"name-{index}" for index in range(60)], count()
-    with closing(Telemetry(job_plan, VirtualClock(), NO_FILES, seconds.__next__)) as telemetry:
+    names, unix = [f"name-{index}" for index in range(60)], count(100).__next__
+    events = EventBus(unix=lambda: 100.0)
+    with closing(Telemetry(job_plan, VirtualClock(), NO_FILES, events, unix)) as telemetry:
         for step in range(1, 3001):
             gauges = REPORTED | dict.fromkeys(names, step * 1.000123456789)
-            telemetry.on_event(StepRecord(step, 2, 1, step / 7, 256.0, 0.5, gauges))
-            telemetry.on_event(LogLine(0, "stdout", "s3://key:hunter2@bucket" + "x" * 900))
+            events.emit(StepRecord(step, 2, 1, step / 7, 256.0, 0.5, gauges))
+            events.emit(LogLine(0, "stdout", "s3://key:hunter2@bucket" + "x" * 900))
         body = json_response(telemetry.history())[1]
     history = json.loads(body)
     assert "hunter2" not in body.decode()
@@ -179,7 +181,7 @@ def test_history_is_bounded_and_redacted(tmp_path: Path):
 
 def test_no_endpoint_or_file_by_default(tmp_path: Path):
     job_plan = plan(tmp_path)
-    with closing(Telemetry(job_plan, VirtualClock(), NO_FILES)) as telemetry:
+    with closing(Telemetry(job_plan, VirtualClock(), NO_FILES, EventBus())) as telemetry:
         assert telemetry.url is None
         json.dumps(telemetry.snapshot())
     assert list(job_plan.output_dir.iterdir()) == []
@@ -188,7 +190,7 @@ def test_no_endpoint_or_file_by_default(tmp_path: Path):
 def test_no_file_is_opened_if_the_address_is_not_this_machines(tmp_path: Path):
     job_plan = plan(tmp_path, metrics={"port": 0, "host": "192.0.2.1", "jsonl": True})
     with pytest.raises(ConfigError, match=r"metrics\.host"):
-        Telemetry(job_plan, VirtualClock(), NO_FILES)
+        Telemetry(job_plan, VirtualClock(), NO_FILES, EventBus())
     assert list(job_plan.output_dir.iterdir()) == []
 
 
@@ -196,4 +198,4 @@ def test_unwritable_folder_is_reported(tmp_path: Path):
     job_plan = plan(tmp_path, metrics={"jsonl": True})
     (job_plan.output_dir / "metrics.jsonl").mkdir()
     with pytest.raises(ConfigError, match="metrics cannot be written"):
-        Telemetry(job_plan, VirtualClock(), NO_FILES)
+        Telemetry(job_plan, VirtualClock(), NO_FILES, EventBus())

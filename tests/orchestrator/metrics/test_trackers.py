@@ -20,7 +20,8 @@ import pytest
 from rayzero.engine import trackers as writers
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.background_writer import BackgroundWriter
-from rayzero.orchestrator.job_events import EventBus, StateEntered
+from rayzero.orchestrator.facts import EventBus
+from rayzero.orchestrator.job_events import StateEntered
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics import trackers
 from rayzero.orchestrator.metrics.trackers import (

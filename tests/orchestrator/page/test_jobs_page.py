@@ -18,8 +18,8 @@ import pytest
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.background_writer import BackgroundWriter
-from rayzero.orchestrator.journal.files import JournalFiles
-from rayzero.orchestrator.journal.writer import JournalWriter
+from rayzero.orchestrator.facts import EventBus
+from rayzero.orchestrator.job_events import RunEnded
 from rayzero.orchestrator.metrics.jobs_page import JobsPage
 from rayzero.orchestrator.metrics.run_files import RunFiles, restore_curves
 from rayzero.orchestrator.metrics.telemetry import Telemetry
@@ -29,7 +29,15 @@ from tests.orchestrator.fake_cluster import FakeCluster
 from tests.orchestrator.page.browser import Browser, start_browser
 from tests.orchestrator.page.sample import HTML, START_S, history, sample
 from tests.orchestrator.page.test_page import LOW_CONTRAST, OVERFLOWING, SIZES, TEXT
-from tests.orchestrator.support import NO_FILES, Harness, VirtualClock, async_test, plan
+from tests.orchestrator.support import (
+    NO_FILES,
+    Harness,
+    VirtualClock,
+    async_test,
+    begun,
+    plan,
+    write_journal,
+)
 
 LOST_AT_S = START_S + 4000.0
 
@@ -50,13 +58,9 @@ def write_run(folder: Path, name: str, shift: float = 0.0, **changes: Any) -> No
 def journal(folder: Path, name: str, lr: float = 1e-3, **end: str) -> None:
     """A run whose journal alone is there, or beside its other files."""
     (folder / name).mkdir(exist_ok=True)
-    files = JournalFiles(str(folder / name))
-    writer = JournalWriter(lambda update: files.write([update]), now_s=lambda: START_S)
     engine = {"optimizer": {"type": "AdamW", "params": {"lr": lr, "betas": [0.9, 0.95]}}}
     spec = {"name": name, "steps": 50, "workers": {"min": 1, "max": 1}, "engine": engine}
-    writer.append("begun", run="1", spec=spec, working_dir="/", by_value=False)
-    if end:
-        writer.append("ended", **end)
+    write_journal(folder / name, begun(spec), *([RunEnded(**end)] if end else []), at_s=START_S)
 
 
 @pytest.fixture
@@ -158,14 +162,14 @@ async def test_run_writes_its_end(tmp_path: Path):
 def test_curves_continue_in_adopted_run(tmp_path: Path) -> None:
     """As if one process had seen all steps, up to the mean of the bucket that was open."""
     losses = [3.0 / step if step % 50 else nan for step in range(1, 1601)]
-    whole, warnings = open_telemetry(tmp_path), list[str]()
-    feed(whole, losses, 1)
-    first = open_telemetry(tmp_path)
-    feed(first, losses[:1001], 1)
+    (whole, events), warnings = open_telemetry(tmp_path), list[str]()
+    feed(events, losses, 1)
+    first, events = open_telemetry(tmp_path)
+    feed(events, losses[:1001], 1)
     (tmp_path / "history.json").write_text(json.dumps(first.history()))
-    second = open_telemetry(tmp_path)
+    second, events = open_telemetry(tmp_path)
     restore_curves(tmp_path, second, warnings.append)
-    feed(second, losses[900:], 901)  # it goes on from the last checkpoint
+    feed(events, losses[900:], 901)  # it goes on from the last checkpoint
     expected, curves = whole.history()["curves"], second.history()["curves"]
     assert warnings == []
     assert curves.keys() == expected.keys()
@@ -194,12 +198,13 @@ def test_csv_of_curves_equals_step_file(runs: Path, url: str, steps: int) -> Non
     """The oracle is metrics.jsonl: every step of a short run, means and extremes of a long one."""
     folder = runs / "gpt-large"
     job_plan, records = plan(folder, metrics={"port": 0}), []
-    telemetry = Telemetry(job_plan, VirtualClock(), NO_FILES, lambda: START_S)
+    events = EventBus(unix=lambda: START_S)
+    telemetry = Telemetry(job_plan, VirtualClock(), NO_FILES, events, lambda: START_S)
     for step in range(1, steps + 1):
         loss = nan if step == 7 else 3 / step
         gauges = {"lr": 1e-3 * step, "step_samples": 32.0, 'a,b"c': step % 7}
         records.append(StepRecord(step, 2, 1, loss, 0.0, 0.5 + step % 3, gauges))
-        telemetry.on_event(records[-1])
+        events.emit(records[-1])
     write_json_lines(folder / "metrics.jsonl", records)
     (folder / "history.json").write_text(json.dumps(telemetry.history()))
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -247,13 +252,14 @@ def test_csv_of_jobs_has_what_differs(runs: Path, url: str) -> None:
     assert not any(key.startswith(("workers", "engine.optimizer.type")) for key in large)
 
 
-def open_telemetry(folder: Path) -> Telemetry:
-    return Telemetry(plan(folder), VirtualClock(), NO_FILES, lambda: START_S)
+def open_telemetry(folder: Path) -> tuple[Telemetry, EventBus]:
+    events = EventBus(unix=lambda: START_S)
+    return Telemetry(plan(folder), VirtualClock(), NO_FILES, events, lambda: START_S), events
 
 
-def feed(telemetry: Telemetry, losses: list[float], first: int) -> None:
+def feed(events: EventBus, losses: list[float], first: int) -> None:
     for step, loss in enumerate(losses, start=first):
-        telemetry.on_event(StepRecord(step, 2, 1, loss, 0.0, 0.5, {"accuracy": 0.5}))
+        events.emit(StepRecord(step, 2, 1, loss, 0.0, 0.5, {"accuracy": 0.5}))
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
