@@ -35,7 +35,7 @@ REASONS = {
         orchestrator.job.lease: CLAIM_POLL_S
         orchestrator.job.recorder: BATCH_DELAY_S _LOG_FLUSH_INTERVAL_S
         orchestrator.job.run: SUMMARY_RETRY_S
-        orchestrator.metrics.http_server: _MAX_THROTTLE_S
+        orchestrator.metrics.http_server: CPU_BURST_S _CPU_CHECK_S _MAX_THROTTLE_S
         orchestrator.metrics.endpoint: _POLL_S _SLACK_S
         orchestrator.metrics.trackers: FLUSH_INTERVAL_S
         orchestrator.metrics.run_files: SNAPSHOT_INTERVAL_S HISTORY_INTERVAL_S
