@@ -140,33 +140,30 @@ def _log_parts(
     """The log of a running job; of one that has ended from the disk of this machine, or of the head
     node of the cluster that has a record of it."""
     from rayzero.orchestrator.cluster.connect import connect_each
-    from rayzero.orchestrator.job.client import read_ended_log, tail_log
+    from rayzero.orchestrator.job.actor import JobActor
+    from rayzero.orchestrator.job.client import read_job_log
     from rayzero.orchestrator.job.ended_jobs import load_ended
     from rayzero.orchestrator.job.lookup import RunningJob
     from rayzero.orchestrator.results import EndedJob
 
     if isinstance(job, RunningJob):
         with closing(job.cluster):
-            yield from tail_log(job.process, follow)
+            path = job.process.call(JobActor.status).log
+            yield from read_job_log(path, job.process, follow)
         return
     status = job.status if isinstance(job, EndedJob) else job
     if Path(status.log).is_file():
-        yield from read_ended_log(status.log)
+        yield from read_job_log(status.log)
         return
-    if not isinstance(job, EndedJob):
-        raise ConfigError(
-            f"the job's log {status.log!r} does not exist on this machine",
-            allowed="the machine on which the job's controller ran",
-            fix="run the command there, or give the --address of the job's cluster",
-        )
-    for cluster in connect_each(address):
+    for cluster in connect_each(address) if isinstance(job, EndedJob) else ():
         if (record := load_ended(status.name)) is not None:
             with closing(cluster):
-                yield from read_ended_log(record.status.log)
+                yield from read_job_log(record.status.log)
             return
     raise ConfigError(
-        f"no cluster has a record of job {status.name!r}",
-        fix="--path: checkpoint.path of its job file; --address: the job's cluster",
+        f"the job's log {status.log!r} does not exist on this machine",
+        allowed="the machine on which the job's controller ran",
+        fix="run the command there, or give the --address of the job's cluster",
     )
 
 
