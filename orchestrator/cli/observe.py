@@ -170,8 +170,8 @@ def _log_parts(
 def _watch_remotely(
     name: str, address: str, once: bool, as_json: bool, first: RenderableType
 ) -> int:
-    """Shows the snapshots that the same command prints in the cluster; a Ray job is stopped."""
-    from rayzero.orchestrator.cluster.command_client import run_at_command_server
+    """Shows the snapshots that the same command prints in the cluster."""
+    from rayzero.orchestrator.cluster.command_client import run_remotely
     from rayzero.orchestrator.top.follow import open_display, parse_snapshot
 
     words = ["top", name, "--json", *(["--once"] if once else [])]
@@ -184,16 +184,7 @@ def _watch_remotely(
             elif line.strip():
                 other_lines.append(line)
 
-        if (code := run_at_command_server(address, words, show_line)) is None:
-            from rayzero.orchestrator.cluster.job_submission import RemoteJobClient  # slow
-
-            cluster = RemoteJobClient(address)
-            job = cluster.submit(words, None)
-            try:
-                code = cluster.follow(job, show_line)
-            finally:
-                if code is None:
-                    cluster.stop(job)
+        code = run_remotely(address, words, show_line)
     if code:
         print("\n".join(other_lines), file=sys.stderr)
     return code

@@ -29,9 +29,9 @@ from ray.exceptions import RayError
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.cluster import ray_api
+from rayzero.orchestrator.cluster.addresses import CLIENT_ADDRESS_VARIABLE
 from rayzero.orchestrator.cluster.command_client import (
     ARGUMENTS_HEADER,
-    CLIENT_ADDRESS_VARIABLE,
     SERVED_COMMANDS,
     SERVER_FILE,
     prove,

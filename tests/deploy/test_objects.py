@@ -14,6 +14,7 @@ from tests.deploy.chart import (
     SCENARIOS,
     WITH_SCENARIOS,
     Object,
+    cases,
     objects_of_kind,
     render,
     render_scenario,
@@ -26,116 +27,7 @@ WITH_VERSIONS = pytest.mark.parametrize("version", KUBERNETES)
 OLDEST = {"dra": "1.34"}
 """The first version of Kubernetes that has a scenario's kinds, where not all have them."""
 
-# Values on top of the defaults; each entry is rendered and validated.
-VALUES: dict[str, dict[str, Any]] = {
-    "names": {"nameOverride": "train", "fullnameOverride": "a-custom-name"},
-    "submission by the operator": {"job": {"submissionMode": "HTTPMode"}},
-    "submission beside the head": {"job": {"submissionMode": "SidecarMode", "suspend": True}},
-    "deadlines": {"job": {"activeDeadlineSeconds": 86400, "preRunningDeadlineSeconds": 600}},
-    "cluster is kept": {"job": {"shutdownAfterJobFinishes": False}},
-    "deletion policies": {
-        "job": {
-            "deletionStrategy": {
-                "onSuccess": {"policy": "DeleteCluster"},
-                "onFailure": {"policy": "DeleteNone"},
-            }
-        }
-    },
-    "deletion rules": {
-        "autoscaler": {"enabled": False},
-        "job": {
-            "deletionStrategy": {
-                "deletionRules": [
-                    {
-                        "policy": "DeleteWorkers",
-                        "condition": {"jobStatus": "FAILED", "ttlSeconds": 60},
-                    },
-                    {"policy": "DeleteSelf", "condition": {"jobDeploymentStatus": "Failed"}},
-                ]
-            }
-        },
-    },
-    "MultiKueue": {"job": {"managedBy": "kueue.x-k8s.io/multikueue"}},
-    "runtime environment": {"job": {"runtimeEnv": {"env_vars": {"A": "1"}, "pip": ["einops"]}}},
-    "submission beside the head without autoscaler": {
-        "autoscaler": {"enabled": False},
-        "job": {"submissionMode": "SidecarMode"},
-    },
-    "another name": {"job": {"suffix": "2"}},
-    "metrics disabled": {"metrics": {"enabled": False}},
-    "monitoring": {
-        "metrics": {
-            "podMonitor": {"enabled": True},
-            "prometheusRule": {"enabled": True},
-            "dashboard": {"enabled": True},
-        }
-    },
-    "autoscaler v1": {"autoscaler": {"version": "v1", "upscalingMode": "Aggressive"}},
-    "no network policy and no auth": {
-        "networkPolicy": {"enabled": False},
-        "auth": {"enabled": False},
-    },
-    "existing service accounts": {
-        "serviceAccount": {"create": False, "name": "head", "workerName": "workers"},
-        "rbac": {"create": False},
-    },
-    "service account annotations": {"serviceAccount": {"annotations": {"iam/role": "training"}}},
-    "one service account": {"serviceAccount": {"name": "same", "workerName": "same"}},
-    "credentials in a file": {
-        "storage": {
-            "pvc": {"enabled": False},
-            "objectStore": {
-                "url": "gs://bucket/runs",
-                "credentialsFile": {"secretName": "gcp", "key": "key.json"},
-            },
-        }
-    },
-    "self-hosted S3": {
-        "storage": {
-            "pvc": {"enabled": False},
-            "objectStore": {
-                "url": "s3://bucket/runs?endpoint_override=minio:9000&scheme=http",
-                "secretName": "minio",
-            },
-        }
-    },
-    "storage class": {
-        "storage": {"pvc": {"storageClassName": "fast", "accessModes": ["ReadWriteOnce"]}}
-    },
-    "pods": {
-        "head": {
-            "affinity": {"nodeAffinity": {}},
-            "labels": {"a": "b"},
-            "annotations": {"c": "d"},
-            "env": [{"name": "E", "value": "f"}],
-            "envFrom": [{"configMapRef": {"name": "g"}}],
-            "volumes": [{"name": "data", "hostPath": {"path": "/data"}}],
-            "volumeMounts": [{"name": "data", "mountPath": "/data", "readOnly": True}],
-            "rayStartParams": {"object-store-memory": "1000000000"},
-            "terminationGracePeriodSeconds": 300,
-        },
-    },
-    "submitter's pod": {
-        "commonLabels": {"team": "a"},
-        "commonAnnotations": {"contact": "b"},
-        "job": {
-            "submitter": {
-                "affinity": {"podAffinity": {}},
-                "tolerations": [{"operator": "Exists"}],
-                "priorityClassName": "high",
-                "annotations": {"c": "d"},
-                "podTemplate": {"spec": {"containers": [{"name": "s", "image": "tool"}]}},
-            }
-        },
-    },
-    "queue of a cluster": {
-        "mode": "cluster",
-        "autoscaler": {"enabled": False},
-        "kueue": {"queueName": "training"},
-    },
-}
-
-WITH_VALUES = pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+WITH_VALUES = pytest.mark.parametrize("values", cases("valid").values(), ids=cases("valid"))
 
 
 @WITH_SCENARIOS
