@@ -195,22 +195,17 @@ def _job_source(name: str, address: str | None, stack: ExitStack) -> Callable[[]
     found: list[RunningJob] = []
 
     def fetch() -> Snapshot:
-        from rayzero.orchestrator.job.lookup import find_running  # imports ray: seconds
+        from rayzero.orchestrator.errors import JobFailedError
+        from rayzero.orchestrator.job.actor import JobActor  # imports Ray: seconds
+        from rayzero.orchestrator.job.lookup import find_running
+        from rayzero.orchestrator.top.follow import SnapshotUnavailableError, check_snapshot
 
         if not found:
             found.append(find_running(name, address))
             stack.enter_context(closing(found[0].cluster))
-        return _fetch_snapshot(found[0])
+        try:
+            return check_snapshot(found[0].process.call(JobActor.snapshot), f"job {name!r}")
+        except JobFailedError as error:
+            raise SnapshotUnavailableError(error.seen) from None
 
     return fetch
-
-
-def _fetch_snapshot(job: RunningJob) -> Snapshot:
-    from rayzero.orchestrator.errors import JobFailedError
-    from rayzero.orchestrator.job.actor import JobActor
-    from rayzero.orchestrator.top.follow import SnapshotUnavailableError, check_snapshot
-
-    try:
-        return check_snapshot(job.process.call(JobActor.snapshot), f"job {job.spec.name!r}")
-    except JobFailedError as error:
-        raise SnapshotUnavailableError(error.seen) from None

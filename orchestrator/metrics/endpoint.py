@@ -11,7 +11,7 @@ import asyncio
 import gzip
 import json
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from errno import EADDRINUSE
 from http.client import HTTPException
 from itertools import pairwise
@@ -83,10 +83,6 @@ class ScrapeSchedule:
         return deadline_s
 
 
-class PortInUseError(ConfigError):
-    """Other processes listen on all of the ports."""
-
-
 class Endpoint:
     """Serves until `close`, as `HttpServer` does. Raises ConfigError if it cannot listen on any of
     the ports.
@@ -117,21 +113,17 @@ class Endpoint:
     def _listen(self, host: str, ports: range) -> HttpServer:
         """Listens on one of the ports, or, as Ray's dashboard does, on the next free one: a page is
         no reason to fail a job."""
+        last = ports[-1]
+        further = range(last + 1, min(last + FURTHER_PORTS, _MAX_PORT) + 1)
         settings = "metrics.port, metrics.ports and metrics.host in the job file"
         answer = page_answer(self._find_page, ", ".join(["/metrics", *self._pages]))
-        try:
-            return listen(host, ports, answer, "metrics.port", settings)
-        except PortInUseError:
-            last = ports[-1]
-            further = range(last + 1, min(last + FURTHER_PORTS, _MAX_PORT) + 1)
-            if not further:
-                raise
-            server = listen(host, further, answer, "metrics.port", settings)
+        server = listen(host, [*ports, *further], answer, "metrics.port", settings)
+        if server.port in further and 0 not in ports:
             taken = f"port {last} is" if len(ports) == 1 else f"ports {ports[0]} to {last} are"
             owner = _job_at(host, last)
             by = f" by the job {owner}" if owner else ""
             self.port_note = f"{taken} in use{by}: the page is at port {server.port} (metrics.port)"
-            return server
+        return server
 
     async def await_final_scrape(self) -> None:
         """Waits until regular clients have read once more, `MAX_END_WAIT_S` at most."""
@@ -165,7 +157,9 @@ def _job_at(host: str, port: int) -> str:
         return ""
 
 
-def listen(host: str, ports: range, answer: Answer, setting: str, settings: str) -> HttpServer:
+def listen(
+    host: str, ports: Sequence[int], answer: Answer, setting: str, settings: str
+) -> HttpServer:
     """A server on the first free one of these ports. Raises ConfigError, which names the setting of
     the port and those to change, if there is none."""
     for port in ports:
@@ -175,8 +169,7 @@ def listen(host: str, ports: range, answer: Answer, setting: str, settings: str)
             if error.errno == EADDRINUSE and port != ports[-1]:
                 continue  # another job's
             where = f"{host}:{port}" if len(ports) == 1 else f"{host}:{ports[0]} to {ports[-1]}"
-            kind = PortInUseError if error.errno == EADDRINUSE else ConfigError
-            raise kind(
+            raise ConfigError(
                 f"{setting}: cannot listen on {where}: {error.strerror or error}",
                 allowed="a free port of this machine; 0 takes any free one",
                 fix=settings,

@@ -96,13 +96,13 @@ class _BoundedServer(web.Server):
 
     def connection_made(self, handler: RequestHandler, transport: Transport) -> None:
         super().connection_made(handler, transport)
-        asyncio.get_running_loop().call_later(self.lifetime_s, transport.abort)
-        for oldest in self.connections[:-MAX_CONNECTIONS]:
-            if oldest.transport is not None:
-                oldest.transport.abort()
-        # Also those count that are closed, and whose answer is not complete.
-        if len(self.connections) > 2 * MAX_CONNECTIONS:
-            transport.abort()
+        opened = [it.transport for it in self.connections if it.transport is not None]
+        # Of the closed ones an answer is still being made, such as a command that goes on.
+        is_refused = len(self.connections) - len(opened) >= MAX_CONNECTIONS
+        loop = asyncio.get_running_loop()
+        loop.call_later(0 if is_refused else self.lifetime_s, transport.abort)
+        for oldest in () if is_refused else opened[:-MAX_CONNECTIONS]:
+            oldest.abort()
 
 
 class CpuBudget:

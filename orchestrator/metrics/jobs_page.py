@@ -43,7 +43,7 @@ class JobsPage:
         self._now = now
         of_job = (f"/jobs/NAME/{name}" for name in (SNAPSHOT_FILE, HISTORY_FILE, "steps.csv"))
         answer = page_answer(self._find_page, ", ".join(["/", "/jobs.json", "/jobs.csv", *of_job]))
-        self._server = listen(host, range(port, port + 1), answer, "--port", "--port and --host")
+        self._server = listen(host, [port], answer, "--port", "--port and --host")
         self.url = f"{self._server.url}/"
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Test cases for the alerts, from `alert_cases.yaml`: samples of a job, and whether an alert fires."""
+"""Test cases of the alerts, from `alert_cases.yaml`: samples of a job, and whether one fires."""
 
 from __future__ import annotations
 
