@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from copy import deepcopy
-from typing import Any
+from functools import cache
 
 import helm_python
 import pytest
@@ -27,17 +26,18 @@ WITH_VERSIONS = pytest.mark.parametrize("version", KUBERNETES)
 OLDEST = {"dra": "1.34"}
 """The first version of Kubernetes that has a scenario's kinds, where not all have them."""
 
-WITH_VALUES = pytest.mark.parametrize("values", cases("valid").values(), ids=cases("valid"))
+VALUES = cases("valid")
+WITH_INPUTS = pytest.mark.parametrize("name", [*SCENARIOS, *VALUES])
 
 
-@WITH_SCENARIOS
-def test_operator_accepts_scenarios(scenario: str) -> None:
-    assert [text for item in render_scenario(scenario) for text in operator_errors(item)] == []
+@cache
+def rendered(name: str) -> tuple[Object, ...]:
+    return render_scenario(name) if name in SCENARIOS else tuple(render(VALUES[name]))
 
 
-@WITH_VALUES
-def test_operator_accepts_values(values: dict[str, Any]) -> None:
-    assert [text for item in render(values) for text in operator_errors(item)] == []
+@WITH_INPUTS
+def test_operator_accepts_objects(name: str) -> None:
+    assert [text for item in rendered(name) for text in operator_errors(item)] == []
 
 
 def test_operator_errors_are_detected() -> None:
@@ -57,51 +57,27 @@ def test_operator_errors_are_detected() -> None:
     ]
 
 
-def validation_errors(objects: Iterable[Object], version: str) -> list[str]:
-    return [f"{item['kind']}: {error}" for item in objects for error in validate(item, version)]
-
-
-def built_in_objects(objects: Iterable[Object]) -> list[Object]:
-    return [item for item in objects if is_built_in(item)]
-
-
-def custom_resources(objects: Iterable[Object]) -> list[Object]:
-    return [item for item in objects if not is_built_in(item)]
-
-
 @WITH_VERSIONS
-def test_built_in_objects_of_scenarios_are_valid(version: str) -> None:
-    """All scenarios in one pass, in which a version's schemas are parsed once."""
+def test_built_in_objects_are_valid(version: str) -> None:
+    """All inputs in one pass, in which a version's schemas are parsed once."""
     errors = {
-        scenario: validation_errors(built_in_objects(render_scenario(scenario)), version)
-        for scenario in SCENARIOS
+        name: [f"{item['kind']}: {error}" for item in built_in for error in validate(item, version)]
+        for name in (*SCENARIOS, *VALUES)
+        if (built_in := [item for item in rendered(name) if is_built_in(item)])
     }
     minor = int(version.partition(".")[2])
-    for scenario, oldest in OLDEST.items():
+    for name, oldest in OLDEST.items():
         too_old = minor < int(oldest.partition(".")[2])
-        assert bool(errors.pop(scenario)) is too_old, scenario
-    assert [f"{scenario}: {error}" for scenario, found in errors.items() for error in found] == []
+        assert bool(errors.pop(name)) is too_old, name
+    assert [f"{name}: {error}" for name, found in errors.items() for error in found] == []
 
 
-@WITH_SCENARIOS
-def test_custom_resources_of_scenarios_are_valid(scenario: str) -> None:
+@WITH_INPUTS
+def test_custom_resources_are_valid(name: str) -> None:
     skip_without_crds()
-    objects = custom_resources(render_scenario(scenario))
-    assert objects
-    assert validation_errors(objects, "") == []
-
-
-@WITH_VALUES
-def test_built_in_objects_of_values_are_valid(values: dict[str, Any]) -> None:
-    objects = built_in_objects(render(values))
-    errors = [error for version in KUBERNETES for error in validation_errors(objects, version)]
-    assert errors == []
-
-
-@WITH_VALUES
-def test_custom_resources_of_values_are_valid(values: dict[str, Any]) -> None:
-    skip_without_crds()
-    assert validation_errors(custom_resources(render(values)), "") == []
+    resources = [item for item in rendered(name) if not is_built_in(item)]
+    assert resources
+    assert [error for item in resources for error in validate(item, "")] == []
 
 
 @pytest.mark.parametrize("version", [KUBERNETES[0], KUBERNETES[-1]])
