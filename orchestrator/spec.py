@@ -17,8 +17,8 @@ from pydantic import (
 
 from rayzero.engine.validation import error_lines, raise_config_error
 from rayzero.orchestrator.spec_sections import LaunchSpec, MetricsSpec, SpecSection
-from rayzero.orchestrator.worker_env import check_worker_env
 from rayzero.workers.messages import SCRIPT_ENTRYPOINT
+from rayzero.workers.nccl_settings import contradictions
 
 SCHEMES = ("file", "s3", "gs", "gcs", "hdfs")  # URL schemes of checkpoint folders
 
@@ -34,6 +34,15 @@ def _name_module(file: re.Match[str]) -> str:
     """`src.first` of `src/first.py`"""
     return file[1].replace("/", ".")
 
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_GENERATION = "each generation sets it"
+_RESERVED = {
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), _GENERATION),
+    **dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), _GENERATION),
+    "OMP_NUM_THREADS": "workers.cpus sets it",
+    "CUDA_VISIBLE_DEVICES": "Ray sets it to the worker's own GPU, by workers.gpus",
+}
 
 MAX_WORKERS = 100_000
 _MAX_PATH = 4096  # Linux' limit
@@ -74,7 +83,20 @@ class Workers(SpecSection):
     @field_validator("env")
     @classmethod
     def _check_env(cls, value: dict[str, str]) -> dict[str, str]:
-        check_worker_env(value)
+        """Refuses a name or value that no process can have, a variable that is set by others, and
+        one that contradicts a setting without which no fault can be repaired."""
+        for name, text in value.items():
+            if not _VARIABLE.fullmatch(name):
+                raise ValueError(f"{name!r:.100} is not the name of an environment variable")
+            if "\0" in text:
+                raise ValueError(f"the value of {name} must not contain a NUL character")
+            if name in _RESERVED:
+                raise ValueError(f"must not set {name}: {_RESERVED[name]}")
+            if name.startswith("RAY_"):
+                raise ValueError(f"must not set {name}: Ray reads it before a worker starts")
+        for setting, seen in contradictions(value):
+            if setting.required:
+                raise ValueError(f"must not set {seen}: {setting.otherwise}")
         return value
 
     @field_validator("max")

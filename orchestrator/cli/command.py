@@ -121,13 +121,13 @@ def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> int | None:
         from rayzero.orchestrator.cluster import command_client
-        from rayzero.orchestrator.cluster.addresses import named_address
+        from rayzero.orchestrator.cluster.addresses import CLIENT_ADDRESS_VARIABLE, named_address
 
         given: Any = kwargs.get("address")
         named = named_address(given)
-        is_served = command.__name__ in command_client.SERVED_COMMANDS
         if not named.is_dashboard:
-            if is_served and command_client.CLIENT_ADDRESS_VARIABLE in os.environ:
+            is_served = command.__name__ in command_client.SERVED_COMMANDS
+            if is_served and CLIENT_ADDRESS_VARIABLE in os.environ:
                 from rayzero.orchestrator.job.command_server import start_command_server
 
                 start_command_server()  # for the next one; this command is a Ray job
@@ -136,22 +136,10 @@ def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
 
         check_dashboard(named)
         words = [command.__name__, *_command_line(command, kwargs)]
-        show = partial(print, flush=True)
-        if is_served:
-            code = command_client.run_at_command_server(named.text, words, show)
-            if code is not None:
-                return code
-        from rayzero.orchestrator.cluster.job_submission import RemoteJobClient
-        from rayzero.orchestrator.cluster.upload import select_upload
-
         paths = [value for value in kwargs.values() if isinstance(value, Path)]
-        cluster = RemoteJobClient(named.text)
         folder = paths[0].resolve().parent if paths else None
         folder = Path.cwd() if command.__name__ == "launch" else folder
-        upload = None if folder is None else select_upload(folder)
-        for line in () if upload is None else upload.describe():
-            print(f"warning: {line}", file=sys.stderr, flush=True)
-        return cluster.follow(cluster.submit(words, upload), show)
+        return command_client.run_remotely(named.text, words, partial(print, flush=True), folder)
 
     return local_command(run)
 

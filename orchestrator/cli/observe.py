@@ -140,41 +140,38 @@ def _log_parts(
     """The log of a running job; of one that has ended from the disk of this machine, or of the head
     node of the cluster that has a record of it."""
     from rayzero.orchestrator.cluster.connect import connect_each
-    from rayzero.orchestrator.job.client import read_ended_log, tail_log
+    from rayzero.orchestrator.job.actor import JobActor
+    from rayzero.orchestrator.job.client import read_job_log
     from rayzero.orchestrator.job.ended_jobs import load_ended
     from rayzero.orchestrator.job.lookup import RunningJob
     from rayzero.orchestrator.results import EndedJob
 
     if isinstance(job, RunningJob):
         with closing(job.cluster):
-            yield from tail_log(job.process, follow)
+            path = job.process.call(JobActor.status).log
+            yield from read_job_log(path, job.process, follow)
         return
     status = job.status if isinstance(job, EndedJob) else job
     if Path(status.log).is_file():
-        yield from read_ended_log(status.log)
+        yield from read_job_log(status.log)
         return
-    if not isinstance(job, EndedJob):
-        raise ConfigError(
-            f"the job's log {status.log!r} does not exist on this machine",
-            allowed="the machine on which the job's controller ran",
-            fix="run the command there, or give the --address of the job's cluster",
-        )
-    for cluster in connect_each(address):
+    for cluster in connect_each(address) if isinstance(job, EndedJob) else ():
         if (record := load_ended(status.name)) is not None:
             with closing(cluster):
-                yield from read_ended_log(record.status.log)
+                yield from read_job_log(record.status.log)
             return
     raise ConfigError(
-        f"no cluster has a record of job {status.name!r}",
-        fix="--path: checkpoint.path of its job file; --address: the job's cluster",
+        f"the job's log {status.log!r} does not exist on this machine",
+        allowed="the machine on which the job's controller ran",
+        fix="run the command there, or give the --address of the job's cluster",
     )
 
 
 def _watch_remotely(
     name: str, address: str, once: bool, as_json: bool, first: RenderableType
 ) -> int:
-    """Shows the snapshots that the same command prints in the cluster; a Ray job is stopped."""
-    from rayzero.orchestrator.cluster.command_client import run_at_command_server
+    """Shows the snapshots that the same command prints in the cluster."""
+    from rayzero.orchestrator.cluster.command_client import run_remotely
     from rayzero.orchestrator.top.follow import open_display, parse_snapshot
 
     words = ["top", name, "--json", *(["--once"] if once else [])]
@@ -187,16 +184,7 @@ def _watch_remotely(
             elif line.strip():
                 other_lines.append(line)
 
-        if (code := run_at_command_server(address, words, show_line)) is None:
-            from rayzero.orchestrator.cluster.job_submission import RemoteJobClient  # slow
-
-            cluster = RemoteJobClient(address)
-            job = cluster.submit(words, None)
-            try:
-                code = cluster.follow(job, show_line)
-            finally:
-                if code is None:
-                    cluster.stop(job)
+        code = run_remotely(address, words, show_line)
     if code:
         print("\n".join(other_lines), file=sys.stderr)
     return code
@@ -207,22 +195,17 @@ def _job_source(name: str, address: str | None, stack: ExitStack) -> Callable[[]
     found: list[RunningJob] = []
 
     def fetch() -> Snapshot:
-        from rayzero.orchestrator.job.lookup import find_running  # imports ray: seconds
+        from rayzero.orchestrator.errors import JobFailedError
+        from rayzero.orchestrator.job.actor import JobActor  # imports Ray: seconds
+        from rayzero.orchestrator.job.lookup import find_running
+        from rayzero.orchestrator.top.follow import SnapshotUnavailableError, check_snapshot
 
         if not found:
             found.append(find_running(name, address))
             stack.enter_context(closing(found[0].cluster))
-        return _fetch_snapshot(found[0])
+        try:
+            return check_snapshot(found[0].process.call(JobActor.snapshot), f"job {name!r}")
+        except JobFailedError as error:
+            raise SnapshotUnavailableError(error.seen) from None
 
     return fetch
-
-
-def _fetch_snapshot(job: RunningJob) -> Snapshot:
-    from rayzero.orchestrator.errors import JobFailedError
-    from rayzero.orchestrator.job.actor import JobActor
-    from rayzero.orchestrator.top.follow import SnapshotUnavailableError, check_snapshot
-
-    try:
-        return check_snapshot(job.process.call(JobActor.snapshot), f"job {job.spec.name!r}")
-    except JobFailedError as error:
-        raise SnapshotUnavailableError(error.seen) from None

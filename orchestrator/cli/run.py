@@ -72,8 +72,7 @@ def submit(
 
     spec = load_job(job, spec_overrides(overrides, restart))
     # Import Ray, which takes a second.
-    from rayzero.orchestrator.cluster.addresses import named_address
-    from rayzero.orchestrator.cluster.command_client import CLIENT_ADDRESS_VARIABLE
+    from rayzero.orchestrator.cluster.addresses import CLIENT_ADDRESS_VARIABLE, named_address
     from rayzero.orchestrator.cluster.connect import find_clusters, only_cluster
     from rayzero.orchestrator.errors import JobFailedError
     from rayzero.orchestrator.job.api import Job
@@ -144,7 +143,7 @@ def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: 
     from rayzero.orchestrator.cluster.local_cluster import LocalCluster
     from rayzero.orchestrator.console import console_for
     from rayzero.orchestrator.errors import JobStoppedError
-    from rayzero.orchestrator.job.early_checks import check_early
+    from rayzero.orchestrator.job.entrypoint_check import check_early
     from rayzero.orchestrator.job.stop_signals import StopSignals, wait_stoppable
     from rayzero.orchestrator.plan import forked_worker_env
 

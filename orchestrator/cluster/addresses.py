@@ -15,6 +15,8 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.redact import redact_url
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+CLIENT_ADDRESS_VARIABLE = "RAYZERO_CLIENT_ADDRESS"
+"""Set for a command that runs in the cluster: the `--address` that its user gave."""
 HOST_PORT = re.compile(r"(?P<host>\[[^\]]+\]|[^:/\s]+):(?P<port>\d{1,5})")
 _DASHBOARD_SCHEMES = ("http://", "https://")
 _RAY_CLIENT_SCHEME = "ray://"

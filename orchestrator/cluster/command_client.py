@@ -1,5 +1,5 @@
-"""Runs a command in a cluster by its command server (`rayzero.orchestrator.job.command_server`),
-found through its dashboard."""
+"""Runs a command in a cluster that this machine is not part of: by its command server
+(`rayzero.orchestrator.job.command_server`), found through its dashboard, or as a Ray job."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse
+from pathlib import Path
 from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
@@ -18,8 +19,6 @@ from urllib.request import Request, urlopen
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.errors import JobFailedError
 
-CLIENT_ADDRESS_VARIABLE = "RAYZERO_CLIENT_ADDRESS"
-"""Set for a command that runs in the cluster: the `--address` that its user gave."""
 SERVED_COMMANDS = frozenset({"ls", "status", "stop", "scale", "logs", "top", "chaos"})
 """Commands that need no files of the client."""
 SERVER_FILE = "rayzero-command-server.json"
@@ -38,6 +37,36 @@ class ServerUnreachableError(Exception):
 def prove(secret: str, nonce: str, text: str) -> str:
     """That its sender, who knows the secret, means this command, once."""
     return hmac.new(secret.encode(), f"{nonce}\n{text}".encode(), hashlib.sha256).hexdigest()
+
+
+def run_remotely(
+    dashboard: str,
+    arguments: Sequence[str],
+    show_out: Callable[[str], object],
+    folder: Path | None = None,
+) -> int:
+    """Runs `rayzero ARGUMENTS` in the cluster with that dashboard, with the files of a folder, and
+    shows its output line by line; its exit code. A Ray job that only shows something is stopped if
+    this process is interrupted."""
+    is_served = arguments[0] in SERVED_COMMANDS
+    if is_served:
+        code = run_at_command_server(dashboard, arguments, show_out)
+        if code is not None:
+            return code
+    from rayzero.orchestrator.cluster.job_submission import RemoteJobClient  # imports Ray: slow
+    from rayzero.orchestrator.cluster.upload import select_upload
+
+    cluster = RemoteJobClient(dashboard)
+    upload = None if folder is None else select_upload(folder)
+    for line in () if upload is None else upload.describe():
+        print(f"warning: {line}", file=sys.stderr, flush=True)
+    job = cluster.submit(arguments, upload)
+    try:
+        return cluster.follow(job, show_out)
+    except BaseException:
+        if is_served:
+            cluster.stop(job)
+        raise
 
 
 def run_at_command_server(

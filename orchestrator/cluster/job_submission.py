@@ -14,8 +14,7 @@ from ray.job_submission import JobSubmissionClient
 
 from rayzero.engine.errors import ConfigError, RayzeroError, first_line
 from rayzero.engine.redact import REDACTED, is_secret_key, redact_url
-from rayzero.orchestrator.cluster.addresses import only_given_address
-from rayzero.orchestrator.cluster.command_client import CLIENT_ADDRESS_VARIABLE
+from rayzero.orchestrator.cluster.addresses import CLIENT_ADDRESS_VARIABLE, only_given_address
 from rayzero.orchestrator.cluster.upload import Upload
 from rayzero.orchestrator.errors import JobFailedError
 

@@ -5,22 +5,44 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar, TypeVarTuple
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 import ray
+from ray.exceptions import RayActorError, RayError, RuntimeEnvSetupError
 
-from rayzero.orchestrator.aio import Clock, PendingReplies, WorkerReports
+from rayzero.orchestrator.aio import BackgroundTasks, Clock, PendingReplies, WorkerReports
+from rayzero.orchestrator.cluster import ray_api
 from rayzero.orchestrator.cluster.actor_calls import ActorPoller
-from rayzero.orchestrator.cluster.actor_pool import ActorPool
-from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause
+from rayzero.orchestrator.cluster.actor_pool import ActorPool, WorkerHandle
+from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, NodeTable, death_cause
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
-from rayzero.orchestrator.cluster.worker_starter import OnStartFailure, OnWaiting, WorkerStarter
-from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
-from rayzero.orchestrator.policies.placement import ResourceRequest
+from rayzero.orchestrator.errors import (
+    JobFailedError,
+    VaultLostError,
+    WorkerLostError,
+    WorkerStartError,
+)
+from rayzero.orchestrator.policies.placement import (
+    Capacity,
+    ResourceRequest,
+    cluster_too_small_error,
+    missing_resources,
+    total_fit,
+)
 from rayzero.workers.actor import WorkerActor
 from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerInfo, WorkerSpec
 from rayzero.workers.vault.vault import Vault
 
+OnStartFailure: TypeAlias = Callable[[WorkerStartError], None]
+OnWaiting: TypeAlias = Callable[[str], None]
+
+_ACQUIRE_INTERVAL_S = 0.02  # interval of checks for granted reservations while the job starts
+_FILL_INTERVAL_S = 0.5  # the same while the job runs
+WAITING_INTERVAL_S = 5.0
+"""After this time without enough reservations, and each time again, the job says what it waits for:
+Ray grants what is free within a second, and a person wonders after a few."""
+_EXTRA_WORKER_WAIT_S = 1.0  # how long to wait for one more worker once the minimum has been reached
 _KILL_TIMEOUT_S = 1.0  # how long a vault may take to kill a process
 _OBJECT_STORE_WORKERS = 64
 """From this number of workers on a generation's spec goes through the object store."""
@@ -32,6 +54,9 @@ Ts = TypeVarTuple("Ts")
 class WorkerGroup:
     """The workers of one job, each in its own reservation of CPUs and GPUs; owned from
     `start_workers` until `release`. Used from one event loop.
+
+    One background task starts a worker in every granted reservation without one, as long as the job
+    lives. A reservation outlives its worker's process; when its node is lost it waits for another.
 
     There may be thousands of workers: a command to many is one call, and their messages arrive
     together, because a task or a timer for each would cost more than all other work.
@@ -50,9 +75,14 @@ class WorkerGroup:
         vaults: VaultGroup,
         actor: type[Any] = WorkerActor,
     ) -> None:
+        self._clock = clock
+        self._can_grow = can_grow
         self._vaults = vaults
         self._pool = ActorPool(setup, clock, vaults, actor)
-        self._starter = WorkerStarter(self._pool, clock, can_grow)
+        self._resources = ResourceRequest(1, 1, 1.0, 0.0, 0.0)  # replaced by `start_workers`
+        self._started: asyncio.Queue[WorkerHandle | Exception] = asyncio.Queue()
+        self._free_reservation = asyncio.Event()
+        self._tasks = BackgroundTasks(self._started.put_nowait)  # `next_worker` raises their errors
         self._poller = ActorPoller(
             lambda worker, limit_s: self._call_actor(worker, "poll", limit_s)
         )
@@ -63,22 +93,58 @@ class WorkerGroup:
         on_failure: OnStartFailure | None = None,
         on_waiting: OnWaiting = lambda _: None,
     ) -> tuple[WorkerInfo, ...]:
-        """The first workers; see `WorkerStarter.start_first`."""
-        return await self._starter.start_first(need, on_failure, on_waiting)
+        """Requests `need.max_workers` reservations and starts a worker in each that is granted.
+        Returns when each of these has started or failed to, and at least `need.min_workers` have
+        started. The others stay requested, so that Ray's autoscaler sees them. Raises
+        JobFailedError if fewer than `need.min_workers` were granted or started in time, or one
+        failed in a way that would repeat itself.
+
+        Args:
+            on_failure: called for every worker that is started again because its process ended; it
+                may raise. Default: the first failure is an error.
+            on_waiting: called with what it waits for and who holds that, every
+                `WAITING_INTERVAL_S`; with "" once it has enough.
+        """
+        self._resources = need
+        await self._acquire(on_waiting)
+        on_waiting("")
+        first = self._pool.workers
+        for worker in first:
+            self._tasks.spawn(self._await_started(worker))
+        self._tasks.spawn(self._fill_reservations())
+        try:
+            async with asyncio.timeout(need.timeout_s):
+                started = await self._collect_started(first, on_failure)
+        except TimeoutError:
+            raise JobFailedError(
+                f"the workers' processes did not start within {need.timeout_s:g} s",
+                fix="workers.start_timeout_s in the job file",
+            ) from None
+        for worker in started:
+            worker.announced = True
+        return tuple(worker.info for worker in started if worker.info is not None)
 
     async def next_worker(self) -> WorkerInfo:
         """The next worker that has started after the first ones: in a reservation that was granted
         later, or as a replacement. Waits without limit; can be cancelled. Raises WorkerStartError
         if a worker did not start; it is started again automatically."""
-        return await self._starter.next_worker()
+        while True:
+            worker = await self._next_event()
+            if worker in self._pool and worker.info is not None and not worker.announced:
+                worker.announced = True
+                return worker.info
 
     def replace(self, worker: int, delay_s: float, avoid_nodes: Sequence[str]) -> None:
         """Starts a new worker, with an index of its own, in the reservation of a lost one."""
-        self._starter.replace(self._pool.get(worker), delay_s, avoid_nodes)
+        lost = self._pool.get(worker)
+        lost.reservation.avoid_nodes = frozenset(avoid_nodes)
+        self._pool.free(lost, delay_s)
+        self._free_reservation.set()
 
     def resize(self, least: int, most: int) -> None:
         """Changes the number of reservations. Empty ones beyond `most` are removed."""
-        self._starter.resize(least, most)
+        self._resources = replace(self._resources, min_workers=least, max_workers=most)
+        self._tasks.spawn(self._adjust(most))
 
     async def release_worker(self, worker: int) -> None:
         """Ends a worker's process and removes its reservation."""
@@ -136,13 +202,138 @@ class WorkerGroup:
     async def draining_nodes(self) -> frozenset[str]:
         """Ids of the nodes that the cluster drains or is about to lose. For each reservation there
         another one is requested elsewhere; the old one is removed with its worker."""
-        return await self._starter.move_off_draining()
+        draining = await asyncio.to_thread(ray_api.draining_node_ids)
+        affected = [
+            worker.reservation
+            for worker in self._pool.workers
+            if worker.info and worker.info.node_id in draining and not worker.reservation.draining
+        ]
+        if affected and self._can_grow:
+            for reservation in affected:
+                reservation.draining = True
+            await self._pool.reserve(len(affected), self._resources)
+            self._free_reservation.set()
+        return draining
 
     async def release(self) -> None:
         """Ends all workers and removes all reservations. May be called at any time, repeatedly."""
         self._poller.close()
-        await self._starter.release()
+        await self._tasks.cancel_all()
+        await self._pool.remove_all()
 
     def _call_actor(self, worker: int, method: str, *args: Any) -> Any:
         """The reference to the reply."""
         return self._pool.get(worker).actor.call.remote(method, *args)
+
+    async def _collect_started(
+        self, first: Sequence[WorkerHandle], on_failure: OnStartFailure | None
+    ) -> list[WorkerHandle]:
+        while True:
+            starting = [worker for worker in first if worker in self._pool and worker.info is None]
+            started = [worker for worker in self._pool.workers if worker.info is not None]
+            if not starting and len(started) >= self._resources.min_workers:
+                return started
+            try:
+                await self._next_event()
+            except WorkerStartError as failure:
+                if failure.repeats or on_failure is None:
+                    raise JobFailedError(f"a worker could not start: {failure.cause}") from None
+                on_failure(failure)
+
+    async def _next_event(self) -> WorkerHandle:
+        """A worker that has started, or was removed before. Raises what `_await_started` puts."""
+        event = await self._started.get()
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    async def _acquire(self, on_waiting: OnWaiting) -> None:
+        """Requests all reservations and starts workers in the granted ones. Returns when there are
+        as many as fit, or enough and no further one within `_EXTRA_WORKER_WAIT_S`."""
+        need = self._resources
+        cluster = await asyncio.to_thread(ray_api.node_snapshot)
+        total = total_fit(cluster.all_capacities, need)
+        if not self._can_grow and total < need.min_workers:
+            raise cluster_too_small_error(
+                cluster.all_capacities, cluster.total_free, need, waited_s=0
+            )
+        most = need.max_workers if self._can_grow else min(need.max_workers, total)
+        fit_now = sum(node.fits(need) for node in cluster.free.values())
+        expected = min(fit_now, most) if fit_now >= need.min_workers else most
+        requested_s = last_start_s = said_s = self._clock.now()
+        await self._pool.reserve(most, need)
+        while len(self._pool.workers) < min(expected, self._resources.max_workers):
+            need = self._resources  # the limits may change meanwhile
+            if await self._pool.start_in_ready(need):
+                last_start_s = self._clock.now()
+                continue
+            now_s, workers = self._clock.now(), len(self._pool.workers)
+            if workers >= need.min_workers and now_s - last_start_s >= _EXTRA_WORKER_WAIT_S:
+                return
+            if workers < need.min_workers and now_s - requested_s >= need.timeout_s:
+                raise await self._cluster_too_small(workers)
+            if workers < need.min_workers and now_s - said_s >= WAITING_INTERVAL_S:
+                said_s = now_s
+                cluster = await asyncio.to_thread(ray_api.node_snapshot)
+                on_waiting(await self._missing(cluster, workers))
+            await self._clock.sleep(_ACQUIRE_INTERVAL_S)
+
+    async def _cluster_too_small(self, workers: int) -> JobFailedError:
+        """The error, with the job's own reservations counted as free."""
+        cluster = await asyncio.to_thread(ray_api.node_snapshot)
+        need, free = self._resources, cluster.total_free
+        usable = Capacity(free.cpus + workers * need.cpus, free.gpus + workers * need.gpus)
+        missing = await self._missing(cluster, workers)
+        await self.release()
+        return cluster_too_small_error(
+            cluster.all_capacities, usable, need, need.timeout_s, missing
+        )
+
+    async def _missing(self, cluster: NodeTable, workers: int) -> str:
+        jobs = await self._pool.held_by_other_jobs()
+        return missing_resources(
+            cluster.all_capacities, cluster.total_free, self._resources, workers, jobs
+        )
+
+    async def _fill_reservations(self) -> None:
+        while True:
+            if not self._pool.unoccupied:
+                self._free_reservation.clear()
+                await self._free_reservation.wait()
+            for worker in await self._pool.start_in_ready(self._resources):
+                self._tasks.spawn(self._await_started(worker))
+            await self._clock.sleep(_FILL_INTERVAL_S)
+
+    async def _await_started(self, worker: WorkerHandle) -> None:
+        """Announces a worker once it has started; a failed start is repeated later."""
+        limit_s, repeats = self._resources.timeout_s, False
+        try:
+            await asyncio.wait_for(self._pool.wait_started(worker), limit_s)
+            self._started.put_nowait(worker)
+            return
+        except TimeoutError:
+            cause = f"its process did not start within {limit_s:g} s"
+        except RayError as error:
+            cause, repeats = death_cause(error), _fails_again(error)
+        if worker not in self._pool:  # it was removed meanwhile
+            self._started.put_nowait(worker)
+            return
+        names = await asyncio.to_thread(ray_api.node_names)
+        node = worker.node_id
+        info = WorkerInfo(worker.index, node, names.get(node, node), "", 0)
+        delay_s = self._pool.start_failed(worker)
+        self._free_reservation.set()
+        self._started.put_nowait(WorkerStartError(cause, info, repeats, delay_s))
+
+    async def _adjust(self, most: int) -> None:
+        if not self._can_grow:
+            cluster = await asyncio.to_thread(ray_api.node_snapshot)
+            most = min(most, total_fit(cluster.all_capacities, self._resources))
+        await self._pool.adjust(most, self._resources)
+        self._free_reservation.set()
+
+
+def _fails_again(error: RayError) -> bool:
+    """Whether the error lies in what is started, not in the machine."""
+    failed_in_init = isinstance(error, RayActorError) and error.actor_init_failed
+    return failed_in_init or isinstance(error, RuntimeEnvSetupError)

@@ -29,8 +29,7 @@ from rayzero.orchestrator.errors import (
 )
 from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.client import JobProcess, JobProcessLostError, JobUnavailableError
-from rayzero.orchestrator.job.early_checks import check_early
-from rayzero.orchestrator.job.entrypoint_check import check_entrypoint
+from rayzero.orchestrator.job.entrypoint_check import check_early, check_entrypoint
 from rayzero.orchestrator.job.handle import JobHandle, stop_limit_s
 from rayzero.orchestrator.job.lookup import find_any
 from rayzero.orchestrator.job.recorder import LATEST

@@ -112,28 +112,26 @@ def list_running() -> list[JobProcess]:
     return [process for job in jobs if (process := JobProcess.find(job)) is not None]
 
 
-def tail_log(process: JobProcess, follow: bool) -> Iterator[bytes]:
-    """A running job's log in parts, from its beginning to its current end, or with `follow` to the
-    job's end; an empty part where there is no more yet. Raises JobFailedError if neither the
-    process nor, after its end, the head node answers."""
-    path, position = process.call(JobActor.status).log, LogPosition()
-    try:
-        while True:
+def read_job_log(
+    path: str, process: JobProcess | None = None, follow: bool = False
+) -> Iterator[bytes]:
+    """A job's log in parts from its beginning: by the process of a running job to the log's current
+    end, or with `follow` to the job's end; after that from a disk of this machine or else of the
+    head node. A part is empty where there is no more yet. Raises JobFailedError if neither the
+    process nor the head node answers."""
+    position = LogPosition()
+    while process is not None:
+        try:
             has_ended = process.call(JobActor.spec) is None
             part, position = process.call(JobActor.log, position)
-            yield part
-            if not part:
-                if has_ended or not follow:
-                    return
-                time.sleep(LOG_POLL_S)
-    except JobProcessLostError:
-        yield from read_ended_log(path, position)
-
-
-def read_ended_log(path: str, position: LogPosition | None = None) -> Iterator[bytes]:
-    """The log of a job that has ended, from a disk of this machine or else of the head node. Raises
-    JobFailedError if the head node does not answer."""
-    file, position = Path(path), position or LogPosition()
+        except JobProcessLostError:
+            break
+        yield part
+        if not part:
+            if has_ended or not follow:
+                return
+            time.sleep(LOG_POLL_S)
+    file = Path(path)
     read = read_log if file.is_file() else _read_log_on_head
     while True:
         part, position = read(file, position)

@@ -9,36 +9,38 @@ once, and the command.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import os
 import secrets
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import closing, contextmanager, suppress
 from importlib import import_module
 from io import TextIOBase
 from pathlib import Path
-from socket import AddressFamily
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import ray
 from ray.exceptions import RayError
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.cluster import ray_api
+from rayzero.orchestrator.cluster.addresses import CLIENT_ADDRESS_VARIABLE
 from rayzero.orchestrator.cluster.command_client import (
     ARGUMENTS_HEADER,
-    CLIENT_ADDRESS_VARIABLE,
     SERVED_COMMANDS,
     SERVER_FILE,
     prove,
 )
 from rayzero.orchestrator.cluster.connect import connect
 from rayzero.orchestrator.errors import internal_error
-from rayzero.orchestrator.metrics.http_server import BoundedHttpServer
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 PORT_VARIABLE = "RAYZERO_COMMAND_PORT"
 """In the head's environment: the server's port, for a port-forward. Default: any free one."""
@@ -46,7 +48,6 @@ _ACTOR_NAME = "command_server"
 _MAX_NONCES = 256
 _FOLLOW_LIMIT_S = 7 * 86400.0  # of one command: `logs -f` and `top` last as long as their job
 
-Start = Callable[[str, list[tuple[str, str]]], Callable[[bytes], object]]
 RunCommand = Callable[[Sequence[str]], object]
 
 
@@ -89,7 +90,8 @@ class CommandServerActor:
 
 
 class CommandServer:
-    """Serves in threads of its own until the process ends, or `stop`.
+    """Serves until the process ends, or `stop`: requests as `HttpServer` does, each command in the
+    thread `rayzero-command`.
 
     Args:
         run_command: runs `rayzero ARGUMENTS` in the calling thread, printing to sys.stdout and
@@ -97,16 +99,15 @@ class CommandServer:
     """
 
     def __init__(self, host: str, port: int, run_command: RunCommand) -> None:
+        from rayzero.orchestrator.metrics.http_server import HttpServer  # imports aiohttp: slow
+
         self.secret = secrets.token_hex(32)
         self._run_command = run_command
-        self._nonces: OrderedDict[str, None] = OrderedDict()
-        self._lock = threading.Lock()
+        self._nonces: dict[str, None] = {}  # the oldest first
         self._outputs = ThreadOutput(sys.stdout), ThreadOutput(sys.stderr)
         sys.stdout, sys.stderr = self._outputs
-        self._server = BoundedHttpServer(AddressFamily.AF_INET, (host, port), _FOLLOW_LIMIT_S)
-        self.port = int(self._server.server_address[1])
-        self._server.set_app(self._handle)
-        self._server.start()
+        self._server = HttpServer(host, port, self._answer, _FOLLOW_LIMIT_S)
+        self.port = self._server.port
 
     def stop(self, timeout_s: float) -> None:
         self._server.stop(timeout_s)
@@ -120,51 +121,61 @@ class CommandServer:
             json.dump({"port": self.port, "secret": self.secret}, file)
         temporary.replace(path)
 
-    def _handle(self, environ: dict[str, Any], start: Start) -> list[bytes]:
-        match environ["REQUEST_METHOD"], environ["PATH_INFO"]:
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        from aiohttp import web
+
+        match request.method, request.path:
             case "GET", "/nonce":
-                start("200 OK", [("Content-Type", "text/plain")])
-                return [self._new_nonce().encode()]
+                nonce = secrets.token_hex(16)
+                self._nonces[nonce] = None
+                if len(self._nonces) > _MAX_NONCES:
+                    del self._nonces[next(iter(self._nonces))]
+                return web.Response(text=nonce)
             case "POST", "/command":
-                return self._command(environ, start)
-        start("404 Not Found", [("Content-Type", "text/plain")])
-        return [b"available: GET /nonce, POST /command\n"]
+                text = request.headers.get(ARGUMENTS_HEADER, "")
+                if self._is_proven(request.headers.get("Authorization", ""), text):
+                    return await self._stream(request, json.loads(text))
+                refusal = "not proven: the command server's file has its secret\n"
+                return web.Response(status=403, text=refusal)
+        return web.Response(status=404, text="available: GET /nonce, POST /command\n")
 
-    def _new_nonce(self) -> str:
-        nonce = secrets.token_hex(16)
-        with self._lock:
-            self._nonces[nonce] = None
-            if len(self._nonces) > _MAX_NONCES:
-                self._nonces.popitem(last=False)
-        return nonce
+    def _is_proven(self, authorization: str, text: str) -> bool:
+        nonce, _, proof = authorization.partition(":")
+        if nonce not in self._nonces:
+            return False
+        del self._nonces[nonce]
+        expected = prove(self.secret, nonce, text)
+        return hmac.compare_digest(proof.encode(errors="surrogateescape"), expected.encode())
 
-    def _is_proven(self, environ: dict[str, Any], text: str) -> bool:
-        nonce, _, proof = environ.get("HTTP_AUTHORIZATION", "").partition(":")
-        with self._lock:
-            if self._nonces.pop(nonce, 0) == 0:
-                return False
-        return hmac.compare_digest(proof.encode(), prove(self.secret, nonce, text).encode())
+    async def _stream(self, request: web.BaseRequest, arguments: list[str]) -> web.StreamResponse:
+        """Runs a command; the response is its output, and at last its exit code."""
+        from aiohttp import web
 
-    def _command(self, environ: dict[str, Any], start: Start) -> list[bytes]:
-        text = environ.get(f"HTTP_{ARGUMENTS_HEADER.upper().replace('-', '_')}", "")
-        if not self._is_proven(environ, text):
-            start("403 Forbidden", [("Content-Type", "text/plain")])
-            return [b"not proven: the command server's file has its secret\n"]
-        arguments = json.loads(text)
-        write = start("200 OK", [("Content-Type", "application/x-ndjson")])
-        write(b"")  # the client knows that the command was accepted
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        response.force_close()
+        await response.prepare(request)  # the client knows that the command was accepted
+        loop, has_ended = asyncio.get_running_loop(), asyncio.Event()
 
         def send(kind: str, value: str | int) -> None:
-            write(json.dumps({kind: value}).encode() + b"\n")
+            """Raises OSError if the client has gone, CancelledError if the server stops."""
+            line = json.dumps({kind: value}).encode() + b"\n"
+            asyncio.run_coroutine_threadsafe(response.write(line), loop).result()
 
-        out, err = self._outputs
-        with (
-            out.of_this_thread(lambda line: send("out", line)),
-            err.of_this_thread(lambda line: send("err", line)),
-        ):
-            code = self._run(arguments)
-        send("code", code)
-        return []
+        def run() -> None:
+            out, err = self._outputs
+            with suppress(OSError, CancelledError, RuntimeError):
+                with (
+                    out.of_this_thread(lambda line: send("out", line)),
+                    err.of_this_thread(lambda line: send("err", line)),
+                ):
+                    code = self._run(arguments)
+                send("code", code)
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(has_ended.set)
+
+        threading.Thread(target=run, name="rayzero-command", daemon=True).start()
+        await has_ended.wait()
+        return response
 
     def _run(self, arguments: list[str]) -> int:
         try:
@@ -177,8 +188,8 @@ class CommandServer:
             )
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else 1
-        except OSError:
-            raise  # the client has gone
+        except (OSError, CancelledError):
+            raise
         except Exception as error:  # noqa: BLE001  # the client must see every error
             known = error if isinstance(error, RayzeroError) else internal_error(error)
             print(f"error: {known}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Finds a mistake in `entrypoint` by reading the source, before a cluster or a worker starts.
+"""Finds mistakes in a job before a cluster or a worker starts; in `entrypoint` by its source.
 
 Nothing is imported: a user's module may take long, or need what only the workers have. What the
 source does not show is left to the workers.
@@ -7,14 +7,17 @@ source does not show is left to the workers.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from copy import deepcopy
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
-from inspect import Parameter, Signature
+from inspect import Signature, signature
 from pathlib import Path
-from typing import Any
+from symtable import symtable
 
 from rayzero.engine.errors import did_you_mean
+from rayzero.orchestrator.checkpoint_store import check_resume_exists
+from rayzero.orchestrator.spec import JobSpec
 from rayzero.workers.entrypoint import (
     EntryPointError,
     check_signature,
@@ -25,6 +28,22 @@ from rayzero.workers.entrypoint import (
 )
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+
+
+def check_early(spec: JobSpec, folder: str, *, has_function: bool = False) -> None:
+    """Checks of a job that is to run on this machine: what fails here would fail in the job's
+    process many seconds later. Raises ConfigError if the function cannot be called, or there is no
+    such function, or no such checkpoint to resume from.
+
+    Args:
+        folder: where the workers import from first.
+        has_function: whether the function is given itself, not by `entrypoint`.
+    """
+    if not has_function:
+        check_entrypoint(spec.entrypoint, folder, only_here=True)
+    if spec.launch is not None and spec.launch.module is not None:
+        _check_module(spec.launch.module, folder)
+    check_resume_exists(spec.checkpoint.resume)
 
 
 def check_entrypoint(entrypoint: str, folder: str, *, only_here: bool) -> None:
@@ -49,14 +68,13 @@ def check_entrypoint(entrypoint: str, folder: str, *, only_here: bool) -> None:
         return  # the worker's error has a traceback
     except (SyntaxError, ValueError) as error:
         raise EntryPointError(syntax_problem(str(source), error), "a module in Python") from None
-    names = set(_defined_names(tree.body))
-    name = path.partition(".")[0]
-    if name not in names and names.isdisjoint(("*", "__getattr__", "globals")):
+    names, name = _defined_names(tree), path.partition(".")[0]
+    if name not in names and names.isdisjoint(("__getattr__", "globals")):
         raise missing_name_error(entrypoint, name, str(source), sorted(names))
     _check_definition(entrypoint, tree, path.split("."))
 
 
-def check_module(module: str, folder: str) -> None:
+def _check_module(module: str, folder: str) -> None:
     """Raises EntryPointError if a module that is run as `__main__`, on this machine, does not
     exist."""
     if source_in(folder, module) is not None:
@@ -127,21 +145,15 @@ def _modules_in(folder: str, missing: str) -> list[str]:
     return [".".join([*parents, name]) for name in sorted(found) if name.isidentifier()]
 
 
-def _defined_names(body: list[ast.stmt]) -> Iterator[str]:
-    """Yields the names that a module's statements bind, `*` for what they import by that; further
-    names, if they call `globals`."""
-    for statement in body:
-        match statement:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                yield statement.name
-            case ast.Import() | ast.ImportFrom():
-                yield from ((it.asname or it.name).partition(".")[0] for it in statement.names)
-            case _:
-                yield from (node.id for node in ast.walk(statement) if isinstance(node, ast.Name))
-                for node in ast.walk(statement):
-                    inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias)
-                    if isinstance(node, inner):
-                        yield (getattr(node, "asname", None) or node.name).partition(".")[0]
+def _defined_names(tree: ast.Module) -> set[str]:
+    """The names that a module binds; `globals` if it uses that, or imports `*`, which may bind
+    others."""
+    symbols = symtable(ast.unparse(tree), "", "exec").get_symbols()
+    names = {it.get_name() for it in symbols if it.is_assigned() or it.is_imported()}
+    nodes = [*ast.walk(tree)]
+    binds_more = any(isinstance(it, ast.alias) and it.name == "*" for it in nodes)
+    binds_more = binds_more or any(it.get_name() == "globals" for it in symbols)
+    return names | {"globals"} if binds_more else names
 
 
 def _check_definition(entrypoint: str, tree: ast.Module, path: list[str]) -> None:
@@ -203,24 +215,17 @@ def _returned_at_once(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str |
 
 
 def _signature(given: ast.arguments) -> Signature:
-    """Returns what `inspect.signature` would of the function."""
-    positional: list[tuple[ast.arg, Any]]
-    positional = [(it, Parameter.POSITIONAL_ONLY) for it in given.posonlyargs]
-    positional += [(it, Parameter.POSITIONAL_OR_KEYWORD) for it in given.args]
-    missing = [None] * (len(positional) - len(given.defaults))
-    parameters = [
-        _parameter(it.arg, kind, default)
-        for (it, kind), default in zip(positional, [*missing, *given.defaults], strict=True)
-    ]
-    if given.vararg is not None:
-        parameters.append(Parameter(given.vararg.arg, Parameter.VAR_POSITIONAL))
-    parameters += [
-        _parameter(it.arg, Parameter.KEYWORD_ONLY, default)
-        for it, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    ]
-    if given.kwarg is not None:
-        parameters.append(Parameter(given.kwarg.arg, Parameter.VAR_KEYWORD))
-    return Signature(parameters)
+    """Returns what `inspect.signature` would of the function; defaults are shown as written."""
+    bare, written = deepcopy(given), dict[str, _Source]()
+    for defaults in (bare.defaults, bare.kw_defaults):
+        for index, default in enumerate(defaults):
+            if default is not None:
+                written[name := f"_{len(written)}"] = _Source(default)
+                defaults[index] = ast.Name(name)
+    for argument in ast.walk(bare):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    return signature(eval(f"lambda {ast.unparse(bare)}: 0", dict(written)))
 
 
 class _Source:
@@ -231,7 +236,3 @@ class _Source:
 
     def __repr__(self) -> str:
         return self._text
-
-
-def _parameter(name: str, kind: Any, default: ast.expr | None) -> Parameter:
-    return Parameter(name, kind, default=Parameter.empty if default is None else _Source(default))

@@ -3,25 +3,49 @@
 from __future__ import annotations
 
 import atexit
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import suppress
-from threading import Condition
+from threading import Condition, Event, Thread
+from typing import TypeVar
 
+from rayzero.engine.errors import RayzeroError, first_line
 from rayzero.orchestrator.cluster.connect import ClusterConnection
-from rayzero.orchestrator.errors import JobFailedError, short_traceback
+from rayzero.orchestrator.errors import JobFailedError, internal_error, short_traceback
 from rayzero.orchestrator.job.actor import JobActor
-from rayzero.orchestrator.job.client import JobProcess, read_ended_log, tail_log
+from rayzero.orchestrator.job.client import (
+    JobProcess,
+    JobProcessLostError,
+    JobUnavailableError,
+    read_job_log,
+)
+from rayzero.orchestrator.job.ended_jobs import load_ended
 from rayzero.orchestrator.job.log import iter_log_lines
-from rayzero.orchestrator.job.subscriber import LONG_POLL_S, EventSubscriber
-from rayzero.orchestrator.job_events import JobEvent, JobObserver, NullObserver, StateEntered
+from rayzero.orchestrator.job_events import (
+    JobEvent,
+    JobObserver,
+    JobWarning,
+    NullObserver,
+    StateEntered,
+)
 from rayzero.orchestrator.job_file import parse_worker_limits
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.orchestrator.results import EndedJob, JobResult, JobStatus
+from rayzero.orchestrator.results import EndedJob, EventPage, JobResult, JobStatus
 from rayzero.orchestrator.spec import JobSpec
+from rayzero.workers.bounded_queue import BoundedQueue
+
+T = TypeVar("T")
 
 STOP_MARGIN_S = 15.0
-FOLLOWER_CLOSE_S = 1.0  # limit for the subscriber's end, beyond its current poll
+FOLLOWER_CLOSE_S = 1.0  # limit for the end of the thread, beyond its current poll
 LOG_READ_S = 10.0  # how long the connection is kept for readers of the log after the job's end
+LONG_POLL_S = 1.0  # how long a poll waits in the job's process for an event
+ANSWER_MARGIN_S = 30.0  # how much longer the reply may take
+UNAVAILABLE_LIMIT_S = 60.0
+"""How long a process that does not answer is polled again: Ray may be restarting it."""
+_RETRY_PAUSE_S = 0.2
+_ACKNOWLEDGE_TIMEOUT_S = 5.0
 
 
 def stop_limit_s(spec: JobSpec) -> float:
@@ -32,8 +56,8 @@ def stop_limit_s(spec: JobSpec) -> float:
 
 class JobHandle:
     """A submitted job. It continues without this handle, unless it runs in a local cluster, which
-    ends with this process. Owns an `EventSubscriber`, and the cluster connection if this process
-    opened it; both last until the job ends."""
+    ends with this process. Owns the thread `rayzero-follower`, which polls for events, and
+    the cluster connection if this process opened it; both last until the job ends, or `close`."""
 
     def __init__(
         self,
@@ -46,6 +70,7 @@ class JobHandle:
     ) -> None:
         """
         Args:
+            observer: gets every event, in the thread.
             since: as for `EventBuffer.fetch_since`.
             stop_limit_s: how long a clean stop may take.
             ended: the end of the job, if it has ended before.
@@ -53,12 +78,19 @@ class JobHandle:
         self.name = process.name
         self._stop_limit_s = stop_limit_s
         self._process = process
+        self._since = since
+        self._observer = observer
+        self._ended = ended  # set before the thread ends, unless it was closed
+        self._events: BoundedQueue[JobEvent] = BoundedQueue()
+        self._events_changed = Condition()
+        self._closed = Event()
         self._log_readers = 0
         self._log_readers_changed = Condition()
         self._cluster = cluster
         self._at_exit = self.end if cluster.is_local else self.close
         atexit.register(self._at_exit)  # an orderly end, before the connection's
-        self._subscriber = EventSubscriber(process, since, observer, self._on_end, ended)
+        self._thread = Thread(target=self._run, name="rayzero-follower", daemon=True)
+        self._thread.start()
 
     @classmethod
     def of_ended(cls, ended: EndedJob) -> JobHandle:
@@ -69,15 +101,13 @@ class JobHandle:
         return handle
 
     def __repr__(self) -> str:
-        if (ended := self._subscriber.ended) is not None:
-            return f"<JobHandle {self.name!r}: {ended.status.describe()}>"
-        state, step = self._subscriber.newest(StateEntered), self._subscriber.newest(StepRecord)
+        if self._ended is not None:
+            return f"<JobHandle {self.name!r}: {self._ended.status.describe()}>"
+        state, step = self._newest(StateEntered), self._newest(StepRecord)
         shown = "starting" if state is None else str(state.state)
         if step is not None:
             shown += f" at step {step.step}"
-        return (
-            f"<JobHandle {self.name!r}: {shown}{'' if self._subscriber.is_alive else ', closed'}>"
-        )
+        return f"<JobHandle {self.name!r}: {shown}{'' if self._thread.is_alive() else ', closed'}>"
 
     @property
     def on_hard_exit(self) -> str:
@@ -97,13 +127,11 @@ class JobHandle:
         with self._log_readers_changed:
             self._log_readers += 1
         try:
-            if (ended := self._subscriber.ended) is None:
-                parts = tail_log(self._process, follow)
-            elif not ended.status.log:
-                raise JobFailedError(ended.status.error)  # the process was lost
-            else:
-                parts = read_ended_log(ended.status.log)
-            lines = iter_log_lines(parts, rank)
+            status = self.status()
+            if not status.log:
+                raise JobFailedError(status.error)  # the process was lost
+            process = self._process if self._ended is None else None
+            lines = iter_log_lines(read_job_log(status.log, process, follow), rank)
             yield from (line for line in lines if line.startswith("[rank "))
         finally:
             with self._log_readers_changed:
@@ -113,30 +141,41 @@ class JobHandle:
     def status(self) -> JobStatus:
         """The current status; after the job's end, the final one. Raises JobFailedError if the job
         does not answer."""
-        if self._subscriber.ended is not None:
-            return self._subscriber.ended.status
+        if self._ended is not None:
+            return self._ended.status
         return self._running_process().call(JobActor.status)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for the job's end. Returns False when `timeout_s` passed before it."""
-        return self._subscriber.wait(timeout_s)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     @short_traceback
     def result(self) -> JobResult:
         """Waits for the job's end and returns its result. Raises JobFailedError or ConfigError if
         the job failed, JobStoppedError if it was stopped."""
         self.wait()
-        if self._subscriber.ended is None:
+        if self._ended is None:
             raise JobFailedError(f"job {self.name!r}: this handle was closed before the job's end")
-        return self._subscriber.ended.result()
+        return self._ended.result()
 
     def events(self) -> Iterator[JobEvent]:
         """The job's events in order, to its end; of those before this call, the newest 10,000."""
-        return self._subscriber.iter_events()
+        index = 0
+        while True:
+            with self._events_changed:
+                self._events_changed.wait_for(
+                    lambda index=index: self._events.end > index or not self._thread.is_alive(),  # type: ignore[misc]
+                    LONG_POLL_S,
+                )
+                page, index = list(self._events.since(index)), self._events.end
+            yield from page
+            if not page and not self._thread.is_alive():
+                return
 
     def stop(self) -> None:
         """Requests the job's end. Returns at once; may be called twice."""
-        if self._subscriber.is_alive:
+        if self._thread.is_alive():
             self._process.request_stop()
 
     def scale(self, workers: int | tuple[int, int] | str) -> str:
@@ -177,18 +216,18 @@ class JobHandle:
     def abandon(self) -> None:
         """Detaches at once; a local cluster is killed, and the job with it. Safe in a signal
         handler."""
-        self._subscriber.close()
+        self._closed.set()
         if self._cluster.local is not None:
             self._cluster.local.kill()
 
     def close(self) -> None:
         """Detaches from the job, which continues. Happens by itself at the job's end and at
         exit."""
-        self._subscriber.close()
+        self._closed.set()
         self.wait(LONG_POLL_S + FOLLOWER_CLOSE_S)
 
     def _running_process(self) -> JobProcess:
-        if not self._subscriber.is_alive:
+        if not self._thread.is_alive():
             raise JobFailedError(f"job {self.name!r} is not running")
         return self._process
 
@@ -198,3 +237,71 @@ class JobHandle:
         with suppress(Exception):  # the interpreter may be exiting
             self._cluster.close()
         atexit.unregister(self._at_exit)
+
+    def _newest(self, kind: type[T]) -> T | None:
+        """The newest event of that kind, among those that are kept."""
+        with self._events_changed:
+            events = list(self._events.since(0))
+        return next((event for event in reversed(events) if isinstance(event, kind)), None)
+
+    def _run(self) -> None:
+        try:
+            if self._ended is None:
+                self._follow()
+        except Exception as error:  # noqa: BLE001  # `JobHandle.result` must raise it
+            outcome = error if isinstance(error, RayzeroError) else internal_error(error)
+            status = JobStatus(self._process.name, None, error=first_line(outcome))
+            self._ended = EndedJob(status, outcome)
+        finally:
+            self._on_end()
+
+    def _follow(self) -> None:
+        page = EventPage(next_index=self._since)
+        while not self._closed.is_set():
+            page = self._fetch_page(page.run, page.next_index)
+            if page.dropped:
+                text = f"{page.dropped} events were dropped: this client is slower than the job"
+                self._deliver(JobWarning(text))
+            for event in page.events:
+                self._deliver(event)
+            if page.ended is not None:
+                self._ended = page.ended
+                with suppress(RayzeroError):  # another client did, and the process has ended
+                    self._process.call(JobActor.acknowledge_end, timeout_s=_ACKNOWLEDGE_TIMEOUT_S)
+                return
+
+    def _fetch_page(self, run: str, since: int) -> EventPage:
+        """The next events; retries for `UNAVAILABLE_LIMIT_S`. No events after `close`. Raises
+        JobFailedError if the process does not answer, or has ended without a record of its end."""
+        deadline_s = time.monotonic() + UNAVAILABLE_LIMIT_S
+        while True:
+            try:
+                return self._process.call(
+                    JobActor.fetch_events,
+                    run,
+                    since,
+                    LONG_POLL_S,
+                    timeout_s=LONG_POLL_S + ANSWER_MARGIN_S,
+                )
+            except JobUnavailableError as unavailable:
+                if time.monotonic() > deadline_s:
+                    raise JobFailedError(unavailable.seen) from None
+            except JobProcessLostError as lost:
+                # Another client may have acknowledged the end, and the process has ended itself.
+                if (ended := load_ended(self._process.name)) is None:
+                    raise JobFailedError(lost.seen) from None
+                return EventPage(run, (), since, ended=ended)
+            if self._closed.wait(_RETRY_PAUSE_S):
+                return EventPage(run, (), since)
+
+    def _deliver(self, event: JobEvent) -> None:
+        with self._events_changed:
+            self._events.append(event)
+            self._events_changed.notify_all()
+        if self._closed.is_set():
+            return  # whose observer it was does other things
+        try:
+            self._observer.on_event(event)
+        except Exception:  # noqa: BLE001  # user code must not end this thread
+            traceback.print_exc()
+            self._observer = NullObserver()

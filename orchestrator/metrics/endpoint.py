@@ -10,22 +10,22 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import socket
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from errno import EADDRINUSE
 from http.client import HTTPException
 from itertools import pairwise
 from threading import Lock
 from time import monotonic
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.request import urlopen
 
-from prometheus_client import make_wsgi_app
+from aiohttp import web
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import CollectorRegistry
 
-from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.metrics.http_server import BoundedHttpServer
+from rayzero.engine.errors import ConfigError, RayzeroError, first_line
+from rayzero.orchestrator.metrics.http_server import Answer, HttpServer
 
 MAX_REGULAR_INTERVAL_S = 60.0
 """Clients that read less often are not waited for."""
@@ -42,20 +42,18 @@ _MAX_INTERVALS = 4
 _SLACK_S = 0.5
 STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.1
-_HEADERS = [
-    ("Cache-Control", "no-store"),
-    ("X-Content-Type-Options", "nosniff"),
-    ("Referrer-Policy", "no-referrer"),
-    ("Content-Security-Policy", "frame-ancestors 'none'"),
-]
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+}
 
 _AWAITED_PATHS = ("/metrics", "/snapshot.json")
 """Paths with the job's state; the end of a job waits for their regular readers only."""
-MIN_GZIP_BYTES = 4096
 
-PageHandler = Callable[[], tuple[str, bytes]]
-"""Returns (content type, body)."""
-StartResponse = Callable[[str, list[tuple[str, str]]], Any]
+Page: TypeAlias = tuple[str, bytes]
+"""(content type, body)"""
 
 
 class ScrapeSchedule:
@@ -85,53 +83,47 @@ class ScrapeSchedule:
         return deadline_s
 
 
-class PortInUseError(ConfigError):
-    """Other processes listen on all of the ports."""
-
-
 class Endpoint:
-    """Serves in a thread of its own, and one for each connection, until `close`. Raises ConfigError
-    if it cannot listen on any of the ports.
+    """Serves until `close`, as `HttpServer` does. Raises ConfigError if it cannot listen on any of
+    the ports.
 
     Args:
         host: an address of this machine; `0.0.0.0` or `::` for all of them.
         ports: tried in turn; 0 is any free one. `port` is the one in use.
         registry: what /metrics exports.
-        pages: handlers by path.
+        pages: by path.
     """
 
     def __init__(
-        self, host: str, ports: range, registry: CollectorRegistry, pages: dict[str, PageHandler]
+        self,
+        host: str,
+        ports: range,
+        registry: CollectorRegistry,
+        pages: dict[str, Callable[[], Page]],
     ) -> None:
         self.port_note = ""
         """Says that another port than those is used, and why."""
-        self._server = self._listen(host, ports)
-        self.port = int(self._server.server_address[1])
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
-        self._metrics_app: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
+        self._registry = registry
         self._pages = pages
         self._scrapes = ScrapeSchedule()
-        self._server.set_app(self._handle_request)
-        self._server.start()
+        self._server = self._listen(host, ports)
+        self.port = self._server.port
+        self.url = self._server.url
 
-    def _listen(self, host: str, ports: range) -> BoundedHttpServer:
+    def _listen(self, host: str, ports: range) -> HttpServer:
         """Listens on one of the ports, or, as Ray's dashboard does, on the next free one: a page is
         no reason to fail a job."""
+        last = ports[-1]
+        further = range(last + 1, min(last + FURTHER_PORTS, _MAX_PORT) + 1)
         settings = "metrics.port, metrics.ports and metrics.host in the job file"
-        try:
-            return listen(host, ports, "metrics.port", settings)
-        except PortInUseError:
-            last = ports[-1]
-            further = range(last + 1, min(last + FURTHER_PORTS, _MAX_PORT) + 1)
-            if not further:
-                raise
-            server = listen(host, further, "metrics.port", settings)
+        answer = page_answer(self._find_page, ", ".join(["/metrics", *self._pages]))
+        server = listen(host, [*ports, *further], answer, "metrics.port", settings)
+        if server.port in further and 0 not in ports:
             taken = f"port {last} is" if len(ports) == 1 else f"ports {ports[0]} to {last} are"
             owner = _job_at(host, last)
             by = f" by the job {owner}" if owner else ""
-            port = int(server.server_address[1])
-            self.port_note = f"{taken} in use{by}: the page is at port {port} (metrics.port)"
-            return server
+            self.port_note = f"{taken} in use{by}: the page is at port {server.port} (metrics.port)"
+        return server
 
     async def await_final_scrape(self) -> None:
         """Waits until regular clients have read once more, `MAX_END_WAIT_S` at most."""
@@ -140,24 +132,18 @@ class Endpoint:
             await asyncio.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Stops listening at once; open connections end with the process at the latest."""
         self._server.stop(STOP_TIMEOUT_S)
 
-    def _handle_request(self, environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
-        path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
-        paths = ["/metrics", *self._pages]
-        if path not in paths:
-            return refuse(start, "404 Not Found", "available: " + ", ".join(paths))
-        if method not in ("GET", "HEAD"):
-            return refuse(start, "405 Method Not Allowed", "use GET or HEAD")
-        if method == "HEAD":
-            start("200 OK", list(_HEADERS))
-            return []
-        if path in _AWAITED_PATHS:
-            self._scrapes.record_scrape(path, monotonic())
-        if path == "/metrics":
-            return self._metrics_app(environ, start)
-        return respond(environ, start, *self._pages[path]())
+    def _find_page(self, request: web.BaseRequest) -> Page | None:
+        if request.path in _AWAITED_PATHS and request.method == "GET":
+            self._scrapes.record_scrape(request.path, monotonic())
+        if request.path == "/metrics":
+            encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+            names = request.query.getall("name[]", [])
+            registry = self._registry.restricted_registry(names) if names else self._registry
+            return content_type, encode(registry)
+        page = self._pages.get(request.path)
+        return None if page is None else page()
 
 
 def _job_at(host: str, port: int) -> str:
@@ -171,19 +157,19 @@ def _job_at(host: str, port: int) -> str:
         return ""
 
 
-def listen(host: str, ports: range, setting: str, settings: str) -> BoundedHttpServer:
+def listen(
+    host: str, ports: Sequence[int], answer: Answer, setting: str, settings: str
+) -> HttpServer:
     """A server on the first free one of these ports. Raises ConfigError, which names the setting of
     the port and those to change, if there is none."""
     for port in ports:
         try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            return BoundedHttpServer(family, (host, port))
+            return HttpServer(host, port, answer)
         except OSError as error:
             if error.errno == EADDRINUSE and port != ports[-1]:
                 continue  # another job's
             where = f"{host}:{port}" if len(ports) == 1 else f"{host}:{ports[0]} to {ports[-1]}"
-            kind = PortInUseError if error.errno == EADDRINUSE else ConfigError
-            raise kind(
+            raise ConfigError(
                 f"{setting}: cannot listen on {where}: {error.strerror or error}",
                 allowed="a free port of this machine; 0 takes any free one",
                 fix=settings,
@@ -191,25 +177,34 @@ def listen(host: str, ports: range, setting: str, settings: str) -> BoundedHttpS
     raise ConfigError("metrics.ports: no port to listen on", fix="set metrics.ports to 1 or more")
 
 
-def json_response(value: Any) -> tuple[str, bytes]:
-    """(content type, body) of a value without inf and nan."""
+def page_answer(find_page: Callable[[web.BaseRequest], Page | None], available: str) -> Answer:
+    """Answers requests by the page that `find_page` returns, compressed if the client takes that.
+    It returns None for a path other than the available ones, and may raise RayzeroError."""
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        if request.method not in ("GET", "HEAD"):
+            return _refusal(405, "use GET or HEAD")
+        try:
+            page = find_page(request)
+        except RayzeroError as error:
+            return _refusal(422, first_line(error))
+        if page is None:
+            return _refusal(404, f"available: {available}")
+        content_type, body = page
+        headers = {"Content-Type": content_type, **_HEADERS}
+        if "gzip" in request.headers.get("Accept-Encoding", ""):
+            body = gzip.compress(body, 3)
+            headers["Content-Encoding"] = "gzip"
+        return web.Response(body=body, headers=headers)
+
+    return answer
+
+
+def _refusal(status: int, text: str) -> web.Response:
+    return web.Response(status=status, text=f"{status}: {text}\n", headers=_HEADERS)
+
+
+def json_response(value: Any) -> Page:
+    """A value without inf and nan."""
     body = json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     return "application/json; charset=utf-8", body
-
-
-def respond(
-    environ: dict[str, Any], start: StartResponse, content_type: str, body: bytes
-) -> list[bytes]:
-    """Sends a body, compressed if the client takes that."""
-    headers = [("Content-Type", content_type), *_HEADERS]
-    if len(body) >= MIN_GZIP_BYTES and "gzip" in environ.get("HTTP_ACCEPT_ENCODING", ""):
-        body = gzip.compress(body, 3)
-        headers.append(("Content-Encoding", "gzip"))
-    start("200 OK", headers)
-    return [body]
-
-
-def refuse(start: StartResponse, status: str, text: str) -> list[bytes]:
-    """Answers with an error status and why."""
-    start(status, [("Content-Type", "text/plain; charset=utf-8"), *_HEADERS])
-    return [f"{status}: {text}\n".encode()]

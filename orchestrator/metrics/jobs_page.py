@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import time
 from typing import Any
 
-from rayzero.engine.errors import ConfigError, RayzeroError, first_line
+from aiohttp import web
+
+from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.job_file import flatten_document
 from rayzero.orchestrator.metrics.csv_export import jobs_csv, steps_csv
 from rayzero.orchestrator.metrics.endpoint import (
     STOP_TIMEOUT_S,
-    StartResponse,
+    Page,
     json_response,
     listen,
-    refuse,
-    respond,
+    page_answer,
 )
 from rayzero.orchestrator.metrics.run_files import HISTORY_FILE, SNAPSHOT_FILE, Row, RunIndex
 from rayzero.orchestrator.page import page_response
@@ -33,47 +34,33 @@ _RUN_FILE = re.compile(
 
 
 class JobsPage:
-    """Serves the page in a thread of its own until `close`, as `Endpoint` does. Raises ConfigError
-    if it cannot listen there; port 0 is any free one."""
+    """Serves the page until `close`, as `HttpServer` does. Raises ConfigError if it cannot listen
+    there; port 0 is any free one."""
 
     def __init__(self, folder: Path, host: str, port: int, now: Callable[[], float] = time) -> None:
         self._folder = folder
         self._index = RunIndex(folder)
         self._now = now
-        self._server = listen(host, range(port, port + 1), "--port", "--port and --host")
-        self.url = (
-            f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_address[1]}/"
-        )
-        self._server.set_app(self._handle_request)
-        self._server.start()
+        of_job = (f"/jobs/NAME/{name}" for name in (SNAPSHOT_FILE, HISTORY_FILE, "steps.csv"))
+        answer = page_answer(self._find_page, ", ".join(["/", "/jobs.json", "/jobs.csv", *of_job]))
+        self._server = listen(host, [port], answer, "--port", "--port and --host")
+        self.url = f"{self._server.url}/"
 
     def close(self) -> None:
         self._server.stop(STOP_TIMEOUT_S)
 
-    def _handle_request(self, environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
-        path = environ["PATH_INFO"]
-        if environ["REQUEST_METHOD"] != "GET":
-            return refuse(start, "405 Method Not Allowed", "use GET")
-        if path == "/":
-            return respond(environ, start, *page_response(all_jobs=True))
-        if path == "/jobs.json":
-            return respond(environ, start, *json_response(self._list_jobs()))
-        if path == "/jobs.csv":
-            return respond(environ, start, *jobs_csv(with_config_differences(self._index.rows())))
-        named = _RUN_FILE.fullmatch(path)
-        try:
-            found = None if named is None else self._read_run_file(*named.groups())
-        except RayzeroError as error:
-            return refuse(start, "422 Unprocessable Content", first_line(error))
-        if found is None:
-            of_job = ", ".join(
-                f"/jobs/NAME/{name}" for name in (SNAPSHOT_FILE, HISTORY_FILE, "steps.csv")
-            )
-            return refuse(start, "404 Not Found", f"available: /, /jobs.json, /jobs.csv, {of_job}")
-        return respond(environ, start, *found)
-
-    def _read_run_file(self, job: str, name: str) -> tuple[str, bytes] | None:
-        """(content type, body); None without the file. Raises as `RunIndex.file`."""
+    def _find_page(self, request: web.BaseRequest) -> Page | None:
+        """Raises as `RunIndex.file`."""
+        match request.path:
+            case "/":
+                return page_response(all_jobs=True)
+            case "/jobs.json":
+                return json_response(self._list_jobs())
+            case "/jobs.csv":
+                return jobs_csv(with_config_differences(self._index.rows()))
+        if (named := _RUN_FILE.fullmatch(request.path)) is None:
+            return None
+        job, name = named.groups()
         is_csv = name == "steps.csv"
         content = self._index.file(job, HISTORY_FILE if is_csv else name)
         if content is None or not is_csv:

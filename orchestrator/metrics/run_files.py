@@ -113,18 +113,11 @@ class RunIndex:
         past = self._cached(self._folder / job / STATE_FILE, self._read_journal)
         damaged = next((it for it in (snapshot, past) if isinstance(it, Damage)), None)
         if isinstance(snapshot, dict):
-            row = _row_of_snapshot(snapshot) | {"name": job}
+            row = _row_of_snapshot(snapshot)
         elif isinstance(past, JobFacts):
-            row = _row_of_journal(job, past)
+            row = _row_of_journal(past)
         elif damaged is not None:
-            return {
-                **_UNKNOWN_ROW,
-                "name": job,
-                "state": "unreadable",
-                "error": damaged.text,
-                "began_s": damaged.at_s,
-                "at_s": damaged.at_s,
-            }
+            row = {"state": "unreadable", "began_s": damaged.at_s, "at_s": damaged.at_s}
         else:
             return None
         if isinstance(past, JobFacts):
@@ -133,7 +126,8 @@ class RunIndex:
                 "error": past.error.partition("\n")[0],
                 "config": _as_json(past.spec),
             }
-        return row | ({} if damaged is None else {"error": damaged.text})
+        row |= {"name": job} if damaged is None else {"name": job, "error": damaged.text}
+        return {**_UNKNOWN_ROW, **row}
 
     def _cached(self, path: Path, read: Callable[[Path], Any]) -> Any:
         """Returns the result of `read`, or `Damage` if it raises RayzeroError; None without a file.
@@ -231,19 +225,15 @@ def _row_of_snapshot(value: Row) -> Row:
         "faults": len(value["faults"]),
         "wall_s": value["goodput"]["wall_s"],
         "has_curves": True,
-        "config": {},
     }
 
 
-def _row_of_journal(job: str, past: JobFacts) -> Row:
+def _row_of_journal(past: JobFacts) -> Row:
     """The row of a run of an earlier version, or of one whose other files are elsewhere."""
     productive_s = past.counters.seconds.get("productive", 0.0)
     wall_s = max(0.0, past.last_at_s - past.began_at_s)
     return {
-        **_UNKNOWN_ROW,
-        "name": job,
-        "state": past.end_state or past.state,
-        "error": past.error.partition("\n")[0],
+        "state": past.state,
         "began_s": past.began_at_s,
         "at_s": past.last_at_s,
         "world_size": past.world_size,
@@ -252,7 +242,6 @@ def _row_of_journal(job: str, past: JobFacts) -> Row:
         "goodput": productive_s / wall_s if wall_s else None,
         "faults": len(past.faults),
         "wall_s": wall_s,
-        "config": _as_json(past.spec),
     }
 
 

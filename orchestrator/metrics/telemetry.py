@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from threading import Lock
 from time import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import CollectorRegistry
@@ -23,8 +23,6 @@ from rayzero.orchestrator.console import PlainConsole
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job_events import JOB_EVENTS, JobEvent
 from rayzero.orchestrator.metrics.catalog import job_families, rank_families
-from rayzero.orchestrator.metrics.csv_export import steps_csv
-from rayzero.orchestrator.metrics.endpoint import Endpoint, json_response
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.snapshot import (
     history_texts,
@@ -33,11 +31,13 @@ from rayzero.orchestrator.metrics.snapshot import (
     snapshot_ranks,
 )
 from rayzero.orchestrator.metrics.trackers import open_step_files
-from rayzero.orchestrator.page import page_response
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec_sections import MetricsSpec
 from rayzero.workers.messages import Heartbeat, StepReport
+
+if TYPE_CHECKING:
+    from rayzero.orchestrator.metrics.endpoint import Endpoint
 
 _PORT_LIMIT = 65536
 
@@ -148,6 +148,10 @@ class Telemetry:
     def _open_endpoint(self, config: MetricsSpec) -> Endpoint | None:
         if config.port is None:
             return None
+        from rayzero.orchestrator.metrics.csv_export import steps_csv
+        from rayzero.orchestrator.metrics.endpoint import Endpoint, json_response  # aiohttp: slow
+        from rayzero.orchestrator.page import page_response
+
         registry = CollectorRegistry()
         registry.register(self)
         pages = {

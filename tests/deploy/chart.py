@@ -16,6 +16,28 @@ CHART = ROOT / "helm/rayzero"
 RELEASE, NAMESPACE = "demo", "team"
 Object = dict[str, Any]
 
+
+def nested(dotted: Mapping[str, Any]) -> Object:
+    """The values of dotted keys, as of `helm --set`."""
+    values: Object = {}
+    for path, value in dotted.items():
+        node = values
+        *outer, last = path.split(".")
+        for part in outer:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return values
+
+
+def cases(section: str) -> dict[str, Any]:
+    """A section of `cases.yaml`: by name the values, or a list that begins with them."""
+    document = yaml.safe_load((ROOT / "tests/deploy/cases.yaml").read_text(encoding="utf-8"))
+    return {
+        name: [nested(case[0]), *case[1:]] if isinstance(case, list) else nested(case)
+        for name, case in document[section].items()
+    }
+
+
 SCENARIOS = {"default": None} | {path.stem: path for path in sorted((CHART / "ci").glob("*.yaml"))}
 WITH_SCENARIOS = pytest.mark.parametrize("scenario", SCENARIOS)
 

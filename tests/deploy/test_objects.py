@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from copy import deepcopy
-from typing import Any
+from functools import cache
 
 import helm_python
 import pytest
@@ -14,6 +13,7 @@ from tests.deploy.chart import (
     SCENARIOS,
     WITH_SCENARIOS,
     Object,
+    cases,
     objects_of_kind,
     render,
     render_scenario,
@@ -26,126 +26,18 @@ WITH_VERSIONS = pytest.mark.parametrize("version", KUBERNETES)
 OLDEST = {"dra": "1.34"}
 """The first version of Kubernetes that has a scenario's kinds, where not all have them."""
 
-# Values on top of the defaults; each entry is rendered and validated.
-VALUES: dict[str, dict[str, Any]] = {
-    "names": {"nameOverride": "train", "fullnameOverride": "a-custom-name"},
-    "submission by the operator": {"job": {"submissionMode": "HTTPMode"}},
-    "submission beside the head": {"job": {"submissionMode": "SidecarMode", "suspend": True}},
-    "deadlines": {"job": {"activeDeadlineSeconds": 86400, "preRunningDeadlineSeconds": 600}},
-    "cluster is kept": {"job": {"shutdownAfterJobFinishes": False}},
-    "deletion policies": {
-        "job": {
-            "deletionStrategy": {
-                "onSuccess": {"policy": "DeleteCluster"},
-                "onFailure": {"policy": "DeleteNone"},
-            }
-        }
-    },
-    "deletion rules": {
-        "autoscaler": {"enabled": False},
-        "job": {
-            "deletionStrategy": {
-                "deletionRules": [
-                    {
-                        "policy": "DeleteWorkers",
-                        "condition": {"jobStatus": "FAILED", "ttlSeconds": 60},
-                    },
-                    {"policy": "DeleteSelf", "condition": {"jobDeploymentStatus": "Failed"}},
-                ]
-            }
-        },
-    },
-    "MultiKueue": {"job": {"managedBy": "kueue.x-k8s.io/multikueue"}},
-    "runtime environment": {"job": {"runtimeEnv": {"env_vars": {"A": "1"}, "pip": ["einops"]}}},
-    "submission beside the head without autoscaler": {
-        "autoscaler": {"enabled": False},
-        "job": {"submissionMode": "SidecarMode"},
-    },
-    "another name": {"job": {"suffix": "2"}},
-    "metrics disabled": {"metrics": {"enabled": False}},
-    "monitoring": {
-        "metrics": {
-            "podMonitor": {"enabled": True},
-            "prometheusRule": {"enabled": True},
-            "dashboard": {"enabled": True},
-        }
-    },
-    "autoscaler v1": {"autoscaler": {"version": "v1", "upscalingMode": "Aggressive"}},
-    "no network policy and no auth": {
-        "networkPolicy": {"enabled": False},
-        "auth": {"enabled": False},
-    },
-    "existing service accounts": {
-        "serviceAccount": {"create": False, "name": "head", "workerName": "workers"},
-        "rbac": {"create": False},
-    },
-    "service account annotations": {"serviceAccount": {"annotations": {"iam/role": "training"}}},
-    "one service account": {"serviceAccount": {"name": "same", "workerName": "same"}},
-    "credentials in a file": {
-        "storage": {
-            "pvc": {"enabled": False},
-            "objectStore": {
-                "url": "gs://bucket/runs",
-                "credentialsFile": {"secretName": "gcp", "key": "key.json"},
-            },
-        }
-    },
-    "self-hosted S3": {
-        "storage": {
-            "pvc": {"enabled": False},
-            "objectStore": {
-                "url": "s3://bucket/runs?endpoint_override=minio:9000&scheme=http",
-                "secretName": "minio",
-            },
-        }
-    },
-    "storage class": {
-        "storage": {"pvc": {"storageClassName": "fast", "accessModes": ["ReadWriteOnce"]}}
-    },
-    "pods": {
-        "head": {
-            "affinity": {"nodeAffinity": {}},
-            "labels": {"a": "b"},
-            "annotations": {"c": "d"},
-            "env": [{"name": "E", "value": "f"}],
-            "envFrom": [{"configMapRef": {"name": "g"}}],
-            "volumes": [{"name": "data", "hostPath": {"path": "/data"}}],
-            "volumeMounts": [{"name": "data", "mountPath": "/data", "readOnly": True}],
-            "rayStartParams": {"object-store-memory": "1000000000"},
-            "terminationGracePeriodSeconds": 300,
-        },
-    },
-    "submitter's pod": {
-        "commonLabels": {"team": "a"},
-        "commonAnnotations": {"contact": "b"},
-        "job": {
-            "submitter": {
-                "affinity": {"podAffinity": {}},
-                "tolerations": [{"operator": "Exists"}],
-                "priorityClassName": "high",
-                "annotations": {"c": "d"},
-                "podTemplate": {"spec": {"containers": [{"name": "s", "image": "tool"}]}},
-            }
-        },
-    },
-    "queue of a cluster": {
-        "mode": "cluster",
-        "autoscaler": {"enabled": False},
-        "kueue": {"queueName": "training"},
-    },
-}
-
-WITH_VALUES = pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+VALUES = cases("valid")
+WITH_INPUTS = pytest.mark.parametrize("name", [*SCENARIOS, *VALUES])
 
 
-@WITH_SCENARIOS
-def test_operator_accepts_scenarios(scenario: str) -> None:
-    assert [text for item in render_scenario(scenario) for text in operator_errors(item)] == []
+@cache
+def rendered(name: str) -> tuple[Object, ...]:
+    return render_scenario(name) if name in SCENARIOS else tuple(render(VALUES[name]))
 
 
-@WITH_VALUES
-def test_operator_accepts_values(values: dict[str, Any]) -> None:
-    assert [text for item in render(values) for text in operator_errors(item)] == []
+@WITH_INPUTS
+def test_operator_accepts_objects(name: str) -> None:
+    assert [text for item in rendered(name) for text in operator_errors(item)] == []
 
 
 def test_operator_errors_are_detected() -> None:
@@ -165,51 +57,27 @@ def test_operator_errors_are_detected() -> None:
     ]
 
 
-def validation_errors(objects: Iterable[Object], version: str) -> list[str]:
-    return [f"{item['kind']}: {error}" for item in objects for error in validate(item, version)]
-
-
-def built_in_objects(objects: Iterable[Object]) -> list[Object]:
-    return [item for item in objects if is_built_in(item)]
-
-
-def custom_resources(objects: Iterable[Object]) -> list[Object]:
-    return [item for item in objects if not is_built_in(item)]
-
-
 @WITH_VERSIONS
-def test_built_in_objects_of_scenarios_are_valid(version: str) -> None:
-    """All scenarios in one pass, in which a version's schemas are parsed once."""
+def test_built_in_objects_are_valid(version: str) -> None:
+    """All inputs in one pass, in which a version's schemas are parsed once."""
     errors = {
-        scenario: validation_errors(built_in_objects(render_scenario(scenario)), version)
-        for scenario in SCENARIOS
+        name: [f"{item['kind']}: {error}" for item in built_in for error in validate(item, version)]
+        for name in (*SCENARIOS, *VALUES)
+        if (built_in := [item for item in rendered(name) if is_built_in(item)])
     }
     minor = int(version.partition(".")[2])
-    for scenario, oldest in OLDEST.items():
+    for name, oldest in OLDEST.items():
         too_old = minor < int(oldest.partition(".")[2])
-        assert bool(errors.pop(scenario)) is too_old, scenario
-    assert [f"{scenario}: {error}" for scenario, found in errors.items() for error in found] == []
+        assert bool(errors.pop(name)) is too_old, name
+    assert [f"{name}: {error}" for name, found in errors.items() for error in found] == []
 
 
-@WITH_SCENARIOS
-def test_custom_resources_of_scenarios_are_valid(scenario: str) -> None:
+@WITH_INPUTS
+def test_custom_resources_are_valid(name: str) -> None:
     skip_without_crds()
-    objects = custom_resources(render_scenario(scenario))
-    assert objects
-    assert validation_errors(objects, "") == []
-
-
-@WITH_VALUES
-def test_built_in_objects_of_values_are_valid(values: dict[str, Any]) -> None:
-    objects = built_in_objects(render(values))
-    errors = [error for version in KUBERNETES for error in validation_errors(objects, version)]
-    assert errors == []
-
-
-@WITH_VALUES
-def test_custom_resources_of_values_are_valid(values: dict[str, Any]) -> None:
-    skip_without_crds()
-    assert validation_errors(custom_resources(render(values)), "") == []
+    resources = [item for item in rendered(name) if not is_built_in(item)]
+    assert resources
+    assert [error for item in resources for error in validate(item, "")] == []
 
 
 @pytest.mark.parametrize("version", [KUBERNETES[0], KUBERNETES[-1]])

@@ -4,44 +4,54 @@ from __future__ import annotations
 
 from typing import Any
 
+import yaml
+
 from tests.deploy.chart import Object, cluster_spec, find_pod, objects_of_kind, pods, render
 from tests.deploy.chart import render_scenario as rendered
 
-OVERRIDES: dict[str, Any] = {
-    "metadata": {"annotations": {"a": "b"}},
-    "spec": {
-        "runtimeClassName": "nvidia",
-        "schedulerName": "mine",
-        "hostNetwork": True,
-        "dnsPolicy": "ClusterFirstWithHostNet",
-        "enableServiceLinks": None,
-        "securityContext": {"runAsUser": None, "supplementalGroups": [44]},
-        "resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "gpu"}],
-        "tolerations": [{"key": "second", "operator": "Exists"}],
-        "initContainers": [{"name": "first", "image": "tool", "restartPolicy": "Always"}],
-        "containers": [
-            {
-                "name": "ray-worker",
-                "securityContext": {"runAsNonRoot": False, "capabilities": {"add": ["IPC_LOCK"]}},
-                "resources": {"claims": [{"name": "gpus"}]},
-                "volumeMounts": [
-                    {"name": "shared-mem", "mountPath": "/dev/shm", "subPath": "a"},
-                    {"name": "tmp", "mountPath": "/second"},
-                ],
-                "env": [{"name": "HOME", "value": "/work"}],
-            },
-            {
-                "name": "sidecar",
-                "image": "tool",
-                "securityContext": {"readOnlyRootFilesystem": None, "runAsUser": 7},
-            },
-        ],
-        "volumes": [
-            {"name": "tmp", "emptyDir": None, "hostPath": {"path": "/nvme"}},
-            {"name": "data", "nfs": {"server": "nfs", "path": "/data"}},
-        ],
-    },
-}
+OVERRIDES: dict[str, Any] = yaml.safe_load("""
+metadata: {annotations: {a: b}}
+spec:
+  runtimeClassName: nvidia
+  schedulerName: mine
+  hostNetwork: true
+  dnsPolicy: ClusterFirstWithHostNet
+  enableServiceLinks: null
+  securityContext: {runAsUser: null, supplementalGroups: [44]}
+  resourceClaims: [{name: gpus, resourceClaimTemplateName: gpu}]
+  tolerations: [{key: second, operator: Exists}]
+  initContainers: [{name: first, image: tool, restartPolicy: Always}]
+  containers:
+  - name: ray-worker
+    securityContext: {runAsNonRoot: false, capabilities: {add: [IPC_LOCK]}}
+    resources: {claims: [{name: gpus}]}
+    volumeMounts:
+    - {name: shared-mem, mountPath: /dev/shm, subPath: a}
+    - {name: tmp, mountPath: /second}
+    env: [{name: HOME, value: /work}]
+  - {name: sidecar, image: tool, securityContext: {readOnlyRootFilesystem: null, runAsUser: 7}}
+  volumes:
+  - {name: tmp, emptyDir: null, hostPath: {path: /nvme}}
+  - {name: data, nfs: {server: nfs, path: /data}}
+""")
+SUBMITTER: dict[str, Any] = yaml.safe_load("""
+labels: {a: b}
+annotations: {c: d}
+nodeSelector: {pool: cpu}
+tolerations: [{key: cpu, operator: Exists}]
+affinity: {nodeAffinity: {}}
+priorityClassName: high
+resources: {limits: {memory: 2Gi}}
+podTemplate:
+  metadata: {annotations: {e: f}}
+  spec:
+    imagePullSecrets: [{name: mine}]
+    securityContext: {supplementalGroups: [7]}
+    terminationGracePeriodSeconds: 5
+    containers:
+    - {name: ray-job-submitter, securityContext: {runAsUser: 7}}
+    - {name: sidecar, image: tool}
+""")
 
 
 def worker(values: Object) -> Object:
@@ -117,37 +127,13 @@ def submitter(values: Object, **others: Any) -> Object:
 
 
 def test_submitter_has_a_pod_like_the_others() -> None:
-    taint, selector = {"key": "cpu", "operator": "Exists"}, {"pool": "cpu"}
     before = submitter({})["spec"]
-    after = submitter(
-        {
-            "labels": {"a": "b"},
-            "annotations": {"c": "d"},
-            "nodeSelector": selector,
-            "tolerations": [taint],
-            "affinity": {"nodeAffinity": {}},
-            "priorityClassName": "high",
-            "resources": {"limits": {"memory": "2Gi"}},
-            "podTemplate": {
-                "metadata": {"annotations": {"e": "f"}},
-                "spec": {
-                    "imagePullSecrets": [{"name": "mine"}],
-                    "securityContext": {"supplementalGroups": [7]},
-                    "terminationGracePeriodSeconds": 5,
-                    "containers": [
-                        {"name": "ray-job-submitter", "securityContext": {"runAsUser": 7}},
-                        {"name": "sidecar", "image": "tool"},
-                    ],
-                },
-            },
-        },
-        imagePullSecrets=[{"name": "registry"}],
-    )
+    after = submitter(SUBMITTER, imagePullSecrets=[{"name": "registry"}])
     spec = after["spec"]
     assert after["metadata"]["labels"]["a"] == "b"
     assert after["metadata"]["annotations"] == {"c": "d", "e": "f"}
-    assert (spec["nodeSelector"], spec["tolerations"]) == (selector, [taint])
-    assert (spec["affinity"], spec["priorityClassName"]) == ({"nodeAffinity": {}}, "high")
+    for key in ("nodeSelector", "tolerations", "affinity", "priorityClassName"):
+        assert spec[key] == SUBMITTER[key]
     assert spec["imagePullSecrets"] == [{"name": "registry"}, {"name": "mine"}]
     assert spec["terminationGracePeriodSeconds"] == 5
     assert spec["securityContext"] == before["securityContext"] | {"supplementalGroups": [7]}

@@ -39,7 +39,6 @@ RAY_MODULES = {
     "rayzero.orchestrator.cluster.actor_pool",
     "rayzero.orchestrator.cluster.vault_group",
     "rayzero.orchestrator.cluster.worker_group",
-    "rayzero.orchestrator.cluster.worker_starter",
     "rayzero.workers.actor",
     "rayzero.workers.prestop",
     "rayzero.workers.vault.actor",

@@ -31,11 +31,11 @@ REASONS = {
         orchestrator.job.api: _RETRY_INTERVAL_S
         orchestrator.job.actor: _SWITCH_INTERVAL_S _REPLY_FLUSH_S _START_POLL_S
         orchestrator.job.prestop: _POLL_S
-        orchestrator.job.subscriber: LONG_POLL_S _RETRY_PAUSE_S
+        orchestrator.job.handle: LONG_POLL_S _RETRY_PAUSE_S
         orchestrator.job.lease: CLAIM_POLL_S
         orchestrator.job.recorder: BATCH_DELAY_S _LOG_FLUSH_INTERVAL_S
         orchestrator.job.run: SUMMARY_RETRY_S
-        orchestrator.metrics.http_server: _MAX_THROTTLE_S
+        orchestrator.metrics.http_server: CPU_BURST_S _CPU_CHECK_S _MAX_THROTTLE_S
         orchestrator.metrics.endpoint: _POLL_S _SLACK_S
         orchestrator.metrics.trackers: FLUSH_INTERVAL_S
         orchestrator.metrics.run_files: SNAPSHOT_INTERVAL_S HISTORY_INTERVAL_S
@@ -56,7 +56,7 @@ REASONS = {
         orchestrator.cluster.ray_api: _PING_INTERVAL_S
         orchestrator.cluster.probe: _LEAST_WAIT_S
         orchestrator.cluster.actor_calls: _MAX_BATCH_DELAY_S _DELAY_PER_WORKER_S
-        orchestrator.cluster.worker_starter: _ACQUIRE_INTERVAL_S _FILL_INTERVAL_S
+        orchestrator.cluster.worker_group: _ACQUIRE_INTERVAL_S _FILL_INTERVAL_S
             _EXTRA_WORKER_WAIT_S WAITING_INTERVAL_S
     """,
     "the end of a thread or process that has nothing left to do; it is left behind otherwise": """
@@ -87,7 +87,7 @@ REASONS = {
         orchestrator.job.client: CALL_TIMEOUT_S HEAD_TASK_TIMEOUT_S
         orchestrator.job.actor: JOURNAL_WAIT_S RECORD_TIMEOUT_S START_WAIT_S
         orchestrator.job.prestop: _CALL_TIMEOUT_S
-        orchestrator.job.subscriber: ANSWER_MARGIN_S UNAVAILABLE_LIMIT_S _ACKNOWLEDGE_TIMEOUT_S
+        orchestrator.job.handle: ANSWER_MARGIN_S UNAVAILABLE_LIMIT_S _ACKNOWLEDGE_TIMEOUT_S
         orchestrator.metrics.http_server: CONNECTION_LIFETIME_S
         orchestrator.metrics.endpoint: OWNER_TIMEOUT_S
         orchestrator.control.hang_detector: STACK_TIMEOUT_S INSPECT_TIMEOUT_S

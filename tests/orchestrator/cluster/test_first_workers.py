@@ -11,9 +11,10 @@ import pytest
 
 from rayzero.orchestrator.cluster import ray_api
 from rayzero.orchestrator.cluster.ray_api import NodeTable
-from rayzero.orchestrator.cluster.worker_starter import WAITING_INTERVAL_S, WorkerStarter
+from rayzero.orchestrator.cluster.worker_group import WAITING_INTERVAL_S, WorkerGroup
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.policies.placement import Capacity, ResourceRequest
+from tests.integration.tiny import make_spec
 from tests.orchestrator.support import VirtualClock, async_test, settle
 
 
@@ -53,9 +54,11 @@ def full_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 def queueing(timeout_s: float) -> tuple[FullPool, VirtualClock, list[tuple[float, str]], Any]:
     pool, clock = FullPool(), VirtualClock()
     said: list[tuple[float, str]] = []
-    starter = WorkerStarter(pool, clock, can_grow=False)  # type: ignore[arg-type]
-    starter._resources = ResourceRequest(2, 2, 1.0, 0.0, timeout_s)
-    waiting = starter._acquire(lambda text: said.append((clock.now(), text)))
+    vaults: Any = None
+    group = WorkerGroup(make_spec(Path("unused")), clock, False, vaults, object)
+    group._pool = pool  # type: ignore[assignment]
+    group._resources = ResourceRequest(2, 2, 1.0, 0.0, timeout_s)
+    waiting = group._acquire(lambda text: said.append((clock.now(), text)))
     return pool, clock, said, asyncio.ensure_future(waiting)
 
 
