@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.layout.state_index import StateSource, TensorRange
-from rayzero.engine.state.device_reads import RegisteredSource
 from rayzero.engine.state.ranges import StateRange, pack_block
 
 log = logging.getLogger("rayzero.engine")
 
 
-class KeptSource:
-    """A `StateSource` whose block 0 is what this process holds, and the others `source`'s, which
+class KeptSource(StateSource):
+    """A state whose block 0 is what this process holds, and the others `source`'s, which
     has the same values. Owns both until `close`. Used by one thread.
 
     Attributes:
@@ -53,8 +52,6 @@ class KeptSource:
     def take(
         self, ranges: tuple[TensorRange, ...], like: Tensor, dtype: torch.dtype
     ) -> Tensor | None:
-        """The tensor of exactly these ranges, for good; None if none is held, or another's shape,
-        device or `dtype` is needed."""
         number = self._by_ranges.get(ranges)
         memory = None if number is None else self._memories[number]
         wanted = like.shape, dtype, like.device
@@ -64,7 +61,6 @@ class KeptSource:
         return memory
 
     def tensor(self, block: int, offset: int, nbytes: int) -> Tensor | None:
-        """A view of what is held; None for the blocks of `source`."""
         if block:
             self.bytes_read += nbytes
             return None
@@ -86,12 +82,10 @@ class KeptSource:
         self._source.read(block - 1, offset, into)
 
     def registered_block(self, block: int) -> memoryview | None:
-        source = self._source
-        return source.registered_block(block - 1) if isinstance(source, RegisteredSource) else None
+        return self._source.registered_block(block - 1)
 
     def verify(self, block: int) -> None:
-        if isinstance(self._source, RegisteredSource):
-            self._source.verify(block - 1)
+        self._source.verify(block - 1)
 
     def close(self) -> None:
         log.info(

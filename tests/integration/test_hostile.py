@@ -58,7 +58,7 @@ def test_flipped_bytes_of_a_slot_are_found(seed: int):
     header = SlotHeader(1, 0, 1, len(text), table().nbytes)
     buffer = pool.acquire(header.nbytes)
     write_header(buffer.fd, header)
-    write(SlotWriter(SlotMapping(buffer.fd), text), 0, 5)
+    write(SlotWriter(SlotMapping(buffer.fd), table()), 0, 5)
     ((path, found),) = hostile._newest_complete_slots([os.getpid()])[0]
     assert found.step == 5
     hostile._flip(path, found, random.Random(seed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from rayzero.engine.layout.state_index import BlockIndex
 from rayzero.engine.session import NO_REQUESTS, StepRequests
 from rayzero.workers.messages import MirrorPolicy, Pinned
 from rayzero.workers.mirror import Mirror
-from rayzero.workers.mirror_cost import MIRROR_COST_FRACTION, BesideCost, CopyCost
+from rayzero.workers.state_copy import MIRROR_COST_FRACTION, CopyCost
 from rayzero.workers.training_thread import StopFlag
 from rayzero.workers.vault.records import Restore, SlotRef, VaultGoneError, VaultMemoryError
 from tests.workers.support import ASSIGN, GivenUp, give_up
@@ -36,6 +37,7 @@ class Buffer:
     constants_checksum: int = 0
     constant_bytes: int = 0
     table: BlockIndex | None = None
+    mapping: SimpleNamespace = field(default_factory=SimpleNamespace)
 
     def begin(self) -> None:
         assert not self.pinned
@@ -56,12 +58,9 @@ class FakeVault:
         if self.error:
             raise self.error
         self.buffers = [buffer for buffer in self.buffers if buffer.step >= 0]
-        self.buffers.append(Buffer())
+        self.buffers.append(Buffer(table=table))
         self.calls.append("reserve")
         return self.buffers[-1]
-
-    def prepare(self, table: BlockIndex) -> None:
-        self.calls.append("prepare")
 
     def announce_loaded(self, generation: int, step: int) -> None:
         self.calls.append(f"loaded {step}")
@@ -97,9 +96,10 @@ class State:
     def index(self) -> BlockIndex:
         return self.table
 
-    def copy_to(self, memory: memoryview, *, constants: bool) -> None:
+    def targets(self, memory: memoryview, *, constants: bool) -> list[Any]:
         self.constants.append(constants)
         self.on_copy()
+        return []
 
     def confirm(self) -> None:
         self.confirmed += 1
@@ -118,6 +118,7 @@ def make_mirror(
 
 
 def cost(mirror: Mirror) -> CopyCost:
+    assert mirror._copier is not None
     return mirror._copier.cost
 
 
@@ -277,7 +278,7 @@ def test_new_table_gets_new_buffers_one_by_one():
         run(mirror, range(step, step + 1), state)
         assert vault.steps == [step - 1, step][-min(step, 2) :]
         assert len(mirror._buffers) == len(vault.buffers)
-    assert all(buffer.table is state.table for buffer in vault.buffers)
+    assert all(buffer.table == state.table for buffer in vault.buffers)
     assert vault.calls.count("reserve") == 2 * 4
     assert vault.calls.count("spares but 2") == 1 + 2 * 3
 
@@ -288,7 +289,7 @@ def check_newest_stays(held: list[int], vault: FakeVault) -> None:
 
 @given(mirror_s=st.floats(1e-4, 10), step_s=st.floats(1e-3, 10))
 def test_chosen_interval_keeps_cost_near_its_limit(mirror_s: float, step_s: float):
-    costs = CopyCost()
+    costs = CopyCost(beside=False)
     costs._step_s = step_s
     costs.mirror_finished(mirror_s)
     assert mirror_s / costs.interval_steps <= 1.25 * MIRROR_COST_FRACTION * step_s * (1 + 1e-9)
@@ -302,7 +303,7 @@ def test_first_write_into_new_buffer_does_not_count():
     mirror, _ = make_mirror(EVERY, FakeVault())
     run(mirror, range(1, 3), State())  # two new buffers
     assert cost(mirror)._mirror_s == 0
-    run(mirror, range(3, 4), State())
+    run(mirror, range(3, 4), State(BlockIndex(nbytes=8)))
     assert cost(mirror)._mirror_s == 0, "a new table gets a new buffer"
     state = State()
     run(mirror, range(4, 8), state)
@@ -317,7 +318,7 @@ def test_packing_the_state_counts():
 
 
 def test_pause_between_steps_has_little_effect_on_step_time():
-    costs = CopyCost()
+    costs = CopyCost(beside=False)
     costs._step_s = 0.1
     costs._last_step_at_s -= 60.0  # such as an evaluation
     costs.step_finished(mirrored=False)
@@ -333,20 +334,13 @@ def test_slots_are_reserved_where_memory_is_free_already():
     assert vault.calls == ["loaded 7", "reserve", "complete", "reserve", "spares but 2"]
 
 
-def test_second_slot_of_fresh_start_is_allocated_beside_the_first_step():
-    vault = FakeVault()
-    mirror, _ = make_mirror(EVERY, vault)
-    run(mirror, range(1, 4), State())
-    assert vault.calls == ["reserve", "prepare", "complete", "reserve", "spares but 2"]
-
-
 @pytest.mark.parametrize("collective", [False, True])
 def test_aborted_collective_update_is_neither_committed_nor_reported(collective: bool):
     """An abort during the copy: only an update that holds exchanges may have been changed by it."""
     vault, state = FakeVault(), State(update_is_collective=collective)
     mirror, posted = make_mirror(EVERY, vault)
     run(mirror, range(1, 2), state)
-    state.on_copy = mirror._copier.interrupt.set
+    state.on_copy = mirror._interrupt.set
     if not collective:
         run(mirror, range(2, 3), state)
         assert vault.steps == [1, 2]
@@ -361,7 +355,7 @@ def test_aborted_collective_update_is_neither_committed_nor_reported(collective:
 @pytest.mark.parametrize("collective", [False, True])
 def test_step_without_mirror_is_looked_at_too(collective: bool):
     mirror, _ = make_mirror(MirrorPolicy(), None)
-    mirror._copier.interrupt.set()
+    mirror._interrupt.set()
     state = State(update_is_collective=collective)
     if collective:
         with pytest.raises(GivenUp):
@@ -371,14 +365,14 @@ def test_step_without_mirror_is_looked_at_too(collective: bool):
     assert state.confirmed == (not collective)
 
 
-def steps_of_cost(costs: BesideCost, *took_s: tuple[float, bool | None]) -> None:
+def steps_of_cost(costs: CopyCost, *took_s: tuple[float, bool | None]) -> None:
     for seconds, mirrored in took_s:
         costs._last_step_at_s -= seconds
         costs.step_finished(mirrored)
 
 
 def test_interval_of_mirrors_beside_training_follows_the_slowdown():
-    costs = BesideCost()
+    costs = CopyCost(beside=True)
     steps_of_cost(costs, (60.0, False), (60.0, None))  # start and first slots: not measured
     assert costs.interval_steps == 2.0
     steps_of_cost(costs, *[(1.0, True)] * 3)

@@ -89,24 +89,19 @@ class VaultClient:
         """
         for mapping in self._registered:  # released buffers may become another worker's
             mapping.wait_idle(_DEVICE_TIMEOUT_S)
-        table_json = encode_table(table)
         [fd] = self._call(
             _RESERVE_TIMEOUT_S + table.nbytes / _SLOWEST_RESERVE_BYTES_PER_S,
             WorkerRequests.reserve,
             generation,
             rank,
             world_size,
-            len(table_json),
+            len(encode_table(table)),
             table.nbytes,
         )
         try:
-            return SlotWriter(self._map(fd), table_json, table.constant_bytes)
+            return SlotWriter(self._map(fd), table)
         finally:
             os.close(fd)
-
-    def prepare(self, table: BlockIndex) -> None:
-        """Allocates the buffer that the next but one `reserve` needs. Does not wait for it."""
-        self._send(None, WorkerRequests.prepare, len(encode_table(table)), table.nbytes)
 
     def register(
         self, mapping: SlotMapping, register: Callable[[mmap.mmap], Callable[[], None]]

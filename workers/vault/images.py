@@ -13,7 +13,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from rayzero.engine.errors import DataError
-from rayzero.engine.layout.state_index import BlockIndex
+from rayzero.engine.layout.state_index import BlockIndex, StateSource
 from rayzero.workers.vault.mappings import SlotMapping
 from rayzero.workers.vault.records import SlotDamagedError, SlotGoneError, SlotRef
 from rayzero.workers.vault.slots import (
@@ -191,8 +191,8 @@ def copy_bytes(into: memoryview, source: memoryview) -> None:
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
 
 
-class VaultSource:
-    """A `StateSource` over the images of one step. Owns them until `close`. Used by one thread.
+class VaultSource(StateSource):
+    """The state in the images of one step. Owns them until `close`. Used by one thread.
 
     Tables and metadata are verified at construction, an image's data before its first read: a rank
     that reads nothing from a slot does not touch its data. Raises DataError if a slot is gone or
@@ -223,7 +223,6 @@ class VaultSource:
         image.read(image.header.data_offset + offset, into)
 
     def registered_block(self, block: int) -> memoryview | None:
-        """A block's bytes in memory that is registered with the device, not verified yet."""
         image = self._images[block]
         return image.data if isinstance(image, MappedSlotReader) and image.registered else None
 

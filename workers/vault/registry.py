@@ -81,10 +81,6 @@ class SlotRegistry:
             self._entries.append(_Entry(buffer, header.generation, header.rank, owner))
             return os.dup(buffer.fd)
 
-    def prepare(self, owner: object, nbytes: int) -> None:
-        """Allocates a spare buffer that the owner is about to reserve. Slow."""
-        self._pool.prepare(nbytes, owner)
-
     def open_version(self, ref: SlotRef) -> int:
         """A new descriptor of the version's buffer; the caller closes it. Raises SlotGoneError if
         this vault does not hold the version."""

@@ -54,17 +54,10 @@ class WorkerRequests:
     ) -> Descriptors:
         """An empty buffer. Makes the worker's buffers without a complete version spare."""
         header = SlotHeader(generation, rank, world_size, table_bytes, data_bytes)
-        with peer.allocating:  # what is being prepared for it
-            fd = self._registry.reserve(peer, header)
+        fd = self._registry.reserve(peer, header)
         if peer.closed:  # it died during the allocation: its end was handled too early for this one
             self._registry.discard_unfinished(peer)
         return [fd]
-
-    def prepare(self, peer: Peer, table_bytes: int, data_bytes: int) -> Descriptors:
-        """Allocates the buffer that the worker's next but one `reserve` needs."""
-        with peer.allocating:
-            self._registry.prepare(peer, SlotHeader(0, 0, 1, table_bytes, data_bytes).nbytes)
-        return []
 
     def open_version(
         self, peer: Peer, generation: int, rank: int, step: int, node_id: str

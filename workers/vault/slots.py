@@ -166,23 +166,22 @@ class SlotWriter:
 
     Args:
         mapping: a buffer reserved by the vault; its contents stay there.
-        table_json: the table of the state to be written.
-        constant_bytes: of its data.
+        table: that of the state to be written.
     """
 
-    def __init__(self, mapping: SlotMapping, table_json: bytes, constant_bytes: int = 0) -> None:
+    def __init__(self, mapping: SlotMapping, table: BlockIndex) -> None:
+        table_json = encode_table(table)
         self.mapping = mapping
+        self.table = table
         self._map = mapping.memory
         header = SlotHeader.decode(self._map[:HEADER_BYTES])
         if header is None:
             raise SlotGoneError("the vault returned a buffer without a valid header")
         self._map[PAGE_BYTES : PAGE_BYTES + len(table_json)] = table_json
         self._header = header._replace(
-            table_checksum=xxh3_64_intdigest(table_json), constant_bytes=constant_bytes
+            table_checksum=xxh3_64_intdigest(table_json), constant_bytes=table.constant_bytes
         )
         self._begun = False
-        self.table: BlockIndex | None = None
-        """The table of the state in `data`, for its writer."""
         self.constants_version = -1
         """`TrainingState.constants_version` of the constants in `data`, for their writer."""
         self.constants_checksum = checksum_of(memoryview(b""))

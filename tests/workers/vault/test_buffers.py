@@ -189,14 +189,3 @@ def test_buffers_are_allocated_at_once_and_not_from_the_same_memory(
     assert [buffer.allocated_bytes for buffer in buffers] == [4 * MIB, 5 * MIB]
     pool.release(buffers)
     pool.trim()
-
-
-def test_prepared_buffer_is_for_the_one_that_asked():
-    pool = BufferPool(lambda: 100 * MIB)
-    pool.prepare(2 * MIB, "a")
-    pool.prepare(2 * MIB, "b")
-    buffer = pool.acquire(2 * MIB, "a")
-    assert (buffer.last_owner, pool.nbytes) == ("a", 2 * MIB)
-    pool.prepare(200 * MIB, "c")  # too much: reported when it is needed
-    pool.release([buffer])
-    pool.trim()

@@ -15,7 +15,7 @@ from rayzero.engine.device import Device
 from rayzero.engine.session import NO_REQUESTS, StepRequests
 from rayzero.engine.state.ranges import pack_block, whole_tensor_range
 from rayzero.engine.state.training import TrainingState
-from rayzero.workers import beside_copy
+from rayzero.workers import state_copy
 from rayzero.workers.messages import MirrorPolicy
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.training_thread import StopFlag
@@ -103,7 +103,7 @@ def test_are_hashed_only_when_they_are_written(rig: Rig, monkeypatch: pytest.Mon
         return original(data)
 
     original = slots.xxh3_64_intdigest
-    for module in (slots, beside_copy):
+    for module in (slots, state_copy):
         monkeypatch.setattr(module, "xxh3_64_intdigest", digest)
         monkeypatch.setattr(module, "CHUNK_BYTES", 256_000)
     for step in range(1, 6):

@@ -26,9 +26,10 @@ class Node:
         self.registry = SlotRegistry(self.pool)
 
     def reserve(self, generation: int, rank: int, owner: int = 7, nbytes: int = 64) -> SlotWriter:
-        text = encode_table(table(rank, nbytes))
-        fd = self.registry.reserve(owner, SlotHeader(generation, rank, 2, len(text), nbytes))
-        buffer = SlotWriter(SlotMapping(fd), text)
+        index = table(rank, nbytes)
+        length = len(encode_table(index))
+        fd = self.registry.reserve(owner, SlotHeader(generation, rank, 2, length, nbytes))
+        buffer = SlotWriter(SlotMapping(fd), index)
         os.close(fd)
         return buffer
 
