@@ -23,7 +23,7 @@ from rayzero.engine.api.params import GatheredParameters
 from rayzero.engine.device import get_device
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, StateSource, TensorRange
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
-from rayzero.engine.state.kept import KeptSource
+from rayzero.engine.recut import KeptSource
 from rayzero.engine.state.load import LOAD_ALL, _model_tensors
 from tests.support.races.mirroring import mirroring_session
 from tests.support.virtual_device.placement import DEVICE
