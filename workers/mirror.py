@@ -54,9 +54,7 @@ class Mirror:
         self._rotating_buffers = 2 if policy.replicas else 1
         self._last_step = last_step
         self._vault = vault
-        self._interrupt = interrupt
-        self._post = post
-        self._copier: StateCopier | None = None  # once the engine's device is known
+        self._copier = StateCopier(interrupt, post)
         self._buffers: list[SlotWriter] = []
         self.newest_step = assignment.restore.step if assignment.restore else 0
         """The newest step in the vault, or the one that this generation started from."""
@@ -89,10 +87,9 @@ class Mirror:
         pin_due = self._assignment.remote or self._checkpoint_due(step)
         pinned = sum(buffer.pinned for buffer in self._buffers)
         has_free_buffer = self._max_buffers - pinned > self._rotating_buffers
-        cost_interval = self._copier.cost.interval_steps if self._copier is not None else 1.0
         return StepRequests(
             pin=self._vault is not None and pin_due and has_free_buffer,
-            mirror_interval=self._policy.every_steps or cost_interval,
+            mirror_interval=self._policy.every_steps or self._copier.cost.interval_steps,
         )
 
     def begin(self, state: TrainingState) -> None:
@@ -104,7 +101,8 @@ class Mirror:
     def step_done(self, step: int, agreed: StepRequests, state: TrainingState) -> None:
         """Mirrors the state if due. All ranks passed the vote; this one has updated its state."""
         started = perf_counter()
-        copier = self._copier_for(state)
+        copier = self._copier
+        copier.begin(state.device)
         self._interval_steps = smooth(self._interval_steps, agreed.mirror_interval)
         copier.cost.step_finished(self._last_mirror)
         self._last_mirror = False
@@ -125,33 +123,24 @@ class Mirror:
 
     def post(self, message: WorkerMessage) -> None:
         """Posts the report of the last step, once its mirror is complete."""
-        if self._copier is None:
-            self._post(message)
-        else:
-            self._copier.post(message)
+        self._copier.post(message)
 
     def settle(self) -> None:
         """Returns when the last step is mirrored and reported. Raises what has prevented it; of an
         interrupt, what that raises."""
-        if self._copier is not None:
-            self._copier.settle()
+        self._copier.settle()
 
     def close(self) -> None:
         """Called at the end of the generation, however it ended. Raises nothing."""
-        if self._copier is not None:
-            self._copier.close()
-
-    def _copier_for(self, state: TrainingState) -> StateCopier:
-        if self._copier is None:
-            self._copier = StateCopier(state.device, self._interrupt, self._post)
-        return self._copier
+        self._copier.close()
 
     def _write_mirror(self, vault: VaultClient, step: int, pin: bool, state: TrainingState) -> None:
         started = perf_counter()
-        copier = self._copier_for(state)
+        copier = self._copier
+        copier.begin(state.device)
         try:
             self._announce(vault)
-            is_new = self._copy_state(copier, vault, step, state, pin)
+            is_new = self._copy_state(vault, step, state, pin)
         except (VaultGoneError, VaultMemoryError) as error:
             if isinstance(error, VaultMemoryError) and self._assignment.restore is None:
                 raise  # the job's first mirror: fail early, while the config can be changed
@@ -195,9 +184,7 @@ class Mirror:
             1, round(self._interval_steps)
         )
 
-    def _copy_state(
-        self, copier: StateCopier, vault: VaultClient, step: int, state: TrainingState, pin: bool
-    ) -> bool:
+    def _copy_state(self, vault: VaultClient, step: int, state: TrainingState, pin: bool) -> bool:
         """Whether it was copied into a new slot."""
         block, assignment = state.pack(), self._assignment
         buffer = self._oldest_unpinned(block.index)
@@ -206,22 +193,22 @@ class Mirror:
             buffer = vault.reserve(
                 assignment.generation, assignment.rank, assignment.world_size, block.index
             )
-            copier.register(vault, buffer)
+            self._copier.register(vault, buffer)
             self._buffers.append(buffer)
         constants = buffer.constants_version != state.constants_version
         buffer.constants_version = state.constants_version
         metadata = state.capture_metadata()
-        copier.write(SlotWrite(buffer, block, constants, step, metadata, pin), state)
+        self._copier.write(SlotWrite(buffer, block, constants, step, metadata, pin), state)
         return is_new
 
-    def _oldest_unpinned(self, table: BlockIndex) -> SlotWriter | None:
+    def _oldest_unpinned(self, index: BlockIndex) -> SlotWriter | None:
         """The buffer of the oldest unpinned version; None while there are too few. One of a state
-        that has another table by now is given up: the next reservation replaces it."""
+        that has another index by now is given up: the next reservation replaces it."""
         unpinned = [buffer for buffer in self._buffers if not buffer.pinned]
         if len(unpinned) < self._rotating_buffers:
             return None
         oldest = min(unpinned, key=lambda buffer: buffer.step)
-        if oldest.table == table:
+        if oldest.index == index:
             return oldest
         oldest.begin()
         self._buffers.remove(oldest)

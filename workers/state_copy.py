@@ -119,21 +119,25 @@ class StateCopier:
         send: posts a message; any thread may call it.
     """
 
-    def __init__(
-        self, device: Device, interrupt: StopFlag, send: Callable[[WorkerMessage], None]
-    ) -> None:
-        self.cost = CopyCost(beside=device.asynchronous)
+    def __init__(self, interrupt: StopFlag, send: Callable[[WorkerMessage], None]) -> None:
+        self.cost = CopyCost()
         self.interrupt = interrupt
         self._send = send
-        self._device = device
-        self._stream = device.new_stream()
+        self._device = Device(torch.device("cpu"))  # until `begin`
+        self._stream = self._device.new_stream()
         self._job: _Job | None = None  # not settled yet
         self._closing = Flag()
         self._longest_s = 0.0
         self._checksums = ThreadPoolExecutor(_CHECKSUM_THREADS, "rayzero-checksum")
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: Thread | None = None
-        if device.asynchronous:
+
+    def begin(self, device: Device) -> None:
+        """The state to copy is on this device. Before the first copy; later ones change nothing."""
+        if device.asynchronous and self._thread is None:
+            self._device = device
+            self._stream = device.new_stream()
+            self.cost.beside = True
             self._thread = Thread(target=self._serve, name="rayzero-mirror", daemon=True)
             self._thread.start()
 
@@ -304,8 +308,8 @@ class CopyCost:
     mirror, including its wait for the commit.
     """
 
-    def __init__(self, *, beside: bool) -> None:
-        self._beside = beside
+    def __init__(self, *, beside: bool = False) -> None:
+        self.beside = beside
         self._step_s = 0.0  # `beside`: of a step without a mirror
         self._mirrored_step_s = 0.0
         self._mirror_s = 0.0
@@ -318,7 +322,7 @@ class CopyCost:
         """Steps between two mirrors that keep their cost within `MIRROR_COST_FRACTION`; 2 while
         steps with or without a mirror are to be measured."""
         is_measured = self._unmirrored_age < _REMEASURE_STEPS and self._mirrored_step_s
-        if self._beside and not is_measured:
+        if self.beside and not is_measured:
             return 2.0
         if not self._mirror_s or not self._step_s:
             return 1.0
@@ -330,7 +334,7 @@ class CopyCost:
         now = perf_counter()
         took_s, self._last_step_at_s = now - self._last_step_at_s, now
         self._unmirrored_age += 1
-        if not self._beside:
+        if not self.beside:
             self._step_s = smooth(self._step_s, took_s, limit=2)
             return
         if self._warmup_steps > 0:
@@ -345,7 +349,7 @@ class CopyCost:
 
     def mirror_finished(self, stopped_s: float) -> None:
         """A mirror into a used slot has stopped training for so long."""
-        if not self._beside:
+        if not self.beside:
             self._mirror_s = smooth(self._mirror_s, stopped_s)
 
 

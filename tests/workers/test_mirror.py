@@ -36,7 +36,7 @@ class Buffer:
     constants_version: int = -1
     constants_checksum: int = 0
     constant_bytes: int = 0
-    table: BlockIndex | None = None
+    index: BlockIndex | None = None
     mapping: SimpleNamespace = field(default_factory=SimpleNamespace)
 
     def begin(self) -> None:
@@ -58,7 +58,7 @@ class FakeVault:
         if self.error:
             raise self.error
         self.buffers = [buffer for buffer in self.buffers if buffer.step >= 0]
-        self.buffers.append(Buffer(table=table))
+        self.buffers.append(Buffer(index=table))
         self.calls.append("reserve")
         return self.buffers[-1]
 
@@ -118,7 +118,6 @@ def make_mirror(
 
 
 def cost(mirror: Mirror) -> CopyCost:
-    assert mirror._copier is not None
     return mirror._copier.cost
 
 
@@ -278,7 +277,7 @@ def test_new_table_gets_new_buffers_one_by_one():
         run(mirror, range(step, step + 1), state)
         assert vault.steps == [step - 1, step][-min(step, 2) :]
         assert len(mirror._buffers) == len(vault.buffers)
-    assert all(buffer.table == state.table for buffer in vault.buffers)
+    assert all(buffer.index == state.table for buffer in vault.buffers)
     assert vault.calls.count("reserve") == 2 * 4
     assert vault.calls.count("spares but 2") == 1 + 2 * 3
 
@@ -289,7 +288,7 @@ def check_newest_stays(held: list[int], vault: FakeVault) -> None:
 
 @given(mirror_s=st.floats(1e-4, 10), step_s=st.floats(1e-3, 10))
 def test_chosen_interval_keeps_cost_near_its_limit(mirror_s: float, step_s: float):
-    costs = CopyCost(beside=False)
+    costs = CopyCost()
     costs._step_s = step_s
     costs.mirror_finished(mirror_s)
     assert mirror_s / costs.interval_steps <= 1.25 * MIRROR_COST_FRACTION * step_s * (1 + 1e-9)
@@ -318,7 +317,7 @@ def test_packing_the_state_counts():
 
 
 def test_pause_between_steps_has_little_effect_on_step_time():
-    costs = CopyCost(beside=False)
+    costs = CopyCost()
     costs._step_s = 0.1
     costs._last_step_at_s -= 60.0  # such as an evaluation
     costs.step_finished(mirrored=False)
@@ -340,7 +339,7 @@ def test_aborted_collective_update_is_neither_committed_nor_reported(collective:
     vault, state = FakeVault(), State(update_is_collective=collective)
     mirror, posted = make_mirror(EVERY, vault)
     run(mirror, range(1, 2), state)
-    state.on_copy = mirror._interrupt.set
+    state.on_copy = mirror._copier.interrupt.set
     if not collective:
         run(mirror, range(2, 3), state)
         assert vault.steps == [1, 2]
@@ -355,7 +354,7 @@ def test_aborted_collective_update_is_neither_committed_nor_reported(collective:
 @pytest.mark.parametrize("collective", [False, True])
 def test_step_without_mirror_is_looked_at_too(collective: bool):
     mirror, _ = make_mirror(MirrorPolicy(), None)
-    mirror._interrupt.set()
+    mirror._copier.interrupt.set()
     state = State(update_is_collective=collective)
     if collective:
         with pytest.raises(GivenUp):

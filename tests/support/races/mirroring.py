@@ -27,7 +27,7 @@ from rayzero.workers.mirror import Mirror
 from rayzero.workers.training_thread import StopFlag
 from rayzero.workers.vault import mappings, slots
 from rayzero.workers.vault.mappings import SlotMapping
-from rayzero.workers.vault.slots import SlotHeader, SlotWriter, encode_table, write_header
+from rayzero.workers.vault.slots import SlotHeader, SlotWriter, encode_index, write_header
 from tests.support.virtual_device.machine import Machine, current_machine, use_machine
 from tests.support.virtual_device.operators import Operators
 from tests.support.virtual_device.placement import Placement
@@ -162,7 +162,7 @@ class FakeVault:
         self._mappings: list[SlotMapping] = []
 
     def reserve(self, generation: int, rank: int, world_size: int, table: Any) -> SlotWriter:
-        encoded = len(encode_table(table))
+        encoded = len(encode_index(table))
         header = SlotHeader(generation, rank, world_size, encoded, table.nbytes)
         fd = os.memfd_create("slot")
         try:

@@ -12,7 +12,7 @@ from rayzero.workers.vault.images import MappedSlotReader
 from rayzero.workers.vault.mappings import SlotMapping
 from rayzero.workers.vault.records import SlotGoneError, SlotInfo
 from rayzero.workers.vault.registry import SlotRegistry
-from rayzero.workers.vault.slots import SlotHeader, SlotWriter, encode_table, read_header
+from rayzero.workers.vault.slots import SlotHeader, SlotWriter, encode_index, read_header
 from tests.workers.vault.support import UNLIMITED_BYTES, keep_only, open_fds, refs, table, write
 
 KEY = tuple[int, int, int]
@@ -27,7 +27,7 @@ class Node:
 
     def reserve(self, generation: int, rank: int, owner: int = 7, nbytes: int = 64) -> SlotWriter:
         index = table(rank, nbytes)
-        length = len(encode_table(index))
+        length = len(encode_index(index))
         fd = self.registry.reserve(owner, SlotHeader(generation, rank, 2, length, nbytes))
         buffer = SlotWriter(SlotMapping(fd), index)
         os.close(fd)

@@ -21,14 +21,14 @@ from rayzero.workers.vault.slots import (
     METADATA_CAPACITY,
     SlotHeader,
     SlotWriter,
-    encode_table,
+    encode_index,
     read_pin,
     write_header,
     write_pin,
 )
 from tests.workers.vault.support import content, table, write
 
-TABLE_JSON = encode_table(table())
+TABLE_JSON = encode_index(table())
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def read(fd: int, step: int) -> tuple[bytes, dict[str, Any]]:
     image = MappedSlotReader(SlotRef(1, 0, step, "a"), fd)
     try:
         image.verify()
-        assert image.table() == table()
+        assert image.index() == table()
         return bytes(image.data), image.metadata()
     finally:
         image.close()
