@@ -233,16 +233,6 @@ def test_replicas_of_rank_use_at_most_two_buffers(node: Node):
     assert node.registry.usage() == usage
 
 
-def test_failed_replica_leaves_older_one(node: Node):
-    node.replica(1, 0, 4)
-    header = read_header(node.registry._entries[0].buffer.fd)
-    assert header is not None
-    with pytest.raises(RuntimeError), node.registry.receive_replica(header):
-        raise RuntimeError
-    assert node.keys() == [(1, 0, 4)]
-    assert node.registry.usage()["spare"] > 0
-
-
 def test_replicas_of_older_generations_are_dropped_when_unpinned(node: Node):
     node.replica(1, 1, 4)
     node.mirror(2, 0, 6)
