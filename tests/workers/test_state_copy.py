@@ -31,27 +31,32 @@ EVERY = MirrorPolicy(replicas=1, every_steps=1)
 ELEMENTS = 1000
 
 
-class State(TrainingState):
-    """Weights that updates change, a buffer that forward changes."""
+class PartsState(TrainingState):
+    """A state of these parts, without an engine."""
 
     constants_version = 0
     update_is_collective = False
 
-    def __init__(self, device: LateDevice, *, collective: bool = False) -> None:
-        self.device = device
-        self.update_is_collective = collective
-        self.copied_by = None
-        self._is_updating = False
+    def __init__(self, device: Any, *parts: StateRange) -> None:
+        self.device, self.copied_by, self._is_updating = device, None, False
         self._runtime: Any = SimpleNamespace(wait_state=lambda: None)
-        self.weights, self.buffer = torch.zeros(ELEMENTS), torch.zeros(8)
-        buffer: StateRange = replace(whole_tensor_range("buffers/b", self.buffer), volatile=True)
-        self.block = pack_block([whole_tensor_range("weights/w", self.weights), buffer])
+        self.block = pack_block(parts)
 
     def pack(self, *, whole: bool = False) -> Any:
         return self.block
 
     def capture_metadata(self) -> Callable[[], bytes]:
         return lambda: b"{}"
+
+
+class State(PartsState):
+    """Weights that updates change, a buffer that forward changes."""
+
+    def __init__(self, device: LateDevice, *, collective: bool = False) -> None:
+        self.update_is_collective = collective
+        self.weights, self.buffer = torch.zeros(ELEMENTS), torch.zeros(8)
+        buffer = replace(whole_tensor_range("buffers/b", self.buffer), volatile=True)
+        super().__init__(device, whole_tensor_range("weights/w", self.weights), buffer)
 
 
 class Rig:
