@@ -202,11 +202,11 @@ def _newest_complete_slots(vaults: list[int]) -> dict[int, list[tuple[Path, Slot
 
 
 def _flip(path: Path, header: SlotHeader, rng: random.Random) -> None:
-    """Inverts a few bytes of the state, or of its table or metadata."""
+    """Inverts a few bytes of the state, or of its index or metadata."""
     start, nbytes = rng.choice(
         (
             (header.data_offset, header.data_bytes),
-            (PAGE_BYTES, header.table_bytes),
+            (PAGE_BYTES, header.index_bytes),
             (header.metadata_offset, header.metadata_bytes),
         )
     )

@@ -23,11 +23,11 @@ from rayzero.engine.data.loader import MapDataset, StepLoader
 from rayzero.engine.metrics import StepMetrics
 from rayzero.engine.model_claims import check_unclaimed, claim_params
 from rayzero.engine.optim.build import NoOptimizer, OptimizerLike
+from rayzero.engine.recut import GroupSurvival
 from rayzero.engine.session import current_session, session_of_engine
 from rayzero.engine.settings import ConfigLike, Settings, resolve_config
 from rayzero.engine.state.load import LOAD_ALL, LoadOptions
 from rayzero.engine.state.save import full_state_dict
-from rayzero.engine.survival import GroupSurvival
 from rayzero.engine.training_step import TrainingStep
 from rayzero.engine.zero.unit import Unit
 

@@ -1,8 +1,9 @@
-"""Re-cuts a live engine for other ranks, in place: after a loss, or when ranks come or go.
+"""How an engine outlives its process group: it is re-cut for other ranks, in place.
 
-The model, its parameters, hooks and compiled code stay, and so do the optimizer, the schedule, the
-loader and all objects that a script may hold. What depends on the number of ranks is replaced: the
-shards of weights, gradients and optimizer state, and the buffers that they pass through.
+After a loss, or when ranks come or go. The model, its parameters, hooks and compiled code stay, and
+so do the optimizer, the schedule, the loader and all objects that a script may hold. What depends
+on the number of ranks is replaced: the shards of weights, gradients and optimizer state, and the
+buffers that they pass through.
 
 Memory. Units are replaced one by one: what a new one lacks is read from the source before the old
 one is dropped, so the peak is one unit above the larger of the two engines.
@@ -10,30 +11,47 @@ one is dropped, so the peak is one unit above the larger of the two engines.
 Order. The previous process group is gone, and the device has finished what was queued on it: no
 kernel, copy or peer reads or writes the engine's memory. The new group exists. All ranks of it make
 the same collectives in the same order as an engine that is built from a state.
+
+What the engine still holds is the first source of its new shards. Optimizer state that is cut as
+before is moved, without a copy; any other range that is needed is copied on the device. Only the
+rest is read from host memory. Why it is genuine: held is what only the engine changes
+(`TrainingState.private_ranges`), of a state that was consistent when the group had ended. What an
+abort leaves half done has written gathered weights, gradients and residuals, none of which is held.
+Lifetimes: the copies run on the current stream, for which the held tensors were allocated; torch's
+allocator reuses their memory in its order, so `close` may drop them at once.
 """
 
 from __future__ import annotations
 
+import logging
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rayzero.engine.builder import resolve_settings, split_step, with_saved_batch_sizes
+from rayzero.engine.comm.collectives import DETACHED
 from rayzero.engine.comm.process_group import connect_backend
 from rayzero.engine.compression.gradients import OneBitAdamReduction, make_grad_reduction
 from rayzero.engine.compression.weights import make_weight_gather
 from rayzero.engine.layout.reshard import HeldRanges
-from rayzero.engine.layout.state_index import LogicalTensor, StateSource
+from rayzero.engine.layout.state_index import LogicalTensor, StateSource, TensorRange
 from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.offload.plan import plan_offload
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, optimizer_shards
 from rayzero.engine.runtime_builder import make_unit_grad_buffers
 from rayzero.engine.state.error_feedback import load_residuals
-from rayzero.engine.state.kept import KeptSource
 from rayzero.engine.state.load import make_optimizer_state
-from rayzero.engine.state.ranges import buffer_ranges, read_ranges, weights_range
+from rayzero.engine.state.ranges import (
+    StateRange,
+    buffer_ranges,
+    pack_block,
+    read_ranges,
+    weights_range,
+)
 from rayzero.engine.training_step import TrainingStep
 from rayzero.engine.zero.build import BuildContext, make_unit
 from rayzero.engine.zero.deferred_init import Materializer
@@ -41,55 +59,190 @@ from rayzero.engine.zero.parameters import ShardedWeights
 from rayzero.engine.zero.scratch import ScratchBuffer
 from rayzero.engine.zero.unit import Unit
 
+log = logging.getLogger("rayzero.engine")
 
-def recut_engine(
-    step: TrainingStep,
-    model: nn.Module,
-    source: StateSource,
-    *,
-    keep: bool,
-    shares: Sequence[float] = (),
-) -> KeptSource:
-    """Continues on the ranks of the present process group, from the state of `source`. Collective.
+
+class GroupSurvival:
+    """Lets an engine outlive its process group.
 
     Args:
-        step: the parts of the engine; `model` is its model.
-        source: a complete state, also of ranks that are gone.
-        keep: this rank's memory holds its part of that state, unchanged: it is the first source.
-        shares: each rank's share of a step's samples; empty for even shares.
-
-    Returns:
-        The counts of bytes that were moved, copied and read; closed.
-
-    Raises:
-        DataError, EngineError: the state cannot be read. It can be tried again, with `keep` false.
-        ConfigError: the batch sizes do not fit the ranks.
+        step, model: of the engine.
+        after_recut: called where the ranks have changed.
     """
-    runtime = step.runtime
-    runtime.collectives.in_step = True  # nothing of the previous group is waited for
-    step.abandon()
-    if runtime.lazy_weights is not None:
-        runtime.lazy_weights.start({})
-    kept = KeptSource(step.state.private_ranges() if keep else [], source)
-    if runtime.unshard_scheduler is not None:
-        runtime.unshard_scheduler.abandon()
-    runtime.collectives.abandon()
-    backend, device = connect_backend()
-    runtime.collectives.reconnect(backend)
-    context = _make_context(step, model, device)
-    config = with_saved_batch_sizes(step.settings.config, source.metadata(0))
-    collectives, precision = runtime.collectives, runtime.precision
-    step.settings = resolve_settings(config, precision, collectives, device, shares)
-    step.state.recut(kept, lambda: _Recut(step, model, context, kept).run())
-    micro_steps = step.settings.batches.micro_steps
-    step.meter.step_work.micro_steps = micro_steps
-    step.meter.open_monitors()
-    step.state.progress.micro_batch_weight = 1.0 / (micro_steps * collectives.world_size)
-    step.micro_batches.recut(split_step(step.settings, collectives))
-    for buffer in _unsaved_buffers(model):
-        collectives.broadcast(buffer)
-    kept.close()
-    return kept
+
+    def __init__(
+        self, step: TrainingStep, model: nn.Module, after_recut: Callable[[], None]
+    ) -> None:
+        self._step = step
+        self._model = model
+        self._after_recut = after_recut
+        self._collectives = step.runtime.collectives
+
+    def enable(self, on_broken: Callable[[str], None] | None) -> None:
+        """Makes a process group that breaks a state, in which the host's session is asked to
+        `reform`: see `Collectives`. None makes it an error again."""
+        self._collectives.on_broken = on_broken
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._collectives.on_broken is not None
+
+    def follow_host_loader(self) -> None:
+        """The host yields the script's batches from now on, and calls `await_group` before each."""
+        self._step.reforming.by_host = True
+
+    def await_group(self) -> None:
+        """Asks the host for another group, if this one is broken and no step is running."""
+        if not self._step.tracker.has_gradients:
+            self._step.reforming.reform_if_broken()
+
+    @property
+    def local_reason(self) -> str:
+        """Why this rank computes on its own; empty if it does not."""
+        return self._collectives.broken or (DETACHED if self._collectives.detached else "")
+
+    def can_continue(self, *, replays_epochs: bool) -> bool:
+        """Whether the script's loop gets the samples again of a step that is lost with its group:
+        not if it has read all of them before, as `list(loader)` does; and whether no rank would
+        need its peers where they are not.
+
+        `replays_epochs`: a new rank runs what follows a finished epoch, alone.
+        """
+        if not self._step.micro_batches.can_read_again:
+            return False
+        return not (replays_epochs and self._step.reforming.gathered_between_steps)
+
+    @property
+    def collectives_called(self) -> int:
+        """Collectives of the engine, so far."""
+        return self._collectives.counters.sequence
+
+    def break_group(self, reason: str) -> None:
+        """The process group is to be used no more. By any thread."""
+        self._collectives.break_off(reason)
+
+    def begin_step(self) -> None:
+        """The ranks of another process group begin a step: its time starts here."""
+        self._step.meter.restart_step()
+
+    def recut(self, source: StateSource, *, keep: bool, shares: Sequence[float] = ()) -> KeptSource:
+        """Continues on the ranks of the present process group, from the state of `source`, after
+        those of the previous one are gone. Collective.
+
+        Args:
+            source: a complete state, also of ranks that are gone.
+            keep: this rank's memory holds its part of that state, unchanged: it is the first
+                source.
+            shares: each rank's share of a step's samples; empty for even shares.
+
+        Returns:
+            The counts of bytes that were moved, copied and read; closed.
+
+        Raises:
+            DataError, EngineError: the state cannot be read. It can be tried again, with `keep`
+                false.
+            ConfigError: the batch sizes do not fit the ranks.
+        """
+        step = self._step
+        runtime = step.runtime
+        runtime.collectives.in_step = True  # nothing of the previous group is waited for
+        step.abandon()
+        if runtime.lazy_weights is not None:
+            runtime.lazy_weights.start({})
+        kept = KeptSource(step.state.private_ranges() if keep else [], source)
+        if runtime.unshard_scheduler is not None:
+            runtime.unshard_scheduler.abandon()
+        runtime.collectives.abandon()
+        backend, device = connect_backend()
+        runtime.collectives.reconnect(backend)
+        context = _make_context(step, self._model, device)
+        config = with_saved_batch_sizes(step.settings.config, source.metadata(0))
+        collectives, precision = runtime.collectives, runtime.precision
+        step.settings = resolve_settings(config, precision, collectives, device, shares)
+        step.state.recut(kept, lambda: _Recut(step, self._model, context, kept).run())
+        micro_steps = step.settings.batches.micro_steps
+        step.meter.step_work.micro_steps = micro_steps
+        step.meter.open_monitors()
+        step.state.progress.micro_batch_weight = 1.0 / (micro_steps * collectives.world_size)
+        step.micro_batches.recut(split_step(step.settings, collectives))
+        for buffer in _unsaved_buffers(self._model):
+            collectives.broadcast(buffer)
+        kept.close()
+        self._after_recut()
+        return kept
+
+
+class KeptSource(StateSource):
+    """A state whose block 0 is what this process holds, and the others `source`'s, which
+    has the same values. Owns both until `close`. Used by one thread.
+
+    Attributes:
+        bytes_moved, bytes_copied: from what is held.
+        bytes_read: from `source`.
+    """
+
+    def __init__(self, held: Sequence[StateRange], source: StateSource) -> None:
+        packed = pack_block(held)
+        self._offsets = packed.offsets
+        self._memories: list[Tensor | None] = [part.memory for part in packed.ranges]
+        self._by_ranges = {part.ranges: number for number, part in enumerate(packed.ranges)}
+        self._source = source
+        self.step = source.step
+        self.block_indexes = [packed.index, *source.block_indexes]
+        self.bytes_moved = self.bytes_copied = self.bytes_read = 0
+
+    def metadata(self, rank: int) -> dict[str, Any]:
+        return self._source.metadata(rank)
+
+    def take(
+        self, ranges: tuple[TensorRange, ...], like: Tensor, dtype: torch.dtype
+    ) -> Tensor | None:
+        number = self._by_ranges.get(ranges)
+        memory = None if number is None else self._memories[number]
+        wanted = like.shape, dtype, like.device
+        if memory is None or (memory.shape, memory.dtype, memory.device) != wanted:
+            return None
+        self.bytes_moved += memory.nbytes
+        return memory
+
+    def tensor(self, block: int, offset: int, nbytes: int) -> Tensor | None:
+        if block:
+            self.bytes_read += nbytes
+            return None
+        number = bisect_right(self._offsets, offset) - 1
+        memory = self._memories[number]
+        if memory is None:
+            raise RuntimeError(f"byte {offset} of what is held was dropped")
+        self.bytes_copied += nbytes
+        start = (offset - self._offsets[number]) // memory.itemsize
+        return memory[start : start + nbytes // memory.itemsize]
+
+    def drop(self, names: Container[str]) -> None:
+        """Frees what is held of these tensors: nothing reads it any more."""
+        for ranges, number in self._by_ranges.items():
+            if ranges[0].name in names:
+                self._memories[number] = None
+
+    def read(self, block: int, offset: int, into: memoryview) -> None:
+        self._source.read(block - 1, offset, into)
+
+    def registered_block(self, block: int) -> memoryview | None:
+        return self._source.registered_block(block - 1)
+
+    def verify(self, block: int) -> None:
+        self._source.verify(block - 1)
+
+    def close(self) -> None:
+        log.info(
+            "step %d: %d bytes were moved within this process, %d copied, %d read",
+            self.step,
+            self.bytes_moved,
+            self.bytes_copied,
+            self.bytes_read,
+        )
+        self._memories.clear()
+        self._by_ranges.clear()
+        self._source.close()
 
 
 def _make_context(step: TrainingStep, model: nn.Module, device: torch.device) -> BuildContext:

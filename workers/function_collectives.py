@@ -18,8 +18,8 @@ from torch import Tensor
 from rayzero.engine.comm.function_calls import CallHost
 from rayzero.engine.device import get_device
 from rayzero.engine.layout.state_index import StateSource
+from rayzero.engine.recut import GroupSurvival
 from rayzero.engine.state.registry import StateRegistry, read_value
-from rayzero.engine.survival import GroupSurvival
 from rayzero.workers.process_group import is_collective_failure
 
 _STATE = "rayzero.collectives"

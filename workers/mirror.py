@@ -3,9 +3,10 @@
 Order: a step's mirror is complete before the step is reported and before the next vote, which
 takes its requests from here (`step_requests`). A rank that has passed the vote of step k therefore
 knows that all ranks have finished the mirror of step k - 1, if one was due; and it overwrites a
-version only after such a vote. Hence all ranks always have one step in common. `beside_copy`
-says how that holds where copies run beside training. A first vote shows that all ranks have loaded
-the step that their generation starts from: the slot of an older one is then overwritten first.
+version only after such a vote. Hence all ranks always have one step in common. `state_copy`
+says how that holds where copies run concurrently with training. A first vote shows that all ranks
+have loaded the step that their generation starts from: the slot of an older one is then overwritten
+first.
 """
 
 from __future__ import annotations
@@ -18,10 +19,8 @@ from time import perf_counter
 from rayzero.engine.layout.state_index import BlockIndex
 from rayzero.engine.session import StepRequests
 from rayzero.engine.state.training import TrainingState
-from rayzero.workers.beside_copy import copier_for
 from rayzero.workers.messages import Assignment, MirrorPolicy, Pinned, WorkerMessage
-from rayzero.workers.mirror_cost import smooth
-from rayzero.workers.state_copy import SlotWrite, StateCopier
+from rayzero.workers.state_copy import SlotWrite, StateCopier, smooth
 from rayzero.workers.training_thread import StopFlag
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import VaultGoneError, VaultMemoryError
@@ -97,18 +96,18 @@ class Mirror:
         """Mirrors the state before the job's first step, so that a rank that is lost in it can be
         replaced."""
         if self._vault is not None and self._policy.replicas > 0:
-            self._copier = copier_for(state.device, self._copier)
-            self._write_mirror(self._copier, self._vault, 0, False, state)
+            self._write_mirror(self._vault, 0, False, state)
 
     def step_done(self, step: int, agreed: StepRequests, state: TrainingState) -> None:
         """Mirrors the state if due. All ranks passed the vote; this one has updated its state."""
         started = perf_counter()
-        copier = self._copier = copier_for(state.device, self._copier)
+        copier = self._copier
+        copier.begin(state.device)
         self._interval_steps = smooth(self._interval_steps, agreed.mirror_interval)
         copier.cost.step_finished(self._last_mirror)
         self._last_mirror = False
         if self._vault is not None and (agreed.pin or agreed.drain or self._mirror_due(step)):
-            self._write_mirror(copier, self._vault, step, agreed.pin, state)
+            self._write_mirror(self._vault, step, agreed.pin, state)
         else:
             copier.confirm(state)
         self.stopped_s = perf_counter() - started
@@ -119,9 +118,7 @@ class Mirror:
         checkpoints = self._policy.checkpoint_every_steps is not None
         if self._vault is not None and checkpoints and step > self.newest_step:
             self.settle()
-            self._write_mirror(
-                copier_for(state.device, self._copier), self._vault, step, False, state
-            )
+            self._write_mirror(self._vault, step, False, state)
         self.settle()
 
     def post(self, message: WorkerMessage) -> None:
@@ -137,13 +134,13 @@ class Mirror:
         """Called at the end of the generation, however it ended. Raises nothing."""
         self._copier.close()
 
-    def _write_mirror(
-        self, copier: StateCopier, vault: VaultClient, step: int, pin: bool, state: TrainingState
-    ) -> None:
+    def _write_mirror(self, vault: VaultClient, step: int, pin: bool, state: TrainingState) -> None:
         started = perf_counter()
+        copier = self._copier
+        copier.begin(state.device)
         try:
             self._announce(vault)
-            self._copy_state(copier, vault, step, state, pin)
+            is_new = self._copy_state(vault, step, state, pin)
         except (VaultGoneError, VaultMemoryError) as error:
             if isinstance(error, VaultMemoryError) and self._assignment.restore is None:
                 raise  # the job's first mirror: fail early, while the config can be changed
@@ -151,13 +148,16 @@ class Mirror:
             self._vault, self._buffers = None, []
             copier.confirm(state)
             return
+        stopped_s = perf_counter() - started
+        self._last_mirror = None if is_new else True
+        if not is_new:
+            copier.cost.mirror_finished(stopped_s)
         self.newest_step = step  # for the report, which is posted once it is complete
         if pin:
             checkpoint = self._checkpoint_due(step)
             self.checkpointed_step = step if checkpoint else self.checkpointed_step
             generation, rank = self._assignment.generation, self._assignment.rank
             nbytes = max(len(buffer.data) for buffer in self._buffers)
-            stopped_s = perf_counter() - started
             copier.post(Pinned(generation, rank, step, checkpoint, stopped_s, nbytes))
 
     def _announce(self, vault: VaultClient) -> None:
@@ -184,10 +184,8 @@ class Mirror:
             1, round(self._interval_steps)
         )
 
-    def _copy_state(
-        self, copier: StateCopier, vault: VaultClient, step: int, state: TrainingState, pin: bool
-    ) -> None:
-        began_s = perf_counter()
+    def _copy_state(self, vault: VaultClient, step: int, state: TrainingState, pin: bool) -> bool:
+        """Whether it was copied into a new slot."""
         block, assignment = state.pack(), self._assignment
         buffer = self._oldest_unpinned(block.index)
         is_new = buffer is None
@@ -195,26 +193,22 @@ class Mirror:
             buffer = vault.reserve(
                 assignment.generation, assignment.rank, assignment.world_size, block.index
             )
-            buffer.table = block.index
-            copier.register(vault, buffer)
+            self._copier.register(vault, buffer)
             self._buffers.append(buffer)
-            is_restored = assignment.restore is not None and assignment.restore.slots
-            if len(self._buffers) < self._rotating_buffers and not is_restored:
-                vault.prepare(block.index)  # while this one is written, and the next step runs
         constants = buffer.constants_version != state.constants_version
         buffer.constants_version = state.constants_version
         metadata = state.capture_metadata()
-        copier.write(SlotWrite(buffer, block, constants, step, metadata, pin, began_s), state)
-        self._last_mirror = None if is_new else True
+        self._copier.write(SlotWrite(buffer, block, constants, step, metadata, pin), state)
+        return is_new
 
-    def _oldest_unpinned(self, table: BlockIndex) -> SlotWriter | None:
+    def _oldest_unpinned(self, index: BlockIndex) -> SlotWriter | None:
         """The buffer of the oldest unpinned version; None while there are too few. One of a state
-        that has another table by now is given up: the next reservation replaces it."""
+        that has another index by now is given up: the next reservation replaces it."""
         unpinned = [buffer for buffer in self._buffers if not buffer.pinned]
         if len(unpinned) < self._rotating_buffers:
             return None
         oldest = min(unpinned, key=lambda buffer: buffer.step)
-        if oldest.table is table:
+        if oldest.index == index:
             return oldest
         oldest.begin()
         self._buffers.remove(oldest)

@@ -39,8 +39,6 @@ class RetainedState:
         self._device_timeout_s = device_timeout_s
         self._engine: Engine | None = None
         self._assignment: Assignment | None = None
-        self._left: InProcessStateInfo | None = None
-        """What `in_process_state` has said of the engine since it was retained."""
         self._holds_state = False
 
     def begin_generation(self, assignment: Assignment) -> None:
@@ -51,8 +49,8 @@ class RetainedState:
         """
         before, self._assignment = self._assignment, assignment
         if self._engine is not None and before is not None:
-            altered = self._engine.state.altered
-            reason = why_not_held(self._left, before, assignment.restore, altered=altered)
+            left, altered = self.in_process_state(), self._engine.state.altered
+            reason = why_not_held(left, before, assignment.restore, altered=altered)
             if reason:
                 log.info("the state is read from the vaults, not from the engine: %s", reason)
             self._holds_state = not reason
@@ -65,7 +63,7 @@ class RetainedState:
 
     def retain(self, engine: Engine) -> None:
         """Keeps the generation's engine, so that its state can be salvaged later."""
-        self._engine, self._left = engine, None
+        self._engine = engine
 
     def in_process_state(self) -> InProcessStateInfo | None:
         """The state in this process's memory; None if there is none, or it is mid-update.
@@ -73,11 +71,11 @@ class RetainedState:
         Returns when the device has finished what is queued on it: until then, the memory of the
         state may still be written. Raises DeviceError if that takes too long.
         """
-        engine, self._left = self._engine, None
-        if engine is not None and engine.state.consistent:
-            get_device(engine.device).synchronize(self._device_timeout_s)
-            self._left = InProcessStateInfo(engine.progress.step, engine.state.complete_on_rank)
-        return self._left
+        engine = self._engine
+        if engine is None or not engine.state.consistent:
+            return None
+        get_device(engine.device).synchronize(self._device_timeout_s)
+        return InProcessStateInfo(engine.progress.step, engine.state.complete_on_rank)
 
     @contextmanager
     def open_source(self, restore: Restore | None) -> Iterator[StateSource | None]:

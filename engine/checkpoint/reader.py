@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +11,7 @@ from rayzero.engine.checkpoint.manifest import DataFile, Manifest
 from rayzero.engine.checkpoint.store import join_url, open_store, split_url
 from rayzero.engine.checkpoint.store_local import ReadStream, Store
 from rayzero.engine.errors import DataError, EngineError
-from rayzero.engine.layout.state_index import BlockIndex
+from rayzero.engine.layout.state_index import StateSource
 
 MAX_MANIFEST_BYTES = 2**30  # it has 64 bytes for each MiB of data: this is one of about 16 TB
 
@@ -124,23 +123,17 @@ def read_manifest(store: Store, folder: str = "") -> Manifest:
     return Manifest.from_bytes(raw, where)
 
 
-class CheckpointSource:
-    """The checkpoint in a folder (a path or a URL, `.../step-<n>`) as a `StateSource`; each rank's
+class CheckpointSource(StateSource):
+    """The checkpoint in a folder (a path or a URL, `.../step-<n>`) as a state source; each rank's
     file is a block. Not thread-safe. Raises as `read_manifest`."""
 
     def __init__(self, folder: str) -> None:
         self._store = open_store(folder)
         self.manifest = read_manifest(self._store)
+        self.step = self.manifest.step
+        self.block_indexes = [file.block_index for file in self.manifest.files]
         self._readers: dict[str, BlockReader] = {}  # by the name of the file
         self._stack = ExitStack()
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
-
-    @property
-    def block_indexes(self) -> Sequence[BlockIndex]:
-        return [file.block_index for file in self.manifest.files]
 
     def metadata(self, rank: int) -> dict[str, Any]:
         return self.manifest.files[rank % self.manifest.world_size].metadata

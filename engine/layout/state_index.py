@@ -7,10 +7,15 @@ offsets in bytes. Independent of stages, ranks and torch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 DTYPE_BYTES: Mapping[str, int] = {
     "F64": 8,
@@ -92,23 +97,44 @@ class BlockIndex:
         )
 
 
-class StateSource(Protocol):
-    """A complete training state of one step in blocks of bytes, however partitioned."""
+class StateSource(ABC):
+    """A complete training state of one step in blocks of bytes, however partitioned.
 
-    @property
-    def step(self) -> int:
-        """Finished steps of the state."""
+    Attributes:
+        step: finished steps of the state.
+        block_indexes: of each block. Blocks may overlap; together they hold the complete state.
+    """
 
-    @property
-    def block_indexes(self) -> Sequence[BlockIndex]:
-        """Index of each block. Blocks may overlap; together they hold the complete state."""
+    step: int
+    block_indexes: Sequence[BlockIndex]
 
+    @abstractmethod
     def metadata(self, rank: int) -> dict[str, Any]:
         """The JSON part of a rank; of another rank if there was no such rank."""
 
+    @abstractmethod
     def read(self, block: int, offset: int, into: memoryview) -> None:
         """Fill `into` (bytes, writable) from byte `offset` of a block. Raises DataError, which
         names the file or slot, if the bytes are damaged or missing."""
 
-    def close(self) -> None:
+    def registered_block(self, block: int) -> memoryview | None:
+        """A block's bytes in host memory that is registered with the device, not verified; None if
+        they are not in such memory."""
+        return None
+
+    def verify(self, block: int) -> None:  # noqa: B027
+        """Raises DataError if the bytes of a registered block are damaged."""
+
+    def tensor(self, block: int, offset: int, nbytes: int) -> Tensor | None:
+        """Those bytes as a view; None if the block is to be read. Called once for each read."""
+        return None
+
+    def take(
+        self, ranges: tuple[TensorRange, ...], like: Tensor, dtype: torch.dtype
+    ) -> Tensor | None:
+        """The tensor of exactly these ranges, for good; None if none is held, or another's shape,
+        device or `dtype` is needed."""
+        return None
+
+    def close(self) -> None:  # noqa: B027  sources in memory have nothing to release
         """Release files and memory. Safe to repeat."""

@@ -46,15 +46,14 @@ def place_in_json(array: np.ndarray[Any, Any], where: str) -> str:
 
 
 def encode_client_state(
-    value: Any, where: str = "client_state", place: PlaceArray = place_in_json
+    value: Any,
+    where: str = "client_state",
+    place: PlaceArray = place_in_json,
+    outer: tuple[int, ...] = (),
 ) -> Any:
     """Encode `value` as JSON; types that JSON lacks become objects with a type tag. Raises
-    EngineError, with its path, if a value's type is not supported, or it contains itself."""
-    return _encode(value, where, (), place)
-
-
-def _encode(value: Any, where: str, outer: tuple[int, ...], place: PlaceArray) -> Any:
-    """`outer`: the ids of the values that this one is in."""
+    EngineError, with its path, if a value's type is not supported, or it contains itself.
+    `outer`: the ids of the values that this one is in."""
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and isfinite(value)):
         return value
@@ -68,7 +67,7 @@ def _encode(value: Any, where: str, outer: tuple[int, ...], place: PlaceArray) -
     outer = (*outer, id(value))
 
     def inner(item: Any, path: str) -> Any:
-        return _encode(item, where + path, outer, place)
+        return encode_client_state(item, where + path, place, outer)
 
     if kind is list:
         return [inner(item, f"[{index}]") for index, item in enumerate(value)]
@@ -128,8 +127,7 @@ def decode_client_state(value: Any, fetch: FetchArray = b64decode) -> Any:
 
 
 def _decode_array(document: Mapping[str, Any], raw: bytearray) -> Any:
-    flat = np.frombuffer(raw, dtype=np.dtype(document["dtype"]))
-    array = flat.reshape(document["shape"])
+    array = np.frombuffer(raw, dtype=document["dtype"]).reshape(document["shape"])
     return array if array.ndim else array[()]
 
 

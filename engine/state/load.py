@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rayzero.engine.checkpoint.errors import check_state_fits_model
 from rayzero.engine.checkpoint.imports.tensors import TensorSource
@@ -16,7 +16,6 @@ from rayzero.engine.layout.state_index import LogicalTensor, StateSource
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
 from rayzero.engine.state.error_feedback import load_residuals
-from rayzero.engine.state.kept import KeptSource
 from rayzero.engine.state.ranges import (
     StateRange,
     optimizer_range,
@@ -223,10 +222,8 @@ def make_optimizer_state(
     ranges = []
     for key, saved_dtype in sorted(keys.items()):
         dtype = optimizer.state_dtype(shard) if saved_dtype.is_floating_point else saved_dtype
-        value: Tensor | None = None
-        if isinstance(source, KeptSource):
-            wanted = optimizer_range(shard, key, shard.weight.detach()).ranges
-            value = source.take(wanted, shard.weight, dtype)
+        wanted = optimizer_range(shard, key, shard.weight.detach()).ranges
+        value = source.take(wanted, shard.weight, dtype)
         if value is None:
             value = shard.unit.state_store.zeros(shard.weight.numel(), dtype)
             read = optimizer_range(shard, key, value)

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.device import get_device
+from rayzero.engine.device import Device, Event, Stream, get_device
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.layout.reshard import HeldRanges
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, StateSource, TensorRange
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
-from rayzero.engine.state.device_reads import Read, TensorHolder, read_to_device
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.unit import Unit
 
 ALIGN_BYTES = 128  # of a part in a block, for copies and for views of any dtype
+STAGING_BYTES = 64 * 2**20  # of each of the two buffers of a read into a device
 
 
 @dataclass(frozen=True)
@@ -120,32 +121,98 @@ def read_ranges(
     targets = {wanted: part for part in parts for wanted in part.ranges}
     indexes = source.block_indexes
     held = held or HeldRanges([index.ranges for index in indexes])
-    reads: list[Read] = []
-    holder = source if isinstance(source, TensorHolder) else None
+    reads: list[_Read] = []
     for copy in held.plan(targets):
         tensor = indexes[copy.source].tensors[copy.held.name]
         offset = copy.held.offset + (copy.start - copy.held.start) * tensor.item_bytes
         first = copy.wanted.offset + copy.start - copy.wanted.start
         target = targets[copy.wanted].memory[first : first + copy.numel]
-        if holder is not None:
-            value = holder.tensor(copy.source, offset, copy.numel * tensor.item_bytes)
-            if value is not None:
-                target.copy_(value)
-                continue
-        reads.append((copy.source, offset, target, DTYPE_BY_NAME[tensor.dtype]))
-    reads.sort(key=lambda read: read[:2])
-    devices = {read[2].device: get_device(read[2].device) for read in reads}
+        value = source.tensor(copy.source, offset, copy.numel * tensor.item_bytes)
+        if value is not None:
+            target.copy_(value)
+        else:
+            reads.append(_Read(copy.source, offset, target, DTYPE_BY_NAME[tensor.dtype]))
+    reads.sort(key=lambda read: (read.block, read.offset))
+    for torch_device in {read.target.device for read in reads}:
+        device = get_device(torch_device)
+        of_device = [read for read in reads if read.target.device == torch_device]
+        if device.asynchronous:
+            _read_to_device(device, source, of_device)
+        else:
+            _read_to_host(source, of_device)
+
+
+class _Read(NamedTuple):
+    """Elements of a block, of `dtype` there, and the flat tensor that they are read into."""
+
+    block: int
+    offset: int
+    target: Tensor
+    dtype: torch.dtype
+
+
+def _read_to_host(source: StateSource, reads: Sequence[_Read]) -> None:
+    """Directly into memory of the same dtype, otherwise through a temporary copy."""
     for block, offset, target, dtype in reads:
-        if devices[target.device].asynchronous:
-            continue
-        # Directly into memory of the same dtype, otherwise through a temporary copy.
         landing = target if target.dtype is dtype else torch.empty(target.numel(), dtype=dtype)
         source.read(block, offset, landing.view(torch.uint8).numpy().data)
         if landing is not target:
             target.copy_(landing)
-    for torch_device, device in devices.items():
-        if device.asynchronous:
-            read_to_device(device, source, [it for it in reads if it[2].device == torch_device])
+
+
+def _read_to_device(device: Device, source: StateSource, reads: Sequence[_Read]) -> None:
+    """Fills targets in the memory of an asynchronous device. Raises as `StateSource.read`.
+
+    The copies run on a stream of their own, after what was enqueued before. Bytes in host memory
+    that is registered with the device are copied from there, and their checksums are verified by
+    the host meanwhile; all others are verified as they are read, into two pinned buffers in turn,
+    each of which is filled again when its copy is done. Nothing is believed before the end: it
+    waits for the copies, and raises if a checksum is wrong; only then may the source be closed.
+    What is enqueued on the current stream after that sees the state.
+    """
+    stream = device.new_stream()
+    stream.wait_stream(device.current_stream())
+    staging: list[tuple[Tensor, Event]] = []
+    blocks = {read.block: source.registered_block(read.block) for read in reads}
+    try:
+        # The registered ones first: they run while the host reads the others, and verifies.
+        for read in sorted(reads, key=lambda it: blocks[it.block] is None):
+            if (data := blocks[read.block]) is None:
+                _read_staged(device, stream, source, read, staging)
+                continue
+            numel = read.target.numel()
+            host = torch.frombuffer(data, dtype=read.dtype, count=numel, offset=read.offset)
+            with device.use_stream(stream):
+                read.target.copy_(host, non_blocking=True)
+        for block, data in blocks.items():
+            if data is not None:
+                source.verify(block)
+    finally:
+        stream.synchronize()
+
+
+def _read_staged(
+    device: Device,
+    stream: Stream,
+    source: StateSource,
+    read: _Read,
+    staging: list[tuple[Tensor, Event]],
+) -> None:
+    """`staging`: two pinned buffers, the next one first, with the events of their copies."""
+    item_bytes = read.dtype.itemsize
+    step = STAGING_BYTES // item_bytes
+    for start in range(0, read.target.numel(), step):
+        part = read.target[start : start + step]
+        if len(staging) < 2:
+            buffer = device.host_empty(STAGING_BYTES, torch.uint8)
+        else:
+            buffer, copied = staging.pop(0)
+            copied.synchronize()
+        host = buffer[: part.numel() * item_bytes]
+        source.read(read.block, read.offset + start * item_bytes, host.numpy().data)
+        with device.use_stream(stream):
+            part.copy_(host.view(read.dtype), non_blocking=True)
+            staging.append((buffer, device.record_event()))
 
 
 def elementwise_state(optimizer: ShardedOptimizer, shard: OptimizerShard) -> dict[str, Tensor]:
@@ -177,38 +244,6 @@ def buffer_ranges(model: nn.Module) -> list[StateRange]:
         replace(whole_tensor_range(f"buffers/{name}", value), volatile=True)
         for name, value in persistent_buffers(model)
     ]
-
-
-class BufferAddresses:
-    """The addresses of a model's persistent buffers, read at every step: its state dict, which
-    takes a millisecond in a model of 700 modules, is made only when a module or a buffer has come,
-    gone or moved."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._modules: list[nn.Module] = []
-        self._structure: list[object] = []
-        self._slots: list[tuple[dict[str, Tensor | None], str]] = []
-
-    def read(self) -> tuple[int, ...]:
-        """The address of each; 0 for one that is None."""
-        if not self._modules or self._read_structure() != self._structure:
-            self._modules = [*self._model.modules()]
-            self._structure = self._read_structure()
-            paths = [name.rpartition(".") for name, _ in persistent_buffers(self._model)]
-            owner = self._model.get_submodule
-            self._slots = [(owner(path)._buffers, name) for path, _, name in paths]
-        values = [held.get(name) for held, name in self._slots]
-        return tuple([0 if value is None else value.data_ptr() for value in values])
-
-    def _read_structure(self) -> list[object]:
-        """The children of each known module, the names of its buffers, and those of them that are
-        not persistent. Modules are equal only to themselves."""
-        return [
-            *(child for module in self._modules for child in module._modules.values()),
-            *(name for module in self._modules for name in module._buffers),
-            *(name for module in self._modules for name in module._non_persistent_buffers_set),
-        ]
 
 
 def pack_block(parts: Sequence[StateRange]) -> StateBlock:

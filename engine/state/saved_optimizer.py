@@ -30,8 +30,10 @@ def find_other_state(optimizer: ShardedOptimizer, source: StateSource) -> str:
     if kept is None or kept == saved:
         return ""
     name = type(optimizer.torch_optimizer).__name__
+    saved_list, kept_list = (", ".join(sorted(keys)) for keys in (saved, kept))
     seen = (
-        f"the saved optimizer state has {_list(saved)} for each weight, and {name} {_keeps(kept)}"
+        f"the saved optimizer state has {saved_list} for each weight, and {name} keeps "
+        f"{kept_list or 'none'}"
     )
     if optimizer.resets_other_state:
         return seen
@@ -96,11 +98,3 @@ def _kept_keys(optimizer: torch.optim.Optimizer) -> set[str] | None:
         for key, value in copy.state[weight].items()
         if isinstance(value, Tensor) and value.shape == weight.shape
     }
-
-
-def _list(keys: Iterable[str]) -> str:
-    return ", ".join(sorted(keys))
-
-
-def _keeps(keys: set[str]) -> str:
-    return f"keeps {_list(keys)}" if keys else "keeps none"

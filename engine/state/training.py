@@ -26,7 +26,6 @@ from rayzero.engine.state import metadata
 from rayzero.engine.state.error_feedback import residual_ranges
 from rayzero.engine.state.load import LOAD_ALL, LoadOptions, load_tensors
 from rayzero.engine.state.ranges import (
-    BufferAddresses,
     StateBlock,
     StateRange,
     pack_block,
@@ -72,7 +71,6 @@ class TrainingState:
         self.copied_by: RunningCopy | None = None
         self.registry = StateRegistry()
         self._model = model
-        self._buffers = BufferAddresses(model)
         self._runtime = runtime
         self._optimizer = optimizer
         self._needs_whole_params = isinstance(optimizer.torch_optimizer, NeedsWholeParams)
@@ -324,4 +322,5 @@ class TrainingState:
             for shard in self._optimizer.shards
             for value in self._optimizer.state_tensors(shard).values()
         )
-        return addresses, self._buffers.read(), self.registry.memory_signature
+        buffers = tuple((name, it.data_ptr()) for name, it in self._model.named_buffers())
+        return addresses, buffers, self.registry.memory_signature

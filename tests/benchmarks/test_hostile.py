@@ -21,7 +21,7 @@ from rayzero.workers.vault.buffers import BufferPool
 from rayzero.workers.vault.images import MappedSlotReader
 from rayzero.workers.vault.mappings import SlotMapping
 from rayzero.workers.vault.records import SlotDamagedError, SlotRef
-from rayzero.workers.vault.slots import SlotHeader, SlotWriter, encode_table, write_header
+from rayzero.workers.vault.slots import SlotHeader, SlotWriter, encode_index, write_header
 from tests.engine.checkpoint.saving import save
 from tests.workers.vault.support import table, write
 
@@ -53,18 +53,18 @@ def test_other_servers_are_no_stores():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_flipped_bytes_of_a_slot_are_found(seed: int):
-    """In its data, its table or its metadata."""
-    text, pool = encode_table(table()), BufferPool()
+    """In its data, its index or its metadata."""
+    text, pool = encode_index(table()), BufferPool()
     header = SlotHeader(1, 0, 1, len(text), table().nbytes)
     buffer = pool.acquire(header.nbytes)
     write_header(buffer.fd, header)
-    write(SlotWriter(SlotMapping(buffer.fd), text), 0, 5)
+    write(SlotWriter(SlotMapping(buffer.fd), table()), 0, 5)
     ((path, found),) = hostile._newest_complete_slots([os.getpid()])[0]
     assert found.step == 5
     hostile._flip(path, found, random.Random(seed))
     image = MappedSlotReader(SlotRef(1, 0, 5, "a"), buffer.fd)
     with pytest.raises(SlotDamagedError, match=hostile.DETECTED):
-        image.verify(), image.table(), image.metadata()
+        image.verify(), image.index(), image.metadata()
     image.close()
     pool.release([buffer])
     pool.trim()

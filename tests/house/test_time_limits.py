@@ -16,7 +16,7 @@ REASONS = {
         workers.worker: FENCE_INTERVAL_S
         workers.vault.server: _PING_INTERVAL_S
         workers.vault.mappings: _POLL_S
-        workers.beside_copy: _POLL_S
+        workers.state_copy: _POLL_S
         workers.rendezvous_store: UNCHECKED_WAIT_S _POLL_INTERVAL_S
         workers.process_group: STORE_TRY_S
         workers.ledger_writer: RETRY_S

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rayzero.workers.beside_copy import BesideCopier
+from rayzero.workers.state_copy import StateCopier
 from tests.support.nccl_like.install import install_from_environment, installed
 from tests.support.nccl_like.settings import NcclLike
 from tests.workers.recovery_jobs import Data, make_model
@@ -39,9 +39,9 @@ def poison_once(folder: Path, args: Mapping[str, Any], rank: int, step: int) -> 
 def control_mirror(kind: str, step: int) -> Callable[[int], None]:
     """This rank's mirror of a step is held ("hold") until its generation ends, or ("await") is
     complete before the next step begins. Returns what to call at the beginning of a step."""
-    complete, completed = BesideCopier._complete, Event()
+    complete, completed = StateCopier._complete, Event()
 
-    def controlled(self: BesideCopier, job: Any) -> None:
+    def controlled(self: StateCopier, job: Any) -> None:
         is_chosen = job.write is not None and job.write.step == step
         if is_chosen and kind == "hold":
             while not self.interrupt.wait(1.0):
@@ -50,7 +50,7 @@ def control_mirror(kind: str, step: int) -> Callable[[int], None]:
         if is_chosen:
             completed.set()
 
-    BesideCopier._complete = controlled  # type: ignore[method-assign]
+    StateCopier._complete = controlled  # type: ignore[method-assign]
     is_awaited = kind == "await"
     return lambda started: None if started <= step or not is_awaited else _wait(completed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from rayzero.engine.layout.state_index import BlockIndex
 from rayzero.engine.session import NO_REQUESTS, StepRequests
 from rayzero.workers.messages import MirrorPolicy, Pinned
 from rayzero.workers.mirror import Mirror
-from rayzero.workers.mirror_cost import MIRROR_COST_FRACTION, BesideCost, CopyCost
+from rayzero.workers.state_copy import MIRROR_COST_FRACTION, CopyCost
 from rayzero.workers.training_thread import StopFlag
 from rayzero.workers.vault.records import Restore, SlotRef, VaultGoneError, VaultMemoryError
 from tests.workers.support import ASSIGN, GivenUp, give_up
@@ -35,7 +36,8 @@ class Buffer:
     constants_version: int = -1
     constants_checksum: int = 0
     constant_bytes: int = 0
-    table: BlockIndex | None = None
+    index: BlockIndex | None = None
+    mapping: SimpleNamespace = field(default_factory=SimpleNamespace)
 
     def begin(self) -> None:
         assert not self.pinned
@@ -56,12 +58,9 @@ class FakeVault:
         if self.error:
             raise self.error
         self.buffers = [buffer for buffer in self.buffers if buffer.step >= 0]
-        self.buffers.append(Buffer())
+        self.buffers.append(Buffer(index=table))
         self.calls.append("reserve")
         return self.buffers[-1]
-
-    def prepare(self, table: BlockIndex) -> None:
-        self.calls.append("prepare")
 
     def announce_loaded(self, generation: int, step: int) -> None:
         self.calls.append(f"loaded {step}")
@@ -97,9 +96,10 @@ class State:
     def index(self) -> BlockIndex:
         return self.table
 
-    def copy_to(self, memory: memoryview, *, constants: bool) -> None:
+    def targets(self, memory: memoryview, *, constants: bool) -> list[Any]:
         self.constants.append(constants)
         self.on_copy()
+        return []
 
     def confirm(self) -> None:
         self.confirmed += 1
@@ -277,7 +277,7 @@ def test_new_table_gets_new_buffers_one_by_one():
         run(mirror, range(step, step + 1), state)
         assert vault.steps == [step - 1, step][-min(step, 2) :]
         assert len(mirror._buffers) == len(vault.buffers)
-    assert all(buffer.table is state.table for buffer in vault.buffers)
+    assert all(buffer.index == state.table for buffer in vault.buffers)
     assert vault.calls.count("reserve") == 2 * 4
     assert vault.calls.count("spares but 2") == 1 + 2 * 3
 
@@ -302,7 +302,7 @@ def test_first_write_into_new_buffer_does_not_count():
     mirror, _ = make_mirror(EVERY, FakeVault())
     run(mirror, range(1, 3), State())  # two new buffers
     assert cost(mirror)._mirror_s == 0
-    run(mirror, range(3, 4), State())
+    run(mirror, range(3, 4), State(BlockIndex(nbytes=8)))
     assert cost(mirror)._mirror_s == 0, "a new table gets a new buffer"
     state = State()
     run(mirror, range(4, 8), state)
@@ -331,13 +331,6 @@ def test_slots_are_reserved_where_memory_is_free_already():
     mirror, _ = make_mirror(EVERY, vault, generation=2, restore=Restore(7, slots))
     run(mirror, range(8, 13), state)
     assert vault.calls == ["loaded 7", "reserve", "complete", "reserve", "spares but 2"]
-
-
-def test_second_slot_of_fresh_start_is_allocated_beside_the_first_step():
-    vault = FakeVault()
-    mirror, _ = make_mirror(EVERY, vault)
-    run(mirror, range(1, 4), State())
-    assert vault.calls == ["reserve", "prepare", "complete", "reserve", "spares but 2"]
 
 
 @pytest.mark.parametrize("collective", [False, True])
@@ -371,14 +364,14 @@ def test_step_without_mirror_is_looked_at_too(collective: bool):
     assert state.confirmed == (not collective)
 
 
-def steps_of_cost(costs: BesideCost, *took_s: tuple[float, bool | None]) -> None:
+def steps_of_cost(costs: CopyCost, *took_s: tuple[float, bool | None]) -> None:
     for seconds, mirrored in took_s:
         costs._last_step_at_s -= seconds
         costs.step_finished(mirrored)
 
 
 def test_interval_of_mirrors_beside_training_follows_the_slowdown():
-    costs = BesideCost()
+    costs = CopyCost(beside=True)
     steps_of_cost(costs, (60.0, False), (60.0, None))  # start and first slots: not measured
     assert costs.interval_steps == 2.0
     steps_of_cost(costs, *[(1.0, True)] * 3)

@@ -130,14 +130,7 @@ class BufferPool:
     def acquire(self, nbytes: int, owner: object = None) -> SharedBuffer:
         """A buffer of at least `nbytes`, if possible a spare one, with its old contents, that
         `owner` wrote last. Raises VaultMemoryError if there is not enough memory."""
-        return self._grow(self._take_best_fitting(nbytes, owner), nbytes, owner)
-
-    def prepare(self, nbytes: int, owner: object) -> None:
-        """Makes a new spare buffer of `nbytes` for the owner, if memory suffices."""
-        with suppress(VaultMemoryError):  # `acquire` reports it, when the buffer is needed
-            self.release([self._grow(_new_buffer(), nbytes, owner)])
-
-    def _grow(self, buffer: SharedBuffer, nbytes: int, owner: object) -> SharedBuffer:
+        buffer = self._take_best_fitting(nbytes, owner)
         with self._admission_lock:
             missing = max(0, nbytes - buffer.capacity_bytes)
             if missing > self._unclaimed_bytes():

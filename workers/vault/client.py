@@ -30,7 +30,7 @@ from rayzero.workers.vault.requests import (
     WorkerRequests,
     abstract_socket_name,
 )
-from rayzero.workers.vault.slots import SlotWriter, encode_table
+from rayzero.workers.vault.slots import SlotWriter, encode_index
 
 _CALL_TIMEOUT_S = 10.0
 _RESERVE_TIMEOUT_S = 300.0
@@ -80,8 +80,8 @@ class VaultClient:
             self._socket.close()
             raise VaultGoneError(f"no vault answers at {address}: {error}") from None
 
-    def reserve(self, generation: int, rank: int, world_size: int, table: BlockIndex) -> SlotWriter:
-        """Allocates an empty buffer for a state with that table. A new one takes about 1 s per GB.
+    def reserve(self, generation: int, rank: int, world_size: int, index: BlockIndex) -> SlotWriter:
+        """Allocates an empty buffer for a state with that index. A new one takes about 1 s per GB.
 
         Buffers reserved earlier by this worker that hold no complete version are released. Raises
         VaultMemoryError if the node has too little memory; EngineError if a device still writes to
@@ -89,24 +89,19 @@ class VaultClient:
         """
         for mapping in self._registered:  # released buffers may become another worker's
             mapping.wait_idle(_DEVICE_TIMEOUT_S)
-        table_json = encode_table(table)
         [fd] = self._call(
-            _RESERVE_TIMEOUT_S + table.nbytes / _SLOWEST_RESERVE_BYTES_PER_S,
+            _RESERVE_TIMEOUT_S + index.nbytes / _SLOWEST_RESERVE_BYTES_PER_S,
             WorkerRequests.reserve,
             generation,
             rank,
             world_size,
-            len(table_json),
-            table.nbytes,
+            len(encode_index(index)),
+            index.nbytes,
         )
         try:
-            return SlotWriter(self._map(fd), table_json, table.constant_bytes)
+            return SlotWriter(self._map(fd), index)
         finally:
             os.close(fd)
-
-    def prepare(self, table: BlockIndex) -> None:
-        """Allocates the buffer that the next but one `reserve` needs. Does not wait for it."""
-        self._send(None, WorkerRequests.prepare, len(encode_table(table)), table.nbytes)
 
     def register(
         self, mapping: SlotMapping, register: Callable[[mmap.mmap], Callable[[], None]]

@@ -13,7 +13,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from rayzero.engine.errors import DataError
-from rayzero.engine.layout.state_index import BlockIndex
+from rayzero.engine.layout.state_index import BlockIndex, StateSource
 from rayzero.workers.vault.mappings import SlotMapping
 from rayzero.workers.vault.records import SlotDamagedError, SlotGoneError, SlotRef
 from rayzero.workers.vault.slots import (
@@ -36,22 +36,10 @@ FetchRemote: TypeAlias = Callable[[SlotRef, int, int], memoryview]
 image's end. A length beyond the header at offset 0 is that of all that is verified first."""
 
 
-def describe_slot(ref: SlotRef) -> str:
-    """A version as text, for error messages."""
-    return (
-        f"the slot of generation {ref.generation}, rank {ref.rank}, step {ref.step} "
-        f"on node {ref.node_id}"
-    )
-
-
-def slot_gone_error(ref: SlotRef) -> SlotGoneError:
-    return SlotGoneError(f"{describe_slot(ref)} is gone: dropped, overwritten, or never finished")
-
-
 def require_version(header: SlotHeader | None, ref: SlotRef) -> SlotHeader:
     """The header. Raises SlotGoneError if it is of another version, or of an incomplete one."""
     if header is None or not header.holds(ref):
-        raise slot_gone_error(ref)
+        raise SlotGoneError.of(ref)
     return header
 
 
@@ -76,10 +64,10 @@ class SlotReader(ABC):
     def close(self) -> None:
         """Releases the memory. Idempotent."""
 
-    def table(self) -> BlockIndex:
+    def index(self) -> BlockIndex:
         """The layout of the data."""
         header = self.header
-        text = self._read_json(PAGE_BYTES, header.table_bytes, header.table_checksum, "its table")
+        text = self._read_json(PAGE_BYTES, header.index_bytes, header.index_checksum, "its index")
         return BlockIndex.from_json(text)
 
     def metadata(self) -> dict[str, Any]:
@@ -98,9 +86,8 @@ class SlotReader(ABC):
         return document
 
     def _damaged(self, part: str) -> SlotDamagedError:
-        return SlotDamagedError(
-            f"{describe_slot(self.ref)} is damaged: {part} does not match its checksum"
-        )
+        text = f"{self.ref.describe()} is damaged: {part} does not match its checksum"
+        return SlotDamagedError(text)
 
 
 class MappedSlotReader(SlotReader):
@@ -174,7 +161,7 @@ class RemoteSlotReader(SlotReader):
                 self._start, skip = offset + done, 0
                 self._window = self._fetch(self.ref, self._start, FETCH_CHUNK_BYTES)
                 if not self._window:
-                    raise SlotGoneError(f"{describe_slot(self.ref)} ends at byte {self._start}")
+                    raise SlotGoneError(f"{self.ref.describe()} ends at byte {self._start}")
             part = self._window[skip : skip + len(into) - done]
             copy_bytes(into[done : done + len(part)], part)
             done += len(part)
@@ -191,8 +178,8 @@ def copy_bytes(into: memoryview, source: memoryview) -> None:
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
 
 
-class VaultSource:
-    """A `StateSource` over the images of one step. Owns them until `close`. Used by one thread.
+class VaultSource(StateSource):
+    """The state in the images of one step. Owns them until `close`. Used by one thread.
 
     Tables and metadata are verified at construction, an image's data before its first read: a rank
     that reads nothing from a slot does not touch its data. Raises DataError if a slot is gone or
@@ -203,7 +190,7 @@ class VaultSource:
         if not images:
             raise DataError(f"no vault slot holds the state of step {step}")
         self.step = step
-        self.block_indexes = [image.table() for image in images]
+        self.block_indexes = [image.index() for image in images]
         self._images = images
         self._metadata_by_rank = {image.ref.rank: image.metadata() for image in images}
         self._unverified = set(range(len(images)))
@@ -223,7 +210,6 @@ class VaultSource:
         image.read(image.header.data_offset + offset, into)
 
     def registered_block(self, block: int) -> memoryview | None:
-        """A block's bytes in memory that is registered with the device, not verified yet."""
         image = self._images[block]
         return image.data if isinstance(image, MappedSlotReader) and image.registered else None
 

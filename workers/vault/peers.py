@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import BoundedSemaphore, Lock
+from threading import BoundedSemaphore
 
 from rayzero.workers.stacks import TRAINING_THREAD
 from rayzero.workers.vault.process_end import open_crash_report
@@ -36,7 +36,6 @@ class Peer:
             unavailable.
         report_fd: the process's crash report; -1: none.
         slow_requests: limits what the connection may have in flight.
-        allocating: held while a buffer is allocated for it.
     """
 
     socket: socket.socket
@@ -50,7 +49,6 @@ class Peer:
     slow_requests: BoundedSemaphore = field(
         default_factory=lambda: BoundedSemaphore(MAX_SLOW_REQUESTS), repr=False
     )
-    allocating: Lock = field(default_factory=Lock, repr=False)
 
     def register(self, worker: int, pid: int, thread: int, report_fd: int) -> None:
         self.worker, self.pid = worker, pid

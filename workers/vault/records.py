@@ -7,7 +7,7 @@ them in every recovery, and a dataclass costs three times as much.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.workers.chaos.spec import FaultFired
@@ -26,6 +26,10 @@ class SlotRef(NamedTuple):
     rank: int
     step: int
     node_id: str
+
+    def describe(self) -> str:
+        """For error messages."""
+        return "the slot of generation {}, rank {}, step {} on node {}".format(*self)
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,10 @@ class SlotRoomError(RayzeroError):
 
 class SlotGoneError(DataError):
     """The vault does not hold the version: it was dropped, overwritten, or never finished."""
+
+    @classmethod
+    def of(cls, ref: SlotRef) -> Self:
+        return cls(f"{ref.describe()} is gone: dropped, overwritten, or never finished")
 
 
 class SlotDamagedError(DataError):

@@ -18,8 +18,8 @@ from mmap import PROT_READ, mmap
 from threading import Lock
 
 from rayzero.workers.vault.buffers import BufferPool, SharedBuffer
-from rayzero.workers.vault.images import copy_bytes, require_version, slot_gone_error
-from rayzero.workers.vault.records import SlotInfo, SlotRef
+from rayzero.workers.vault.images import copy_bytes, require_version
+from rayzero.workers.vault.records import SlotGoneError, SlotInfo, SlotRef
 from rayzero.workers.vault.slots import (
     SlotHeader,
     checksum_of,
@@ -80,10 +80,6 @@ class SlotRegistry:
         with self._lock:
             self._entries.append(_Entry(buffer, header.generation, header.rank, owner))
             return os.dup(buffer.fd)
-
-    def prepare(self, owner: object, nbytes: int) -> None:
-        """Allocates a spare buffer that the owner is about to reserve. Slow."""
-        self._pool.prepare(nbytes, owner)
 
     def open_version(self, ref: SlotRef) -> int:
         """A new descriptor of the version's buffer; the caller closes it. Raises SlotGoneError if
@@ -252,7 +248,7 @@ class SlotRegistry:
         for entry, version in reversed(self._complete_versions()):
             if version.holds(ref):
                 return entry
-        raise slot_gone_error(ref)
+        raise SlotGoneError.of(ref)
 
     def _drop_entries(self, entries: Iterable[_Entry]) -> None:
         dropped = list(entries)
@@ -280,15 +276,6 @@ class SlotRegistry:
 
     def _outdated_replicas(self) -> list[_Entry]:
         """Replicas of which this vault has a newer one."""
-        newest: dict[tuple[int, int], int] = {}
-        replicas = [
-            (entry, version) for entry, version in self._complete_versions() if entry.owner is None
-        ]
-        for entry, version in replicas:
-            key = entry.generation, entry.rank
-            newest[key] = max(version.step, newest.get(key, -1))
-        return [
-            entry
-            for entry, version in replicas
-            if version.step < newest[entry.generation, entry.rank]
-        ]
+        steps = {entry: it.step for entry, it in self._complete_versions() if entry.owner is None}
+        newest = {(it.generation, it.rank): it for it in sorted(steps, key=steps.__getitem__)}
+        return [it for it in steps if newest[it.generation, it.rank] is not it]

@@ -19,7 +19,7 @@ from rayzero.workers.vault.slots import SlotHeader
 
 _MAX_IMAGE_BYTES = 2**50
 MAX_PACKET_BYTES = 64 * 1024
-"""The longest message; tables and states go through shared memory."""
+"""The longest message; indexes and states go through shared memory."""
 
 Descriptors: TypeAlias = list[int]
 """File descriptors for the worker; closed here once they are sent."""
@@ -49,22 +49,15 @@ class WorkerRequests:
         generation: int,
         rank: int,
         world_size: int,
-        table_bytes: int,
+        index_bytes: int,
         data_bytes: int,
     ) -> Descriptors:
         """An empty buffer. Makes the worker's buffers without a complete version spare."""
-        header = SlotHeader(generation, rank, world_size, table_bytes, data_bytes)
-        with peer.allocating:  # what is being prepared for it
-            fd = self._registry.reserve(peer, header)
+        header = SlotHeader(generation, rank, world_size, index_bytes, data_bytes)
+        fd = self._registry.reserve(peer, header)
         if peer.closed:  # it died during the allocation: its end was handled too early for this one
             self._registry.discard_unfinished(peer)
         return [fd]
-
-    def prepare(self, peer: Peer, table_bytes: int, data_bytes: int) -> Descriptors:
-        """Allocates the buffer that the worker's next but one `reserve` needs."""
-        with peer.allocating:
-            self._registry.prepare(peer, SlotHeader(0, 0, 1, table_bytes, data_bytes).nbytes)
-        return []
 
     def open_version(
         self, peer: Peer, generation: int, rank: int, step: int, node_id: str

@@ -39,10 +39,7 @@ Ts = TypeVarTuple("Ts")
 _IO_THREADS = 16
 """Started as needed; the ranks of a node reserve at the same time, each for seconds."""
 _STOP_TIMEOUT_S = 5.0
-_SLOW_REQUESTS = tuple(
-    request.__name__
-    for request in (WorkerRequests.reserve, WorkerRequests.prepare, WorkerRequests.fetch_version)
-)
+_SLOW_REQUESTS = WorkerRequests.reserve.__name__, WorkerRequests.fetch_version.__name__
 
 _PING_INTERVAL_S = 1.0  # how often a poll that waits for the server's thread looks if it lives
 _MAX_PACKETS_IN_TURN = 64

@@ -1,6 +1,6 @@
 """Slot buffers: the header page, and the writer that keeps a buffer consistent.
 
-An *image* is all bytes of a buffer: the header page, the state's table as JSON, space for the
+An *image* is all bytes of a buffer: the header page, the state's index as JSON, space for the
 state's JSON metadata, and the data, each part on pages of its own. An image describes itself: a
 copy of it is a replica, and can be read without its writer.
 
@@ -52,7 +52,7 @@ class SlotHeader(NamedTuple):
     Attributes:
         step: finished steps of the state; -1 if there is no complete version.
         constant_bytes: of the data, at its beginning; training never changes them.
-        table_checksum, metadata_checksum: xxh3-64.
+        index_checksum, metadata_checksum: xxh3-64.
         constants_checksum, data_checksum: `checksum_of` the constant bytes of the data, and of the
             others; the latter is None if they were not computed.
     """
@@ -60,11 +60,11 @@ class SlotHeader(NamedTuple):
     generation: int
     rank: int
     world_size: int
-    table_bytes: int
+    index_bytes: int
     data_bytes: int
     constant_bytes: int = 0
     step: int = -1
-    table_checksum: int = 0
+    index_checksum: int = 0
     metadata_bytes: int = 0
     metadata_checksum: int = 0
     constants_checksum: int = 0
@@ -72,8 +72,8 @@ class SlotHeader(NamedTuple):
 
     @property
     def metadata_offset(self) -> int:
-        """The table comes before it, from the second page on."""
-        return PAGE_BYTES + _round_up_to_pages(self.table_bytes)
+        """The index comes before it, from the second page on."""
+        return PAGE_BYTES + _round_up_to_pages(self.index_bytes)
 
     @property
     def data_offset(self) -> int:
@@ -135,8 +135,8 @@ def write_pin(fd: int, pinned: bool) -> None:
     os.pwrite(fd, b"\1" if pinned else b"\0", PIN_OFFSET)
 
 
-def encode_table(table: BlockIndex) -> bytes:
-    return json.dumps(table.to_json(), separators=(",", ":")).encode()
+def encode_index(index: BlockIndex) -> bytes:
+    return json.dumps(index.to_json(), separators=(",", ":")).encode()
 
 
 def checksum_of(data: memoryview, threads: int = 1) -> int:
@@ -166,23 +166,22 @@ class SlotWriter:
 
     Args:
         mapping: a buffer reserved by the vault; its contents stay there.
-        table_json: the table of the state to be written.
-        constant_bytes: of its data.
+        index: that of the state to be written.
     """
 
-    def __init__(self, mapping: SlotMapping, table_json: bytes, constant_bytes: int = 0) -> None:
+    def __init__(self, mapping: SlotMapping, index: BlockIndex) -> None:
+        index_json = encode_index(index)
         self.mapping = mapping
+        self.index = index
         self._map = mapping.memory
         header = SlotHeader.decode(self._map[:HEADER_BYTES])
         if header is None:
             raise SlotGoneError("the vault returned a buffer without a valid header")
-        self._map[PAGE_BYTES : PAGE_BYTES + len(table_json)] = table_json
+        self._map[PAGE_BYTES : PAGE_BYTES + len(index_json)] = index_json
         self._header = header._replace(
-            table_checksum=xxh3_64_intdigest(table_json), constant_bytes=constant_bytes
+            index_checksum=xxh3_64_intdigest(index_json), constant_bytes=index.constant_bytes
         )
         self._begun = False
-        self.table: BlockIndex | None = None
-        """The table of the state in `data`, for its writer."""
         self.constants_version = -1
         """`TrainingState.constants_version` of the constants in `data`, for their writer."""
         self.constants_checksum = checksum_of(memoryview(b""))

@@ -186,7 +186,7 @@ class Vault:
                     source.read(start, constants)
                 source.read(stop, rest)
             with closing(MappedSlotReader(ref, fd, source.header)) as image:
-                image.table()
+                image.index()
                 image.metadata()
                 image.verify()
         return nbytes
@@ -209,7 +209,7 @@ class Vault:
             return write_rank_file(
                 folder,
                 ref.rank,
-                image.table(),
+                image.index(),
                 image.metadata(),
                 image.data,
                 generation=ref.generation,

@@ -21,7 +21,7 @@ from rayzero.engine.checkpoint.format import is_safe_name
 from rayzero.engine.checkpoint.schema import INDEX, check_index, check_metadata, validate
 from rayzero.engine.checkpoint.store_local import LocalStore
 from rayzero.engine.errors import CONTENT_ERRORS, DataError, EngineError, first_line
-from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
+from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, StateSource, TensorRange
 from rayzero.engine.precision.dtypes import dtype_name
 from rayzero.engine.validation import repr_value
 
@@ -59,20 +59,20 @@ def flatten(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).contiguous()
 
 
-class TensorSource:
+class TensorSource(StateSource):
     """A `StateSource` with one block for each flat tensor. `step` counts finished steps; 0 if the
     files do not say."""
 
     def __init__(self, pieces: Sequence[FlatTensor], metadata: dict[str, Any]) -> None:
         pieces = [piece for piece in pieces if piece.ranges]
-        self.block_indexes: Sequence[BlockIndex] = [piece.block_index() for piece in pieces]
+        self.block_indexes = [piece.block_index() for piece in pieces]
         try:
             check_metadata(metadata)
             for index in self.block_indexes:
                 check_index(index)
         except (LookupError, ValueError) as error:
             raise DataError(f"the files hold no valid state: {first_line(error)}") from None
-        self.step: int = metadata["step"]
+        self.step = metadata["step"]
         self._metadata = metadata
         self._memory = [piece.memory for piece in pieces]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,16 +12,14 @@ from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, StateSo
 from rayzero.engine.precision.dtypes import dtype_name
 
 
-class TensorBlocks:
-    """A `StateSource` of tensors, each split unevenly over `world` blocks."""
+class TensorBlocks(StateSource):
+    """A state source of tensors, each split unevenly over `world` blocks."""
 
     def __init__(
         self, tensors: dict[str, Tensor], metadata: dict[str, Any], world: int = 3
     ) -> None:
         self.step = int(metadata.get("step", 0))
-        self.block_indexes: Sequence[BlockIndex] = [
-            _index(tensors, rank, world) for rank in range(world)
-        ]
+        self.block_indexes = [_index(tensors, rank, world) for rank in range(world)]
         self.closed = False
         self._metadata = metadata
         self._blocks = [bytearray(index.nbytes) for index in self.block_indexes]

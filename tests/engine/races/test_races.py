@@ -108,7 +108,7 @@ def test_two_ranks_launch_the_same_collectives(case: Case):
         ("engine/zero/lazy_weights.py", "work.wait()", Case(stage=1, lazy_weights=True)),
         ("engine/offload/stores.py", "self._transfer.sync_compute()", _HOST_OPTIMIZER),
         ("engine/offload/nvme_store.py", "buffer.wait()", Case(stage=1, offload="nvme")),
-        ("workers/beside_copy.py", "self._stream.wait_stream(compute)", Case(script="mirror")),
+        ("workers/state_copy.py", "self._stream.wait_stream(compute)", Case(script="mirror")),
         ("engine/offload/nvme_store.py", "event.synchronize()", _FILE),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.device import get_device
-from rayzero.engine.state.kept import KeptSource
+from rayzero.engine.recut import KeptSource
 from tests.engine.state.blocks import Block, BlocksSource
 from tests.support.races.cases import Case
 from tests.support.races.models import make_batch

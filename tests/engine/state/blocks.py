@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayzero.engine.engine import Engine
-from rayzero.engine.layout.state_index import BlockIndex
+from rayzero.engine.layout.state_index import BlockIndex, StateSource
 from rayzero.engine.session import StepRequests
 
 
@@ -29,8 +29,8 @@ class Block:
         return cls(block.index, data, engine.state.metadata())
 
 
-class BlocksSource:
-    """A `StateSource` of blocks that counts the bytes read."""
+class BlocksSource(StateSource):
+    """Blocks in memory: a source that counts the bytes read."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = blocks
@@ -45,9 +45,6 @@ class BlocksSource:
     def read(self, block: int, offset: int, into: memoryview) -> None:
         into[:] = memoryview(self._blocks[block].data)[offset : offset + len(into)]
         self.bytes_read += len(into)
-
-    def close(self) -> None:
-        return
 
 
 @dataclass

@@ -10,15 +10,15 @@ import torch
 
 from rayzero.engine.device import replace_device
 from rayzero.engine.errors import DataError
-from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
-from rayzero.engine.state import device_reads
+from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, StateSource, TensorRange
+from rayzero.engine.state import ranges
 from rayzero.engine.state.ranges import read_ranges, whole_tensor_range
 from tests.workers.late_device import LateDevice, LateEvent
 
 NUMEL = 100
 
 
-class Source:
+class Source(StateSource):
     """Two blocks of int32: the first in registered memory, the second elsewhere."""
 
     step = 1
@@ -57,7 +57,7 @@ class Source:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
-    monkeypatch.setattr(device_reads, "STAGING_BYTES", 16)
+    monkeypatch.setattr(ranges, "STAGING_BYTES", 16)
     device = LateDevice()
     with replace_device(device):
         yield device

@@ -21,13 +21,13 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from rayzero.engine.session import StepRequests, use_session
-from rayzero.workers import beside_copy
+from rayzero.workers import state_copy
 from rayzero.workers.messages import Assignment, MirrorPolicy, StepReport
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.training_thread import StopFlag
 from rayzero.workers.vault import mappings, slots
 from rayzero.workers.vault.mappings import SlotMapping
-from rayzero.workers.vault.slots import SlotHeader, SlotWriter, encode_table, write_header
+from rayzero.workers.vault.slots import SlotHeader, SlotWriter, encode_index, write_header
 from tests.support.virtual_device.machine import Machine, current_machine, use_machine
 from tests.support.virtual_device.operators import Operators
 from tests.support.virtual_device.placement import Placement
@@ -130,7 +130,7 @@ class VirtualFlag(threading.Event):
         return self.is_set()
 
 
-class VirtualJob(beside_copy._Job):
+class VirtualJob(state_copy._Job):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.host_copied, self.done = VirtualFlag(), VirtualFlag()
@@ -162,13 +162,13 @@ class FakeVault:
         self._mappings: list[SlotMapping] = []
 
     def reserve(self, generation: int, rank: int, world_size: int, table: Any) -> SlotWriter:
-        encoded = encode_table(table)
-        header = SlotHeader(generation, rank, world_size, len(encoded), table.nbytes)
+        encoded = len(encode_index(table))
+        header = SlotHeader(generation, rank, world_size, encoded, table.nbytes)
         fd = os.memfd_create("slot")
         try:
             os.ftruncate(fd, header.nbytes)
             write_header(fd, header)
-            return SlotWriter(SlotMapping(fd), encoded, table.constant_bytes)
+            return SlotWriter(SlotMapping(fd), table)
         finally:
             os.close(fd)
 
@@ -176,9 +176,6 @@ class FakeVault:
         if not mapping.registered:
             mapping.register(register)
             self._mappings.append(mapping)
-
-    def prepare(self, table: Any) -> None:
-        self.calls.append("prepare")
 
     def announce_loaded(self, generation: int, step: int) -> None:
         self.calls.append("loaded")
@@ -295,13 +292,13 @@ def mirroring_session() -> Iterator[MirroringSession]:
     machine = current_machine()
     with ExitStack() as stack:
         for target, name, new in (
-            (beside_copy, "Thread", VirtualThread),
-            (beside_copy, "SimpleQueue", VirtualQueue),
-            (beside_copy, "Flag", VirtualFlag),
-            (beside_copy, "_Job", VirtualJob),
-            (beside_copy, "ThreadPoolExecutor", VirtualPool),
-            (beside_copy, "xxh3_64_intdigest", _checksum),
-            (beside_copy, "CHUNK_BYTES", _CHUNK_BYTES),
+            (state_copy, "Thread", VirtualThread),
+            (state_copy, "SimpleQueue", VirtualQueue),
+            (state_copy, "Flag", VirtualFlag),
+            (state_copy, "_Job", VirtualJob),
+            (state_copy, "ThreadPoolExecutor", VirtualPool),
+            (state_copy, "xxh3_64_intdigest", _checksum),
+            (state_copy, "CHUNK_BYTES", _CHUNK_BYTES),
             (slots, "CHUNK_BYTES", _CHUNK_BYTES),
             (mappings, "sleep", lambda seconds: machine.time_passes()),
         ):

@@ -21,9 +21,9 @@ from torch import Tensor
 from rayzero.engine.api import tensor_fragments as api
 from rayzero.engine.api.params import GatheredParameters
 from rayzero.engine.device import get_device
-from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
+from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, StateSource, TensorRange
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
-from rayzero.engine.state.kept import KeptSource
+from rayzero.engine.recut import KeptSource
 from rayzero.engine.state.load import LOAD_ALL, _model_tensors
 from tests.support.races.mirroring import mirroring_session
 from tests.support.virtual_device.placement import DEVICE
@@ -171,7 +171,7 @@ class Load(Plain):
         engine.state.sync_model_weights()
 
 
-class MadeUpState:
+class MadeUpState(StateSource):
     """A complete state of an engine's model with other values, in two blocks, each with every
     second tensor: the first `registered` ones in registered memory, the others to be read by the
     host."""

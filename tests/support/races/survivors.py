@@ -30,15 +30,15 @@ JUSTIFIED: dict[str, str] = {
         "an update waits for the same (`wait_state`); between CPU ranks the vote tells that no "
         "peer reads the weights any more, so they are waited for before it"
     ),
-    "workers/beside_copy.py BesideCopier._start: self.settle()": (
+    "workers/state_copy.py StateCopier._start: self.settle()": (
         "the vote has settled the step before (`step_requests`); this is for an error in that order"
     ),
-    "workers/beside_copy.py BesideCopier.close: job.done.wait(limit_s)": (
+    "workers/state_copy.py StateCopier.close: job.done.wait(limit_s)": (
         "the join waits for the same, but the thread would give up a step that is finished: "
-        "tests/workers/test_beside_copy.py lets one be committed"
+        "tests/workers/test_state_copy.py lets one be committed"
     ),
-    "workers/beside_copy.py BesideCopier.close: self._thread.join(limit_s)": (
+    "workers/state_copy.py StateCopier.close: self._thread.join(limit_s)": (
         "what the thread does is over with `done`; this ends the thread, for which "
-        "tests/workers/test_beside_copy.py looks"
+        "tests/workers/test_state_copy.py looks"
     ),
 }

@@ -20,7 +20,7 @@ _NAMES = re.compile(
 )
 FOLDERS = (
     "engine",
-    "workers/beside_copy.py",
+    "workers/state_copy.py",
     "workers/mirror.py",
     "workers/vault/mappings.py",
 )

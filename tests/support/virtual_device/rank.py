@@ -20,7 +20,7 @@ from rayzero.engine.comm.process_group import SingleRankBackend
 from rayzero.engine.device import replace_device
 from rayzero.engine.offload import nvme_store, transfer
 from rayzero.engine.offload.nvme_store import MappedFile
-from rayzero.engine.state import device_reads
+from rayzero.engine.state import ranges
 from tests.support.virtual_device.device import VirtualDevice
 from tests.support.virtual_device.machine import Machine, current_machine, use_machine
 from tests.support.virtual_device.nccl import Alone, Ranks, VirtualNccl
@@ -54,7 +54,7 @@ def virtual_cluster(ranks: Alone | Ranks) -> Iterator[None]:
             (builder, "connect_collectives", connect),
             (recut, "connect_backend", connect_backend),
             (transfer, "CAST_NUMEL", 512),
-            (device_reads, "STAGING_BYTES", 512),
+            (ranges, "STAGING_BYTES", 512),
             (nvme_store, "ThreadPoolExecutor", VirtualPool),
             (MappedFile, "read", _booked(MappedFile.read, reads_file=True)),
             (MappedFile, "write", _booked(MappedFile.write, reads_file=False)),

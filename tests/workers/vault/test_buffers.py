@@ -17,6 +17,7 @@ import pytest
 from rayzero.engine.errors import RayzeroError
 from rayzero.workers.vault.buffers import BufferPool, available_bytes, resident_bytes
 from rayzero.workers.vault.records import VaultMemoryError
+from tests.workers.vault.support import open_fds
 
 MIB = 2**20
 V2 = "0::/pod/box\n"
@@ -85,21 +86,14 @@ def test_kernel_without_memavailable_is_error(tmp_path: Path):
         available_bytes(root)
 
 
-def test_resident_memory():
+def test_memory_of_this_machine():
     expected = psutil.Process().memory_info().rss
     assert abs(resident_bytes() - expected) < 0.2 * expected
-
-
-def test_this_machine_has_available_memory():
     assert available_bytes() > 0
 
 
-def fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_insufficient_memory_error_names_sizes_and_settings():
-    before = fds()
+    before = open_fds()
     pool = BufferPool(lambda: 5 * MIB)
     with pytest.raises(VaultMemoryError) as caught:
         pool.acquire(6 * MIB)
@@ -108,24 +102,24 @@ def test_insufficient_memory_error_names_sizes_and_settings():
     assert "5 MiB" in str(error)
     for setting in ("recovery.replicas", "checkpoint.every_steps", "memory limit"):
         assert setting in str(error)
-    assert fds() == before
+    assert open_fds() == before
     buffer = pool.acquire(2 * MIB)
     assert os.fstat(buffer.fd).st_blocks * 512 >= 2 * MIB  # touched already
     pool.release([buffer])
     pool.trim()
-    assert fds() == before
+    assert open_fds() == before
 
 
 def test_allocation_failure_is_reported(monkeypatch: pytest.MonkeyPatch):
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
-    before = fds()
+    before = open_fds()
     pool = BufferPool(lambda: 100 * MIB)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(VaultMemoryError):
         pool.acquire(MIB)
-    assert (fds(), pool.nbytes) == (before, 0)
+    assert (open_fds(), pool.nbytes) == (before, 0)
 
 
 def test_spare_buffers_are_used_first_and_only_growth_counts():
@@ -188,15 +182,4 @@ def test_buffers_are_allocated_at_once_and_not_from_the_same_memory(
         buffers = [future.result(10) for future in started]
     assert [buffer.allocated_bytes for buffer in buffers] == [4 * MIB, 5 * MIB]
     pool.release(buffers)
-    pool.trim()
-
-
-def test_prepared_buffer_is_for_the_one_that_asked():
-    pool = BufferPool(lambda: 100 * MIB)
-    pool.prepare(2 * MIB, "a")
-    pool.prepare(2 * MIB, "b")
-    buffer = pool.acquire(2 * MIB, "a")
-    assert (buffer.last_owner, pool.nbytes) == ("a", 2 * MIB)
-    pool.prepare(200 * MIB, "c")  # too much: reported when it is needed
-    pool.release([buffer])
     pool.trim()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ import torch
 
 from rayzero.engine.device import Device
 from rayzero.engine.session import NO_REQUESTS, StepRequests
-from rayzero.engine.state.ranges import pack_block, whole_tensor_range
-from rayzero.engine.state.training import TrainingState
-from rayzero.workers import beside_copy
+from rayzero.engine.state.ranges import whole_tensor_range
+from rayzero.workers import state_copy
 from rayzero.workers.messages import MirrorPolicy
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.training_thread import StopFlag
@@ -24,6 +22,7 @@ from rayzero.workers.vault.images import MappedSlotReader
 from rayzero.workers.vault.records import Restore, SlotDamagedError
 from tests.workers.late_device import LateDevice
 from tests.workers.support import ASSIGN, give_up
+from tests.workers.test_state_copy import PartsState
 from tests.workers.vault.support import VaultCluster, refs
 
 FROZEN, TRAINED = 200_000, 100  # elements
@@ -32,25 +31,13 @@ PIN = StepRequests(pin=True)
 DEVICES: list[Callable[[], Any]] = [lambda: Device(torch.device("cpu")), LateDevice]
 
 
-class State(TrainingState):
+class State(PartsState):
     """A frozen weight, and one that updates change."""
 
-    constants_version = 0
-    update_is_collective = False
-
     def __init__(self, device: Any) -> None:
-        self.device, self.update_is_collective, self.copied_by = device, False, None
-        self._is_updating = False
-        self._runtime: Any = SimpleNamespace(wait_state=lambda: None)
         self.frozen, self.weights = torch.rand(FROZEN), torch.zeros(TRAINED)
         frozen = replace(whole_tensor_range("weights/f", self.frozen), constant=True)
-        self.block = pack_block([whole_tensor_range("weights/w", self.weights), frozen])
-
-    def pack(self, *, whole: bool = False) -> Any:
-        return self.block
-
-    def capture_metadata(self) -> Callable[[], bytes]:
-        return lambda: b"{}"
+        super().__init__(device, whole_tensor_range("weights/w", self.weights), frozen)
 
 
 class Rig:
@@ -103,7 +90,7 @@ def test_are_hashed_only_when_they_are_written(rig: Rig, monkeypatch: pytest.Mon
         return original(data)
 
     original = slots.xxh3_64_intdigest
-    for module in (slots, beside_copy):
+    for module in (slots, state_copy):
         monkeypatch.setattr(module, "xxh3_64_intdigest", digest)
         monkeypatch.setattr(module, "CHUNK_BYTES", 256_000)
     for step in range(1, 6):

@@ -123,12 +123,12 @@ def test_data_without_checksums_is_not_verified(cluster: VaultCluster):
 
 
 @NODES
-@pytest.mark.parametrize("part", ["its metadata", "its table"])
+@pytest.mark.parametrize("part", ["its metadata", "its index"])
 def test_tables_and_metadata_are_always_verified(cluster: VaultCluster, node: str, part: str):
     restore = store(cluster, node, check=False)
 
     def where(image: images.SlotReader) -> int:
-        return PAGE_BYTES if part == "its table" else image.header.metadata_offset
+        return PAGE_BYTES if part == "its index" else image.header.metadata_offset
 
     damage(cluster.vault(node), restore.slots[0], where)
     client = cluster.client(worker=9)

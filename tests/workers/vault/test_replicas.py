@@ -72,19 +72,10 @@ def test_replica_equals_version(cluster: VaultCluster):
     assert (bytes(data), source.metadata(1)) == (content(1, 4), {"step": 4, "rank": 1})
     assert source.block_indexes[1] == table(1)
     source.close()
-
-
-def test_existing_replica_is_not_copied_again(cluster: VaultCluster):
-    slots = pinned(cluster, 4)
-    assert cluster.vault("b").replicate(slots) > 0
     count = len(cluster.fetched)
-    assert cluster.vault("b").replicate(slots) == 0
-    assert len(cluster.fetched) == count
-
-
-def test_replica_of_replica(cluster: VaultCluster):
-    cluster.vault("b").replicate(pinned(cluster, 4))
-    assert cluster.vault("c").replicate(refs((1, 0, 4), node="b")) > 0
+    assert vault.replicate(slots) == 0
+    assert len(cluster.fetched) == count, "it is not copied again"
+    assert cluster.vault("c").replicate(refs((1, 0, 4), node="b")) > 0, "of a replica"
     assert steps_of(cluster.vault("c")) == [(0, 4)]
 
 
@@ -154,6 +145,7 @@ def test_version_dropped_during_copy_leaves_older_replica(
     with pytest.raises(SlotGoneError, match="step 8"):
         vault.replicate(newer)
     assert steps_of(vault) == [(0, 4)]
+    assert vault.usage()["spare"] > 0
 
 
 def test_closing_vault_ends_copy(cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch):

@@ -26,10 +26,10 @@ HEADERS = st.builds(
     generation=st.integers(0, 2**62),
     rank=RANKS,
     world_size=RANKS,
-    table_bytes=SIZES,
+    index_bytes=SIZES,
     data_bytes=SIZES,
     step=st.integers(-1, 2**62),
-    table_checksum=WORDS,
+    index_checksum=WORDS,
     metadata_bytes=SIZES,
     metadata_checksum=WORDS,
     constant_bytes=SIZES,
@@ -77,7 +77,7 @@ def test_another_format_version_is_error():
 @given(HEADERS)
 def test_parts_are_page_aligned_and_large_enough(header: SlotHeader):
     starts = [PAGE_BYTES, header.metadata_offset, header.data_offset, header.nbytes]
-    sizes = [header.table_bytes, METADATA_CAPACITY, header.data_bytes]
+    sizes = [header.index_bytes, METADATA_CAPACITY, header.data_bytes]
     assert all(start % PAGE_BYTES == 0 for start in starts)
     for start, end, size in zip(starts[:-1], starts[1:], sizes, strict=True):
         assert size <= end - start < size + PAGE_BYTES

@@ -21,14 +21,14 @@ from rayzero.workers.vault.slots import (
     METADATA_CAPACITY,
     SlotHeader,
     SlotWriter,
-    encode_table,
+    encode_index,
     read_pin,
     write_header,
     write_pin,
 )
 from tests.workers.vault.support import content, table, write
 
-TABLE_JSON = encode_table(table())
+TABLE_JSON = encode_index(table())
 
 
 @pytest.fixture
@@ -49,14 +49,14 @@ def read(fd: int, step: int) -> tuple[bytes, dict[str, Any]]:
     image = MappedSlotReader(SlotRef(1, 0, step, "a"), fd)
     try:
         image.verify()
-        assert image.table() == table()
+        assert image.index() == table()
         return bytes(image.data), image.metadata()
     finally:
         image.close()
 
 
 def test_version_exists_from_commit_to_begin(fds: list[int]):
-    buffer = SlotWriter(SlotMapping(fds[0]), TABLE_JSON)
+    buffer = SlotWriter(SlotMapping(fds[0]), table())
     assert (buffer.step, buffer.pinned) == (-1, False)
     write(buffer, 0, 5)
     assert (buffer.step, buffer.pinned) == (5, False)
@@ -68,7 +68,7 @@ def test_version_exists_from_commit_to_begin(fds: list[int]):
 
 
 def test_pinned_version_cannot_be_overwritten(fds: list[int]):
-    buffer = SlotWriter(SlotMapping(fds[0]), TABLE_JSON)
+    buffer = SlotWriter(SlotMapping(fds[0]), table())
     write(buffer, 0, 5, pin=True)
     assert buffer.pinned
     with pytest.raises(EngineError, match="step 5 in the vault is pinned"):
@@ -81,7 +81,7 @@ def test_pinned_version_cannot_be_overwritten(fds: list[int]):
 
 
 def test_invalid_commits(fds: list[int]):
-    buffer = SlotWriter(SlotMapping(fds[0]), TABLE_JSON)
+    buffer = SlotWriter(SlotMapping(fds[0]), table())
     with pytest.raises(EngineError, match=r"without a SlotWriter\.begin"):
         buffer.commit(1, b"{}", False, None)
     buffer.begin()
@@ -94,7 +94,7 @@ def test_invalid_commits(fds: list[int]):
 
 
 def test_memory_stays_mapped_while_view_exists(fds: list[int]):
-    buffer = SlotWriter(SlotMapping(fds[0]), TABLE_JSON)
+    buffer = SlotWriter(SlotMapping(fds[0]), table())
     before = len(os.listdir("/proc/self/fd"))
     data = buffer.data
     del buffer
@@ -132,7 +132,7 @@ def killed_at_line(number: int, buffer: SlotWriter) -> bool:
 
 
 def test_writer_killed_at_any_line_leaves_only_complete_versions(fds: list[int]):
-    old, new = (SlotWriter(SlotMapping(fd), TABLE_JSON) for fd in fds)
+    old, new = (SlotWriter(SlotMapping(fd), table()) for fd in fds)
     outcomes = []
     for number in range(1, 100):
         write_pin(fds[1], False)

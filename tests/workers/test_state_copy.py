@@ -16,10 +16,10 @@ import torch
 from rayzero.engine.session import NO_REQUESTS
 from rayzero.engine.state.ranges import StateRange, pack_block, whole_tensor_range
 from rayzero.engine.state.training import TrainingState
-from rayzero.workers import beside_copy
-from rayzero.workers.beside_copy import BesideCopier
+from rayzero.workers import state_copy
 from rayzero.workers.messages import MirrorPolicy, StepReport
 from rayzero.workers.mirror import Mirror
+from rayzero.workers.state_copy import StateCopier
 from rayzero.workers.training_thread import StopFlag
 from rayzero.workers.vault import slots
 from rayzero.workers.vault.records import Restore
@@ -31,27 +31,32 @@ EVERY = MirrorPolicy(replicas=1, every_steps=1)
 ELEMENTS = 1000
 
 
-class State(TrainingState):
-    """Weights that updates change, a buffer that forward changes."""
+class PartsState(TrainingState):
+    """A state of these parts, without an engine."""
 
     constants_version = 0
     update_is_collective = False
 
-    def __init__(self, device: LateDevice, *, collective: bool = False) -> None:
-        self.device = device
-        self.update_is_collective = collective
-        self.copied_by = None
-        self._is_updating = False
+    def __init__(self, device: Any, *parts: StateRange) -> None:
+        self.device, self.copied_by, self._is_updating = device, None, False
         self._runtime: Any = SimpleNamespace(wait_state=lambda: None)
-        self.weights, self.buffer = torch.zeros(ELEMENTS), torch.zeros(8)
-        buffer: StateRange = replace(whole_tensor_range("buffers/b", self.buffer), volatile=True)
-        self.block = pack_block([whole_tensor_range("weights/w", self.weights), buffer])
+        self.block = pack_block(parts)
 
     def pack(self, *, whole: bool = False) -> Any:
         return self.block
 
     def capture_metadata(self) -> Callable[[], bytes]:
         return lambda: b"{}"
+
+
+class State(PartsState):
+    """Weights that updates change, a buffer that forward changes."""
+
+    def __init__(self, device: LateDevice, *, collective: bool = False) -> None:
+        self.update_is_collective = collective
+        self.weights, self.buffer = torch.zeros(ELEMENTS), torch.zeros(8)
+        buffer = replace(whole_tensor_range("buffers/b", self.buffer), volatile=True)
+        super().__init__(device, whole_tensor_range("weights/w", self.weights), buffer)
 
 
 class Rig:
@@ -95,7 +100,7 @@ class Rig:
     @property
     def job(self) -> Any:
         copier = self.mirror._copier
-        assert isinstance(copier, BesideCopier)
+        assert isinstance(copier, StateCopier)
         return copier._job
 
 
@@ -158,21 +163,21 @@ def check_aborted_copy_is_garbage(rig: Rig) -> None:
 
 
 def ignore_events(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BesideCopier, "_is_reached", lambda self, event: True)
+    patch.setattr(StateCopier, "_is_reached", lambda self, event, job: True)
 
 
 def ignore_interrupt(patch: pytest.MonkeyPatch) -> None:
-    def is_reached(self: BesideCopier, event: LateEvent) -> bool:
+    def is_reached(self: StateCopier, event: LateEvent, job: Any) -> bool:
         while not event.query():
             pass
         return True
 
-    patch.setattr(BesideCopier, "_is_reached", is_reached)
+    patch.setattr(StateCopier, "_is_reached", is_reached)
     patch.setattr(StopFlag, "check", lambda self: None)
 
 
 def update_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(beside_copy._Job, "before_write", lambda self, device: None)
+    patch.setattr(state_copy._Job, "before_write", lambda self, device: None)
 
 
 def copy_buffers_last(patch: pytest.MonkeyPatch) -> None:
@@ -229,7 +234,7 @@ def test_steps_are_mirrored_and_reported_in_order(rig: Rig):
 
 
 def test_chunks_have_the_checksum_of_the_whole(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    for module in (beside_copy, slots):
+    for module in (state_copy, slots):
         monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
     rig.step(1)
     assert len(rig.job.groups) > 1
