@@ -67,6 +67,7 @@ def recut_engine(
         DataError, EngineError: the state cannot be read. It can be tried again, with `keep` false.
         ConfigError: the batch sizes do not fit the ranks.
     """
+    backend, device = connect_backend()  # what fails here leaves the engine as it is
     runtime = step.runtime
     runtime.collectives.in_step = True  # nothing of the previous group is waited for
     step.abandon()
@@ -76,7 +77,6 @@ def recut_engine(
     if runtime.unshard_scheduler is not None:
         runtime.unshard_scheduler.abandon()
     runtime.collectives.abandon()
-    backend, device = connect_backend()
     runtime.collectives.reconnect(backend)
     context = _make_context(step, model, device)
     config = with_saved_batch_sizes(step.settings.config, source.metadata(0))

@@ -15,6 +15,7 @@ import torch
 
 from rayzero.engine.comm.elastic_group import elastic_group
 from rayzero.engine.device import get_device
+from rayzero.engine.torch_private import error_reader
 
 POLL_INTERVAL_S = 1.0
 """How often the error is read: a lock and a copy."""
@@ -23,7 +24,7 @@ POLL_INTERVAL_S = 1.0
 @contextmanager
 def polled_group_errors(device: torch.device, on_error: Callable[[str], None]) -> Iterator[None]:
     """While it is entered, a thread polls the generation's group, if its backend reports errors;
-    builds of torch without NCCL do not. It waits for a group that is still joining.
+    builds of torch without NCCL do not.
 
     The thread ends with its first error, without a group, or within `POLL_INTERVAL_S` of the exit.
 
@@ -58,6 +59,4 @@ def polled_group_errors(device: torch.device, on_error: Callable[[str], None]) -
 def _error_reader(device: torch.device) -> Callable[[], Any] | None:
     """The backend's method. Looked up: torch's base class does not have it in all builds."""
     group = elastic_group()
-    if group is None or group.joining is None:
-        return None
-    return getattr(group.joining.get_group()._get_backend(device), "get_error", None)
+    return None if group is None else error_reader(group.get_group(), device)

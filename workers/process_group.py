@@ -4,8 +4,7 @@
 reached. Each generation has its own key prefix in the store, so that it never reads a late key of
 an earlier one.
 
-A thread joins the group while the training thread builds its engine (`JoiningGroup`). What ends a
-wait of gloo for a peer is in `group_sockets`.
+What ends a wait of gloo for a peer is in `group_sockets`.
 
 The group of an asynchronous device (NCCL) is aborted instead, which ends its kernels on the device.
 Its sockets are shut down only while it forms, where nothing else ends a wait: later the abort
@@ -25,12 +24,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from rayzero.engine.comm.elastic_group import elastic_group, make_elastic_group
-from rayzero.engine.comm.joining_group import JoiningGroup, PlannedGroup
+from rayzero.engine.comm.elastic_group import Place, elastic_group, make_elastic_group
 from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.device import get_device
+from rayzero.engine.torch_private import HashStore, PrefixStore, Store, TCPStore
 from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.messages import Assignment
 from rayzero.workers.rendezvous_store import AuthenticatedStore
@@ -44,50 +42,20 @@ _group_store: list[AuthenticatedStore] = []
 """Of that group, which keeps the C++ part alive, but not the Python object."""
 
 
-def begin_join(
-    assignment: Assignment,
-    device: torch.device,
-    timeout_s: float,
-    sockets: SocketTracker,
-    check: Callable[[], None],
-    on_joined: Callable[[], None],
-) -> JoiningGroup:
-    """Starts a thread that joins the group of a generation: see `join_process_group`.
-
-    Also sets the environment variables that torchrun sets.
+def plan_process_group(
+    assignment: Assignment, device: torch.device, begin: Callable[[], None] | None = None
+) -> None:
+    """Makes the ranks of a generation known, before its group exists: to torch, and by the
+    environment variables that torchrun sets.
 
     Args:
-        check: raises in the training thread if it is not to wait for the group any longer.
-        on_joined: called by the joining thread, before a wait for the group ends.
+        begin: of a generation that has not begun; what needs its group calls it, which waits for
+            the generation, and joins it.
     """
     _set_environment(assignment)
-
-    def join() -> dist.ProcessGroup:
-        group = join_process_group(assignment, device, timeout_s, sockets)
-        on_joined()
-        return group
-
-    ranks = assignment.rank, assignment.world_size
-    joining = JoiningGroup(join, *ranks, device, get_device(device).backend, check)
-    make_elastic_group().begin(joining)
-    return joining
-
-
-def plan(assignment: Assignment, device: torch.device, begin: Callable[[], None]) -> None:
-    """The ranks of a generation that has not begun; what needs its group calls `begin`, which waits
-    for it, and begins to join."""
-
-    def begin_group() -> JoiningGroup:
-        begin()
-        joining = make_elastic_group().joining
-        if joining is None:
-            raise dist.DistError("no process group has been joined")
-        return joining
-
-    _set_environment(assignment)
-    ranks = assignment.rank, assignment.world_size
     backend = get_device(device).backend
-    make_elastic_group().plan(PlannedGroup(begin_group, *ranks, device, backend))
+    place = Place(assignment.rank, assignment.world_size, device, backend)
+    make_elastic_group().plan(place, begin)
 
 
 def _set_environment(assignment: Assignment) -> None:
@@ -105,8 +73,8 @@ def _set_environment(assignment: Assignment) -> None:
 def join_process_group(
     assignment: Assignment, device: torch.device, timeout_s: float, sockets: SocketTracker
 ) -> dist.ProcessGroup:
-    """Creates the process group of a generation; returns when all members have joined. By the
-    thread that joins it.
+    """Creates the process group of a generation, after `plan_process_group`; returns when all
+    members have joined.
 
     Args:
         timeout_s: of the rendezvous, and of every collective of the group.
@@ -114,8 +82,7 @@ def join_process_group(
     Raises:
         RuntimeError: a peer did not join within `timeout_s`.
     """
-    own = get_device(device)
-    own.make_current()  # per thread: this is not the training thread
+    get_device(device).make_current()  # per thread
     with sockets.recording(assignment.world_size):
         host, port = assignment.store_host, assignment.store_port
         store = _connect_to_store(host, port, timeout_s, sockets)
@@ -172,15 +139,13 @@ def warm_up_communicator(device: torch.device) -> None:
 
 
 def abort_default_group(device: torch.device, sockets: SocketTracker) -> None:
-    """Destroys the generation's group, if there is one, without waiting for peers. One that is
-    joining is interrupted, and its thread has ended afterwards.
+    """Destroys the generation's group, if there is one, without waiting for peers.
 
     Their collectives fail at once, because their connections to this rank close. No thread of this
     process may be in a collective of gloo.
     """
     if (elastic := elastic_group()) is None:
         return
-    elastic.end_joining(sockets.shutdown)
     with group_lock:
         if sockets.is_recording or not get_device(device).asynchronous:
             sockets.shutdown()

@@ -97,9 +97,14 @@ class JobSession:
             self._ledger = LedgerWriter(spec, self.assignment, channel.interrupt)
 
     def begin(self) -> None:
-        """Waits for the generation, if the function was called ahead of it."""
+        """Waits for the generation, and joins it, if the function was called ahead of it."""
         if self._host is not None and self.assignment.is_ahead:
             self._enter(self._host.await_begin())
+            try:
+                self.membership.join()
+            except RuntimeError:
+                self.check()  # no exception of an ended generation is raised in the function
+                raise
 
     @property
     def assignment(self) -> Assignment:
@@ -134,12 +139,12 @@ class JobSession:
         self._mirror.close()
         self._enter(self._host.await_next(drained=drained, keeps_rank=self.loop.keeps_rank))
         try:
+            self.membership.join()
             with self.resume_from() as source:
                 if source is None:
                     raise EngineError("a generation of survivors starts from a state")
                 keep = self._retained.holds_state()
                 engine.survival.recut(source, keep=keep, shares=self.shares)
-            self.membership.await_group()
             engine.survival.begin_step()
         except (CollectiveError, RuntimeError) as error:
             if not (self._channel.interrupt.is_set() or is_collective_failure(error)):
@@ -177,11 +182,6 @@ class JobSession:
         self.begin()
         self.on_phase("load")
         return self._retained.open_source(self.assignment.restore)
-
-    def await_group(self) -> None:
-        """Returns when the generation has begun, and its process group has formed."""
-        self.begin()
-        self.membership.await_group()
 
     @property
     def replays_epochs(self) -> bool:
@@ -249,8 +249,6 @@ class JobSession:
         self.engine = engine
         engine.state.adopt(self.registry)
         self._retained.retain(engine)
-        # The controller's order: a rank that has loaded its state has joined.
-        self.await_group()
         self._report_restored(engine)
         if self._own_collectives is not None:
             self._own_collectives.engine_is_ready(engine.survival)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+
+from rayzero.engine.torch_private import Work
 
 
 class CallHost:

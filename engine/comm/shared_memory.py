@@ -29,8 +29,6 @@ from torch import Tensor
 from rayzero.engine.comm.backend import Work, copy_unless_same
 from rayzero.engine.comm.gloo import GlooBackend, sum_terms
 from rayzero.engine.comm.gloo_p2p import P2PChannel, P2PWork
-from rayzero.engine.comm.joined_later import JoinedLater
-from rayzero.engine.comm.joining_group import JoiningGroup
 from rayzero.engine.comm.shm_segments import ShmSegments, is_readable, make_probe
 from rayzero.engine.errors import EngineError
 
@@ -223,31 +221,11 @@ class SharedMemoryBackend(GlooBackend):
         return location
 
 
-def make_gloo_backend(
-    group: dist.ProcessGroup, segments: ShmSegments | None = None, *, share_memory: bool
-) -> GlooBackend:
+def make_gloo_backend(group: dist.ProcessGroup, *, share_memory: bool) -> GlooBackend:
     """A backend that exchanges through shared memory if `share_memory` and all ranks can read each
-    other's, else messages, on all of them. Collective.
-
-    `segments`: has the buffers that were made before the group.
-    """
+    other's, else messages, on all of them. Collective."""
     pids = _shared_memory_pids(group) if share_memory else None
-    if pids is None:
-        return GlooBackend(group)
-    segments = segments or ShmSegments()
-    segments.pids = pids
-    return SharedMemoryBackend(group, segments)
-
-
-def gloo_backend_joined_later(joining: JoiningGroup, *, share_memory: bool) -> JoinedLater:
-    """`make_gloo_backend` at the first collective. Not collective itself: it makes buffers that
-    the other ranks could read before it is known whether they can."""
-    segments = ShmSegments()
-    return JoinedLater(
-        joining,
-        lambda group: make_gloo_backend(group, segments, share_memory=share_memory),
-        (lambda numel, dtype, _: segments.zeros(numel, dtype)) if share_memory else None,
-    )
+    return GlooBackend(group) if pids is None else SharedMemoryBackend(group, ShmSegments(pids))
 
 
 def _shared_memory_pids(group: dist.ProcessGroup) -> list[int] | None:

@@ -26,10 +26,10 @@ class ShmSegments:
     Segments live as long as this object: they are the buffers of one engine.
 
     Attributes:
-        pids: every rank's process id, by rank; empty until they are known.
+        pids: every rank's process id, by rank.
     """
 
-    def __init__(self, pids: Sequence[int] = ()) -> None:
+    def __init__(self, pids: Sequence[int]) -> None:
         self.pids = pids
         self._locations: dict[int, tuple[int, int]] = {}  # (descriptor, offset) by address
         self._peer_maps: dict[tuple[int, int], mmap.mmap] = {}  # by rank and its descriptor

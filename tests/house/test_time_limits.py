@@ -22,7 +22,6 @@ REASONS = {
         workers.ledger_writer: RETRY_S
         workers.step_report: GPU_INTERVAL_S
         workers.group_errors: POLL_INTERVAL_S
-        engine.comm.joining_group: WAIT_CHECK_S INTERRUPT_INTERVAL_S
         orchestrator.control.failures: EXIT_POLL_S
         orchestrator.top.follow: REFRESH_S LINE_INTERVAL_S
         orchestrator.journal.writer: DEFAULT_STEP_INTERVAL_S

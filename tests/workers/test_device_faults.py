@@ -305,6 +305,6 @@ def test_group_of_nccl_is_aborted_at_exit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
-    monkeypatch.setattr(gloo_p2p, "_abort_process_group", lambda: calls.append("abort"))
+    monkeypatch.setattr(gloo_p2p, "abort_default_group", lambda: calls.append("abort"))
     gloo_p2p._destroy_default_group()
     assert calls == ["abort"]
