@@ -55,7 +55,7 @@ def modules_around(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[nn.Mod
     return {
         module: name
         for name, module in model.named_modules()
-        if contains_block(getattr(module, "_orig_mod", module))
+        if contains_block(unwrap_compiled(module) or module)
     }
 
 

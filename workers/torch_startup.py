@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rayzero.engine.device import get_device
+from rayzero.engine.patches import replace
 from rayzero.engine.torch_private import (
     is_compiler_imported,
     optimizer_methods_without_compiler,
@@ -38,7 +39,7 @@ def defer_dynamo_import() -> None:
     nothing with a torch whose optimizers are built differently.
     """
     for kind, name, plain in optimizer_methods_without_compiler():
-        setattr(kind, name, _without_dynamo(getattr(kind, name), plain))
+        replace(kind, name, _without_dynamo(getattr(kind, name), plain))
 
 
 def _without_dynamo(method: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from torch.nn.modules import module as module_hooks
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.process_group import broadcast_object
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.patches import replaced
 from rayzero.engine.tensor_tree import iter_tensors, map_tensors, storage_id
 from rayzero.engine.torch_private import without_dispatch_modes, without_torch_functions
 from rayzero.engine.zero.file_values import FileValues, MappedFiles, agree_on_files
@@ -89,19 +90,18 @@ def _is_recording() -> bool:
 def _record() -> Iterator[None]:
     """Hides `is_meta` meanwhile, in all threads: some functions of `torch.nn.init` skip meta
     tensors."""
-    torch.Tensor.is_meta = property(lambda _: False)  # type: ignore[assignment]
     hooks = (
         module_hooks.register_module_parameter_registration_hook(_note_module),
         module_hooks.register_module_buffer_registration_hook(_note_module),
         module_hooks.register_module_module_registration_hook(_note_module),
     )
     try:
-        with _recorder, ValueReader(_recorder):
+        not_meta = replaced(torch.Tensor, "is_meta", property(lambda _: False))
+        with not_meta, _recorder, ValueReader(_recorder):
             yield
     finally:
         for hook in hooks:
             hook.remove()
-        del torch.Tensor.is_meta  # the base class's attribute is visible again
         _recorder.scratch = None
 
 
