@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from threading import RLock
+from threading import Event, RLock, Thread
 from time import monotonic
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from rayzero.engine.comm.elastic_group import Place, elastic_group, make_elastic_group
 from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.device import get_device
-from rayzero.engine.torch_private import HashStore, PrefixStore, Store, TCPStore
+from rayzero.engine.torch_private import HashStore, PrefixStore, Store, TCPStore, error_reader
 from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.messages import Assignment
 from rayzero.workers.rendezvous_store import AuthenticatedStore
@@ -38,6 +39,8 @@ group_lock = RLock()
 flight must not meet its group and sockets."""
 STORE_TRY_S = 1.0
 """The first limit of connecting to the store; a store that answers more slowly gets more."""
+POLL_INTERVAL_S = 1.0
+"""How often NCCL's asynchronous error is read: a lock and a copy."""
 _group_store: list[AuthenticatedStore] = []
 """Of that group, which keeps the C++ part alive, but not the Python object."""
 
@@ -170,3 +173,45 @@ def is_collective_failure(error: BaseException) -> bool:
         return False
     text = str(error)
     return "gloo/" in text or "NCCL" in text
+
+
+@contextmanager
+def polled_group_errors(device: torch.device, on_error: Callable[[str], None]) -> Iterator[None]:
+    """While it is entered, a thread polls the generation's group, if its backend reports errors;
+    builds of torch without NCCL do not. The training thread waits for the device, not for the
+    group: without this, a broken network would look like a rank that hangs in its own code.
+
+    The thread ends with its first error, without a group, or within `POLL_INTERVAL_S` of the exit.
+
+    Args:
+        on_error: called on that thread, at most once.
+    """
+    if not get_device(device).asynchronous:
+        yield
+        return
+    left = Event()
+
+    def poll() -> None:
+        read = None
+        while not left.wait(POLL_INTERVAL_S):
+            try:
+                read = read or _error_reader(device)
+                name = read().name if read is not None else "SUCCESS"
+            except RuntimeError:  # the group was not made, or was aborted meanwhile
+                return
+            if name != "SUCCESS" and not left.is_set():
+                on_error(f"the process group reports {name}: a peer, or the network, failed")
+                return
+
+    thread = Thread(target=poll, name="rayzero-group-errors", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+
+
+def _error_reader(device: torch.device) -> Callable[[], Any] | None:
+    """The backend's method. Looked up: torch's base class does not have it in all builds."""
+    group = elastic_group()
+    return None if group is None else error_reader(group.get_group(), device)

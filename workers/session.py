@@ -12,7 +12,7 @@ from torch import nn
 
 from rayzero.engine.errors import CollectiveError, ConfigError, EngineError
 from rayzero.engine.layout.state_index import StateSource
-from rayzero.engine.session import StepRequests
+from rayzero.engine.session import HostSession, StepRequests
 from rayzero.engine.state.registry import StateRegistry
 from rayzero.workers.function_collectives import FunctionCollectives
 from rayzero.workers.ledger_writer import LedgerWriter
@@ -42,7 +42,7 @@ _FIRST_PHASES = ("data", "forward")
 """Of a step; also of an evaluation."""
 
 
-class JobSession:
+class JobSession(HostSession):
     """The engine's `HostSession` for one call of the training function, through its generations.
     Used by the training thread only.
 
@@ -68,6 +68,7 @@ class JobSession:
         collectives: FunctionCollectives | None = None,
     ) -> None:
         self.engine_config = spec.engine_config
+        self.seed = spec.seed
         self.script_settings: ScriptSettings | None = None
         self.engine: Engine | None = None
         self.loop = ScriptLoop()
@@ -83,6 +84,7 @@ class JobSession:
         """Takes part in a generation from now on."""
         spec, channel = self._spec, membership.channel
         self.membership = membership
+        self.shares = self.assignment.shares
         self.reporter.begin_generation(channel)
         self._mirror = Mirror(
             spec.mirror,
@@ -154,14 +156,6 @@ class JobSession:
             raise CollectiveError(reason) from error
         self._retained.retain(engine)
         self._report_restored(engine)
-
-    @property
-    def shares(self) -> Sequence[float]:
-        return self.assignment.shares
-
-    @property
-    def seed(self) -> int:
-        return self._spec.seed
 
     def adapt_config(self, config: ConfigSource | None) -> ConfigSource | None:
         settings = self.script_settings

@@ -28,7 +28,6 @@ from rayzero.workers.context import Context
 from rayzero.workers.entrypoint import TrainFunction, call_function, load_train_function
 from rayzero.workers.function_collectives import FunctionCollectives, read_calls
 from rayzero.workers.function_result import encode_result
-from rayzero.workers.group_errors import polled_group_errors
 from rayzero.workers.membership import Membership
 from rayzero.workers.messages import (
     Assignment,
@@ -343,7 +342,7 @@ class WorkerProcess(WorkerCalls):
             channel.interrupt.fail(error)
             self._begin_abort(channel)
 
-        return polled_group_errors(self._device, end_generation)
+        return process_group.polled_group_errors(self._device, end_generation)
 
     def _post(self, message: WorkerMessage) -> None:
         if isinstance(message, Stopped | Crashed | Finished):

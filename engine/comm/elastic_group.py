@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayzero.engine.comm.function_calls import CallHost, FinishedCall, PassedCall
 from rayzero.engine.comm.local_completion import complete_locally, output_tensors
 from rayzero.engine.errors import CollectiveError
 from rayzero.engine.torch_private import (
@@ -53,6 +52,77 @@ def _passed_on(name: str) -> Any:
         return self._call(name, args, options)
 
     return call
+
+
+class CallHost:
+    """The host's part in the collectives that a training function calls itself. This one is that of
+    no function: they have peers, and fail."""
+
+    def local_reason(self) -> str:
+        """Why a collective completes on this rank alone; empty if it has peers."""
+        return ""
+
+    def replays(self, name: str, outputs: Sequence[Tensor]) -> bool:
+        """Fills in what the call has returned before, if that is known."""
+        return False
+
+    def records(self) -> bool:
+        """Whether results are wanted: then every collective is waited for where it is called."""
+        return False
+
+    def record(self, name: str, outputs: Sequence[Tensor]) -> None:
+        """A collective has completed with these outputs."""
+
+    def makes_group(self) -> None:
+        """A group of the function's own is about to be made."""
+
+    def outlives(self, error: Exception) -> bool:
+        """Whether the function continues although a collective has failed."""
+        return False
+
+
+class FinishedCall(Work):
+    """The work of a collective that has completed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[None] = torch.futures.Future()
+        self._future.set_result(None)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return self._future
+
+
+class PassedCall(Work):
+    """The work of a collective of the generation's group. If the function outlives a failure,
+    `wait` does not raise: `complete` writes the outputs."""
+
+    def __init__(self, work: Work, complete: Callable[[], Work], host: CallHost) -> None:
+        super().__init__()
+        self._work = work
+        self._complete = complete
+        self._host = host
+
+    def wait(self, *timeout: Any) -> bool:
+        try:
+            return self._work.wait(*timeout)
+        except RuntimeError as error:
+            if not self._host.outlives(error):
+                raise
+            self._complete()
+            return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
 
 
 @dataclass(frozen=True, eq=False)

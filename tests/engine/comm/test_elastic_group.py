@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
 from rayzero.engine.comm.elastic_group import (
+    CallHost,
     ElasticGroup,
     Place,
     calls_of,
     elastic_group,
     make_elastic_group,
 )
-from rayzero.engine.comm.function_calls import CallHost
 from rayzero.engine.comm.process_group import connect_collectives, one_rank_group
 from rayzero.engine.errors import CollectiveError
 from rayzero.engine.torch_private import HashStore

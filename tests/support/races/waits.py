@@ -29,7 +29,6 @@ EXCLUDED = {
     "engine/comm/gloo.py": "CPU ranks",
     "engine/comm/gloo_p2p.py": "CPU ranks",
     "engine/comm/shared_memory.py": "CPU ranks",
-    "engine/comm/shm_segments.py": "CPU ranks",
     "engine/comm/process_group.py": "a single rank; making groups",
     "engine/checkpoint": "files, after the state was copied to host memory",
     "engine/data": "samples: threads of the loader, before a batch is on the device",
