@@ -8,19 +8,23 @@ module that contains blocks of stage 3 would have their hooks inside its graph: 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.patches import replace
 from rayzero.engine.tensor_tree import iter_tensors
 from rayzero.engine.torch_private import (
     compiled_graphs,
     disable_compiler,
     is_compile_wrapper,
     is_compiled,
+    is_compiler_imported,
     mark_dynamic,
+    optimizer_methods_without_compiler,
     unwrap_compiled,
 )
 
@@ -121,3 +125,24 @@ def keep_batch_size_dynamic(model: nn.Module, hooks: list[RemovableHandle]) -> N
     untraced(mark)
     first = model.register_forward_pre_hook(untraced(find_compiled), with_kwargs=True)
     hooks.append(first)
+
+
+def defer_dynamo_import() -> None:
+    """Lets torch's optimizers run without torch._dynamo until something else imports it, which
+    takes a second and 100 MB.
+
+    They import it on their first use, to keep torch.compile from tracing into them; but nothing is
+    traced before somebody has imported it, which torch.compile does. May be called twice; does
+    nothing with a torch whose optimizers are built differently.
+    """
+    for kind, name, plain in optimizer_methods_without_compiler():
+        replace(kind, name, _without_dynamo(getattr(kind, name), plain))
+
+
+def _without_dynamo(method: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        chosen = method if is_compiler_imported() else plain
+        return chosen(*args, **kwargs)
+
+    return call

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rayzero.engine.comm.elastic_group import Place, elastic_group, make_elastic_group
+from rayzero.engine.comm.elastic_group import GroupPlace, elastic_group, make_elastic_group
 from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.device import get_device
 from rayzero.engine.torch_private import HashStore, PrefixStore, Store, TCPStore, error_reader
@@ -57,7 +57,7 @@ def plan_process_group(
     """
     _set_environment(assignment)
     backend = get_device(device).backend
-    place = Place(assignment.rank, assignment.world_size, device, backend)
+    place = GroupPlace(assignment.rank, assignment.world_size, device, backend)
     make_elastic_group().plan(place, begin)
 
 
@@ -139,6 +139,19 @@ def warm_up_communicator(device: torch.device) -> None:
             own.synchronize()
         finally:
             make_elastic_group().abort_groups()
+
+
+def warm_up_torch(device: torch.device) -> None:
+    """Runs one step of a tiny model: the first backward starts autograd's threads. On a GPU it also
+    makes what takes a replacement seconds in its first step: the context, the libraries' handles,
+    and NCCL's first communicator. Raises what the device raises: it is of no use then."""
+    get_device(device).warm_up()
+    if get_device(device).asynchronous:
+        warm_up_communicator(device)
+    weight = torch.nn.Parameter(torch.ones(2, device=device))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    weight.square().sum().backward()
+    optimizer.step()
 
 
 def abort_default_group(device: torch.device, sockets: SocketTracker) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from rayzero.engine.comm.elastic_group import calls_of
+from rayzero.engine.compiling import defer_dynamo_import
 from rayzero.engine.device import device_count, get_device
 from rayzero.engine.errors import ConfigError, EngineError, RayzeroError
 from rayzero.engine.session import use_session
@@ -49,7 +50,6 @@ from rayzero.workers.rendezvous_store import open_store
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import JobSession
 from rayzero.workers.stacks import Stacks, read_stacks
-from rayzero.workers.torch_startup import defer_dynamo_import, warm_up_torch
 from rayzero.workers.training_thread import GenerationChannel, TrainingThread
 from rayzero.workers.vault.records import SlotInfo
 
@@ -104,7 +104,7 @@ class WorkerProcess(WorkerCalls):
         with suppress(ConfigError):
             self._train_function = load_train_function(self._spec.entrypoint, self._spec.args)
         with suppress(ConfigError):
-            warm_up_torch(self._select_device())
+            process_group.warm_up_torch(self._select_device())
         for setting, seen in contradictions(os.environ) if self._spec.gpus else ():
             text = f"{seen} is set, not {setting.value}: {setting.otherwise}"
             self._post_log("stderr", text)

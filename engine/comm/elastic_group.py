@@ -126,7 +126,7 @@ class PassedCall(Work):
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class GroupPlace:
     """This process's place in the group of one generation."""
 
     rank: int
@@ -145,14 +145,14 @@ class ElasticGroup(dist.ProcessGroup):
 
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]  # torch declares one of two forms
-        self.place: Place | None = None
+        self.place: GroupPlace | None = None
         self.host = CallHost()
         self._group: dist.ProcessGroup | None = None  # of the present generation
         self._is_forming = False
         self._begin: Callable[[], None] | None = None
-        self._warned: Place | None = None
+        self._warned: GroupPlace | None = None
 
-    def plan(self, place: Place, begin: Callable[[], None] | None = None) -> None:
+    def plan(self, place: GroupPlace, begin: Callable[[], None] | None = None) -> None:
         """The ranks of another generation, whose group does not exist yet.
 
         Args:

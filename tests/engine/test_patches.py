@@ -15,9 +15,9 @@ from torch import nn
 
 from rayzero.engine import patches
 from rayzero.engine.api.sharded_params import add_param_attributes
+from rayzero.engine.compiling import defer_dynamo_import
 from rayzero.engine.patches import installed, replace, replaced, uninstall_all
 from rayzero.engine.zero.deferred_init import zero_init
-from rayzero.workers.torch_startup import defer_dynamo_import
 from tests.house.source import packages
 
 

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from rayzero.engine.comm.elastic_group import (
     CallHost,
     ElasticGroup,
-    Place,
+    GroupPlace,
     calls_of,
     elastic_group,
     make_elastic_group,
@@ -73,7 +73,7 @@ def plan() -> Iterator[Plan]:
     def plan(
         world_size: int = 1, rank: int = 0, begin: Begin | None = None, *, forms: bool = False
     ) -> None:
-        make_elastic_group().plan(Place(rank, world_size, CPU, "gloo"), begin)
+        make_elastic_group().plan(GroupPlace(rank, world_size, CPU, "gloo"), begin)
         if forms:
             form()
 
