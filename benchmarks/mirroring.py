@@ -11,8 +11,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -28,7 +26,7 @@ from benchmarks.step_time import BATCHES, MODEL, Step, describe_run, make_batch
 from benchmarks.step_time import Plan as Shape
 from benchmarks.systems import ADAMW, CLIP_NORM
 from examples.gpt.model import GPT
-from rayzero.engine.session import NO_REQUESTS, StepRequests, use_session
+from rayzero.engine.session import NO_REQUESTS, HostSession, StepRequests, use_session
 from rayzero.workers.messages import Assignment, MirrorPolicy
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.training_thread import StopFlag
@@ -47,12 +45,8 @@ class Plan:
     threads: int
 
 
-class MirrorSession:
+class MirrorSession(HostSession):
     """An engine session whose mirroring can be switched on and off."""
-
-    engine_config = None
-    seed = 0
-    shares: Sequence[float] = ()
 
     def __init__(self, rank: int, ranks: int, generation: int, client: VaultClient) -> None:
         assignment = Assignment(
@@ -73,28 +67,8 @@ class MirrorSession:
         self.copy_s: list[float] = []
         self._step = 0
 
-    def admits_engine(self, *, trains: bool) -> bool:
-        return True
-
-    def resume_from(self) -> Any:
-        return nullcontext()
-
-    def adapt_config(self, config: Any) -> Any:
-        return config
-
-    def on_model(self, model: Any) -> None: ...
-
     def on_engine_ready(self, engine: rayzero.Engine) -> None:
         self.engine = engine
-
-    def on_phase(self, name: str) -> None:
-        return
-
-    def on_collective_wait(self, collective: int, entered: bool) -> None:
-        return
-
-    def on_samples_consumed(self, samples: Sequence[int]) -> None:
-        return
 
     def step_requests(self) -> StepRequests:
         self.mirror.settle()  # where copies run beside training, the one of the last step

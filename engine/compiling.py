@@ -7,17 +7,26 @@ module that contains blocks of stage 3 would have their hooks inside its graph: 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FunctionType
-from typing import Any, TypeVar, cast
+from functools import wraps
+from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.patches import replace
 from rayzero.engine.tensor_tree import iter_tensors
+from rayzero.engine.torch_private import (
+    compiled_graphs,
+    disable_compiler,
+    is_compile_wrapper,
+    is_compiled,
+    is_compiler_imported,
+    mark_dynamic,
+    optimizer_methods_without_compiler,
+    unwrap_compiled,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,41 +34,19 @@ _FIX = (
     "compile the blocks instead: `for block in model.layers: block.compile()`, or compile.enabled "
     "or engine.compile(), which do so; or zero_optimization.stage 2"
 )
-_WRAPPER = "OptimizedModule"  # by name: its class is the compiler's
-_eval_frame = torch._C._dynamo.eval_frame
-_Action = _eval_frame._FrameAction
-
-compiler_active: Callable[[], Any] = _eval_frame.get_eval_frame_callback
-"""True in a frame that torch.compile's callback sees, such as a hook of a compiled module."""
 
 
 def untraced(function: F, *, also_callees: bool = True) -> F:
     """Marks a function that torch.compile calls, and neither compiles nor traces into; nor into
-    what it calls.
-
-    As `torch.compiler.disable`, which would import the compiler: a second and 100 MB. The attribute
-    is for graphs around the call, which break there; the mark on the code for calls from outside.
-    """
-    marked = cast(FunctionType, function)
-    marked.__dict__["_torchdynamo_disable"] = True
-    marked.__dict__["_torchdynamo_disable_msg"] = f"rayzero gathers weights here; {_FIX}"
-    callees = _Action.SKIP if also_callees else _Action.DEFAULT
-    strategy = _eval_frame._FrameExecStrategy(_Action.SKIP, callees)
-    _eval_frame.set_code_exec_strategy(marked.__code__, strategy)
-    return function
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is compiled in place, or is torch.compile's wrapper of another one."""
-    return module._compiled_call_impl is not None or type(module).__name__ == _WRAPPER
+    what it calls."""
+    reason = f"rayzero gathers weights here; {_FIX}"
+    return disable_compiler(function, reason, also_callees=also_callees)
 
 
 def uses_compiler(model: nn.Module) -> bool:
     """Whether a module of the model is compiled, or torch.compile has made a graph of any function
     in this process so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    graphs = dynamo.counters["stats"]["unique_graphs"] if dynamo is not None else 0
-    return graphs > 0 or any(map(is_compiled, model.modules()))
+    return compiled_graphs() > 0 or any(map(is_compiled, model.modules()))
 
 
 def modules_around(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[nn.Module, str]:
@@ -72,7 +59,7 @@ def modules_around(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[nn.Mod
     return {
         module: name
         for name, module in model.named_modules()
-        if contains_block(getattr(module, "_orig_mod", module))
+        if contains_block(unwrap_compiled(module) or module)
     }
 
 
@@ -83,13 +70,8 @@ def refuse_compiled(around: Mapping[nn.Module, str]) -> None:
         if is_compiled(module):
             raise whole_compile_error(f"module {name!r}" if name else "model")
         for child in module._modules.values():
-            if (wrapped := _wrapped(child)) in around:
+            if (wrapped := unwrap_compiled(child)) in around:
                 raise whole_compile_error(f"module {around[wrapped]!r}")
-
-
-def _wrapped(module: Any) -> Any:
-    """The module that torch.compile's wrapper has wrapped; None for another module."""
-    return module._orig_mod if type(module).__name__ == _WRAPPER else None
 
 
 def whole_compile_error(what: str) -> ConfigError:
@@ -108,7 +90,7 @@ def compile_in_place(
     """
     around = modules_around(model, blocks)
     for module in blocks or [model]:
-        if module not in around and type(module).__name__ != _WRAPPER:
+        if module not in around and not is_compile_wrapper(module):
             module.compile(**options)
 
 
@@ -116,9 +98,9 @@ def keep_batch_size_dynamic(model: nn.Module, hooks: list[RemovableHandle]) -> N
     """Lets the compiled modules of a model take another number of samples without being compiled
     again, which would delay the first step on another number of ranks.
 
-    Marks the first dimension of their inputs, where it is the micro-batch's, as dynamic
-    (`torch._dynamo.maybe_mark_dynamic`, which adds no constraint). A micro-batch of one sample has
-    its own graph nonetheless: torch.compile treats a size of 1 as a constant.
+    Marks the first dimension of their inputs, where it is the micro-batch's, as dynamic. A
+    micro-batch of one sample has its own graph nonetheless: torch.compile treats a size of 1 as a
+    constant.
 
     Args:
         hooks: takes the handles of the hooks on the model, and after its first forward of those on
@@ -138,8 +120,29 @@ def keep_batch_size_dynamic(model: nn.Module, hooks: list[RemovableHandle]) -> N
         inputs = [tensor for tensor in iter_tensors((args, kwargs)) if tensor.dim() > 0]
         for tensor in inputs:
             if tensor.size(0) == inputs[0].size(0):
-                sys.modules["torch._dynamo"].maybe_mark_dynamic(tensor, 0)
+                mark_dynamic(tensor, 0)
 
     untraced(mark)
     first = model.register_forward_pre_hook(untraced(find_compiled), with_kwargs=True)
     hooks.append(first)
+
+
+def defer_dynamo_import() -> None:
+    """Lets torch's optimizers run without torch._dynamo until something else imports it, which
+    takes a second and 100 MB.
+
+    They import it on their first use, to keep torch.compile from tracing into them; but nothing is
+    traced before somebody has imported it, which torch.compile does. May be called twice; does
+    nothing with a torch whose optimizers are built differently.
+    """
+    for kind, name, plain in optimizer_methods_without_compiler():
+        replace(kind, name, _without_dynamo(getattr(kind, name), plain))
+
+
+def _without_dynamo(method: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        chosen = method if is_compiler_imported() else plain
+        return chosen(*args, **kwargs)
+
+    return call

@@ -18,11 +18,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from rayzero.engine.errors import EngineError
 from rayzero.engine.step_tracker import StepTracker
 from rayzero.engine.tensor_tree import iter_tensors
+from rayzero.engine.torch_private import call_after_backward, is_in_backward
 from rayzero.engine.zero.reducer import Running, never
 from rayzero.engine.zero.runtime import ZeroRuntime
 
@@ -74,7 +74,7 @@ class OwnBackward:
 
     def abandon_failed(self) -> None:
         """Called where no backward of the script can be running: forgets one that failed."""
-        if self._has_gradients and torch._C._current_graph_task_id() == -1:
+        if self._has_gradients and not is_in_backward():
             self._running, self._has_gradients = never, False
             self._step.abandon_own()
 
@@ -92,7 +92,7 @@ class OwnBackward:
         self.abandon_failed_task()
         token = _Token(self)
         self._running = weakref.ref(token)
-        Variable._execution_engine.queue_callback(token.end)  # owns the token
+        call_after_backward(token.end)  # owns the token
         if (scheduler := self._runtime.unshard_scheduler) is not None:
             scheduler.begin_backward(self._running)
 

@@ -143,6 +143,7 @@ class GroupSurvival:
                 false.
             ConfigError: the batch sizes do not fit the ranks.
         """
+        backend, device = connect_backend()  # what fails here leaves the engine as it is
         step = self._step
         runtime = step.runtime
         runtime.collectives.in_step = True  # nothing of the previous group is waited for
@@ -153,7 +154,6 @@ class GroupSurvival:
         if runtime.unshard_scheduler is not None:
             runtime.unshard_scheduler.abandon()
         runtime.collectives.abandon()
-        backend, device = connect_backend()
         runtime.collectives.reconnect(backend)
         context = _make_context(step, self._model, device)
         config = with_saved_batch_sizes(step.settings.config, source.metadata(0))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rayzero.engine.errors import CollectiveError
 
@@ -51,23 +51,23 @@ class StepRequests:
 NO_REQUESTS = StepRequests()
 
 
-class HostSession(Protocol):
-    """A host's services to the engine. All methods are called by the training thread."""
+class HostSession:
+    """A host's services to the engine, each with what it is without that host. All methods are
+    called by the training thread.
 
-    @property
-    def engine_config(self) -> dict[str, Any] | None:
-        """The job's engine config as a dict; None if the job has none."""
+    Attributes:
+        engine_config: the job's engine config as a dict; None if the job has none.
+        seed: the job's, which determines the data order.
+        shares: each rank's share of a step's samples; empty for even shares.
+    """
 
-    @property
-    def seed(self) -> int:
-        """The job's seed, which determines the data order."""
-
-    @property
-    def shares(self) -> Sequence[float]:
-        """Each rank's share of a step's samples; empty for even shares."""
+    engine_config: dict[str, Any] | None = None
+    seed: int = 0
+    shares: Sequence[float] = ()
 
     def adapt_config(self, config: ConfigSource | None) -> ConfigSource | None:
         """The config of an engine that is about to be built, of the one that was given."""
+        return config
 
     def on_model(self, model: nn.Module) -> None:
         """An engine is about to be built of this model."""
@@ -75,15 +75,18 @@ class HostSession(Protocol):
     def admits_engine(self, *, trains: bool) -> bool:
         """Whether the engine that is about to be built is the host's. Others are additional: their
         state is neither restored nor preserved. Raises ConfigError if there can be no other."""
+        return True
 
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
         """The state to restore into a new engine; None for a fresh start. Where the engine is built
         before its ranks form their group, waits for them."""
+        return nullcontext()
 
     def admits_load(self, step: int, engine_step: int, client_keys: Sequence[str]) -> bool:
         """Whether a checkpoint of `step`, with a client state of these keys, takes the place of the
         engine's state; otherwise that, which is newer and was restored, stays. Raises ConfigError
         if neither is right."""
+        return True
 
     def on_state_loaded(self, step: int) -> None:
         """Called on all ranks when the training function has loaded a checkpoint of `step`."""
@@ -107,6 +110,7 @@ class HostSession(Protocol):
 
     def step_requests(self) -> StepRequests:
         """This rank's requests for the vote of the current step."""
+        return NO_REQUESTS
 
     def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
         """An optimizer step has finished on this rank. `metrics` is `Engine.metrics` flattened to
@@ -114,7 +118,7 @@ class HostSession(Protocol):
         the `on_phase` with which the next step begins."""
 
 
-class BesideSession:
+class BesideSession(HostSession):
     """The session of an engine in addition to the host's own: a GAN's second one, DPO's reference
     model. The host hears of its phases and waits, as signs of life, not of its state and steps."""
 
@@ -122,41 +126,13 @@ class BesideSession:
         self.engine_config = host.engine_config
         self.seed = host.seed
         self.shares = host.shares
-        self.on_phase = host.on_phase
-        self.on_collective_wait = host.on_collective_wait
+        self._host = host
 
-    def adapt_config(self, config: ConfigSource | None) -> ConfigSource | None:
-        return config
+    def on_phase(self, name: str) -> None:
+        self._host.on_phase(name)
 
-    def on_model(self, model: nn.Module) -> None:
-        return
-
-    def admits_engine(self, *, trains: bool) -> bool:
-        return True
-
-    def resume_from(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def admits_load(self, step: int, engine_step: int, client_keys: Sequence[str]) -> bool:
-        return True
-
-    def on_state_loaded(self, step: int) -> None:
-        return
-
-    def on_engine_ready(self, engine: Any) -> None:
-        return
-
-    def reform(self) -> None:
-        return
-
-    def on_samples_consumed(self, samples: Sequence[int]) -> None:
-        return
-
-    def step_requests(self) -> StepRequests:
-        return NO_REQUESTS
-
-    def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
-        return
+    def on_collective_wait(self, collective: int, entered: bool) -> None:
+        self._host.on_collective_wait(collective, entered)
 
 
 class Reforming:

@@ -108,6 +108,6 @@ class Context:
         self._session.check()
         self._session.reporter.add_user_metrics(metrics)
         if "step" in metrics and self._session.engine is None:
-            self._session.await_group()
+            self._session.begin()
             self._session.post(self._session.reporter.build(int(metrics["step"])))
             self._session.check()

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rayzero.engine.comm.function_calls import CallHost
+from rayzero.engine.comm.elastic_group import CallHost
 from rayzero.engine.device import get_device
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.recut import GroupSurvival

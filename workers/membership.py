@@ -17,17 +17,17 @@ from rayzero.workers.training_thread import GenerationChannel
 
 @dataclass(frozen=True)
 class Membership:
-    """This rank's part in one generation, whose process group is forming.
+    """This rank's part in one generation.
 
     Attributes:
-        await_group: returns when the group has formed; a thread joins it concurrently. Nothing
-            joins it where the function was called ahead of the generation.
+        join: joins the process group; does nothing where the function was called ahead of the
+            generation.
     """
 
     assignment: Assignment
     channel: GenerationChannel
     injector: WorkerFaultInjector
-    await_group: Callable[[], object] = lambda: None
+    join: Callable[[], None] = lambda: None
 
 
 @dataclass

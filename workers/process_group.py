@@ -4,8 +4,7 @@
 reached. Each generation has its own key prefix in the store, so that it never reads a late key of
 an earlier one.
 
-A thread joins the group while the training thread builds its engine (`JoiningGroup`). What ends a
-wait of gloo for a peer is in `group_sockets`.
+What ends a wait of gloo for a peer is in `group_sockets`.
 
 The group of an asynchronous device (NCCL) is aborted instead, which ends its kernels on the device.
 Its sockets are shut down only while it forms, where nothing else ends a wait: later the abort
@@ -17,20 +16,20 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from threading import RLock
+from threading import Event, RLock, Thread
 from time import monotonic
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from rayzero.engine.comm.elastic_group import elastic_group, make_elastic_group
-from rayzero.engine.comm.joining_group import JoiningGroup, PlannedGroup
+from rayzero.engine.comm.elastic_group import GroupPlace, elastic_group, make_elastic_group
 from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.device import get_device
+from rayzero.engine.torch_private import HashStore, PrefixStore, Store, TCPStore, error_reader
 from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.messages import Assignment
 from rayzero.workers.rendezvous_store import AuthenticatedStore
@@ -40,54 +39,26 @@ group_lock = RLock()
 flight must not meet its group and sockets."""
 STORE_TRY_S = 1.0
 """The first limit of connecting to the store; a store that answers more slowly gets more."""
+POLL_INTERVAL_S = 1.0
+"""How often NCCL's asynchronous error is read: a lock and a copy."""
 _group_store: list[AuthenticatedStore] = []
 """Of that group, which keeps the C++ part alive, but not the Python object."""
 
 
-def begin_join(
-    assignment: Assignment,
-    device: torch.device,
-    timeout_s: float,
-    sockets: SocketTracker,
-    check: Callable[[], None],
-    on_joined: Callable[[], None],
-) -> JoiningGroup:
-    """Starts a thread that joins the group of a generation: see `join_process_group`.
-
-    Also sets the environment variables that torchrun sets.
+def plan_process_group(
+    assignment: Assignment, device: torch.device, begin: Callable[[], None] | None = None
+) -> None:
+    """Makes the ranks of a generation known, before its group exists: to torch, and by the
+    environment variables that torchrun sets.
 
     Args:
-        check: raises in the training thread if it is not to wait for the group any longer.
-        on_joined: called by the joining thread, before a wait for the group ends.
+        begin: of a generation that has not begun; what needs its group calls it, which waits for
+            the generation, and joins it.
     """
     _set_environment(assignment)
-
-    def join() -> dist.ProcessGroup:
-        group = join_process_group(assignment, device, timeout_s, sockets)
-        on_joined()
-        return group
-
-    ranks = assignment.rank, assignment.world_size
-    joining = JoiningGroup(join, *ranks, device, get_device(device).backend, check)
-    make_elastic_group().begin(joining)
-    return joining
-
-
-def plan(assignment: Assignment, device: torch.device, begin: Callable[[], None]) -> None:
-    """The ranks of a generation that has not begun; what needs its group calls `begin`, which waits
-    for it, and begins to join."""
-
-    def begin_group() -> JoiningGroup:
-        begin()
-        joining = make_elastic_group().joining
-        if joining is None:
-            raise dist.DistError("no process group has been joined")
-        return joining
-
-    _set_environment(assignment)
-    ranks = assignment.rank, assignment.world_size
     backend = get_device(device).backend
-    make_elastic_group().plan(PlannedGroup(begin_group, *ranks, device, backend))
+    place = GroupPlace(assignment.rank, assignment.world_size, device, backend)
+    make_elastic_group().plan(place, begin)
 
 
 def _set_environment(assignment: Assignment) -> None:
@@ -105,8 +76,8 @@ def _set_environment(assignment: Assignment) -> None:
 def join_process_group(
     assignment: Assignment, device: torch.device, timeout_s: float, sockets: SocketTracker
 ) -> dist.ProcessGroup:
-    """Creates the process group of a generation; returns when all members have joined. By the
-    thread that joins it.
+    """Creates the process group of a generation, after `plan_process_group`; returns when all
+    members have joined.
 
     Args:
         timeout_s: of the rendezvous, and of every collective of the group.
@@ -114,8 +85,7 @@ def join_process_group(
     Raises:
         RuntimeError: a peer did not join within `timeout_s`.
     """
-    own = get_device(device)
-    own.make_current()  # per thread: this is not the training thread
+    get_device(device).make_current()  # per thread
     with sockets.recording(assignment.world_size):
         host, port = assignment.store_host, assignment.store_port
         store = _connect_to_store(host, port, timeout_s, sockets)
@@ -171,16 +141,27 @@ def warm_up_communicator(device: torch.device) -> None:
             make_elastic_group().abort_groups()
 
 
+def warm_up_torch(device: torch.device) -> None:
+    """Runs one step of a tiny model: the first backward starts autograd's threads. On a GPU it also
+    makes what takes a replacement seconds in its first step: the context, the libraries' handles,
+    and NCCL's first communicator. Raises what the device raises: it is of no use then."""
+    get_device(device).warm_up()
+    if get_device(device).asynchronous:
+        warm_up_communicator(device)
+    weight = torch.nn.Parameter(torch.ones(2, device=device))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    weight.square().sum().backward()
+    optimizer.step()
+
+
 def abort_default_group(device: torch.device, sockets: SocketTracker) -> None:
-    """Destroys the generation's group, if there is one, without waiting for peers. One that is
-    joining is interrupted, and its thread has ended afterwards.
+    """Destroys the generation's group, if there is one, without waiting for peers.
 
     Their collectives fail at once, because their connections to this rank close. No thread of this
     process may be in a collective of gloo.
     """
     if (elastic := elastic_group()) is None:
         return
-    elastic.end_joining(sockets.shutdown)
     with group_lock:
         if sockets.is_recording or not get_device(device).asynchronous:
             sockets.shutdown()
@@ -205,3 +186,45 @@ def is_collective_failure(error: BaseException) -> bool:
         return False
     text = str(error)
     return "gloo/" in text or "NCCL" in text
+
+
+@contextmanager
+def polled_group_errors(device: torch.device, on_error: Callable[[str], None]) -> Iterator[None]:
+    """While it is entered, a thread polls the generation's group, if its backend reports errors;
+    builds of torch without NCCL do not. The training thread waits for the device, not for the
+    group: without this, a broken network would look like a rank that hangs in its own code.
+
+    The thread ends with its first error, without a group, or within `POLL_INTERVAL_S` of the exit.
+
+    Args:
+        on_error: called on that thread, at most once.
+    """
+    if not get_device(device).asynchronous:
+        yield
+        return
+    left = Event()
+
+    def poll() -> None:
+        read = None
+        while not left.wait(POLL_INTERVAL_S):
+            try:
+                read = read or _error_reader(device)
+                name = read().name if read is not None else "SUCCESS"
+            except RuntimeError:  # the group was not made, or was aborted meanwhile
+                return
+            if name != "SUCCESS" and not left.is_set():
+                on_error(f"the process group reports {name}: a peer, or the network, failed")
+                return
+
+    thread = Thread(target=poll, name="rayzero-group-errors", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+
+
+def _error_reader(device: torch.device) -> Callable[[], Any] | None:
+    """The backend's method. Looked up: torch's base class does not have it in all builds."""
+    group = elastic_group()
+    return None if group is None else error_reader(group.get_group(), device)

@@ -11,20 +11,18 @@ import hmac
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from hashlib import shake_256
-from secrets import token_bytes
 from time import monotonic, sleep
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
 
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.torch_private import Store, TCPStore
 
 UNCHECKED_WAIT_S = 5.0
 """How long a wait trusts the server to notify it; then it polls, and looks for deleted keys."""
 _POLL_INTERVAL_S = 0.2
-_NONCE_BYTES, _TAG_BYTES = 16, 32
+_TAG_BYTES = 32
 
 
 class ForgedKeyError(dist.DistError):
@@ -58,8 +56,8 @@ def open_store(address: str, timeout_s: float) -> TCPStore:
 
 
 class AuthenticatedStore(Store):
-    """Hides the names of keys, and encrypts and authenticates their values. A changed value, or one
-    of another key, is an error, and so is the deletion of a key set here.
+    """Authenticates the values of keys. A changed value, or one of another key, is an error, and so
+    is the deletion of a key set here. Names and values can be read by strangers.
 
     Used by torch's C++ from any thread. Counters (`add`) have no authenticated value: nothing but a
     barrier uses them.
@@ -76,45 +74,63 @@ class AuthenticatedStore(Store):
         self._store: Any = store  # torch's type stubs are incomplete
         self._secret = secret
         self._on_value = on_value
-        self._own_keys: dict[str, str] = {}
+        self._own_keys: set[str] = set()
         self._present: set[str] = set()  # `get` follows `wait`: a round trip less
         self._clones: list[AuthenticatedStore] = []  # C++ does not keep their Python objects
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._on_value(data)
-        sealed = token_bytes(_NONCE_BYTES)
-        sealed += self._mask(key, sealed, data)
-        self._store.set(self._name(key), self._digest("value", key, sealed) + sealed)
-        self._own_keys[self._name(key)] = key
+        self._store.set(key, self._tag(key, data) + data)
+        self._own_keys.add(key)
 
     def get(self, key: str) -> bytes:
         if key not in self._present:
-            self._wait([key], self._store.timeout)
+            self.wait([key])
         # Unlike torch's `get`, this does not wait for a key that a stranger has deleted meanwhile.
-        content = self._store.compare_set(self._name(key), "absent", "absent")
-        tag, sealed = content[:_TAG_BYTES], content[_TAG_BYTES:]
-        if not hmac.compare_digest(tag, self._digest("value", key, sealed)):
+        content = self._store.compare_set(key, "absent", "absent")
+        tag, value = content[:_TAG_BYTES], content[_TAG_BYTES:]
+        if not hmac.compare_digest(tag, self._tag(key, value)):
             raise ForgedKeyError(
                 f"the rendezvous store's {key!r} was changed or deleted by a stranger"
             )
-        value = self._mask(key, sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:])
         self._on_value(value)
-        return value
+        return bytes(value)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._wait(keys, timeout or self._store.timeout)
+        limit = timeout or self._store.timeout
+        until_s = monotonic() + limit.total_seconds()
+        try:
+            self._store.wait(keys, min(limit, timedelta(seconds=UNCHECKED_WAIT_S)))
+        except dist.DistStoreError:
+            if limit.total_seconds() <= UNCHECKED_WAIT_S:
+                raise
+            while not self.check(keys):
+                self._check_own_keys()
+                if monotonic() > until_s:
+                    missing = [key for key in keys if not self.check([key])]
+                    text = f"no member has set {missing} within {limit.total_seconds():g} s"
+                    raise dist.DistStoreError(text) from None
+                sleep(_POLL_INTERVAL_S)
+        self._present.update(keys)
+
+    def _check_own_keys(self) -> None:
+        for key in list(self._own_keys):
+            if not self.check([key]):
+                raise ForgedKeyError(
+                    f"the rendezvous store's key {key!r} was deleted by a stranger"
+                )
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._store.check([self._name(key) for key in keys]))
+        return bool(self._store.check(keys))
 
     def add(self, key: str, value: int) -> int:
-        return int(self._store.add(self._name(key), value))
+        return int(self._store.add(key, value))
 
     def delete_key(self, key: str) -> bool:
-        self._own_keys.pop(self._name(key), None)
+        self._own_keys.discard(key)
         self._present.discard(key)
-        return bool(self._store.delete_key(self._name(key)))
+        return bool(self._store.delete_key(key))
 
     def clone(self) -> AuthenticatedStore:
         """A store with a connection of its own."""
@@ -122,35 +138,6 @@ class AuthenticatedStore(Store):
         self._clones.append(clone)
         return clone
 
-    def _wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        names, until_s = [self._name(key) for key in keys], monotonic() + timeout.total_seconds()
-        try:
-            self._store.wait(names, min(timeout, timedelta(seconds=UNCHECKED_WAIT_S)))
-            self._present.update(keys)
-            return
-        except dist.DistStoreError:
-            if timeout.total_seconds() <= UNCHECKED_WAIT_S:
-                raise
-        while not self._store.check(names):
-            for name, key in list(self._own_keys.items()):
-                if not self._store.check([name]):
-                    raise ForgedKeyError(
-                        f"the rendezvous store's key {key!r} was deleted by a stranger"
-                    )
-            if monotonic() > until_s:
-                missing = [key for key in keys if not self.check([key])]
-                seconds = timeout.total_seconds()
-                raise dist.DistStoreError(f"no member has set {missing} within {seconds:g} s")
-            sleep(_POLL_INTERVAL_S)
-
-    def _name(self, key: str) -> str:
-        return self._digest("name", key).hex()
-
-    def _digest(self, purpose: str, key: str, content: bytes = b"") -> bytes:
-        text = f"{purpose} {len(key)} {key}".encode()
-        return hmac.digest(self._secret, text + content, "sha256")
-
-    def _mask(self, key: str, nonce: bytes, data: bytes) -> bytes:
-        """Encrypts or decrypts: a nonce is used once."""
-        stream = shake_256(self._digest("mask", key, nonce)).digest(len(data))
-        return (int.from_bytes(data) ^ int.from_bytes(stream)).to_bytes(len(data))
+    def _tag(self, key: str, value: bytes) -> bytes:
+        name = key.encode()
+        return hmac.digest(self._secret, len(name).to_bytes(4) + name + value, "sha256")

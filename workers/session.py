@@ -12,7 +12,7 @@ from torch import nn
 
 from rayzero.engine.errors import CollectiveError, ConfigError, EngineError
 from rayzero.engine.layout.state_index import StateSource
-from rayzero.engine.session import StepRequests
+from rayzero.engine.session import HostSession, StepRequests
 from rayzero.engine.state.registry import StateRegistry
 from rayzero.workers.function_collectives import FunctionCollectives
 from rayzero.workers.ledger_writer import LedgerWriter
@@ -42,7 +42,7 @@ _FIRST_PHASES = ("data", "forward")
 """Of a step; also of an evaluation."""
 
 
-class JobSession:
+class JobSession(HostSession):
     """The engine's `HostSession` for one call of the training function, through its generations.
     Used by the training thread only.
 
@@ -68,6 +68,7 @@ class JobSession:
         collectives: FunctionCollectives | None = None,
     ) -> None:
         self.engine_config = spec.engine_config
+        self.seed = spec.seed
         self.script_settings: ScriptSettings | None = None
         self.engine: Engine | None = None
         self.loop = ScriptLoop()
@@ -83,6 +84,7 @@ class JobSession:
         """Takes part in a generation from now on."""
         spec, channel = self._spec, membership.channel
         self.membership = membership
+        self.shares = self.assignment.shares
         self.reporter.begin_generation(channel)
         self._mirror = Mirror(
             spec.mirror,
@@ -97,9 +99,14 @@ class JobSession:
             self._ledger = LedgerWriter(spec, self.assignment, channel.interrupt)
 
     def begin(self) -> None:
-        """Waits for the generation, if the function was called ahead of it."""
+        """Waits for the generation, and joins it, if the function was called ahead of it."""
         if self._host is not None and self.assignment.is_ahead:
             self._enter(self._host.await_begin())
+            try:
+                self.membership.join()
+            except RuntimeError:
+                self.check()  # no exception of an ended generation is raised in the function
+                raise
 
     @property
     def assignment(self) -> Assignment:
@@ -134,12 +141,12 @@ class JobSession:
         self._mirror.close()
         self._enter(self._host.await_next(drained=drained, keeps_rank=self.loop.keeps_rank))
         try:
+            self.membership.join()
             with self.resume_from() as source:
                 if source is None:
                     raise EngineError("a generation of survivors starts from a state")
                 keep = self._retained.holds_state()
                 engine.survival.recut(source, keep=keep, shares=self.shares)
-            self.membership.await_group()
             engine.survival.begin_step()
         except (CollectiveError, RuntimeError) as error:
             if not (self._channel.interrupt.is_set() or is_collective_failure(error)):
@@ -149,14 +156,6 @@ class JobSession:
             raise CollectiveError(reason) from error
         self._retained.retain(engine)
         self._report_restored(engine)
-
-    @property
-    def shares(self) -> Sequence[float]:
-        return self.assignment.shares
-
-    @property
-    def seed(self) -> int:
-        return self._spec.seed
 
     def adapt_config(self, config: ConfigSource | None) -> ConfigSource | None:
         settings = self.script_settings
@@ -177,11 +176,6 @@ class JobSession:
         self.begin()
         self.on_phase("load")
         return self._retained.open_source(self.assignment.restore)
-
-    def await_group(self) -> None:
-        """Returns when the generation has begun, and its process group has formed."""
-        self.begin()
-        self.membership.await_group()
 
     @property
     def replays_epochs(self) -> bool:
@@ -255,8 +249,6 @@ class JobSession:
         self.engine = engine
         engine.state.adopt(self.registry)
         self._retained.retain(engine)
-        # The controller's order: a rank that has loaded its state has joined.
-        self.await_group()
         self._report_restored(engine)
         if self._own_collectives is not None:
             self._own_collectives.engine_is_ready(engine.survival)

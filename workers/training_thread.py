@@ -12,8 +12,6 @@ from threading import Event, Lock, Thread, current_thread
 from time import monotonic
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from rayzero.engine.errors import CollectiveError, EngineError
 from rayzero.workers.crash import describe_crash, has_device_failed, summarize
 from rayzero.workers.group_sockets import SocketTracker
@@ -33,7 +31,8 @@ from rayzero.workers.stacks import TRAINING_THREAD, current_frames
 _WAITS_FOR_RANKS = (
     "torch.distributed.",
     "rayzero.engine.comm.elastic_group",
-    "rayzero.engine.comm.joining_group",
+    "rayzero.workers.process_group",
+    "rayzero.workers.rendezvous_store",
 )
 
 
@@ -145,13 +144,6 @@ class GenerationChannel:
         if self.reforming:
             raise CollectiveError("the generation was ended")
         self._give_up()
-
-    def check_wait(self) -> None:
-        """Called in a wait for the process group, which is still joining: leaves the generation if
-        it was ended. Raises DistError, as a lost peer does, to a function that outlives it."""
-        if self.reforming and self.interrupt.is_set():
-            raise dist.DistError("the generation was ended while its process group formed")
-        self.interrupt.check()
 
 
 class TrainingThread:

@@ -14,12 +14,13 @@ from threading import Thread, Timer
 from typing import Any, NoReturn
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from rayzero.engine.comm.elastic_group import calls_of
+from rayzero.engine.compiling import defer_dynamo_import
 from rayzero.engine.device import device_count, get_device
 from rayzero.engine.errors import ConfigError, EngineError, RayzeroError
 from rayzero.engine.session import use_session
+from rayzero.engine.torch_private import TCPStore
 from rayzero.workers import process_group
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
@@ -28,7 +29,6 @@ from rayzero.workers.context import Context
 from rayzero.workers.entrypoint import TrainFunction, call_function, load_train_function
 from rayzero.workers.function_collectives import FunctionCollectives, read_calls
 from rayzero.workers.function_result import encode_result
-from rayzero.workers.group_errors import polled_group_errors
 from rayzero.workers.membership import Membership
 from rayzero.workers.messages import (
     Assignment,
@@ -50,7 +50,6 @@ from rayzero.workers.rendezvous_store import open_store
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import JobSession
 from rayzero.workers.stacks import Stacks, read_stacks
-from rayzero.workers.torch_startup import defer_dynamo_import, warm_up_torch
 from rayzero.workers.training_thread import GenerationChannel, TrainingThread
 from rayzero.workers.vault.records import SlotInfo
 
@@ -105,7 +104,7 @@ class WorkerProcess(WorkerCalls):
         with suppress(ConfigError):
             self._train_function = load_train_function(self._spec.entrypoint, self._spec.args)
         with suppress(ConfigError):
-            warm_up_torch(self._select_device())
+            process_group.warm_up_torch(self._select_device())
         for setting, seen in contradictions(os.environ) if self._spec.gpus else ():
             text = f"{seen} is set, not {setting.value}: {setting.otherwise}"
             self._post_log("stderr", text)
@@ -123,8 +122,11 @@ class WorkerProcess(WorkerCalls):
         return [*self._outbox.poll(timeout_s), self._training_thread.heartbeat(self._channel)]
 
     def stop(self, generation: int) -> None:
-        if self._channel.generation == generation:
-            self._channel.interrupt.set()
+        channel = self._channel
+        if channel.generation == generation:
+            channel.interrupt.set()
+            if channel.sockets.is_recording:  # it waits for peers to join
+                self._begin_abort(channel)
 
     def end(self, generation: int) -> None:
         if self._channel.generation == generation:
@@ -179,11 +181,11 @@ class WorkerProcess(WorkerCalls):
         """See `SessionHost`."""
         self._error_polling.close()
         following = self._training_thread.park(drained=drained, keeps_rank=keeps_rank)
-        return self._join(*following, continues=True)
+        return self._enter(*following, continues=True)
 
     def await_begin(self) -> Membership:
         """See `SessionHost`."""
-        return self._join(*self._training_thread.await_begin(), continues=False)
+        return self._enter(*self._training_thread.await_begin(), continues=False)
 
     def inject(self, faults: Sequence[FaultSpec]) -> None:
         self._fault_schedule.set_faults((*self._spec.faults, *faults))
@@ -203,10 +205,10 @@ class WorkerProcess(WorkerCalls):
     def dump_stack(self) -> Stacks:
         return read_stacks()
 
-    def _join(
+    def _enter(
         self, assignment: Assignment, channel: GenerationChannel, *, continues: bool
     ) -> Membership:
-        """Begins to join a generation; `continues`: with the engine of the previous one."""
+        """Begins a generation; `continues`: with the engine of the previous one."""
         device = self._device
         self.inject(assignment.faults)
         injector = WorkerFaultInjector(self._fault_schedule, assignment.rank)
@@ -221,18 +223,17 @@ class WorkerProcess(WorkerCalls):
         self._retained.begin_generation(assignment)
         if not continues:
             channel.interrupt.check()
-        joined = Joined(assignment.generation, assignment.rank)
-        group = process_group.begin_join(
-            assignment,
-            device,
-            self._collective_timeout_s,
-            channel.sockets,
-            channel.check_wait,
-            on_joined=lambda: channel.post(joined),
+        process_group.plan_process_group(assignment, device)
+        return Membership(assignment, channel, injector, partial(self._join, assignment, channel))
+
+    def _join(self, assignment: Assignment, channel: GenerationChannel) -> None:
+        """Joins the process group of a generation."""
+        process_group.join_process_group(
+            assignment, self._device, self._collective_timeout_s, channel.sockets
         )
-        channel.progress.begin_step(step)
+        channel.post(Joined(assignment.generation, assignment.rank))
+        channel.progress.begin_step(1 + (assignment.restore.step if assignment.restore else 0))
         self._error_polling.enter_context(self._polled_errors(channel))
-        return Membership(assignment, channel, injector, group.wait)
 
     def _plan(self, assignment: Assignment, channel: GenerationChannel) -> Membership:
         """The part in a generation that has not begun."""
@@ -240,7 +241,7 @@ class WorkerProcess(WorkerCalls):
         injector = WorkerFaultInjector(self._fault_schedule, assignment.rank)
         channel.progress.enter_phase("start")
         self._retained.begin_generation(assignment)  # the vault detects its death
-        process_group.plan(assignment, self._device, self._begin)
+        process_group.plan_process_group(assignment, self._device, self._begin)
         return Membership(assignment, channel, injector)
 
     def _begin(self) -> None:
@@ -262,7 +263,7 @@ class WorkerProcess(WorkerCalls):
             self._spec.entrypoint
         )
         self._device = self._select_device()
-        enter = self._plan if assignment.is_ahead else partial(self._join, continues=False)
+        enter = self._plan if assignment.is_ahead else partial(self._enter, continues=False)
         membership = enter(assignment, channel)
         collectives = FunctionCollectives(
             assignment.rank,
@@ -275,9 +276,10 @@ class WorkerProcess(WorkerCalls):
         context = Context(self._spec, self._device, session)
         try:
             with use_session(session), self._error_polling, calls_of(collectives):
+                membership.join()
                 result = self._json_result(call_function(function, context))
                 session.check_loop()
-                session.await_group()
+                session.begin()
                 session.finish()
         finally:
             self._end_call()
@@ -340,7 +342,7 @@ class WorkerProcess(WorkerCalls):
             channel.interrupt.fail(error)
             self._begin_abort(channel)
 
-        return polled_group_errors(self._device, end_generation)
+        return process_group.polled_group_errors(self._device, end_generation)
 
     def _post(self, message: WorkerMessage) -> None:
         if isinstance(message, Stopped | Crashed | Finished):

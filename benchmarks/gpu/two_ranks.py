@@ -27,7 +27,7 @@ from benchmarks.gpu.worker_groups import (
     use_nccl_like_device,
 )
 from rayzero.engine.device import get_device
-from rayzero.workers.group_errors import polled_group_errors
+from rayzero.workers.process_group import polled_group_errors
 
 SUMS = 50
 KILLED_AT_S, NOTICED_S = 0.5, 2.0  # the group's error is polled every second

@@ -19,8 +19,9 @@ from rayzero.workers.messages import Assignment
 from rayzero.workers.nccl_settings import apply_nccl_settings
 from rayzero.workers.process_group import (
     abort_default_group,
-    begin_join,
     interrupt_collectives,
+    join_process_group,
+    plan_process_group,
 )
 from rayzero.workers.rendezvous_store import open_store
 
@@ -39,8 +40,8 @@ class Member:
 
     def join(self) -> None:
         apply_nccl_settings(os.environ)
-        place = self.assignment, self.device, JOIN_S, self.sockets
-        begin_join(*place, check=lambda: None, on_joined=lambda: None).wait()
+        plan_process_group(self.assignment, self.device)
+        join_process_group(self.assignment, self.device, JOIN_S, self.sockets)
 
     def interrupt(self) -> None:
         """As the thread that serves the controller does."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rayzero.engine.api.sharded_params import ZeroParamStatus
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import EngineError
+from rayzero.engine.torch_private import without_torch_functions
 from rayzero.engine.zero.deferred_init import SHAPE_ONLY, function_name
 
 
@@ -32,7 +32,7 @@ class AbsentValue(Tensor):
     ) -> Any:
         name = function_name(func)
         if name in SHAPE_ONLY:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_functions():
                 return func(*args, **(kwargs or {}))
         if name == "__repr__":
             return f"AbsentValue({tuple(args[0].shape)}, {args[0].dtype})"

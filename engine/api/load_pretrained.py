@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rayzero.engine.checkpoint.imports.tensors import load_safetensors
 from rayzero.engine.errors import DataError
+from rayzero.engine.torch_private import without_dispatch_modes
 from rayzero.engine.zero.deferred_init import recording
 
 
@@ -52,7 +52,7 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
         >>> rayzero.load_pretrained(model, "checkpoints/gpt")
         >>> engine, *_ = rayzero.initialize(model=model, config=config)
     """
-    with _disable_current_modes():  # also inside `zero_init`, the files' tensors are real ones
+    with without_dispatch_modes():  # also inside `zero_init`, the files' tensors are real ones
         found = load_safetensors(Path(path))
     if found is None:
         raise DataError(

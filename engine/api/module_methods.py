@@ -14,9 +14,9 @@ from torch import nn
 
 from rayzero.engine.api.alternatives import NOT_DELEGATED, unsupported_attribute
 from rayzero.engine.builder import compile_model
-from rayzero.engine.compiling import is_compiled
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.torch_private import is_compiled
 
 if TYPE_CHECKING:
     # The engine's train, state_dict and compile have narrower signatures than nn.Module's.

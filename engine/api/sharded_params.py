@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rayzero.engine.api.param_access import StoredParam, restore_param, write_slices
 from rayzero.engine.engine import Engine, live_engines
+from rayzero.engine.patches import replace
 from rayzero.engine.zero.deferred_init import has_recordings, is_recorded
 from rayzero.engine.zero.gather_buffers import BlockState
 from rayzero.engine.zero.parameters import ShardedWeights
@@ -168,7 +169,9 @@ def _keeping_values(param: nn.Parameter, *args: Any, **options: Any) -> Tensor:
 
 def add_param_attributes() -> None:
     """Gives `nn.Parameter` the attributes that DeepSpeed's parameters have. Safe to repeat."""
-    nn.Parameter.to = _keeping_values  # type: ignore[assignment]
+    if "ds_id" in vars(nn.Parameter):
+        return
+    replace(nn.Parameter, "to", _keeping_values)
     getters = {
         "ds_id": _id,
         "ds_shape": _shape,
@@ -182,7 +185,7 @@ def add_param_attributes() -> None:
         "partition_numel": lambda param: _tensor(param).numel,
     }
     for name, getter in getters.items():
-        setattr(nn.Parameter, name, property(getter))
+        replace(nn.Parameter, name, property(getter))
 
 
 class ParameterOffload:

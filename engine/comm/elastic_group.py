@@ -4,10 +4,10 @@ Each generation of ranks has a process group of its own, and a training function
 end. So the default group is an `ElasticGroup`, registered as a backend of torch, which passes
 collectives on to the group of the present generation, as torchft's process groups do.
 
-Its collectives wait for a group that is still joining. Two kinds of calls complete on this rank
-alone (`local_completion`), instead of failing in the caller's code: those in a broken group, and
-those of a new rank that has not come to its first step, where its peers wait for it. A new rank
-first gets what the same call has returned when the function ran for the first time.
+Two kinds of calls complete on this rank alone (`local_completion`), instead of failing in the
+caller's code: those in a broken group, and those of a new rank that has not come to its first step,
+where its peers wait for it. A new rank first gets what the same call has returned when the function
+ran for the first time.
 
 The engine uses the generation's group itself (`process_group.connect_backend`).
 """
@@ -17,19 +17,26 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, Store, Work
-from torch.distributed import distributed_c10d as c10d
 
-from rayzero.engine.comm.function_calls import CallHost, FinishedCall, PassedCall
-from rayzero.engine.comm.joining_group import JoiningGroup
 from rayzero.engine.comm.local_completion import complete_locally, output_tensors
 from rayzero.engine.errors import CollectiveError
+from rayzero.engine.torch_private import (
+    HashStore,
+    Store,
+    Work,
+    abort_groups,
+    default_group,
+    describe_group,
+    groups_newest_first,
+    use_store_for_groups,
+)
 
 log = logging.getLogger("rayzero.engine")
 
@@ -47,84 +54,155 @@ def _passed_on(name: str) -> Any:
     return call
 
 
+class CallHost:
+    """The host's part in the collectives that a training function calls itself. This one is that of
+    no function: they have peers, and fail."""
+
+    def local_reason(self) -> str:
+        """Why a collective completes on this rank alone; empty if it has peers."""
+        return ""
+
+    def replays(self, name: str, outputs: Sequence[Tensor]) -> bool:
+        """Fills in what the call has returned before, if that is known."""
+        return False
+
+    def records(self) -> bool:
+        """Whether results are wanted: then every collective is waited for where it is called."""
+        return False
+
+    def record(self, name: str, outputs: Sequence[Tensor]) -> None:
+        """A collective has completed with these outputs."""
+
+    def makes_group(self) -> None:
+        """A group of the function's own is about to be made."""
+
+    def outlives(self, error: Exception) -> bool:
+        """Whether the function continues although a collective has failed."""
+        return False
+
+
+class FinishedCall(Work):
+    """The work of a collective that has completed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[None] = torch.futures.Future()
+        self._future.set_result(None)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return self._future
+
+
+class PassedCall(Work):
+    """The work of a collective of the generation's group. If the function outlives a failure,
+    `wait` does not raise: `complete` writes the outputs."""
+
+    def __init__(self, work: Work, complete: Callable[[], Work], host: CallHost) -> None:
+        super().__init__()
+        self._work = work
+        self._complete = complete
+        self._host = host
+
+    def wait(self, *timeout: Any) -> bool:
+        try:
+            return self._work.wait(*timeout)
+        except RuntimeError as error:
+            if not self._host.outlives(error):
+                raise
+            self._complete()
+            return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPlace:
+    """This process's place in the group of one generation."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    backend: str
+
+
 class ElasticGroup(dist.ProcessGroup):
-    """Used by any thread; `begin`, `end_joining` and `abort_groups` by the host.
+    """`plan` and `form_group` are called by the training thread, the rest by any.
 
     Attributes:
-        joining: the group of the present generation; None before the first, where the only rank is
-            this one.
+        place: in the present generation; None before the first, where the only rank is this one.
         host: of the training function that runs.
     """
 
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]  # torch declares one of two forms
-        self.joining: JoiningGroup | None = None
+        self.place: GroupPlace | None = None
         self.host = CallHost()
-        self._told: JoiningGroup | None = None  # of the warning
+        self._group: dist.ProcessGroup | None = None  # of the present generation
+        self._is_forming = False
+        self._begin: Callable[[], None] | None = None
+        self._warned: GroupPlace | None = None
 
-    def begin(self, joining: JoiningGroup) -> None:
-        """Calls `plan`, and starts to join the group."""
-        self.plan(joining)
-        joining.start()
+    def plan(self, place: GroupPlace, begin: Callable[[], None] | None = None) -> None:
+        """The ranks of another generation, whose group does not exist yet.
 
-    def plan(self, joining: JoiningGroup) -> None:
-        """The ranks of another generation. Raises RuntimeError while an earlier one is joining."""
-        if self.joining is not None and self.joining.is_joining:
-            raise RuntimeError("the previous process group is still joining")
-        self.joining = joining
-        world = c10d._world
-        _, store = world.pg_map[self]
-        world.pg_map[self] = joining.backend, store
-        world.pg_backend_config[self] = str(c10d.BackendConfig(c10d.Backend(joining.backend)))
-        world.pg_group_ranks[self] = {rank: rank for rank in range(joining.world_size)}
+        Args:
+            begin: waits for a generation that has not begun, and forms its group; called where the
+                group is needed, by the training thread.
+        """
+        self.place = place
+        self._begin = begin
+        describe_group(self, place.backend, place.world_size)
 
     def form_group(self, store: Store, **options: Any) -> dist.ProcessGroup:
-        """Makes the group of all ranks of the present generation; by the thread that joins it.
+        """Makes the group of all ranks of the present generation.
 
         Args:
             store: of the generation; also for the groups that the function makes.
             options: of `torch.distributed.new_group`.
         """
-        world = c10d._world
-        world.pg_map[self] = world.pg_map[self][0], store
-        # Groups are named by a counter of the process, which an aborted join has incremented: peers
-        # that had not got as far would wait for a group of another name.
-        world.group_count = 1
-        group: dist.ProcessGroup = dist.new_group(list(range(self.size())), **options)
+        use_store_for_groups(self, store)
+        self._is_forming = True
+        try:
+            group: dist.ProcessGroup = dist.new_group(list(range(self.size())), **options)
+        finally:
+            self._is_forming = False
+        self._group = group
         return group
 
-    def end_joining(self, interrupt: Callable[[], None]) -> None:
-        """See `JoiningGroup.end`."""
-        if self.joining is not None:
-            self.joining.end(interrupt)
+    def get_group(self) -> dist.ProcessGroup:
+        """The generation's group; begins one that has not begun. Raises DistError if it was
+        aborted."""
+        if self._begin is not None:
+            self._begin()
+        if (group := self._group) is None:
+            raise dist.DistError("the process group was aborted")
+        return group
 
     def abort_groups(self) -> None:
         """Aborts the generation's group, and those that were made of it, without waiting for peers.
         torch forgets them also if that fails."""
-        world = c10d._world
-        groups = [group for group in world.pg_names if group is not self]
-        groups.sort(key=lambda group: world.pg_names[group], reverse=True)
-        nccl = _nccl_backend(groups)
         try:
-            if nccl is not None:
-                nccl._group_start()  # else aborts of several communicators could deadlock
-            for group in groups:
-                group.abort()
-            if nccl is not None:
-                nccl._group_end()
+            abort_groups(groups_newest_first())
         finally:
-            for group in groups:
-                _forget(group)
-            if self.joining is not None:
-                self.joining.forget()
+            self._group = None  # gloo's threads end with the last reference to it
 
     # What torch reads of a group
 
     def rank(self) -> int:
-        return self.joining.rank if self.joining is not None else 0
+        return self.place.rank if self.place is not None else 0
 
     def size(self) -> int:
-        return self.joining.world_size if self.joining is not None else 1
+        return self.place.world_size if self.place is not None else 1
 
     getRank, getSize = rank, size  # noqa: N815  for callers in C++
 
@@ -133,20 +211,19 @@ class ElasticGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(self.joining.device.type if self.joining is not None else "cpu")]
+        return [torch.device(self.place.device.type if self.place is not None else "cpu")]
 
     @property
     def bound_device_id(self) -> torch.device | None:
         """None: groups that are made of this one connect at their first collective. `new_group`
-        reads it first, and needs the generation's store: so it waits. Raises CollectiveError where
-        the peers do not make that group, too."""
-        joining = self.joining
-        if joining is None or joining.is_joined_by_caller or not _is_read_by_new_group():
+        reads it first, and needs the generation's store. Raises CollectiveError where the peers do
+        not make that group, too."""
+        if self._is_forming or self.place is None or not _is_read_by_new_group():
             return None
         if reason := self.host.local_reason():
             raise CollectiveError(f"torch.distributed.new_group, while {reason}")
         self.host.makes_group()
-        joining.wait()
+        self.get_group()
         return None
 
     @bound_device_id.setter
@@ -154,16 +231,16 @@ class ElasticGroup(dist.ProcessGroup):
         return
 
     def _get_backend(self, device: torch.device) -> Any:
-        if self.joining is None or self.joining.is_joined_by_caller:
-            raise RuntimeError("no process group has been joined")
-        return self.joining.get_group()._get_backend(device)
+        if self._is_forming:
+            raise RuntimeError("the process group is being made")
+        return self.get_group()._get_backend(device)
 
     def _start_coalescing(self, device: torch.device) -> None:
         if not self._is_local():
-            self._group()._start_coalescing(device)
+            self.get_group()._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        return FinishedCall() if self._is_local() else self._group()._end_coalescing(device)
+        return FinishedCall() if self._is_local() else self.get_group()._end_coalescing(device)
 
     def abort(self) -> None:
         """The groups of the generations are aborted, not what they are reached by."""
@@ -202,7 +279,7 @@ class ElasticGroup(dist.ProcessGroup):
         if self._is_local():
             return self._complete(name, args, outputs)
         try:
-            work = getattr(self._group(), name)(*args, **options)
+            work = getattr(self.get_group(), name)(*args, **options)
             if not host.records():
                 return PassedCall(work, lambda: self._complete(name, args, outputs), host)
             work.wait()
@@ -214,13 +291,7 @@ class ElasticGroup(dist.ProcessGroup):
         return FinishedCall()
 
     def _is_local(self) -> bool:
-        return self.joining is None or bool(self.host.local_reason())
-
-    def _group(self) -> dist.ProcessGroup:
-        joining = self.joining
-        if joining is None:
-            raise RuntimeError("no process group has been joined")
-        return joining.get_group()
+        return self.place is None or bool(self.host.local_reason())
 
     def _complete(self, name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> Work:
         """Completes the call on this rank alone."""
@@ -234,8 +305,8 @@ class ElasticGroup(dist.ProcessGroup):
                 allowed="torch.distributed's collectives of tensors, which complete there on this "
                 "rank alone",
             )
-        if reason and self._told is not self.joining:
-            self._told = self.joining
+        if reason and self._warned is not self.place:
+            self._warned = self.place
             log.warning("%s completed on rank %d alone, while %s", name, self.rank(), reason)
         complete_locally(name, args, self.rank(), self.size())
         return FinishedCall()
@@ -243,7 +314,7 @@ class ElasticGroup(dist.ProcessGroup):
 
 def elastic_group() -> ElasticGroup | None:
     """This process's default group, if it is one of a worker."""
-    group = c10d._world.default_pg
+    group = default_group()
     return group if isinstance(group, ElasticGroup) else None
 
 
@@ -267,34 +338,6 @@ def calls_of(host: CallHost) -> Iterator[None]:
         yield
     finally:
         group.host = CallHost()
-
-
-def _nccl_backend(groups: Sequence[dist.ProcessGroup]) -> Any:
-    for group in groups if dist.is_nccl_available() else ():
-        with suppress(RuntimeError):
-            backend = group._get_backend(torch.device("cuda"))
-            if isinstance(backend, dist.ProcessGroupNCCL):
-                return backend
-    return None
-
-
-def _forget(group: dist.ProcessGroup) -> None:
-    """Removes an aborted group from torch's tables."""
-    world = c10d._world
-    name = world.pg_names.pop(group)
-    tables: tuple[dict[Any, Any], ...] = (
-        world.pg_map,
-        world.pg_group_ranks,
-        world.pg_backend_config,
-        world.pg_coalesce_state,
-    )
-    for table in tables:
-        table.pop(group, None)
-    tag = world.pg_to_tag.pop(group, None)
-    for tagged in (world.tags_to_pg.get(tag or "", []), world.tags_to_pg.get("", [])):
-        if group in tagged:
-            tagged.remove(group)
-    torch._C._distributed_c10d._unregister_process_group(name)
 
 
 def _is_read_by_new_group() -> bool:

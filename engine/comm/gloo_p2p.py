@@ -25,9 +25,9 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _abort_process_group
 
 from rayzero.engine.device import DeviceError, get_device, local_device
+from rayzero.engine.torch_private import abort_default_group
 
 _TAG_COUNT = 1 << 31  # gloo's are of 31 bits
 _LEFT_GROUP = "this process has left the process group"
@@ -131,7 +131,7 @@ def _destroy_default_group() -> None:
     if dist.is_initialized() and "nccl" in dist.get_backend_config():
         with suppress(DeviceError):  # peers may still read what was sent
             get_device(local_device()).synchronize(EXIT_LIMIT_S / 2)
-        _abort_process_group()  # its end would wait for them
+        abort_default_group()  # its end would wait for them
     elif dist.is_initialized():
         dist.destroy_process_group()
     _drop_default_arguments()

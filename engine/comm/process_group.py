@@ -18,14 +18,13 @@ from torch import Tensor
 
 from rayzero.engine.comm.backend import Backend, CompletedWork, Work, copy_unless_same
 from rayzero.engine.comm.collectives import Collectives
-from rayzero.engine.comm.elastic_group import elastic_group
+from rayzero.engine.comm.elastic_group import ElasticGroup, elastic_group
 from rayzero.engine.comm.gloo_p2p import destroy_at_exit
-from rayzero.engine.comm.joined_later import JoinedLater
-from rayzero.engine.comm.joining_group import JoiningGroup
 from rayzero.engine.comm.nccl import NcclBackend
-from rayzero.engine.comm.shared_memory import gloo_backend_joined_later, make_gloo_backend
+from rayzero.engine.comm.shared_memory import make_gloo_backend
 from rayzero.engine.device import get_device, local_device
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.torch_private import HashStore
 
 log = logging.getLogger("rayzero.engine")
 
@@ -94,16 +93,15 @@ def group_size() -> int:
 def connect_backend() -> tuple[Backend, torch.device]:
     """The backend over all ranks, and this rank's device.
 
-    Uses the default process group if it exists (Ray Train creates it), creates it under torchrun,
-    and otherwise runs on this rank alone. A rayzero worker's first collective waits for the group
-    of its generation, which may still be joining. CPU ranks on one host exchange data
+    Uses the default process group if it exists (Ray Train and a rayzero worker create it), creates
+    it under torchrun, and otherwise runs on this rank alone. CPU ranks on one host exchange data
     through shared memory unless RAYZERO_SHARED_MEMORY=0. Raises ConfigError if the group's backend
     is neither nccl nor gloo.
 
     Collective on gloo, whose buffers depend on what the ranks share.
     """
     if (elastic := elastic_group()) is not None:
-        return _connect_to_generation(elastic.joining)
+        return _connect_to_generation(elastic)
     if not dist.is_initialized() and os.environ.keys() >= _RENDEZVOUS_VARIABLES:
         create_group(get_device(local_device()).backend)
         destroy_at_exit()
@@ -119,24 +117,22 @@ def connect_backend() -> tuple[Backend, torch.device]:
     device = _make_current((bound or local_device()) if nccl else torch.device("cpu"))
     if group is None or dist.get_world_size() == 1:
         return SingleRankBackend(), device
-    if nccl:
-        return NcclBackend(group), device
-    return make_gloo_backend(group, share_memory=_shares_memory()), device
+    return _connect_to_group(group, nccl=nccl), device
 
 
-def _connect_to_generation(joining: JoiningGroup | None) -> tuple[Backend, torch.device]:
-    if joining is None:
-        return SingleRankBackend(), _make_current(local_device())
-    device = _make_current(joining.device)
-    if joining.world_size == 1:
+def _connect_to_generation(elastic: ElasticGroup) -> tuple[Backend, torch.device]:
+    place = elastic.place
+    device = _make_current(local_device() if place is None else place.device)
+    if place is None or place.world_size == 1:
         return SingleRankBackend(), device
-    if "nccl" in joining.backend:
-        return JoinedLater(joining, NcclBackend), device
-    return gloo_backend_joined_later(joining, share_memory=_shares_memory()), device
+    return _connect_to_group(elastic.get_group(), nccl="nccl" in place.backend), device
 
 
-def _shares_memory() -> bool:
-    return os.environ.get("RAYZERO_SHARED_MEMORY", "1") != "0"
+def _connect_to_group(group: dist.ProcessGroup, *, nccl: bool) -> Backend:
+    if nccl:
+        return NcclBackend(group)
+    shares_memory = os.environ.get("RAYZERO_SHARED_MEMORY", "1") != "0"
+    return make_gloo_backend(group, share_memory=shares_memory)
 
 
 def connect_collectives() -> tuple[Collectives, torch.device]:
@@ -202,7 +198,7 @@ def init_distributed(
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
         create_group(backend, timeout=timeout)
     else:
-        alone = torch._C._distributed_c10d.HashStore()
+        alone = HashStore()
         create_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
     destroy_at_exit()
     if verbose and dist.get_rank() == 0:
@@ -218,7 +214,7 @@ def one_rank_group() -> Any:
     if not dist.is_initialized():
         return None
     elastic = elastic_group()
-    world = dist.group.WORLD if elastic is None else elastic.joining
+    world = dist.group.WORLD if elastic is None else elastic.place
     if world not in _one_rank_groups:
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         _one_rank_groups[world] = group

@@ -13,12 +13,12 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from rayzero.engine.compiling import is_compiled
-from rayzero.engine.cpu_device import Device
+from rayzero.engine.device import Device
 from rayzero.engine.errors import ConfigError, did_you_mean
 from rayzero.engine.layout.flat_layout import ParamSpec, UnitLayout, make_layout
 from rayzero.engine.layout.leaf_modules import modules_inside_leaves
 from rayzero.engine.layout.packed import is_packed
+from rayzero.engine.torch_private import is_compiled
 
 
 @dataclass(frozen=True)

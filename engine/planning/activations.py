@@ -33,11 +33,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from rayzero.engine.compiling import is_compiled
 from rayzero.engine.device import local_device
 from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.tensor_tree import iter_tensors, storage_id
+from rayzero.engine.torch_private import is_compiled
 
 _WITHOUT_VALUES = (
     DataDependentOutputException,

@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.process_group import broadcast_object
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.patches import replaced
 from rayzero.engine.tensor_tree import iter_tensors, map_tensors, storage_id
+from rayzero.engine.torch_private import without_dispatch_modes, without_torch_functions
 from rayzero.engine.zero.file_values import FileValues, MappedFiles, agree_on_files
 from rayzero.engine.zero.recording import ConstructorRecorder, ValueReader, is_unmaterialized
 
@@ -64,7 +65,7 @@ def take_initial_values(params: Iterable[nn.Parameter], source: int) -> None:
     rank = dist.get_rank()
     for param in params:
         value = _recorder.replay(param, torch.device("cpu")) if rank == source else None
-        with _disable_current_modes():  # they may be recording: its tensors are real
+        with without_dispatch_modes():  # they may be recording: its tensors are real
             value = broadcast_object(value, source)
         if rank == 0:
             with recording([param]):
@@ -89,19 +90,18 @@ def _is_recording() -> bool:
 def _record() -> Iterator[None]:
     """Hides `is_meta` meanwhile, in all threads: some functions of `torch.nn.init` skip meta
     tensors."""
-    torch.Tensor.is_meta = property(lambda _: False)  # type: ignore[assignment]
     hooks = (
         module_hooks.register_module_parameter_registration_hook(_note_module),
         module_hooks.register_module_buffer_registration_hook(_note_module),
         module_hooks.register_module_module_registration_hook(_note_module),
     )
     try:
-        with _recorder, ValueReader(_recorder):
+        not_meta = replaced(torch.Tensor, "is_meta", property(lambda _: False))
+        with not_meta, _recorder, ValueReader(_recorder):
             yield
     finally:
         for hook in hooks:
             hook.remove()
-        del torch.Tensor.is_meta  # the base class's attribute is visible again
         _recorder.scratch = None
 
 
@@ -136,7 +136,7 @@ class DeferredValue(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name, options = function_name(func), dict(kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_functions():
             if name in SHAPE_ONLY:
                 return func(*args, **options)
             in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))

@@ -11,14 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from rayzero.engine.compiling import (
-    compiler_active,
-    modules_around,
-    untraced,
-    whole_compile_error,
-)
+from rayzero.engine.compiling import modules_around, untraced, whole_compile_error
 from rayzero.engine.errors import EngineError
 from rayzero.engine.tensor_tree import iter_tensors
+from rayzero.engine.torch_private import is_compiler_active
 from rayzero.engine.zero.gather_buffers import Block, BlockState
 from rayzero.engine.zero.reducer import Reducer
 from rayzero.engine.zero.unit import Unit
@@ -70,7 +66,7 @@ def hook_blocks(
     around = modules_around(model, [block.module for block in blocks])
 
     def before(module: nn.Module, args: Any) -> None:
-        if around and compiler_active():
+        if around and is_compiler_active():
             raise whole_compile_error("model")
         scheduler.root_pre_forward(around)
 

@@ -17,6 +17,7 @@ from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.layout.packed import is_packed
 from rayzero.engine.offload.transfer import HostShardGather, MemoryKind
+from rayzero.engine.torch_private import swap_tensors
 
 
 class ReplicatedWeights:
@@ -129,13 +130,12 @@ def param_views(layout: UnitLayout, flat: Tensor) -> list[Tensor]:
 def set_param_data(param: nn.Parameter, value: Tensor) -> None:
     """Makes `value` the parameter's data, keeping the Parameter object and its attributes.
 
-    A parameter without memory gets another tensor's: `torch.utils.swap_tensors` would do the same,
-    but refuses parameters with weak references (those of `nn.LSTM`) and with views, which stay on
-    the meta device here.
+    A parameter without memory gets another tensor's. Parameters with weak references (those of
+    `nn.LSTM`) and with views, which stay on the meta device here, can, too.
     """
     if param.device.type == "meta" or param.dtype != value.dtype:
         real = nn.Parameter(value, requires_grad=param.requires_grad)
-        torch._C._swap_tensor_impl(param, real)
+        swap_tensors(param, real)
     else:
         param.data = value
 

@@ -11,11 +11,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.tensor_tree import iter_tensors, storage_id
+from rayzero.engine.torch_private import without_dispatch_modes
 from rayzero.engine.zero.scratch import ScratchBuffer
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -141,7 +142,7 @@ class ConstructorRecorder(TorchDispatchMode):
     def replay(self, tensor: Tensor, device: torch.device) -> Tensor:
         """The value of `tensor` after all recorded operations, as a new tensor. Raises ConfigError
         if it is not known."""
-        with _disable_current_modes(), torch.no_grad():
+        with without_dispatch_modes(), torch.no_grad():
             real = self._replay_storages(tensor)
             value = _real_view(tensor, real)
             made_elsewhere = real.keys() - self._created_storages(tensor)
@@ -232,7 +233,7 @@ class ValueReader(TorchFunctionMode):
             is_param, requires_grad = isinstance(args[0], nn.Parameter), args[0].requires_grad
             value = self._recorder.replay(args[0], _CPU).requires_grad_(requires_grad)
             value = nn.Parameter(value, requires_grad) if is_param else value
-            with _disable_current_modes():
+            with without_dispatch_modes():
                 return func(value, *args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

@@ -20,12 +20,11 @@ from torch import nn
 
 from rayzero.engine.compiling import refuse_compiled, untraced
 from rayzero.engine.errors import EngineError
+from rayzero.engine.torch_private import is_in_functional_transform
 from rayzero.engine.zero.gather_buffers import Block, BlockState, GatherBuffers
 from rayzero.engine.zero.large_modules import LargeModules
 from rayzero.engine.zero.parameters import WeightGather
 from rayzero.engine.zero.reducer import Running, always, never
-
-_functorch_level = torch._C._functorch.maybe_current_level  # None outside of torch.func
 
 
 def _not_differentiable(seen: str) -> EngineError:
@@ -130,7 +129,7 @@ class UnshardScheduler:
         shares its buffer; or inside a transform of torch.func."""
         if self.paused:
             return
-        if _functorch_level() is not None:
+        if is_in_functional_transform():
             raise _not_differentiable(f"torch.func: it called the block {block.name!r}")
         if self._running and block.buffer_index is not None:
             self._leave_ring(block)

@@ -91,13 +91,6 @@ class StoppedSession(StateSession):
         self.waiting = False
         self.finished: list[float] = []
 
-    def adapt_config(self, config: Any) -> Any:
-        return config
-
-    def on_model(self, model: Any) -> None: ...
-
-    def on_engine_ready(self, engine: rayzero.Engine) -> None: ...
-
     def on_phase(self, name: str) -> None:
         self.check()
 

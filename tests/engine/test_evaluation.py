@@ -112,19 +112,9 @@ def test_scheduler_requires_an_optimizer() -> None:
             rayzero.initialize(model=nn.Linear(3, 1), **arguments)
 
 
-class MinimalSession:
-    """The part of a job's session that is used before the error."""
-
-    engine_config = None
-
-    def adapt_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        return config
-
-    def admits_engine(self, *, trains: bool) -> bool:
-        return True
-
-
 def test_job_requires_an_optimizer() -> None:
-    session: HostSession = MinimalSession()  # type: ignore[assignment]
-    with use_session(session), pytest.raises(ConfigError, match="no optimizer, but a rayzero job"):
+    with (
+        use_session(HostSession()),
+        pytest.raises(ConfigError, match="no optimizer, but a rayzero job"),
+    ):
         rayzero.initialize(model=nn.Linear(3, 1), config={})

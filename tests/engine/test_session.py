@@ -33,11 +33,6 @@ class RecordingSession(StateSession):
         self.phases: list[str] = []
         self.steps: list[dict[str, float]] = []
 
-    def adapt_config(self, config: Any) -> Any:
-        return config
-
-    def on_model(self, model: Any) -> None: ...
-
     def on_engine_ready(self, engine: rayzero.Engine) -> None:
         self.engines.append(engine)
 

@@ -17,7 +17,7 @@ DEVICE_CALLERS = {
 READS = ("item", "tolist", "cpu")
 # Modules that read tensors with methods of torch, which block, and why that is right.
 READERS = {
-    "rayzero.engine.cpu_device": "Device.read itself, of host memory",
+    "rayzero.engine.device": "Device.read itself, of host memory",
     "rayzero.engine.comm.collectives": "sums that Device.to_host has copied",
     "rayzero.engine.comm.gloo_p2p": "gloo's tensors are in host memory",
     "rayzero.engine.comm.shared_memory": "tensors of locations are in host memory",

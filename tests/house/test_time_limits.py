@@ -18,11 +18,9 @@ REASONS = {
         workers.vault.mappings: _POLL_S
         workers.state_copy: _POLL_S
         workers.rendezvous_store: UNCHECKED_WAIT_S _POLL_INTERVAL_S
-        workers.process_group: STORE_TRY_S
+        workers.process_group: STORE_TRY_S POLL_INTERVAL_S
         workers.ledger_writer: RETRY_S
         workers.step_report: GPU_INTERVAL_S
-        workers.group_errors: POLL_INTERVAL_S
-        engine.comm.joining_group: WAIT_CHECK_S INTERRUPT_INTERVAL_S
         orchestrator.control.failures: EXIT_POLL_S
         orchestrator.top.follow: REFRESH_S LINE_INTERVAL_S
         orchestrator.journal.entries: DEFAULT_STEP_INTERVAL_S

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from rayzero.engine.comm import gloo_p2p
 from rayzero.engine.comm.elastic_group import make_elastic_group
 from rayzero.engine.device import Device, DeviceError, replace_device
-from rayzero.workers import group_errors, process_group, worker
+from rayzero.workers import process_group, worker
 from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.messages import Crashed, StepReport, Stopped
 from tests.workers.support import poll_until
@@ -216,8 +216,8 @@ def test_late_error_of_the_group_ends_the_generation(
 ):
     """As a failed collective: the rank that waits is not the one to blame."""
     state = ErrorType.SUCCESS
-    monkeypatch.setattr(group_errors, "POLL_INTERVAL_S", 0.01)
-    monkeypatch.setattr(group_errors, "_error_reader", lambda _: lambda: state)
+    monkeypatch.setattr(process_group, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(process_group, "_error_reader", lambda _: lambda: state)
     process = make_worker("endless")
     begin(process)
     poll_until(process.poll, StepReport)
@@ -232,7 +232,7 @@ def test_late_error_of_the_group_ends_the_generation(
 
 def test_backend_without_errors_is_not_polled():
     make_group()
-    assert group_errors._error_reader(CPU) is None
+    assert process_group._error_reader(CPU) is None
     process_group.abort_default_group(CPU, SocketTracker())
 
 
@@ -305,6 +305,6 @@ def test_group_of_nccl_is_aborted_at_exit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
-    monkeypatch.setattr(gloo_p2p, "_abort_process_group", lambda: calls.append("abort"))
+    monkeypatch.setattr(gloo_p2p, "abort_default_group", lambda: calls.append("abort"))
     gloo_p2p._destroy_default_group()
     assert calls == ["abort"]

@@ -9,7 +9,8 @@ import pytest
 
 CODE = """
 import sys, torch
-from rayzero.workers.torch_startup import defer_dynamo_import, warm_up_torch
+from rayzero.engine.compiling import defer_dynamo_import
+from rayzero.workers.process_group import warm_up_torch
 
 defer_dynamo_import()
 defer_dynamo_import()

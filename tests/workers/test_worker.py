@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from rayzero.engine.comm.elastic_group import make_elastic_group
-from rayzero.engine.comm.function_calls import CallHost
+from rayzero.engine.comm.elastic_group import CallHost, make_elastic_group
 from rayzero.engine.errors import EngineError
 from rayzero.workers import process_group
 from rayzero.workers.group_sockets import SocketTracker

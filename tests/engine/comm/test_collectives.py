@@ -27,8 +27,7 @@ from rayzero.engine.comm.process_group import (
     connect_collectives,
     init_distributed,
 )
-from rayzero.engine.comm.shared_memory import SharedMemoryBackend, make_gloo_backend
-from rayzero.engine.comm.shm_segments import ShmSegments
+from rayzero.engine.comm.shared_memory import SharedMemoryBackend, ShmSegments, make_gloo_backend
 from rayzero.engine.device import CudaDevice
 from rayzero.engine.errors import CollectiveError, ConfigError
 from tests.support.ranks import RankError, run_ranks

@@ -1,12 +1,11 @@
-"""A worker's default group: what torch and a training function see of it, while the group of a
-generation joins, when that has ended, and on a rank without peers.
+"""A worker's default group: what torch and a training function see of it, before the group of a
+generation exists, when that has ended, and on a rank without peers.
 
-Real groups of one rank, where each test decides when a join goes on, and of two processes.
+Real groups of one rank.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,48 +13,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
 from rayzero.engine.comm.elastic_group import (
+    CallHost,
     ElasticGroup,
+    GroupPlace,
     calls_of,
     elastic_group,
     make_elastic_group,
 )
-from rayzero.engine.comm.function_calls import CallHost
-from rayzero.engine.comm.joining_group import JoiningGroup
-from rayzero.engine.comm.process_group import connect_collectives
+from rayzero.engine.comm.process_group import connect_collectives, one_rank_group
 from rayzero.engine.errors import CollectiveError
+from rayzero.engine.torch_private import HashStore
 
 CPU = torch.device("cpu")
-LIMIT_S = 30.0
-
-
-class StoppedError(Exception):
-    """As the interrupt of a generation."""
-
-
-class Join:
-    """A join that waits for `go_on`, or fails with `error`."""
-
-    def __init__(self, error: Exception | None = None, world_size: int = 1) -> None:
-        self.go_on = threading.Event()
-        self.stopped = threading.Event()
-        self.error = error
-        self.group = JoiningGroup(self.run, 0, world_size, CPU, "gloo", self.check)
-
-    def run(self) -> dist.ProcessGroup:
-        assert self.go_on.wait(LIMIT_S)
-        if self.error is not None:
-            raise self.error
-        assert self.group.world_size == 1, "nobody else joins"
-        group: dist.ProcessGroup = make_elastic_group().form_group(HashStore(), backend="gloo")
-        return group
-
-    def check(self) -> None:
-        if self.stopped.is_set():
-            raise StoppedError
 
 
 class Host(CallHost):
@@ -90,36 +62,28 @@ class Host(CallHost):
         return True
 
 
+Begin = Callable[[], None]
+Plan = Callable[..., None]
+
+
 @pytest.fixture
-def make_join() -> Iterator[Callable[..., Join]]:
-    joins: list[Join] = []
+def plan() -> Iterator[Plan]:
+    """Plans a generation; `forms` makes its group, of this rank alone."""
 
-    def make(*args: Any, **kwargs: Any) -> Join:
-        joins.append(Join(*args, **kwargs))
-        make_elastic_group().begin(joins[-1].group)
-        return joins[-1]
+    def plan(
+        world_size: int = 1, rank: int = 0, begin: Begin | None = None, *, forms: bool = False
+    ) -> None:
+        make_elastic_group().plan(GroupPlace(rank, world_size, CPU, "gloo"), begin)
+        if forms:
+            form()
 
-    yield make
-    for join in joins:
-        join.group.end(join.go_on.set)
+    yield plan
     make_elastic_group().abort_groups()
     dist.destroy_process_group()
 
 
-def go_on_when_waited_for(join: Join, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lets the join go on as soon as somebody waits for it. Returns who did: threads' names."""
-    waiting: list[str] = []
-    wait = join.group._ended.wait
-
-    def wait_and_tell(timeout: float | None = None) -> bool:
-        if join.group._ended.is_set():
-            return True
-        waiting.append(threading.current_thread().name)
-        join.go_on.set()
-        return wait(timeout)
-
-    monkeypatch.setattr(join.group._ended, "wait", wait_and_tell)
-    return waiting
+def form() -> None:
+    make_elastic_group().form_group(HashStore(), backend="gloo")
 
 
 KNOWN: dict[str, Callable[[], Any]] = {
@@ -139,95 +103,54 @@ NEED_THE_GROUP: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_what_is_known_needs_no_wait(make_join, name: str):
-    make_join(world_size=3)
+def test_what_is_known_begins_no_generation(plan: Plan, name: str):
+    plan(3, begin=lambda: pytest.fail("it was begun"))
     assert KNOWN[name]()
 
 
 @pytest.mark.parametrize("name", NEED_THE_GROUP)
-def test_collectives_wait_for_the_group(make_join, monkeypatch, name: str):
-    waiting = go_on_when_waited_for(make_join(), monkeypatch)
+def test_collectives_begin_the_generation(plan: Plan, name: str):
+    """The generation may begin with other ranks than were planned."""
+    begun: list[int] = []
+
+    def begin() -> None:
+        begun.append(1)
+        plan(forms=True)
+
+    plan(3, begin=begin)
     assert NEED_THE_GROUP[name]()
-    assert set(waiting) == {threading.current_thread().name}
+    assert NEED_THE_GROUP[name]()
+    assert begun == [1]
 
 
-def test_another_thread_of_the_user_waits_too(make_join):
-    join, answers = make_join(), []
-    thread = threading.Thread(target=lambda: answers.append(dist.barrier()))
-    join.stopped.set()  # that is for the training thread only
-    thread.start()
-    thread.join(0.2)
-    assert thread.is_alive()
-    join.go_on.set()
-    thread.join(LIMIT_S)
-    assert answers == [None]
+def test_engine_begins_the_generation(plan: Plan):
+    def begin() -> None:
+        raise dist.DistNetworkError("the peer has left")
+
+    plan(2, begin=begin)
+    with pytest.raises(dist.DistNetworkError, match="the peer has left"):
+        connect_collectives()
 
 
-def test_wait_is_interrupted(make_join):
-    join = make_join()
-    threading.Timer(0.05, join.stopped.set).start()
-    with pytest.raises(StoppedError):
-        dist.barrier()
-    assert join.group.is_joining, "the join goes on until it is ended"
-
-
-def test_error_of_the_join_is_raised_where_the_group_is_needed(make_join):
-    make_join(dist.DistNetworkError("the peer has left")).go_on.set()
-    for call in (dist.barrier, lambda: dist.all_reduce(torch.ones(1))):
-        with pytest.raises(dist.DistNetworkError, match="the peer has left"):
-            call()
-
-
-def test_interrupt_is_preferred_to_the_error_that_it_causes(make_join):
-    join = make_join(dist.DistNetworkError("closed"))
-    join.stopped.set()
-    join.go_on.set()
-    join.group._thread.join(LIMIT_S)
-    with pytest.raises(StoppedError):
-        join.group.wait()
-
-
-def test_no_thread_joins_when_it_has_been_ended(make_join):
-    """An interrupt may come before the wait that it is to end."""
-    join, interrupts = make_join(dist.DistNetworkError("closed")), []
-
-    def interrupt() -> None:
-        interrupts.append(1)
-        if len(interrupts) == 3:
-            join.go_on.set()
-
-    with pytest.raises(RuntimeError, match="still joining"):
-        make_elastic_group().begin(Join().group)
-    make_elastic_group().end_joining(interrupt)
-    assert len(interrupts) >= 3
-    assert not join.group.is_joining
-
-
-def test_engine_waits_in_its_first_collective(make_join, monkeypatch):
-    join = make_join(world_size=2)
-    collectives, device = connect_collectives()
-    assert (collectives.rank, collectives.world_size, device) == (0, 2, CPU)
-    collectives.zeros(4, torch.float32, CPU)
-    collectives.progress_pending()
-    assert not join.go_on.is_set()
-    join.error = dist.DistNetworkError("waited for")
-    go_on_when_waited_for(join, monkeypatch)
-    with pytest.raises(CollectiveError, match="waited for"):
-        collectives.all_reduce(torch.ones(1)).wait()
-
-
-def test_one_rank_never_waits(make_join):
-    join = make_join()
+def test_one_rank_needs_no_group(plan: Plan):
+    plan(1, begin=lambda: pytest.fail("it was begun"))
     assert connect_collectives()[0].world_size == 1
-    assert not join.go_on.is_set()
 
 
-def test_what_is_kept_of_torch_stays_valid(make_join):
+def test_group_of_one_rank_is_made_once_a_generation(plan: Plan):
+    plan(forms=True)
+    first = one_rank_group()
+    assert one_rank_group() is first
+    make_elastic_group().abort_groups()
+    plan(forms=True)
+    assert one_rank_group() is not first
+
+
+def test_what_is_kept_of_torch_stays_valid(plan: Plan):
     """Another generation, with a group of its own; torch knows no other."""
     world = None
-    for world_size in (1, 1, 1):
-        join = make_join(world_size=world_size)
-        join.go_on.set()
+    for _ in range(3):
+        plan(forms=True)
         world = world or dist.group.WORLD
         assert dist.group.WORLD is world
         total = torch.full((2,), 3.0)
@@ -242,9 +165,9 @@ def test_what_is_kept_of_torch_stays_valid(make_join):
             dist.all_reduce(total, group=world)
 
 
-def test_torch_trains_by_it(make_join):
+def test_torch_trains_by_it(plan: Plan):
     """DistributedDataParallel and functional collectives call it from C++."""
-    make_join().go_on.set()
+    plan(forms=True)
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
     assert model.module.weight.grad is not None
@@ -253,16 +176,14 @@ def test_torch_trains_by_it(make_join):
     assert gathered == [{"a": 1}]
 
 
-def test_failure_of_a_call_is_the_hosts(make_join):
-    join = make_join(world_size=2)
-    join.error = dist.DistNetworkError("the peer has left")
-    join.go_on.set()
+def test_failure_of_a_call_is_the_hosts(plan: Plan):
+    plan(2)
     host, total = Host(), torch.full((2,), 3.0)
     with calls_of(host):
         dist.all_reduce(total)
         dist.barrier()
     assert total.tolist() == [3.0, 3.0]
-    assert [str(error) for error in host.failures] == ["the peer has left"]
+    assert [str(error) for error in host.failures] == ["the process group was aborted"]
 
 
 def own(rank: int, length: int = 2) -> Tensor:
@@ -314,19 +235,16 @@ ALONE: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_call_completes_on_one_rank_alone(make_join, name: str):
-    join = make_join(world_size=3)
-    join.group.rank = 1
+def test_call_completes_on_one_rank_alone(plan: Plan, name: str):
+    plan(3, rank=1, begin=lambda: pytest.fail("it was begun"))
     call, expected = ALONE[name]
     with calls_of(Host("its group is broken")):
         assert call(own(1, 6)).tolist() == expected
-    assert not join.go_on.is_set()
 
 
-def test_object_of_another_rank_cannot_be_made_up(make_join):
+def test_object_of_another_rank_cannot_be_made_up(plan: Plan):
     """torch reads what it has received as a length."""
-    join = make_join(world_size=3)
-    join.group.rank = 1
+    plan(3, rank=1)
     with calls_of(Host("its group is broken")):
         with pytest.raises(CollectiveError, match=r"an object of another rank.*broken"):
             dist.broadcast_object_list([None], 0)
@@ -337,16 +255,15 @@ def test_object_of_another_rank_cannot_be_made_up(make_join):
     assert objects == ["own"] * 3
 
 
-def test_results_are_told_and_given_again(make_join):
-    make_join().go_on.set()
+def test_results_are_told_and_given_again(plan: Plan):
+    plan(forms=True)
     first = Host(records=True)
     with calls_of(first):
         objects = [{"path": "/a"}]
         dist.broadcast_object_list(objects, 0)
         dist.barrier()
     assert [name for name, _ in first.recorded] == ["broadcast", "broadcast", "barrier"]
-    again = make_join(world_size=3)
-    again.group.rank = 1
+    plan(3, rank=1)
     second = Host("it has not begun its first step")
     second.replayed = [tensors for _, tensors in first.recorded]
     with calls_of(second):
@@ -355,7 +272,7 @@ def test_results_are_told_and_given_again(make_join):
     assert objects == [{"path": "/a"}]
 
 
-def test_group_is_a_process_group_of_torch(make_join):
-    make_join()
+def test_group_is_a_process_group_of_torch(plan: Plan):
+    plan()
     assert isinstance(dist.group.WORLD, ElasticGroup)
     assert isinstance(dist.group.WORLD, dist.ProcessGroup)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import rayzero
-from rayzero.engine.cpu_device import MetaDevice
+from rayzero.engine.device import MetaDevice
 from rayzero.engine.offload import plan
 from rayzero.engine.offload.transfer import HostTransfer, StreamTransfer
 from tests.engine import zoo

@@ -10,7 +10,7 @@ from typing import Any
 
 from rayzero.engine.engine import Engine
 from rayzero.engine.layout.state_index import BlockIndex, StateSource
-from rayzero.engine.session import StepRequests
+from rayzero.engine.session import HostSession, StepRequests
 
 
 @dataclass
@@ -48,7 +48,7 @@ class BlocksSource(StateSource):
 
 
 @dataclass
-class StateSession:
+class StateSession(HostSession):
     """A host session that resumes from blocks and records agreed step requests."""
 
     blocks: Sequence[Block] | None = None
@@ -59,38 +59,10 @@ class StateSession:
     agreed: list[StepRequests] = field(default_factory=list)
     source: BlocksSource | None = None
 
-    def admits_engine(self, *, trains: bool) -> bool:
-        return True
-
     @contextmanager
     def resume_from(self) -> Iterator[BlocksSource | None]:
         self.source = BlocksSource(self.blocks) if self.blocks else None
         yield self.source
-
-    def adapt_config(self, config: Any) -> Any:
-        return config
-
-    def on_model(self, model: Any) -> None: ...
-
-    def admits_load(self, step: int, engine_step: int, client_keys: Sequence[str]) -> bool:
-        return True
-
-    def on_state_loaded(self, step: int) -> None: ...
-
-    def on_engine_ready(self, engine: Engine) -> None:
-        return
-
-    def reform(self) -> None:
-        return
-
-    def on_phase(self, name: str) -> None:
-        return
-
-    def on_collective_wait(self, collective: int, entered: bool) -> None:
-        return
-
-    def on_samples_consumed(self, samples: Sequence[int]) -> None:
-        return
 
     def step_requests(self) -> StepRequests:
         return self.requests

@@ -1,0 +1,162 @@
+"""Every attribute of another library's objects that rayzero replaces, and how it does so.
+
+A module that is not in `PATCHES` cannot be patched: `replace` refuses it. What rayzero sets on one
+object only, such as a model, is in `OBJECT_PATCHES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One patch, or several of one kind.
+
+    Args:
+        target: the module, class and attribute; `*` for any.
+        lasts: when it is installed, and when it is removed.
+        tested: with these versions.
+    """
+
+    target: str
+    reason: str
+    lasts: str
+    tested: str = "torch 2.11, 2.13"
+
+
+PROCESS = "until the process ends"
+_SCRIPT = "a launched script, until its process ends; nothing changes outside of a job"
+_ACCELERATE, _TRANSFORMERS = "accelerate 1.15", "transformers 5.23"
+
+PATCHES = (
+    Patch(
+        "torch.Tensor.is_meta",
+        "False: some functions of torch.nn.init skip meta tensors, whose calls are recorded",
+        "while `zero_init`, or `recording`, is entered; in all threads",
+    ),
+    Patch(
+        "torch.nn.parameter.Parameter.to",
+        "values are not lost to the meta device, where PEFT moves adapters of a `zero.Init` model",
+        f"the first DeepSpeed engine or zero.Init, {PROCESS}",
+    ),
+    *(
+        Patch(
+            f"torch.nn.parameter.Parameter.{name}",
+            "an attribute that DeepSpeed's parameters have; torch's have none of that name",
+            f"the first DeepSpeed engine or zero.Init, {PROCESS}",
+        )
+        for name in ("ds_*", "all_gather", "partition", "partition_numel")
+    ),
+    *(
+        Patch(
+            f"torch.optim.*.{name}",
+            "runs without torch._dynamo, whose import takes a second and 100 MB, until something "
+            "else has imported it",
+            f"the start of a worker, {PROCESS}",
+        )
+        for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad", "step")
+    ),
+    *(
+        Patch(target, "the script is given the process group of its worker", _SCRIPT)
+        for target in (
+            "torch.distributed*.init_process_group",
+            "torch.distributed*.destroy_process_group",
+        )
+    ),
+    Patch("atexit.register", "what a script registers runs where the script ends", _SCRIPT, "3.11"),
+    Patch("torch.save", "files of epochs that are finished are not written again", _SCRIPT),
+    Patch(
+        "torch.utils.data.dataloader.DataLoader.__iter__",
+        "the script's own loader yields the batches of a lost step again",
+        _SCRIPT,
+    ),
+    Patch("torch.optim.lr_scheduler.*.__init__", "schedules are found, to be continued", _SCRIPT),
+    Patch("accelerate.*", "Accelerate trains with the job's engine", _SCRIPT, _ACCELERATE),
+    Patch("transformers.*", "Trainer continues after a fault", _SCRIPT, _TRANSFORMERS),
+)
+
+OBJECT_PATCHES = (
+    Patch(
+        "model.zero_grad",
+        "zeroes also what another engine's loss has brought, as in a GAN",
+        "`initialize`, as long as the model lives; copies do not have it",
+    ),
+    Patch(
+        "module._parameters",
+        "another dict: of a norm's weights in the dtype of its buffers; of weights whose reads are "
+        "observed",
+        "the module's forward; the first steps of stage 3",
+    ),
+    Patch(
+        "function.__code__ (`torch_private.disable_compiler`)",
+        "rayzero's own hooks are marked, so that torch.compile does not trace them",
+        PROCESS,
+    ),
+)
+
+_ABSENT = object()
+
+
+@dataclass(eq=False)
+class Replacement:
+    """An attribute that `replace` has replaced."""
+
+    owner: Any
+    name: str
+    before: Any  # `_ABSENT` where it was inherited, or there was none
+
+    def undo(self) -> None:
+        """Restores the attribute. Once; what was replaced later is to be restored before."""
+        _installed.remove(self)
+        if self.before is _ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.before)
+
+
+_installed: list[Replacement] = []
+Owner: TypeAlias = Any
+"""A class, or a module."""
+
+
+def target_name(owner: Owner, name: str) -> str:
+    """As in `Patch.target`."""
+    home = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+    return f"{home}.{name}"
+
+
+def replace(owner: Owner, name: str, value: Any) -> Replacement:
+    """Replaces an attribute. Raises ValueError if `PATCHES` has not got it."""
+    target = target_name(owner, name)
+    if not any(fnmatchcase(target, patch.target) for patch in PATCHES):
+        raise ValueError(f"{target} is not in engine/patches.py")
+    replacement = Replacement(owner, name, vars(owner).get(name, _ABSENT))
+    setattr(owner, name, value)
+    _installed.append(replacement)
+    return replacement
+
+
+@contextmanager
+def replaced(owner: Owner, name: str, value: Any) -> Iterator[None]:
+    """Replaces an attribute meanwhile."""
+    replacement = replace(owner, name, value)
+    try:
+        yield
+    finally:
+        replacement.undo()
+
+
+def installed() -> list[str]:
+    """The attributes that are replaced now, in order."""
+    return [target_name(it.owner, it.name) for it in _installed]
+
+
+def uninstall_all() -> None:
+    """Restores everything, the last one first."""
+    while _installed:
+        _installed[-1].undo()
