@@ -1,15 +1,15 @@
-"""`deepspeed.runtime.lr_schedules`: the names of schedules and their parameters, and a schedule from
-the command line."""
+"""`deepspeed.runtime.lr_schedules`: names of schedules and parameters, and a schedule from the
+command line."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from rayzero.engine.config.schedules import LR_CURVES
 
-LR_SCHEDULE = "lr_schedule"
 KINDS = {
     "LR_RANGE_TEST": "LRRangeTest",
     "ONE_CYCLE": "OneCycle",
@@ -48,6 +48,7 @@ _LEARNING_RATES = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max
 
 CONSTANTS = {
     **{name.upper(): name for names in _OPTIONS.values() for name in names},
+    "LR_SCHEDULE": "lr_schedule",
     "TOTAL_NUM_STEPS": "total_num_steps",
     "WARMUP_LOG_RATE": "log",
     "WARMUP_LINEAR_RATE": "linear",
@@ -60,7 +61,7 @@ def add_tuning_arguments(parser: ArgumentParser) -> ArgumentParser:
     parser."""
     group = parser.add_argument_group("Convergence Tuning", "learning rate schedules")
     group.add_argument("--lr_schedule", help=" ".join(KINDS.values()))
-    for name in dict.fromkeys([*sum(_OPTIONS.values(), []), "cycle_momentum"]):
+    for name in dict.fromkeys([*chain(*_OPTIONS.values()), "cycle_momentum"]):
         default = _DEFAULTS[name]
         if default is False:
             group.add_argument(f"--{name}", action="store_true")
