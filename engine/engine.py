@@ -1,10 +1,11 @@
 """`Engine`: trains one model on all ranks of a ZeRO data-parallel group.
 
-`builder` chooses its parts. DeepSpeed's method names are in `api.deepspeed_engine`.
+`builder` chooses its parts. `rayzero.deepspeed.engine` has DeepSpeed's names over it.
 """
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -34,9 +35,9 @@ from rayzero.engine.zero.unit import Unit
 _engines: WeakKeyDictionary[Engine, None] = WeakKeyDictionary()
 
 
-class Engine:
+class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
     """Trains one model on all ranks. Built by `Engine.build`, or by `rayzero.initialize` under
-    DeepSpeed's names.
+    DeepSpeed's names: what that returns is registered as a subclass.
 
     Every rank must make the same calls in the same order: any of them may hold collectives.
 
@@ -184,11 +185,13 @@ class Engine:
         """Returns when weights may be read outside forward: see `overlap_weight_gather`."""
         self._runtime.wait_weights()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The full model in CPU memory on rank 0, an empty dict on the others. Collective."""
-        return self._gather_state_dict()
+    def state_dict(self, *, by_new_ranks: bool = True) -> dict[str, Tensor]:
+        """The full model in CPU memory on rank 0, an empty dict on the others. Collective.
 
-    def _gather_state_dict(self, *, by_new_ranks: bool = True) -> dict[str, Tensor]:
+        Args:
+            by_new_ranks: False if a new rank of a script that makes the call after each epoch does
+                not make those of the epochs that were finished before it came.
+        """
         self._step.meter.enter_phase("gather")
         return self._step.reforming.with_peers(
             lambda: full_state_dict(self.module, self._runtime), by_new_ranks=by_new_ranks
@@ -296,11 +299,6 @@ class Engine:
         for callback in self._on_reconfigure:
             callback(self)
 
-    def check_loop(self) -> None:
-        """Raises EngineError if the training loop, which has ended, left out micro-batches of the
-        loader. A rayzero job calls it when the training function returns."""
-        self._step.micro_batches.check_end()
-
     def close(self) -> None:
         """Removes the model's hooks and closes files. The engine cannot be used afterwards."""
         self._step.close()
@@ -321,6 +319,11 @@ class Engine:
     def settings(self) -> Settings:
         """Sizes and limits of this run, and the checked config."""
         return self._step.settings
+
+    @property
+    def internals(self) -> TrainingStep:
+        """The engine's parts, for rayzero's own adapters. They change between versions."""
+        return self._step
 
     @property
     def loss_scale(self) -> float:
@@ -348,6 +351,11 @@ class Engine:
         return self._runtime.collectives.world_size
 
 
-def live_engines() -> list[Engine]:
-    """The engines that are still referenced, newest first."""
-    return list(_engines)[::-1]
+def find_engine(param: nn.Parameter) -> tuple[Engine, tuple[Unit, int] | None] | None:
+    """The newest engine that has this parameter, with the unit that stores it and its index there,
+    None for a frozen one that every rank holds in full. None if no engine has it."""
+    for engine in list(_engines)[::-1]:
+        units = engine._param_units
+        if id(param) in units:
+            return engine, units[id(param)]
+    return None

@@ -1,7 +1,7 @@
 """Every attribute of another library's objects that rayzero replaces, and how it does so.
 
-A module that is not in `PATCHES` cannot be patched: `replace` refuses it. What rayzero sets on one
-object only, such as a model, is in `OBJECT_PATCHES`.
+`replace` refuses what is neither in `PATCHES` nor added to it by `declare`, as an adapter to another
+library does. What rayzero sets on one object only, such as a model, is in `OBJECT_PATCHES`.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ PATCHES = (
         _SCRIPT,
     ),
     Patch("torch.optim.lr_scheduler.*.__init__", "schedules are found, to be continued", _SCRIPT),
+    Patch("*.__iter__", "so does a loader that Accelerate has prepared, of any class", _SCRIPT),
     Patch("accelerate.*", "Accelerate trains with the job's engine", _SCRIPT, _ACCELERATE),
     Patch("transformers.*", "Trainer continues after a fault", _SCRIPT, _TRANSFORMERS),
 )
@@ -119,6 +120,7 @@ class Replacement:
             setattr(self.owner, self.name, self.before)
 
 
+_declared = [*PATCHES]
 _installed: list[Replacement] = []
 Owner: TypeAlias = Any
 """A class, or a module."""
@@ -130,10 +132,15 @@ def target_name(owner: Owner, name: str) -> str:
     return f"{home}.{name}"
 
 
+def declare(patch: Patch) -> None:
+    """Adds what another library's adapter replaces to `PATCHES`, for this process."""
+    _declared.append(patch)
+
+
 def replace(owner: Owner, name: str, value: Any) -> Replacement:
-    """Replaces an attribute. Raises ValueError if `PATCHES` has not got it."""
+    """Replaces an attribute. Raises ValueError if no `Patch` is declared for it."""
     target = target_name(owner, name)
-    if not any(fnmatchcase(target, patch.target) for patch in PATCHES):
+    if not any(fnmatchcase(target, patch.target) for patch in _declared):
         raise ValueError(f"{target} is not in engine/patches.py")
     replacement = Replacement(owner, name, vars(owner).get(name, _ABSENT))
     setattr(owner, name, value)

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayzero.engine.api.initialize import initialize
+    from rayzero.deepspeed.entry import initialize
     from rayzero.engine.api.load_pretrained import load_pretrained
     from rayzero.engine.data.dataset import ParquetTokens
     from rayzero.engine.engine import Engine
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "initialize": "rayzero.engine.api.initialize",
+    "initialize": "rayzero.deepspeed.entry",
     "load_pretrained": "rayzero.engine.api.load_pretrained",
     "zero_init": "rayzero.engine.zero.deferred_init",
     "Engine": "rayzero.engine.engine",

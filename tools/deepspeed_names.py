@@ -10,18 +10,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rayzero.deepspeed.accelerator import REFUSED_METHODS
-from rayzero.deepspeed.lookup import REFUSED, REFUSED_PACKAGES, homes
-from rayzero.deepspeed.names import WORKS
-from rayzero.engine.api.alternatives import ENGINE_ALTERNATIVES
+from rayzero.deepspeed.lookup import MODULES, REFUSED, REFUSED_PACKAGES, working_names
 from tools.deepspeed_surface import FILE
 
 PAGE = Path(__file__).parents[1] / "docs/deepspeed-names.md"
+ATTRIBUTES = {
+    "DeepSpeedEngine": ("DeepSpeedEngine", "engine"),
+    "Accelerator": ("get_accelerator()", "accelerator"),
+}
+"""{kind of names that are refused: (title, the surface's key)}."""
 HEAD = """# DeepSpeed's names
 
-Written by `python -m tools.deepspeed_names` from `rayzero/deepspeed/names.py`, `refused_names.json`
-and `engine/api/alternatives.py`; tests import every name and check what the page says. Config keys
-have [a table of their own](config.md).
+Written by `python -m tools.deepspeed_names` from `rayzero/deepspeed/names.toml`; tests import every
+name and check what the page says. Config keys have [a table of their own](config.md).
 
 *Works*: the name is there and does what DeepSpeed's does, as far as
 [From DeepSpeed](from-deepspeed.md) does not say otherwise. *Refused*: a name of a module can be
@@ -49,22 +50,21 @@ def render() -> str:
     lines = [HEAD, "## Modules", "", "| module | works |", "|---|---|"]
     lines += [
         f"| `{'.'.join(filter(None, ('deepspeed', module)))}` | {code(names)} |"
-        for module in sorted(WORKS)
-        if (names := sorted(homes(module)))
+        for module in ("", *MODULES)
+        if (names := working_names(module))
     ]
     lines += ["", "| use | instead of |", "|---|---|"]
     lines += by_use(
         {
             ".".join(filter(None, (module, name))): use
             for module, names in REFUSED.items()
+            if module not in ATTRIBUTES
             for name, use in names.items()
         }
         | {f"{module}.*": use for module, use in REFUSED_PACKAGES.items()}
     )
-    for title, key, refused in (
-        ("DeepSpeedEngine", "engine", ENGINE_ALTERNATIVES),
-        ("get_accelerator()", "accelerator", REFUSED_METHODS),
-    ):
+    for kind, (title, key) in ATTRIBUTES.items():
+        refused = REFUSED[kind]
         works = [name for name in surface[key] if name not in refused]
         lines += ["", f"## {title}", "", f"Works: {code(works)}.", "", "| use | instead of |"]
         lines += ["|---|---|", *by_use(refused)]

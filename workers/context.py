@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rayzero.engine.api.initialize import initialize
 from rayzero.engine.errors import ConfigError
 from rayzero.workers.messages import WorkerSpec
 
 if TYPE_CHECKING:
     from rayzero.workers.session import JobSession
+
+# In rayzero.deepspeed, which is above this layer. Loaded with this module, so that no generation
+# waits for it.
+_initialize: Callable[..., tuple[Any, ...]] = import_module("rayzero").initialize
 
 
 class Context:
@@ -72,7 +76,7 @@ class Context:
 
     def initialize(self, **kwargs: Any) -> tuple[Any, ...]:
         """`rayzero.initialize` with the job's config: (engine, optimizer, loader, scheduler)."""
-        return initialize(**kwargs)
+        return _initialize(**kwargs)
 
     def state(
         self,

@@ -373,7 +373,7 @@ class JobSession(HostSession):
         and trains the rest."""
         if self.engine is None:
             return
-        self.engine.check_loop()
+        self.engine.internals.micro_batches.check_end()
         step, steps = self.engine.progress.step, self._spec.steps
         if steps is not None and step < steps <= step + self.engine.progress.lost_steps:
             raise CollectiveError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.engine import Engine, live_engines
+from rayzero.engine.engine import Engine, find_engine
 from rayzero.engine.errors import EngineError
 from rayzero.engine.zero.gather_buffers import BlockState
 from rayzero.engine.zero.parameters import ShardedWeights
@@ -62,7 +62,7 @@ class StoredParam:
     def gradients(self) -> list[ParamSlice]:
         """This rank's part of the reduced gradient; empty if frozen. Raises EngineError if it is
         not reduced: at stages 0 and 1 before the last backward of a step, or after `step`."""
-        step = self.engine._step
+        step = self.engine.internals
         if self.unit.grads is None:
             return []
         if not step.tracker.has_gradients or self.unit.grads.local(self.index) is not None:
@@ -86,7 +86,7 @@ class StoredParam:
     def optimizer_state(self, key: str) -> list[ParamSlice]:
         """This rank's part of a tensor of optimizer state; empty before the first step."""
         self.engine.state.before_write()
-        optimizer = self.engine._step.optimizer
+        optimizer = self.engine.internals.optimizer
         parts: list[ParamSlice] = []
         for shard in optimizer.shards:
             if shard.unit is self.unit:
@@ -107,7 +107,7 @@ class StoredParam:
         optimizer's state is sharded."""
         like = parts[0].memory if parts else self.unit.main_weights
         dtype = torch.float32 if like is None else like.dtype
-        stage = self.engine._step.runtime.stage
+        stage = self.engine.internals.runtime.stage
         return self._gather(parts, dtype, sharded=stage.optimizer_state is Placement.SHARDED)
 
     def _gather(self, parts: Sequence[ParamSlice], dtype: torch.dtype, *, sharded: bool) -> Tensor:
@@ -116,7 +116,7 @@ class StoredParam:
         flat = torch.zeros(numel, dtype=dtype, device=self.engine.device)
         for part in parts:
             flat[part.start : part.stop].copy_(part.memory)
-        collectives = self.engine._step.runtime.collectives
+        collectives = self.engine.internals.runtime.collectives
         for rank in range(collectives.world_size) if sharded else ():
             for held in self.unit.layout.overlaps(self.unit.layout.shard(rank)):
                 if held.index == self.index:
@@ -133,25 +133,23 @@ class StoredParam:
 def find_owner(param: nn.Parameter) -> tuple[Engine, StoredParam | None] | None:
     """The newest engine that has this parameter, and where it stores it; None for a frozen one that
     every rank holds in full. None if no engine has it. The parameter may be read afterwards."""
-    for engine in live_engines():
-        units = engine._param_units
-        if id(param) in units:
-            engine.wait_weights()
-            entry = units[id(param)]
-            return engine, None if entry is None else StoredParam(engine, *entry)
-    return None
+    if (found := find_engine(param)) is None:
+        return None
+    engine, entry = found
+    engine.wait_weights()
+    return engine, None if entry is None else StoredParam(engine, *entry)
 
 
 def invalidate_gathered(engine: Engine) -> None:
     """After a change of model weights: gathered copies of them are not used again."""
-    if (scheduler := engine._step.runtime.unshard_scheduler) is not None:
+    if (scheduler := engine.internals.runtime.unshard_scheduler) is not None:
         scheduler.invalidate()
 
 
 def restore_param(engine: Engine, stored: StoredParam, param: nn.Parameter) -> bool:
     """Points a parameter that a script gathered where it belongs; False where weights are
     replicated, so that it has its own memory always."""
-    weights, scheduler = stored.unit.weights, engine._step.runtime.unshard_scheduler
+    weights, scheduler = stored.unit.weights, engine.internals.runtime.unshard_scheduler
     if not isinstance(weights, ShardedWeights) or scheduler is None:
         return False
     weights.restore(param, gathered=scheduler.state_of(weights) is not BlockState.SHARDED)

@@ -146,7 +146,7 @@ def _check_unwritten(checked: Sequence[_GatheredParam], written: Sequence[_Gathe
     for engine in dict.fromkeys(it.engine for it in checked):
         own = [it for it in written if it.engine is engine]
         nothing = torch.zeros(0, dtype=torch.float64, device=engine.settings.device)
-        collectives = engine._step.runtime.collectives
+        collectives = engine.internals.runtime.collectives
         (count,) = collectives.sum_scalars(nothing, [len(own)], name="sanity check")
         if count:
             raise EngineError(
@@ -202,7 +202,7 @@ class _GatheredParam:
     def broadcast(self, modifier_rank: int) -> None:
         """Broadcasts the modifier's values into model weights and main weights."""
         self.engine.state.before_write_of_constants()  # the parameter may be frozen
-        collectives = self.engine._step.runtime.collectives
+        collectives = self.engine.internals.runtime.collectives
         if is_wrapper(self.param):
             for part in scale_tensors(self.param).values():
                 collectives.broadcast(part, modifier_rank)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.engine.api.param_access import StoredParam, restore_param, write_slices
-from rayzero.engine.engine import Engine, live_engines
+from rayzero.engine.engine import Engine, find_engine
 from rayzero.engine.patches import replace
 from rayzero.engine.zero.deferred_init import has_recordings, is_recorded
 from rayzero.engine.zero.gather_buffers import BlockState
@@ -51,16 +51,12 @@ unregister_external_parameter = register_external_parameter
 def _find(param: nn.Parameter, name: str) -> tuple[Engine | None, StoredParam | None]:
     """The stage-3 engine that has a parameter, and where it stores it; None for what an engine will
     be built from. Raises AttributeError if it is an ordinary parameter."""
-    for engine in live_engines():
-        units = engine._param_units
-        if id(param) in units:
-            if engine.settings.config.zero_optimization.stage != 3:
-                break
-            entry = units[id(param)]
-            return engine, None if entry is None else StoredParam(engine, *entry)
-    else:
-        if is_recorded(param):
-            return None, None
+    found = find_engine(param)
+    if found is None and is_recorded(param):
+        return None, None
+    if found is not None and found[0].settings.config.zero_optimization.stage == 3:
+        engine, entry = found
+        return engine, None if entry is None else StoredParam(engine, *entry)
     raise AttributeError(f"{name!r}: no stage-3 engine has this parameter")
 
 
@@ -105,7 +101,7 @@ def _status(param: nn.Parameter) -> ZeroParamStatus:
     if found is None:
         return ZeroParamStatus.AVAILABLE
     weights = found[1].unit.weights
-    scheduler = engine._runtime.unshard_scheduler
+    scheduler = engine.internals.runtime.unshard_scheduler
     if scheduler is not None and scheduler.state_of(weights) is BlockState.GATHERING:
         return ZeroParamStatus.INFLIGHT
     if isinstance(weights, ShardedWeights) and weights.is_poisoned(param):
@@ -229,7 +225,7 @@ def add_stage3_names(engine: Engine) -> None:
     add_param_attributes()
     vars(engine.module)["ds_external_parameters"] = no_external_parameters
     if engine.optimizer is not None:
-        scheduler = engine._runtime.unshard_scheduler
+        scheduler = engine.internals.runtime.unshard_scheduler
         vars(engine.optimizer)["parameter_offload"] = ParameterOffload(engine.module, scheduler)
 
 

@@ -74,7 +74,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         return None
     parts = stored.optimizer_state(optim_state_key)
     none = torch.zeros(0, dtype=torch.float64, device=stored.engine.device)
-    (holders,) = stored.engine._step.runtime.collectives.sum_scalars(none, [float(bool(parts))])
+    (holders,) = stored.engine.internals.runtime.collectives.sum_scalars(none, [float(bool(parts))])
     if holders:
         return stored.gather_state(parts)
     _check_state_key(stored, optim_state_key)
@@ -82,7 +82,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def _check_state_key(stored: StoredParam, key: str) -> None:
-    optimizer = stored.engine._step.optimizer
+    optimizer = stored.engine.internals.optimizer
     known = {name for shard in optimizer.shards for name in optimizer.state_tensors(shard)}
     if known and key not in known:
         raise ConfigError(
@@ -147,7 +147,7 @@ def _find_trained(param: nn.Parameter) -> StoredParam | None:
 
 def _find_with_gradient(param: nn.Parameter) -> StoredParam | None:
     stored = _find_trained(param)
-    return stored if stored and stored.engine._step.tracker.has_gradients else None
+    return stored if stored and stored.engine.internals.tracker.has_gradients else None
 
 
 def _require_trained(param: nn.Parameter, value: Tensor) -> StoredParam:

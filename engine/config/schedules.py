@@ -9,6 +9,7 @@ Hutter 2017; one cycle and the range test, Smith 2018.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from typing import Annotated, Any, Literal, TypeAlias
@@ -49,6 +50,13 @@ class LRCurve(StrictModel):
 
     last_batch_iteration: Annotated[Integer, Field(ge=-1)] = -1
 
+    @classmethod
+    def arguments(cls) -> tuple[str, ...]:
+        """The params in the order of DeepSpeed's arguments: a class's own come before inherited
+        ones."""
+        names = (name for kind in cls.__mro__ for name in inspect.get_annotations(kind))
+        return tuple(dict.fromkeys(name for name in names if name in cls.model_fields))
+
     def per_group_lengths(self) -> dict[str, int]:
         """{param given as a list, one value per parameter group: length}."""
         return {key: len(value) for key, value in self if isinstance(value, tuple)}
@@ -81,9 +89,12 @@ def _known_warmup_type(value: Any) -> Any:
     return value
 
 
+WarmupType: TypeAlias = Annotated[Literal["log", "linear"], BeforeValidator(_known_warmup_type)]
+
+
 class _Warmup(LRCurve):
     warmup_num_steps: NonNegativeInt = 1000  # at least 2 are used
-    warmup_type: Annotated[Literal["log", "linear"], BeforeValidator(_known_warmup_type)] = "log"
+    warmup_type: WarmupType = "log"
 
     @property
     def length(self) -> int:
@@ -116,8 +127,9 @@ class WarmupDecayLR(WarmupLR):
     """Warm-up to the maximum, then linear decay to the minimum. Unlike WarmupLR it has a default
     maximum, as in DeepSpeed."""
 
-    warmup_max_lr: PerGroup | None = 0.001
     total_num_steps: PositiveInt
+    warmup_min_lr: PerGroup = 0.0
+    warmup_max_lr: PerGroup | None = 0.001
 
     def _fraction(self, iteration: int) -> float:
         if iteration < self.length:
@@ -131,19 +143,19 @@ class WarmupCosineLR(_Warmup):
 
     total_num_steps: PositiveInt
     warmup_min_ratio: NonNegativeFloat = 0.0
+    warmup_num_steps: NonNegativeInt = 1000
     cos_min_ratio: NonNegativeFloat = 0.0001
+    warmup_type: WarmupType = "log"
 
     def lr(self, iteration: int, group: int, configured: float) -> float:
-        return configured * self._lr_ratio(iteration)
-
-    def _lr_ratio(self, iteration: int) -> float:
         if iteration < 0:
             return 0.0
-        if iteration < self.length:
-            return self.warmup_min_ratio + self._fraction(iteration) * (1 - self.warmup_min_ratio)
-        decay = max(1, self.total_num_steps - self.length)
-        wave = (1 + math.cos(math.pi * min(1.0, (iteration - self.length + 1) / decay))) / 2
-        return self.cos_min_ratio + (1 - self.cos_min_ratio) * wave
+        low, fraction = self.warmup_min_ratio, self._fraction(iteration)
+        if iteration >= self.length:
+            decay = max(1, self.total_num_steps - self.length)
+            low = self.cos_min_ratio
+            fraction = (1 + math.cos(math.pi * min(1.0, (iteration - self.length + 1) / decay))) / 2
+        return configured * (low + (1 - low) * fraction)
 
 
 class OneCycle(LRCurve):
@@ -166,7 +178,7 @@ class OneCycle(LRCurve):
     def lr(self, iteration: int, group: int, configured: float) -> float:
         low = value_for_group(self.cycle_min_lr, group)
         high = value_for_group(self.cycle_max_lr, group)
-        if iteration < self._cycle_size:
+        if iteration < self.total_size:
             return low + (high - low) * self._cycle_fraction(iteration + 1)
         return low / (1 + self.decay_lr_rate * self._decay_intervals(iteration))
 
@@ -178,34 +190,41 @@ class OneCycle(LRCurve):
         high = value_for_group(self.cycle_max_mom, group)
         if iteration < 0:
             return low, 0.99
-        if iteration < self._cycle_size:
+        if iteration < self.total_size:
             return high - (high - low) * self._cycle_fraction(iteration + 1), 0.99
         return high * (1 + self.decay_mom_rate * self._decay_intervals(iteration)), 0.99
 
     @property
-    def _second_step_size(self) -> float:
+    def second_step_size(self) -> float:
+        """Steps of the cycle's second half."""
         given = self.cycle_second_step_size
         return self.cycle_first_step_size if given is None else given
 
     @property
-    def _cycle_size(self) -> float:
-        return self.cycle_first_step_size + self._second_step_size
+    def second_stair_count(self) -> int:
+        """Stairs in the cycle's second half; 0: none."""
+        given = self.cycle_second_stair_count
+        return self.cycle_first_stair_count if given is None else given
+
+    @property
+    def total_size(self) -> float:
+        """Steps of the cycle."""
+        return self.cycle_first_step_size + self.second_step_size
 
     def _cycle_fraction(self, step: int) -> float:
         """Height in the cycle: 0 to 1 over its first part, back to 0 over the second."""
-        height, length = step % self._cycle_size, self.cycle_first_step_size
+        height, length = step % self.total_size, self.cycle_first_step_size
         stairs = self.cycle_first_stair_count
         if height > length:
-            height, length = self._cycle_size - height, self._second_step_size
-            if self.cycle_second_stair_count is not None:
-                stairs = self.cycle_second_stair_count
+            height, length = self.total_size - height, self.second_step_size
+            stairs = self.second_stair_count
         return math.floor(height * stairs / length) / stairs if stairs else height / length
 
     def _decay_intervals(self, iteration: int) -> float:
         """Decay intervals since the end of the cycle."""
         if math.isclose(self.decay_step_size, 0):
             return 0.0
-        return (iteration - self._cycle_size + 1) / self.decay_step_size
+        return (iteration - self.total_size + 1) / self.decay_step_size
 
 
 class LRRangeTest(LRCurve):

@@ -8,8 +8,7 @@ from the parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -85,17 +84,21 @@ class StepSchedule:
 
 
 class ConfiguredSchedule(StepSchedule):
-    """A schedule by DeepSpeed's parameters: in the order of `positional`, or by name. Raises
-    ConfigError if one is unknown, missing or wrong."""
-
-    positional: ClassVar[Sequence[str]]
+    """A schedule by DeepSpeed's parameters: in the order of its curve's, or by name. Raises
+    ConfigError if one is unknown, missing or wrong. Parameters are attributes, too."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *values: Any, **params: Any) -> None:
-        named = dict(zip((*self.positional, "last_batch_iteration"), values, strict=False))
+        model = LR_CURVES[type(self).__name__]
+        named = dict(zip(model.arguments(), values, strict=False))
         if twice := named.keys() & params.keys():
             raise ConfigError(f"{type(self).__name__} was given {min(twice)} twice")
-        curve = parse_params("scheduler", LR_CURVES[type(self).__name__], named | params)
+        curve = parse_params("scheduler", model, named | params)
         super().__init__(_torch_optimizer(optimizer), curve)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "curve":  # not made yet
+            raise AttributeError(name)
+        return getattr(self.curve, name)
 
     def _of_groups(self, value: float | tuple[float, ...] | None) -> list[float]:
         """A value for each group; None: the configured learning rates."""
@@ -117,7 +120,7 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _param(name: str) -> Any:
-    """A parameter of the schedule as an attribute."""
+    """A parameter of the schedule as an attribute of another name."""
     return property(lambda schedule: getattr(schedule.curve, name))
 
 
@@ -128,16 +131,11 @@ def _per_group(name: str) -> Any:
 
 class _Warmup(ConfiguredSchedule):
     warmup_num_steps = _param("length")
-    warmup_type = _param("warmup_type")
     inverse_log_warm_up = property(lambda self: 1.0 / math.log(self.warmup_num_steps))
 
 
 class WarmupLR(_Warmup):
     """Warm-up to the maximum, then constant."""
-
-    positional: ClassVar[Sequence[str]] = (
-        *("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"),
-    )
 
     min_lrs = _per_group("warmup_min_lr")
     max_lrs = _per_group("warmup_max_lr")
@@ -151,22 +149,10 @@ class WarmupLR(_Warmup):
 class WarmupDecayLR(WarmupLR):
     """Warm-up to the maximum, then linear decay to zero."""
 
-    positional = ("total_num_steps", *WarmupLR.positional)
-
-    total_num_steps = _param("total_num_steps")
-
 
 class WarmupCosineLR(_Warmup):
     """Warm-up to the configured lr, then cosine decay."""
 
-    positional = (
-        *("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio"),
-        "warmup_type",
-    )
-
-    total_num_steps = _param("total_num_steps")
-    warmup_min_ratio = _param("warmup_min_ratio")
-    cos_min_ratio = _param("cos_min_ratio")
     org_lrs = property(lambda self: list(self._base_lrs))
 
     def get_lr_ratio(self) -> float:
@@ -177,53 +163,20 @@ class WarmupCosineLR(_Warmup):
 class OneCycle(ConfiguredSchedule):
     """One cycle between two rates, then decay; Adam's first beta cycles inversely."""
 
-    positional = (
-        *("cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size"),
-        *("cycle_second_step_size", "cycle_first_stair_count", "cycle_second_stair_count"),
-        *("decay_step_size", "cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate"),
-    )
-
     min_lrs = _per_group("cycle_min_lr")
     max_lrs = _per_group("cycle_max_lr")
-    decay_lr_rate = _param("decay_lr_rate")
-    decay_mom_rate = _param("decay_mom_rate")
-    decay_step_size = _param("decay_step_size")
+    min_moms = property(lambda self: [(beta, 0.99) for beta in self._of_groups(self.cycle_min_mom)])
+    max_moms = property(lambda self: [(beta, 0.99) for beta in self._of_groups(self.cycle_max_mom)])
     first_step_size = _param("cycle_first_step_size")
     first_stair_count = _param("cycle_first_stair_count")
     cycle_momentum = property(lambda self: self.curve.cycle_momentum and self._has_betas)
-    min_moms = property(lambda self: self._betas("cycle_min_mom"))
-    max_moms = property(lambda self: self._betas("cycle_max_mom"))
-    total_size = property(lambda self: self.first_step_size + self.second_step_size)
     step_ratio = property(lambda self: self.first_step_size / self.total_size)
-    skip_lr_decay = property(lambda self: self._is_constant(self.decay_lr_rate))
-    skip_mom_decay = property(lambda self: self._is_constant(self.decay_mom_rate))
-
-    @property
-    def second_step_size(self) -> float:
-        """Steps of the cycle's second half."""
-        given: float | None = self.curve.cycle_second_step_size  # type: ignore[attr-defined]
-        return float(self.first_step_size if given is None else given)
-
-    @property
-    def second_stair_count(self) -> int:
-        """Stairs in the cycle's second half; 0: none."""
-        given: int | None = self.curve.cycle_second_stair_count  # type: ignore[attr-defined]
-        return int(self.first_stair_count if given is None else given)
-
-    def _betas(self, name: str) -> list[BetaPair]:
-        return [(beta, 0.99) for beta in self._of_groups(getattr(self.curve, name))]
-
-    def _is_constant(self, rate: float) -> bool:
-        return math.isclose(self.decay_step_size, 0) or math.isclose(rate, 0)
+    skip_lr_decay = property(lambda self: 0 in (self.decay_step_size, self.decay_lr_rate))
+    skip_mom_decay = property(lambda self: 0 in (self.decay_step_size, self.decay_mom_rate))
 
 
 class LRRangeTest(ConfiguredSchedule):
     """Increases from the lowest rate without bound."""
-
-    positional = (
-        *("lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate"),
-        "lr_range_test_staircase",
-    )
 
     min_lr = _per_group("lr_range_test_min_lr")
     step_size = _param("lr_range_test_step_size")

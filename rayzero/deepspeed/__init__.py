@@ -1,8 +1,8 @@
 """DeepSpeed's names over rayzero's engine, for scripts that say `import deepspeed`.
 
 `rayzero.deepspeed.install()` makes `import deepspeed` and its submodules mean this package;
-`python -m rayzero.deepspeed script.py ...` runs a script with that done. The names are defined in
-`rayzero.engine`; the files here hold what only DeepSpeed's scripts need.
+`python -m rayzero.deepspeed script.py ...` runs a script with that done. `engine.py` has its
+engine, over rayzero's, `names.toml` all its names.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from rayzero.deepspeed import comm, ops, utils
 from rayzero.deepspeed.accelerator import get_accelerator
+from rayzero.deepspeed.engine import DeepSpeedEngine
+from rayzero.deepspeed.entry import initialize as rayzero_initialize
 from rayzero.deepspeed.install import add_alias_modules, install
 from rayzero.deepspeed.lookup import resolve
 from rayzero.deepspeed.utils import log_dist, logger
-from rayzero.engine.api.deepspeed_engine import DeepSpeedEngine
-from rayzero.engine.api.initialize import initialize as rayzero_initialize
 from rayzero.engine.comm.process_group import init_distributed
 from rayzero.engine.errors import ConfigError as DeepSpeedConfigError
 

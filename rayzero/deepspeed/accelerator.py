@@ -5,38 +5,48 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from rayzero.deepspeed.comm import get_local_rank
-from rayzero.deepspeed.lookup import resolve
-from rayzero.engine.api.alternatives import RefusedNameError
-from rayzero.engine.errors import ConfigError, did_you_mean
+from rayzero.deepspeed.lookup import refused_attribute, resolve
+from rayzero.engine.errors import ConfigError
 
 __all__ = ["Accelerator", "get_accelerator"]
 
 
-def _cuda_call(name: str, on_cpu: int | None = None) -> Callable[..., Any]:
-    """A method that calls `torch.cuda.<name>`; on the CPU it only returns `on_cpu`."""
-
-    def call(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        return getattr(torch.cuda, name)(*args, **kwargs) if self._cuda else on_cpu
-
-    return call
-
-
-def _tensor_of(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    """A method that makes a tensor on the device from values, or one of these sizes."""
-
-    def make(self: Accelerator, *values: Any) -> torch.Tensor:
-        device = self.current_device_name() if self._cuda else "cpu"
-        if values and all(isinstance(value, int) for value in values):
-            return torch.empty(values, dtype=dtype, device=device)
-        return torch.tensor(values[0] if values else [], dtype=dtype, device=device)
-
-    return make
+_OF_TORCH: dict[str, tuple[str, Any]] = {
+    **{name: (name, None) for name in ("set_device", "synchronize", "empty_cache")},
+    **{name: (name, None) for name in ("current_stream", "default_stream")},
+    "is_current_stream_capturing": ("is_current_stream_capturing", 0),
+    **{
+        f"{peak}memory_{name}": (f"{peak}memory_{kind}", 0)  # bytes
+        for peak in ("", "max_")
+        for name, kind in (
+            ("allocated", "allocated"),
+            ("reserved", "reserved"),
+            ("cached", "reserved"),
+        )
+    },
+    **{
+        f"reset_{name}": ("reset_peak_memory_stats", None)
+        for name in ("peak_memory_stats", "max_memory_allocated", "max_memory_cached")
+    },
+}
+"""{method: (torch.cuda's function, what it returns on the CPU)}."""
+_SYNCHRONIZED = ("use_host_timers", "resolves_data_dependency", "handles_memory_backpressure")
+_ALWAYS = ("is_available", "is_fp16_supported", "is_fp64_supported")
+_DTYPES = {
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+    "ByteTensor": torch.uint8,
+}
 
 
 def _no_object(*args: Any, **options: Any) -> None:
@@ -186,6 +196,8 @@ class Accelerator:
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
+    manual_seed_all = manual_seed
+
     def random(self) -> Any:
         return torch.random
 
@@ -195,67 +207,26 @@ class Accelerator:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return bool(tensor.is_pinned()) if self._cuda else True
 
+    def _make_tensor(self, dtype: torch.dtype, *values: Any) -> torch.Tensor:
+        """A tensor on the device from values, or one of these sizes."""
+        device = self.current_device_name() if self._cuda else "cpu"
+        if values and all(isinstance(value, int) for value in values):
+            return torch.empty(values, dtype=dtype, device=device)
+        return torch.tensor(values[0] if values else [], dtype=dtype, device=device)
+
     def __getattr__(self, name: str) -> Any:
-        known = [entry for entry in dir(type(self)) if not entry.startswith("_")]
-        hint = (
-            f"; use {REFUSED_METHODS[name]}"
-            if name in REFUSED_METHODS
-            else did_you_mean(name, known)
-        )
-        raise RefusedNameError(f"rayzero has no deepspeed.get_accelerator().{name}{hint}")
-
-
-_METHODS: dict[str, Any] = {
-    **{name: _cuda_call(name) for name in ("set_device", "synchronize", "empty_cache")},
-    **{name: _cuda_call(name) for name in ("current_stream", "default_stream")},
-    "is_current_stream_capturing": _cuda_call("is_current_stream_capturing", on_cpu=0),
-    **{
-        name: _cuda_call(f"{peak}memory_{kind}", on_cpu=0)  # bytes
-        for peak in ("", "max_")
-        for kind, names in (("allocated", "allocated"), ("reserved", "reserved cached"))
-        for name in (f"{peak}memory_{word}" for word in names.split())
-    },
-    **dict.fromkeys(
-        ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
-        _cuda_call("reset_peak_memory_stats"),
-    ),
-    **dict.fromkeys(
-        ("is_available", "is_fp16_supported", "is_fp64_supported"), lambda device: True
-    ),
-    **dict.fromkeys(
-        ("use_host_timers", "resolves_data_dependency", "handles_memory_backpressure"),
-        Accelerator.is_synchronized_device,
-    ),
-    "manual_seed_all": Accelerator.manual_seed,
-    "FloatTensor": _tensor_of(torch.float32),
-    "DoubleTensor": _tensor_of(torch.float64),
-    "HalfTensor": _tensor_of(torch.float16),
-    "BFloat16Tensor": _tensor_of(torch.bfloat16),
-    "IntTensor": _tensor_of(torch.int32),
-    "LongTensor": _tensor_of(torch.int64),
-    "ByteTensor": _tensor_of(torch.uint8),
-}
-"""{method: its function}, for those that are one expression."""
-
-for _name, _method in _METHODS.items():
-    setattr(Accelerator, _name, _method)
-
-_KERNELS = "torch's own operators: there are no kernels to compile"
-REFUSED_METHODS = dict.fromkeys(
-    (
-        *("build_extension", "create_op_builder", "get_op_builder", "op_builder_dir"),
-        "prefer_triton_grouped_mm",
-    ),
-    _KERNELS,
-) | dict.fromkeys(("capture_to_graph", "create_graph", "replay_graph"), "torch.cuda.graph")
-REFUSED_METHODS |= dict.fromkeys(
-    ("pin_empty", "pin_empty_like"), "torch.empty(..., pin_memory=True)"
-)
-REFUSED_METHODS |= dict.fromkeys(
-    ("pin_memory_alignment", "register_host_memory", "unpin_memory", "unregister_host_memory"),
-    "tensor.pin_memory()",
-)
-"""{method of DeepSpeed's accelerator that is refused: what to use}."""
+        if name in _OF_TORCH:
+            function, on_cpu = _OF_TORCH[name]
+            return getattr(torch.cuda, function) if self._cuda else lambda *_, **__: on_cpu
+        if name in _DTYPES:
+            return partial(self._make_tensor, _DTYPES[name])
+        if name in _SYNCHRONIZED:
+            return self.is_synchronized_device
+        if name in _ALWAYS:
+            return lambda: True
+        known = (*dir(type(self)), *_OF_TORCH, *_DTYPES, *_SYNCHRONIZED, *_ALWAYS)
+        owner = f"rayzero has no deepspeed.get_accelerator().{name}"
+        raise refused_attribute(owner, "Accelerator", name, known)
 
 
 @cache

@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import wraps
 from typing import Any
 
@@ -141,6 +142,8 @@ def _without_logging(function: Callable[..., Any]) -> Callable[..., Any]:
 def __getattr__(name: str) -> Any:
     if name == "cdb":  # DeepSpeed's backend, None before init_distributed
         return sys.modules[__name__] if is_initialized() else None
+    if name == "default_pg_timeout":  # as the environment is when it is asked for
+        return timedelta(minutes=int(os.getenv("DEEPSPEED_TIMEOUT", "10")))
     name = _OTHER_NAMES.get(name, name)
     if name.startswith("_") or not hasattr(dist, name):
         return resolve("comm", name)

@@ -1,12 +1,25 @@
-"""`deepspeed.runtime.zero.unwrap_model_for_generation`."""
+"""`unwrap_model_for_generation`, and what transformers replaces around `zero.Init`, to keep it from
+changing buffers' dtypes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from rayzero.engine.api.params import GatheredParameters
+
+_orig_torch_arange = torch.arange
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Callable[..., Tensor]:
+    """`fn` itself: constructors inside `zero.Init` keep the dtypes that they are given."""
+    return fn
 
 
 @contextmanager

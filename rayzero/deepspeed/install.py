@@ -1,6 +1,6 @@
 """DeepSpeed's modules in `sys.modules`, and `install`, which makes `import deepspeed` mean them.
 
-What they hold is the table in `names.py`; `lookup.py` resolves it on first use.
+What they hold is the table in `names.toml`; `lookup.py` resolves it on first use.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from types import ModuleType
 from typing import Any
 
 from rayzero.deepspeed.lookup import (
-    REFUSED,
+    MODULES,
     REFUSED_PACKAGES,
-    child_modules,
-    homes,
+    defined_in,
     missing_message,
     package_refusal,
+    public_names,
     resolve,
 )
-from rayzero.deepspeed.names import WORKS
 from rayzero.engine.errors import ConfigError
 
 log = logging.getLogger("rayzero.deepspeed")
@@ -44,11 +43,7 @@ class _AliasModule(ModuleType):
         super().__init__(full, f"`deepspeed.{name}`.")
         self.__spec__ = ModuleSpec(full, None, is_package=True)
         self.__path__: list[str] = []  # a package, so that submodules are asked of the finder
-        self.__all__ = sorted(
-            entry
-            for entry in {*homes(name), *REFUSED.get(name, {}), *child_modules(name)}
-            if not entry.startswith("_")
-        )
+        self.__all__ = public_names(name)
         self._module = name
 
     def __getattr__(self, name: str) -> Any:
@@ -61,15 +56,13 @@ def add_alias_modules() -> None:
     """Enters the table's modules in `sys.modules`, below this package. Called by its `__init__`."""
     for name in _FILES:
         import_module(f"{_PACKAGE}.{name}").__path__ = []
-    names = {name for name in (*WORKS, *REFUSED_PACKAGES) if name and name not in _FILES}
-    for name in sorted(names):
+    for name in sorted({*MODULES, *REFUSED_PACKAGES} - {*_FILES}):
         module = sys.modules[f"{_PACKAGE}.comm"] if name == "comm.comm" else _AliasModule(name)
         full = f"{_PACKAGE}.{name}"
         sys.modules[full] = module
         parent, _, child = full.rpartition(".")
         # `deepspeed.utils.z3_leaf_module` is the function that the module of that name has.
-        home, _ = homes(parent.partition(f"{_PACKAGE}.")[2]).get(child, (_PACKAGE, child))
-        if home == _PACKAGE:
+        if defined_in(parent.partition(f"{_PACKAGE}.")[2], child) in (None, _PACKAGE):
             setattr(sys.modules[parent], child, module)
 
 
@@ -90,7 +83,7 @@ def install() -> None:
             fix="rayzero.deepspeed.install() before the first `import deepspeed`",
         )
     sys.modules["deepspeed"] = package
-    for name in (*_FILES, *filter(None, WORKS), *REFUSED_PACKAGES):
+    for name in (*_FILES, *MODULES, *REFUSED_PACKAGES):
         sys.modules[f"deepspeed.{name}"] = sys.modules[f"{_PACKAGE}.{name}"]
     sys.meta_path.insert(0, _Finder())
     if int(os.environ.get("RANK", "0")) == 0:

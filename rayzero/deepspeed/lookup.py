@@ -1,40 +1,89 @@
 """`resolve`: a DeepSpeed module's name as an object; stand-ins for what rayzero refuses.
 
-`refused_names.json` has {what to use: {`deepspeed`, or modules below it: names in each of them}}.
-Such a name can be imported, and raises ConfigError when it is called. Under `*` it has modules
-that, with all below them, have only such names.
+`names.toml` has the names.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
-from rayzero.deepspeed.names import WORKS
-from rayzero.engine.api.alternatives import RefusedNameError
+from rayzero.deepspeed.schedule_arguments import CONSTANTS as SCHEDULE_CONSTANTS
+from rayzero.engine.config.checks import DEFAULTS
+from rayzero.engine.config.model import KEYS, EngineConfig
+from rayzero.engine.config.normalize import get_path
 from rayzero.engine.errors import ConfigError, did_you_mean
 
+_NAMES = tomllib.loads(files("rayzero.deepspeed").joinpath("names.toml").read_text())
+
+MODULES: tuple[str, ...] = tuple(_NAMES["modules"].split())
+"""Modules below `deepspeed` that are not refused as a whole."""
 REFUSED: dict[str, dict[str, str]] = {}
-"""{module: {name that is refused in it: what to use}}."""
+"""{module, "DeepSpeedEngine" or "Accelerator": {name that is refused in it: what to use}}."""
 REFUSED_PACKAGES: dict[str, str] = {}
 """{module of which everything is refused: what to use}."""
+_HOMES: dict[str, dict[str, tuple[str, str]]] = {}
+"""{module: {name that works in it: (the module that defines it, its name there)}}."""
 
 
-def _read_refused() -> None:
-    table = json.loads(files("rayzero.deepspeed").joinpath("refused_names.json").read_text())
-    for use, places in table.items():
-        REFUSED_PACKAGES.update(dict.fromkeys(places.pop("*", "").split(), use))
-        for modules, names in places.items():
+def _rows(table: dict[str, dict[str, str]]) -> Iterator[tuple[str, str, str]]:
+    """(heading, module, name) of each name in a table."""
+    for heading, row in table.items():
+        for modules, names in row.items():
             for module in modules.split():
-                below = "" if module == "deepspeed" else module
-                REFUSED.setdefault(below, {}).update(dict.fromkeys(names.split(), use))
+                for name in names.split():
+                    yield heading, "" if module == "deepspeed" else module, name
 
 
-_read_refused()
+for _home, _module, _name in _rows(_NAMES["works"]):
+    _name, _, _other = _name.partition("=")
+    _HOMES.setdefault(_module, {})[_name] = (_home, _other or _name)
+for _use, _module, _name in _rows(_NAMES["refused"]):
+    if _module == "everything":
+        REFUSED_PACKAGES[_name] = _use
+    else:
+        REFUSED.setdefault(_module, {})[_name] = _use
+
+
+def _key_constants() -> Iterator[tuple[str, Any]]:
+    """`FP16_LOSS_SCALE` is a key's name, `FP16_LOSS_SCALE_DEFAULT` its default; for every key."""
+    for path in (*EngineConfig.model_fields, *KEYS):
+        section, _, key = path.rpartition(".")
+        own = key.removeprefix(f"{section}_")
+        name = own if section in ("", "data_types") else f"{section}.{own}"
+        name = name.replace("bf16.", "bfloat16.").replace(".", "_").upper()
+        yield name, key
+        yield f"{name}_DEFAULT", get_path(DEFAULTS, path)
+
+
+_of_keys = dict(_key_constants())
+CONSTANTS: dict[str, dict[str, Any]] = _NAMES["constants"]
+"""{module: {name: value}}."""
+CONSTANTS[""] = CONSTANTS.pop("deepspeed")
+CONSTANTS["runtime.lr_schedules"] = SCHEDULE_CONSTANTS
+CONSTANTS["runtime.constants"] |= {name: _of_keys[name] for name in _NAMES["from_keys"].split()}
+
+
+class RefusedNameError(ConfigError, AttributeError):
+    """A name of DeepSpeed that rayzero refuses; an AttributeError for `hasattr`."""
+
+
+def refused_attribute(owner: str, kind: str, name: str, known: Iterable[str]) -> RefusedNameError:
+    """The error for an attribute that an object does not have: what to use instead.
+
+    Args:
+        owner: the object, as the message calls it, with "has no" or the like.
+        kind: its heading in `names.toml`.
+        known: its attributes, of which the message suggests the nearest.
+    """
+    use = REFUSED[kind].get(name)
+    public = [other for other in known if not other.startswith("_")]
+    hint = f"; use {use}" if use else did_you_mean(name, public)
+    return RefusedNameError(f"{owner}{hint}")
 
 
 class _Refusing(type):
@@ -71,21 +120,26 @@ def package_refusal(module: str) -> str | None:
     return next((REFUSED_PACKAGES[name] for name in above if name in REFUSED_PACKAGES), None)
 
 
-@cache
-def homes(module: str) -> dict[str, tuple[str, str]]:
-    """{name that works in this module: (the module that defines it, its name there)}."""
-    found = {}
-    for home, names in WORKS.get(module, {}).items():
-        for entry in names.split():
-            name, _, other = entry.partition("=")
-            found[name] = (home, other or name)
-    return found
+def working_names(module: str) -> list[str]:
+    """The names that work in a module."""
+    return sorted({*_HOMES.get(module, {}), *CONSTANTS.get(module, {})})
+
+
+def defined_in(module: str, name: str) -> str | None:
+    """The module that defines a name, if it works and is no constant."""
+    return _HOMES.get(module, {}).get(name, (None,))[0]
+
+
+def public_names(module: str) -> list[str]:
+    """Everything that may be imported from a module, but private names."""
+    names = {*working_names(module), *REFUSED.get(module, {}), *child_modules(module)}
+    return sorted(name for name in names if not name.startswith("_"))
 
 
 def child_modules(module: str) -> Iterator[str]:
     """The names of the modules directly below this one."""
     prefix = f"{module}." if module else ""
-    for name in (*WORKS, *REFUSED_PACKAGES):
+    for name in (*MODULES, *REFUSED_PACKAGES):
         if name.startswith(prefix) and name != module:
             yield name[len(prefix) :].partition(".")[0]
 
@@ -94,8 +148,10 @@ def resolve(module: str, name: str) -> Any:
     """The object that `deepspeed.<module>` calls `name`. Raises AttributeError, which names the
     most similar one, if the table has none."""
     full = ".".join(filter(None, ("deepspeed", module, name)))
-    if name in homes(module):
-        home, other = homes(module)[name]
+    if name in CONSTANTS.get(module, {}):
+        return CONSTANTS[module][name]
+    if name in _HOMES.get(module, {}):
+        home, other = _HOMES[module][name]
         return getattr(import_module(home), other)
     if use := REFUSED.get(module, {}).get(name):
         return stand_in(full, use)
@@ -110,7 +166,6 @@ def resolve(module: str, name: str) -> Any:
 
 def missing_message(full: str, module: str) -> str:
     """The message for a name that the table does not have."""
-    known = sorted({*homes(module), *REFUSED.get(module, {}), *child_modules(module)})
-    public = [name for name in known if not name.startswith("_")]
-    hint = did_you_mean(full.rpartition(".")[2], public)
-    return f"rayzero has no {full}{hint or '; available: ' + ', '.join(public)}"
+    names = public_names(module)
+    hint = did_you_mean(full.rpartition(".")[2], names)
+    return f"rayzero has no {full}{hint or '; available: ' + ', '.join(names)}"

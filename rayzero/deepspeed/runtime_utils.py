@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,12 +24,8 @@ from rayzero.engine.tensor_tree import map_tensors
 
 _GIB = 2**30
 
-
-class DummyOptim:
-    """An object with `param_groups` and nothing else."""
-
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
-        self.param_groups = [{"params": params}]
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -93,68 +87,12 @@ def clip_grad_norm_(
     return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
-def get_global_norm(norm_list: Iterable[float]) -> float:
-    """The L2 norm of a vector of which the norms of the parts are given."""
-    return float(np.linalg.norm(list(norm_list)))
-
-
-def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
-    """Inclusive sums."""
-    return list(accumulate(weights))
-
-
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     """Bounds of contiguous parts whose sizes differ by at most one, the larger first."""
     if num_items <= num_parts:
         return [min(part, num_items) for part in range(num_parts + 1)]
     size, larger = divmod(num_items, num_parts)
     return [part * size + min(part, larger) for part in range(num_parts + 1)]
-
-
-def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Bounds of contiguous parts whose greatest and smallest weights differ least, among splits
-    that are so for every prefix (the linear partition problem, by dynamic programming)."""
-    count = len(weights)
-    if count <= num_parts:
-        return partition_uniform(count, num_parts)
-    sums = [0.0, *accumulate(weights)]
-    best: dict[tuple[int, int], tuple[float, float, float, int]] = {(0, 0): (0.0, 0.0, np.inf, 0)}
-    for end in range(1, count + 1):
-        for parts in range(1, min(end, num_parts) + 1):
-            for start in range(end):
-                if (start, parts - 1) not in best:
-                    continue
-                _, most, least, _ = best[start, parts - 1]
-                weight = sums[end] - sums[start]
-                most, least = max(most, weight), min(least, weight)
-                row = (most - least, most, least, start)
-                if (end, parts) not in best or row[0] <= best[end, parts][0]:
-                    best[end, parts] = row
-    bounds = [count]
-    for parts in range(num_parts, 0, -1):
-        bounds.append(best[bounds[-1], parts][3])
-    return bounds[::-1]
-
-
-def ensure_directory_exists(filename: str) -> None:
-    """Makes the folder of a file."""
-    Path(os.path.dirname(filename) or ".").mkdir(parents=True, exist_ok=True)
-
-
-def empty_cache() -> None:
-    """Releases the device's cached memory, and resets its peaks."""
-    get_accelerator().empty_cache()
-    get_accelerator().reset_peak_memory_stats()
-
-
-def noop_decorator(func: Any) -> Any:
-    return func
-
-
-def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """A call as text."""
-    given = [repr(arg) for arg in args] + [f"{key}={arg!r}" for key, arg in kwargs.items()]
-    return f"{base}({', '.join(given)})"
 
 
 def required_torch_version(
@@ -166,14 +104,6 @@ def required_torch_version(
     version = torch.torch_version.TorchVersion(torch.__version__.partition("+")[0])
     too_old = min_version and version < str(min_version)
     return not (too_old or (max_version and version > str(max_version)))
-
-
-def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """The value of items that are all equal. Raises ValueError if they are not."""
-    values = set(items)
-    if len(values) != 1:
-        raise ValueError(f"{len(values)} different values were given, and one was expected")
-    return values.pop()
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:

@@ -1,18 +1,37 @@
-"""`deepspeed.runtime.lr_schedules`: a schedule from the command line."""
+"""`deepspeed.runtime.lr_schedules`: names of schedules and parameters, and a schedule from the
+command line."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
-from rayzero.engine.optim.deepspeed_schedules import VALID_LR_SCHEDULES
+from rayzero.engine.config.schedules import LR_CURVES
 
-_DEFAULTS: Mapping[str, Any] = {
-    "lr_range_test_min_lr": 0.001,
-    "lr_range_test_step_rate": 1.0,
+KINDS = {
+    "LR_RANGE_TEST": "LRRangeTest",
+    "ONE_CYCLE": "OneCycle",
+    "WARMUP_LR": "WarmupLR",
+    "WARMUP_DECAY_LR": "WarmupDecayLR",
+    "WARMUP_COSINE_LR": "WarmupCosineLR",
+}
+"""{DeepSpeed's constant: the schedule}."""
+
+_NO_OPTIONS = ("last_batch_iteration", "total_num_steps", "cycle_momentum")
+_OPTIONS = {
+    kind: [name for name in LR_CURVES[kind].arguments() if name not in _NO_OPTIONS]
+    for kind in KINDS.values()
+}
+_DEFAULTS: dict[str, Any] = {
+    **{
+        name: field.default
+        for kind in KINDS.values()
+        for name, field in LR_CURVES[kind].model_fields.items()
+    },
+    # DeepSpeed's options have other defaults than its classes.
     "lr_range_test_step_size": 1000,
-    "lr_range_test_staircase": False,
     "cycle_first_step_size": 1000,
     "cycle_first_stair_count": -1,
     "cycle_second_step_size": -1,
@@ -20,34 +39,30 @@ _DEFAULTS: Mapping[str, Any] = {
     "decay_step_size": 1000,
     "cycle_min_lr": 0.01,
     "cycle_max_lr": 0.1,
-    "decay_lr_rate": 0.0,
     "cycle_momentum": False,
-    "cycle_min_mom": 0.8,
-    "cycle_max_mom": 0.9,
-    "decay_mom_rate": 0.0,
-    "warmup_min_lr": 0.0,
     "warmup_max_lr": 0.001,
-    "warmup_num_steps": 1000,
-    "warmup_type": "log",
     "warmup_min_ratio": 0.01,
     "cos_min_ratio": 0.01,
 }
-_ALL = tuple(name for name in _DEFAULTS if name != "cycle_momentum")
-_PARAMS: Mapping[str, tuple[str, ...]] = {
-    "LRRangeTest": tuple(name for name in _ALL if name.startswith("lr_range_test")),
-    "OneCycle": tuple(name for name in _ALL if name.startswith(("cycle", "decay"))),
-    "WarmupCosineLR": ("warmup_num_steps", "warmup_type", "warmup_min_ratio", "cos_min_ratio"),
-}
-_WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
 _LEARNING_RATES = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}
+
+CONSTANTS = {
+    **{name.upper(): name for names in _OPTIONS.values() for name in names},
+    "LR_SCHEDULE": "lr_schedule",
+    "TOTAL_NUM_STEPS": "total_num_steps",
+    "WARMUP_LOG_RATE": "log",
+    "WARMUP_LINEAR_RATE": "linear",
+    **KINDS,
+}
 
 
 def add_tuning_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Adds `--lr_schedule NAME` and an option for each parameter of the schedules; returns the
     parser."""
     group = parser.add_argument_group("Convergence Tuning", "learning rate schedules")
-    group.add_argument("--lr_schedule", help=" ".join(VALID_LR_SCHEDULES))
-    for name, default in _DEFAULTS.items():
+    group.add_argument("--lr_schedule", help=" ".join(KINDS.values()))
+    for name in dict.fromkeys([*chain(*_OPTIONS.values()), "cycle_momentum"]):
+        default = _DEFAULTS[name]
         if default is False:
             group.add_argument(f"--{name}", action="store_true")
         else:
@@ -65,9 +80,9 @@ def get_config_from_args(args: Namespace) -> tuple[dict[str, Any] | None, str | 
     kind = getattr(args, "lr_schedule", None)
     if kind is None:
         return None, "--lr_schedule not specified on command line"
-    if kind not in VALID_LR_SCHEDULES:
+    if kind not in _OPTIONS:
         return None, f"{kind} is not supported LR schedule"
-    given = {name: getattr(args, name, None) for name in _PARAMS.get(kind, _WARMUP)}
+    given = {name: getattr(args, name, None) for name in _OPTIONS[kind]}
     params = {name: value for name, value in given.items() if value is not None}
     return {"type": kind, "params": params}, None
 
@@ -79,7 +94,7 @@ def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
         if key not in config:
             return None, f"LR schedule {key} not defined in config"
     kind, params = config["type"], config["params"]
-    if kind not in VALID_LR_SCHEDULES:
+    if kind not in _OPTIONS:
         return None, f"{kind} is not a valid LR schedule"
     if kind == "WarmupCosineLR":
         reason = "scales the optimizer learning rate by a ratio, so its params define no lr"

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from rayzero.deepspeed.comm import get_rank, is_initialized
-from rayzero.deepspeed.lookup import homes, resolve
+from rayzero.deepspeed.lookup import resolve, working_names
 from rayzero.engine.tensor_tree import map_tensors
 
-__all__ = [name for name in homes("utils") if not name.startswith("_")]
+__all__ = [name for name in working_names("utils") if not name.startswith("_")]
 
 
 def make_stderr_logger(name: str) -> Logger:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import rayzero
+from rayzero.deepspeed.config import PATHS, DeepSpeedConfig
 from rayzero.deepspeed.monitor_classes import MonitorMaster, csvMonitor
-from rayzero.engine.api.config_reader import PATHS, DeepSpeedConfig
 from rayzero.engine.errors import ConfigError
 from tests.deepspeed.make_config_values import CONFIGS, FILE
 

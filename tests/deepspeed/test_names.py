@@ -11,14 +11,14 @@ from tests.support.scripts import run_script
 CHECK = """
 import importlib, json
 import rayzero.deepspeed; rayzero.deepspeed.install()
-from rayzero.deepspeed.lookup import REFUSED, REFUSED_PACKAGES, is_refused
-from rayzero.deepspeed.names import WORKS
+from rayzero.deepspeed.lookup import (
+    MODULES, REFUSED, REFUSED_PACKAGES, is_refused, working_names
+)
 wrong = []
 def get(module, name):
     return getattr(importlib.import_module(".".join(filter(None, ("deepspeed", module)))), name)
-for module, row in WORKS.items():
-    for name in " ".join(row.values()).split():
-        name = name.partition("=")[0]
+for module in ("", *MODULES):
+    for name in working_names(module):
         try:
             if is_refused(get(module, name)):
                 wrong.append(f"{module}.{name} is refused")
@@ -32,7 +32,7 @@ def refuses(module, name, use):
         if use not in str(error) or name not in str(error) or "\\n" in str(error):
             wrong.append(f"{module}.{name}: {error}")
 for module, names in REFUSED.items():
-    for name, use in names.items():
+    for name, use in names.items() if module not in ("DeepSpeedEngine", "Accelerator") else ():
         refuses(module, name, use)
 for module, use in REFUSED_PACKAGES.items():
     refuses(module, "Anything", use)
@@ -52,8 +52,8 @@ SURFACE = """
 import importlib, json
 import rayzero, torch
 import rayzero.deepspeed; rayzero.deepspeed.install()
-from rayzero.deepspeed.accelerator import REFUSED_METHODS, get_accelerator
-from rayzero.engine.api.alternatives import ENGINE_ALTERNATIVES
+from rayzero.deepspeed.accelerator import get_accelerator
+from rayzero.deepspeed.lookup import REFUSED
 from tools.deepspeed_names import PAGE, render
 from tools.deepspeed_surface import FILE
 surface, wrong = json.loads(FILE.read_text()), []
@@ -82,7 +82,8 @@ for full in surface["used"] + surface["exported"]:
 config = {"train_batch_size": 1, "optimizer": {"type": "SGD"}}
 engine, *_ = rayzero.initialize(model=torch.nn.Linear(2, 1), config=config)
 for kind, value, refused in (
-    ("engine", engine, ENGINE_ALTERNATIVES), ("accelerator", get_accelerator(), REFUSED_METHODS)
+    ("engine", engine, REFUSED["DeepSpeedEngine"]),
+    ("accelerator", get_accelerator(), REFUSED["Accelerator"]),
 ):
     for name in surface[kind]:
         if hasattr(value, name) is (name in refused):

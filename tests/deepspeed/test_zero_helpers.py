@@ -1,4 +1,4 @@
-"""TiledLinear, PartitionedTensor, unwrap_model_for_generation, local state: against plain torch."""
+"""TiledLinear, unwrap_model_for_generation, local state: against plain torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from rayzero.deepspeed.runtime.utils import PartitionedTensor
 from torch import Tensor, nn
 
 import rayzero
@@ -123,24 +121,6 @@ def test_tiled_linear_at_stage_3_trains_as_linear() -> None:
     x = torch.ones(1, 6, dtype=torch.float64)
     torch.testing.assert_close(trained["output"], model[0](x).detach())  # type: ignore[index]
     torch.testing.assert_close(trained["head"], model[2].weight.detach())  # type: ignore[index]
-
-
-def part_and_join(rank: int, world: int) -> None:
-    tensor = torch.arange(35.0).view(5, 7)
-    part = PartitionedTensor(tensor, dist.group.WORLD)
-    assert part.local_size() == (18 - rank,)
-    assert part.full_size() == [5, 7]
-    assert torch.equal(part.full(), tensor)
-    again = PartitionedTensor.from_meta(part.to_meta(), part.data() * 2, dist.group.WORLD)
-    assert torch.equal(again.full(), tensor * 2)
-    meta = part.to_meta()
-    meta[4] = 1 - rank
-    with pytest.raises(ConfigError, match=f"got part {1 - rank} of 2\n  allowed: part {rank} of 2"):
-        PartitionedTensor.from_meta(meta, part.data(), dist.group.WORLD)
-
-
-def test_partitioned_tensor() -> None:
-    run_ranks(2, part_and_join)
 
 
 def generate(rank: int, world: int, stage: int) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.engine.api.scheduled import convert_to_random_ltd
+from rayzero.deepspeed.engine import convert_to_random_ltd
 from rayzero.engine.config import parse_config
 from rayzero.engine.curriculum import TokenDropLayer, difficulty, kept_tokens
 from rayzero.engine.errors import ConfigError

@@ -138,6 +138,7 @@ def test_import_contracts() -> None:
         ("engine/x.py", "import rayzero.workers", "imports run one way"),
         ("workers/x.py", "import rayzero.orchestrator", "imports run one way"),
         ("engine/x.py", "import ray", "the engine has no ray"),
+        ("engine/x.py", "import rayzero.deepspeed", "no adapters"),
         ("orchestrator/x.py", "from rayzero.engine import x", "no torch, even indirectly"),
     ],
 )

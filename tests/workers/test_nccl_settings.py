@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rayzero.engine.api.initialize import initialize
+from rayzero.deepspeed.entry import initialize
 from rayzero.engine.errors import ConfigError
 from rayzero.workers.messages import Crashed, LogLine
 from rayzero.workers.nccl_settings import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rayzero.engine.api.initialize import initialize
+from rayzero.deepspeed.entry import initialize
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import CollectiveError, ConfigError, DataError, EngineError
 from rayzero.engine.session import NO_REQUESTS, StepRequests, use_session

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rayzero.engine.api.initialize import initialize
+from rayzero.deepspeed.entry import initialize
 from rayzero.engine.engine import Engine
 from rayzero.engine.session import NO_REQUESTS, use_session
 from rayzero.workers.messages import MirrorPolicy, StepReport, WorkerMessage

@@ -5,7 +5,8 @@ An adapter is a function, which the launch request names as `module:function` (`
 the job file). It is called once in a process, before anything of the script is imported, and says
 what is to happen when:
 
-- a library is imported: `on_import`, with a function that patches it, by `wrap`;
+- a library is imported: `on_import`, with a function that patches it by `wrap`, which takes what
+  `engine/patches.py` lists, or the adapter has added by `patches.declare`;
 - the script begins: `on_begin`;
 - the training state is saved and loaded: `session.registry.register(name, get, set)`;
 - the script's loop begins: `session.loop`, whose attributes say how it goes on after a fault, and
@@ -25,6 +26,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeAlias
 
+from rayzero.engine.patches import replace
 from rayzero.engine.session import current_session
 from rayzero.workers.entrypoint import resolve_entrypoint
 from rayzero.workers.session import JobSession
@@ -80,7 +82,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
             return original(*args, **options)
         return around(session, original, *args, **options)
 
-    setattr(owner, name, wrapper)
+    replace(owner, name, wrapper)
 
 
 class _PatchingFinder(MetaPathFinder):

@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import ConfigError, RayzeroError
+from rayzero.engine.patches import replace
 from rayzero.engine.session import current_session
 from rayzero.workers.context import Context
 from rayzero.workers.entrypoint import EntryPointError
@@ -150,8 +151,8 @@ def _lend_process_group() -> None:
 
     homes: tuple[Any, ...] = (dist, c10d)
     for home in homes:
-        home.init_process_group = init_process_group
-        home.destroy_process_group = destroy_process_group
+        replace(home, "init_process_group", init_process_group)
+        replace(home, "destroy_process_group", destroy_process_group)
 
 
 def _keep_files(session: JobSession) -> None:
@@ -168,7 +169,7 @@ def _keep_files(session: JobSession) -> None:
             return
         save(obj, f, *args, **options)
 
-    torch.save = saving
+    replace(torch, "save", saving)
 
 
 def _collect_exits() -> list[Callable[[], object]]:
@@ -183,7 +184,7 @@ def _collect_exits() -> list[Callable[[], object]]:
         exits.append(lambda: function(*args, **options))
         return function
 
-    atexit.register = collecting  # type: ignore[assignment]
+    replace(atexit, "register", collecting)
     return exits
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import rayzero
 from rayzero.deepspeed.ops import FusedAdam
-from rayzero.engine.api.optimizer_view import (
+from rayzero.deepspeed.optimizer import (
     DeepSpeedOptimizer,
     DeepSpeedZeroOptimizer,
     DeepSpeedZeroOptimizer_Stage3,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.engine.api.alternatives import ENGINE_ALTERNATIVES
+from rayzero.deepspeed.lookup import REFUSED
 from rayzero.engine.errors import ConfigError, EngineError
 from tests.engine import zoo
 from tests.support.ranks import run_ranks
@@ -105,14 +105,14 @@ def test_missing_names_suggest_alternatives(name: str) -> None:
     with pytest.raises(AttributeError, match=name) as error:
         getattr(make_engine(), name)
     hint = {"gobal_steps": "'global_steps'"}.get(
-        name, ENGINE_ALTERNATIVES.get(name, "no 'compile_autosp'")
+        name, REFUSED["DeepSpeedEngine"].get(name, "no 'compile_autosp'")
     )
     assert hint in str(error.value)
 
 
 def test_alternatives_only_for_missing_names() -> None:
     engine = make_engine()
-    assert [name for name in ENGINE_ALTERNATIVES if hasattr(engine, name)] == []
+    assert [name for name in REFUSED["DeepSpeedEngine"] if hasattr(engine, name)] == []
 
 
 def test_engine_stays_on_its_device() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, load_model, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from rayzero.engine.api.initialize import initialize
+from rayzero.deepspeed.entry import initialize
 from rayzero.engine.checkpoint import export as module
 from rayzero.engine.checkpoint.export import export_checkpoint, export_state, write_safetensors
 from rayzero.engine.checkpoint.export_model import ExportedModel

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
-from rayzero.engine.api.initialize import initialize
+from rayzero.deepspeed.entry import initialize
 from rayzero.engine.checkpoint.imports import open_foreign
 from rayzero.engine.checkpoint.imports.deepspeed_files import (
     FlatRange,

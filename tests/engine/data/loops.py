@@ -114,7 +114,7 @@ def run_loop(rank: int, world: int, shape: Shape) -> Outcome:
             while len(samples) < engine.global_steps:
                 samples.append(recorded.pending)
                 recorded.pending = []
-        engine.check_loop()
+        engine.internals.micro_batches.check_end()
         weights = engine.state_dict()
     except (EngineError, CollectiveError) as raised:
         error, weights = str(raised), {}

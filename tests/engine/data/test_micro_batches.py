@@ -79,7 +79,7 @@ def test_reading_ahead_trains_as_one_by_one(
     loop = Loop()
     for batch in read(loop.loader.until(STEPS)):
         loop.train(batch, copied=copied)
-    loop.engine.check_loop()
+    loop.engine.internals.micro_batches.check_end()
     loop.assert_plain()
 
 
@@ -137,7 +137,7 @@ def test_a_batch_left_out_of_copied_tensors_is_an_error_in_the_next_epoch(thread
                 if turn != 5:
                     loop.train(batch, copied=True)
                 del batch
-        loop.engine.check_loop()
+        loop.engine.internals.micro_batches.check_end()
 
 
 def leave_one_out(loop: Loop) -> None:
@@ -204,7 +204,7 @@ def test_a_batch_left_out_of_copied_tensors_is_an_error_at_the_end() -> None:
         if turn != 5:
             loop.train(batch, copied=True)
     with pytest.raises(EngineError, match="yielded 1 micro-batch more than the loop trained on"):
-        loop.engine.check_loop()
+        loop.engine.internals.micro_batches.check_end()
 
 
 def test_a_last_batch_that_is_left_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -213,7 +213,7 @@ def test_a_last_batch_that_is_left_out_is_told(caplog: pytest.LogCaptureFixture)
         if turn != STEPS - 1:
             loop.train(batch)
     with caplog.at_level(logging.WARNING):
-        loop.engine.check_loop()
+        loop.engine.internals.micro_batches.check_end()
     assert "yielded 1 micro-batch more than the loop trained on" in caplog.text
     loop.assert_plain(STEPS - 1)
 
@@ -228,7 +228,7 @@ def test_a_last_batch_that_is_read_and_left_for_a_loop_that_ends_is_an_error() -
                     break
                 loop.train(batch)
     with pytest.raises(EngineError, match="yielded 1 micro-batch more than the loop trained on"):
-        loop.engine.check_loop()
+        loop.engine.internals.micro_batches.check_end()
 
 
 def test_a_batch_trained_on_twice_of_copied_tensors_is_an_error() -> None:
@@ -244,7 +244,7 @@ def test_a_loop_that_ends_within_a_step_says_so(caplog: pytest.LogCaptureFixture
     for batch in itertools.islice(loop.loader.until(STEPS), 6):
         loop.train(batch)
     with caplog.at_level(logging.WARNING):
-        loop.engine.check_loop()
+        loop.engine.internals.micro_batches.check_end()
     assert "the training loop ended with micro-batch 2 of step 2" in caplog.text
 
 

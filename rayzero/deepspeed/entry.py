@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from rayzero.deepspeed.engine import DeepSpeedEngine
 from rayzero.engine.api.absent_values import refuse_absent_values
-from rayzero.engine.api.deepspeed_engine import DeepSpeedEngine
 from rayzero.engine.api.sharded_params import add_stage3_names
 from rayzero.engine.builder import SchedulerLike
 from rayzero.engine.config import parse_config
 from rayzero.engine.data.loader import MapDataset, StepLoader
+from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.build import OptimizerLike
 from rayzero.engine.optim.schedule import Scheduler
@@ -67,7 +68,7 @@ def initialize(
             fix="leave it out, or call torch.distributed.init_process_group before",
         )
     _set_rendezvous_env(args, distributed_port)
-    engine = DeepSpeedEngine.build(
+    core = Engine.build(
         model,
         optimizer,
         config=_choose_config(args, config, config_params),
@@ -76,9 +77,10 @@ def initialize(
         lr_scheduler=lr_scheduler,
         collate_fn=collate_fn,
     )
-    add_stage3_names(engine)
-    refuse_absent_values(engine)
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    add_stage3_names(core)
+    refuse_absent_values(core)
+    engine = DeepSpeedEngine(core)
+    return engine, engine.optimizer, core.training_dataloader, engine.lr_scheduler
 
 
 def _refuse(argument: str, value: Any, reason: str) -> None:

@@ -79,7 +79,7 @@ class DeepSpeedOptimizer:
     def overflow(self) -> bool:
         """Whether the last step was skipped on every rank: a gradient was not finite, or the step
         was lost with a rank."""
-        step = self._live_engine._step
+        step = self._live_engine.internals
         norm = step.meter.last_step.get("grad_norm")
         return step.tracker.lost or (norm is not None and not isfinite(norm))
 
@@ -88,7 +88,7 @@ class DeepSpeedOptimizer:
         """Each group's trained parameters, as the model has them."""
         engine = self._live_engine
         groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
-        for unit in engine._runtime.units:
+        for unit in engine.internals.runtime.units:
             if unit.main_weights is not None:
                 for extent, param in zip(unit.layout.params, unit.params, strict=True):
                     groups[extent.group].append(param)
@@ -98,7 +98,7 @@ class DeepSpeedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`engine.zero_grad`: gradients are the engine's."""
-        self._live_engine._step.tracker.zero_grad()
+        self._live_engine.internals.tracker.zero_grad()
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """`engine.backward`."""

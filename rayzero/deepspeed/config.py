@@ -1,0 +1,317 @@
+"""DeepSpeed's config object and typed readers: the config's values under DeepSpeed's names.
+
+Names follow from the config's keys (`PATHS`); what does not is in `_OTHER_PATHS`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from enum import IntEnum, StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from rayzero.engine.config import BatchSizes, EngineConfig, parse_config, resolve_batch_sizes
+from rayzero.engine.config.checks import DEFAULTS
+from rayzero.engine.config.keys import is_enabled
+from rayzero.engine.config.model import KEYS
+from rayzero.engine.config.monitors import MonitorConfig
+from rayzero.engine.config.normalize import get_path, normalize
+from rayzero.engine.config.parse import to_plain
+from rayzero.engine.config.sections import Bf16Config, Fp16Config
+from rayzero.engine.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
+from rayzero.engine.errors import ConfigError, did_you_mean
+
+ParamDict = Mapping[str, Any]
+
+_OTHER_PATHS = {
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
+    "bfloat16_config": "bf16",
+    "bfloat16_enabled": "bf16.enabled",
+    "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
+    "cpuadam_cores_perc": "zero_optimization.offload_optimizer.cpuadam_cores_perc",
+    "data_sampling_config": "data_efficiency.data_sampling",
+    "curriculum_learning_config": "data_efficiency.data_sampling.curriculum_learning",
+    "float16_config": "fp16",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_enabled": "fp16.enabled",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "loss_scale": "fp16.loss_scale",
+    "optimizer_params": "optimizer.params",
+    "random_ltd_config": "data_efficiency.data_routing.random_ltd",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+    "super_offload": "zero_optimization.offload_optimizer.super_offload",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "zenflow_config": "zero_optimization.zenflow",
+    "zero_config": "zero_optimization",
+    "zero_optimization_stage": "zero_optimization.stage",
+    "zero_partial_offload": "zero_optimization.offload_optimizer.ratio",
+}
+ZERO_PATHS = {
+    f"zero_{field.removeprefix('stage3_').removeprefix('use_').removeprefix('zero_')}": (
+        f"zero_optimization.{field}"
+    )
+    for field in ZeroConfig.model_fields
+}
+PATHS: Mapping[str, str] = {
+    **ZERO_PATHS,
+    **{key: key for key in KEYS if "." not in key},
+    **{f"{name}_config": name for name in EngineConfig.model_fields},
+    **{key.rpartition(".")[2]: key for key in KEYS if key.startswith("data_types.")},
+    **_OTHER_PATHS,
+}
+"""{DeepSpeed's attribute of its config object: path in the config}."""
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class DeepSpeedConfig:
+    """DeepSpeed's config object: what `engine._config` is. Read-only.
+
+    Attributes are those of DeepSpeed's; a size that is None is chosen by the engine. Batch sizes
+    are those in effect.
+
+    Args:
+        config: a path, a dict, or an `EngineConfig`.
+        mpu, mesh_device: refused.
+        batches: by default those that follow from the config and the number of ranks.
+
+    Raises:
+        ConfigError: the config is invalid, or its batch sizes do not fit the number of ranks, which
+            is that of the process group, else the environment's.
+    """
+
+    def __init__(
+        self,
+        config: str | Path | dict[str, Any] | EngineConfig,
+        mpu: Any = None,
+        mesh_device: Any = None,
+        *,
+        batches: BatchSizes | None = None,
+    ) -> None:
+        if mpu is not None or mesh_device is not None:
+            raise ConfigError(
+                "DeepSpeedConfig(mpu=..., mesh_device=...) was given",
+                allowed="None: all ranks are data parallel",
+            )
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.global_rank = int(os.environ.get("RANK", "0"))
+        self._config = parse_config(config)
+        self._batches = batches or resolve_batch_sizes(self._config, self.world_size)
+
+    train_batch_size = property(lambda self: self._batches.global_batch)
+    train_micro_batch_size_per_gpu = property(lambda self: self._batches.micro_batch)
+    gradient_accumulation_steps = property(lambda self: self._batches.micro_steps)
+    zero_enabled = property(lambda self: self.zero_optimization_stage > 0)
+    dynamic_loss_scale = property(lambda self: self.loss_scale == 0)
+    initial_dynamic_scale = property(lambda self: self._config.fp16.initial_dynamic_scale())
+    checkpoint_tag_validation_enabled = property(lambda self: self._tag_validation != "Ignore")
+    checkpoint_tag_validation_fail = property(lambda self: self._tag_validation == "Fail")
+    _tag_validation = property(lambda self: self._config.checkpoint.tag_validation)
+
+    @property
+    def optimizer_name(self) -> str | None:
+        """The optimizer's name in lower case."""
+        section = self._config.optimizer
+        return None if section is None else section.type.lower()
+
+    @property
+    def _param_dict(self) -> dict[str, Any]:
+        """The config as nested dicts: the keys that were given, and always the batch sizes in
+        effect and `zero_optimization.stage`."""
+        given = self._config.model_dump(mode="json", exclude_unset=True)
+        stage = {"stage": self._config.zero_optimization.stage}
+        given["zero_optimization"] = stage | given.get("zero_optimization", {})
+        return given | {
+            "train_batch_size": self.train_batch_size,
+            "train_micro_batch_size_per_gpu": self.train_micro_batch_size_per_gpu,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+        }
+
+    @property
+    def monitor_config(self) -> MonitorConfig:
+        """The sections of monitors."""
+        return MonitorConfig(
+            **{name: getattr(self._config, name) for name in MonitorConfig.model_fields}
+        )
+
+    @property
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """The dtype of autocast; None where it is off."""
+        section = self._config.torch_autocast
+        return DTYPES[section.dtype] if section.enabled else None
+
+    def __getattr__(self, name: str) -> Any:
+        """The value at a path, None below a section that is not given; or `<section>_enabled`."""
+        is_switch = name.endswith("_enabled") and name not in PATHS
+        path = PATHS.get(name.replace("_enabled", "_config") if is_switch else name)
+        if path is None or "_config" not in self.__dict__:
+            raise AttributeError(
+                f"rayzero's DeepSpeedConfig has no {name!r}{did_you_mean(name, list(PATHS))}"
+            )
+        value: Any = self._config
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+        if not is_switch:
+            return value
+        return is_enabled(value) if isinstance(value, dict) else getattr(value, "enabled", False)
+
+    def print_user_config(self) -> None:
+        """Prints the keys that were given."""
+        print(self._config.model_dump_json(exclude_unset=True, indent=2))
+
+    def print(self, name: str) -> None:
+        """Prints the config under a title."""
+        print(f"{name}:")
+        self.print_user_config()
+
+
+class ZeroStageEnum(IntEnum):
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(StrEnum):
+    """Its members are text, and may stand in configs."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+OffloadStateTypeEnum = StrEnum(
+    "OffloadStateTypeEnum", "optim_states hp_params lp_params lp_grads contiguous_grad_buffer"
+)
+"""States that DeepSpeed's `offload_states` moves."""
+
+
+class ValidationMode:
+    """Values of `checkpoint.tag_validation`."""
+
+    WARN = "WARN"
+    IGNORE = "IGNORE"
+    FAIL = "FAIL"
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """Base of DeepSpeed's typed sections: unknown keys are errors, assignments are checked, and
+    "auto" means the default, unless `strict`."""
+
+    model_config = ConfigDict(
+        validate_default=True,
+        validate_assignment=True,
+        use_enum_values=True,
+        populate_by_name=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        super().__init__(
+            **{name: value for name, value in data.items() if strict or value != "auto"}
+        )
+
+
+def get_scalar_param(param_dict: ParamDict, param_name: str, param_default_value: Any) -> Any:
+    """The value of a key, or a default."""
+    return param_dict.get(param_name, param_default_value)
+
+
+get_list_param = get_dict_param = get_scalar_param
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the pairs as a dict, for `json.load(object_pairs_hook=...)`. Raises ValueError if a
+    key is given twice."""
+    counts = Counter(key for key, _ in ordered_pairs)
+    if twice := [key for key, count in counts.items() if count > 1]:
+        raise ValueError(f"Duplicate keys in DeepSpeed config: {twice}")
+    return dict(ordered_pairs)
+
+
+def load_ds_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
+    """A config as a dict, from a dict or a JSON file."""
+    if isinstance(config, dict):
+        return config
+    try:
+        text = Path(config).read_text()
+        read: dict[str, Any] = json.loads(
+            text, object_pairs_hook=dict_raise_error_on_duplicate_keys
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{config} cannot be read: {error}", allowed="a JSON file") from None
+    return read
+
+
+class DeepSpeedZeroConfig(ZeroConfig):
+    """The section `zero_optimization`, also with old names; a section of offloading that is not
+    given is None, and `overlap_comm` is DeepSpeed's default."""
+
+    offload_optimizer: OffloadOptimizerConfig | None = None  # type: ignore[assignment]
+    offload_param: OffloadParamConfig | None = None  # type: ignore[assignment]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _convert(cls, section: Any) -> Any:
+        mistakes = list[str]()
+        document = {"zero_optimization": to_plain(section, "zero_optimization")}
+        normalize(document, mistakes)
+        if mistakes:
+            raise ValueError("; ".join(mistakes))
+        current = document["zero_optimization"]
+        return {"overlap_comm": current.get("stage") == 3, **current}
+
+
+def get_zero_config(param_dict: ParamDict) -> DeepSpeedZeroConfig:
+    """The section `zero_optimization`, checked."""
+    return DeepSpeedZeroConfig.model_validate(param_dict.get("zero_optimization", {}))
+
+
+def get_monitor_config(param_dict: ParamDict) -> MonitorConfig:
+    """The sections of monitors, checked."""
+    names = MonitorConfig.model_fields
+    return MonitorConfig.model_validate({name: param_dict.get(name, {}) for name in names})
+
+
+def get_bfloat16_config(param_dict: ParamDict) -> Bf16Config:
+    """The section `bf16`, by its old name `bfloat16` too, checked."""
+    section = param_dict.get("bf16")
+    return Bf16Config.model_validate(param_dict.get("bfloat16", {}) if section is None else section)
+
+
+def get_float16_config(param_dict: ParamDict) -> Fp16Config:
+    """The section `fp16`, checked."""
+    return Fp16Config.model_validate(param_dict.get("fp16", {}))
+
+
+def _read(path: str, param_dict: ParamDict) -> Any:
+    """The value as it is written in a dict, or the key's default."""
+    *sections, name = path.split(".")
+    for section in sections:
+        param_dict = param_dict.get(section) or {}
+    return param_dict.get(name, get_path(DEFAULTS, path))
+
+
+def __getattr__(name: str) -> Callable[[ParamDict], Any]:
+    """`get_<name of a value>`, a function of a config's dict."""
+    key = name.removeprefix("get_")
+    path = "optimizer.type" if key == "optimizer_name" else PATHS.get(key)
+    if key == name or path is None:
+        raise AttributeError(name)
+    return partial(_read, path)
