@@ -1,7 +1,7 @@
 """Every attribute of another library's objects that rayzero replaces, and how it does so.
 
-`replace` refuses what is neither in `PATCHES` nor added to it by `declare`, as an adapter to another
-library does. What rayzero sets on one object only, such as a model, is in `OBJECT_PATCHES`.
+`replace` refuses what is neither in `PATCHES` nor added to it by `declare`, as an adapter to
+another library does. What rayzero sets on one object only, such as a model, is in `OBJECT_PATCHES`.
 """
 
 from __future__ import annotations
