@@ -30,7 +30,6 @@ from rayzero.engine.zero.build import (
 from rayzero.engine.zero.gather_buffers import Block, GatherBuffers
 from rayzero.engine.zero.grad_buffers import GradBufferPool
 from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
-from rayzero.engine.zero.large_modules import blocks_kept_elsewhere
 from rayzero.engine.zero.lazy_weights import LazyWeights
 from rayzero.engine.zero.placement import Collective, Placement
 from rayzero.engine.zero.reducer import Reducer
@@ -74,7 +73,7 @@ def make_runtime(
     hooks = hook_gradients(trainable, blocks, reducer)
     scheduler = None
     if blocks:
-        scheduler = _make_unshard_scheduler(model, blocks, config, context)
+        scheduler = _make_unshard_scheduler(blocks, config, context)
         hooks += hook_blocks(model, blocks, scheduler)
     lazy_weights = None
     if rayzero.overlap_weight_gather and stage.weight_collective is Collective.ALL_GATHER:
@@ -107,13 +106,12 @@ def make_unit_grad_buffers(
 
 
 def _make_unshard_scheduler(
-    model: nn.Module, blocks: list[Block], config: EngineConfig, context: BuildContext
+    blocks: list[Block], config: EngineConfig, context: BuildContext
 ) -> UnshardScheduler:
     return UnshardScheduler(
         blocks,
         GatherBuffers(blocks, config.rayzero.gather_buffers),
         make_weight_gather(config, context),
-        kept_elsewhere=blocks_kept_elsewhere(model, blocks),
         reshard_after_forward=config.rayzero.reshard_after_forward,
     )
 

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from rayzero.engine.api.param_access import StoredParam, restore_param, write_slices
 from rayzero.engine.engine import Engine, live_engines
+from rayzero.engine.layout.units import USED_ELSEWHERE
 from rayzero.engine.zero.deferred_init import has_recordings, is_recorded
 from rayzero.engine.zero.gather_buffers import BlockState
 from rayzero.engine.zero.parameters import ShardedWeights
+from rayzero.engine.zero.placement import STAGES
 from rayzero.engine.zero.unshard import UnshardScheduler
 
 _ids = count()
@@ -40,11 +42,14 @@ def is_zero_param(param: object) -> bool:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Does nothing: a weight that another module reads belongs to the innermost block around all
-    its uses, or is seen to be read in the first step."""
+    """Before `initialize`, for a weight that is read outside its module's forward: the module is
+    then not gathered on its own (`rayzero.unshard_min_numel`)."""
+    vars(parameter)[USED_ELSEWHERE] = True
 
 
-unregister_external_parameter = register_external_parameter
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Before `initialize`: undoes `register_external_parameter`."""
+    vars(parameter).pop(USED_ELSEWHERE, None)
 
 
 def _find(param: nn.Parameter, name: str) -> tuple[Engine | None, StoredParam | None]:
@@ -53,7 +58,7 @@ def _find(param: nn.Parameter, name: str) -> tuple[Engine | None, StoredParam | 
     for engine in live_engines():
         units = engine._param_units
         if id(param) in units:
-            if engine.settings.config.zero_optimization.stage != 3:
+            if not STAGES[engine.settings.config.zero_optimization.stage].shards_weights:
                 break
             entry = units[id(param)]
             return engine, None if entry is None else StoredParam(engine, *entry)
@@ -221,7 +226,7 @@ def no_external_parameters() -> list[tuple[str, nn.Parameter]]:
 
 def add_stage3_names(engine: Engine) -> None:
     """Gives a stage-3 engine's model, parameters and optimizer DeepSpeed's attributes."""
-    if engine.settings.config.zero_optimization.stage != 3:
+    if not STAGES[engine.settings.config.zero_optimization.stage].shards_weights:
         return
     add_param_attributes()
     vars(engine.module)["ds_external_parameters"] = no_external_parameters

@@ -163,7 +163,7 @@ def _flatten_unit(plan: UnitPlan, context: BuildContext) -> Tensor:
     if context.restoring:
         return flat
     for view, param in zip(param_views(plan.layout, flat), plan.params, strict=True):
-        view.copy_(context.materializer.initial_value(param))
+        context.materializer.copy_initial_value(param, view)
     context.collectives.broadcast(flat)
     return flat
 

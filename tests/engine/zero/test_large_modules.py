@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import rayzero
+from rayzero.engine.api.sharded_params import register_external_parameter
 from rayzero.engine.config import parse_config
 from rayzero.engine.errors import EngineError
 from rayzero.engine.planning.persistent import persistent_bytes
@@ -57,18 +59,6 @@ class Tied(Untied):
         self.head.weight = self.embed.weight
 
 
-class FunctionalHead(Untied):
-    def logits(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.head.weight)
-
-
-class Both(Untied):
-    """The head's own forward, and a penalty that reads the embedding."""
-
-    def logits(self, x: Tensor) -> Tensor:
-        return self.head(x) * (1 + sum(it.square().mean() for it in self.embed.parameters()))
-
-
 class FrozenEmbedding(Untied):
     def __init__(self) -> None:
         super().__init__()
@@ -102,32 +92,27 @@ class Listed(Untied):
         return self.head(x) + x @ self.weights[0]
 
 
-class Kept(Untied):
-    """Weights that are also in a plain list and in a closure, and are read from there only."""
+class Attending(Untied):
+    """Attention that reads its output layer's weight itself."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept = {"head": [self.head.weight]}
-        embedding = self.embed.weight
-        self.look_up = lambda ids: functional.embedding(ids, embedding)
+        self.attention = nn.MultiheadAttention(4 * WIDTH, 1, batch_first=True)
 
     def run(self, x: Tensor) -> Tensor:
-        return super().run(x) + self.look_up(torch.ones(x.shape[:2], dtype=torch.int64))
-
-    def logits(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.kept["head"][0])
+        x = super().run(x)
+        wide = x.repeat(1, 1, 4)
+        return x + self.attention(wide, wide, wide, need_weights=False)[0][..., :WIDTH]
 
 
 MODELS: dict[Callable[[], nn.Module], set[str]] = {  # and the blocks of their own that remain
     Untied: {"embed", "head"},
     Tied: set(),
-    FunctionalHead: {"embed"},
-    Both: {"head"},
     FrozenEmbedding: {"embed (frozen)", "head"},
     EmbeddedTwice: {"embed", "head"},
     Recomputed: {"embed", "head"},
     Listed: {"embed", "head", "never"},
-    Kept: set(),
+    Attending: {"embed", "head", "attention"},
 }
 
 
@@ -158,9 +143,7 @@ def start(model: Any, **more: Any) -> rayzero.Engine:
 
 
 def own_blocks(engine: rayzero.Engine) -> set[str]:
-    scheduler = engine._runtime.unshard_scheduler
-    with_root = scheduler.large_modules.with_root
-    return {block.name for block in scheduler.blocks if block.large and block not in with_root}
+    return {block.name for block in engine._runtime.unshard_scheduler.blocks if block.large}
 
 
 def train(
@@ -210,38 +193,52 @@ def test_deferred_init_equals_pytorch() -> None:
     assert own == {"embed", "head"}
 
 
-class ReadsOnOneRank(Untied):
-    """One rank logs a weight in its forward: both must decide the same."""
-
-    def logits(self, x: Tensor) -> Tensor:
-        if torch.distributed.get_rank() == 1:
-            assert self.head.weight.isfinite().all()
-        return self.head(x)
+def penalty(model: Any) -> Tensor:
+    return sum(it.square().mean() for it in model.embed.parameters())
 
 
-def test_ranks_that_read_differently_decide_the_same() -> None:
-    (state, own), (_, others) = run_ranks(2, train, ReadsOnOneRank)
-    assert own == others == {"embed"}
-    expected = train_reference(Untied)
-    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
+def read_elsewhere(rank: int, world: int, external: bool) -> dict[str, dict[str, Tensor]]:
+    """Models that read a large module's weight outside its forward."""
+    states = {}
+    for name, logits in READERS.items():
+        model = make(Untied)
+        model.kept, model.logits = [model.head.weight], partial(logits, model)
+        if external:
+            register_external_parameter(model, model.head.weight)
+            register_external_parameter(model, model.embed.weight)
+        engine = start(model)
+        batch = batches()[0].chunk(world)[rank]
+        if not external:
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad), pytest.raises(EngineError, match=READ) as error:
+                    engine(batch)
+                assert "rayzero.unshard_min_numel: 0" in str(error.value)
+            engine.close()
+            continue
+        engine.backward(engine(batch))
+        engine.step()
+        states[name] = engine.state_dict()
+    return states
 
 
-def read_late(rank: int, world: int) -> None:
-    model = make(Untied)
-    engine = start(model)
-    first, second, third = (batch.chunk(world)[rank] for batch in batches())
-    engine.backward(engine(first))
-    engine.step()
-    model.__class__ = FunctionalHead
-    with torch.no_grad(), pytest.raises(EngineError, match=r"(?s)'head' was read.*unshard_min_n"):
-        engine(second)
-    model.__class__ = Untied
-    engine.backward(engine(third))
-    engine.step()
+READ = r"'(head|embed)' was read outside its forward"
+READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "functional": lambda model, x: functional.linear(x, model.head.weight),
+    "kept": lambda model, x: functional.linear(x, model.kept[0]),
+    "both": lambda model, x: model.head(x) * (1 + penalty(model)),
+}
 
 
-def test_a_first_read_in_a_later_step_is_an_error() -> None:
-    run_ranks(2, read_late)
+def test_reads_elsewhere_are_refused_or_declared() -> None:
+    run_ranks(2, read_elsewhere, False)
+    states = run_ranks(2, read_elsewhere, True)[0]
+    for name, logits in READERS.items():
+        model = make(Untied)
+        model.kept, model.logits = [model.head.weight], partial(logits, model)
+        model(batches()[0]).backward()
+        torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9).step()
+        for key, value in model.state_dict().items():
+            assert zoo.relative_error(states[name][key], value) < 1e-9, (name, key)
 
 
 def use_from_outside(rank: int, world: int) -> None:
@@ -281,7 +278,7 @@ def _padded(numel: int) -> int:
     return -(-numel // 64) * 64
 
 
-def test_an_embedding_and_a_head_share_one_buffer_after_the_first_step() -> None:
+def test_an_embedding_and_a_head_share_one_buffer() -> None:
     sizes = run_ranks(2, gathered_bytes)[0]
     norm, block, large = (_padded(it) for it in (2 * WIDTH, WIDTH**2 + WIDTH, TOKENS * WIDTH))
     assert sizes[2] == (norm + 2 * block + large) * 8
