@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.process_group import broadcast_object
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.tensor_tree import storage_id
 from rayzero.engine.zero.file_values import FileValues, agree_on_files
 from rayzero.engine.zero.recording import ConstructorRecorder, ValueReader, is_unmaterialized
@@ -182,8 +183,12 @@ class Materializer:
         self._recorded = any(map(is_recorded, [*model.parameters(), *model.buffers()]))
         self._files: dict[int, FileValues | None] = {}  # by a parameter's id
 
-    def agree_on_files(self, params: Sequence[nn.Parameter], collectives: Collectives) -> None:
-        """Finds the parameters whose initial values lie in files. Collective."""
+    def agree_on_files(self, plans: Sequence[UnitPlan], collectives: Collectives) -> None:
+        """Finds the parameters whose initial values lie in files. Collective if the model was built
+        in `zero_init`, which is so on all ranks or on none."""
+        params = [param for plan in plans for param in plan.params]
+        if self._device.type == "meta" or not any(param.is_meta for param in params):
+            return
         found = []
         for param in params:
             operation, file = _files.get(storage_id(param), (None, None))
