@@ -17,7 +17,8 @@ from rayzero.engine.api.sharded_params import register_external_parameter
 from rayzero.engine.config import parse_config
 from rayzero.engine.errors import EngineError
 from rayzero.engine.planning.persistent import persistent_bytes
-from tests.engine import zoo
+from tests.engine import equal
+from tests.engine.equal import assert_equal, check_equal, evaluating, make, plain, train_reference
 from tests.support.ranks import run_ranks
 
 TOKENS, WIDTH, STEPS = 61, 12, 3
@@ -105,6 +106,31 @@ class Attending(Untied):
         return x + self.attention(wide, wide, wide, need_weights=False)[0][..., :WIDTH]
 
 
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(TOKENS, (4, 6), generator=generator) for _ in range(STEPS)]
+
+
+def config(**more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3},
+        "rayzero": {"unshard_min_numel": 500, **more},
+    }
+
+
+def start(model: nn.Module, **more: Any) -> Any:
+    return equal.start(model, samples=4, rayzero=config(**more)["rayzero"])
+
+
+def deferred() -> nn.Module:
+    values = Untied().state_dict()
+    with rayzero.zero_init():
+        model = Untied()
+    model.load_state_dict(values, assign=True)
+    return model
+
+
 MODELS: dict[Callable[[], nn.Module], set[str]] = {  # and the blocks of their own that remain
     Untied: {"embed", "head"},
     Tied: set(),
@@ -113,84 +139,14 @@ MODELS: dict[Callable[[], nn.Module], set[str]] = {  # and the blocks of their o
     Recomputed: {"embed", "head"},
     Listed: {"embed", "head", "never"},
     Attending: {"embed", "head", "attention"},
+    deferred: {"embed", "head"},
 }
-
-
-def make(cls: Callable[[], nn.Module]) -> Any:
-    torch.manual_seed(3)
-    return cls().double()
-
-
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(TOKENS, (4, 6), generator=generator) for _ in range(STEPS)]
-
-
-def config(**more: Any) -> dict[str, Any]:
-    return {
-        "gradient_clipping": 0,
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 3},
-        "rayzero": {"unshard_min_numel": 500, **more},
-    }
-
-
-def start(model: Any, **more: Any) -> rayzero.Engine:
-    def sgd(groups: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(groups, lr=0.3, momentum=0.9)
-
-    return rayzero.initialize(model=model, optimizer=sgd, config=config(**more))[0]
-
-
-def own_blocks(engine: rayzero.Engine) -> set[str]:
-    return {block.name for block in engine._runtime.unshard_scheduler.blocks if block.large}
-
-
-def train(
-    rank: int, world: int, cls: Callable[[], nn.Module], deferred: bool = False
-) -> tuple[dict[str, Tensor], set[str]]:
-    model = make(cls)
-    if deferred:
-        values = model.state_dict()
-        with rayzero.zero_init():
-            model = make(cls)
-        model.load_state_dict(values, assign=True)
-    engine = start(model)
-    for batch in batches():
-        part = batch.chunk(world)[rank]
-        with torch.no_grad():
-            assert engine.eval()(part).isfinite()
-        engine.backward(engine.train()(part))
-        engine.step()
-    return engine.state_dict(), own_blocks(engine)
-
-
-def train_reference(cls: Callable[[], nn.Module]) -> dict[str, Tensor]:
-    model = make(cls)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.3, momentum=0.9)
-    for batch in batches():
-        optimizer.zero_grad()
-        model(batch).backward()
-        for param in trained:  # unused ones have a zero gradient in the engine, and no decay here
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        optimizer.step()
-    return model.state_dict()
 
 
 @pytest.mark.parametrize("cls", MODELS, ids=lambda cls: cls.__name__)
 def test_equals_pytorch(cls: Callable[[], nn.Module]) -> None:
-    (state, own), (_, others) = run_ranks(2, train, cls)
-    expected = train_reference(cls)
-    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
-    assert own == others == MODELS[cls]
-
-
-def test_deferred_init_equals_pytorch() -> None:
-    state, own = run_ranks(2, train, Untied, True)[0]
-    expected = train_reference(Untied)
-    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
-    assert own == {"embed", "head"}
+    large = check_equal(cls, batches(), evaluating, samples=4, rayzero=config()["rayzero"])
+    assert large == [MODELS[cls]] * 2
 
 
 def penalty(model: Any) -> Tensor:
@@ -215,8 +171,7 @@ def read_elsewhere(rank: int, world: int, external: bool) -> dict[str, dict[str,
                 assert "rayzero.unshard_min_numel: 0" in str(error.value)
             engine.close()
             continue
-        engine.backward(engine(batch))
-        engine.step()
+        plain(engine, batch)
         states[name] = engine.state_dict()
     return states
 
@@ -235,10 +190,7 @@ def test_reads_elsewhere_are_refused_or_declared() -> None:
     for name, logits in READERS.items():
         model = make(Untied)
         model.kept, model.logits = [model.head.weight], partial(logits, model)
-        model(batches()[0]).backward()
-        torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9).step()
-        for key, value in model.state_dict().items():
-            assert zoo.relative_error(states[name][key], value) < 1e-9, (name, key)
+        assert_equal(states[name], train_reference(model, batches()[:1]))
 
 
 def use_from_outside(rank: int, world: int) -> None:
@@ -266,8 +218,7 @@ def gathered_bytes(rank: int, world: int) -> list[int]:
     for min_numel in (500, 0):
         engine = start(make(Untied), unshard_min_numel=min_numel)
         for batch in batches():
-            engine.backward(engine(batch.chunk(world)[rank]))
-            engine.step()
+            plain(engine, batch.chunk(world)[rank])
             engine(batch.chunk(world)[rank])
             sizes.append(engine._runtime.unshard_scheduler.buffers.total_bytes)
     return sizes
@@ -307,10 +258,10 @@ def gathers(rank: int, world: int, reshard: bool) -> tuple[dict[str, Tensor], in
 
 
 def test_without_resharding_weights_are_gathered_once_a_step() -> None:
-    expected = train_reference(Recomputed)
+    expected = train_reference(make(Recomputed), batches())
     for reshard in (True, False):
         state, moved, model_bytes, buffers = run_ranks(2, gathers, reshard)[0]
-        assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
+        assert_equal(state, expected)
         if reshard:
             assert moved > 2 * model_bytes
             assert buffers < model_bytes
