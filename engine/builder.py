@@ -44,7 +44,7 @@ from rayzero.engine.session import HostSession
 from rayzero.engine.settings import Settings
 from rayzero.engine.state.training import TrainingState
 from rayzero.engine.training_step import TrainingStep
-from rayzero.engine.zero.context import BuildContext
+from rayzero.engine.zero.build_context import BuildContext
 from rayzero.engine.zero.deferred_init import Materializer, zero_init
 from rayzero.engine.zero.placement import STAGES
 from rayzero.engine.zero.runtime import ZeroRuntime
@@ -77,16 +77,13 @@ def build_training_step(
         collectives, device = connect_collectives()
         if session is not None:
             collectives.wait_observer = session.on_collective_wait
+        restoring = source is not None
         context = make_build_context(
-            config,
-            model,
-            collectives,
-            device,
-            restoring=source is not None,
-            elastic=session is not None,
+            config, model, collectives, device, restoring=restoring, elastic=session is not None
         )
+        precision = context.precision
         shares = session.shares if session is not None else ()
-        settings = resolve_settings(config, context.precision, collectives, device, shares)
+        settings = resolve_settings(config, precision, collectives, device, shares)
         runtime = make_runtime(model, groups, config, context, settings.post_reduce_scale)
         undo.callback(runtime.remove_hooks)
         sharded = make_sharded_optimizer(runtime, groups, optimizer, config, context.device)
@@ -106,8 +103,7 @@ def build_training_step(
         compile_model(model, config)
     if session is not None and "dynamic" not in config.compile.kwargs:
         keep_batch_size_dynamic(model, runtime.hooks)
-    dtype = context.precision.model_dtype(torch.float32)
-    peak = config.rayzero.peak_flops or peak_flops(device, dtype)
+    peak = config.rayzero.peak_flops or peak_flops(device, precision.model_dtype(torch.float32))
     work = StepWork(batches.micro_steps, peak, flops_per_token(runtime))
     meter = StepMeter(runtime, sharded, progress, session, config, work)
     micro_batches = MicroBatches(progress, split_step(settings, collectives), session)

@@ -41,7 +41,7 @@ from rayzero.engine.state.kept import KeptSource
 from rayzero.engine.state.load import make_optimizer_state
 from rayzero.engine.state.ranges import buffer_ranges, read_ranges, weights_range
 from rayzero.engine.training_step import TrainingStep
-from rayzero.engine.zero.context import BuildContext
+from rayzero.engine.zero.build_context import BuildContext
 from rayzero.engine.zero.parameters import ShardedWeights
 from rayzero.engine.zero.unit import Unit
 

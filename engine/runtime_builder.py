@@ -30,7 +30,7 @@ from rayzero.engine.layout.units import (
 from rayzero.engine.offload.stores import StateStore
 from rayzero.engine.optim.param_groups import ParamGroups
 from rayzero.engine.precision.norm_buffers import hook_norms
-from rayzero.engine.zero.context import BuildContext
+from rayzero.engine.zero.build_context import BuildContext
 from rayzero.engine.zero.gather_buffers import Block, GatherBuffers
 from rayzero.engine.zero.grad_buffers import GradBufferPool
 from rayzero.engine.zero.gradients import GradStore, PartialGrads, ShardedGrads
@@ -65,14 +65,14 @@ def make_runtime(
 ) -> ZeroRuntime:
     """Places the model's parameters and connects them to the ranks. Reduced gradients are still to
     be multiplied by `factor`, before loss scaling."""
-    collectives, stage = context.collectives, context.stage
+    stage = context.stage
     reduction = make_grad_reduction(config, context, factor)
     rayzero = config.rayzero
     place_packed(model, context.device)
     large = find_large_modules(model, rayzero.unshard_modules, rayzero.unshard_min_numel)
     plans = _plan_units(model, groups, config, context, large)
     if stage.shards_weights and not context.restoring:
-        context.materializer.agree_on_files(plans, collectives)
+        context.materializer.agree_on_files(plans, context.collectives)
     grad_buffers = make_grad_buffers(plans, context, config)
     units = [
         make_unit(plan, context, grad_buffers, reduction, store)
@@ -98,15 +98,12 @@ def make_runtime(
     if rayzero.overlap_weight_gather and stage.weight_collective is Collective.ALL_GATHER:
         lazy_weights = LazyWeights(model, units)
         hooks += lazy_weights.hooks
-    unused_params = None
-    is_error = not config.zero_optimization.ignore_unused_parameters
-    if is_error or rayzero.unused_gradients == "none":
-        unused_params = UnusedParams(trainable, is_error=is_error)
-        hooks += unused_params.hook()
+    unused_params = _make_unused_params(trainable, config)
+    hooks += unused_params.hook() if unused_params is not None else []
     return ZeroRuntime(
         stage=stage,
         precision=context.precision,
-        collectives=collectives,
+        collectives=context.collectives,
         units=units,
         offload=context.offload,
         ungrouped_params=ungrouped,
@@ -117,6 +114,12 @@ def make_runtime(
         unused_params=unused_params,
         hooks=hooks + hook_norms(model),
     )
+
+
+def _make_unused_params(units: Sequence[Unit], config: EngineConfig) -> UnusedParams | None:
+    is_error = not config.zero_optimization.ignore_unused_parameters
+    is_tracked = is_error or config.rayzero.unused_gradients == "none"
+    return UnusedParams(units, is_error=is_error) if is_tracked else None
 
 
 def make_grad_buffers(

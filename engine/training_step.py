@@ -120,12 +120,8 @@ class TrainingStep:
             self.micro_batches.on_forward((args, kwargs))
             self.runtime.collectives.detached = self.micro_batches.stale.is_next
         args, kwargs = self.forward_inputs(module, args, kwargs)
-        context = self.runtime.precision.forward_context()
-        with (
-            self.meter.step_work.track_forward(module, (args, kwargs)),
-            context,
-            self.runtime.checking_reads(module),
-        ):
+        counted = self.meter.step_work.track_forward(module, (args, kwargs))
+        with counted, self.runtime.precision.forward_context(), self.runtime.checking_reads(module):
             output = module(*args, **kwargs)
         self.own_backward.watch(output)
         return output

@@ -14,7 +14,7 @@ from rayzero.engine.compression.weights import HpzGather, QuantizedGather
 from rayzero.engine.config import EngineConfig
 from rayzero.engine.config.compression import is_onebit, selected_codecs
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.zero.context import BuildContext
+from rayzero.engine.zero.build_context import BuildContext
 from rayzero.engine.zero.parameters import WeightGather
 from rayzero.engine.zero.reducer import GradReduction
 

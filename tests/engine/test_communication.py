@@ -40,12 +40,7 @@ def train(rank: int, world: int, configs: list[dict[str, Any]]) -> list[TrainRes
                 optimizer=zoo.adamw,
                 config=config,
             )
-        losses = []
-        for batch in zoo.batches(STEPS, SAMPLES):
-            for part in batch.chunk(max(world, 1))[rank].chunk(2):
-                engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
-                engine.step()
-            losses.append(engine.metrics.loss)
+        losses = zoo.train(engine, zoo.batches(STEPS, SAMPLES), 2)
         metrics = engine.metrics
         results.append((losses, engine.state_dict(), metrics.collectives, metrics.bytes))
     return results

@@ -47,12 +47,7 @@ def train(rank: int, world: int, stage: int, config: dict[str, Any]) -> tuple[An
         model=model, model_parameters=zoo.two_groups(model), config=config
     )
     micro_steps = config.get("gradient_accumulation_steps", 1)
-    losses = []
-    for batch in zoo.batches(STEPS, SAMPLES):
-        for part in batch.chunk(max(world, 1))[rank].chunk(micro_steps):
-            engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
-            engine.step()
-        losses.append(engine.metrics.loss)
+    losses = zoo.train(engine, zoo.batches(STEPS, SAMPLES), micro_steps)
     local = {} if stage == 3 else {n: p.detach().clone() for n, p in model.named_parameters()}
     return losses, local, engine.state_dict(), engine.metrics.collectives
 

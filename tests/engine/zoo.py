@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +119,17 @@ def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 def sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=1e-1, momentum=0.9)
+
+
+def train(engine: Any, data: Iterable[Tensor], micro_steps: int = 1) -> list[Any]:
+    """Trains an engine on its rank's part of global batches; the losses of the steps."""
+    losses = []
+    for batch in data:
+        for part in batch.chunk(engine.world_size)[engine.rank].chunk(micro_steps):
+            engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
+            engine.step()
+        losses.append(engine.metrics.loss)
+    return losses
 
 
 def train_reference(
