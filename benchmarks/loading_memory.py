@@ -1,5 +1,7 @@
 """Host memory of each rank while a model is loaded at stage 3, as proportional set size (PSS).
 
+Pages of files that are only read do not count: the kernel drops them when it needs room.
+
     torchrun --standalone --nproc-per-node 2 benchmarks/loading_memory.py [--small] [WAY ...]
 
 `from_pretrained`: transformers' Llama with `HfDeepSpeedConfig` alive; `load_pretrained`:
@@ -41,10 +43,9 @@ CONFIG = {
 
 def pss() -> int:
     """Bytes of this process in memory; pages that several map are divided among them."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/smaps_rollup has no Pss")
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    kinds = ("Pss_Anon:", "Pss_Shmem:")
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(kinds))
 
 
 class PeakMemory:

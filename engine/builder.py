@@ -43,7 +43,7 @@ from rayzero.engine.session import HostSession
 from rayzero.engine.settings import Settings
 from rayzero.engine.state.training import TrainingState
 from rayzero.engine.training_step import TrainingStep
-from rayzero.engine.zero.build import BuildContext
+from rayzero.engine.zero.build_context import BuildContext
 from rayzero.engine.zero.deferred_init import Materializer, zero_init
 from rayzero.engine.zero.placement import STAGES
 from rayzero.engine.zero.runtime import ZeroRuntime
@@ -69,21 +69,20 @@ def build_training_step(
     with session.resume_from() if session is not None else nullcontext() as source:
         if source is not None:
             config = with_saved_batch_sizes(config, source.metadata(0))
-        _prepare_blocks(model, config)
+        if STAGES[config.zero_optimization.stage].shards_weights:  # on one rank too: more may join
+            apply_leaf_names(model, config.zero_optimization.leaf_module)
+            refuse_compiled(modules_around(model, _find_blocks(model, config)))
         groups = _resolve_param_groups(config, model, model_parameters, optimizer)
         collectives, device = connect_collectives()
         if session is not None:
             collectives.wait_observer = session.on_collective_wait
+        restoring = source is not None
         context = make_build_context(
-            config,
-            model,
-            collectives,
-            device,
-            restoring=source is not None,
-            elastic=session is not None,
+            config, model, collectives, device, restoring=restoring, elastic=session is not None
         )
+        precision = context.precision
         shares = session.shares if session is not None else ()
-        settings = resolve_settings(config, context.precision, collectives, device, shares)
+        settings = resolve_settings(config, precision, collectives, device, shares)
         runtime = make_runtime(model, groups, config, context, settings.post_reduce_scale)
         undo.callback(runtime.remove_hooks)
         sharded = make_sharded_optimizer(runtime, groups, optimizer, config, context.device)
@@ -103,26 +102,13 @@ def build_training_step(
         compile_model(model, config)
     if session is not None and "dynamic" not in config.compile.kwargs:
         keep_batch_size_dynamic(model, runtime.hooks)
-    peak = _peak_flops(config, context)
+    peak = config.rayzero.peak_flops or peak_flops(device, precision.model_dtype(torch.float32))
     work = StepWork(batches.micro_steps, peak, flops_per_token(runtime))
     meter = StepMeter(runtime, sharded, progress, session, config, work)
     micro_batches = MicroBatches(progress, split_step(settings, collectives), session)
     step = TrainingStep(runtime, sharded, schedule, state, settings, meter, micro_batches)
     follow_zero_grad(model, step.tracker)
     return step
-
-
-def _peak_flops(config: EngineConfig, context: BuildContext) -> float | None:
-    """The config's, or the device's for the dtype of the model's weights."""
-    dtype = context.precision.model_dtype(torch.float32)
-    return config.rayzero.peak_flops or peak_flops(context.device, dtype)
-
-
-def _prepare_blocks(model: nn.Module, config: EngineConfig) -> None:
-    """Applies the config's leaf modules, and refuses what is compiled around stage 3's blocks."""
-    if config.zero_optimization.stage == STAGES[-1].number:  # on one rank too: more may join
-        apply_leaf_names(model, config.zero_optimization.leaf_module)
-        refuse_compiled(modules_around(model, find_blocks(model, config.rayzero.unshard_modules)))
 
 
 def compile_model(
@@ -136,7 +122,7 @@ def compile_model(
 
 def _find_blocks(model: nn.Module, config: EngineConfig) -> list[nn.Module]:
     """Stage 3's blocks, on one rank too: more may join; none at the other stages."""
-    if config.zero_optimization.stage != STAGES[-1].number:
+    if not STAGES[config.zero_optimization.stage].shards_weights:
         return []
     return find_blocks(model, config.rayzero.unshard_modules)
 
@@ -180,10 +166,12 @@ def make_build_context(
     *,
     restoring: bool,
     elastic: bool,
+    precision: Precision | None = None,
 ) -> BuildContext:
-    """The context of one rank. On the meta device an engine can be built, but not run."""
+    """The context of one rank; `precision` is that of an engine that is re-cut. On the meta device
+    an engine can be built, but not run."""
     zero = config.zero_optimization
-    precision = choose_precision(config, device)
+    precision = precision or choose_precision(config, device)
     offload = plan_offload(zero, precision, device, collectives)
     # Shards may be stored in other memory than the device's; and an engine that begins on one rank
     # is re-cut when others join.

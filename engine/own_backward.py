@@ -3,8 +3,8 @@
 It begins where it first reaches the engine: an output of the model's forward, a block of stage 3,
 or a gradient. It ends with autograd's graph task, which then runs the callback queued in it, on the
 thread and streams that autograd gives callbacks: every gradient's kernels are enqueued by then, and
-the script's `backward()` has not returned. The callback owns the pass's token, and nothing else
-does: if the backward fails, autograd drops its callbacks, the token dies, and the pass with it.
+the script's `backward()` has not returned. Autograd alone owns the callback: if the backward fails,
+it drops its callbacks, and the pass, which has a weak reference only, ends.
 
 Inside another backward (reentrant checkpoints) hooks find the pass running, and change nothing.
 """
@@ -25,16 +25,6 @@ from rayzero.engine.tensor_tree import iter_tensors
 from rayzero.engine.torch_private import call_after_backward, is_in_backward
 from rayzero.engine.zero.reducer import Running, never
 from rayzero.engine.zero.runtime import ZeroRuntime
-
-
-class _Token:
-    """Lives as long as the graph task of a backward."""
-
-    def __init__(self, owner: OwnBackward) -> None:
-        self._owner = owner
-
-    def end(self) -> None:
-        self._owner.end()
 
 
 class GradientPass(Protocol):
@@ -73,14 +63,17 @@ class OwnBackward:
                     node.register_prehook(self._on_output)
 
     def abandon_failed(self) -> None:
-        """Called where no backward of the script can be running: forgets one that failed."""
-        if self._has_gradients and not is_in_backward():
-            self._running, self._has_gradients = never, False
+        """Forgets a backward that failed. Called where none of the script can be running, or where
+        another one begins."""
+        ended = not is_in_backward() or not self._running()
+        if self._has_gradients and ended:
+            self.abandon()
             self._step.abandon_own()
 
     def abandon(self) -> None:
         """No backward runs: what one has left is gone with the step."""
-        self._running, self._has_gradients = never, False
+        self._running = never
+        self._has_gradients = False
 
     def _on_output(self, _: Any) -> None:
         if not self._running() and not self._runtime.in_backward:
@@ -89,18 +82,15 @@ class OwnBackward:
     def _open(self) -> None:
         if self._running():
             return
-        self.abandon_failed_task()
-        token = _Token(self)
-        self._running = weakref.ref(token)
-        call_after_backward(token.end)  # owns the token
+        self.abandon_failed()
+
+        def end() -> None:
+            self._end()
+
+        self._running = weakref.ref(end)
+        call_after_backward(end)
         if (scheduler := self._runtime.unshard_scheduler) is not None:
             scheduler.begin_backward(self._running)
-
-    def abandon_failed_task(self) -> None:
-        """A pass that is open and does not run has failed."""
-        if self._has_gradients and not self._running():
-            self._has_gradients = False
-            self._step.abandon_own()
 
     def _on_gradient(self) -> None:
         if torch.is_grad_enabled():
@@ -113,12 +103,12 @@ class OwnBackward:
         self._step.begin_own(self._running)
         self._has_gradients = True
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Autograd has finished the backward."""
-        has_gradients, self._has_gradients = self._has_gradients, False
+        has_gradients = self._has_gradients
+        self.abandon()
         if (scheduler := self._runtime.unshard_scheduler) is not None:
             scheduler.end_backward()
-        self._running = never
         if has_gradients:
             self._step.finish_own()
 

@@ -89,9 +89,8 @@ OBJECT_PATCHES = (
     ),
     Patch(
         "module._parameters",
-        "another dict: of a norm's weights in the dtype of its buffers; of weights whose reads are "
-        "observed",
-        "the module's forward; the first steps of stage 3",
+        "another dict: of a norm's weights in the dtype of its buffers",
+        "the module's forward",
     ),
     Patch(
         "function.__code__ (`torch_private.disable_compiler`)",

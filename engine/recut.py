@@ -32,7 +32,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.builder import resolve_settings, split_step, with_saved_batch_sizes
+from rayzero.engine.builder import (
+    make_build_context,
+    resolve_settings,
+    split_step,
+    with_saved_batch_sizes,
+)
 from rayzero.engine.comm.collectives import DETACHED
 from rayzero.engine.comm.process_group import connect_backend
 from rayzero.engine.compression.gradients import OneBitAdamReduction, make_grad_reduction
@@ -40,9 +45,8 @@ from rayzero.engine.compression.weights import make_weight_gather
 from rayzero.engine.layout.reshard import HeldRanges
 from rayzero.engine.layout.state_index import LogicalTensor, StateSource, TensorRange
 from rayzero.engine.layout.units import UnitPlan
-from rayzero.engine.offload.plan import plan_offload
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, optimizer_shards
-from rayzero.engine.runtime_builder import make_unit_grad_buffers
+from rayzero.engine.runtime_builder import make_grad_buffers, make_unit
 from rayzero.engine.state.error_feedback import load_residuals
 from rayzero.engine.state.load import make_optimizer_state
 from rayzero.engine.state.ranges import (
@@ -53,10 +57,8 @@ from rayzero.engine.state.ranges import (
     weights_range,
 )
 from rayzero.engine.training_step import TrainingStep
-from rayzero.engine.zero.build import BuildContext, make_unit
-from rayzero.engine.zero.deferred_init import Materializer
+from rayzero.engine.zero.build_context import BuildContext
 from rayzero.engine.zero.parameters import ShardedWeights
-from rayzero.engine.zero.scratch import ScratchBuffer
 from rayzero.engine.zero.unit import Unit
 
 log = logging.getLogger("rayzero.engine")
@@ -155,9 +157,17 @@ class GroupSurvival:
             runtime.unshard_scheduler.abandon()
         runtime.collectives.abandon()
         runtime.collectives.reconnect(backend)
-        context = _make_context(step, self._model, device)
-        config = with_saved_batch_sizes(step.settings.config, source.metadata(0))
         collectives, precision = runtime.collectives, runtime.precision
+        config = with_saved_batch_sizes(step.settings.config, source.metadata(0))
+        context = make_build_context(
+            config,
+            self._model,
+            collectives,
+            device,
+            restoring=True,
+            elastic=True,
+            precision=precision,
+        )
         step.settings = resolve_settings(config, precision, collectives, device, shares)
         step.state.recut(kept, lambda: _Recut(step, self._model, context, kept).run())
         micro_steps = step.settings.batches.micro_steps
@@ -245,21 +255,6 @@ class KeptSource(StateSource):
         self._source.close()
 
 
-def _make_context(step: TrainingStep, model: nn.Module, device: torch.device) -> BuildContext:
-    runtime, zero = step.runtime, step.settings.config.zero_optimization
-    return BuildContext(
-        stage=runtime.stage,
-        precision=runtime.precision,
-        collectives=runtime.collectives,
-        device=device,
-        materializer=Materializer(model, device),
-        scratch=ScratchBuffer(device),
-        offload=plan_offload(zero, runtime.precision, device, runtime.collectives),
-        restoring=True,
-        elastic=True,
-    )
-
-
 class _Recut:
     """The replacement of one engine's tensors."""
 
@@ -287,7 +282,7 @@ class _Recut:
         config = self._step.settings.config
         reduction = make_grad_reduction(config, context, self._step.settings.post_reduce_scale)
         plans = [_plan_again(unit, context) for unit in runtime.units]
-        buffers = make_unit_grad_buffers(plans, context, config)
+        buffers = make_grad_buffers(plans, context, config)
         stores = context.offload.state_stores(plans)
         before: defaultdict[str, list[OptimizerShard]] = defaultdict(list)
         for shard in self._optimizer.shards:

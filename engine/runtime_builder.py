@@ -1,41 +1,53 @@
-"""Builds the `ZeroRuntime` of a model: units, buffers, reducer, unsharding and hooks."""
+"""Builds the `ZeroRuntime` of a model: plans, then units, then the buffers, reducer, unsharding and
+hooks that connect them. The one place where stage, precision and layout meet.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from rayzero.engine.compression.gradients import make_grad_reduction
 from rayzero.engine.compression.weights import make_weight_gather
 from rayzero.engine.config import EngineConfig
 from rayzero.engine.device import get_device
-from rayzero.engine.layout.packed import place_packed, stays_whole
+from rayzero.engine.layout.packed import (
+    is_packed,
+    is_wrapper,
+    place_packed,
+    scale_tensors,
+    stays_whole,
+)
 from rayzero.engine.layout.units import (
-    NamedParam,
     UnitPlan,
     find_large_modules,
     name_params,
     plan_blocks,
     plan_buckets,
 )
+from rayzero.engine.offload.stores import StateStore
 from rayzero.engine.optim.param_groups import ParamGroups
 from rayzero.engine.precision.norm_buffers import hook_norms
-from rayzero.engine.zero.build import (
-    BuildContext,
-    make_blocks,
-    make_grad_buffers,
-    make_unit,
-    place_ungrouped,
-)
+from rayzero.engine.zero.build_context import BuildContext
 from rayzero.engine.zero.gather_buffers import Block, GatherBuffers
 from rayzero.engine.zero.grad_buffers import GradBufferPool
+from rayzero.engine.zero.gradients import GradStore, PartialGrads, ShardedGrads
 from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
-from rayzero.engine.zero.large_modules import blocks_kept_elsewhere
 from rayzero.engine.zero.lazy_weights import LazyWeights
+from rayzero.engine.zero.parameters import (
+    ReplicatedWeights,
+    ShardedWeights,
+    WeightStore,
+    param_views,
+    set_param_data,
+)
 from rayzero.engine.zero.placement import Collective, Placement
-from rayzero.engine.zero.reducer import Reducer
+from rayzero.engine.zero.reducer import GradReduction, Reducer, UnitGradSpec
 from rayzero.engine.zero.runtime import ZeroRuntime
+from rayzero.engine.zero.scratch import map_zeros
 from rayzero.engine.zero.unit import Unit
 from rayzero.engine.zero.unshard import UnshardScheduler
 from rayzero.engine.zero.unused_params import UnusedParams
@@ -54,14 +66,15 @@ def make_runtime(
 ) -> ZeroRuntime:
     """Places the model's parameters and connects them to the ranks. Reduced gradients are still to
     be multiplied by `factor`, before loss scaling."""
-    collectives, stage = context.collectives, context.stage
+    stage = context.stage
     reduction = make_grad_reduction(config, context, factor)
     rayzero = config.rayzero
     place_packed(model, context.device)
     large = find_large_modules(model, rayzero.unshard_modules, rayzero.unshard_min_numel)
     plans = _plan_units(model, groups, config, context, large)
-    _find_files(plans, context)
-    grad_buffers = make_unit_grad_buffers(plans, context, config)
+    if stage.shards_weights and not context.restoring:
+        context.materializer.agree_on_files(plans, context.collectives)
+    grad_buffers = make_grad_buffers(plans, context, config)
     units = [
         make_unit(plan, context, grad_buffers, reduction, store)
         for plan, store in zip(plans, context.offload.state_stores(plans), strict=True)
@@ -75,7 +88,12 @@ def make_runtime(
     hooks = hook_gradients(trainable, blocks, reducer)
     scheduler = None
     if blocks:
-        scheduler = _make_unshard_scheduler(model, blocks, config, context)
+        scheduler = UnshardScheduler(
+            blocks,
+            GatherBuffers(blocks, rayzero.gather_buffers),
+            make_weight_gather(config, context),
+            reshard_after_forward=rayzero.reshard_after_forward,
+        )
         hooks += hook_blocks(model, blocks, scheduler)
     lazy_weights = None
     if rayzero.overlap_weight_gather and stage.weight_collective is Collective.ALL_GATHER:
@@ -86,7 +104,7 @@ def make_runtime(
     return ZeroRuntime(
         stage=stage,
         precision=context.precision,
-        collectives=collectives,
+        collectives=context.collectives,
         units=units,
         offload=context.offload,
         ungrouped_params=ungrouped,
@@ -99,49 +117,26 @@ def make_runtime(
     )
 
 
-def make_unit_grad_buffers(
-    plans: list[UnitPlan], context: BuildContext, config: EngineConfig
-) -> GradBufferPool | None:
-    """The buffers that gradients are reduced from, as the config says; see `make_grad_buffers`."""
-    limit = config.zero_optimization.reduce_bucket_size or get_device(context.device).part_numel
-    return make_grad_buffers(plans, context, NUM_GRAD_BUFFERS, limit)
-
-
-def _make_unshard_scheduler(
-    model: nn.Module, blocks: list[Block], config: EngineConfig, context: BuildContext
-) -> UnshardScheduler:
-    return UnshardScheduler(
-        blocks,
-        GatherBuffers(blocks, config.rayzero.gather_buffers),
-        make_weight_gather(config, context),
-        kept_elsewhere=blocks_kept_elsewhere(model, blocks),
-        reshard_after_forward=config.rayzero.reshard_after_forward,
-    )
-
-
-def _make_unused_params(units: list[Unit], config: EngineConfig) -> UnusedParams | None:
+def _make_unused_params(units: Sequence[Unit], config: EngineConfig) -> UnusedParams | None:
     is_error = not config.zero_optimization.ignore_unused_parameters
     is_tracked = is_error or config.rayzero.unused_gradients == "none"
     return UnusedParams(units, is_error=is_error) if is_tracked else None
 
 
-def _leave_whole(params: list[NamedParam], context: BuildContext) -> list[NamedParam]:
-    """The parameters that can be in units: quantized ones may be tensors that cannot be cut."""
-    kept = [it for it in params if stays_whole(it.param)]
-    if kept and context.stage.model_weights is Placement.SHARDED and not context.collectives.rank:
-        text = "%d quantized parameters, such as %s (%s), are not sharded: every rank holds them"
-        log.info(text, len(kept), kept[0].name, type(kept[0].param).__name__)
-    return [it for it in params if not stays_whole(it.param)]
-
-
-def _find_files(plans: list[UnitPlan], context: BuildContext) -> None:
-    """Finds files of initial values where each rank keeps a shard only: it may read that itself.
-    Collective if the model was built in `zero_init`, which is so on all ranks or on none."""
-    fresh = not context.restoring and context.device.type != "meta"  # no memory plan
-    params = [param for plan in plans for param in plan.params]
-    deferred = any(param.is_meta for param in params)
-    if context.stage.model_weights is Placement.SHARDED and fresh and deferred:
-        context.materializer.agree_on_files(params, context.collectives)
+def make_grad_buffers(
+    plans: Sequence[UnitPlan], context: BuildContext, config: EngineConfig
+) -> GradBufferPool | None:
+    """Buffers that gradients are reduced from into shards, part by part; None where gradients are
+    not sharded."""
+    trainable = [plan for plan in plans if plan.trainable]
+    if context.stage.main_grads is not Placement.SHARDED or not trainable:
+        return None
+    # One dtype for all: the widest of the grad dtypes, into which the others convert exactly.
+    dtypes = [context.precision.grad_dtype(plan.params[0].dtype) for plan in trainable]
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+    zeros, device = context.collectives.zeros, context.device
+    part_numel = config.zero_optimization.reduce_bucket_size or get_device(device).part_numel
+    return GradBufferPool(lambda numel: zeros(numel, widest, device), NUM_GRAD_BUFFERS, part_numel)
 
 
 def _plan_units(
@@ -153,11 +148,174 @@ def _plan_units(
 ) -> list[UnitPlan]:
     """Units in launch order: about the order in which backward completes them."""
     stage, world_size = context.stage, context.collectives.world_size
-    params = _leave_whole(name_params(model, groups.group_of), context)
-    if stage.model_weights is Placement.SHARDED:
+    named = name_params(model, groups.group_of)
+    params = [it for it in named if not stays_whole(it.param)]
+    if stage.shards_weights:
+        kept = [it for it in named if stays_whole(it.param)]  # quantized: some cannot be cut
+        if kept and not context.collectives.rank:
+            text = (
+                "%d quantized parameters, such as %s (%s), are not sharded: every rank holds them"
+            )
+            log.info(text, len(kept), kept[0].name, type(kept[0].param).__name__)
         return plan_blocks(model, params, config.rayzero.unshard_modules, world_size, large)[::-1]
     zero = config.zero_optimization
     gathered = stage.weight_collective is Collective.ALL_GATHER
     max_numel = zero.allgather_bucket_size if gathered else None
     limits = get_device(context.device).bucket_numel
     return plan_buckets(params, zero.reduce_bucket_size, world_size, max_numel, limits)
+
+
+def make_unit(
+    plan: UnitPlan,
+    context: BuildContext,
+    buffers: GradBufferPool | None,
+    reduction: GradReduction,
+    store: StateStore,
+) -> Unit:
+    """Builds one unit from rank 0's values. Only this unit is materialized in full meanwhile.
+
+    The model's own tensors are released: afterwards its parameters are views of the engine's.
+    """
+    stage, layout = context.stage, plan.layout
+    shard = layout.shard(context.collectives.rank)
+    sharded_update = stage.optimizer_state is Placement.SHARDED
+    owned = shard if sharded_update else slice(0, layout.numel)
+    original = _initial_values(plan, owned, context)
+    weights = _make_weights(plan, original, context)
+    main: Tensor | None = None
+    grads: GradStore | None = None
+    if plan.trainable:
+        main = store.main_weights(_part(original, plan, owned), weights.owned_range(owned))
+        dtype = context.precision.grad_dtype(plan.params[0].dtype)
+        replicated = owned != shard or layout.world_size == 1
+        op = reduction.reduce_op(UnitGradSpec(layout, dtype, shard, replicated))
+        transfer = store.grad_transfer
+        if buffers is None:
+            flat = context.collectives.zeros(layout.numel, dtype, context.device)
+            collective = stage.gradient_collective
+            grads = PartialGrads(layout, flat, owned, collective, op, transfer, shard=shard)
+        else:
+            numel = owned.stop - owned.start
+            if transfer is None:
+                part = _untouched_zeros(numel, dtype, context.device)
+            else:
+                part = transfer.host_zeros(numel, dtype)
+            grads = ShardedGrads(layout, part, owned, buffers, op, transfer)
+    return Unit(layout, plan.params, weights, main, grads, owned, shard, plan.module, store)
+
+
+def _untouched_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A flat tensor of zeros; in host memory, its pages are not there until they are written: while
+    a model is loaded, gradients take no room."""
+    if device.type != "cpu" or get_device(device).asynchronous:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return map_zeros(numel * dtype.itemsize).view(dtype)
+
+
+def _make_weights(plan: UnitPlan, original: Tensor, context: BuildContext) -> WeightStore:
+    collectives, gather = context.collectives, context.offload.shard_gather
+    packed = is_packed(plan.params[0])  # then all are
+    dtype = original.dtype if packed else context.precision.model_dtype(original.dtype)
+    sharded = context.stage.shards_weights
+    values = _part(original, plan, plan.layout.shard(collectives.rank)) if sharded else original
+    if gather is not None:
+        values = context.offload.host_shard(values.numel(), dtype).copy_(values)
+    elif sharded or dtype is not original.dtype:
+        values = collectives.zeros(values.numel(), dtype, context.device).copy_(values)
+    if sharded:
+        return ShardedWeights(plan.layout, plan.params, values, gather)
+    return ReplicatedWeights(plan.layout, plan.params, values)
+
+
+def _initial_values(plan: UnitPlan, owned: slice, context: BuildContext) -> Tensor:
+    """The unit's initial values; only those of the range `owned`, where no more is kept and each
+    rank can read them from files."""
+    files = [context.materializer.file_of(param) for param in plan.params]
+    if not context.stage.shards_weights or None in files or context.restoring:
+        return _flatten_unit(plan, context)
+    flat = context.scratch.flat(owned.stop - owned.start, plan.params[0].dtype).zero_()
+    for part in plan.layout.overlaps(owned):
+        if (file := files[part.index]) is not None:
+            file.read(part.start, flat[part.memory])
+    return flat
+
+
+def _part(values: Tensor, plan: UnitPlan, part: slice) -> Tensor:
+    """A range of the unit in what `_initial_values` returned: the unit, or that range."""
+    return values[part] if values.numel() == plan.layout.numel else values
+
+
+def _flatten_unit(plan: UnitPlan, context: BuildContext) -> Tensor:
+    """The unit's initial values, rank 0's on every rank, in one buffer; zeros in the padding.
+
+    All zeros if a state is loaded afterwards.
+    """
+    dtype = plan.params[0].dtype
+    if context.stage.shards_weights:  # only a shard of it is kept
+        flat = context.scratch.flat(plan.layout.numel, dtype).zero_()
+    else:
+        flat = context.collectives.zeros(plan.layout.numel, dtype, context.device)
+    if context.restoring:
+        return flat
+    for view, param in zip(param_views(plan.layout, flat), plan.params, strict=True):
+        context.materializer.copy_initial_value(param, view)
+    context.collectives.broadcast(flat)
+    return flat
+
+
+def place_ungrouped(
+    model: nn.Module, plans: Sequence[UnitPlan], context: BuildContext
+) -> dict[str, Tensor]:
+    """Moves frozen parameters with replicated weights, and buffers, to the device of the run, with
+    rank 0's values; the parameters also to its dtype, while a buffer keeps its own, unless the
+    config has `data_types.buffer_dtype`: rounded to 16 bits, rotary frequencies and running
+    statistics would be other ones. Returns the parameters' tensors, and those that belong to
+    quantized ones, by name.
+    """
+    in_units = {param for plan in plans for param in plan.params}
+    ungrouped = {}
+    for name, param in model.named_parameters():
+        packed = is_packed(param)
+        if param not in in_units and not is_wrapper(param):
+            dtype = param.dtype if packed else context.precision.model_dtype(param.dtype)
+            ungrouped[name] = value = _replicate(param, context, dtype)
+            set_param_data(param, value)
+        if packed:
+            module = model.get_submodule(name.rpartition(".")[0])
+            for path, values in scale_tensors(param, module).items():
+                ungrouped[f"{name}.{path}"] = _replicate(values, context, values.dtype)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            persistent = name not in module._non_persistent_buffers_set
+            dtype = context.precision.dtype_of_buffer(buffer.dtype)
+            module._buffers[name] = _replicate(buffer, context, dtype, loaded=persistent)
+    return ungrouped
+
+
+def _replicate(
+    tensor: Tensor, context: BuildContext, dtype: torch.dtype, *, loaded: bool = True
+) -> Tensor:
+    """Rank 0's value on every rank, contiguous, as broadcasts need it.
+
+    Any value will do if the state to restore contains it (`loaded`); others follow it.
+    """
+    if context.restoring and loaded and tensor.is_meta:
+        return torch.zeros(tensor.shape, dtype=dtype, device=context.device)
+    value = context.materializer.initial_value(tensor).to(context.device, dtype).contiguous()
+    if not context.restoring:
+        context.collectives.broadcast(value)
+    elif not loaded:
+        context.unequal.append(value)
+    return value
+
+
+def make_blocks(units: Sequence[Unit], large: Sequence[nn.Module]) -> list[Block]:
+    """The blocks whose weights are gathered before use, each with all of its units. `large` are the
+    modules outside the repeated blocks."""
+    blocks: dict[nn.Module, Block] = {}
+    for unit in units:
+        if unit.module is not None and isinstance(unit.weights, ShardedWeights):
+            new = Block(unit.name, unit.module, [], unit.module in large)
+            block = blocks.setdefault(unit.module, new)
+            block.units.append(unit.weights)
+    return list(blocks.values())

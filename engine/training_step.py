@@ -116,12 +116,12 @@ class TrainingStep:
         if self._progress.step >= self._check_at_step:
             self.runtime.check_params(module)
             self._check_at_step = self._progress.step + _CHECK_STEPS
-        context = self.runtime.precision.forward_context()
         if torch.is_grad_enabled():
             self.micro_batches.on_forward((args, kwargs))
             self.runtime.collectives.detached = self.micro_batches.stale.is_next
         args, kwargs = self.forward_inputs(module, args, kwargs)
-        with self.meter.step_work.track_forward(module, (args, kwargs)), context:
+        counted = self.meter.step_work.track_forward(module, (args, kwargs))
+        with counted, self.runtime.precision.forward_context(), self.runtime.checking_reads(module):
             output = module(*args, **kwargs)
         self.own_backward.watch(output)
         return output

@@ -7,46 +7,38 @@ load values is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from rayzero.engine.api.sharded_params import ZeroParamStatus
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import EngineError
-from rayzero.engine.torch_private import without_torch_functions
-from rayzero.engine.zero.deferred_init import SHAPE_ONLY, function_name
+from rayzero.engine.zero.placement import STAGES
+from rayzero.engine.zero.shape_only import ShapeOnly
 
 
-class AbsentValue(Tensor):
+class AbsentValue(ShapeOnly):
     """A weight's shape and dtype. Raises EngineError where its values are used."""
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        name = function_name(func)
-        if name in SHAPE_ONLY:
-            with without_torch_functions():
-                return func(*args, **(kwargs or {}))
-        if name == "__repr__":
-            return f"AbsentValue({tuple(args[0].shape)}, {args[0].dtype})"
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"AbsentValue({tuple(self.shape)}, {self.dtype})"
+
+    def read(self) -> NoReturn:
         raise EngineError(
             "a weight of model.state_dict() was used, and at stage 3 each rank holds a part of it",
             allowed="its shape and dtype; its values inside zero.GatheredParameters",
             fix="engine.state_dict() on all ranks, or save_pretrained(state_dict=...) of that",
         )
 
+    write = read
+
 
 def refuse_absent_values(engine: Engine) -> None:
     """Registers it for every module of a stage-3 engine's model. Without effect on gathered weights
     and on the parameters of `keep_vars=True`."""
-    if engine.settings.config.zero_optimization.stage != 3:
+    if not STAGES[engine.settings.config.zero_optimization.stage].shards_weights:
         return
     for module in engine.module.modules():
         if module._parameters and _replace not in module._state_dict_hooks.values():

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from rayzero.engine.checkpoint.imports.tensors import load_safetensors
 from rayzero.engine.errors import DataError
 from rayzero.engine.torch_private import without_dispatch_modes
-from rayzero.engine.zero.deferred_init import recording
+from rayzero.engine.zero.deferred_init import is_recorded, note_file, recording
+from rayzero.engine.zero.file_values import tensors_in_file
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,10 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
         raise DataError(
             f"{path} has no weights", allowed="model.safetensors, or model.safetensors.index.json"
         )
+    files = {file: tensors_in_file(file) for _, file in found.values()}
     own = dict(_named_tensors(model))
     loaded: set[int] = set()
-    for name, value in found.items():
+    for name, (value, file) in found.items():
         if name in own and own[name].shape != value.shape:
             raise DataError(
                 f"{path} has {name!r} of shape {tuple(value.shape)}, and the model of "
@@ -69,6 +71,8 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
         if name in own:
             with recording([own[name]]):
                 own[name].copy_(value)
+            if is_recorded(own[name]) and name in files[file]:
+                note_file(own[name], files[file][name])
             loaded.add(id(own[name]))
     report = LoadReport(
         tuple(name for name, tensor in own.items() if id(tensor) not in loaded),

@@ -24,6 +24,7 @@ from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.layout.packed import is_wrapper, scale_tensors
 from rayzero.engine.zero.deferred_init import recording, take_initial_values, zero_init
 from rayzero.engine.zero.parameters import ShardedWeights
+from rayzero.engine.zero.placement import STAGES
 from rayzero.engine.zero.recording import is_unmaterialized
 
 _GROUP_OPTIONS = (
@@ -192,7 +193,7 @@ class _GatheredParam:
     def is_checked(self) -> bool:
         """Whether a write without `modifier_rank` is an error: where it would be lost."""
         zero = self.engine.settings.config.zero_optimization
-        return zero.enable_sanity_checks and zero.stage == 3
+        return zero.enable_sanity_checks and STAGES[zero.stage].shards_weights
 
     def restore(self) -> None:
         """Gives the parameter its present memory: its block may have been gathered or released."""

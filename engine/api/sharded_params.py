@@ -54,7 +54,7 @@ def _find(param: nn.Parameter, name: str) -> tuple[Engine | None, StoredParam | 
     found = find_engine(param)
     if found is None and is_recorded(param):
         return None, None
-    if found is not None and found[0].settings.config.zero_optimization.stage == 3:
+    if found is not None and found[0].internals.runtime.stage.shards_weights:
         engine, entry = found
         return engine, None if entry is None else StoredParam(engine, *entry)
     raise AttributeError(f"{name!r}: no stage-3 engine has this parameter")

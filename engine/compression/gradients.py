@@ -24,7 +24,7 @@ from rayzero.engine.config.compression import is_onebit, selected_codecs
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.onebit import MomentumReduced
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
-from rayzero.engine.zero.build import BuildContext
+from rayzero.engine.zero.build_context import BuildContext
 from rayzero.engine.zero.reducer import ErrorFeedback, GradReduction, UnitGradSpec
 
 log = logging.getLogger("rayzero.engine")

@@ -13,7 +13,7 @@ from rayzero.engine.compression.codecs import CODECS, Codec
 from rayzero.engine.compression.quantized import PayloadBuffers
 from rayzero.engine.config import EngineConfig
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.zero.build import BuildContext
+from rayzero.engine.zero.build_context import BuildContext
 from rayzero.engine.zero.parameters import ShardedWeights, WeightGather
 
 log = logging.getLogger("rayzero.engine")

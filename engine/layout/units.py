@@ -12,6 +12,7 @@ from itertools import groupby
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from rayzero.engine.device import Device
 from rayzero.engine.errors import ConfigError, did_you_mean
@@ -19,6 +20,9 @@ from rayzero.engine.layout.flat_layout import ParamSpec, UnitLayout, make_layout
 from rayzero.engine.layout.leaf_modules import modules_inside_leaves
 from rayzero.engine.layout.packed import is_packed
 from rayzero.engine.torch_private import is_compiled
+
+USED_ELSEWHERE = "rayzero_used_elsewhere"
+"""A parameter has this attribute if it is read outside the forward of its module."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,8 @@ def find_blocks(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
 
 def find_large_modules(model: nn.Module, classes: Sequence[str], min_numel: int) -> list[nn.Module]:
     """The modules in no block, nor inside a compiled module, that own at least `min_numel` elements
-    which no other module has; none if it is 0. An embedding and a head, unless they are tied."""
+    which no other module has; none if it is 0. An embedding and a head, unless they are tied. Not
+    those whose weights are read elsewhere: without a forward, or by the attention around them."""
     blocks = set(find_blocks(model, classes)) | modules_inside_leaves(model, experts=not classes)
     owned: dict[nn.Module, int] = {}
     for param, uses in _find_uses(model).items():
@@ -109,13 +114,20 @@ def find_large_modules(model: nn.Module, classes: Sequence[str], min_numel: int)
         inside = {module for path in uses for module in path[:-1]}
         if (
             len(owners) == 1
+            and not hasattr(param, USED_ELSEWHERE)
             and not (owners | inside) & blocks
             and not any(map(is_compiled, inside))
         ):
             owner = owners.pop()
             owned[owner] = owned.get(owner, 0) + param.numel()
     owned.pop(model, None)
-    return [module for module, numel in owned.items() if min_numel and numel >= min_numel]
+    return [
+        module
+        for module, numel in owned.items()
+        if min_numel and numel >= min_numel
+        if type(module).forward is not nn.Module.forward
+        if not isinstance(module, NonDynamicallyQuantizableLinear)
+    ]
 
 
 def plan_blocks(

@@ -11,8 +11,8 @@ Method: torchdistX's `deferred_init`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -24,13 +24,18 @@ from torch.nn.modules import module as module_hooks
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.process_group import broadcast_object
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.patches import replaced
-from rayzero.engine.tensor_tree import iter_tensors, map_tensors, storage_id
-from rayzero.engine.torch_private import without_dispatch_modes, without_torch_functions
-from rayzero.engine.zero.file_values import FileValues, MappedFiles, agree_on_files
+from rayzero.engine.tensor_tree import storage_id
+from rayzero.engine.torch_private import without_dispatch_modes
+from rayzero.engine.zero.file_values import FileValues, agree_on_files
 from rayzero.engine.zero.recording import ConstructorRecorder, ValueReader, is_unmaterialized
+from rayzero.engine.zero.shape_only import ShapeOnly
 
 _recorder = ConstructorRecorder()  # of all models that no engine has been built from
+_files: dict[int, tuple[int | None, FileValues]] = {}
+"""Parameters' values in files, by storage, with the number of the operation that copied them: a
+later one has changed the values."""
 
 
 @contextmanager
@@ -72,9 +77,14 @@ def take_initial_values(params: Iterable[nn.Parameter], source: int) -> None:
                 param.copy_(value)
 
 
+def note_file(param: Tensor, file: FileValues) -> None:
+    """The last recorded operation gave a parameter, in full, the values of a file."""
+    _files[storage_id(param)] = _recorder.last_operation(param), file
+
+
 def is_recorded(tensor: Tensor) -> bool:
     """Whether `zero_init` built this tensor, and no engine has been built from it."""
-    return is_unmaterialized(tensor) and _recorder.has_recorded(tensor)
+    return is_unmaterialized(tensor) and _recorder.has_recorded(storage_id(tensor))
 
 
 def has_recordings() -> bool:
@@ -119,7 +129,7 @@ def _defer_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any)
             state[prefix + name] = value.as_subclass(DeferredValue)
 
 
-class DeferredValue(Tensor):
+class DeferredValue(ShapeOnly):
     """A value of `state_dict()` of a model that has no engine yet. It has no memory until it is
     read: `from_pretrained` only looks at names and shapes. A write to it changes the model."""
 
@@ -127,69 +137,36 @@ class DeferredValue(Tensor):
     _operation: int | None = None
     """The last one on its storage when it was read."""
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        name, options = function_name(func), dict(kwargs or {})
-        with without_torch_functions():
-            if name in SHAPE_ONLY:
-                return func(*args, **options)
-            in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-            written = list(iter_tensors(args[0] if in_place else options.get("out")))
-            if any(isinstance(it, DeferredValue) for it in written):
-                with recording(written):
-                    return func(*args, **options)
-            args, options = map_tensors((args, options), _read)
-            return func(*args, **options)
+    def write(self) -> AbstractContextManager[None]:
+        return recording([self])
 
-
-def _read(tensor: Tensor) -> Tensor:
-    """Its value as a tensor of its own, the same one for tied weights. Raises ConfigError where
-    there is none, or another than `initialize` will take."""
-    if not isinstance(tensor, DeferredValue):
-        return tensor
-    if not is_recorded(tensor):
-        raise ConfigError(
-            "a value of model.state_dict() was used after initialize() had taken the model",
-            fix="read it before, or take engine.state_dict()",
-        )
-    if dist.is_available() and dist.is_initialized() and dist.get_rank():
-        raise ConfigError(
-            f"rank {dist.get_rank()} used a weight of a model from zero_init that has no engine",
-            allowed="rank 0: its values are those that initialize gives to all ranks",
-            fix="save on rank 0, or take engine.state_dict() after initialize",
-        )
-    operation = _recorder.last_operation(tensor)
-    if tensor._value is None or tensor._operation != operation:
-        view = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
-        key = (storage_id(tensor), operation, *view)
-        tensor._value = _values.get(key)
-        if tensor._value is None:
-            tensor._value = _values[key] = _recorder.replay(tensor, torch.device("cpu"))
-        tensor._operation = operation
-    return tensor._value
+    def read(self) -> Tensor:
+        """Its value as a tensor of its own, the same one for tied weights. Raises ConfigError where
+        there is none, or another than `initialize` will take."""
+        if not is_recorded(self):
+            raise ConfigError(
+                "a value of model.state_dict() was used after initialize() had taken the model",
+                fix="read it before, or take engine.state_dict()",
+            )
+        if dist.is_available() and dist.is_initialized() and dist.get_rank():
+            raise ConfigError(
+                f"rank {dist.get_rank()} used a weight of a model from zero_init that has no "
+                "engine",
+                allowed="rank 0: its values are those that initialize gives to all ranks",
+                fix="save on rank 0, or take engine.state_dict() after initialize",
+            )
+        operation = _recorder.last_operation(self)
+        if self._value is None or self._operation != operation:
+            view = (self.shape, self.stride(), self.storage_offset(), self.dtype)
+            key = (storage_id(self), operation, *view)
+            self._value = _values.get(key)
+            if self._value is None:
+                self._value = _values[key] = _recorder.replay(self, torch.device("cpu"))
+            self._operation = operation
+        return self._value
 
 
 _values = WeakValueDictionary[tuple[Any, ...], Tensor]()  # while one of `state_dict()` has them
-_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
-_IN_PLACE |= {"__iand__", "__ior__", "__ixor__", "__ifloordiv__", "__imod__"}
-SHAPE_ONLY = {
-    *("shape", "size", "numel", "nelement", "ndim", "dim", "__len__", "dtype", "element_size"),
-    *("is_floating_point", "is_complex", "device", "layout", "is_sparse", "is_quantized"),
-    *("is_meta", "requires_grad", "__hash__"),
-}
-"""Names of a tensor's methods and properties that do not need its values."""
-
-
-def function_name(func: Callable[..., Any]) -> str:
-    """The name of what `__torch_function__` got: a property's, not its getter's."""
-    is_property = func.__name__ == "__get__"
-    return getattr(func, "__self__", func).__name__ if is_property else func.__name__
 
 
 class Materializer:
@@ -206,18 +183,29 @@ class Materializer:
         self._recorded = any(map(is_recorded, [*model.parameters(), *model.buffers()]))
         self._files: dict[int, FileValues | None] = {}  # by a parameter's id
 
-    def agree_on_files(self, params: Sequence[nn.Parameter], collectives: Collectives) -> None:
-        """Finds the parameters whose initial values lie in files. Collective."""
-        mapped, found = MappedFiles(), []
+    def agree_on_files(self, plans: Sequence[UnitPlan], collectives: Collectives) -> None:
+        """Finds the parameters whose initial values lie in files. Collective if the model was built
+        in `zero_init`, which is so on all ranks or on none."""
+        params = [param for plan in plans for param in plan.params]
+        if self._device.type == "meta" or not any(param.is_meta for param in params):
+            return
+        found = []
         for param in params:
-            source = _recorder.copied_from(param) if is_recorded(param) else None
-            found.append(None if source is None else mapped.find(source))
+            operation, file = _files.get(storage_id(param), (None, None))
+            unchanged = is_recorded(param) and _recorder.last_operation(param) == operation
+            found.append(file if unchanged else None)
         agreed = agree_on_files(found, collectives, self._device)
         self._files = dict(zip(map(id, params), agreed, strict=True))
 
     def file_of(self, param: nn.Parameter) -> FileValues | None:
         """The file with this parameter's initial values, for all ranks; None if there is none."""
         return self._files.get(id(param))
+
+    def copy_initial_value(self, param: nn.Parameter, into: Tensor) -> None:
+        """Without a further copy in memory where the value is one of a mapped file."""
+        is_planned = self._device.type == "meta"
+        source = None if is_planned or not is_recorded(param) else _recorder.copied_from(param)
+        into.copy_(self.initial_value(param) if source is None else source)
 
     def initial_value(self, tensor: Tensor) -> Tensor:
         """A real tensor with this parameter's or buffer's initial values. Raises ConfigError if it
@@ -231,6 +219,8 @@ class Materializer:
     def clear(self) -> None:
         """Drops this model's recordings once it is materialized, but what other models need."""
         _recorder.forget(self._modules)
+        for key in [key for key in _files if not _recorder.has_recorded(key)]:
+            del _files[key]
         self._last_reset = None
         self._files = {}
         self._modules = []

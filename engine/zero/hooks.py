@@ -70,15 +70,9 @@ def hook_blocks(
             raise whole_compile_error("model")
         scheduler.root_pre_forward(around)
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        scheduler.root_post_forward()
-
     # The root module's first hook, before those of a block that is the root itself.
     untraced(before, also_callees=False)
-    handles = [
-        model.register_forward_pre_hook(before, prepend=True),
-        model.register_forward_hook(untraced(after), always_call=True),
-    ]
+    handles = [model.register_forward_pre_hook(before, prepend=True)]
     for block in blocks:
         handles += _hook_block(block, scheduler)
     return handles

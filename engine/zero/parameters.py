@@ -7,8 +7,6 @@ change between forward and backward, because autograd saves views of weights (a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -150,14 +148,6 @@ class WeightGather:
     def gather_op(self, unit: ShardedWeights) -> GatherOp:
         """The operation that gathers a unit."""
         return self._collectives
-
-    def agree(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
-        """Which flags are set on any rank. Collective."""
-        if device.type == "meta":  # a memory plan, without other ranks
-            return list(flags)
-        none = torch.zeros(0, dtype=torch.float64, device=device)
-        counts = self._collectives.sum_scalars(none, [float(flag) for flag in flags], "agreement")
-        return [count > 0 for count in counts]
 
     def invalidate(self) -> None:
         """Shards were updated: copies of gathered weights are stale."""

@@ -49,6 +49,10 @@ class Stage:
         return replace(self, main_grads=Placement.PARTIAL) if partial else self
 
     @property
+    def shards_weights(self) -> bool:
+        return self.model_weights is Placement.SHARDED
+
+    @property
     def gradient_collective(self) -> Collective:
         """The reduction of gradients that the optimizer needs."""
         return _COLLECTIVES[Placement.PARTIAL, self.optimizer_state]

@@ -131,8 +131,9 @@ class ConstructorRecorder(TorchDispatchMode):
         func(*tree_map_only(Tensor, real, args), **kwargs)
         return state
 
-    def has_recorded(self, tensor: Tensor) -> bool:
-        return storage_id(tensor) in self._ops_by_storage
+    def has_recorded(self, storage: int) -> bool:
+        """Whether an operation on the storage of that id was recorded."""
+        return storage in self._ops_by_storage
 
     def last_operation(self, tensor: Tensor) -> int | None:
         """The number of the last one that touched its storage: until it changes, so do no values.
@@ -185,24 +186,16 @@ class ConstructorRecorder(TorchDispatchMode):
         }
 
     def copied_from(self, tensor: Tensor) -> Tensor | None:
-        """The real tensor whose copy is the last that was written to all of `tensor`; None if it
-        has other values."""
-        key = storage_id(tensor)
-        for number in reversed(self._ops_by_storage.get(key, ())):
-            operation = self._operations[number]
-            if not operation.func._schema.is_mutable:
-                if key in _storage_keys(operation.outputs) - _storage_keys(operation.inputs):
-                    return None  # it was made so
-                continue
-            if operation.func is not _COPY:
-                return None
-            target: Tensor = operation.args[0]
-            if storage_id(target) != key:
-                continue  # copied to another one
-            source: Tensor = operation.args[1]
-            whole = target.shape == tensor.shape == source.shape and target.is_contiguous()
-            return source if whole and not is_unmaterialized(source) else None
-        return None
+        """The unchanged real tensor that the last operation on its storage has copied to all of
+        `tensor`; None if it has other values."""
+        operation = self._operations.get(self._ops_by_storage[storage_id(tensor)][-1])
+        if operation is None or operation.func is not _COPY or not operation.sources:
+            return None
+        target: Tensor = operation.args[0]
+        (source, version), *_ = operation.sources
+        whole = storage_id(target) == storage_id(tensor) and target.is_contiguous()
+        same = target.shape == tensor.shape == source.shape and target.stride() == tensor.stride()
+        return source if whole and same and _version(source) == version else None
 
     def _dependencies(self, *tensors: Tensor) -> list[int]:
         """The operations that wrote the storages, and their inputs', in recorded order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,11 @@ class ZeroRuntime:
                 allowed="the parameters of then; later ones with requires_grad=False",
                 fix="attach modules and replace parameters before `initialize`",
             )
+
+    def checking_reads(self, model: nn.Module) -> AbstractContextManager[object]:
+        """See `UnshardScheduler.checking_reads`."""
+        scheduler = self.unshard_scheduler
+        return nullcontext() if scheduler is None else scheduler.checking_reads(model)
 
     @property
     def in_backward(self) -> bool:

@@ -13,18 +13,22 @@ prefetched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from rayzero.engine.compiling import refuse_compiled, untraced
 from rayzero.engine.errors import EngineError
-from rayzero.engine.torch_private import is_in_functional_transform
+from rayzero.engine.tensor_tree import iter_tensors
+from rayzero.engine.torch_private import is_compiled, is_in_functional_transform
 from rayzero.engine.zero.gather_buffers import Block, BlockState, GatherBuffers
-from rayzero.engine.zero.large_modules import LargeModules
 from rayzero.engine.zero.parameters import WeightGather
 from rayzero.engine.zero.reducer import Running, always, never
+from rayzero.engine.zero.shape_only import SHAPE_ONLY, function_name
 
 
 def _not_differentiable(seen: str) -> EngineError:
@@ -54,28 +58,25 @@ class UnshardScheduler:
         buffers: GatherBuffers,
         gather: WeightGather,
         *,
-        kept_elsewhere: Iterable[Block] = (),
         reshard_after_forward: bool = True,
     ) -> None:
         self.blocks = blocks
         self.buffers = buffers
         self.paused = False  # the script has gathered all weights itself: no block is gathered
-        self._kept_elsewhere = frozenset(kept_elsewhere)
         modules = {block.module for block in blocks}
         self._outer_blocks = {  # blocks that contain others: they stay gathered while those run
             block
             for block in blocks
             if not reshard_after_forward or len(modules.intersection(block.module.modules())) > 1
         }
-        self.large_modules = self._observe_large_modules()
+        # Whether gradients are enabled in the forwards whose reads of weights were not checked yet.
+        self._unchecked = {True, False} if any(block.large for block in blocks) else set[bool]()
         self._begin(gather)
 
     def reconnect(self, gather: WeightGather) -> None:
         """Gathers by `gather` from now on, from the blocks' new units. What the ranks have observed
         together is forgotten: they must launch the same gathers, and new ones know nothing."""
         self.abandon()
-        self.large_modules.remove()
-        self.large_modules = self._observe_large_modules()
         self._begin(gather)
 
     def abandon(self) -> None:
@@ -95,15 +96,20 @@ class UnshardScheduler:
         self._previous: Block | None = None
         self._prefetch_ready = False  # buffers are assigned by the recorded order
         self._backward_runs: Running = never
-        self._assign_buffers(self.blocks)
+        self.buffers.assign(self.blocks, self._own_buffer)
 
-    def _observe_large_modules(self) -> LargeModules:
-        device = self.blocks[0].units[0].device
-        return LargeModules(
-            [block for block in self.blocks if block.large],
-            self._kept_elsewhere,
-            lambda flags: self.weight_gather.agree(flags, device),
-        )
+    def checking_reads(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Around the model's forward: in the first one with gradients, and the first without, a
+        large module's weight that is read outside the module's forward raises EngineError; not
+        where the compiler would trace the check."""
+        if (
+            self.paused
+            or torch.is_grad_enabled() not in self._unchecked
+            or any(map(is_compiled, model.modules()))
+        ):
+            return nullcontext()
+        self._unchecked.remove(torch.is_grad_enabled())
+        return _ReadCheck(self.blocks, self._running)
 
     @untraced
     def root_pre_forward(self, around: Mapping[nn.Module, str] | None = None) -> None:
@@ -115,13 +121,6 @@ class UnshardScheduler:
         self._previous = None
         for block in self.blocks:
             block.forward_calls = 0
-        for block in self.large_modules.with_root:
-            self._unshard(block)
-        self.large_modules.in_pass = True
-
-    def root_post_forward(self) -> None:
-        """Called after the model's forward has returned or raised."""
-        self.large_modules.in_pass = self._in_backward
 
     def pre_forward(self, block: Block) -> None:
         """Called before a block's forward, also when it is recomputed in backward. Raises
@@ -138,8 +137,6 @@ class UnshardScheduler:
             self._record_order(block)
             self._record_successor(block)
         self._running.append(block)
-        if block.large:
-            self.large_modules.enter_forward(block)
         if self._prefetch_ready:
             self._prefetch(block)
 
@@ -147,15 +144,13 @@ class UnshardScheduler:
         """Called after a block's forward has returned or raised, also in `pre_forward`."""
         if block in self._running:
             self._running.remove(block)
-        if block.large and block not in self._running and not self.paused:
-            self.large_modules.exit_forward(block)
 
     @property
     def _in_backward(self) -> bool:
         return bool(self._backward_runs())
 
     def begin_backward(self, running: Running = always) -> None:
-        self._backward_runs, self.large_modules.in_pass = running, True
+        self._backward_runs = running
         self._previous = None
 
     def pre_backward(self, block: Block) -> None:
@@ -174,8 +169,7 @@ class UnshardScheduler:
             self._prefetch(block)
 
     def end_backward(self) -> None:
-        self._backward_runs, self.large_modules.in_pass = never, False
-        self.large_modules.trained = True
+        self._backward_runs = never
         self._previous = None
 
     def state_of(self, unit: object) -> BlockState:
@@ -197,13 +191,9 @@ class UnshardScheduler:
             self._reshard(block)
         self.buffers.clear()
         self.weight_gather.invalidate()
-        decided = self.large_modules.decide()
-        if decided or (not self._prefetch_ready and self._forward_order):
-            self._assign_buffers([*self._forward_order, *self.blocks])
+        if not self._prefetch_ready and self._forward_order:
+            self.buffers.assign([*self._forward_order, *self.blocks], self._own_buffer)
             self._prefetch_ready = True
-
-    def _assign_buffers(self, order: Sequence[Block]) -> None:
-        self.buffers.assign(order, self._own_buffer.union(self.large_modules.with_root))
 
     def _unshard(self, block: Block) -> None:
         if block.state is BlockState.SHARDED:
@@ -293,3 +283,33 @@ class UnshardScheduler:
                 "which shares its buffer",
                 fix="rayzero.unshard_modules in the engine config: name classes that do not nest",
             )
+
+
+class _ReadCheck(TorchFunctionMode):
+    """Sees every function of torch that is given a large module's weight, by whatever reference,
+    and refuses those outside the module's own forward: the weight is gathered there only."""
+
+    def __init__(self, blocks: Sequence[Block], running: Sequence[Block]) -> None:
+        super().__init__()
+        self._owners = {
+            id(param): block
+            for block in blocks
+            if block.large
+            for unit in block.units
+            for param in unit.params
+        }
+        self._running = running
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function_name(func) not in SHAPE_ONLY and func.__name__ != "__set__":
+            for tensor in iter_tensors((args, kwargs)):
+                block = self._owners.get(id(tensor))
+                if block is not None and block not in self._running:
+                    raise EngineError(
+                        f"a weight of {block.name!r} was read outside its forward, where it is not "
+                        "gathered",
+                        fix="rayzero.unshard_min_numel: 0 in the engine config",
+                    )
+        return func(*args, **(kwargs or {}))

@@ -28,10 +28,7 @@ def make_engine(stage: int, seed: int, **overrides: Any) -> rayzero.Engine:
 
 def train_and_save(folder: str) -> dict[str, Tensor]:
     engine = make_engine(2, 0, optimizer={"type": "SGD", "params": {"lr": 0.1}})
-    for batch in zoo.batches(2, SAMPLES):
-        part = batch.chunk(engine.world_size)[engine.rank]
-        engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
-        engine.step()
+    zoo.train(engine, zoo.batches(2, SAMPLES))
     engine.save_checkpoint(folder)
     return engine.state_dict()
 

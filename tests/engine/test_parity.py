@@ -22,7 +22,6 @@ TrainResult = tuple[list[float], dict[str, Tensor]]
 def train(
     rank: int, world: int, stage: int, precision: str, optimizer: str, micro_steps: int
 ) -> TrainResult:
-    ranks = max(world, 1)
     # Initial weights differ between ranks: the engine must broadcast rank 0's.
     model = zoo.make_model(torch.float64 if precision == "fp64" else torch.float32, seed=rank)
     engine, *_ = rayzero.initialize(
@@ -37,13 +36,7 @@ def train(
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},
         },
     )
-    losses = []
-    for batch in zoo.batches(STEPS, SAMPLES):
-        for part in batch.chunk(ranks)[rank].chunk(micro_steps):
-            loss = engine(part[:, :-1], targets=part[:, 1:])["loss"]
-            engine.backward(loss)
-            engine.step()
-        losses.append(engine.metrics.loss)
+    losses = zoo.train(engine, zoo.batches(STEPS, SAMPLES), micro_steps)
     assert engine.metrics.step == STEPS
     return losses, engine.state_dict()
 

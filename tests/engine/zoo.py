@@ -113,7 +113,7 @@ def batches(steps: int, samples: int, seed: int = 7) -> Iterator[Tensor]:
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
-def train(engine: Any, data: Iterable[Tensor], micro_steps: int = 1) -> list[float]:
+def train(engine: Any, data: Iterable[Tensor], micro_steps: int = 1) -> list[Any]:
     """Trains on this rank's part of each batch, a step each. Returns the losses."""
     losses = []
     for batch in data:

@@ -29,7 +29,6 @@ READERS = {
     "rayzero.engine.state.client_state": "the script's tensors in a checkpoint, outside steps",
     "rayzero.engine.state.metadata": "words of a random state in host memory",
     "rayzero.engine.state.save": "a full state_dict, outside steps",
-    "rayzero.engine.zero.file_values": "initialization, before the first step",
     "rayzero.deepspeed.zero_to_fp32": "a model for export, outside steps",
     "rayzero.workers.function_result": "a result of the user's function",
 }

@@ -123,13 +123,13 @@ def open_safetensors(path: Path) -> TensorSource | None:
     tensors = load_safetensors(path)
     if tensors is None:
         return None
-    pieces = [FlatTensor.from_tensor(f"weights/{name}", tensor) for name, tensor in tensors.items()]
+    pieces = [FlatTensor.from_tensor(f"weights/{name}", it) for name, (it, _) in tensors.items()]
     return TensorSource(pieces, {"step": 0, "sample_cursor": 0, "groups": []})
 
 
-def load_safetensors(path: Path) -> dict[str, Tensor] | None:
-    """The tensors in a file or folder, as views of mapped files; raises and returns as
-    `open_safetensors`."""
+def load_safetensors(path: Path) -> dict[str, tuple[Tensor, Path]] | None:
+    """The tensors in a file or folder, as views of mapped files, each with its file; raises and
+    returns as `open_safetensors`."""
     if path.is_file() and path.suffix == ".safetensors":
         return _load_file(path)
     if (path / _INDEX_FILE).is_file():
@@ -139,17 +139,16 @@ def load_safetensors(path: Path) -> dict[str, Tensor] | None:
     return None
 
 
-def _load_file(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file, as views of the mapped file."""
+def _load_file(path: Path) -> dict[str, tuple[Tensor, Path]]:
     try:
-        return load_file(path)
+        return {name: (tensor, path) for name, tensor in load_file(path).items()}
     except (SafetensorError, OSError, *CONTENT_ERRORS) as error:
         raise DataError(
             f"{path} cannot be read: {first_line(error):.500}", allowed="a safetensors file"
         ) from error
 
 
-def _load_indexed(folder: Path) -> dict[str, Tensor]:
+def _load_indexed(folder: Path) -> dict[str, tuple[Tensor, Path]]:
     """All tensors that the index names, from the files that it names."""
     index = folder / _INDEX_FILE
     raw = LocalStore(folder).read(_INDEX_FILE)
@@ -163,7 +162,7 @@ def _load_indexed(folder: Path) -> dict[str, Tensor]:
     names_by_file: dict[str, list[str]] = {}
     for name, file in places.items():
         names_by_file.setdefault(file, []).append(name)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, tuple[Tensor, Path]] = {}
     for file, names in names_by_file.items():
         if Path(file).name != file or not is_safe_name(file) or not (folder / file).is_file():
             raise DataError(f"{index} names {repr_value(file)}, which is no file in {folder}")

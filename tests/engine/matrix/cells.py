@@ -139,12 +139,7 @@ def _train_cell(rank: int, world: int, cell: Cell) -> TrainResult:
             optimizer=OPTIMIZERS[cell.optimizer],
             config=cell.config(),
         )
-    losses = []
-    for batch in zoo.batches(STEPS, SAMPLES):
-        for part in batch.chunk(world)[rank].chunk(cell.micro_steps):
-            engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
-            engine.step()
-        losses.append(engine.metrics.loss)
+    losses = zoo.train(engine, zoo.batches(STEPS, SAMPLES), cell.micro_steps)
     assert engine.metrics.skipped_steps == 0
     state, norm = engine.state_dict(), engine.metrics.grad_norm
     engine.close()

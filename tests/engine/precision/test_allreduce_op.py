@@ -24,10 +24,7 @@ def two_steps(rank: int, world: int, stage: int, op: str) -> tuple[float, list[t
             "zero_optimization": {"stage": stage},
         },
     )
-    for batch in list(zoo.batches(2, 8)):
-        for part in batch.chunk(world)[rank].chunk(2):
-            engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
-            engine.step()
+    zoo.train(engine, list(zoo.batches(2, 8)), 2)
     norm = engine.metrics.grad_norm
     assert norm is not None
     return norm, [value.clone() for value in engine.state_dict().values()]

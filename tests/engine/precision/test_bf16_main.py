@@ -30,10 +30,7 @@ def train(
             "zero_optimization": zero,
         },
     )
-    for batch in zoo.batches(STEPS, SAMPLES):
-        part = batch.chunk(max(world, 1))[rank]
-        engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
-        engine.step()
+    zoo.train(engine, zoo.batches(STEPS, SAMPLES))
     assert engine.optimizer is not None
     states = {
         value.dtype

@@ -20,6 +20,14 @@ import rayzero
 from rayzero.engine.compiling import keep_batch_size_dynamic
 from rayzero.engine.errors import ConfigError
 from tests.engine import zoo
+from tests.engine.equal import (
+    accumulating,
+    assert_equal,
+    make,
+    normal_batches,
+    start,
+    train_reference,
+)
 from tests.support.ranks import run_ranks
 
 WIDTH, BLOCKS, STEPS = 12, 6, 3
@@ -58,40 +66,13 @@ class Graphs:
         return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
-def make(recompute: bool = False) -> Model:
-    torch.manual_seed(3)
-    return Model(recompute).double()
-
-
-def start(model: nn.Module, stage: int, **more: Any) -> rayzero.Engine:
-    return rayzero.initialize(
-        model=model,
-        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.3, momentum=0.9),
-        config={
-            "gradient_clipping": 0,
-            "train_batch_size": 8,
-            "zero_optimization": {"stage": stage},
-            **more,
-        },
-    )[0]
-
-
 def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, WIDTH, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
+    return normal_batches(STEPS, WIDTH)
 
 
 def train(engine: rayzero.Engine, rank: int, world: int) -> None:
-    """Two micro-steps, and an evaluation between them."""
     for batch in batches():
-        first, last = batch.chunk(world)[rank].chunk(2)
-        engine.set_gradient_accumulation_boundary(False)
-        engine.backward(engine(first) / 2)
-        with torch.no_grad():
-            engine(last)
-        engine.set_gradient_accumulation_boundary(True)
-        engine.backward(engine(last) / 2)
-        engine.step()
+        accumulating(engine, batch.chunk(world)[rank])
 
 
 def compile_whole(engine: rayzero.Engine, backend: Graphs) -> None:
@@ -117,7 +98,10 @@ def compile_engine(engine: rayzero.Engine, backend: Graphs) -> None:
 def train_compiled(
     rank: int, world: int, stage: int, how: Callable[..., None], before: bool, recompute: bool
 ) -> tuple[dict[str, Tensor], int, int, int]:
-    backend, model = Graphs("aot_eager" if stage == 3 and before else "eager"), make(recompute)
+    backend, model = (
+        Graphs("aot_eager" if stage == 3 and before else "eager"),
+        make(partial(Model, recompute)),
+    )
     if before:
         how(type("Holder", (), {"module": model}), backend)
     engine = start(model, stage)
@@ -132,13 +116,7 @@ def train_compiled(
 
 
 def twice_reference() -> dict[str, Tensor]:
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    for batch in batches() * 2:
-        optimizer.zero_grad()
-        model(batch).backward()
-        optimizer.step()
-    return model.state_dict()
+    return train_reference(make(Model), batches() * 2)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +134,7 @@ def test_equals_pytorch(
     stage: int, how: Callable[..., None], before: bool, recompute: bool
 ) -> None:
     state, first, total, breaks = run_ranks(2, train_compiled, stage, how, before, recompute)[0]
-    expected = twice_reference()
-    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
+    assert_equal(state, twice_reference())
     assert breaks == 0
     # Evaluation and training, each with an input that requires gradients and one that does not;
     # not one a block, nor one for each buffer that weights are gathered into.
@@ -223,15 +200,15 @@ def test_a_known_peak_leaves_nothing_eager(stage: int, how: Callable[..., None])
 
 def compile_too_much(rank: int, world: int) -> None:
     backend, config = Graphs(), {"stage": 3}
-    compiled = make()
+    compiled = make(Model)
     compiled.compile(backend=backend)
-    for model in (compiled, torch.compile(make())):
+    for model in (compiled, torch.compile(make(Model))):
         with pytest.raises(
             ConfigError, match=r"the model is compiled as a whole at stage 3"
         ) as seen:
             start(model, **config)
         assert "for block in model.layers: block.compile()" in str(seen.value)
-    model = make()
+    model = make(Model)
     engine = start(model, **config)
     whole = torch.compile(model, backend=backend)
     with pytest.raises(ConfigError, match="the model is compiled as a whole"):
@@ -252,7 +229,7 @@ def test_a_model_compiled_as_a_whole_is_refused_at_stage_3() -> None:
 
 
 def cut_graphs(rank: int, world: int, stage: int, lazy: bool) -> tuple[dict[str, Tensor], int, int]:
-    backend, model = Graphs(), make()
+    backend, model = Graphs(), make(Model)
     engine = start(model, stage, rayzero={"overlap_weight_gather": lazy})
     if stage == 3:  # a function around blocks, which the engine cannot see
         first, second, *others = model.blocks
@@ -277,8 +254,7 @@ def cut_graphs(rank: int, world: int, stage: int, lazy: bool) -> tuple[dict[str,
 )
 def test_graphs_are_cut_where_the_engine_waits_in_them(stage: int, lazy: bool, graphs: int) -> None:
     state, count, breaks = run_ranks(2, cut_graphs, stage, lazy)[0]
-    expected = twice_reference()
-    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
+    assert_equal(state, twice_reference())
     assert count == graphs
     assert breaks
 
@@ -286,7 +262,7 @@ def test_graphs_are_cut_where_the_engine_waits_in_them(stage: int, lazy: bool, g
 def configured(rank: int, world: int, stage: int) -> dict[str, Tensor]:
     torch.compiler.reset()
     section = {"enabled": True, "backend": "eager", "kwargs": {"dynamic": False}}
-    engine = start(make(), stage, compile=section)
+    engine = start(make(Model), stage, compile=section)
     assert engine.is_compiled
     compiled = [name for name, it in engine.module.named_modules() if it._compiled_call_impl]
     assert compiled == ([""] if stage < 3 else [f"blocks.{index}" for index in range(BLOCKS)])
@@ -294,7 +270,9 @@ def configured(rank: int, world: int, stage: int) -> dict[str, Tensor]:
         engine.compile(compiled_autograd_enabled=True)
     model = engine.module
     engine.close()
-    model.load_state_dict(make().state_dict(), assign=True)  # as a repair: another engine over it
+    model.load_state_dict(
+        make(Model).state_dict(), assign=True
+    )  # as a repair: another engine over it
     engine = start(model, stage, compile=section)
     train(engine, rank, world)
     train(engine, rank, world)
@@ -304,7 +282,7 @@ def configured(rank: int, world: int, stage: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_config_compiles_and_a_second_engine_over_the_model_does_too(stage: int) -> None:
     state, expected = run_ranks(2, configured, stage)[0], twice_reference()
-    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
+    assert_equal(state, expected)
 
 
 def test_batches_of_other_sizes_share_a_graph_and_a_copy_of_the_model_adds_no_hook() -> None:

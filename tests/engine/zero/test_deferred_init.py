@@ -116,13 +116,7 @@ def build(rank: int, world: int, source: str, stage: int) -> tuple[dict[str, Ten
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 100},
         },
     )
-    losses = []
-    for batch in zoo.batches(5, 6):
-        part = batch.chunk(max(world, 1))[rank]
-        loss = engine(part[:, :-1], targets=part[:, 1:])["loss"]
-        engine.backward(loss)
-        engine.step()
-        losses.append(engine.metrics.loss)
+    losses = zoo.train(engine, zoo.batches(5, 6))
     return engine.state_dict(), losses
 
 

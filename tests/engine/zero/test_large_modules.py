@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import rayzero
+from rayzero.engine.api.sharded_params import register_external_parameter
 from rayzero.engine.config import parse_config
 from rayzero.engine.errors import EngineError
 from rayzero.engine.planning.persistent import persistent_bytes
-from tests.engine import zoo
+from tests.engine import equal
+from tests.engine.equal import assert_equal, check_equal, evaluating, make, plain, train_reference
 from tests.support.ranks import run_ranks
 
 TOKENS, WIDTH, STEPS = 61, 12, 3
@@ -57,18 +60,6 @@ class Tied(Untied):
         self.head.weight = self.embed.weight
 
 
-class FunctionalHead(Untied):
-    def logits(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.head.weight)
-
-
-class Both(Untied):
-    """The head's own forward, and a penalty that reads the embedding."""
-
-    def logits(self, x: Tensor) -> Tensor:
-        return self.head(x) * (1 + sum(it.square().mean() for it in self.embed.parameters()))
-
-
 class FrozenEmbedding(Untied):
     def __init__(self) -> None:
         super().__init__()
@@ -102,38 +93,17 @@ class Listed(Untied):
         return self.head(x) + x @ self.weights[0]
 
 
-class Kept(Untied):
-    """Weights that are also in a plain list and in a closure, and are read from there only."""
+class Attending(Untied):
+    """Attention that reads its output layer's weight itself."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept = {"head": [self.head.weight]}
-        embedding = self.embed.weight
-        self.look_up = lambda ids: functional.embedding(ids, embedding)
+        self.attention = nn.MultiheadAttention(4 * WIDTH, 1, batch_first=True)
 
     def run(self, x: Tensor) -> Tensor:
-        return super().run(x) + self.look_up(torch.ones(x.shape[:2], dtype=torch.int64))
-
-    def logits(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.kept["head"][0])
-
-
-MODELS: dict[Callable[[], nn.Module], set[str]] = {  # and the blocks of their own that remain
-    Untied: {"embed", "head"},
-    Tied: set(),
-    FunctionalHead: {"embed"},
-    Both: {"head"},
-    FrozenEmbedding: {"embed (frozen)", "head"},
-    EmbeddedTwice: {"embed", "head"},
-    Recomputed: {"embed", "head"},
-    Listed: {"embed", "head", "never"},
-    Kept: set(),
-}
-
-
-def make(cls: Callable[[], nn.Module]) -> Any:
-    torch.manual_seed(3)
-    return cls().double()
+        x = super().run(x)
+        wide = x.repeat(1, 1, 4)
+        return x + self.attention(wide, wide, wide, need_weights=False)[0][..., :WIDTH]
 
 
 def batches() -> list[Tensor]:
@@ -143,105 +113,84 @@ def batches() -> list[Tensor]:
 
 def config(**more: Any) -> dict[str, Any]:
     return {
-        "gradient_clipping": 0,
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 3},
         "rayzero": {"unshard_min_numel": 500, **more},
     }
 
 
-def start(model: Any, **more: Any) -> rayzero.Engine:
-    def sgd(groups: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(groups, lr=0.3, momentum=0.9)
-
-    return rayzero.initialize(model=model, optimizer=sgd, config=config(**more))[0]
+def start(model: nn.Module, **more: Any) -> Any:
+    return equal.start(model, samples=4, rayzero=config(**more)["rayzero"])
 
 
-def own_blocks(engine: rayzero.Engine) -> set[str]:
-    scheduler = engine._runtime.unshard_scheduler
-    with_root = scheduler.large_modules.with_root
-    return {block.name for block in scheduler.blocks if block.large and block not in with_root}
+def deferred() -> nn.Module:
+    values = Untied().state_dict()
+    with rayzero.zero_init():
+        model = Untied()
+    model.load_state_dict(values, assign=True)
+    return model
 
 
-def train(
-    rank: int, world: int, cls: Callable[[], nn.Module], deferred: bool = False
-) -> tuple[dict[str, Tensor], set[str]]:
-    model = make(cls)
-    if deferred:
-        values = model.state_dict()
-        with rayzero.zero_init():
-            model = make(cls)
-        model.load_state_dict(values, assign=True)
-    engine = start(model)
-    for batch in batches():
-        part = batch.chunk(world)[rank]
-        with torch.no_grad():
-            assert engine.eval()(part).isfinite()
-        engine.backward(engine.train()(part))
-        engine.step()
-    return engine.state_dict(), own_blocks(engine)
-
-
-def train_reference(cls: Callable[[], nn.Module]) -> dict[str, Tensor]:
-    model = make(cls)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.3, momentum=0.9)
-    for batch in batches():
-        optimizer.zero_grad()
-        model(batch).backward()
-        for param in trained:  # unused ones have a zero gradient in the engine, and no decay here
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        optimizer.step()
-    return model.state_dict()
+MODELS: dict[Callable[[], nn.Module], set[str]] = {  # and the blocks of their own that remain
+    Untied: {"embed", "head"},
+    Tied: set(),
+    FrozenEmbedding: {"embed (frozen)", "head"},
+    EmbeddedTwice: {"embed", "head"},
+    Recomputed: {"embed", "head"},
+    Listed: {"embed", "head", "never"},
+    Attending: {"embed", "head", "attention"},
+    deferred: {"embed", "head"},
+}
 
 
 @pytest.mark.parametrize("cls", MODELS, ids=lambda cls: cls.__name__)
 def test_equals_pytorch(cls: Callable[[], nn.Module]) -> None:
-    (state, own), (_, others) = run_ranks(2, train, cls)
-    expected = train_reference(cls)
-    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
-    assert own == others == MODELS[cls]
+    large = check_equal(cls, batches(), evaluating, samples=4, rayzero=config()["rayzero"])
+    assert large == [MODELS[cls]] * 2
 
 
-def test_deferred_init_equals_pytorch() -> None:
-    state, own = run_ranks(2, train, Untied, True)[0]
-    expected = train_reference(Untied)
-    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
-    assert own == {"embed", "head"}
+def penalty(model: Any) -> Tensor:
+    return sum(it.square().mean() for it in model.embed.parameters())
 
 
-class ReadsOnOneRank(Untied):
-    """One rank logs a weight in its forward: both must decide the same."""
-
-    def logits(self, x: Tensor) -> Tensor:
-        if torch.distributed.get_rank() == 1:
-            assert self.head.weight.isfinite().all()
-        return self.head(x)
-
-
-def test_ranks_that_read_differently_decide_the_same() -> None:
-    (state, own), (_, others) = run_ranks(2, train, ReadsOnOneRank)
-    assert own == others == {"embed"}
-    expected = train_reference(Untied)
-    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
-
-
-def read_late(rank: int, world: int) -> None:
-    model = make(Untied)
-    engine = start(model)
-    first, second, third = (batch.chunk(world)[rank] for batch in batches())
-    engine.backward(engine(first))
-    engine.step()
-    model.__class__ = FunctionalHead
-    with torch.no_grad(), pytest.raises(EngineError, match=r"(?s)'head' was read.*unshard_min_n"):
-        engine(second)
-    model.__class__ = Untied
-    engine.backward(engine(third))
-    engine.step()
+def read_elsewhere(rank: int, world: int, external: bool) -> dict[str, dict[str, Tensor]]:
+    """Models that read a large module's weight outside its forward."""
+    states = {}
+    for name, logits in READERS.items():
+        model = make(Untied)
+        model.kept, model.logits = [model.head.weight], partial(logits, model)
+        if external:
+            register_external_parameter(model, model.head.weight)
+            register_external_parameter(model, model.embed.weight)
+        engine = start(model)
+        batch = batches()[0].chunk(world)[rank]
+        if not external:
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad), pytest.raises(EngineError, match=READ) as error:
+                    engine(batch)
+                assert "rayzero.unshard_min_numel: 0" in str(error.value)
+            engine.close()
+            continue
+        plain(engine, batch)
+        states[name] = engine.state_dict()
+    return states
 
 
-def test_a_first_read_in_a_later_step_is_an_error() -> None:
-    run_ranks(2, read_late)
+READ = r"'(head|embed)' was read outside its forward"
+READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "functional": lambda model, x: functional.linear(x, model.head.weight),
+    "kept": lambda model, x: functional.linear(x, model.kept[0]),
+    "both": lambda model, x: model.head(x) * (1 + penalty(model)),
+}
+
+
+def test_reads_elsewhere_are_refused_or_declared() -> None:
+    run_ranks(2, read_elsewhere, False)
+    states = run_ranks(2, read_elsewhere, True)[0]
+    for name, logits in READERS.items():
+        model = make(Untied)
+        model.kept, model.logits = [model.head.weight], partial(logits, model)
+        assert_equal(states[name], train_reference(model, batches()[:1]))
 
 
 def use_from_outside(rank: int, world: int) -> None:
@@ -269,8 +218,7 @@ def gathered_bytes(rank: int, world: int) -> list[int]:
     for min_numel in (500, 0):
         engine = start(make(Untied), unshard_min_numel=min_numel)
         for batch in batches():
-            engine.backward(engine(batch.chunk(world)[rank]))
-            engine.step()
+            plain(engine, batch.chunk(world)[rank])
             engine(batch.chunk(world)[rank])
             sizes.append(engine._runtime.unshard_scheduler.buffers.total_bytes)
     return sizes
@@ -281,7 +229,7 @@ def _padded(numel: int) -> int:
     return -(-numel // 64) * 64
 
 
-def test_an_embedding_and_a_head_share_one_buffer_after_the_first_step() -> None:
+def test_an_embedding_and_a_head_share_one_buffer() -> None:
     sizes = run_ranks(2, gathered_bytes)[0]
     norm, block, large = (_padded(it) for it in (2 * WIDTH, WIDTH**2 + WIDTH, TOKENS * WIDTH))
     assert sizes[2] == (norm + 2 * block + large) * 8
@@ -310,10 +258,10 @@ def gathers(rank: int, world: int, reshard: bool) -> tuple[dict[str, Tensor], in
 
 
 def test_without_resharding_weights_are_gathered_once_a_step() -> None:
-    expected = train_reference(Recomputed)
+    expected = train_reference(make(Recomputed), batches())
     for reshard in (True, False):
         state, moved, model_bytes, buffers = run_ranks(2, gathers, reshard)[0]
-        assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
+        assert_equal(state, expected)
         if reshard:
             assert moved > 2 * model_bytes
             assert buffers < model_bytes

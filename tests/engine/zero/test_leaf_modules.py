@@ -1,14 +1,14 @@
-"""Mixtures of experts at stage 3: ranks that use different experts, or none."""
+"""Leaf modules of stage 3, and a mixture of experts of which ranks use different ones, or none.
+
+It is trained in `test_unused_params`.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import rayzero
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.leaf_modules import (
     get_z3_leaf_modules,
@@ -18,7 +18,6 @@ from rayzero.engine.layout.leaf_modules import (
     unset_z3_leaf_modules,
 )
 from rayzero.engine.layout.units import find_blocks
-from tests.support.ranks import run_ranks
 
 STEPS = 12
 
@@ -78,41 +77,6 @@ def batches(rank: int) -> list[Tensor]:
 def make_mixture(name: str) -> Mixture:
     torch.manual_seed(7)
     return Mixture(name).double()
-
-
-def train(rank: int, world: int, name: str, zero: dict[str, Any]) -> dict[str, Tensor]:
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-        "zero_optimization": {"stage": 3, **zero},
-    }
-    engine, *_ = rayzero.initialize(model=make_mixture(name), config=config)
-    for batch in batches(rank):
-        engine.backward(engine(batch))
-        engine.step()
-    state = engine.module_state_dict()
-    engine.close()
-    return {key: value.clone() for key, value in state.items()} if rank == 0 else {}
-
-
-@pytest.mark.parametrize(
-    ("name", "zero"),
-    [("experts", {}), ("parts", {"leaf_module": {"classes": ["Experts"]}})],
-)
-def test_ranks_that_use_other_experts_equal_pytorch(name: str, zero: dict[str, Any]) -> None:
-    trained = run_ranks(2, train, name, zero)[0]
-    model = make_mixture(name)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(2):
-            (model(batches(rank)[step]) / 2).backward()
-        for param in model.parameters():  # an expert that no rank used has zeros, and decays
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        optimizer.step()
-    for key, value in model.state_dict().items():
-        torch.testing.assert_close(trained[key], value, rtol=1e-12, atol=1e-12)
 
 
 def test_leaf_modules_are_found_and_have_no_blocks_inside() -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import rayzero
 from rayzero.engine.comm.shared_memory import MAX_UNREAD
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.zero.gather_buffers import BlockState
-from tests.engine import zoo
+from tests.engine.equal import (
+    assert_equal,
+    check_equal,
+    evaluating,
+    make,
+    normal_batches,
+    plain,
+    start,
+    train_reference,
+)
 from tests.support.ranks import run_ranks
 
 WIDTH = 12
@@ -168,63 +175,14 @@ MODELS: list[Callable[[], nn.Module]] = [
 ]
 
 
-def sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=0.3, momentum=0.9)
-
-
-def make(cls: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(3)
-    return cls().double()
-
-
 def batches(steps: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, WIDTH, generator=generator, dtype=torch.float64) for _ in range(steps)]
-
-
-def start(model: nn.Module, **more: Any) -> rayzero.Engine:
-    return rayzero.initialize(
-        model=model,
-        optimizer=sgd,
-        config={
-            "gradient_clipping": 0,
-            "train_batch_size": 8,
-            "zero_optimization": {"stage": 3},
-            "rayzero": more,
-        },
-    )[0]
-
-
-def train(rank: int, world: int, cls: type[nn.Module], count: int) -> dict[str, Tensor]:
-    engine = start(make(cls), gather_buffers=count)
-    for batch in batches(4):
-        part = batch.chunk(world)[rank]
-        with torch.no_grad():  # evaluation between steps has no effect
-            engine.eval()(part)
-        loss = engine.train()(part)
-        with torch.inference_mode():  # nor between forward and backward
-            engine(part)
-        engine.backward(loss)
-        engine.step()
-    return engine.state_dict()
-
-
-def train_reference(cls: Callable[[], nn.Module]) -> dict[str, Tensor]:
-    model = make(cls)
-    optimizer = sgd([{"params": [p for p in model.parameters() if p.requires_grad]}])
-    for batch in batches(4):
-        optimizer.zero_grad()
-        model(batch).backward()
-        optimizer.step()
-    return model.state_dict()
+    return normal_batches(steps, WIDTH)
 
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("cls", MODELS, ids=lambda cls: cls.__name__)
 def test_equals_pytorch(cls: type[nn.Module], count: int) -> None:
-    state = run_ranks(2, train, cls, count)[0]
-    expected = train_reference(cls)
-    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
+    check_equal(cls, batches(4), evaluating, rayzero={"gather_buffers": count})
 
 
 def check_addresses(rank: int, world: int) -> None:
@@ -308,26 +266,24 @@ def train_after_error(rank: int, world: int) -> dict[str, Tensor]:
         engine(batches(1)[0].chunk(world)[rank])
     model.fail = False
     for batch in batches(4):
-        engine.backward(engine(batch.chunk(world)[rank]))
-        engine.step()
+        plain(engine, batch.chunk(world)[rank])
     return engine.state_dict()
 
 
 def test_engine_is_usable_after_an_error_in_forward() -> None:
     state = run_ranks(2, train_after_error)[0]
     FailingModel.fail = False
-    expected = train_reference(FailingModel)
+    assert_equal(state, train_reference(make(FailingModel), batches(4)))
     FailingModel.fail = True
-    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
 
 
 def unit_names(rank: int, world: int) -> list[str]:
-    engine = start(make(Base), unshard_modules=["Linear"])
+    engine = start(make(Base), rayzero={"unshard_modules": ["Linear"]})
     for batch in batches(2):
         engine.backward(engine(batch.chunk(world)[rank]))
         engine.step()
     with pytest.raises(ConfigError, match=r"no module of class 'Blok' \(did you mean 'Block'"):
-        start(make(Base), unshard_modules=["Blok"])
+        start(make(Base), rayzero={"unshard_modules": ["Blok"]})
     return [unit.name for unit in engine._runtime.units]
 
 
