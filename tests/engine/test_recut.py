@@ -53,6 +53,10 @@ class Generations:
         """Forms the next group. False if this rank is not in it."""
         self.number += 1
         if dist.is_initialized():
+            # A socket that is closed before its peer has read from it resets the connection.
+            ended = [f"ended-{self.number}-{rank}" for rank in range(dist.get_world_size())]
+            self.store.set(ended[self.rank], "")
+            self.store.wait(ended)
             dist.destroy_process_group()
         if self.rank >= self.sizes[self.number]:
             return False
