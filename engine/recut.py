@@ -19,6 +19,8 @@ rest is read from host memory. Why it is genuine: held is what only the engine c
 abort leaves half done has written gathered weights, gradients and residuals, none of which is held.
 Lifetimes: the copies run on the current stream, for which the held tensors were allocated; torch's
 allocator reuses their memory in its order, so `close` may drop them at once.
+
+Rule of ordering: `recut-own` (docs/engine.md).
 """
 
 from __future__ import annotations

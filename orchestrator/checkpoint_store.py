@@ -1,4 +1,7 @@
-"""The job's checkpoints on a disk or in an object store."""
+"""The job's checkpoints on a disk or in an object store.
+
+Rule of ordering: `manifest-last` (docs/engine.md).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Writes this rank's part of the sample ledger, through outages of its storage."""
+"""Writes this rank's part of the sample ledger, through outages of its storage.
+
+Rule of ordering: `ledger-first` (docs/engine.md).
+"""
 
 from __future__ import annotations
 

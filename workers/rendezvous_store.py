@@ -3,6 +3,8 @@
 torch's server has no authentication: any client that reaches its port can list, read, change and
 delete keys. So it listens on the node's own address only, and its clients use it by way of
 `AuthenticatedStore`, with a secret that the controller sends with each assignment.
+
+Rule of ordering: `stale-generation` (docs/engine.md).
 """
 
 from __future__ import annotations

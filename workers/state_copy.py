@@ -21,6 +21,8 @@ otherwise is never committed nor posted: an interrupt ends H's wait; `settle` ra
 T; `close`, at the end of the generation, waits a few times as long as the longest commit. The slot
 then holds no version, and is not reused before its copies are done (`SlotMapping.is_busy`). A vault
 that died is noticed by the next `reserve`. A drain and a function that returns call `settle`.
+
+Rule of ordering: `mirror-first` (docs/engine.md).
 """
 
 from __future__ import annotations

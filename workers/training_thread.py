@@ -1,6 +1,8 @@
 """The training thread: runs the training function, through the generations that it outlives.
 
 Also what it shares with the command threads: stop flags and the progress record.
+
+Rule of ordering: `training-thread` (docs/engine.md).
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """The interfaces of communication: a backend, the work that it starts, and operations over
-units."""
+units.
+
+Rule of ordering: `work-buffers` (docs/engine.md).
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@
 ZeRO paper: a reduce-scatter or an all-gather moves the buffer once, an all-reduce twice.
 
 `run_on_all_ranks` runs work that succeeds on all ranks or fails on all of them.
+
+Rule of ordering: `same-calls` (docs/engine.md).
 """
 
 from __future__ import annotations

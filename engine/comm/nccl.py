@@ -4,6 +4,8 @@ Ordering. A collective launched from the compute stream starts after everything 
 before it, and `wait` makes the compute stream (not the host) wait for its end. So a buffer may be
 overwritten by a collective that is launched after the last kernel that reads it, and read by
 kernels enqueued after `wait`, without further events.
+
+Rule of ordering: `nccl-waits` (docs/engine.md).
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ previous chunk has ended and the events behind the copies of its weights to the 
 update, too; later chunks' copies are not waited for. Chunks have disjoint file ranges, so reads and
 writes need no order among them. An update ends when everything is written: between updates the
 buffers are empty, and the file is the state.
+
+Rule of ordering: `update-chunks` (docs/engine.md).
 """
 
 from __future__ import annotations

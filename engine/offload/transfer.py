@@ -1,4 +1,7 @@
-"""Copies between a device and host memory, their streams, and when buffers may be reused."""
+"""Copies between a device and host memory, their streams, and when buffers may be reused.
+
+Rules of ordering: `d2h-after-reduce`, `host-gather` (docs/engine.md).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The engine's training state as named ranges and a JSON part.
 
 Mirroring, resharding, saving and loading all use it.
+
+Rules of ordering: `state-idle`, `whole-update` (docs/engine.md).
 """
 
 from __future__ import annotations

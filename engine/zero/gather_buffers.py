@@ -6,6 +6,8 @@ gathered into another, and the last k blocks of forward are still gathered when 
 Blocks that must stay gathered while others run get a buffer of their own. Large modules outside the
 repeated blocks (an embedding, a head) share one more buffer, so that it is not the ring that has to
 hold the longest of them.
+
+Rule of ordering: `gather-address` (docs/engine.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Buffers from which gradients are reduced into shards."""
+"""Buffers from which gradients are reduced into shards.
+
+Rule of ordering: `gradient-buffers` (docs/engine.md).
+"""
 
 from __future__ import annotations
 

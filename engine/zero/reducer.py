@@ -2,6 +2,8 @@
 
 Every rank must launch the same collectives in the same order, even if its gradients arrive in
 another: units are reduced in plan order, each as soon as it and all earlier ones are complete.
+
+Rule of ordering: `plan-order` (docs/engine.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The parts of ZeRO on one rank: units, reduction, unsharding, offload."""
+"""The parts of ZeRO on one rank: units, reduction, unsharding, offload.
+
+Rule of ordering: `pending-exchanges` (docs/engine.md).
+"""
 
 from __future__ import annotations
 

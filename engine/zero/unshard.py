@@ -9,6 +9,8 @@ output gradient is followed by an earlier one's, the later block is done; on CUD
 enqueued before the collective that overwrites the buffer. The exception is a block that calls
 another one: it gets its own buffer once that has been observed, and until then nothing is
 prefetched.
+
+Rules of ordering: `gather-reuse`, `gather-assignment`, `weights-outside` (docs/engine.md).
 """
 
 from __future__ import annotations

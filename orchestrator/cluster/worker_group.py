@@ -1,4 +1,7 @@
-"""The workers of a job: Ray actors, each in its own reservation, started again when lost."""
+"""The workers of a job: Ray actors, each in its own reservation, started again when lost.
+
+Rule of ordering: `reservation-after-death` (docs/engine.md).
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from rayzero.orchestrator.spec import CheckpointSpec, RecoverySpec, Workers
 from rayzero.orchestrator.spec_sections import MetricsSpec
 from rayzero.workers.chaos.spec import FAULT_KINDS, fault_usage
 from rayzero.workers.nccl_settings import NCCL_SETTINGS
-from tests.house.source import PAGES, ROOT
+from tests.house.source import PAGES, ROOT, packages
 
 
 def stage_table() -> str:
@@ -242,3 +242,20 @@ if __name__ == "__main__":
     for path, tables in TABLES.items():
         text = path.read_text(encoding="utf-8")
         path.write_text(update_tables(text, tables), encoding="utf-8")
+
+
+RULE = re.compile(r"^- `([a-z0-9-]+)` (?:.|\n  )*?\(`([\w/]+\.py)`;\s", re.MULTILINE)
+RULES_OF_MODULE = re.compile(r"Rules? of ordering: ((?:`[a-z0-9-]+`,?\s)+)\(docs/engine\.md\)")
+
+
+def test_rules_of_ordering_are_named_in_their_modules() -> None:
+    page = (ROOT / "docs/engine.md").read_text(encoding="utf-8")
+    stated = {(file, rule) for rule, file in RULE.findall(page)}
+    found = set()
+    for module in packages():
+        file = module.name.removeprefix("rayzero.").replace(".", "/") + ".py"
+        for rules in RULES_OF_MODULE.findall(module.text):
+            names = re.findall(r"`([a-z0-9-]+)`", rules)
+            found |= {(file.removeprefix("engine/"), name) for name in names}
+    assert len(stated) == page.count("\n- `", page.index("## Ordering and lifetime rules"))
+    assert found == stated

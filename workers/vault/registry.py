@@ -6,6 +6,8 @@ have it mapped. So a new generation touches no new pages: all ranks have loaded 
 ones become spare, and the first buffer is reserved; all have mirrored a step, so the loaded one
 becomes spare, and the second is reserved; then the remaining spares are freed. The unfinished
 buffer of a dead worker is freed, not reused: its device may write it until the process has ended.
+
+Rule of ordering: `old-versions` (docs/engine.md).
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ The order of writes in `begin` and `commit` makes a kill at any point harmless. 
 there is no version before the first byte of data changes, and names the version after the last one
 has. It carries its own checksum, so that a half-written header is invalid. A writer killed in
 between leaves a buffer without a complete version; the rank's other buffers are untouched.
+
+Rule of ordering: `slot-header` (docs/engine.md).
 """
 
 from __future__ import annotations

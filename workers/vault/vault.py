@@ -1,4 +1,7 @@
-"""The vault of one node, without Ray: what the controller calls by `VaultGroup.call`."""
+"""The vault of one node, without Ray: what the controller calls by `VaultGroup.call`.
+
+Rule of ordering: `pinned-stays` (docs/engine.md).
+"""
 
 from __future__ import annotations
 
