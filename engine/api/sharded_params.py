@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rayzero.engine.api.param_access import StoredParam, restore_param, write_slices
 from rayzero.engine.engine import Engine, find_engine
+from rayzero.engine.layout.units import USED_ELSEWHERE
 from rayzero.engine.patches import replace
 from rayzero.engine.zero.deferred_init import has_recordings, is_recorded
 from rayzero.engine.zero.gather_buffers import BlockState
@@ -41,11 +42,14 @@ def is_zero_param(param: object) -> bool:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Does nothing: a weight that another module reads belongs to the innermost block around all
-    its uses, or is seen to be read in the first step."""
+    """Before `initialize`, for a weight that is read outside its module's forward: the module is
+    then not gathered on its own (`rayzero.unshard_min_numel`)."""
+    vars(parameter)[USED_ELSEWHERE] = True
 
 
-unregister_external_parameter = register_external_parameter
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Before `initialize`: undoes `register_external_parameter`."""
+    vars(parameter).pop(USED_ELSEWHERE, None)
 
 
 def _find(param: nn.Parameter, name: str) -> tuple[Engine | None, StoredParam | None]:
