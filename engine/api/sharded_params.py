@@ -224,7 +224,7 @@ def no_external_parameters() -> list[tuple[str, nn.Parameter]]:
 
 def add_stage3_names(engine: Engine) -> None:
     """Gives a stage-3 engine's model, parameters and optimizer DeepSpeed's attributes."""
-    if engine.settings.config.zero_optimization.stage != 3:
+    if not engine.internals.runtime.stage.shards_weights:
         return
     add_param_attributes()
     vars(engine.module)["ds_external_parameters"] = no_external_parameters
