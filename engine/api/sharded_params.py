@@ -23,6 +23,7 @@ from rayzero.engine.patches import replace
 from rayzero.engine.zero.deferred_init import has_recordings, is_recorded
 from rayzero.engine.zero.gather_buffers import BlockState
 from rayzero.engine.zero.parameters import ShardedWeights
+from rayzero.engine.zero.placement import STAGES
 from rayzero.engine.zero.unshard import UnshardScheduler
 
 _ids = count()
@@ -52,13 +53,18 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     vars(parameter).pop(USED_ELSEWHERE, None)
 
 
+def _is_stage_3(engine: Engine) -> bool:
+    """Also on one rank, which has all weights."""
+    return STAGES[engine.settings.config.zero_optimization.stage].shards_weights
+
+
 def _find(param: nn.Parameter, name: str) -> tuple[Engine | None, StoredParam | None]:
     """The stage-3 engine that has a parameter, and where it stores it; None for what an engine will
     be built from. Raises AttributeError if it is an ordinary parameter."""
     found = find_engine(param)
     if found is None and is_recorded(param):
         return None, None
-    if found is not None and found[0].internals.runtime.stage.shards_weights:
+    if found is not None and _is_stage_3(found[0]):
         engine, entry = found
         return engine, None if entry is None else StoredParam(engine, *entry)
     raise AttributeError(f"{name!r}: no stage-3 engine has this parameter")
@@ -224,7 +230,7 @@ def no_external_parameters() -> list[tuple[str, nn.Parameter]]:
 
 def add_stage3_names(engine: Engine) -> None:
     """Gives a stage-3 engine's model, parameters and optimizer DeepSpeed's attributes."""
-    if not engine.internals.runtime.stage.shards_weights:
+    if not _is_stage_3(engine):
         return
     add_param_attributes()
     vars(engine.module)["ds_external_parameters"] = no_external_parameters
