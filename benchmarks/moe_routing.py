@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import rayzero
-from tests.engine.zero.test_leaf_modules import Mixture
+from tests.engine.zero.mixture import Mixture
 
 SIZES = {
     "vocab_size": 64,

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
 
+from rayzero.orchestrator.metrics.catalog import CATALOG
 from tests.deploy.chart import Object, objects_of_kind, render
 from tests.deploy.prometheus import ALERTS
 
@@ -50,3 +53,14 @@ _Dumper.add_representer(str, _represent_string)
 
 if __name__ == "__main__":
     ALERTS.write_text(alerts_text(), encoding="utf-8")
+
+
+def uncataloged_series(exprs: Iterator[str]) -> list[str]:
+    names = {name for expr in exprs for name in re.findall(r"\brayzero_\w+", expr)}
+    return sorted(name for name in names if base_series(name) not in CATALOG)
+
+
+def base_series(name: str) -> str:
+    """The catalog name of a series: that of the histogram for its buckets, sum and count."""
+    base = re.sub(r"_(bucket|sum|count)$", "", name)
+    return base if base in CATALOG and CATALOG[base].kind == "histogram" else name

@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from tests.deploy.alert_cases import CASES, CASES_WITH_VALUES, Case
-from tests.deploy.alerts import alerts_text, render_alerts
+from tests.deploy.alerts import alerts_text, render_alerts, uncataloged_series
 from tests.deploy.prometheus import ALERTS, promtool
-from tests.deploy.test_dashboard import uncataloged_series
 from tests.house.source import ROOT
 
 

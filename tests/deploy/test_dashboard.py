@@ -15,6 +15,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard as Model
 
 from rayzero.orchestrator.metrics.catalog import CATALOG
+from tests.deploy.alerts import base_series, uncataloged_series
 from tests.deploy.prometheus import promtool, recording_rules, substitute_variables
 from tests.house.source import ROOT
 from tools.dashboard.grafana import DASHBOARD_ROWS, dashboard_text, list_expressions, make_dashboard
@@ -118,17 +119,6 @@ def test_promtool_rejects_invalid_expression(tmp_path: Path) -> None:
 
 def test_dashboard_text_is_json() -> None:
     assert json.loads(dashboard_text()) == make_dashboard()
-
-
-def uncataloged_series(exprs: Iterator[str]) -> list[str]:
-    names = {name for expr in exprs for name in re.findall(r"\brayzero_\w+", expr)}
-    return sorted(name for name in names if base_series(name) not in CATALOG)
-
-
-def base_series(name: str) -> str:
-    """The catalog name of a series: that of the histogram for its buckets, sum and count."""
-    base = re.sub(r"_(bucket|sum|count)$", "", name)
-    return base if base in CATALOG and CATALOG[base].kind == "histogram" else name
 
 
 def overlap(first: dict[str, int], second: dict[str, int]) -> bool:

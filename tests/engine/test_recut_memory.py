@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 import rayzero
 from rayzero.engine.session import use_session
+from tests.engine.generations import Generations, shared_store
 from tests.engine.state.blocks import Block, BlocksSource, StateSession
-from tests.engine.test_recut import Generations, shared_store
 from tests.support.ranks import run_ranks
 
 WIDTH, BLOCKS = 128, 12

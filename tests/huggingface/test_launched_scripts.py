@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from tests.house.source import commands
-from tests.huggingface.test_scripts import recorded
+from tests.huggingface.runs import recorded
 from tests.scripts.together import FILES, HERE, RUNS
 
 pytestmark = pytest.mark.slow

@@ -19,10 +19,9 @@ from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.messages import Finished, MirrorPolicy
 from tests.support.ranks import run_ranks
 from tests.workers.local_workers import LocalWorkers
+from tests.workers.recovery_checks import LOADED, stop, wait_for_lost_worker
 from tests.workers.recovery_jobs import engine_config
 from tests.workers.support import setup
-from tests.workers.test_recovery import wait_for_lost_worker
-from tests.workers.test_retained_state import LOADED, stop
 
 STEPS, KILL_STEP, RANKS = 8, 5, 3
 pytestmark = [

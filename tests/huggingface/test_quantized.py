@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.huggingface.test_scripts import run
+from tests.huggingface.runs import run
 
 SCRIPT = Path(__file__).parent / "quantized.py"
 KINDS = {

@@ -6,36 +6,18 @@ One start of torchrun runs them all: importing the libraries takes longer than t
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.huggingface.runs import ROOT, recorded, run
 from tests.scripts.together import HERE, RUNS
 
 pytestmark = pytest.mark.timeout(1200)  # all scripts in one fixture, next to other tests
-ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs/huggingface.md"
-RECORDED: dict[str, list[list[float]]] = json.loads(
-    (HERE / "deepspeed_losses.json").read_text(encoding="utf-8")
-)
-
-
-def run(command: list[str], timeout_s: float = 1100) -> str:
-    """What a command printed; python's scripts are those of this interpreter's environment."""
-    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    variables |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout_s
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -57,21 +39,11 @@ def test_all_scripts_run(printed: dict[str, list[dict[str, Any]]]) -> None:
     assert {name: len(runs) for name, runs in printed.items()} == {
         name: len(runs) for name, runs in RUNS.items()
     }
-    assert all(run["processes"] == 2 for run in printed["accelerate_nlp"])
-    for losses in (run["losses"] for run in printed["ds_cifar"]):
+    assert all(one["processes"] == 2 for one in printed["accelerate_nlp"])
+    for losses in (one["losses"] for one in printed["ds_cifar"]):
         assert losses[-1] < 0.9 * losses[0]
     assert len(printed["ds_zero3_generate"][0]["tokens"]) == 9
     assert printed["hf_run_clm"][1]["steps"] == 8  # resumed from the checkpoint of the first run
-
-
-# GRPO at stage 0: DeepSpeed reports no gradient norm there. Its stage 1 computes the same.
-SAME_AS = {("trl_grpo", 3): 2}
-
-
-def recorded(name: str, index: int) -> list[float] | None:
-    """What DeepSpeed's run of a script has to print; None where none was recorded."""
-    runs = dict(enumerate(RECORDED.get(name, [])))
-    return runs.get(SAME_AS.get((name, index), index))
 
 
 @pytest.mark.slow

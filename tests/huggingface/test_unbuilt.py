@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.huggingface.test_scripts import run
+from tests.huggingface.runs import run
 
 SCRIPT = Path(__file__).parent / "unbuilt.py"
 

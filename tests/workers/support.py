@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import pytest
+import torch
+
+from rayzero.engine.comm.elastic_group import CallHost, make_elastic_group
+from rayzero.engine.state.ranges import StateRange, pack_block
+from rayzero.engine.state.training import TrainingState
+from rayzero.workers import process_group
+from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
 from rayzero.workers.chaos.spec import parse_fault
-from rayzero.workers.messages import Assignment, MirrorPolicy, WorkerMessage, WorkerSpec
+from rayzero.workers.group_sockets import SocketTracker
+from rayzero.workers.membership import Membership
+from rayzero.workers.messages import (
+    Assignment,
+    GenerationSpec,
+    MirrorPolicy,
+    RankAssignment,
+    WorkerMessage,
+    WorkerSpec,
+)
+from rayzero.workers.retained_state import RetainedState
+from rayzero.workers.session import JobSession
+from rayzero.workers.training_thread import GenerationChannel
+from rayzero.workers.worker import WorkerProcess
 
 SETUP = WorkerSpec(
     name="job",
@@ -73,3 +96,71 @@ class GivenUp(BaseException):
 
 def give_up() -> NoReturn:
     raise GivenUp
+
+
+MakeWorker = Callable[..., WorkerProcess]
+
+
+@pytest.fixture
+def make_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeWorker]:
+    """Create workers, and restore the state of the process afterwards."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    monkeypatch.chdir(os.getcwd())
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    workers: list[WorkerProcess] = []
+
+    def make(entrypoint: str, **changes: Any) -> WorkerProcess:
+        changes = {"working_dir": os.getcwd()} | changes
+        worker = WorkerProcess(
+            setup(entrypoint=f"tests.workers.functions:{entrypoint}", **changes), 0
+        )
+        workers.append(worker)
+        return worker
+
+    yield make
+    for worker in workers:
+        for generation in (1, 2):
+            worker.fence(generation)
+    process_group.abort_default_group(torch.device("cpu"), SocketTracker())
+    make_elastic_group().host = CallHost()  # of functions that were given up
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
+
+
+def begin(worker: WorkerProcess, generation: int = 1) -> None:
+    port = worker.open_store()
+    worker.assign(
+        GenerationSpec(generation, 1, "127.0.0.1", port), RankAssignment(0, 0, 1, vault="")
+    )
+
+
+class PartsState(TrainingState):
+    """A state of these parts, without an engine."""
+
+    constants_version = 0
+    update_is_collective = False
+
+    def __init__(self, device: Any, *parts: StateRange) -> None:
+        self.device, self.copied_by, self._is_updating = device, None, False
+        self._runtime: Any = SimpleNamespace(wait_state=lambda: None)
+        self.block = pack_block(parts)
+
+    def pack(self, *, whole: bool = False) -> Any:
+        return self.block
+
+    def capture_metadata(self) -> Callable[[], bytes]:
+        return lambda: b"{}"
+
+
+def session(**changes: Any) -> tuple[JobSession, GenerationChannel, list[WorkerMessage]]:
+    posted: list[WorkerMessage] = []
+    channel = GenerationChannel(posted.append, 1, 0, give_up)
+    injector = WorkerFaultInjector(FaultSchedule(FaultRecord("/nowhere"), posted.append), 0)
+    return (
+        JobSession(setup(**changes), Membership(ASSIGN, channel, injector), RetainedState(0, 10.0)),
+        channel,
+        posted,
+    )

@@ -22,8 +22,7 @@ from rayzero.engine.device import Device, DeviceError, replace_device
 from rayzero.workers import process_group, worker
 from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.messages import Crashed, StepReport, Stopped
-from tests.workers.support import poll_until
-from tests.workers.test_worker import MakeWorker, begin, make_worker
+from tests.workers.support import MakeWorker, begin, make_worker, poll_until
 
 __all__ = ["make_worker"]  # a fixture
 

@@ -11,8 +11,8 @@ from rayzero.workers.messages import Finished, Heartbeat, Joined, Stopped
 from tests.support.nccl_like.settings import NcclLike
 from tests.workers import recovery_jobs
 from tests.workers.local_workers import LocalWorkers
+from tests.workers.recovery_checks import STEPS, check_results
 from tests.workers.support import mirrored_setup
-from tests.workers.test_recovery import STEPS, check_results
 
 pytestmark = pytest.mark.slow
 PROMPT_S = 25.0

@@ -21,8 +21,8 @@ from tests.engine.data.loops import (
     engine_config,
     expected_samples,
     plain_weights,
+    shapes,
 )
-from tests.engine.data.test_loops import shapes
 from tests.workers.local_controller import LocalController
 from tests.workers.local_workers import LocalWorkers
 from tests.workers.support import mirrored_setup

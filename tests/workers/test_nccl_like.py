@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import nccl_faults
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.messages import (
     Crashed,
@@ -25,8 +24,8 @@ from rayzero.workers.messages import (
 from tests.support.nccl_like.settings import NcclLike
 from tests.workers import recovery_jobs
 from tests.workers.local_workers import LocalWorkers
+from tests.workers.recovery_checks import check_results, wait_for_lost_worker
 from tests.workers.support import mirrored_setup
-from tests.workers.test_recovery import check_results, wait_for_lost_worker
 
 STEPS = 12
 MAX_FENCE_S = 15
@@ -261,10 +260,3 @@ def test_step_is_done_again_only_if_nobody_was_told(start_workers, mirror, resto
     assert max(local.told_steps([(3, 0)])) <= restored
     finish(local, [0, 2], step=restored)
     assert local.told_steps([(3, 0), (2, restored)]) == [*range(1, STEPS + 1)]
-
-
-@pytest.mark.parametrize("number", [1])
-def test_random_schedule_loses_nothing(tmp_path, number):
-    """Of the benchmark's: kills, stops and kernel errors, slow aborts, late errors."""
-    schedule = nccl_faults.draw(1, number)
-    assert nccl_faults.run_local(schedule, tmp_path).wrong == []

@@ -15,8 +15,7 @@ from rayzero.workers.nccl_settings import (
     check_nccl_settings,
     contradictions,
 )
-from tests.workers.support import poll_until
-from tests.workers.test_worker import MakeWorker, begin, make_worker
+from tests.workers.support import MakeWorker, begin, make_worker, poll_until
 
 __all__ = ["make_worker"]  # a fixture
 

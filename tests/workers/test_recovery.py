@@ -18,8 +18,6 @@ import torch
 from safetensors.torch import save_file
 
 import rayzero
-from rayzero.engine.data.sample_ledger import check_ledger
-from rayzero.engine.data.sampling import SampleOrder
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.messages import (
     Crashed,
@@ -33,9 +31,9 @@ from rayzero.workers.messages import (
 from rayzero.workers.vault.records import Restore
 from tests.workers import recovery_jobs
 from tests.workers.local_workers import NODE, LocalWorkers
+from tests.workers.recovery_checks import STEPS, check_results, check_weights, wait_for_lost_worker
 from tests.workers.support import setup
 
-STEPS = 12
 MAX_FENCE_S = 15  # less than the timeouts of collectives and the vault
 pytestmark = pytest.mark.slow
 
@@ -65,39 +63,11 @@ def start_workers(tmp_path) -> Iterator[Callable[..., LocalWorkers]]:
         local.close()
 
 
-def check_results(local: LocalWorkers, steps: int = STEPS) -> None:
-    """The weights are plain torch's, and every sample was consumed once."""
-    check_weights(local, steps)
-    folder = local.setup.output_dir
-    order = SampleOrder(recovery_jobs.LENGTH, local.setup.seed)
-    assert check_ledger(f"{folder}/ledger", order, recovery_jobs.SAMPLES) == []
-
-
-def check_weights(local: LocalWorkers, steps: int = STEPS) -> None:
-    """The weights, and the mean of them that each rank of the last generation has kept, if any."""
-    weights, ema = recovery_jobs.oracle_with_ema(steps)
-    folder = Path(local.setup.output_dir)
-    files = [(folder / "weights.pt", weights), *((it, ema) for it in folder.glob("ema-*.pt"))]
-    for path, expected in files:
-        values = torch.load(path, weights_only=True)
-        for name, value in expected.items():
-            assert torch.allclose(values[name], value, rtol=1e-9, atol=1e-12), (path.name, name)
-
-
 def carried(local: LocalWorkers, rank: int) -> list[list[int]]:
     """What the state of its own was set to in that rank: [generation, rank of the value, step, sum
     of the steps until then]."""
     path = Path(local.setup.output_dir, f"carried-{rank}")
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def wait_for_lost_worker(local: LocalWorkers, timeout_s: float = 200) -> int:
-    """The worker that the vault reports as lost."""
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        for loss in local.vault.poll(0.5):
-            return loss.worker
-    raise AssertionError("the vault reported no loss")
 
 
 PHASES = ("forward", "reduce", "update", "publish", "mirror", "data")

@@ -29,9 +29,9 @@ from tests.engine.state.kinds import (
 )
 from tests.support.ranks import run_ranks
 from tests.workers.local_workers import NODE, LocalWorkers, no_other_nodes
+from tests.workers.recovery_checks import wait_for_lost_worker
 from tests.workers.state_kind_jobs import AT, STEPS
 from tests.workers.support import setup
-from tests.workers.test_recovery import wait_for_lost_worker
 
 WORLD = 2
 pytestmark = pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +16,15 @@ from rayzero.workers.messages import (
     Finished,
     InProcessStateInfo,
     MirrorPolicy,
-    Stopped,
 )
 from rayzero.workers.retained_state import why_not_held
 from rayzero.workers.vault.records import Restore, SlotRef
 from tests.workers import recovery_jobs
 from tests.workers.local_workers import NODE, LocalWorkers
+from tests.workers.recovery_checks import LOADED, check_results, stop, wait_for_lost_worker
 from tests.workers.support import ASSIGN, setup
-from tests.workers.test_recovery import check_results, wait_for_lost_worker
 
 STEPS = 12
-LOADED = re.compile(r"step (\d+): (\d+) bytes were moved .* (\d+) copied, (\d+) read")
 
 
 @pytest.fixture
@@ -62,13 +59,6 @@ def loads(local: LocalWorkers, rank: int) -> list[tuple[int, ...]]:
     """The step, and the bytes moved, copied and read, of each re-cut engine."""
     found = filter(None, map(LOADED.match, lines(local, rank)))
     return [tuple(map(int, match.groups())) for match in found]
-
-
-def stop(local: LocalWorkers, generation: int, members: list[int]) -> None:
-    for index in members:
-        local.workers[index].call("fence", generation)
-        end = local.wait_end(index, generation)
-        assert isinstance(end, Stopped | Crashed), local.texts(index)
 
 
 @pytest.mark.slow

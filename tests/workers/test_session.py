@@ -16,9 +16,7 @@ from rayzero.engine.engine import Engine
 from rayzero.engine.errors import CollectiveError, ConfigError, DataError, EngineError
 from rayzero.engine.session import NO_REQUESTS, StepRequests, use_session
 from rayzero.workers import ledger_writer
-from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
 from rayzero.workers.context import Context
-from rayzero.workers.membership import Membership
 from rayzero.workers.messages import (
     SCRIPT_ENTRYPOINT,
     MirrorPolicy,
@@ -27,24 +25,12 @@ from rayzero.workers.messages import (
     WentBack,
     WorkerMessage,
 )
-from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import JobSession
 from rayzero.workers.training_thread import GenerationChannel
 from rayzero.workers.vault.records import Restore
 from tests.engine.state.blocks import Block, StateSession
 from tests.workers import recovery_jobs
-from tests.workers.support import ASSIGN, GivenUp, give_up, setup
-
-
-def session(**changes: Any) -> tuple[JobSession, GenerationChannel, list[WorkerMessage]]:
-    posted: list[WorkerMessage] = []
-    channel = GenerationChannel(posted.append, 1, 0, give_up)
-    injector = WorkerFaultInjector(FaultSchedule(FaultRecord("/nowhere"), posted.append), 0)
-    return (
-        JobSession(setup(**changes), Membership(ASSIGN, channel, injector), RetainedState(0, 10.0)),
-        channel,
-        posted,
-    )
+from tests.workers.support import ASSIGN, GivenUp, session, setup
 
 
 def context(**changes: Any) -> tuple[Context, GenerationChannel, list[WorkerMessage]]:

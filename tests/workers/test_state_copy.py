@@ -7,15 +7,13 @@ from dataclasses import replace
 from threading import Timer
 from threading import enumerate as live_threads
 from time import monotonic
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from rayzero.engine.session import NO_REQUESTS
-from rayzero.engine.state.ranges import StateRange, pack_block, whole_tensor_range
-from rayzero.engine.state.training import TrainingState
+from rayzero.engine.state.ranges import pack_block, whole_tensor_range
 from rayzero.workers import state_copy
 from rayzero.workers.messages import MirrorPolicy, StepReport
 from rayzero.workers.mirror import Mirror
@@ -24,29 +22,11 @@ from rayzero.workers.training_thread import StopFlag
 from rayzero.workers.vault import slots
 from rayzero.workers.vault.records import Restore
 from tests.workers.late_device import LateDevice, LateEvent
-from tests.workers.support import ASSIGN, GivenUp, give_up
+from tests.workers.support import ASSIGN, GivenUp, PartsState, give_up
 from tests.workers.vault.support import VaultCluster, refs, steps_of
 
 EVERY = MirrorPolicy(replicas=1, every_steps=1)
 ELEMENTS = 1000
-
-
-class PartsState(TrainingState):
-    """A state of these parts, without an engine."""
-
-    constants_version = 0
-    update_is_collective = False
-
-    def __init__(self, device: Any, *parts: StateRange) -> None:
-        self.device, self.copied_by, self._is_updating = device, None, False
-        self._runtime: Any = SimpleNamespace(wait_state=lambda: None)
-        self.block = pack_block(parts)
-
-    def pack(self, *, whole: bool = False) -> Any:
-        return self.block
-
-    def capture_metadata(self) -> Callable[[], bytes]:
-        return lambda: b"{}"
 
 
 class State(PartsState):

@@ -18,8 +18,7 @@ from rayzero.workers.session import JobSession
 from rayzero.workers.step_report import worker_metrics
 from rayzero.workers.training_thread import StopFlag
 from tests.workers import recovery_jobs
-from tests.workers.support import ASSIGN, give_up
-from tests.workers.test_session import session
+from tests.workers.support import ASSIGN, give_up, session
 
 MAX_COST_S = 0.001
 """Minimum CPU time of the training thread over several reports: 0.2 ms on an idle machine."""

@@ -29,10 +29,10 @@ from tests.workers.event_controller import (
     fault,
 )
 from tests.workers.local_workers import LocalWorkers
+from tests.workers.recovery_checks import check_results
 from tests.workers.recovery_jobs import engine_config
 from tests.workers.support import mirrored_setup
 from tests.workers.survivor_jobs import NOTES, compiled_config
-from tests.workers.test_recovery import check_results
 
 EVENTS = int(os.environ.get("RAYZERO_SURVIVOR_EVENTS", "6"))
 REPAIRS = int(os.environ.get("RAYZERO_SURVIVOR_REPAIRS", "9"))

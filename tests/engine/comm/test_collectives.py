@@ -7,8 +7,6 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,26 +25,14 @@ from rayzero.engine.comm.process_group import (
     connect_collectives,
     init_distributed,
 )
-from rayzero.engine.comm.shared_memory import SharedMemoryBackend, ShmSegments, make_gloo_backend
+from rayzero.engine.comm.shared_memory import ShmSegments
 from rayzero.engine.device import CudaDevice
 from rayzero.engine.errors import CollectiveError, ConfigError
+from tests.engine.comm.gloo_ranks import CPU, connect_gloo, group, with_and_without_sharing
 from tests.support.ranks import RankError, run_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 PART = 96  # elements of one rank's part
-CPU = torch.device("cpu")
-with_and_without_sharing = pytest.mark.parametrize(
-    "share", [True, False], ids=["shared", "messages"]
-)
-
-
-def connect_gloo(share: bool) -> Collectives:
-    """Collectives over shared memory, as on a single host, or messages, as between hosts."""
-    group = dist.group.WORLD
-    assert group is not None
-    backend = make_gloo_backend(group, share_memory=share)
-    assert isinstance(backend, SharedMemoryBackend) == share
-    return Collectives(backend)
 
 
 def values(rank: int, world: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -284,21 +270,6 @@ def test_staging_buffers_are_reused() -> None:
     assert pool.acquire(torch.float64, 8).dtype is torch.float64  # buffers of other dtypes are not
     assert pool.acquire(torch.float32, 11).numel() == 11
     assert pool.total_bytes == 80 + 64 + 44
-
-
-@contextmanager
-def group(backend: str | None) -> Iterator[None]:
-    """A process group of one rank in this process."""
-    store: Any = dist.HashStore()
-    if backend == "fake":
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        store = FakeStore()
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class TestConnect:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Queue
 from threading import Thread
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -240,3 +241,30 @@ def expected_samples(shape: Shape) -> list[list[int]]:
     order = SampleOrder(SAMPLES, 0)
     steps = STEPS if shape.over in ("until", "steps") else -(-EPOCHS * SAMPLES // shape.batch)
     return [order.indices(it * shape.batch, shape.batch).tolist() for it in range(steps)]
+
+
+turns = st.integers(0, 14)
+
+
+mistakes = st.tuples(st.sampled_from(["drop", "double", "no step", "nested loader"]), turns)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    values: dict[str, Any] = {
+        "stage": st.integers(0, 3),
+        "batch": st.integers(3, 9),
+        "micro_batch": st.integers(1, 3),
+        "ahead": st.one_of(st.none(), st.integers(0, 3)),
+        "threaded": st.booleans(),
+        "copied": st.booleans(),
+        "over": st.sampled_from(["until", "steps", "epochs", "chained epochs"]),
+        "losses": st.integers(1, 2),
+        "own_backward": st.booleans(),
+        "stops": st.lists(turns, max_size=2, unique=True).map(lambda it: tuple(sorted(it))),
+        "mistakes": st.one_of(st.just(()), st.tuples(mistakes)),
+    }
+    shape = Shape(**{name: draw(strategy) for name, strategy in values.items()})
+    # The engine goes by the order of what it does not recognize: a batch trained on twice there can
+    # make up for one that was read ahead and left.
+    return replace(shape, stops=()) if shape.copied and shape.mistakes else shape

@@ -2,43 +2,24 @@
 an error."""
 
 import os
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.data.loops import Outcome, Shape, expected_samples, plain_weights, run_loop
+from tests.engine.data.loops import (
+    Outcome,
+    Shape,
+    expected_samples,
+    plain_weights,
+    run_loop,
+    shapes,
+)
 from tests.support.ranks import run_ranks
 
 EXAMPLES = int(os.environ.get("RAYZERO_LOOP_EXAMPLES", "40"))
 """500 take six minutes."""
-
-turns = st.integers(0, 14)
-mistakes = st.tuples(st.sampled_from(["drop", "double", "no step", "nested loader"]), turns)
-
-
-@st.composite
-def shapes(draw: st.DrawFn) -> Shape:
-    values: dict[str, Any] = {
-        "stage": st.integers(0, 3),
-        "batch": st.integers(3, 9),
-        "micro_batch": st.integers(1, 3),
-        "ahead": st.one_of(st.none(), st.integers(0, 3)),
-        "threaded": st.booleans(),
-        "copied": st.booleans(),
-        "over": st.sampled_from(["until", "steps", "epochs", "chained epochs"]),
-        "losses": st.integers(1, 2),
-        "own_backward": st.booleans(),
-        "stops": st.lists(turns, max_size=2, unique=True).map(lambda it: tuple(sorted(it))),
-        "mistakes": st.one_of(st.just(()), st.tuples(mistakes)),
-    }
-    shape = Shape(**{name: draw(strategy) for name, strategy in values.items()})
-    # The engine goes by the order of what it does not recognize: a batch trained on twice there can
-    # make up for one that was read ahead and left.
-    return replace(shape, stops=()) if shape.copied and shape.mistakes else shape
 
 
 @pytest.mark.slow

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rayzero.engine.accounting import FlopCount
 from rayzero.engine.planning.activations import LiveBytes, MicroStepTrace
-from tests.support.ranks import run_ranks
 
 
 def test_freed_storages_and_views_do_not_count():
@@ -76,29 +74,3 @@ def test_gradients_are_held_until_their_unit_can_be_reduced():
     assert trace.held_grad_bytes([{"d": 90, "c": 90}, {"a": 1, "b": 50}]) == 61, "units in order"
     assert trace.held_grad_bytes([{"b": 50}, {"a": 1}, {"c": 1}, {"d": 1}]) == 0
     assert trace.held_grad_bytes([{"b": 50, "unused": 9}, {"a": 50, "c": 40, "d": 1}]) == 60
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "checkpointing", "stage"),
-    [("GPT-2", "non-reentrant", 2), ("Llama", "none", 1), ("ViT", "non-reentrant", 3)],
-)
-def test_total_equals_that_of_two_ranks(family: str, checkpointing: str, stage: int):
-    pytest.importorskip("transformers")
-    from benchmarks.plan import make_config, measured_total, plan
-
-    document = make_config(stage, "fp32")
-    measured = max(run_ranks(2, measured_total, family, checkpointing, document))
-    planned = plan(family, checkpointing, document, 2).device_total_bytes
-    assert planned == pytest.approx(measured, rel=0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
-def test_activations_of_a_compiled_model_equal_those_of_torch(checkpointing: str):
-    pytest.importorskip("transformers")
-    from benchmarks.plan import measured_peak, planned_peak
-
-    planned = planned_peak("GPT-2", checkpointing, "fp32", compiled=True)
-    measured = measured_peak("GPT-2", checkpointing, "fp32", compiled=True)
-    assert planned == pytest.approx(measured, rel=0.05)

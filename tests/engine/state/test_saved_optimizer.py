@@ -11,7 +11,7 @@ import torch
 
 from rayzero.engine.checkpoint.errors import CheckpointMismatchError
 from tests.engine import zoo
-from tests.engine.api.test_saving import SAMPLES, WARMUP, make_engine, train
+from tests.engine.api.saving import SAMPLES, WARMUP, make_engine, train
 from tests.support.ranks import run_ranks
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}

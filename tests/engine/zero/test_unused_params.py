@@ -10,7 +10,7 @@ from torch import Tensor
 
 import rayzero
 from rayzero.engine.errors import ConfigError, EngineError
-from tests.engine.zero.test_leaf_modules import STEPS, Mixture, batches, make_mixture
+from tests.engine.zero.mixture import STEPS, Mixture, batches, make_mixture
 from tests.support.ranks import run_ranks
 
 MICRO_STEPS = 2

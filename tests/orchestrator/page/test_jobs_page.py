@@ -26,9 +26,15 @@ from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.metrics.trackers import write_json_lines
 from rayzero.orchestrator.progress import StepRecord
 from tests.orchestrator.fake_cluster import FakeCluster
-from tests.orchestrator.page.browser import Browser, start_browser
+from tests.orchestrator.page.browser import (
+    LOW_CONTRAST,
+    OVERFLOWING,
+    SIZES,
+    TEXT,
+    Browser,
+    start_browser,
+)
 from tests.orchestrator.page.sample import HTML, START_S, history, sample
-from tests.orchestrator.page.test_page import LOW_CONTRAST, OVERFLOWING, SIZES, TEXT
 from tests.orchestrator.support import (
     NO_FILES,
     Harness,

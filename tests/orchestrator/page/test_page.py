@@ -16,12 +16,17 @@ from typing import Any
 import pytest
 
 from rayzero.orchestrator.page import page_response, render_page
-from tests.orchestrator.page.browser import Browser, start_browser
+from tests.orchestrator.page.browser import (
+    LOW_CONTRAST,
+    OVERFLOWING,
+    SIZES,
+    TEXT,
+    Browser,
+    start_browser,
+)
 from tests.orchestrator.page.sample import HTML, empty, empty_history, history, sample
 
 OpenPage = Callable[[str], None]
-TEXT = "(document.body?.innerText ?? '')"
-SIZES = {"phone": (390, 844), "desktop": (1440, 900)}
 
 
 @dataclass
@@ -404,43 +409,3 @@ def test_page_is_small_and_self_contained() -> None:
     assert "innerHTML" not in text
     for control in ("<form", "method:", "POST"):
         assert control not in text
-
-
-OVERFLOWING = """
-[...document.querySelectorAll('section, section *')].filter((element) => {
-  const scrolls = element.closest('.scroll');
-  const box = element.getBoundingClientRect();
-  return !scrolls && box.width > 0 && box.right > document.documentElement.clientWidth + 1;
-}).map((element) => element.outerHTML.slice(0, 200))
-"""
-
-LOW_CONTRAST = """
-(() => {
-  const luminance = (text) => {
-    const parts = text.match(/[\\d.]+/g).map(Number);
-    if (parts.length > 3 && parts[3] === 0) return null;
-    const [r, g, b] = parts.slice(0, 3).map((value) => {
-      value /= 255;
-      return value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
-    });
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const background = (element) => {
-    for (; element; element = element.parentElement) {
-      const value = luminance(getComputedStyle(element).backgroundColor);
-      if (value !== null) return value;
-    }
-    return 1;
-  };
-  const low = [];
-  for (const element of document.querySelectorAll('body *')) {
-    const hasText = [...element.childNodes].some(
-      (node) => node.nodeType === 3 && node.data.trim());
-    if (!hasText || element.closest('script, style, svg, .skip, [hidden]')) continue;
-    const [a, b] = [luminance(getComputedStyle(element).color), background(element)]
-      .sort((x, y) => y - x);
-    if ((a + 0.05) / (b + 0.05) < 4.5) low.push(element.outerHTML.slice(0, 120));
-  }
-  return low;
-})()
-"""

@@ -12,7 +12,7 @@ import pytest
 from rayzero.engine.session import use_session
 from rayzero.workers.launch import adapters
 from rayzero.workers.launch.adapters import install_adapters, on_import, wrap
-from tests.workers.test_session import session
+from tests.workers.support import session
 
 CALLS: list[str] = []
 

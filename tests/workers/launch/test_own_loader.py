@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.launch_repair import find_problems, read_notes, weight_difference
 from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.workers.messages import Crashed, Finished, Stopped
-from tests.workers.launch.test_script import make_workers
+from tests.workers.launch.support import find_problems, make_workers, read_notes, weight_difference
 
 pytestmark = pytest.mark.slow
 SAMPLES, STEPS_OF_EPOCH, EPOCHS = 24, 6, 4  # of own_loader.py

@@ -14,50 +14,23 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.launch_repair import find_problems, weight_difference
-from benchmarks.launch_repair import read_notes as read
 from rayzero.engine.checkpoint.reader import CheckpointSource
-from rayzero.orchestrator.spec_sections import LaunchSpec
 from rayzero.workers.messages import (
-    SCRIPT_ENTRYPOINT,
     Crashed,
     Finished,
     LogLine,
-    MirrorPolicy,
     StepReport,
     Stopped,
     WentBack,
 )
 from tests.support.nccl_like.settings import from_environment
 from tests.workers.event_controller import Event, EventController, fault
+from tests.workers.launch.support import SCRIPTS, find_problems, make_workers, weight_difference
+from tests.workers.launch.support import read_notes as read
 from tests.workers.local_controller import LocalController
-from tests.workers.local_workers import LocalWorkers
-from tests.workers.support import setup
 
 pytestmark = pytest.mark.slow
-SCRIPTS = Path(__file__).parent / "scripts"
 SAMPLES, EPOCHS = 24, 3  # of own_loop.py
-
-
-def make_workers(
-    folder: Path, name: str, *args: str, count: int = 2, faults: tuple[str, ...] = ()
-) -> LocalWorkers:
-    if name in ("hf_trainer.py", "own_loader.py") and from_environment():
-        pytest.skip("on CPUs objects are gathered in CPU memory, which NCCL does not take")
-    launch = LaunchSpec(script=str(SCRIPTS / name), args=[*args])
-    return LocalWorkers(
-        setup(
-            entrypoint=SCRIPT_ENTRYPOINT,
-            args=launch.model_dump(),
-            steps=None,
-            engine_config=None,
-            output_dir=str(folder),
-            working_dir=str(Path.cwd()),
-            mirror=MirrorPolicy(replicas=1, every_steps=1),
-            faults=faults,
-        ),
-        count,
-    )
 
 
 def run(folder: Path, name: str, *args: str, count: int = 2) -> LocalController:

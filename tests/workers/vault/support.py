@@ -17,6 +17,7 @@ from typing import Any, Self
 from xxhash import xxh3_64_intdigest
 
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
+from rayzero.workers.vault import images
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import SlotRef, VaultGoneError
 from rayzero.workers.vault.registry import SlotRegistry
@@ -169,3 +170,14 @@ def wait_for_fds(max_fds: int) -> None:
 def refs(*keys: tuple[int, int, int], node: str = "a") -> list[SlotRef]:
     """References to the versions (generation, rank, step)."""
     return [SlotRef(*key, node) for key in keys]
+
+
+def damage(vault: Vault, ref: SlotRef, where: Callable[[images.SlotReader], int]) -> None:
+    """Flips a byte of a version."""
+    fd = vault._registry.open_version(ref)
+    image = images.MappedSlotReader(ref, fd)
+    position = where(image)
+    image.close()
+    old = os.pread(fd, 1, position)
+    os.pwrite(fd, bytes([old[0] ^ 1]), position)
+    os.close(fd)

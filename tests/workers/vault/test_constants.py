@@ -21,8 +21,7 @@ from rayzero.workers.vault import slots
 from rayzero.workers.vault.images import MappedSlotReader
 from rayzero.workers.vault.records import Restore, SlotDamagedError
 from tests.workers.late_device import LateDevice
-from tests.workers.support import ASSIGN, give_up
-from tests.workers.test_state_copy import PartsState
+from tests.workers.support import ASSIGN, PartsState, give_up
 from tests.workers.vault.support import VaultCluster, refs
 
 FROZEN, TRAINED = 200_000, 100  # elements

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +13,13 @@ from rayzero.workers.vault.records import (
     Restore,
     SlotDamagedError,
     SlotGoneError,
-    SlotRef,
     VaultGoneError,
 )
 from rayzero.workers.vault.slots import PAGE_BYTES
-from rayzero.workers.vault.vault import Vault
 from tests.workers.vault.support import (
     VaultCluster,
     content,
+    damage,
     keep_only,
     open_fds,
     refs,
@@ -48,17 +45,6 @@ def read(source: StateSource, block: int, offset: int = 0, length: int = 64) -> 
     data = bytearray(length)
     source.read(block, offset, memoryview(data))
     return bytes(data)
-
-
-def damage(vault: Vault, ref: SlotRef, where: Callable[[images.SlotReader], int]) -> None:
-    """Flips a byte of a version."""
-    fd = vault._registry.open_version(ref)
-    image = images.MappedSlotReader(ref, fd)
-    position = where(image)
-    image.close()
-    old = os.pread(fd, 1, position)
-    os.pwrite(fd, bytes([old[0] ^ 1]), position)
-    os.close(fd)
 
 
 @NODES

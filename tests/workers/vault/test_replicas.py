@@ -21,13 +21,13 @@ from rayzero.workers.vault.records import (
 from tests.workers.vault.support import (
     VaultCluster,
     content,
+    damage,
     keep_only,
     refs,
     steps_of,
     table,
     write,
 )
-from tests.workers.vault.test_images import damage
 
 LIMIT_S = 60.0
 

@@ -27,13 +27,13 @@ from tests.workers.vault.support import (
     VaultCluster,
     WorkerProcess,
     content,
+    damage,
     keep_only,
     refs,
     steps_of,
     table,
     write,
 )
-from tests.workers.vault.test_images import damage
 
 LIMIT_S = 60.0
 

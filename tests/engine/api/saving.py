@@ -1,0 +1,39 @@
+"""An engine that is saved and loaded, and its training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import rayzero
+from tests.engine import zoo
+
+SAMPLES = 12
+
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_type": "linear"}}
+
+
+def make_engine(stage: int, model: nn.Module | None = None, **more: Any) -> rayzero.Engine:
+    model = zoo.make_model(torch.float64) if model is None else model
+    return rayzero.initialize(
+        model=model,
+        model_parameters=zoo.two_groups(model),
+        config={
+            "gradient_clipping": 0,
+            "train_batch_size": SAMPLES,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},
+            **more,
+        },
+    )[0]
+
+
+def train(engine: rayzero.Engine, steps: range) -> None:
+    data = list(zoo.batches(steps.stop, SAMPLES))
+    for step in steps:
+        part = data[step].chunk(engine.world_size)[engine.rank]
+        engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
+        engine.step()
