@@ -253,7 +253,7 @@ class CudaDevice(Device):
         if code:
             raise EngineError(
                 f"CUDA error {code}: {memory.nbytes} bytes of host memory could not be pinned",
-                fix="the limit of locked memory: `ulimit -l`, or the container's",
+                fix="raise the limit of locked memory: `ulimit -l`, or the container's",
             )
 
     def unregister_host(self, memory: Tensor) -> None:

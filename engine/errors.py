@@ -28,7 +28,7 @@ class RayzeroError(Exception):
     Args:
         seen: what went wrong, with the value that was seen.
         allowed: the valid values, if known.
-        fix: what to change: a setting's name, a command, a file.
+        fix: what to do about it; begins with a verb, a setting or a command.
     """
 
     def __init__(self, seen: str, allowed: str = "", fix: str = "") -> None:
@@ -42,7 +42,7 @@ class RayzeroError(Exception):
         if self.allowed:
             parts.append(f"allowed: {self.allowed}")
         if self.fix:
-            parts.append(f"to change it: {self.fix}")
+            parts.append(f"fix: {self.fix}")
         return "\n  ".join(parts)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -97,7 +97,7 @@ class OwnBackward:
             raise EngineError(
                 "backward(create_graph=True) reached parameters: their gradients have a graph",
                 allowed="gradients of parameters without a graph",
-                fix="torch.autograd.grad(..., create_graph=True) of inputs, at stages 0 to 2",
+                fix="use torch.autograd.grad(..., create_graph=True) of inputs, at stages 0 to 2",
             )
         self._open()
         self._step.begin_own(self._running)

@@ -120,7 +120,8 @@ class StepTracker:
         """See `Engine.no_sync`."""
         if self.no_sync:
             raise EngineError(
-                "no_sync() was entered inside no_sync()", fix="one no_sync() around all backwards"
+                "no_sync() was entered inside no_sync()",
+                fix="use one no_sync() around all backwards",
             )
         self.no_sync = True
         try:

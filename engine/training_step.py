@@ -295,8 +295,8 @@ class TrainingStep:
                 "coalesce_grad_reduction() was called where it does not hold a whole step",
                 allowed="one for each step: gradient_accumulation_steps 1, or after "
                 "set_gradient_accumulation_boundary(True)",
-                fix="nothing with managed_gradient_accumulation: false: there the backwards of a "
-                "step are reduced once",
+                fix="call nothing with managed_gradient_accumulation: false: there the backwards "
+                "of a step are reduced once",
             )
         with tracker.without_sync():
             yield

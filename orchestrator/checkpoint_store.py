@@ -163,8 +163,8 @@ class CheckpointStore:
                 f"{self._plan.job_folder} holds {len(existing)} checkpoint{plural}{damage}, "
                 f"the newest of step {existing[-1].step}, and checkpoint.resume is {resume}",
                 allowed=f"a folder without checkpoints{damage}",
-                fix="another name or checkpoint.path, checkpoint.resume: auto, or remove them"
-                + "; an object store cannot set them aside" * (resume == "scratch"),
+                fix="choose another name or checkpoint.path, set checkpoint.resume: auto, or "
+                "remove them" + "; an object store cannot set them aside" * (resume == "scratch"),
             )
 
     def _resume_from(self, path: str) -> CheckpointRef:

@@ -83,7 +83,7 @@ def check_signature(name: str, signature: inspect.Signature) -> None:
             f"the entry point {name}{signature} cannot be called with ctx as its only argument: "
             f"{error}",
             allowed="a function of one argument, ctx; pass further values as `args` (ctx.args)",
-            fix=f"{name}, or {_FIX_HINT}",
+            fix=f"change {name}, or {_FIX_HINT}",
         ) from None
 
 
@@ -139,8 +139,8 @@ def _exit_error(problem: str, error: SystemExit) -> EntryPointError:
         f"{problem}: it calls sys.exit({error.code!r})",
         allowed="a module that reads no command line when it is imported, as argparse's "
         "parse_args does: the job's `args` are ctx.args",
-        fix="the module: `if __name__ == '__main__':` before what only its command needs; or run "
-        "it as a script, by `rayzero launch`",
+        fix="write in the module `if __name__ == '__main__':` before what only its command needs; "
+        "or run it as a script, by `rayzero launch`",
     )
 
 
@@ -156,7 +156,7 @@ def no_plain_function_error(name: str, returned: str) -> EntryPointError:
     return EntryPointError(
         f"the entry point {name} returns {returned} instead of training",
         allowed="a function of one argument, ctx, without async and yield",
-        fix=f"{name}, or {_FIX_HINT}",
+        fix=f"change {name}, or {_FIX_HINT}",
     )
 
 
@@ -190,5 +190,5 @@ def _unpickle(entrypoint: bytes) -> Any:
     except Exception as error:
         raise EntryPointError(
             f"the entry point cannot be unpickled on the worker: {type(error).__name__}: {error}",
-            fix="a function of a module the workers can import, or entrypoint='module:function'",
+            fix="name a function of a module that workers can import, or 'module:function'",
         ) from error

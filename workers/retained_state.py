@@ -205,6 +205,6 @@ def check_second_engine(spec: WorkerSpec, assignment: Assignment, *, has_steps: 
     if assignment.rank == 0:
         log.warning(
             "the state of a second engine that trains is not preserved: this job ends with an "
-            "error at its first fault or resize\n  to change it: %s",
+            "error at its first fault or resize\n  fix: %s",
             fix,
         )

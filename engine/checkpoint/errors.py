@@ -121,5 +121,5 @@ def check_state_fits_model(
         raise CheckpointMismatchError(
             "the saved state is of another model: " + "; ".join(texts),
             allowed="a state with the model's parameters and buffers, by name and shape",
-            fix="the model, or the checkpoint to resume from (checkpoint.resume)",
+            fix="change the model, or the checkpoint to resume from (checkpoint.resume)",
         )

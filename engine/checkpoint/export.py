@@ -146,7 +146,7 @@ def _atomic_folder(target: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         raise DataError(
             f"cannot write {target}: {error}",
-            fix="the target folder, its permissions, its free space",
+            fix="check the target folder, its permissions, its free space",
         ) from error
     finally:
         rmtree(partial, ignore_errors=True)

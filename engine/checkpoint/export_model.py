@@ -142,7 +142,9 @@ def write_model_file(tensors: Mapping[str, Tensor], path: Path) -> None:
     other = next((name for name, it in tensors.items() if is_wrapper(it)), None)
     if other is not None and path.suffix == ".safetensors":
         kind = type(tensors[other]).__name__
-        raise DataError(f"{path} cannot hold {other}, a {kind}", fix="a suffix such as .bin")
+        raise DataError(
+            f"{path} cannot hold {other}, a {kind}", fix="give it a suffix such as .bin"
+        )
     partial = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

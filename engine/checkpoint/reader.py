@@ -118,7 +118,7 @@ def read_manifest(store: Store, folder: str = "") -> Manifest:
         raise DataError(
             f"there is no checkpoint at {join_url(store.url, folder) if folder else store.url}",
             allowed=f"a folder step-<n> with a {MANIFEST_NAME}",
-            fix="the path, or the checkpoint to resume from (checkpoint.resume)",
+            fix="check the path, or the checkpoint to resume from (checkpoint.resume)",
         ) from None
     return Manifest.from_bytes(raw, where)
 

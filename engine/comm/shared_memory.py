@@ -340,8 +340,8 @@ def _make_segment(size: int) -> tuple[int, mmap.mmap]:
         os.close(descriptor)
         raise EngineError(
             f"{size} bytes of shared memory could not be allocated: {error.strerror}",
-            fix="the memory limit of this machine or container, or RAYZERO_SHARED_MEMORY=0 to "
-            "exchange over TCP",
+            fix="raise the memory limit of this machine or container, or set "
+            "RAYZERO_SHARED_MEMORY=0 to exchange over TCP",
         ) from None
 
 

@@ -257,7 +257,7 @@ def _dataset_length(dataset: object) -> int:
         length = len(dataset)  # type: ignore[arg-type]
     except Exception as error:
         seen = f"len() of the training data (a {name}) failed: {type(error).__name__}: {error}"
-        raise DataError(seen, fix="the dataset, or the data behind it") from error
+        raise DataError(seen, fix="correct the dataset, or the data behind it") from error
     if length < 1:
         raise DataError(f"the training data (a {name}) is empty", "one sample or more", "the data")
     return length
@@ -277,5 +277,5 @@ def _fetch_samples(dataset: MapDataset, indices: list[int]) -> list[Any]:
     except Exception as error:
         raise DataError(
             f"{failing} of the training data could not be read: {type(error).__name__}: {error}",
-            fix="the dataset, or the data behind it",
+            fix="correct the dataset, or the data behind it",
         ) from error

@@ -368,7 +368,7 @@ class MicroBatches:
             raise EngineError(
                 f"{expected} was read and not trained on: {yielded} is",
                 allowed=_CONTRACT,
-                fix="to leave samples out, filter the dataset; a step whose gradient is not finite "
+                fix="filter the dataset to leave samples out; a step whose gradient is not finite "
                 "is skipped by the engine",
             )
         raise EngineError(

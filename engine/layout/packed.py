@@ -100,7 +100,7 @@ def place_packed(model: nn.Module, device: torch.device) -> None:
                 raise ConfigError(
                     f"{full}, a {type(param).__name__}, requires gradients or is distributed",
                     allowed="quantized parameters that are frozen",
-                    fix="requires_grad_(False), and adapters such as PEFT's next to it",
+                    fix="call requires_grad_(False), and train adapters such as PEFT's next to it",
                 )
             if param.is_meta:
                 raise ConfigError(

@@ -124,14 +124,14 @@ class Muon(torch.optim.Optimizer):
                     f"parameter group {number} has use_muon and a parameter of shape "
                     f"{not_matrices[0]}",
                     allowed="use_muon for parameters of two dimensions or more",
-                    fix="use_muon of that parameter, or of that group",
+                    fix="set use_muon of that parameter, or of that group",
                 )
             inferred = number in self._inferred_groups
             if inferred and shapes and not not_matrices and not group["use_muon"]:
                 raise ConfigError(
                     f"parameter group {number} does not set use_muon",
                     allowed="use_muon: true or false in every group",
-                    fix='the groups, or "optimizer": {"type": "Muon"} in the engine config',
+                    fix='change the groups, or use "optimizer": {"type": "Muon"} in the config',
                 )
         self._whole_params = whole_params
 

@@ -41,7 +41,7 @@ def find_param_groups(
         raise ConfigError(
             f"initialize(model_parameters=...) got {type(given).__name__}",
             allowed="parameters, or groups of them",
-            fix="model.parameters()",
+            fix="give model.parameters()",
         )
     if optimizer is not None:
         entries: list[Any] = list(optimizer.param_groups)
@@ -58,13 +58,13 @@ def find_param_groups(
                 raise ConfigError(
                     f"parameter group {number} holds a tensor of shape {tuple(param.shape)} that "
                     "is not a parameter of the model",
-                    fix="model_parameters, or the optimizer: use model.parameters()",
+                    fix="change model_parameters, or the optimizer: use model.parameters()",
                 )
             if group_of.setdefault(param, number) != number:
                 raise ConfigError(
                     f"{names[param]} is in parameter groups {group_of[param]} and {number}",
                     allowed="one group for each parameter",
-                    fix="model_parameters, or the optimizer",
+                    fix="change model_parameters, or the optimizer",
                 )
     group_of = {param: number for param, number in group_of.items() if param.requires_grad}
     if not group_of:
@@ -129,7 +129,7 @@ def _uses_muon(name: str, param: nn.Parameter, group: dict[str, Any]) -> bool:
         raise ConfigError(
             f"{name} of shape {tuple(param.shape)} has use_muon",
             allowed="use_muon for parameters of two dimensions or more",
-            fix="use_muon of that parameter, or of its group",
+            fix="set use_muon of that parameter, or of its group",
         )
     return bool(use_muon)
 

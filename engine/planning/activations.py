@@ -241,7 +241,7 @@ def trace_micro_step(
         raise ConfigError(
             f"forward or backward of the model failed on its batch: {first_line(error)}",
             allowed="a batch that the model takes, here without values (fake tensors)",
-            fix="the function of --batch, or leave it out: all but activations is estimated",
+            fix="correct the function of --batch, or leave it out: the rest is estimated",
         ) from error
 
 

@@ -129,7 +129,7 @@ class StateRegistry:
         if names and self._is_own:
             log.warning(
                 "the restored state has %s, which this call of the training function has not "
-                "registered: it is dropped\n  to change it: ctx.state in every call, before the "
+                "registered: it is dropped\n  fix: ctx.state in every call, before the "
                 "first step",
                 ", ".join(map(repr, names)),
             )

@@ -211,7 +211,7 @@ def _refuse_later_hook(last: Any) -> None:
             "register_post_accumulate_grad_hook was called on a parameter after initialize, which "
             "takes gradients from param.grad first",
             allowed="param.register_hook(f): f gets the gradient, and may return another",
-            fix="that, or safe_get_full_grad and safe_set_full_grad between backward and step",
+            fix="use that, or safe_get_full_grad and safe_set_full_grad between backward and step",
         )
 
 

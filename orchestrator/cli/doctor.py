@@ -68,5 +68,5 @@ def report_lines(findings: Sequence[Finding]) -> list[str]:
     for finding in findings:
         lines.append(f"{finding.level:<4}  {finding.name:<{width}}  {finding.seen}")
         if finding.fix and finding.level != "ok":
-            lines.append(f"{'':<6}{'':<{width}}  to change it: {finding.fix}")
+            lines.append(f"{'':<6}{'':<{width}}  fix: {finding.fix}")
     return lines

@@ -185,7 +185,7 @@ def check_may_be_lost(error: ConfigError, address: str | None) -> None:
     if isinstance(error, AddressError) and (address is not None or not has_ended):
         raise error
     if has_ended:
-        print(f"note: {error.seen}; to change it: {error.fix}", file=sys.stderr)
+        print(f"note: {error.seen}; fix: {error.fix}", file=sys.stderr)
 
 
 def _journaled_status(path: str, name: str) -> JobStatus:

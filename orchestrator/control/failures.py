@@ -266,8 +266,8 @@ class FailureHandler:
         self._kill(worker)
         ctx.warn(
             f"the job continues without rank {fault.rank}, whose function failed before its first "
-            "step; the next fault or resize tries again with a new worker\n  to change it: what "
-            f"the function does before step {fault.step} of a job: a loader yields nothing in "
+            "step; the next fault or resize tries again with a new worker\n  fix: change "
+            f"what the function does before step {fault.step} of a job: a loader yields nothing in "
             "epochs that are finished, so that a mean over them has no values (`if losses:`)"
         )
 

@@ -268,7 +268,7 @@ def start_or_attach(plan: JobPlan, can_grow: bool) -> JobProcess:
         time.sleep(_RETRY_INTERVAL_S)
     raise JobFailedError(
         f"the process of the last run of job {name!r} did not exit within {EXIT_TIMEOUT_S:g} s",
-        fix="another name",
+        fix="choose another name",
     )
 
 

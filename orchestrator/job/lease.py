@@ -109,7 +109,7 @@ def acquire_lease(
         raise ConfigError(
             f"{redact_url(job_folder)} is in use: {_describe_holder(holder)} writes there",
             allowed="one running job per job folder",
-            fix=f"another name or checkpoint.path, or `rayzero stop {holder.job}` with the "
+            fix=f"choose another name or checkpoint.path, or `rayzero stop {holder.job}` with the "
             f"--address of its cluster; a lost process is detected after {holder.lease_s:g} s",
         )
     return Lease(job_folder, holder, claims, run, warn, on_lost, on_removed)
@@ -209,7 +209,7 @@ class Lease:
             f"{holder} has taken over {redact_url(self._job_folder)}, because this process did not "
             f"renew its lease for {self._claim.lease_s:g} s, or the folder was removed; this "
             "process writes nothing there now",
-            fix="the job continues there; a longer checkpoint.lease_s if the store is slow",
+            fix="follow the job there; set a longer checkpoint.lease_s if the store is slow",
         )
 
     def _renew_loop(self) -> None:

@@ -47,7 +47,7 @@ def check_job_name(name: str) -> str:
         raise ConfigError(
             f"{name!r} is not a valid job name",
             allowed=JOB_NAME_RULE,
-            fix="the name",
+            fix="change the name",
         )
     return name
 
@@ -66,7 +66,8 @@ def load_run_history(path: str, name: str) -> JobFacts:
         raise NoJournalError(
             f"no job {name!r} is running, and there is no journal in {redact_url(folder)}",
             allowed="a running job, or a job in the given checkpoint.path",
-            fix="the name; --address: the job's cluster; --path: checkpoint.path of its job file",
+            fix="check the name; --address: the job's cluster; --path: checkpoint.path of its job "
+            "file",
         )
     return history
 
@@ -192,7 +193,7 @@ def find_any(name: str, address: str | None) -> RunningJob | EndedJob:
     raise ConfigError(
         f"no running job is called {name!r}{did_you_mean(name, running)}",
         allowed=f"a running job: {', '.join(sorted(running))}" if running else "",
-        fix="the name, or --address or RAY_ADDRESS for another cluster",
+        fix="check the name, or --address or RAY_ADDRESS for another cluster",
     )
 
 

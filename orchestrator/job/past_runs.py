@@ -196,7 +196,8 @@ def why_not_adoptable(history: JobFacts, spec: JobSpec) -> ConfigError | None:
         f"the last run of job {spec.name!r} was lost at step {history.step} before its end, and "
         f"this job differs from it:\n{listed}",
         allowed="the same training: entrypoint, args, seed, optimizer, schedule, global batch",
-        fix=f"the job file, another name, or `rayzero stop {spec.name}`, which gives that run up",
+        fix=f"change the job file or the name, or run `rayzero stop {spec.name}`, which gives that "
+        "run up",
     )
 
 

@@ -76,9 +76,9 @@ def read_sound_journal(job_folder: str) -> JobFacts | None:
             f"the journal {redact_url(state_url(job_folder))} is damaged: it is not the state of a "
             "run",
             allowed="the file as a job wrote it",
-            fix="a copy of the file, or remove it: the job's checkpoints do not depend on it; or "
-            "run the job with --restart, which sets its files aside, or with checkpoint.resume: "
-            "PATH of a checkpoint",
+            fix="restore a copy of the file, or remove it: the job's checkpoints do not depend on "
+            "it; or run the job with --restart, which sets its files aside, or with "
+            "checkpoint.resume: PATH of a checkpoint",
         )
     return facts
 

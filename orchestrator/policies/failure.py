@@ -295,7 +295,8 @@ def _equal_exits_error(exits: Sequence[Fault]) -> JobFailedError:
         f"the processes of {ranks} exited with code 0 in step {exits[-1].step}, while the other "
         "ranks went on: the training function, or what it calls, ends its process there",
         allowed="a function or a script that ends on every rank after the same step",
-        fix="os._exit and the like in the training function; the worker's log has its last lines",
+        fix="remove os._exit and the like in the training function; the worker's log has its last "
+        "lines",
     )
 
 
@@ -323,7 +324,7 @@ def _same_loss_error(root: Fault) -> JobFailedError:
             f"{root.place}: {root.detail}",
             allowed="code that continues within recovery.hang_timeout_s; usual causes are a lock, "
             "an endless loop, and a read of a file or of the network without a timeout",
-            fix="the code there, or recovery.hang_timeout_s if it only takes longer",
+            fix="correct the code there, or raise recovery.hang_timeout_s if it only takes longer",
             traceback=root.traceback,
         )
     what, survivor = f"process of rank {root.rank} ended", "a process that survives its steps"
@@ -336,7 +337,7 @@ def _same_loss_error(root: Fault) -> JobFailedError:
         f"at last on node {root.worker.node} (pid {root.worker.pid}): "
         f"{root.detail or 'its process ended'}",
         allowed=f"{survivor}; usual causes are {causes}",
-        fix="the training function; the worker's log has its last lines",
+        fix="correct the training function; the worker's log has its last lines",
         traceback=root.traceback,
     )
 

@@ -116,7 +116,7 @@ def check_trained(
         return JobFailedError(
             f"all {progress.steps_executed} steps of this run were skipped, since their gradients "
             "were not finite: nothing was trained",
-            fix="the learning rate, gradient_clipping, bf16 instead of fp16, or the data: a loss "
+            fix="change the learning rate, gradient_clipping, the data, or bf16 for fp16: a loss "
             "that is nan from the first step on comes from the model or from its inputs",
         )
     if not progress.steps_executed and not (done and has_engine):
@@ -127,7 +127,7 @@ def check_trained(
         return JobFailedError(
             f"the training function returned without {step}: {why}",
             allowed=HOW_TO_TRAIN,
-            fix="the training function",
+            fix="correct the training function",
         )
     if target is not None and done < target:
         return f"the training function returned before the job's {target} steps: it made {done}"

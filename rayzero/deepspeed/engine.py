@@ -110,7 +110,7 @@ class DeepSpeedEngine(nn.Module):
             raise ConfigError(
                 f"set_train_batch_size({train_batch_size}): not a multiple of the micro-batch "
                 f"{micro} x {world_size} ranks",
-                fix="another train_batch_size, or set_train_micro_batch_size first",
+                fix="set another train_batch_size, or call set_train_micro_batch_size first",
             )
         self._set_batch_sizes(micro, train_batch_size // (micro * world_size))
 

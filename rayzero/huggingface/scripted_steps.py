@@ -30,7 +30,7 @@ def adapt_options(options: dict[str, Any]) -> None:
             raise ConfigError(
                 f"the script asks Accelerate for {name}, under `rayzero launch`",
                 allowed="rayzero's engine, which shards parameters at stage 3",
-                fix=f"without {name} in the script, `rayzero launch --stage 3`",
+                fix=f"leave {name} out of the script, and use `rayzero launch --stage 3`",
             )
     if options.get("cpu"):
         if dist.get_backend() == dist.Backend.NCCL:

@@ -61,7 +61,7 @@ class _Step:
         turns: of Trainer's loop.
         rng, schedule: the states with which it began; `schedule` is None where the engine has it.
         turn: the present one, from 1.
-        told: the sum of the losses that Trainer has got.
+        given: the sum of the losses that Trainer has got.
     """
 
     batches: list[Any]
@@ -70,7 +70,7 @@ class _Step:
     rng: dict[str, Any]
     schedule: dict[str, Any] | None
     turn: int = 0
-    told: Tensor | float = 0.0
+    given: Tensor | float = 0.0
 
 
 class TrainerSteps:
@@ -151,14 +151,14 @@ class TrainerSteps:
         else:
             loss = self._trainer._tr_loss.new_zeros(())
         if not is_last:
-            step.told = step.told + loss
+            step.given = step.given + loss
             return loss
         while self._lost_steps != engine.progress.lost_steps:
             self._await_ranks()
             self._lost_steps = engine.progress.lost_steps
             loss = self._run_again(number)
         if (told := engine.metrics.loss) is not None:
-            loss = self._trainer._tr_loss.new_tensor(told) - step.told  # in its sum's dtype
+            loss = self._trainer._tr_loss.new_tensor(told) - step.given  # in its sum's dtype
         return loss
 
     def _await_ranks(self) -> None:

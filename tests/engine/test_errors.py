@@ -41,10 +41,10 @@ def test_pickle_round_trip(cls: type[RayzeroError], parts: tuple[str, ...]) -> N
 def test_message_has_a_line_per_part() -> None:
     assert str(ConfigError("lr is -1")) == "lr is -1"
     assert str(ConfigError("lr is -1", fix="optimizer.params.lr")) == (
-        "lr is -1\n  to change it: optimizer.params.lr"
+        "lr is -1\n  fix: optimizer.params.lr"
     )
     assert str(ConfigError("lr is -1", "0 or more", "optimizer.params.lr")) == (
-        "lr is -1\n  allowed: 0 or more\n  to change it: optimizer.params.lr"
+        "lr is -1\n  allowed: 0 or more\n  fix: optimizer.params.lr"
     )
 
 

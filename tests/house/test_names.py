@@ -23,7 +23,8 @@ LIMITS = {
     "class names used twice": 0,
     "module names used three times": 3,
     "retired module names": 0,
-    "phrases": 60,
+    "phrases": 0,
+    "fixes without a verb, a setting or a command": 0,
     "functions with over 8 arguments": 4,
     "classes over 40 public names, bases included": 0,
     "records over 16 fields": 2,
@@ -123,6 +124,21 @@ def phrases(modules: Sequence[Module]) -> list[str]:
     return violations
 
 
+NOUN = re.compile(r"(a|an|the|another|that|one|no|nothing|other) ")
+
+
+def fixes_without_verb(modules: Sequence[Module]) -> list[str]:
+    """What an error says to do about it begins with a noun."""
+    return [
+        f"{module.name}: {value.value}"
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.keyword) and node.arg == "fix"
+        for value in list(ast.walk(node.value))[:2]
+        if isinstance(value, ast.Constant) and NOUN.match(str(value.value))
+    ]
+
+
 def functions_with_over_8_arguments(modules: Sequence[Module]) -> list[str]:
     violations = []
     for module in modules:
@@ -180,6 +196,7 @@ RULES: dict[str, Callable[[Sequence[Module]], list[str]]] = {
     "module names used three times": module_names_used_three_times,
     "retired module names": retired_module_names,
     "phrases": phrases,
+    "fixes without a verb, a setting or a command": fixes_without_verb,
     "functions with over 8 arguments": functions_with_over_8_arguments,
     "classes over 40 public names, bases included": classes_over_40_public_names,
     "records over 16 fields": records_over_16_fields,
@@ -213,6 +230,7 @@ def test_median_file_size() -> None:
         ("module names used three times", {"p.m": "", "q.m": "", "r.m": ""}),
         ("retired module names", {"p.desk": ""}),
         ("phrases", {"p.a": "# what it was told"}),
+        ("fixes without a verb, a setting or a command", {"p.a": "f(fix='the name')"}),
         ("functions with over 8 arguments", {"p.a": "def f(a, b, c, d, e, f, g, h, i): ..."}),
         (
             "classes over 40 public names, bases included",

@@ -215,7 +215,7 @@ def test_errors_go_to_stderr(
 ):
     lines: list[str] = []
     kind(lines.append).finish_error(ConfigError("wrong", allowed="right", fix="key"))
-    assert capsys.readouterr().err == "error: wrong\n  allowed: right\n  to change it: key\n"
+    assert capsys.readouterr().err == "error: wrong\n  allowed: right\n  fix: key\n"
     kind(lines.append).finish_error(JobStoppedError("stopped"))
     assert capsys.readouterr().err == "stopped\n", "it was asked for: no error"
 

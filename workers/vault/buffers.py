@@ -153,7 +153,7 @@ class BufferPool:
             f"this node's vault needs {missing / 2**20:,.0f} MiB more shared memory for copies "
             "of the training state",
             allowed=f"the {available / 2**20:,.0f} MiB that are available",
-            fix="a higher memory limit of the container, or more workers (smaller shards); "
+            fix="set a higher memory limit of the container, or more workers (smaller shards); "
             "with `recovery.replicas: 0` and no `checkpoint.every_steps` no memory is needed",
         )
 

@@ -174,7 +174,7 @@ def find_step_folder(path: Path) -> Path | None:
     if not is_safe_name(tag) or not folder.is_dir():
         raise DataError(
             f"{latest} names {repr_value(tag)}, which is not a folder in {path}",
-            fix="the path: give the folder of a step itself",
+            fix="give the path of a step's folder itself",
         )
     if not _has_files(folder):
         raise DataError(f"{folder} holds no *_model_states.pt", allowed=_SUPPORTED)

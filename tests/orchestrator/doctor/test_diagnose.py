@@ -171,7 +171,7 @@ def test_each_problem_is_one_finding_with_fix(
     assert text in problem.seen + problem.fix
     assert problem.fix
     assert worst_severity(findings) is level
-    assert len([line for line in report_lines(findings) if "to change it:" in line]) == 1
+    assert len([line for line in report_lines(findings) if "fix:" in line]) == 1
 
 
 @pytest.mark.parametrize(
