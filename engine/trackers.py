@@ -226,9 +226,10 @@ def _flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", inner
 
 
-def append_all(path: Path, data: bytes) -> None:
-    """Appends all of the data or nothing: a torn record would be the last that a reader sees."""
-    size = path.stat().st_size if path.exists() else 0
+def append_all(path: Path, data: bytes, *, create: bool = True) -> None:
+    """Appends all of the data or nothing: a torn record would be the last that a reader sees.
+    Without `create` a file that is missing is an OSError."""
+    size = path.stat().st_size if not create or path.exists() else 0
     try:
         with path.open("ab") as file:
             file.write(data)

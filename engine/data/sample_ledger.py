@@ -50,7 +50,8 @@ class SampleLedger:
         line = json.dumps({**self._rank_fields, "step": step, "samples": self._samples}) + "\n"
         try:
             # Opened for each line: a generation may end at any time, without closing anything.
-            append_all(self._path, line.encode())  # or nothing: it may be written again
+            # All of it or nothing, because it may be written again.
+            append_all(self._path, line.encode(), create=False)
         except OSError as error:
             raise self._write_error(error) from error
         self._samples = []

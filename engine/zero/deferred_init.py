@@ -205,7 +205,8 @@ class Materializer:
         """Without a further copy in memory where the value is one of a mapped file."""
         is_planned = self._device.type == "meta"
         source = None if is_planned or not is_recorded(param) else _recorder.copied_from(param)
-        into.copy_(self.initial_value(param) if source is None else source)
+        with torch.no_grad():
+            into.copy_(self.initial_value(param) if source is None else source)
 
     def initial_value(self, tensor: Tensor) -> Tensor:
         """A real tensor with this parameter's or buffer's initial values. Raises ConfigError if it

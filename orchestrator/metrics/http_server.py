@@ -14,7 +14,7 @@ from asyncio import Transport
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from threading import Thread
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
@@ -71,7 +71,11 @@ class HttpServer:
         """Every response closes its connection, so that idle ones are those of slow clients."""
 
         async def answer(request: web.BaseRequest) -> web.StreamResponse:
-            response = await self._answer(request)
+            server.requests.append(request)
+            try:
+                response = await self._answer(request)
+            finally:
+                server.requests.remove(request)
             response.force_close()
             return response
 
@@ -92,16 +96,24 @@ class HttpServer:
 
 
 class _BoundedServer(web.Server):
+    """Closes the oldest connections beyond the limit, and refuses new ones where as many answers
+    are being made for clients that have gone, such as commands that go on."""
+
     lifetime_s = CONNECTION_LIFETIME_S
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.requests: list[web.BaseRequest] = []
 
     def connection_made(self, handler: RequestHandler, transport: Transport) -> None:
         super().connection_made(handler, transport)
         opened = [it.transport for it in self.connections if it.transport is not None]
-        # Of the closed ones an answer is still being made, such as a command that goes on.
-        is_refused = len(self.connections) - len(opened) >= MAX_CONNECTIONS
-        loop = asyncio.get_running_loop()
-        loop.call_later(0 if is_refused else self.lifetime_s, transport.abort)
-        for oldest in () if is_refused else opened[:-MAX_CONNECTIONS]:
+        left = [request for request in self.requests if request.transport is None]
+        if len(left) >= MAX_CONNECTIONS:
+            transport.abort()  # now: nothing is read from it
+            return
+        asyncio.get_running_loop().call_later(self.lifetime_s, transport.abort)
+        for oldest in opened[:-MAX_CONNECTIONS]:
             oldest.abort()
 
 

@@ -85,7 +85,7 @@ def test_session_receives_engine_phases_and_steps() -> None:
     session = RecordingSession(CONFIG)
     with use_session(session):
         engine, *_ = rayzero.initialize(model=nn.Linear(3, 1))
-    assert session.engines == [engine]
+    assert session.engines == [engine._engine]
     for _ in range(2):  # two micro-steps make a step
         engine.backward(engine(torch.ones(2, 3)).sum())
         engine.step()
@@ -108,7 +108,7 @@ def test_an_engine_beside_the_hosts_is_neither_restored_nor_reported() -> None:
     with use_session(session):
         frozen, *_ = rayzero.initialize(model=nn.Linear(3, 1), config={"train_batch_size": 2})
         engines = [rayzero.initialize(model=nn.Linear(3, 1))[0] for _ in range(2)]
-    assert session.engines == engines[:1]
+    assert session.engines == [engines[0]._engine]
     for step in range(1, 3):
         for engine in engines:
             engine.backward(engine(frozen(torch.ones(2, 3)) * torch.ones(2, 3)).sum())

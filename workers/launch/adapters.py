@@ -101,8 +101,9 @@ class _PatchingFinder(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 load(module)
-                for patch in _patches[name]:
-                    patch(module)
+                if module.__name__ == name:  # a loader may load other modules, too
+                    for patch in _patches[name]:
+                        patch(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

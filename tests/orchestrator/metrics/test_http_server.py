@@ -153,7 +153,7 @@ def test_slow_client_is_disconnected(monkeypatch: pytest.MonkeyPatch):
     server.stop(LIMIT_S)
 
 
-def test_answers_that_hang_are_limited():
+def test_answers_that_hang_are_limited(servers: list[_BoundedServer]):
     """Such as commands whose clients have gone: a further connection is closed at once."""
     begun = threading.Semaphore(0)
 
@@ -164,8 +164,11 @@ def test_answers_that_hang_are_limited():
 
     server = HttpServer("127.0.0.1", 0, answer)
     for number in range(MAX_CONNECTIONS + 1):
-        if number == MAX_CONNECTIONS:
-            time.sleep(0.5)  # the server has seen that the others are closed
+        until_s = time.monotonic() + LIMIT_S
+        while number == MAX_CONNECTIONS and time.monotonic() < until_s:
+            if all(request.transport is None for request in servers[0].requests):
+                break  # the server has seen that the others are closed
+            time.sleep(0.02)
         with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as client:
             client.sendall(b"GET / HTTP/1.0\r\n\r\n")
             if number < MAX_CONNECTIONS:

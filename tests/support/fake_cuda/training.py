@@ -24,7 +24,6 @@ from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.device import CudaDevice, replace_device
 from rayzero.engine.offload import nvme_store
 from rayzero.engine.offload.nvme_store import MappedFile
-from rayzero.engine.zero.parameters import WeightGather
 from tests.support.fake_cuda.census import Census
 from tests.support.races.cases import Case
 from tests.support.races.models import MODELS, make_batch
@@ -221,7 +220,6 @@ def bookkeeping_device(found: Findings, world_size: int) -> Iterator[tuple[Censu
             (nccl_module, "_reduce_scatter", nccl.reduce_scatter),
             (builder, "connect_collectives", lambda: (Collectives(NcclBackend(None)), DEVICE)),
             (nvme_store, "ThreadPoolExecutor", _RunAtOnce),
-            (WeightGather, "agree", lambda self, flags, device: list(flags)),  # sums have no values
             (MappedFile, "read", _check_file_io),
             (MappedFile, "write", _check_file_io),
             (FakeTensor, "tolist", _tolist(census, world_size)),
