@@ -6,12 +6,15 @@ import asyncio
 import heapq
 import inspect
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
+
+import pytest
 
 from rayzero.engine.redact import redact_document
 from rayzero.engine.validation import validate_document
@@ -20,8 +23,9 @@ from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.control import context
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
+from rayzero.orchestrator.control.elastic import JOIN_BATCH_S
 from rayzero.orchestrator.facts import EventBus, JobFacts
-from rayzero.orchestrator.job_events import JobEvent, RunBegun, StateEntered
+from rayzero.orchestrator.job_events import JobEvent, JobWarning, RunBegun, StateEntered
 from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.journal.entries import (
     JournalUpdate,
@@ -30,15 +34,20 @@ from rayzero.orchestrator.journal.entries import (
     parse_facts,
 )
 from rayzero.orchestrator.journal.files import JournalFiles
-from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.machine import State, StopRequested
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.results import JobResult
 from rayzero.orchestrator.spec import JobSpec
-from rayzero.workers.messages import Assignment
+from rayzero.workers.messages import Assignment, CrashKind, WorkerMessage
 from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster, FakeWorkerGroup
 
 N = TypeVar("N")
+
+E = TypeVar("E", bound=BaseException)
+
+_JOBS: ContextVar[list[Harness]] = ContextVar("_JOBS")
+"""Of the test that runs."""
 
 NO_FILES = BackgroundWriter(print)
 """Writes nothing, because these jobs have no step files."""
@@ -189,12 +198,14 @@ async def is_durable(limit_s: float) -> bool:
 
 
 class Harness:
-    """A controller in a fake cluster. `put`: takes what the journal is to write."""
+    """A controller in a fake cluster (`cluster`: or its workers).
+
+    `put`: takes what the journal is to write."""
 
     def __init__(
         self,
         folder: Path,
-        cluster: FakeCluster | None = None,
+        cluster: FakeCluster | int = 2,
         store: FakeCheckpointStore | None = None,
         past: JobFacts | None = None,
         flush_journal: Callable[[float], Awaitable[bool]] = is_durable,
@@ -203,7 +214,7 @@ class Harness:
         **changes: Any,
     ) -> None:
         self.clock = VirtualClock()
-        self.cluster = cluster or FakeCluster()
+        self.cluster = FakeCluster(cluster) if isinstance(cluster, int) else cluster
         self.cluster.clock = self.clock
         self.store = store or FakeCheckpointStore()
         self.log = EventLog()
@@ -223,6 +234,7 @@ class Harness:
             self.controller = Controller(self.plan, ports, past)
         self.clock.on_idle = self.check_waiters
         self.run = asyncio.ensure_future(self.controller.run())
+        _JOBS.get([]).append(self)
 
     def check_waiters(self) -> None:
         """Fails if a state change did not wake a coroutine that waits for it."""
@@ -234,6 +246,47 @@ class Harness:
             await settle()
             assert self.cluster.step(), "a rank is missing"
         await settle()
+
+    async def trained(self, steps: int) -> Harness:
+        await self.steps(steps)
+        return self
+
+    async def kill(
+        self, worker: int, *cause: str, wait_s: float = 0.0, reported: bool = True
+    ) -> None:
+        self.cluster.kill(worker, *cause, reported=reported)
+        await self.clock.advance(wait_s)
+
+    async def crash(
+        self,
+        worker: int,
+        kind: CrashKind,
+        *error: str,
+        step: int | None = None,
+        wait_s: float = 0.0,
+    ) -> None:
+        self.cluster.crash(worker, kind, *error, step=step)
+        await self.clock.advance(wait_s)
+
+    async def send(self, worker: int, *messages: WorkerMessage, wait_s: float = 0.0) -> None:
+        self.cluster.send(worker, *messages)
+        await self.clock.advance(wait_s)
+
+    async def join(self, node: str | None = None, *, wait_s: float = JOIN_BATCH_S) -> int:
+        """Add a worker, and let the controller wait for others so long."""
+        worker = self.cluster.join(node)
+        await self.clock.advance(wait_s)
+        return worker
+
+    async def stop(self, wait_s: float = 0.0) -> None:
+        self.controller.post_event(StopRequested())
+        await self.clock.advance(wait_s)
+
+    async def fails(self, kind: type[E], match: str | None = None) -> E:
+        """The error that the job has ended with."""
+        with pytest.raises(kind, match=match) as caught:
+            await self.result()
+        return caught.value
 
     async def finish(self) -> JobResult:
         """Run the last step and return the result."""
@@ -251,6 +304,10 @@ class Harness:
         return await self.run
 
     @property
+    def warnings(self) -> str:
+        return "\n".join(warning.text for warning in self.log.of(JobWarning))
+
+    @property
     def states(self) -> list[State]:
         return [event.state for event in self.log.of(StateEntered)]
 
@@ -262,18 +319,15 @@ class Harness:
         return {worker: assign for worker, assign in assigned if assign.generation == generation}
 
 
-AsyncTest = Callable[[Path], Awaitable[None]]
-
-
-def async_test(body: AsyncTest) -> Callable[[Path], None]:
-    """Run an async test in a new event loop."""
-
-    async def bounded(folder: Path) -> None:
-        async with asyncio.timeout(20):
-            await body(folder)
-
-    def test(tmp_path: Path) -> None:
-        asyncio.run(bounded(tmp_path))
-
-    test.__name__ = body.__name__
-    return test
+@asynccontextmanager
+async def finish_jobs() -> AsyncIterator[None]:
+    """Jobs of a test that still run at its end must succeed with their next step."""
+    started: list[Harness] = []
+    token = _JOBS.set(started)
+    try:
+        yield
+        for harness in started:
+            if not harness.run.done():
+                await harness.finish()
+    finally:
+        _JOBS.reset(token)

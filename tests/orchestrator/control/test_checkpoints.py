@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from rayzero.engine.errors import DataError, RayzeroError
-from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.checkpoints import WRITE_RETRY_BACKOFF_S
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.job_events import Checkpointed, CheckpointFailed
 from rayzero.orchestrator.machine import State
 from rayzero.workers.messages import Pinned
 from tests.orchestrator.fake_cluster import FakeCluster
-from tests.orchestrator.support import Harness, async_test, settle
+from tests.orchestrator.support import Harness, settle
 
 DISK_FULL = RayzeroError("the disk is full")
 
@@ -34,7 +31,6 @@ def pinned_steps(harness: Harness) -> set[int]:
     }
 
 
-@async_test
 async def test_pinned_step_is_written_and_unpinned(folder: Path):
     harness = start_job(folder)
     harness.store.keep = 1
@@ -52,7 +48,6 @@ async def test_pinned_step_is_written_and_unpinned(folder: Path):
     assert result.metrics["checkpoints"] == {"written": 3, "failed": 0}
 
 
-@async_test
 async def test_training_continues_during_checkpoint(folder: Path):
     harness = start_job(folder)
     harness.cluster.vaults.may_write.clear()
@@ -62,13 +57,10 @@ async def test_training_continues_during_checkpoint(folder: Path):
     harness.cluster.vaults.may_write.set()
     await settle()
     assert harness.store.steps == [2]
-    await harness.finish()
 
 
-@async_test
 async def test_job_waits_for_last_checkpoint(folder: Path):
-    harness = start_job(folder)
-    await harness.steps(1)
+    harness = await start_job(folder).trained(1)
     harness.cluster.vaults.may_write.clear()
     await settle()
     assert harness.cluster.step(last=True)
@@ -79,7 +71,6 @@ async def test_job_waits_for_last_checkpoint(folder: Path):
     assert (await harness.result()).metrics["checkpoints"]["written"] == 1
 
 
-@async_test
 async def test_failed_write_is_reported_and_retried(folder: Path):
     harness = start_job(folder)
     harness.cluster.vaults.write_errors = [DISK_FULL, DISK_FULL]
@@ -93,7 +84,6 @@ async def test_failed_write_is_reported_and_retried(folder: Path):
     assert (await harness.finish()).metrics["checkpoints"] == {"written": 2, "failed": 2}
 
 
-@async_test
 async def test_checkpoint_is_abandoned_after_retries(folder: Path):
     harness = start_job(folder)
     harness.store.errors = [DISK_FULL] * (len(WRITE_RETRY_BACKOFF_S) + 1)
@@ -104,20 +94,16 @@ async def test_checkpoint_is_abandoned_after_retries(folder: Path):
     assert pinned_steps(harness) == set()
     await harness.steps(1)
     assert harness.store.steps == [4]
-    await harness.finish()
 
 
-@async_test
 async def test_write_of_missing_slot_is_not_retried(folder: Path):
     harness = start_job(folder)
     harness.cluster.vaults.write_errors = [DataError("the slot is gone")]
     await harness.steps(3)
     (event,) = harness.log.of(CheckpointFailed)
     assert (event.step, event.tries, event.again_in_s) == (2, 1, None)
-    await harness.finish()
 
 
-@async_test
 async def test_checkpoint_in_progress_survives_repair(folder: Path):
     harness = start_job(folder)
     harness.cluster.vaults.may_write.clear()
@@ -130,28 +116,22 @@ async def test_checkpoint_in_progress_survives_repair(folder: Path):
     assert harness.store.steps[0] == 2
     await harness.steps(4)
     assert pinned_steps(harness) == set()
-    await harness.finish()
 
 
-@async_test
 async def test_incomplete_pins_of_lost_generation_are_released(folder: Path):
-    harness = Harness(folder, FakeCluster(3), workers={"min": 2, "max": 3})
-    await harness.steps(2)
-    harness.cluster.send(0, Pinned(1, 0, 2, True, 0.0))
-    await settle()
-    harness.cluster.kill(1)
-    await settle()
+    harness = await Harness(folder, 3, workers={"min": 2, "max": 3}).trained(2)
+    await harness.send(0, Pinned(1, 0, 2, True, 0.0))
+    await harness.kill(1)
     assert harness.cluster.vaults.unpinned == []
     await harness.steps(1)
     unpinned = [(node, generation) for node, generation, _ in harness.cluster.vaults.unpinned]
     assert unpinned == [("a", 1)]
-    await harness.finish()
 
 
-@async_test
 async def test_limit_of_a_write_grows_with_its_size(folder: Path):
-    harness = Harness(folder, FakeCluster(2), workers={"min": 2}, checkpoint={"every_steps": 50})
-    await harness.steps(2)
+    harness = await Harness(
+        folder, FakeCluster(2), workers={"min": 2}, checkpoint={"every_steps": 50}
+    ).trained(2)
     harness.cluster.vaults.may_write.clear()
     for rank in range(2):  # at 10 MB/s: 400 s
         harness.cluster.send(rank, Pinned(1, rank, 2, True, 0.0, nbytes=2 * 10**9))
@@ -163,14 +143,11 @@ async def test_limit_of_a_write_grows_with_its_size(folder: Path):
     harness.cluster.vaults.may_write.set()
     await harness.clock.advance(1)
     assert harness.store.steps == [2]
-    await harness.finish()
 
 
-@async_test
 async def test_pinned_steps_are_replicated_to_next_node(folder: Path):
     cluster = FakeCluster(4, node_of=lambda index: "ab"[index // 2])
-    harness = Harness(folder, cluster, workers={"min": 4})
-    await harness.steps(1)
+    harness = await Harness(folder, cluster, workers={"min": 4}).trained(1)
     assert {a.remote for a in harness.assignments.values()} == {True}
     for step in (1, 2):
         for rank in range(4):
@@ -183,14 +160,11 @@ async def test_pinned_steps_are_replicated_to_next_node(folder: Path):
     ]
     assert replicated[:2] == [("b", [(0, 1), (1, 1)]), ("a", [(2, 1), (3, 1)])]
     assert sorted(cluster.vaults.unpinned) == [("a", 1, 1), ("b", 1, 1)]
-    await harness.finish()
 
 
-@async_test
 async def test_lost_node_costs_steps_since_last_replica(folder: Path):
     cluster = FakeCluster(4, node_of=lambda index: "ab"[index // 2])
-    harness = Harness(folder, cluster, workers={"min": 2, "max": 4})
-    await harness.steps(3)
+    harness = await Harness(folder, cluster, workers={"min": 2, "max": 4}).trained(3)
     for rank, process in enumerate(cluster.members):
         assert process.assign is not None
         cluster._mirror(process, process.assign, 3, pin=True)
@@ -206,67 +180,46 @@ async def test_lost_node_costs_steps_since_last_replica(folder: Path):
     assert (result.steps, result.metrics["steps_redone"]) == (4, 2)
 
 
-@async_test
 async def test_stop_writes_checkpoint_after_current_step(folder: Path):
-    harness = start_job(folder, every=100)
-    await harness.steps(6)
-    harness.controller.post_event(machine.StopRequested())
-    await settle()
+    harness = await start_job(folder, every=100).trained(6)
+    await harness.stop()
     assert harness.states[-1] is State.STOPPING
     assert harness.cluster.step()
     await settle()
     assert harness.store.steps == [7]
-    with pytest.raises(JobStoppedError, match="after step 7"):
-        await harness.result()
+    await harness.fails(JobStoppedError, "after step 7")
 
 
-@async_test
 async def test_stop_writes_previous_step_if_current_step_takes_too_long(folder: Path):
-    harness = start_job(folder, every=100, checkpoint={"grace_period_s": 10.0})
-    await harness.steps(6)
-    harness.controller.post_event(machine.StopRequested())
-    await harness.clock.advance(5)
+    harness = await start_job(folder, every=100, checkpoint={"grace_period_s": 10.0}).trained(6)
+    await harness.stop(5)
     assert harness.store.steps == [6]
-    with pytest.raises(JobStoppedError):
-        await harness.result()
+    await harness.fails(JobStoppedError)
 
 
-@async_test
 async def test_lost_worker_during_stop_does_not_prevent_last_checkpoint(folder: Path):
-    harness = start_job(folder, every=100)
-    await harness.steps(6)
-    harness.controller.post_event(machine.StopRequested())
-    await settle()
-    harness.cluster.kill(1)
-    await settle()
+    harness = await start_job(folder, every=100).trained(6)
+    await harness.stop()
+    await harness.kill(1)
     assert harness.store.steps == [6]
-    with pytest.raises(JobStoppedError):
-        await harness.result()
+    await harness.fails(JobStoppedError)
 
 
-@async_test
 async def test_stop_ends_within_grace_period(folder: Path):
-    harness = start_job(folder, every=100, checkpoint={"grace_period_s": 10.0})
-    await harness.steps(6)
+    harness = await start_job(folder, every=100, checkpoint={"grace_period_s": 10.0}).trained(6)
     harness.cluster.vaults.may_write.clear()
-    harness.controller.post_event(machine.StopRequested())
-    await harness.clock.advance(9.9)
+    await harness.stop(9.9)
     assert not harness.run.done()
     await harness.clock.advance(0.1)
-    with pytest.raises(JobStoppedError):
-        await harness.result()
+    await harness.fails(JobStoppedError)
     (event,) = harness.log.of(CheckpointFailed)
     assert event.again_in_s is None
 
 
-@async_test
 async def test_stop_does_not_write_existing_checkpoint_again(folder: Path):
-    harness = start_job(folder, every=3)
-    await harness.steps(2)
-    harness.controller.post_event(machine.StopRequested())
-    await settle()
+    harness = await start_job(folder, every=3).trained(2)
+    await harness.stop()
     assert harness.cluster.step()
     await settle()
     assert harness.store.steps == [3]
-    with pytest.raises(JobStoppedError):
-        await harness.result()
+    await harness.fails(JobStoppedError)

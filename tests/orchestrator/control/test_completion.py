@@ -12,7 +12,7 @@ from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.machine import State
 from rayzero.workers.messages import Finished, Joined, StepReport
 from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster
-from tests.orchestrator.support import Harness, async_test, settle
+from tests.orchestrator.support import Harness, settle
 
 
 def start_job(folder: Path, cluster: FakeCluster, store: FakeCheckpointStore) -> Harness:
@@ -20,20 +20,18 @@ def start_job(folder: Path, cluster: FakeCluster, store: FakeCheckpointStore) ->
     return Harness(folder, cluster, store, steps=6, checkpoint={"every_steps": 5})
 
 
-@async_test
 async def test_missed_last_checkpoint_is_written_from_vaults(folder: Path):
-    harness = start_job(folder, FakeCluster(checkpoint_every=5), FakeCheckpointStore())
-    await harness.steps(5)
+    harness = await start_job(
+        folder, FakeCluster(checkpoint_every=5), FakeCheckpointStore()
+    ).trained(5)
     result = await harness.finish()
     assert harness.store.steps == [5, 6]
     assert result.metrics["checkpoints"] == {"written": 2, "failed": 0}
 
 
-@async_test
 async def test_last_checkpoint_is_written_from_workers_after_vault_was_lost(folder: Path):
     cluster = FakeCluster(checkpoint_every=5)
-    harness = start_job(folder, cluster, FakeCheckpointStore())
-    await harness.steps(5)
+    harness = await start_job(folder, cluster, FakeCheckpointStore()).trained(5)
     cluster.kill_vault("a")
     cluster.step(last=True)
     await settle()
@@ -42,70 +40,55 @@ async def test_last_checkpoint_is_written_from_workers_after_vault_was_lost(fold
     assert harness.store.steps == [5, 6]
 
 
-@async_test
 async def test_last_checkpoint_that_cannot_be_stored_fails_the_job(folder: Path):
     store = FakeCheckpointStore()
-    harness = start_job(folder, FakeCluster(checkpoint_every=5), store)
-    await harness.steps(5)
+    harness = await start_job(folder, FakeCluster(checkpoint_every=5), store).trained(5)
     assert store.steps == [5]
     attempts = len(WRITE_RETRY_BACKOFF_S) + 1
     store.errors = [RayzeroError("the folder is read-only") for _ in range(attempts)]
     harness.cluster.step(last=True)
     await harness.clock.advance(sum(WRITE_RETRY_BACKOFF_S))
-    with pytest.raises(JobFailedError) as failure:
-        await harness.result()
-    assert "training has ended after step 6" in str(failure.value)
-    assert "step 6 is not stored: the folder is read-only" in str(failure.value)
-    assert "the newest one is of step 5 in /runs/job/step-5" in str(failure.value)
+    failure = await harness.fails(JobFailedError)
+    assert "training has ended after step 6" in str(failure)
+    assert "step 6 is not stored: the folder is read-only" in str(failure)
+    assert "the newest one is of step 5 in /runs/job/step-5" in str(failure)
     assert harness.states[-1] is State.FAILED
     assert store.errors == []
 
 
-@async_test
 async def test_state_that_nobody_holds_fails_the_job(folder: Path):
     cluster = FakeCluster(checkpoint_every=5)
-    harness = start_job(folder, cluster, FakeCheckpointStore())
-    await harness.steps(5)
+    harness = await start_job(folder, cluster, FakeCheckpointStore()).trained(5)
     cluster.kill_vault("a")
     for process in cluster.processes.values():
         process.holds_state = False
     cluster.step(last=True)
     await settle()
-    with pytest.raises(JobFailedError, match="no complete copy of its state is left"):
-        await harness.result()
+    await harness.fails(JobFailedError, "no complete copy of its state is left")
 
 
 @pytest.mark.parametrize("mirrors", [True, False])
-def test_last_step_of_job_without_steps_is_stored(tmp_path: Path, mirrors: bool):
+async def test_last_step_of_job_without_steps_is_stored(folder: Path, mirrors: bool):
     """From the vaults, or from the workers if it was not mirrored."""
 
-    @async_test
-    async def run(folder: Path) -> None:
-        cluster = FakeCluster(checkpoint_every=5, mirrors=mirrors)
-        harness = Harness(folder, cluster, checkpoint={"every_steps": 5})
-        await harness.steps(6)
-        await harness.finish()
-        assert harness.store.steps == [5, 7]
-
-    run(tmp_path)
+    cluster = FakeCluster(checkpoint_every=5, mirrors=mirrors)
+    harness = await Harness(folder, cluster, checkpoint={"every_steps": 5}).trained(6)
+    await harness.finish()
+    assert harness.store.steps == [5, 7]
 
 
-@async_test
 async def test_weights_loaded_after_the_last_step_are_not_stored_in_its_place(folder: Path):
     """The function has loaded its best model, and no vault has the last step."""
     cluster = FakeCluster(checkpoint_every=5, mirrors=False)
-    harness = Harness(folder, cluster, checkpoint={"every_steps": 5})
-    await harness.steps(6)
+    harness = await Harness(folder, cluster, checkpoint={"every_steps": 5}).trained(6)
     for process in cluster.processes.values():
         process.memory_step = 3
     cluster.step(last=True)
     await settle()
-    with pytest.raises(JobFailedError, match="step 7 is not stored: no complete copy"):
-        await harness.result()
+    await harness.fails(JobFailedError, "step 7 is not stored: no complete copy")
     assert harness.store.steps == [5]
 
 
-@async_test
 async def test_function_that_returns_at_once_succeeds(folder: Path):
     """The messages of its whole life arrive together."""
     cluster = FakeCluster(auto=False)
@@ -120,18 +103,15 @@ async def test_function_that_returns_at_once_succeeds(folder: Path):
     assert harness.states == [State.STARTING, State.RUNNING, State.SUCCEEDED]
 
 
-@async_test
 async def test_function_without_engine_has_nothing_to_store(folder: Path):
     cluster = FakeCluster()
     for process in cluster.processes.values():
         process.engine = False
-    harness = start_job(folder, cluster, FakeCheckpointStore())
-    await harness.steps(5)
+    harness = await start_job(folder, cluster, FakeCheckpointStore()).trained(5)
     await harness.finish()
     assert harness.store.steps == []
 
 
-@async_test
 async def test_step_that_is_retried_gives_way_to_the_last_one(folder: Path):
     """The end waits for one checkpoint, not for each that is due."""
     store = FakeCheckpointStore()
@@ -144,11 +124,9 @@ async def test_step_that_is_retried_gives_way_to_the_last_one(folder: Path):
     assert store.steps == [6]
 
 
-@async_test
 async def test_checkpoint_is_stored_at_once_after_the_folder_was_removed(folder: Path):
     store = FakeCheckpointStore()
-    harness = start_job(folder, FakeCluster(checkpoint_every=2), store)
-    await harness.steps(3)
+    harness = await start_job(folder, FakeCluster(checkpoint_every=2), store).trained(3)
     assert store.steps == [2]
 
     def find_removed() -> None:
@@ -167,16 +145,13 @@ async def test_checkpoint_is_stored_at_once_after_the_folder_was_removed(folder:
     assert store.steps == [3, 4, 6]
 
 
-@async_test
 async def test_removed_checkpoint_is_not_the_newest_any_more(folder: Path):
     store = FakeCheckpointStore()
-    harness = start_job(folder, FakeCluster(checkpoint_every=5), store)
-    await harness.steps(5)
+    harness = await start_job(folder, FakeCluster(checkpoint_every=5), store).trained(5)
     store.steps.clear()
     attempts = len(WRITE_RETRY_BACKOFF_S) + 1
     store.errors = [RayzeroError("the folder is read-only") for _ in range(2 * attempts)]
     harness.controller.on_folder_removed()
     harness.cluster.step(last=True)
     await harness.clock.advance(2 * sum(WRITE_RETRY_BACKOFF_S))
-    with pytest.raises(JobFailedError, match="there is no other one"):
-        await harness.result()
+    await harness.fails(JobFailedError, "there is no other one")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError, WorkerStartError
@@ -32,7 +30,7 @@ from rayzero.workers.messages import (
     WorkerInfo,
 )
 from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster
-from tests.orchestrator.support import Harness, async_test, settle
+from tests.orchestrator.support import Harness, settle
 
 GRACE_S = CheckpointSpec().grace_period_s
 
@@ -41,7 +39,6 @@ def finished(rank: int, **result: object) -> Finished:
     return Finished(1, rank, result or None, {"tokens": 5}, 1000 + rank)
 
 
-@async_test
 async def test_job_runs_to_summary(folder: Path):
     harness = Harness(folder)
     await settle()
@@ -82,7 +79,6 @@ async def test_job_runs_to_summary(folder: Path):
     assert harness.log.of(WorkersReady) == [WorkersReady(tuple(harness.cluster.initial_workers))]
 
 
-@async_test
 async def test_assignments_have_rank_store_and_vault(folder: Path):
     cluster = FakeCluster(3, node_of=lambda index: "ab"[index % 2])
     harness = Harness(folder, cluster, workers={"min": 3})
@@ -98,65 +94,47 @@ async def test_assignments_have_rank_store_and_vault(folder: Path):
     }
     assert [a.vault for a in assignments] == ["vault-a-1", "vault-a-1", "vault-b-1"]
     assert {a.restore for a in assignments} == {None}
-    harness.controller.post_event(machine.StopRequested())
-    await settle()
 
 
-@async_test
 async def test_job_runs_once_every_rank_has_joined(folder: Path):
     harness = Harness(folder, FakeCluster(auto=False))
     await settle()
-    harness.cluster.send(0, Joined(1, 0))
-    await settle()
+    await harness.send(0, Joined(1, 0))
     assert harness.states == [State.STARTING]
-    harness.cluster.send(1, Joined(1, 1))
-    await settle()
+    await harness.send(1, Joined(1, 1))
     assert harness.states == [State.STARTING, State.RUNNING]
-    harness.controller.post_event(machine.StopRequested())
-    await harness.clock.advance(GRACE_S)
+    await harness.stop(GRACE_S)
 
 
-@async_test
 async def test_user_error_before_first_step_fails_job_with_traceback(folder: Path):
     harness = Harness(folder)
     await settle()
-    harness.cluster.crash(1, "user")
-    await settle()
-    with pytest.raises(JobFailedError, match="in step 1 on rank 1") as caught:
-        await harness.result()
-    assert caught.value.traceback == "the user's frames"
+    await harness.crash(1, "user")
+    caught = await harness.fails(JobFailedError, "in step 1 on rank 1")
+    assert caught.traceback == "the user's frames"
     (fault,) = harness.log.of(FaultDetected)
     assert fault.is_fatal, "the error tells the same"
 
 
-@async_test
 async def test_data_error_before_first_step_fails_job(folder: Path):
     harness = Harness(folder)
     await settle()
-    harness.cluster.crash(0, "data", "'/no/such' does not exist")
-    await settle()
-    with pytest.raises(JobFailedError, match="'/no/such' does not exist"):
-        await harness.result()
+    await harness.crash(0, "data", "'/no/such' does not exist")
+    await harness.fails(JobFailedError, "'/no/such' does not exist")
 
 
-@async_test
 async def test_config_error_of_worker_is_raised(folder: Path):
-    harness = Harness(folder)
-    await harness.steps(3)
-    harness.cluster.crash(0, "config", "the batch sizes disagree")
-    await settle()
-    with pytest.raises(ConfigError, match="disagree"):
-        await harness.result()
+    harness = await Harness(folder).trained(3)
+    await harness.crash(0, "config", "the batch sizes disagree")
+    await harness.fails(ConfigError, "disagree")
 
 
-@async_test
 async def test_missing_resources_fail_job_at_start(folder: Path):
     cluster = FakeCluster()
     cluster.start_error = JobFailedError("no room")
     harness = Harness(folder, cluster)
     await settle()
-    with pytest.raises(JobFailedError, match="no room"):
-        await harness.result()
+    await harness.fails(JobFailedError, "no room")
     assert harness.states == [State.STARTING, State.FAILED]
 
 
@@ -167,28 +145,23 @@ def failed_starts(*workers: int) -> list[WorkerStartError]:
     ]
 
 
-@async_test
 async def test_workers_that_end_while_starting_use_the_fault_budget(folder: Path):
     cluster = FakeCluster()
     cluster.start_failures = failed_starts(7, 8)
-    harness = Harness(folder, cluster, recovery={"max_faults": 2})
-    await harness.steps(1)
+    harness = await Harness(folder, cluster, recovery={"max_faults": 2}).trained(1)
     texts = [f"worker {n} on node host-a was lost before the first step: killed" for n in (7, 8)]
     assert [fault.text for fault in harness.log.of(FaultDetected)] == texts
     assert (await harness.finish()).metrics["faults"] == {"lost": 2}
 
 
-@async_test
 async def test_too_many_failed_starts_fail_the_job(folder: Path):
     cluster = FakeCluster()
     cluster.start_failures = failed_starts(7, 8)
     harness = Harness(folder, cluster, recovery={"max_faults": 1})
     await settle()
-    with pytest.raises(JobFailedError, match=r"(?s)host-a was lost.*before that.*max_faults"):
-        await harness.result()
+    await harness.fails(JobFailedError, r"(?s)host-a was lost.*before that.*max_faults")
 
 
-@async_test
 async def test_stop_unwinds_every_worker(folder: Path):
     harness = Harness(folder, FakeCluster(auto=False))
     await settle()
@@ -196,42 +169,33 @@ async def test_stop_unwinds_every_worker(folder: Path):
         harness.cluster.send(rank, Joined(1, rank))
     await settle()
     harness.controller.post_event(machine.StopRequested())
-    harness.controller.post_event(machine.StopRequested())
-    await settle()
+    await harness.stop()
     stopped = [worker for command, worker in harness.cluster.commands if command == "stop"]
     assert stopped == [0, 1]
     harness.cluster.processes[1].stuck = True
-    harness.cluster.send(0, Stopped(1, 0))
-    await settle()
+    await harness.send(0, Stopped(1, 0))
     assert not harness.run.done()
     harness.cluster.release_stuck(1)
     await settle()
-    with pytest.raises(JobStoppedError, match="after step 0"):
-        await harness.result()
+    await harness.fails(JobStoppedError, "after step 0")
     assert harness.states[-2:] == [State.STOPPING, State.STOPPED]
 
 
-@async_test
 async def test_stop_does_not_wait_forever_for_unresponsive_worker(folder: Path):
     harness = Harness(folder)
     await settle()
     harness.cluster.processes[1].unresponsive = True
-    harness.controller.post_event(machine.StopRequested())
-    await harness.clock.advance(GRACE_S)
-    with pytest.raises(JobStoppedError):
-        await harness.result()
+    await harness.stop(GRACE_S)
+    await harness.fails(JobStoppedError)
 
 
-@async_test
 async def test_stop_waits_for_long_calls(folder: Path):
     """Without checkpoints, too: what the function does at its end belongs to the job."""
     cluster = FakeCluster()
-    harness = Harness(folder, cluster)
-    await harness.steps(1)
+    harness = await Harness(folder, cluster).trained(1)
     for rank in (0, 1):
         cluster.processes[rank].stuck = True
-    harness.controller.post_event(machine.StopRequested())
-    await harness.clock.advance(GRACE_S / 2 - 1)
+    await harness.stop(GRACE_S / 2 - 1)
     assert "fence" not in [command for command, _ in cluster.commands]
     cluster.release_stuck(0)
     await settle()  # rank 1 may wait for rank 0 in a collective
@@ -240,27 +204,21 @@ async def test_stop_waits_for_long_calls(folder: Path):
     assert not harness.run.done()
     cluster.release_stuck(1)
     await settle()
-    with pytest.raises(JobStoppedError):
-        await harness.result()
+    await harness.fails(JobStoppedError)
 
 
-@async_test
 async def test_stop_ends_after_the_grace_period(folder: Path):
     cluster = FakeCluster()
-    harness = Harness(folder, cluster)
-    await harness.steps(1)
+    harness = await Harness(folder, cluster).trained(1)
     cluster.processes[1].stuck = True
-    harness.controller.post_event(machine.StopRequested())
-    await harness.clock.advance(GRACE_S - 0.1)
+    await harness.stop(GRACE_S - 0.1)
     assert not harness.run.done()
     waiting = [warning.text for warning in harness.log.of(JobWarning)]
     assert "(the stop takes at most 30 s, checkpoint.grace_period_s)" in waiting[0]
     await harness.clock.advance(0.1)
-    with pytest.raises(JobStoppedError):
-        await harness.result()
+    await harness.fails(JobStoppedError)
 
 
-@async_test
 async def test_job_that_queues_says_what_it_waits_for(folder: Path):
     cluster = FakeCluster()
     cluster.may_start.clear()
@@ -279,43 +237,31 @@ async def test_job_that_queues_says_what_it_waits_for(folder: Path):
     await harness.steps(1)
 
 
-@async_test
 async def test_stop_while_waiting_for_resources_is_immediate(folder: Path):
     cluster = FakeCluster()
     cluster.may_start.clear()
     harness = Harness(folder, cluster)
     await settle()
-    harness.controller.post_event(machine.StopRequested())
-    await settle()
-    with pytest.raises(JobStoppedError):
-        await harness.result()
+    await harness.stop()
+    await harness.fails(JobStoppedError)
 
 
-@async_test
 async def test_stop_does_not_wait_for_finished_rank(folder: Path):
     harness = Harness(folder)
     await settle()
-    harness.cluster.send(0, finished(0))
-    await settle()
-    harness.controller.post_event(machine.StopRequested())
-    await settle()
-    with pytest.raises(JobStoppedError):
-        await harness.result()
+    await harness.send(0, finished(0))
+    await harness.stop()
+    await harness.fails(JobStoppedError)
 
 
-@async_test
 async def test_messages_of_other_generations_are_ignored(folder: Path):
     harness = Harness(folder)
     await settle()
     harness.cluster.send(0, Crashed(0, 0, "user", 1, "old", ""), Finished(0, 0, None, {}, 1))
-    harness.cluster.send(1, Finished(0, 1, None, {}, 1))
-    await settle()
+    await harness.send(1, Finished(0, 1, None, {}, 1))
     assert not harness.run.done()
-    harness.controller.post_event(machine.StopRequested())
-    await harness.clock.advance(GRACE_S)
 
 
-@async_test
 async def test_internal_error_in_background_task_fails_job(folder: Path):
     cluster = FakeCluster()
 
@@ -325,11 +271,9 @@ async def test_internal_error_in_background_task_fails_job(folder: Path):
     cluster.open_store = broken  # type: ignore[method-assign]
     harness = Harness(folder, cluster)
     await settle()
-    with pytest.raises(JobFailedError, match="rayzero itself failed: KeyError"):
-        await harness.result()
+    await harness.fails(JobFailedError, "rayzero itself failed: KeyError")
 
 
-@async_test
 async def test_job_resumes_from_newest_checkpoint(folder: Path):
     harness = Harness(folder, store=FakeCheckpointStore(20, 40))
     await settle()
@@ -344,7 +288,6 @@ async def test_job_resumes_from_newest_checkpoint(folder: Path):
     assert result.metrics["resumed_from"] == "/runs/job/step-40"
 
 
-@async_test
 async def test_job_with_nothing_left_says_so_before_workers_start_and_at_the_end(folder: Path):
     cluster = FakeCluster()
     cluster.may_start.clear()
@@ -363,7 +306,6 @@ async def test_job_with_nothing_left_says_so_before_workers_start_and_at_the_end
     assert "no step was trained (after 40 steps)" in next(summary_lines(result))
 
 
-@async_test
 async def test_checkpoint_of_another_job_is_not_offered_as_this_jobs(folder: Path):
     store = FakeCheckpointStore()
     harness = Harness(folder, FakeCluster(), store, checkpoint={"resume": "/runs/other"})
@@ -379,7 +321,6 @@ async def test_checkpoint_of_another_job_is_not_offered_as_this_jobs(folder: Pat
     assert metrics["resumed_from"] == "/runs/other/step-40"
 
 
-@async_test
 async def test_rejected_resume_starts_no_worker(folder: Path):
     store = FakeCheckpointStore()
     store.resume_error = ConfigError("there are checkpoints")
@@ -387,11 +328,9 @@ async def test_rejected_resume_starts_no_worker(folder: Path):
     cluster.may_start.clear()
     harness = Harness(folder, cluster, store)
     await settle()
-    with pytest.raises(ConfigError, match="there are checkpoints"):
-        await harness.result()
+    await harness.fails(ConfigError, "there are checkpoints")
 
 
-@async_test
 async def test_offloaded_update_on_few_threads_is_reported(folder: Path):
     """Ten times slower, on a node whose other cores idle."""
     for cpus, gpus, reported in (

@@ -16,7 +16,6 @@ from rayzero.orchestrator.machine import State
 from tests.orchestrator.support import (
     Harness,
     VirtualClock,
-    async_test,
     begun,
     plan,
     reread,
@@ -26,7 +25,6 @@ from tests.orchestrator.support import (
 LIMIT_S = 70.0
 
 
-@async_test
 async def test_adopting_controller_gives_no_number_again(folder: Path):
     """Four controllers in a row are killed after they formed generations. The journal has none of
     them: its disk is written only when it is flushed. The ledger takes each number once."""
@@ -46,10 +44,8 @@ async def test_adopting_controller_gives_no_number_again(folder: Path):
         running.append(harness)
         await harness.steps(2)
         for _ in range(repairs):
-            harness.cluster.kill(max(harness.assignments))
-            await harness.clock.advance(1)
-            harness.cluster.join()
-            await harness.clock.advance(1)
+            await harness.kill(max(harness.assignments), wait_s=1)
+            await harness.join(wait_s=1)
             await harness.steps(1)
         harness.run.cancel()  # no entry is written any more
         await settle()
@@ -62,7 +58,6 @@ async def test_adopting_controller_gives_no_number_again(folder: Path):
     assert given == sorted(set(given))
 
 
-@async_test
 async def test_repairs_do_not_wait_for_failing_store(folder: Path):
     del folder
     events, clock, fails = EventBus(), VirtualClock(), True
@@ -90,7 +85,6 @@ async def test_repairs_do_not_wait_for_failing_store(folder: Path):
         assert events.facts.reserved_generations >= number + RESERVED_GENERATIONS // 2
 
 
-@async_test
 async def test_first_generation_waits_until_its_number_is_durable(folder: Path):
     written = asyncio.Event()
 
@@ -104,4 +98,3 @@ async def test_first_generation_waits_until_its_number_is_durable(folder: Path):
     assert (harness.states, harness.cluster.assigned) == ([State.STARTING], [])
     written.set()
     await harness.steps(1)
-    await harness.finish()

@@ -55,7 +55,7 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.messages import WorkerInfo
-from tests.orchestrator.support import Harness, async_test, begun, plan, reread, settle
+from tests.orchestrator.support import Harness, begun, plan, reread, settle
 
 ENGINE = {
     "train_batch_size": 12,
@@ -85,13 +85,10 @@ def start_journal(
     return events
 
 
-@async_test
 async def test_journal_is_read_back(folder: Path):
     unix = count(200.0, DEFAULT_STEP_INTERVAL_S).__next__
-    harness = Harness(folder, workers={"min": 1, "max": 2}, unix=unix)
-    await harness.steps(3)
-    harness.cluster.kill(1)
-    await harness.clock.advance(1)
+    harness = await Harness(folder, workers={"min": 1, "max": 2}, unix=unix).trained(3)
+    await harness.kill(1, wait_s=1)
     await harness.steps(2)
     history = reread(harness.journal[-1].facts)
     (fault,) = harness.log.of(FaultDetected)
@@ -250,7 +247,6 @@ def test_journal_is_not_written_without_lease(tmp_path: Path):
     assert not has_journal(str(tmp_path))
 
 
-@async_test
 async def test_hanging_disk_does_not_block_controller(folder: Path):
     """The job recovers from a lost worker while all of its writes hang."""
     disk_recovered = threading.Event()
@@ -262,11 +258,9 @@ async def test_hanging_disk_does_not_block_controller(folder: Path):
 
     writer = BackgroundWriter(lambda _: None)
     queue = writer.add_queue("the journal", write, 0.0)
-    harness = Harness(folder, put=queue.put, workers={"min": 1, "max": 2})
-    await harness.steps(3)
+    harness = await Harness(folder, put=queue.put, workers={"min": 1, "max": 2}).trained(3)
     assert hanging.wait(10)
-    harness.cluster.kill(1)
-    await harness.clock.advance(1)
+    await harness.kill(1, wait_s=1)
     await harness.steps(2)
     assert len(harness.log.of(Repaired)) == 1
     await harness.finish()
@@ -360,30 +354,23 @@ def test_run_whose_numbers_are_not_finite_is_read_back(tmp_path: Path):
     assert (facts.step, facts.counters.loss, facts.counters.nonfinite) == (1, None, 1)
 
 
-@async_test
 async def test_adopted_run_keeps_generation_and_fault_budget(folder: Path):
     past, now_s = begun_facts(folder, time.time()), time.time()
     for generation in (4, 5):
         lost = FaultRecorded(replace(FAULT.fault, generation=generation))
         past = past.apply(lost, now_s)
     past = past.apply(running(5, 40), now_s).apply(Checkpointed(42, "f", 1, 0.1, 0.0), now_s)
-    harness = Harness(folder, past=reread(past), recovery={"max_faults": 2})
-    await harness.steps(2)
+    harness = await Harness(folder, past=reread(past), recovery={"max_faults": 2}).trained(2)
     status = harness.controller.status()
     assert (status.generation, status.faults) == (1001, {"lost": 2})
     assert harness.telemetry.snapshot()["generation"] == 1001
-    harness.cluster.kill(1)
-    await harness.clock.advance(5)
-    with pytest.raises(Exception, match="was lost"):
-        await harness.result()
+    await harness.kill(1, wait_s=5)
+    await harness.fails(Exception, "was lost")
 
 
-@async_test
 async def test_page_entries_continue_in_adopted_run(folder: Path):
-    harness = Harness(folder, workers={"min": 1, "max": 2}, unix=lambda: 1e9)
-    await harness.steps(3)
-    harness.cluster.kill(1)
-    await harness.clock.advance(1)
+    harness = await Harness(folder, workers={"min": 1, "max": 2}, unix=lambda: 1e9).trained(3)
+    await harness.kill(1, wait_s=1)
     await harness.steps(2)
     await harness.clock.advance(5)
     await harness.steps(2)
@@ -447,17 +434,14 @@ def test_state_of_earlier_release_has_its_lists(tmp_path: Path):
     assert reread(facts) == facts
 
 
-@async_test
 async def test_clock_that_was_set_back_makes_no_negative_times(folder: Path):
     later_s = time.time() + 3600
     past = begun_facts(folder, later_s).apply(FAULT, later_s).apply(running(1, 12), later_s)
     assert [fault.at_s for fault in past.faults_on_clock(50.0, time.time())] == [50.0]
-    harness = Harness(folder, past=reread(past))
-    await harness.steps(2)
+    harness = await Harness(folder, past=reread(past)).trained(2)
     assert (await harness.finish()).metrics["seconds"] >= 0
 
 
-@async_test
 async def test_counters_continue_in_adopted_run(folder: Path):
     """Over three processes: sums, and the wall time since the first one started."""
     start_s = time.time() - 500
