@@ -247,6 +247,10 @@ class Harness:
             assert self.cluster.step(), "a rank is missing"
         await settle()
 
+    async def started(self) -> Harness:
+        await settle()
+        return self
+
     async def trained(self, steps: int) -> Harness:
         await self.steps(steps)
         return self

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.orchestrator.control.checkpoints import WRITE_RETRY_BACKOFF_S
 from rayzero.orchestrator.errors import JobStoppedError
@@ -39,11 +41,8 @@ async def test_pinned_step_is_written_and_unpinned(folder: Path):
     assert harness.store.prunes == 2
     assert [it["step"] for it in harness.telemetry.snapshot()["checkpoints"]] == [4]
     assert pinned_steps(harness) == set()
-    events = harness.log.of(Checkpointed)
-    assert [(event.step, event.nbytes, event.stopped_s) for event in events] == [
-        (2, 192, 0.01),
-        (4, 192, 0.01),
-    ]
+    events = [(it.step, it.nbytes, it.stopped_s) for it in harness.log.of(Checkpointed)]
+    assert events == [(2, 192, 0.01), (4, 192, 0.01)]
     result = await harness.finish()
     assert result.metrics["checkpoints"] == {"written": 3, "failed": 0}
 
@@ -180,27 +179,26 @@ async def test_lost_node_costs_steps_since_last_replica(folder: Path):
     assert (result.steps, result.metrics["steps_redone"]) == (4, 2)
 
 
-async def test_stop_writes_checkpoint_after_current_step(folder: Path):
-    harness = await start_job(folder, every=100).trained(6)
+@pytest.mark.parametrize(("every", "steps"), [(100, 6), (3, 2)], ids=["none is due", "one is due"])
+async def test_stop_writes_one_checkpoint_after_current_step(folder: Path, every: int, steps: int):
+    harness = await start_job(folder, every=every).trained(steps)
     await harness.stop()
     assert harness.states[-1] is State.STOPPING
     assert harness.cluster.step()
     await settle()
-    assert harness.store.steps == [7]
-    await harness.fails(JobStoppedError, "after step 7")
+    assert harness.store.steps == [steps + 1]
+    await harness.fails(JobStoppedError, f"after step {steps + 1}")
 
 
-async def test_stop_writes_previous_step_if_current_step_takes_too_long(folder: Path):
-    harness = await start_job(folder, every=100, checkpoint={"grace_period_s": 10.0}).trained(6)
-    await harness.stop(5)
-    assert harness.store.steps == [6]
-    await harness.fails(JobStoppedError)
-
-
-async def test_lost_worker_during_stop_does_not_prevent_last_checkpoint(folder: Path):
-    harness = await start_job(folder, every=100).trained(6)
-    await harness.stop()
-    await harness.kill(1)
+@pytest.mark.parametrize("problem", ["a long step", "a lost worker"])
+async def test_stop_writes_previous_step_if_current_step_does_not_end(folder: Path, problem: str):
+    checkpoint = {"grace_period_s": 10.0}
+    harness = await start_job(folder, every=100, checkpoint=checkpoint).trained(6)
+    if problem == "a long step":
+        await harness.stop(5)
+    else:
+        await harness.stop()
+        await harness.kill(1)
     assert harness.store.steps == [6]
     await harness.fails(JobStoppedError)
 
@@ -214,12 +212,3 @@ async def test_stop_ends_within_grace_period(folder: Path):
     await harness.fails(JobStoppedError)
     (event,) = harness.log.of(CheckpointFailed)
     assert event.again_in_s is None
-
-
-async def test_stop_does_not_write_existing_checkpoint_again(folder: Path):
-    harness = await start_job(folder, every=3).trained(2)
-    await harness.stop()
-    assert harness.cluster.step()
-    await settle()
-    assert harness.store.steps == [3]
-    await harness.fails(JobStoppedError)

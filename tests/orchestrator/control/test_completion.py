@@ -20,23 +20,17 @@ def start_job(folder: Path, cluster: FakeCluster, store: FakeCheckpointStore) ->
     return Harness(folder, cluster, store, steps=6, checkpoint={"every_steps": 5})
 
 
-async def test_missed_last_checkpoint_is_written_from_vaults(folder: Path):
-    harness = await start_job(
-        folder, FakeCluster(checkpoint_every=5), FakeCheckpointStore()
-    ).trained(5)
-    result = await harness.finish()
-    assert harness.store.steps == [5, 6]
-    assert result.metrics["checkpoints"] == {"written": 2, "failed": 0}
-
-
-async def test_last_checkpoint_is_written_from_workers_after_vault_was_lost(folder: Path):
+@pytest.mark.parametrize("vault_lost", [False, True])
+async def test_missed_last_checkpoint_is_written(folder: Path, vault_lost: bool):
+    """From the vaults, or from the workers after one was lost."""
     cluster = FakeCluster(checkpoint_every=5)
     harness = await start_job(folder, cluster, FakeCheckpointStore()).trained(5)
-    cluster.kill_vault("a")
+    if vault_lost:
+        cluster.kill_vault("a")
     cluster.step(last=True)
     await settle()
-    await harness.result()
-    assert [name for name, _ in cluster.commands].count("salvage") == 2
+    assert (await harness.result()).metrics["checkpoints"] == {"written": 2, "failed": 0}
+    assert [name for name, _ in cluster.commands].count("salvage") == 2 * vault_lost
     assert harness.store.steps == [5, 6]
 
 
@@ -56,17 +50,6 @@ async def test_last_checkpoint_that_cannot_be_stored_fails_the_job(folder: Path)
     assert store.errors == []
 
 
-async def test_state_that_nobody_holds_fails_the_job(folder: Path):
-    cluster = FakeCluster(checkpoint_every=5)
-    harness = await start_job(folder, cluster, FakeCheckpointStore()).trained(5)
-    cluster.kill_vault("a")
-    for process in cluster.processes.values():
-        process.holds_state = False
-    cluster.step(last=True)
-    await settle()
-    await harness.fails(JobFailedError, "no complete copy of its state is left")
-
-
 @pytest.mark.parametrize("mirrors", [True, False])
 async def test_last_step_of_job_without_steps_is_stored(folder: Path, mirrors: bool):
     """From the vaults, or from the workers if it was not mirrored."""
@@ -77,23 +60,24 @@ async def test_last_step_of_job_without_steps_is_stored(folder: Path, mirrors: b
     assert harness.store.steps == [5, 7]
 
 
-async def test_weights_loaded_after_the_last_step_are_not_stored_in_its_place(folder: Path):
-    """The function has loaded its best model, and no vault has the last step."""
+@pytest.mark.parametrize("memory", ["no state", "another step"])
+async def test_state_that_nobody_holds_fails_the_job(folder: Path, memory: str):
+    """No vault has the last step; the function may have loaded its best model."""
     cluster = FakeCluster(checkpoint_every=5, mirrors=False)
     harness = await Harness(folder, cluster, checkpoint={"every_steps": 5}).trained(6)
     for process in cluster.processes.values():
+        process.holds_state = memory != "no state"
         process.memory_step = 3
     cluster.step(last=True)
     await settle()
-    await harness.fails(JobFailedError, "step 7 is not stored: no complete copy")
+    await harness.fails(JobFailedError, "step 7 is not stored: no complete copy of its state is l")
     assert harness.store.steps == [5]
 
 
 async def test_function_that_returns_at_once_succeeds(folder: Path):
     """The messages of its whole life arrive together."""
     cluster = FakeCluster(auto=False)
-    harness = Harness(folder, cluster)
-    await settle()
+    harness = await Harness(folder, cluster).started()
     for rank in range(2):
         report = StepReport(1, rank, 1, {}, {"step_s": 0.1})
         cluster.send(rank, Joined(1, rank), report, Finished(1, rank, {}, {}, 1))

@@ -17,6 +17,11 @@ from tests.orchestrator.fake_cluster import FakeCluster
 from tests.orchestrator.support import Harness, settle
 
 
+async def drain(harness: Harness) -> None:
+    harness.cluster.draining = frozenset({"b"})
+    await harness.clock.advance(DRAIN_POLL_INTERVAL_S)
+
+
 async def test_new_workers_join_in_batch_at_step_boundary(folder: Path):
     harness = await Harness(folder, workers={"min": 2, "max": 4}).trained(3)
     await harness.join(wait_s=JOIN_BATCH_S / 2)
@@ -93,8 +98,7 @@ async def test_replacement_on_a_gpu_waits_for_the_lost_process(folder: Path):
     assert [worker for worker, _, _ in cluster.replaced] == [1]
     await harness.clock.advance(15)
     assert [worker for worker, _, _ in cluster.replaced] == [1, 2], "nothing ends that one"
-    warnings = [warning.text for warning in harness.log.of(JobWarning)]
-    assert any("was killed, and still runs" in text for text in warnings)
+    assert "was killed, and still runs" in harness.warnings
 
 
 async def test_lost_spare_is_replaced_without_repair(folder: Path):
@@ -151,8 +155,7 @@ async def test_workers_of_draining_node_are_replaced_before_it_is_lost(folder: P
     harness = await Harness(
         folder, cluster, workers={"min": 2, "max": 4}, recovery={"max_faults": 0}
     ).trained(3)
-    cluster.draining = frozenset({"b"})
-    await harness.clock.advance(DRAIN_POLL_INTERVAL_S)
+    await drain(harness)
     assert harness.states[-1] is State.RESIZING
     await harness.steps(1)
     assert sorted(harness.assignments) == [0, 1]
@@ -162,8 +165,7 @@ async def test_workers_of_draining_node_are_replaced_before_it_is_lost(folder: P
     await harness.steps(1)
     (resized,) = harness.log.of(Resized)
     assert resized.reason == "a node is draining"
-    warnings = [warning.text for warning in harness.log.of(JobWarning)]
-    assert any("node host-b is draining" in text for text in warnings)
+    assert "node host-b is draining" in harness.warnings
     assert (await harness.finish()).metrics["faults"] == {}
 
 
@@ -172,8 +174,7 @@ async def test_worker_lost_on_draining_node_does_not_count_as_fault(folder: Path
     harness = await Harness(
         folder, cluster, workers={"min": 2, "max": 3}, recovery={"max_faults": 0}
     ).trained(3)
-    cluster.draining = frozenset({"b"})
-    await harness.clock.advance(DRAIN_POLL_INTERVAL_S)
+    await drain(harness)
     cluster.kill(2)  # before the current step has ended
     await settle()
     assert harness.states[-1] is State.RUNNING
@@ -183,8 +184,7 @@ async def test_worker_lost_on_draining_node_does_not_count_as_fault(folder: Path
 async def test_draining_node_is_used_until_replacements_are_ready(folder: Path):
     cluster = FakeCluster(2, node_of=lambda index: "ab"[index])
     harness = await Harness(folder, cluster).trained(1)
-    cluster.draining = frozenset({"b"})
-    await harness.clock.advance(DRAIN_POLL_INTERVAL_S)
+    await drain(harness)
     assert harness.states[-1] is State.RUNNING
     await harness.join("a")
     await harness.steps(1)
@@ -200,19 +200,14 @@ async def test_job_without_engine_is_never_resized(folder: Path):
     assert harness.states[-1] is State.RUNNING
 
 
-async def test_finishing_job_is_not_resized(folder: Path):
+@pytest.mark.parametrize("drains", [False, True])
+async def test_finishing_job_is_not_resized(folder: Path, drains: bool):
     harness = await Harness(folder, workers={"min": 2, "max": 4}).trained(1)
-    await harness.join(wait_s=0)
+    await harness.join(wait_s=JOIN_BATCH_S if drains else 0)
+    assert (harness.states[-1] is State.RESIZING) == drains
     assert harness.cluster.step(last=True)
     await harness.clock.advance(10)
     assert (await harness.result()).steps == 2
-
-
-async def test_job_that_finishes_during_drain(folder: Path):
-    harness = await Harness(folder, workers={"min": 2, "max": 4}).trained(1)
-    await harness.join()
-    assert harness.states[-1] is State.RESIZING
-    assert (await harness.finish()).steps == 2
 
 
 async def test_worker_lost_during_drain(folder: Path):
@@ -225,23 +220,16 @@ async def test_worker_lost_during_drain(folder: Path):
     assert harness.cluster.processes[3].retired, "its function was called as rank 3 of 4"
 
 
-async def test_new_worker_lost_before_resize(folder: Path):
+@pytest.mark.parametrize("when", ["before", "during"])
+async def test_new_worker_lost_before_or_during_resize(folder: Path, when: str):
     harness = await Harness(folder, workers={"min": 2, "max": 3}).trained(1)
-    newcomer = harness.cluster.join()
-    await settle()
+    newcomer = await harness.join(wait_s=0 if when == "before" else JOIN_BATCH_S)
+    if when == "during":
+        harness.cluster.auto = False
+        assert harness.cluster.step()
+        await settle()
+        harness.cluster.auto = True
     await harness.kill(newcomer, wait_s=JOIN_BATCH_S)
-    assert harness.states[-1] is State.RUNNING
-
-
-async def test_new_worker_lost_during_resize(folder: Path):
-    harness = await Harness(folder, workers={"min": 2, "max": 3}).trained(1)
-    newcomer = harness.cluster.join()
-    await harness.clock.advance(JOIN_BATCH_S)
-    harness.cluster.auto = False
-    assert harness.cluster.step()
-    await settle()
-    harness.cluster.auto = True
-    await harness.kill(newcomer)
     assert harness.states[-1] is State.RUNNING
     assert sorted(harness.assignments) == [0, 1]
 
@@ -256,34 +244,25 @@ async def test_new_worker_that_fails_to_start_is_reported(folder: Path):
     await harness.fails(JobStoppedError)
 
 
-async def test_unused_vault_is_kept_until_a_newer_step_is_complete_without_it(folder: Path):
+@pytest.mark.parametrize("mirrors", [True, False])
+async def test_unused_vault_is_closed_once_a_newer_step_is_complete_without_it(
+    folder: Path, mirrors: bool
+):
     """A step may take a minute, and a mirror be due after several."""
-    cluster = FakeCluster(3, node_of=lambda index: "aab"[index], mirrors=False)
+    cluster = FakeCluster(3, node_of=lambda index: "aab"[index], mirrors=mirrors)
     harness = await Harness(folder, cluster, workers={"min": 2, "max": 3}).trained(3)
-    cluster.draining = frozenset({"b"})
-    await harness.clock.advance(DRAIN_POLL_INTERVAL_S)
+    await drain(harness)
     await harness.steps(2)
     assert sorted(harness.assignments) == [0, 1]
-    for _ in range(2):
-        await harness.clock.advance(CLOSE_UNUSED_AFTER_S)
-        await harness.steps(1)
-        assert cluster.vaults.closed == []  # it holds a part of the newest complete step
-    cluster.mirrors = True
-    await harness.steps(2)
-    await harness.clock.advance(CLOSE_UNUSED_AFTER_S)
-    await harness.steps(1)
-    assert cluster.vaults.closed == ["b"]
-
-
-async def test_unused_vault_is_closed_after_timeout(folder: Path):
-    cluster = FakeCluster(3, node_of=lambda index: "aab"[index])
-    harness = await Harness(folder, cluster, workers={"min": 2, "max": 3}).trained(3)
-    cluster.draining = frozenset({"b"})
-    await harness.clock.advance(DRAIN_POLL_INTERVAL_S)
-    await harness.steps(2)
-    assert sorted(harness.assignments) == [0, 1]
+    if not mirrors:
+        for _ in range(2):
+            await harness.clock.advance(CLOSE_UNUSED_AFTER_S)
+            await harness.steps(1)
+            assert cluster.vaults.closed == []  # it holds a part of the newest complete step
+        cluster.mirrors = True
+        await harness.steps(2)
     assert cluster.vaults.closed == []
     await harness.clock.advance(CLOSE_UNUSED_AFTER_S)
     await harness.steps(1)
     assert cluster.vaults.closed == ["b"]
-    assert not any("vault" in warning.text for warning in harness.log.of(JobWarning))
+    assert "vault" not in harness.warnings

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job_events import FaultDetected, JobWarning
 from rayzero.orchestrator.machine import State
@@ -11,7 +13,9 @@ from rayzero.workers.messages import Finished
 from tests.orchestrator.support import Harness, settle
 
 
-async def test_survivors_in_a_long_call_are_waited_for(folder: Path):
+@pytest.mark.parametrize("stays", [False, True])
+async def test_survivors_in_a_long_call_are_waited_for(folder: Path, stays: bool):
+    """Those that stay are killed and replaced."""
     harness = await Harness(folder, 3, workers={"min": 1, "max": 3}).trained(3)
     cluster = harness.cluster
     for worker in (1, 2):
@@ -21,34 +25,26 @@ async def test_survivors_in_a_long_call_are_waited_for(folder: Path):
     assert harness.states[-1] is State.RECOVERING
     reports = [w.text for w in harness.log.of(JobWarning) if "to leave" in w.text]
     assert len(reports) == 3  # after 5, 10 and 20 s
-    waiting = reports[0]
-    assert "waiting since 6 s for rank 1 on node host-a (pid 101) to leave" in waiting
-    assert "recovery.hang_timeout_s" in waiting
-    for worker in (1, 2):
-        cluster.release_stuck(worker)
-    await settle()
-    assert sorted(harness.assignments) == [1, 2]
-    assert [worker for name, worker in cluster.commands if name == "kill"] == [0]
-    assert (await harness.finish()).metrics["steps_redone"] == 0
-
-
-async def test_survivors_that_stay_are_killed_and_replaced(folder: Path):
-    harness = await Harness(folder, 3, workers={"min": 1, "max": 3}).trained(3)
-    cluster = harness.cluster
-    for worker in (1, 2):
-        cluster.processes[worker].stuck = True
-        cluster.send_heartbeat(worker)
-    await harness.kill(0, wait_s=59)
-    assert harness.states[-1] is State.RECOVERING
-    await harness.clock.advance(3)
-    assert sorted(worker for name, worker in cluster.commands if name == "kill") == [0, 1, 2]
-    assert sorted(worker for worker, _, _ in cluster.replaced) == [0, 1, 2]
-    for _ in range(3):
-        cluster.join()
-    await harness.clock.advance(1)
-    result = await harness.finish()
-    assert result.metrics["faults"] == {"hang": 2, "lost": 1}
-    assert result.metrics["steps_redone"] == 0
+    assert "since 6 s for rank 1 on node host-a (pid 101) to leave" in reports[0]
+    assert "recovery.hang_timeout_s" in reports[0]
+    if stays:
+        await harness.clock.advance(34)
+        assert harness.states[-1] is State.RECOVERING
+        await harness.clock.advance(3)
+        assert sorted(worker for worker, _, _ in cluster.replaced) == [0, 1, 2]
+        for _ in range(3):
+            cluster.join()
+        await harness.clock.advance(1)
+    else:
+        for worker in (1, 2):
+            cluster.release_stuck(worker)
+        await settle()
+        assert sorted(harness.assignments) == [1, 2]
+    killed = sorted(worker for name, worker in cluster.commands if name == "kill")
+    assert killed == ([0, 1, 2] if stays else [0])
+    metrics = (await harness.finish()).metrics
+    assert metrics["steps_redone"] == 0
+    assert metrics["faults"] == ({"hang": 2, "lost": 1} if stays else {"lost": 1})
 
 
 async def test_survivor_that_stays_does_not_take_the_others_with_it(folder: Path):

@@ -93,8 +93,7 @@ async def test_first_generation_waits_until_its_number_is_durable(folder: Path):
         await written.wait()
         return True
 
-    harness = Harness(folder, flush_journal=flush)
-    await settle()
+    harness = await Harness(folder, flush_journal=flush).started()
     assert (harness.states, harness.cluster.assigned) == ([State.STARTING], [])
     written.set()
     await harness.steps(1)

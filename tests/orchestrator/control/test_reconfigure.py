@@ -230,8 +230,7 @@ async def test_replacement_starts_after_repair_and_joins_at_step_boundary(folder
 @pytest.mark.parametrize("when", ["assigned", "joined"])
 async def test_worker_lost_while_first_generation_forms(folder: Path, when: str):
     cluster = FakeCluster(3, auto=False)
-    harness = Harness(folder, cluster, workers=TWO_OF_THREE)
-    await settle()
+    harness = await Harness(folder, cluster, workers=TWO_OF_THREE).started()
     if when == "joined":
         cluster.send(0, Joined(1, 0))
     cluster.auto = True
