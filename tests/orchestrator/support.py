@@ -16,10 +16,13 @@ from unittest.mock import patch
 
 import pytest
 
+from rayzero.engine.checkpoint.writer import write_rank_file
+from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
 from rayzero.engine.redact import redact_document
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator.aio import ChangeNotifier
 from rayzero.orchestrator.background_writer import BackgroundWriter
+from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.control import context
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
@@ -37,6 +40,7 @@ from rayzero.orchestrator.journal.files import JournalFiles
 from rayzero.orchestrator.machine import State, StopRequested
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan, make_plan
+from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.orchestrator.results import JobResult
 from rayzero.orchestrator.spec import JobSpec
 from rayzero.workers.messages import Assignment, CrashKind, WorkerMessage
@@ -321,6 +325,38 @@ class Harness:
         generation = max(assign.generation for _, assign in self.cluster.assigned)
         assigned = self.cluster.assigned
         return {worker: assign for worker, assign in assigned if assign.generation == generation}
+
+
+TABLE = BlockIndex(
+    {"weights/w": LogicalTensor("F32", (4,))}, (TensorRange("weights/w", 0, 4, 0),), 16
+)
+
+
+class StoreInFolder:
+    """A checkpoint store in a folder, with its warnings."""
+
+    def __init__(self, folder: Path, *, adopting: bool = False, **checkpoint: Any) -> None:
+        self.warnings: list[str] = []
+        settings = {"path": str(folder), **checkpoint}
+        self.store = CheckpointStore(
+            plan(folder, checkpoint=settings), self.warnings.append, adopting=adopting
+        )
+
+    def save(self, *steps: int) -> None:
+        for step in steps:
+            file = write_rank_file(
+                self.store.folder(step),
+                0,
+                TABLE,
+                {"step": step},
+                memoryview(bytearray(16)),
+                generation=1,
+                world_size=1,
+            )
+            asyncio.run(self.store.commit(step, 1, [file]))
+
+    def resume_point(self) -> CheckpointRef | None:
+        return asyncio.run(self.store.resolve_resume())
 
 
 @asynccontextmanager

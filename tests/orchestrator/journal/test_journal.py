@@ -144,44 +144,16 @@ WORKER_FIELDS = {"index": 1, "node_id": "n", "node": "n", "ip": "i", "pid": 7}
 def test_journal_of_earlier_release_is_read_and_continued(tmp_path: Path):
     """Segments of releases without a state file."""
     spec = to_document(plan(tmp_path).spec)
+    began = {"kind": "begun", "spec": spec, "working_dir": "/w", "by_value": False}
+    counted = {"seconds": {"productive": 60.0}}
+    moved = {"kind": "moved", "state": "running", "generation": 3, "world_size": 2, "step": 40}
+    fault = {"kind": "fault", "cause": "lost", "rank": 1, "step": 41, "generation": 3, "detail": ""}
     first = [
-        {
-            "kind": "begun",
-            "adopted": False,
-            "run": "1",
-            "spec": spec,
-            "working_dir": "/w",
-            "by_value": False,
-        },
-        {
-            "kind": "moved",
-            "state": "running",
-            "generation": 3,
-            "world_size": 2,
-            "step": 40,
-            "counted": {"seconds": {"productive": 60.0}},
-        },
-        {
-            "kind": "fault",
-            "cause": "lost",
-            "worker": WORKER_FIELDS,
-            "rank": 1,
-            "step": 41,
-            "generation": 3,
-            "detail": "",
-        },
+        began | {"adopted": False, "run": "1"},
+        moved | {"counted": counted},
+        fault | {"worker": WORKER_FIELDS},
     ]
-    second = [
-        {
-            "kind": "begun",
-            "adopted": True,
-            "run": "2",
-            "spec": spec,
-            "working_dir": "/w",
-            "by_value": False,
-        },
-        {"kind": "step", "step": 75},
-    ]
+    second = [began | {"adopted": True, "run": "2"}, {"kind": "step", "step": 75}]
     folder = tmp_path / "journal"
     folder.mkdir()
     for number, entries in enumerate((first, second), 1):
