@@ -225,7 +225,7 @@ async def test_missed_last_checkpoint_is_written(folder: Path, vault_lost: bool)
     cluster = FakeCluster(checkpoint_every=5)
     harness = await start_ending_job(folder, cluster, FakeCheckpointStore()).trained(5)
     if vault_lost:
-        cluster.kill_vault("a")
+        cluster.vaults.kill("a")
     cluster.step(last=True)
     await settle()
     assert (await harness.result()).metrics["checkpoints"] == {"written": 2, "failed": 0}

@@ -51,6 +51,7 @@ async def test_survivor_that_stays_does_not_take_the_others_with_it(folder: Path
     harness = await Harness(folder, 4, workers={"min": 2, "max": 4}).trained(3)
     harness.cluster.processes[1].stuck = True
     harness.cluster.send_heartbeat(1)
+    harness.cluster.delays["kill"] = 80  # the next generation waits until both are dead
     await harness.kill(0, wait_s=62)
     assert ("kill", 1) in harness.cluster.commands
     assert sorted(harness.assignments) == [2, 3]

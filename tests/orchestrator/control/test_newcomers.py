@@ -20,7 +20,6 @@ async def train_with_newcomer(folder: Path, most: int = 3, **settings: object) -
     await harness.steps(3)
     await harness.join()
     ahead = harness.cluster.processes[2].ahead
-    assert ahead is not None
     assert (ahead.rank, ahead.world_size, ahead.restore) == (2, 3, None)
     await harness.steps(2)
     assert harness.states[-1] is State.RUNNING

@@ -126,7 +126,7 @@ class ControllerStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.cluster.vaults.by_node))
     @rule(data=st.data(), turns=TURNS)
     def kill_vault(self, data: st.DataObject, turns: int) -> None:
-        self.cluster.kill_vault(data.draw(st.sampled_from(sorted(self.cluster.vaults.by_node))))
+        self.cluster.vaults.kill(data.draw(st.sampled_from(sorted(self.cluster.vaults.by_node))))
         self.run_turns(turns)
 
     @precondition(lambda self: len(self.live_nodes()) > 1)

@@ -161,7 +161,6 @@ def test_journal_of_earlier_release_is_read_and_continued(tmp_path: Path):
         (folder / f"{number:06d}-0123abcd.jsonl").write_text(lines)
     assert has_journal(str(tmp_path))
     history = read_journal(str(tmp_path))
-    assert history is not None
     assert (history.step, history.generation, history.adoptions) == (75, 3, 1)
     assert [fault.cause for fault in history.faults] == ["lost"]
     updates: list[JournalUpdate] = []
@@ -170,7 +169,6 @@ def test_journal_of_earlier_release_is_read_and_continued(tmp_path: Path):
     events.emit(StepRecord(80, 2, 3, None, 0.0, 0.5, {}))
     JournalFiles(str(tmp_path)).write(updates)
     continued = read_journal(str(tmp_path))
-    assert continued is not None
     assert (continued.step, continued.run) == (80, "2")
     assert continued.counters.seconds == history.counters.seconds == {"productive": 60.0}
 
@@ -190,7 +188,6 @@ def test_journal_is_state_file_and_event_list(tmp_path: Path):
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
     assert [json.loads(line)["kind"] for line in lines] == ["begun", "moved"]
     history = read_journal(str(tmp_path))
-    assert history is not None
     assert (history.step, history.working_dir) == (5002, "/w")
     assert read_journal(str(tmp_path / "other")) is None
     assert not has_journal(str(tmp_path / "other"))
@@ -394,7 +391,6 @@ def test_state_of_earlier_release_has_its_lists(tmp_path: Path):
     state |= {"entries": entries, "fault_entries": [fault], "counters": counters}
     (tmp_path / "job.json").write_text(json.dumps(state))
     facts = read_journal(str(tmp_path))
-    assert facts is not None
     assert (facts.counters.done, facts.counters.seconds) == (11, {"productive": 60.0})
     assert [(it.generation, it.world_size) for it in facts.generations] == [(1, 2), (2, 2), (2, 1)]
     assert [it.text.partition(" was")[0] for it in facts.seen_faults] == [

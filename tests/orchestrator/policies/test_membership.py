@@ -56,7 +56,6 @@ def test_selection(
     workers: str, limits: WorkerLimits, members: list[int], displaced: list[int], surplus: list[int]
 ):
     selection = select(workers, limits)
-    assert selection is not None
     assert indices(selection.members) == members
     assert indices(selection.displaced) == displaced
     assert indices(selection.surplus) == surplus
@@ -92,7 +91,6 @@ def test_selection_is_within_limits_and_stable(
     if len(workers) < min_workers:
         assert selection is None
         return
-    assert selection is not None
     assert min_workers <= len(selection.members) <= limits.max
     released = {*indices(selection.displaced), *indices(selection.surplus)}
     assert not released & selection.indices
@@ -103,5 +101,4 @@ def test_selection_is_within_limits_and_stable(
         if index not in released
     ]
     repeated = select_members(ready, limits, selection.indices, draining)
-    assert repeated is not None
     assert repeated.members == selection.members
