@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,3 +47,10 @@ async def test_outage_shorter_than_the_limit_is_waited_for(folder: Path):
 async def test_longer_outage_fails_the_job(folder: Path):
     with pytest.raises(JobFailedError, match=r"has succeeded, .* for 60 s: .*Read-only"):
         await save(folder, outage_s=100, limit_s=60)
+
+
+def test_summary_is_written_atomically(tmp_path: Path):
+    result = JobResult("job", {"job": "job", "steps": 3}, tmp_path / "summary.json")
+    write_summary(result)
+    assert json.loads(result.summary_path.read_text()) == result.metrics
+    assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]

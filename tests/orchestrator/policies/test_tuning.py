@@ -57,12 +57,8 @@ def test_measured_peaks_bound_sizes_and_stages():
 def test_out_of_memory_is_a_result_after_which_sizes_shrink():
     tuner = Tuner(AutotuningConfig(min_train_micro_batch_size_per_gpu=2), facts())
     run = {0: full, 2: lambda it: full(it) if it.micro_batch > 4 else good(it)}
-    assert tried(tuner, lambda it: run[it.stage](it)) == [
-        "z0-mbs2",
-        "z2-mbs2",
-        "z2-mbs4",
-        "z2-mbs8",
-    ]
+    names = ["z0-mbs2", "z2-mbs2", "z2-mbs4", "z2-mbs8"]
+    assert tried(tuner, lambda it: run[it.stage](it)) == names
     assert tuner.best.candidate == Candidate(2, 4)
     assert [it.out_of_memory for it in tuner.results] == [True, False, False, True]
 
