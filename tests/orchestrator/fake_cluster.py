@@ -55,7 +55,6 @@ from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.records import ConnectionLost, SlotInfo, SlotRef, VaultGoneError
 
 WorkerOutput = list[WorkerMessage] | WorkerLostError
-NodeOfWorker = Callable[[int], str]
 
 
 @dataclass
@@ -103,7 +102,7 @@ class FakeCluster:
     """A WorkerGroup; `vaults` is the VaultGroup.
 
     Args:
-        size: number of initial workers.
+        workers: number of initial workers; or their nodes, which have names of one letter.
         auto: whether workers join and load automatically; otherwise the test sends the messages.
         mirrors: whether finished steps are mirrored to the vaults.
         checkpoint_every: steps between pinned steps for checkpoints; 0: never.
@@ -111,14 +110,12 @@ class FakeCluster:
 
     def __init__(
         self,
-        size: int = 2,
-        node_of: NodeOfWorker = lambda _: "a",
+        workers: int | str = 2,
         *,
         auto: bool = True,
         mirrors: bool = True,
         checkpoint_every: int = 0,
     ) -> None:
-        self.node_of = node_of
         self.auto = auto
         self.mirrors = mirrors
         self.checkpoint_every = checkpoint_every
@@ -145,21 +142,21 @@ class FakeCluster:
         self.messages: asyncio.Queue[tuple[int, WorkerOutput]] = asyncio.Queue()
         self.tasks: set[asyncio.Task[None]] = set()  # commands in progress
         self.next_poll_s = 0.0  # when the next empty poll replies are due
-        self.initial_workers = [self.add_process() for _ in range(size)]
+        nodes = workers if isinstance(workers, str) else "a" * workers
+        self.initial_workers = [self.add_process(node) for node in nodes]
         self.delays: dict[str, int] = {}  # turns of the event loop that commands take, by name
         self.vaults = FakeVaultGroup(self)
         self.clock: Clock = Clock()  # the harness replaces it
 
     # Methods for tests.
 
-    def add_process(self, node: str | None = None) -> WorkerInfo:
+    def add_process(self, node: str) -> WorkerInfo:
         index = len(self.processes)
-        node = node or self.node_of(index)
         info = WorkerInfo(index, node, f"host-{node}", f"10.0.0.{index}", 100 + index)
         self.processes[index] = FakeProcess(info)
         return info
 
-    def join(self, node: str | None = None) -> int:
+    def join(self, node: str = "a") -> int:
         """Add a worker that becomes ready after the initial ones, and return its index."""
         info = self.add_process(node)
         self.joining.put_nowait(info)
@@ -215,11 +212,7 @@ class FakeCluster:
             self._post(process, WorkerLostError(cause))
 
     def crash(
-        self,
-        worker: int,
-        kind: CrashKind,
-        error: str = "ValueError: hole",
-        step: int | None = None,
+        self, worker: int, kind: CrashKind, error: str = "ValueError: hole", step: int | None = None
     ) -> None:
         """Raise an exception from a worker's function."""
         process = self.processes[worker]

@@ -157,6 +157,7 @@ class EventLog:
 
 
 def plan(folder: Path, **changes: Any) -> JobPlan:
+    """`workers`: also (least, most)."""
     document = {
         "name": "job",
         "entrypoint": "m:f",
@@ -164,6 +165,8 @@ def plan(folder: Path, **changes: Any) -> JobPlan:
         "checkpoint": {"path": str(folder)},
         "recovery": {"hang_timeout_s": 60.0},
     }
+    if isinstance(limits := changes.get("workers"), tuple):
+        changes["workers"] = {"min": limits[0], "max": limits[1]}
     for key, value in changes.items():
         default = document.get(key)
         document[key] = default | value if isinstance(default, dict) else value
@@ -209,7 +212,7 @@ class Harness:
     def __init__(
         self,
         folder: Path,
-        cluster: FakeCluster | int = 2,
+        cluster: FakeCluster | int | str = 2,
         store: FakeCheckpointStore | None = None,
         past: JobFacts | None = None,
         flush_journal: Callable[[float], Awaitable[bool]] = is_durable,
@@ -218,7 +221,7 @@ class Harness:
         **changes: Any,
     ) -> None:
         self.clock = VirtualClock()
-        self.cluster = FakeCluster(cluster) if isinstance(cluster, int) else cluster
+        self.cluster = cluster if isinstance(cluster, FakeCluster) else FakeCluster(cluster)
         self.cluster.clock = self.clock
         self.store = store or FakeCheckpointStore()
         self.log = EventLog()
@@ -280,7 +283,7 @@ class Harness:
         self.cluster.send(worker, *messages)
         await self.clock.advance(wait_s)
 
-    async def join(self, node: str | None = None, *, wait_s: float = JOIN_BATCH_S) -> int:
+    async def join(self, node: str = "a", *, wait_s: float = JOIN_BATCH_S) -> int:
         """Add a worker, and let the controller wait for others so long."""
         worker = self.cluster.join(node)
         await self.clock.advance(wait_s)
@@ -318,6 +321,11 @@ class Harness:
     @property
     def states(self) -> list[State]:
         return [event.state for event in self.log.of(StateEntered)]
+
+    @property
+    def running(self) -> list[int] | None:
+        """The members, while they train."""
+        return sorted(self.assignments) if self.states[-1] is State.RUNNING else None
 
     @property
     def assignments(self) -> dict[int, Assignment]:

@@ -33,9 +33,7 @@ def test_resume_auto_selects_newest_checkpoint(tmp_path: Path):
     )
 
 
-def test_damaged_and_incomplete_checkpoints_are_skipped(
-    tmp_path: Path,
-):
+def test_damaged_and_incomplete_checkpoints_are_skipped(tmp_path: Path):
     folder_store = StoreInFolder(tmp_path)
     folder_store.save(10, 20)
     (data,) = (tmp_path / "job" / "step-20").glob("rank-*")

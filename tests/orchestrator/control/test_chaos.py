@@ -14,8 +14,7 @@ from tests.orchestrator.support import Harness, settle
 
 
 def start_job(folder: Path, *faults: str, **changes: object) -> Harness:
-    cluster = FakeCluster(4, node_of=lambda index: "ab"[index // 2])
-    return Harness(folder, cluster, workers={"min": 2, "max": 4}, faults=list(faults), **changes)
+    return Harness(folder, "aabb", workers=(2, 4), faults=list(faults), **changes)
 
 
 def fired_faults(folder: Path) -> list[str]:
@@ -115,44 +114,26 @@ async def test_impossible_fault_is_rejected_and_nothing_is_scheduled(
     assert harness.cluster.injected == []
 
 
-async def test_file_is_torn_after_checkpoint_is_written(folder: Path):
-    class DiskStore(FakeCheckpointStore):
-        def folder(self, step: int) -> str:
-            return str(folder / f"step-{step}")
-
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+async def test_file_on_a_disk_is_torn_after_checkpoint_is_written(folder: Path, place: str):
+    root = str(folder) if place == "disk" else "s3://bucket/job"
+    store = FakeCheckpointStore()
+    store.folder = lambda step: f"{root}/step-{step}"  # type: ignore[method-assign]
     path = folder / "step-4" / "rank-1"
     path.parent.mkdir()
     path.write_bytes(b"abc")
-    harness = await Harness(
-        folder,
-        FakeCluster(3, checkpoint_every=2),
-        DiskStore(),
-        workers={"min": 3},
-        checkpoint={"every_steps": 2},
-        faults=['tear_file(step=3, rank=1, how="cut")'],
-    ).trained(3)
+    fault = 'tear_file(step=3, rank=1, how="cut")'
+    settings = {"checkpoint": {"every_steps": 2}, "faults": [fault]}
+    harness = Harness(folder, FakeCluster(3, checkpoint_every=2), store, workers=(3, 3), **settings)
+    await harness.steps(3)
     assert path.read_bytes() == b"abc"
     await harness.steps(2)
-    assert path.read_bytes() == b"a"
-    assert FaultRecord(folder / "job").read() == (
-        FaultFired(1, 4, 'tear_file(step=3, rank=1, how="cut")'),
-    )
-
-
-async def test_file_in_object_store_cannot_be_torn(folder: Path):
-    class BucketStore(FakeCheckpointStore):
-        def folder(self, step: int) -> str:
-            return f"s3://bucket/job/step-{step}"
-
-    harness = await Harness(
-        folder,
-        FakeCluster(2, checkpoint_every=2),
-        BucketStore(),
-        checkpoint={"every_steps": 2},
-        faults=["tear_file(step=1, rank=0)"],
-    ).trained(5)
-    assert fired_faults(folder) == []
-    assert harness.warnings.count("s3://bucket/job/step-2 is not on a local or mounted disk") == 1
+    if place == "disk":
+        assert path.read_bytes() == b"a"
+        assert FaultRecord(folder / "job").read() == (FaultFired(1, 4, fault),)
+    else:
+        assert fired_faults(folder) == []
+        assert harness.warnings.count(f"{root}/step-4 is not on a local or mounted disk") == 1
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -164,10 +145,7 @@ async def test_fault_record_of_earlier_run_applies_only_to_resumed_run(folder: P
     record.add(FaultFired(1, 9, str(parse_fault("kill(rank=1, step=9)"))))
 
     harness = Harness(
-        folder,
-        FakeCluster(2),
-        FakeCheckpointStore(20) if resumed else FakeCheckpointStore(),
-        faults=[fault],
+        folder, 2, FakeCheckpointStore(20) if resumed else FakeCheckpointStore(), faults=[fault]
     )
     await settle()
     assert fired_faults(folder) == ([fault] if resumed else [])

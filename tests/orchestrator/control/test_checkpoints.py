@@ -21,7 +21,7 @@ DISK_FULL = RayzeroError("the disk is full")
 def start_job(folder: Path, every: int = 2, **changes: object) -> Harness:
     checkpoint = {"every_steps": every} | dict(changes.pop("checkpoint", {}))  # type: ignore[call-overload]
     cluster = FakeCluster(3, checkpoint_every=every)
-    return Harness(folder, cluster, workers={"min": 2, "max": 3}, checkpoint=checkpoint, **changes)
+    return Harness(folder, cluster, workers=(2, 3), checkpoint=checkpoint, **changes)
 
 
 def pinned_steps(harness: Harness) -> set[int]:
@@ -118,7 +118,7 @@ async def test_checkpoint_in_progress_survives_repair(folder: Path):
 
 
 async def test_incomplete_pins_of_lost_generation_are_released(folder: Path):
-    harness = await Harness(folder, 3, workers={"min": 2, "max": 3}).trained(2)
+    harness = await Harness(folder, 3, workers=(2, 3)).trained(2)
     await harness.send(0, Pinned(1, 0, 2, True, 0.0))
     await harness.kill(1)
     assert harness.cluster.vaults.unpinned == []
@@ -128,9 +128,7 @@ async def test_incomplete_pins_of_lost_generation_are_released(folder: Path):
 
 
 async def test_limit_of_a_write_grows_with_its_size(folder: Path):
-    harness = await Harness(
-        folder, FakeCluster(2), workers={"min": 2}, checkpoint={"every_steps": 50}
-    ).trained(2)
+    harness = await Harness(folder, 2, workers=(2, 2), checkpoint={"every_steps": 50}).trained(2)
     harness.cluster.vaults.may_write.clear()
     for rank in range(2):  # at 10 MB/s: 400 s
         harness.cluster.send(rank, Pinned(1, rank, 2, True, 0.0, nbytes=2 * 10**9))
@@ -145,31 +143,29 @@ async def test_limit_of_a_write_grows_with_its_size(folder: Path):
 
 
 async def test_pinned_steps_are_replicated_to_next_node(folder: Path):
-    cluster = FakeCluster(4, node_of=lambda index: "ab"[index // 2])
-    harness = await Harness(folder, cluster, workers={"min": 4}).trained(1)
+    harness = await Harness(folder, "aabb", workers=(4, 4)).trained(1)
     assert {a.remote for a in harness.assignments.values()} == {True}
     for step in (1, 2):
         for rank in range(4):
-            cluster.send(rank, Pinned(1, rank, step, False, 0.0))
+            harness.cluster.send(rank, Pinned(1, rank, step, False, 0.0))
         await settle()
         await harness.steps(1)
     replicated = [
         (node, [(slot.rank, slot.step) for slot in slots])
-        for node, slots in cluster.vaults.replicated
+        for node, slots in harness.cluster.vaults.replicated
     ]
     assert replicated[:2] == [("b", [(0, 1), (1, 1)]), ("a", [(2, 1), (3, 1)])]
-    assert sorted(cluster.vaults.unpinned) == [("a", 1, 1), ("b", 1, 1)]
+    assert sorted(harness.cluster.vaults.unpinned) == [("a", 1, 1), ("b", 1, 1)]
 
 
 async def test_lost_node_costs_steps_since_last_replica(folder: Path):
-    cluster = FakeCluster(4, node_of=lambda index: "ab"[index // 2])
-    harness = await Harness(folder, cluster, workers={"min": 2, "max": 4}).trained(3)
-    for rank, process in enumerate(cluster.members):
+    harness = await Harness(folder, "aabb", workers=(2, 4)).trained(3)
+    for rank, process in enumerate(harness.cluster.members):
         assert process.assign is not None
-        cluster._mirror(process, process.assign, 3, pin=True)
-        cluster.send(process.info.index, Pinned(1, rank, 3, False, 0.0))
+        harness.cluster._mirror(process, process.assign, 3, pin=True)
+        harness.cluster.send(process.info.index, Pinned(1, rank, 3, False, 0.0))
     await harness.steps(2)
-    cluster.lose_node("b")
+    harness.cluster.lose_node("b")
     await settle()
     restores = [a.restore for a in harness.assignments.values()]
     assert {restore.step for restore in restores if restore} == {3}

@@ -82,8 +82,7 @@ async def test_job_runs_to_summary(folder: Path):
 
 
 async def test_assignments_have_rank_store_and_vault(folder: Path):
-    cluster = FakeCluster(3, node_of=lambda index: "ab"[index % 2])
-    harness = await Harness(folder, cluster, workers={"min": 3}).started()
+    harness = await Harness(folder, "aba", workers=(3, 3)).started()
     assignments = [harness.assignments[worker] for worker in (0, 2, 1)]  # ordered by node
     ranks = [(a.rank, a.local_rank, a.local_world_size) for a in assignments]
     assert ranks == [(0, 0, 2), (1, 1, 2), (2, 0, 1)]

@@ -23,7 +23,7 @@ async def drain(harness: Harness) -> None:
 
 
 async def test_new_workers_join_in_batch_at_step_boundary(folder: Path):
-    harness = await Harness(folder, workers={"min": 2, "max": 4}).trained(3)
+    harness = await Harness(folder, workers=(2, 4)).trained(3)
     await harness.join(wait_s=JOIN_BATCH_S / 2)
     await harness.join()
     assert harness.states[-1] is State.RESIZING
@@ -33,7 +33,7 @@ async def test_new_workers_join_in_batch_at_step_boundary(folder: Path):
     (resized,) = harness.log.of(Resized)
     assert (resized.reason, resized.step) == ("from 2 to 4 workers", 4)
     assert list(resized.seconds) == [
-        *("drain", "select_step", "select_members", "rendezvous", "load", "recompute"),
+        *("drain", "select_step", "select_members", "rendezvous", "load", "recompute")
     ]
     result = await harness.finish()
     assert (result.steps, result.metrics["steps_redone"]) == (6, 0)
@@ -41,20 +41,17 @@ async def test_new_workers_join_in_batch_at_step_boundary(folder: Path):
 
 
 async def test_spare_replaces_lost_worker(folder: Path):
-    harness = await Harness(
-        folder, FakeCluster(3), workers={"min": 2, "max": 2, "spares": 1}
-    ).trained(3)
+    harness = await Harness(folder, 3, workers={"min": 2, "max": 2, "spares": 1}).trained(3)
     assert harness.plan.resources.max_workers == 3
     assert sorted(harness.assignments) == [0, 1]
     await harness.kill(0)
-    assert harness.states[-2:] == [State.RECOVERING, State.RUNNING]
-    assert sorted(harness.assignments) == [1, 2]
+    assert harness.running == [1, 2]
     assert {a.world_size for a in harness.assignments.values()} == {2}
 
 
 async def test_only_ranks_that_divide_the_step_train(folder: Path):
     """Trainer's step of 4 micro-batches: after a loss 2 of 3 train, and 4 with a replacement."""
-    harness = await Harness(folder, 4, workers={"min": 2, "max": 4}).trained(2)
+    harness = await Harness(folder, 4, workers=(2, 4)).trained(2)
     cluster = harness.cluster
     cluster.send(0, StepDivided(harness.assignments[0].generation, 0, 4))
     await harness.steps(1)
@@ -73,7 +70,7 @@ async def test_only_ranks_that_divide_the_step_train(folder: Path):
 
 
 async def test_workers_that_can_never_train_are_told(folder: Path):
-    harness = await Harness(folder, 2, workers={"min": 2, "max": 4}).trained(1)
+    harness = await Harness(folder, 2, workers=(2, 4)).trained(1)
     harness.cluster.send(0, StepDivided(harness.assignments[0].generation, 0, 2))
     await harness.steps(1)
     (warning,) = harness.log.of(JobWarning)
@@ -103,7 +100,7 @@ async def test_replacement_on_a_gpu_waits_for_the_lost_process(folder: Path):
 
 async def test_lost_spare_is_replaced_without_repair(folder: Path):
     harness = await Harness(
-        folder, FakeCluster(3), workers={"min": 2, "spares": 1}, recovery={"max_faults": 0}
+        folder, 3, workers={"min": 2, "spares": 1}, recovery={"max_faults": 0}
     ).trained(3)
     await harness.kill(2)
     assert harness.states[-1] is State.RUNNING
@@ -114,7 +111,7 @@ async def test_lost_spare_is_replaced_without_repair(folder: Path):
 
 
 async def test_scaling_down_releases_workers_after_resize(folder: Path):
-    harness = await Harness(folder, 4, workers={"min": 2, "max": 4}).trained(2)
+    harness = await Harness(folder, 4, workers=(2, 4)).trained(2)
     assert harness.controller.scale(2, 2) == "job: 2 workers wanted; it has 4"
     await settle()
     assert harness.cluster.resized == [(2, 2)]
@@ -151,16 +148,13 @@ async def test_scaling_to_invalid_world_size_is_rejected(folder: Path):
 
 
 async def test_workers_of_draining_node_are_replaced_before_it_is_lost(folder: Path):
-    cluster = FakeCluster(4, node_of=lambda index: "ab"[index // 2])
-    harness = await Harness(
-        folder, cluster, workers={"min": 2, "max": 4}, recovery={"max_faults": 0}
-    ).trained(3)
+    harness = await Harness(folder, "aabb", workers=(2, 4), recovery={"max_faults": 0}).trained(3)
     await drain(harness)
     assert harness.states[-1] is State.RESIZING
     await harness.steps(1)
     assert sorted(harness.assignments) == [0, 1]
-    assert cluster.replaced == [(2, 0.0, ("b",)), (3, 0.0, ("b",))]
-    cluster.lose_node("b")
+    assert harness.cluster.replaced == [(2, 0.0, ("b",)), (3, 0.0, ("b",))]
+    harness.cluster.lose_node("b")
     await settle()
     await harness.steps(1)
     (resized,) = harness.log.of(Resized)
@@ -170,20 +164,16 @@ async def test_workers_of_draining_node_are_replaced_before_it_is_lost(folder: P
 
 
 async def test_worker_lost_on_draining_node_does_not_count_as_fault(folder: Path):
-    cluster = FakeCluster(3, node_of=lambda index: "aab"[index])
-    harness = await Harness(
-        folder, cluster, workers={"min": 2, "max": 3}, recovery={"max_faults": 0}
-    ).trained(3)
+    harness = await Harness(folder, "aab", workers=(2, 3), recovery={"max_faults": 0}).trained(3)
     await drain(harness)
-    cluster.kill(2)  # before the current step has ended
+    harness.cluster.kill(2)  # before the current step has ended
     await settle()
     assert harness.states[-1] is State.RUNNING
     assert (await harness.finish()).metrics["faults"] == {"preempted": 1}
 
 
 async def test_draining_node_is_used_until_replacements_are_ready(folder: Path):
-    cluster = FakeCluster(2, node_of=lambda index: "ab"[index])
-    harness = await Harness(folder, cluster).trained(1)
+    harness = await Harness(folder, "ab").trained(1)
     await drain(harness)
     assert harness.states[-1] is State.RUNNING
     await harness.join("a")
@@ -195,14 +185,14 @@ async def test_job_without_engine_is_never_resized(folder: Path):
     cluster = FakeCluster(2)
     for process in cluster.processes.values():
         process.engine = False
-    harness = await Harness(folder, cluster, workers={"min": 2, "max": 4}).trained(2)
+    harness = await Harness(folder, cluster, workers=(2, 4)).trained(2)
     await harness.join(wait_s=10)
     assert harness.states[-1] is State.RUNNING
 
 
 @pytest.mark.parametrize("drains", [False, True])
 async def test_finishing_job_is_not_resized(folder: Path, drains: bool):
-    harness = await Harness(folder, workers={"min": 2, "max": 4}).trained(1)
+    harness = await Harness(folder, workers=(2, 4)).trained(1)
     await harness.join(wait_s=JOIN_BATCH_S if drains else 0)
     assert (harness.states[-1] is State.RESIZING) == drains
     assert harness.cluster.step(last=True)
@@ -211,18 +201,17 @@ async def test_finishing_job_is_not_resized(folder: Path, drains: bool):
 
 
 async def test_worker_lost_during_drain(folder: Path):
-    harness = await Harness(folder, 3, workers={"min": 2, "max": 5}).trained(3)
+    harness = await Harness(folder, 3, workers=(2, 5)).trained(3)
     await harness.join()
     assert harness.states[-1] is State.RESIZING
     await harness.kill(1)
-    assert harness.states[-2:] == [State.RECOVERING, State.RUNNING]
-    assert sorted(harness.assignments) == [0, 2]
+    assert harness.running == [0, 2]
     assert harness.cluster.processes[3].retired, "its function was called as rank 3 of 4"
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
 async def test_new_worker_lost_before_or_during_resize(folder: Path, when: str):
-    harness = await Harness(folder, workers={"min": 2, "max": 3}).trained(1)
+    harness = await Harness(folder, workers=(2, 3)).trained(1)
     newcomer = await harness.join(wait_s=0 if when == "before" else JOIN_BATCH_S)
     if when == "during":
         harness.cluster.auto = False
@@ -230,12 +219,11 @@ async def test_new_worker_lost_before_or_during_resize(folder: Path, when: str):
         await settle()
         harness.cluster.auto = True
     await harness.kill(newcomer, wait_s=JOIN_BATCH_S)
-    assert harness.states[-1] is State.RUNNING
-    assert sorted(harness.assignments) == [0, 1]
+    assert harness.running == [0, 1]
 
 
 async def test_new_worker_that_fails_to_start_is_reported(folder: Path):
-    harness = await Harness(folder, workers={"min": 2, "max": 3}).trained(1)
+    harness = await Harness(folder, workers=(2, 3)).trained(1)
     harness.cluster.joining.put_nowait(WorkerLostError("a worker did not start: no torch"))
     await harness.join(wait_s=0)
     assert any("no torch" in warning.text for warning in harness.log.of(JobWarning))
@@ -249,8 +237,8 @@ async def test_unused_vault_is_closed_once_a_newer_step_is_complete_without_it(
     folder: Path, mirrors: bool
 ):
     """A step may take a minute, and a mirror be due after several."""
-    cluster = FakeCluster(3, node_of=lambda index: "aab"[index], mirrors=mirrors)
-    harness = await Harness(folder, cluster, workers={"min": 2, "max": 3}).trained(3)
+    cluster = FakeCluster("aab", mirrors=mirrors)
+    harness = await Harness(folder, cluster, workers=(2, 3)).trained(3)
     await drain(harness)
     await harness.steps(2)
     assert sorted(harness.assignments) == [0, 1]

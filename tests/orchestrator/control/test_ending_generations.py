@@ -16,7 +16,7 @@ from tests.orchestrator.support import Harness, settle
 @pytest.mark.parametrize("stays", [False, True])
 async def test_survivors_in_a_long_call_are_waited_for(folder: Path, stays: bool):
     """Those that stay are killed and replaced."""
-    harness = await Harness(folder, 3, workers={"min": 1, "max": 3}).trained(3)
+    harness = await Harness(folder, 3, workers=(1, 3)).trained(3)
     cluster = harness.cluster
     for worker in (1, 2):
         cluster.processes[worker].stuck = True
@@ -48,7 +48,7 @@ async def test_survivors_in_a_long_call_are_waited_for(folder: Path, stays: bool
 
 
 async def test_survivor_that_stays_does_not_take_the_others_with_it(folder: Path):
-    harness = await Harness(folder, 4, workers={"min": 2, "max": 4}).trained(3)
+    harness = await Harness(folder, 4, workers=(2, 4)).trained(3)
     harness.cluster.processes[1].stuck = True
     harness.cluster.send_heartbeat(1)
     harness.cluster.delays["kill"] = 80  # the next generation waits until both are dead
@@ -60,7 +60,7 @@ async def test_survivor_that_stays_does_not_take_the_others_with_it(folder: Path
 
 async def test_replacement_may_take_four_measured_first_steps(folder: Path):
     """Not `workers.start_timeout_s`: the job has shown how long its processes compile."""
-    harness = Harness(folder, 2, workers={"min": 2, "max": 2})
+    harness = Harness(folder, 2, workers=(2, 2))
     cluster = harness.cluster
     await harness.clock.advance(20)
     await harness.steps(1)
@@ -80,7 +80,7 @@ async def test_replacement_may_take_four_measured_first_steps(folder: Path):
 
 async def test_rank_that_stays_after_a_drain_is_killed(folder: Path):
     """It caught the exception that ends its generation, and waits for ranks that have left."""
-    harness = await Harness(folder, 2, workers={"min": 1, "max": 3}).trained(1)
+    harness = await Harness(folder, 2, workers=(1, 3)).trained(1)
     cluster = harness.cluster
     await harness.join(wait_s=1)
     assert harness.states[-1] is State.RESIZING
@@ -94,7 +94,7 @@ async def test_rank_that_stays_after_a_drain_is_killed(folder: Path):
 
 
 async def test_rank_that_returns_early_is_named(folder: Path):
-    harness = await Harness(folder, 2, workers={"min": 2}).trained(2)
+    harness = await Harness(folder, 2, workers=(2, 2)).trained(2)
     cluster = harness.cluster
     for attempt, worker in enumerate((0, 2)):
         generation = harness.assignments[worker].generation

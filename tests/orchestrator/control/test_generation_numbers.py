@@ -13,14 +13,7 @@ from rayzero.orchestrator.control.generation import GenerationNumbers
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.facts import RESERVED_GENERATIONS, EventBus, JobFacts
 from rayzero.orchestrator.machine import State
-from tests.orchestrator.support import (
-    Harness,
-    VirtualClock,
-    begun,
-    plan,
-    reread,
-    settle,
-)
+from tests.orchestrator.support import Harness, VirtualClock, begun, plan, reread, settle
 
 LIMIT_S = 70.0
 
@@ -28,7 +21,7 @@ LIMIT_S = 70.0
 async def test_adopting_controller_gives_no_number_again(folder: Path):
     """Four controllers in a row are killed after they formed generations. The journal has none of
     them: its disk is written only when it is flushed. The ledger takes each number once."""
-    job = plan(folder, workers={"min": 1, "max": 2})
+    job = plan(folder, workers=(1, 2))
     durable = JobFacts().apply(begun(job), time.time())  # lost before its first generation
     given: list[int] = []
     for repairs in (0, 1, 3, 0):

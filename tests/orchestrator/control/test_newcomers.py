@@ -8,7 +8,6 @@ from rayzero.orchestrator.control.elastic import JOIN_BATCH_S
 from rayzero.orchestrator.job_events import FaultDetected, JobWarning
 from rayzero.orchestrator.machine import State
 from rayzero.workers.messages import Finished
-from tests.orchestrator.fake_cluster import FakeCluster
 from tests.orchestrator.support import Harness, settle
 
 
@@ -99,24 +98,22 @@ async def test_new_function_whose_rank_a_fault_has_taken_is_called_again(folder:
 
 async def test_new_function_continues_in_the_place_of_a_lost_one(folder: Path):
     """It was called as rank 1 of 2, on its way to its engine, when rank 1 was lost."""
-    cluster = FakeCluster(2, node_of=lambda index: "abcd"[index])
-    harness = Harness(folder, cluster, workers={"min": 2, "max": 2})
-    cluster.prepares = False
+    harness = Harness(folder, "ab", workers=(2, 2))
+    harness.cluster.prepares = False
     await harness.steps(3)
-    cluster.draining = frozenset({"b"})
+    harness.cluster.draining = frozenset({"b"})
     await harness.join("c", wait_s=3)
-    assert cluster.processes[2].ahead is not None
+    assert harness.cluster.processes[2].ahead is not None
     await harness.kill(1)
     assert {worker: it.rank for worker, it in harness.assignments.items()} == {0: 0, 2: 1}
-    assert cluster.processes[2].retired is False
+    assert harness.cluster.processes[2].retired is False
 
 
 async def test_function_is_not_called_ahead_of_a_generation_without_survivors(folder: Path):
-    cluster = FakeCluster(1, node_of=lambda index: "ab"[index])
-    harness = await Harness(folder, cluster, workers={"min": 1, "max": 1}).trained(2)
-    cluster.draining = frozenset({"a"})
+    harness = await Harness(folder, 1, workers=(1, 1)).trained(2)
+    harness.cluster.draining = frozenset({"a"})
     await harness.join("b", wait_s=3)
-    assert cluster.processes[1].ahead is None
+    assert harness.cluster.processes[1].ahead is None
     await harness.steps(1)
     assert {it.survivors_stay for it in harness.assignments.values()} == {False}
     assert sorted(harness.assignments) == [1]

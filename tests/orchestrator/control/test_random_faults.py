@@ -48,7 +48,7 @@ class ControllerStateMachine(RuleBasedStateMachine):
         reconfigure.LARGE_JOB_WORKERS = large_job_workers
 
         async def start() -> Harness:
-            cluster = FakeCluster(size, lambda index: "ab"[index % 2], checkpoint_every=every)
+            cluster = FakeCluster("abab"[:size], checkpoint_every=every)
             cluster.other_nodes = "abc"
             return Harness(
                 Path(self.folder.name),
@@ -153,11 +153,7 @@ class ControllerStateMachine(RuleBasedStateMachine):
         self.run_turns(turns)
 
     @precondition(lambda self: bool(self.live_workers()))
-    @rule(
-        data=st.data(),
-        defect=st.sampled_from(["delayed", "unresponsive", "stuck"]),
-        turns=TURNS,
-    )
+    @rule(data=st.data(), defect=st.sampled_from(["delayed", "unresponsive", "stuck"]), turns=TURNS)
     def impair_worker(self, data: st.DataObject, defect: str, turns: int) -> None:
         process = self.cluster.processes[data.draw(st.sampled_from(self.live_workers()))]
         impair(process, defect)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,12 +31,9 @@ from rayzero.workers.vault.records import SlotInfo
 from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster
 from tests.orchestrator.support import Harness, settle
 
-TWO_OF_THREE = {"min": 2, "max": 3}
 
-
-def start_three(folder: Path, **changes: object) -> Harness:
-    workers = TWO_OF_THREE | dict(changes.pop("workers", {}))  # type: ignore[call-overload]
-    return Harness(folder, 3, workers=workers, **changes)
+def start_three(folder: Path, least: int = 2, **changes: Any) -> Harness:
+    return Harness(folder, 3, workers=(least, 3), **changes)
 
 
 @pytest.mark.parametrize("started", [1, 3])
@@ -44,7 +42,7 @@ async def test_functions_that_do_not_continue_are_called_in_new_processes(
 ):
     """The job waits for all that start in its reservations, not only for the least number: one
     that came later would make all begin again; but not longer than they need."""
-    harness = await start_three(folder, workers={"min": 1}).trained(3)
+    harness = await start_three(folder, least=1).trained(3)
     cluster = harness.cluster
     harness.controller._context.registry.start_s = 5.0
     cluster.leaving, cluster.auto = {0, 1}, False
@@ -68,7 +66,7 @@ async def test_functions_that_do_not_continue_are_called_in_new_processes(
 
 async def test_functions_are_told_what_the_ones_before_have_done(folder: Path):
     """By the lowest rank whose notes are of the restored step."""
-    harness = await start_three(folder, workers={"min": 1}).trained(3)
+    harness = await start_three(folder, least=1).trained(3)
     cluster = harness.cluster
     cluster.leaving = {0, 1, 2}
     cluster.processes[0].notes = Notes(4, b"of a step that is lost")
@@ -81,7 +79,7 @@ async def test_functions_are_told_what_the_ones_before_have_done(folder: Path):
 
 async def test_functions_bound_to_their_ranks_wait_for_the_lost_one(folder: Path):
     """They would have to be called again with fewer; so they are if no worker comes."""
-    harness = start_three(folder, workers={"min": 1})
+    harness = start_three(folder, least=1)
     cluster, registry = harness.cluster, harness.controller._context.registry
     cluster.bound = True
     await harness.steps(3)
@@ -116,7 +114,7 @@ async def test_rank_of_a_lost_worker_is_its_replacements(folder: Path):
 async def test_job_goes_on_without_a_new_worker_whose_function_fails(folder: Path, least: int):
     """Also with fewer than `workers.min`. The next fault tries again."""
 
-    harness = await start_three(folder, workers={"min": least}).trained(3)
+    harness = await start_three(folder, least).trained(3)
     cluster = harness.cluster
     await harness.kill(1)
     if least == 2:
@@ -129,8 +127,7 @@ async def test_job_goes_on_without_a_new_worker_whose_function_fails(folder: Pat
         step += 1
     assert sorted(harness.assignments) == [0, 2, 3]
     await harness.crash(3, "user", "ZeroDivisionError: division by zero", step=step + 1)
-    assert harness.states[-1] is State.RUNNING
-    assert sorted(harness.assignments) == [0, 2]
+    assert harness.running == [0, 2]
     assert not cluster.processes[3].alive
     assert "the job continues without rank 1, whose function failed" in harness.warnings
     assert [it.cause for it in harness.log.of(FaultDetected)] == ["lost", "newcomer"]
@@ -149,8 +146,7 @@ async def test_job_goes_on_without_a_new_worker_whose_function_fails(folder: Pat
 async def test_survivors_of_lost_worker_continue_at_last_step_without_delay(folder: Path):
     harness = await start_three(folder).trained(7)
     await harness.kill(1)
-    assert harness.states[-2:] == [State.RECOVERING, State.RUNNING]
-    assert sorted(harness.assignments) == [0, 2]
+    assert harness.running == [0, 2]
     for assign in harness.assignments.values():
         assert (assign.generation, assign.world_size) == (2, 2)
         assert assign.restore.step == 7
@@ -162,7 +158,7 @@ async def test_survivors_of_lost_worker_continue_at_last_step_without_delay(fold
     assert (repaired.world_size_before, repaired.world_size) == (3, 2)
     assert repaired.lost == ("rank 1 on node host-a (pid 101)",)
     assert list(repaired.seconds) == [
-        *("detect", "fence", "select_step", "select_members", "rendezvous", "load", "recompute"),
+        *("detect", "fence", "select_step", "select_members", "rendezvous", "load", "recompute")
     ]
     assert repaired.total_s == 0
     result = await harness.finish()
@@ -189,7 +185,7 @@ async def test_two_lost_workers_in_quick_succession(
 ):
     # In a large job, forming a generation takes several turns of the event loop.
     monkeypatch.setattr(reconfigure, "LARGE_JOB_WORKERS", 1)
-    harness = await start_three(folder, workers={"min": 1}).trained(2)
+    harness = await start_three(folder, least=1).trained(2)
     harness.cluster.kill(1)
     await run_turns(turns)
     await harness.kill(2)
@@ -219,7 +215,7 @@ async def test_replacement_starts_after_repair_and_joins_at_step_boundary(folder
 @pytest.mark.parametrize("when", ["assigned", "joined"])
 async def test_worker_lost_while_first_generation_forms(folder: Path, when: str):
     cluster = FakeCluster(3, auto=False)
-    harness = await Harness(folder, cluster, workers=TWO_OF_THREE).started()
+    harness = await Harness(folder, cluster, workers=(2, 3)).started()
     if when == "joined":
         cluster.send(0, Joined(1, 0))
     cluster.auto = True
@@ -231,7 +227,7 @@ async def test_worker_lost_while_first_generation_forms(folder: Path, when: str)
 
 @pytest.mark.parametrize("when", ["fenced", "joined"])
 async def test_second_lost_worker_restarts_recovery(folder: Path, when: str):
-    harness = await Harness(folder, 4, workers={"min": 2, "max": 4}).trained(5)
+    harness = await Harness(folder, 4, workers=(2, 4)).trained(5)
     cluster = harness.cluster
     cluster.processes[3].stuck = when == "fenced"
     cluster.auto = when == "fenced"
@@ -271,8 +267,7 @@ async def test_worker_lost_after_other_workers_finished(folder: Path):
         process.assign = None
     await settle()
     await harness.kill(2, wait_s=1)
-    assert harness.states[-1] is State.RUNNING
-    assert sorted(harness.assignments) == [3, 4]  # the functions of 0 and 1 have returned
+    assert harness.running == [3, 4]  # the functions of 0 and 1 have returned
 
 
 async def test_finished_worker_that_dies_is_no_fault(folder: Path):
@@ -338,14 +333,14 @@ async def test_device_that_is_found_broken_after_a_fence_is_lost(folder: Path):
 async def test_worker_unresponsive_to_assignment_is_lost(folder: Path):
     cluster = FakeCluster(3)
     cluster.processes[1].unresponsive = True
-    harness = Harness(folder, cluster, workers=TWO_OF_THREE)
+    harness = Harness(folder, cluster, workers=(2, 3))
     await harness.clock.advance(15)  # a quarter of recovery.hang_timeout_s
     assert ("kill", 1) in cluster.commands
     assert sorted(harness.assignments) == [3, 4, 5]
 
 
 async def test_user_error_is_retried_once_per_step(folder: Path):
-    harness = await start_three(folder, workers={"min": 1}).trained(4)
+    harness = await start_three(folder, least=1).trained(4)
     await harness.crash(1, "user", "ValueError: at 0x0")
     assert sorted(harness.assignments) == [0, 2]  # its function would have to be called again
     await harness.steps(1)
@@ -358,7 +353,7 @@ async def test_user_error_is_retried_once_per_step(folder: Path):
 
 async def test_exhausted_fault_budget_fails_job_and_lists_faults(folder: Path):
     recovery = {"max_faults": 1, "fault_window_s": 9}
-    harness = Harness(folder, 5, workers={"min": 1, "max": 5}, recovery=recovery)
+    harness = Harness(folder, 5, workers=(1, 5), recovery=recovery)
     for worker in (4, 3):
         await harness.steps(1)
         await harness.kill(worker, f"cause {worker}", wait_s=10)
@@ -402,23 +397,21 @@ async def test_job_fails_if_replacement_does_not_start_in_time(folder: Path):
 
 
 async def test_replacements_back_off_and_avoid_failing_node(folder: Path):
-    cluster = FakeCluster(6, node_of=lambda index: "a" if index < 4 else "b")
-    harness = Harness(folder, cluster, workers={"min": 1, "max": 6}, recovery={"replicas": 0})
+    harness = Harness(folder, "aaaabb", workers=(1, 6), recovery={"replicas": 0})
     for worker in (0, 1, 2, 3):
         await harness.steps(1)
         await harness.kill(worker)
     await harness.clock.advance(REPLACE_DELAY_S)  # replacements do not wait for a step forever
-    replaced = [(delay, avoid) for _, delay, avoid in cluster.replaced]
+    replaced = [(delay, avoid) for _, delay, avoid in harness.cluster.replaced]
     assert replaced == [(0.0, ()), (1.0, ()), (2.0, ("a",)), (4.0, ("a",))]
     assert "node host-a had 3 hardware faults" in harness.warnings
 
 
 async def test_newest_checkpoint_is_used_if_all_replicas_are_lost(folder: Path):
-    cluster = FakeCluster(3, node_of=lambda index: "ab"[index // 2])
     harness = await Harness(
-        folder, cluster, FakeCheckpointStore(2), workers=TWO_OF_THREE, recovery={"replicas": 0}
+        folder, "aab", FakeCheckpointStore(2), workers=(2, 3), recovery={"replicas": 0}
     ).trained(3)
-    cluster.lose_node("b")
+    harness.cluster.lose_node("b")
     await settle()
     assert "going back to the checkpoint of step 2" in harness.warnings
     assert "3 finished steps will be done again" in harness.warnings
@@ -453,7 +446,7 @@ async def test_job_without_replica_or_checkpoint_starts_over(folder: Path):
     cluster = FakeCluster(3, mirrors=False)
     for process in cluster.processes.values():
         process.engine = False
-    harness = await Harness(folder, cluster, workers=TWO_OF_THREE).trained(4)
+    harness = await Harness(folder, cluster, workers=(2, 3)).trained(4)
     await harness.kill(2, wait_s=1)
     assert "going back to the beginning" in harness.warnings
     assert {a.restore for a in harness.assignments.values()} == {None}
@@ -489,9 +482,7 @@ async def test_job_does_not_begin_anew_if_all_checkpoints_are_damaged(folder: Pa
 
 
 async def test_damaged_slots_are_excluded(folder: Path):
-    harness = await Harness(
-        folder, FakeCluster(3), FakeCheckpointStore(1), workers=TWO_OF_THREE
-    ).trained(3)
+    harness = await Harness(folder, 3, FakeCheckpointStore(1), workers=(2, 3)).trained(3)
     harness.cluster.auto = False
     await harness.kill(2)
     harness.cluster.auto, harness.cluster.losses_allowed = True, True
@@ -502,7 +493,7 @@ async def test_damaged_slots_are_excluded(folder: Path):
 
 async def test_state_is_salvaged_from_survivor_if_vaults_have_none(folder: Path):
     cluster = FakeCluster(3, mirrors=False)
-    harness = await Harness(folder, cluster, workers=TWO_OF_THREE).trained(5)
+    harness = await Harness(folder, cluster, workers=(2, 3)).trained(5)
     cluster._memory = lambda process: InProcessStateInfo(process.step, whole=True)  # type: ignore[method-assign]
 
     async def salvage(worker: int, vault: str) -> SlotInfo:
@@ -642,7 +633,7 @@ async def test_stop_during_repair(folder: Path):
 
 
 async def test_worker_is_fenced_only_after_its_assignment(folder: Path):
-    harness = await Harness(folder, 4, workers={"min": 2, "max": 4}).trained(3)
+    harness = await Harness(folder, 4, workers=(2, 4)).trained(3)
     harness.cluster.delays["assign"] = 60
     harness.cluster.kill(0)
     while harness.controller._context.generation.number == 1:
@@ -691,7 +682,7 @@ async def test_member_lost_while_another_store_opens_is_not_waited_for(folder: P
     for turns in range(8, 15):
         cluster = FakeCluster(3)
         cluster.delays["store"] = 12
-        harness = Harness(folder, cluster, workers={"min": 1, "max": 3})
+        harness = Harness(folder, cluster, workers=(1, 3))
         while not harness.states:
             await asyncio.sleep(0)
         await run_turns(6)
