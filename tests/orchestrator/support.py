@@ -328,6 +328,15 @@ class Harness:
         return sorted(self.assignments) if self.states[-1] is State.RUNNING else None
 
     @property
+    def ranks(self) -> dict[int, int]:
+        return {worker: assign.rank for worker, assign in self.assignments.items()}
+
+    @property
+    def restored(self) -> set[int]:
+        """The step that the members began with; empty at the beginning."""
+        return {it.restore.step for it in self.assignments.values() if it.restore}
+
+    @property
     def assignments(self) -> dict[int, Assignment]:
         """The assignments of the newest generation, by worker."""
         generation = max(assign.generation for _, assign in self.cluster.assigned)

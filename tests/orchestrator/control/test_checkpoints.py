@@ -180,8 +180,7 @@ async def test_stop_writes_one_checkpoint_after_current_step(folder: Path, every
     harness = await start_job(folder, every=every).trained(steps)
     await harness.stop()
     assert harness.states[-1] is State.STOPPING
-    assert harness.cluster.step()
-    await settle()
+    await harness.steps(1)
     assert harness.store.steps == [steps + 1]
     await harness.fails(JobStoppedError, f"after step {steps + 1}")
 
@@ -222,9 +221,7 @@ async def test_missed_last_checkpoint_is_written(folder: Path, vault_lost: bool)
     harness = await start_ending_job(folder, cluster, FakeCheckpointStore()).trained(5)
     if vault_lost:
         cluster.vaults.kill("a")
-    cluster.step(last=True)
-    await settle()
-    assert (await harness.result()).metrics["checkpoints"] == {"written": 2, "failed": 0}
+    assert (await harness.finish()).metrics["checkpoints"] == {"written": 2, "failed": 0}
     assert [name for name, _ in cluster.commands].count("salvage") == 2 * vault_lost
     assert harness.store.steps == [5, 6]
 

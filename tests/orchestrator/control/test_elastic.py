@@ -215,8 +215,7 @@ async def test_new_worker_lost_before_or_during_resize(folder: Path, when: str):
     newcomer = await harness.join(wait_s=0 if when == "before" else JOIN_BATCH_S)
     if when == "during":
         harness.cluster.auto = False
-        assert harness.cluster.step()
-        await settle()
+        await harness.steps(1)
         harness.cluster.auto = True
     await harness.kill(newcomer, wait_s=JOIN_BATCH_S)
     assert harness.running == [0, 1]

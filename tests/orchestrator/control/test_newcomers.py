@@ -93,7 +93,7 @@ async def test_new_function_whose_rank_a_fault_has_taken_is_called_again(folder:
     await harness.steps(1)
     await harness.clock.advance(JOIN_BATCH_S)
     await harness.steps(1)
-    assert {worker: it.rank for worker, it in harness.assignments.items()} == {0: 0, 3: 1}
+    assert harness.ranks == {0: 0, 3: 1}
 
 
 async def test_new_function_continues_in_the_place_of_a_lost_one(folder: Path):
@@ -105,7 +105,7 @@ async def test_new_function_continues_in_the_place_of_a_lost_one(folder: Path):
     await harness.join("c", wait_s=3)
     assert harness.cluster.processes[2].ahead is not None
     await harness.kill(1)
-    assert {worker: it.rank for worker, it in harness.assignments.items()} == {0: 0, 2: 1}
+    assert harness.ranks == {0: 0, 2: 1}
     assert harness.cluster.processes[2].retired is False
 
 

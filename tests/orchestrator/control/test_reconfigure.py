@@ -59,7 +59,7 @@ async def test_functions_that_do_not_continue_are_called_in_new_processes(
         assert not cluster.members
         await harness.clock.advance(1)
     assert sorted(harness.assignments) == [3, 4, 5][:started]
-    assert {it.restore.step for it in harness.assignments.values() if it.restore} == {3}
+    assert harness.restored == {3}
     assert "is called again, in new processes (ranks 0, 1)" in harness.warnings
     assert (await harness.finish()).metrics["steps_redone"] == 0
 
@@ -73,7 +73,7 @@ async def test_functions_are_told_what_the_ones_before_have_done(folder: Path):
     cluster.processes[1].notes = Notes(3, b"rank 1")
     cluster.processes[2].notes = Notes(3, b"rank 2")
     await harness.crash(2, "collective", wait_s=COLLECTIVE_GRACE_S + 1)
-    assert {it.restore.step for it in harness.assignments.values() if it.restore} == {3}
+    assert harness.restored == {3}
     assert {it.notes for it in harness.assignments.values()} == {b"rank 1"}
 
 
@@ -87,7 +87,7 @@ async def test_functions_bound_to_their_ranks_wait_for_the_lost_one(folder: Path
     await harness.kill(1, wait_s=4)
     assert not cluster.members
     await harness.join(wait_s=0)
-    assert {worker: it.rank for worker, it in harness.assignments.items()} == {0: 0, 2: 2, 3: 1}
+    assert harness.ranks == {0: 0, 2: 2, 3: 1}
     assert {it.survivors_stay for it in harness.assignments.values()} == {True}
     await harness.steps(1)
     await harness.kill(2, wait_s=10)
@@ -99,15 +99,13 @@ async def test_rank_of_a_lost_worker_is_its_replacements(folder: Path):
     """Rank 0's is another's until then, which the log says."""
     harness = await start_three(folder).trained(3)
     await harness.kill(0)
-    ranks = {worker: it.rank for worker, it in harness.assignments.items()}
-    assert ranks == {2: 0, 1: 1}
+    assert harness.ranks == {2: 0, 1: 1}
     assert "rank 0 is the worker on node" in harness.warnings
     assert "which was entered as rank 2" in harness.warnings
     await harness.steps(1)
     await harness.join(wait_s=1)
     await harness.steps(1)
-    ranks = {worker: it.rank for worker, it in harness.assignments.items()}
-    assert ranks == {3: 0, 1: 1, 2: 2}
+    assert harness.ranks == {3: 0, 1: 1, 2: 2}
 
 
 @pytest.mark.parametrize("least", [2, 3])
@@ -208,7 +206,7 @@ async def test_replacement_starts_after_repair_and_joins_at_step_boundary(folder
     assert harness.states[-1] is State.RESIZING  # waits for the end of the current step
     await harness.steps(1)
     assert sorted(harness.assignments) == [0, 2, 3]
-    assert {a.restore.step for a in harness.assignments.values() if a.restore} == {5}
+    assert harness.restored == {5}
     assert (await harness.finish()).metrics["world_sizes"] == [3, 2, 3]
 
 
@@ -240,7 +238,7 @@ async def test_second_lost_worker_restarts_recovery(folder: Path, when: str):
     cluster.release_stuck(3)
     await settle()
     assert sorted(harness.assignments) == [1, 3]
-    assert {a.restore.step for a in harness.assignments.values() if a.restore} == {5}
+    assert harness.restored == {5}
     await harness.steps(1)
     (repaired,) = harness.log.of(Repaired)
     assert len(repaired.lost) == 2
@@ -387,7 +385,7 @@ async def test_job_with_too_few_workers_waits_for_replacement(folder: Path):
     await harness.clock.advance(20)
     await harness.join(wait_s=0)
     assert sorted(harness.assignments) == [0, 2]
-    assert {a.restore.step for a in harness.assignments.values() if a.restore} == {3}
+    assert harness.restored == {3}
 
 
 async def test_job_fails_if_replacement_does_not_start_in_time(folder: Path):
@@ -461,7 +459,7 @@ async def test_damaged_checkpoint_is_excluded(folder: Path):
     harness.cluster.send(0, Joined(1, 0))
     harness.cluster.send(1, Joined(1, 1))
     await harness.crash(1, "state", "step-20/rank-0 is damaged", step=0)
-    assert {a.restore.step for a in harness.assignments.values() if a.restore} == {10}
+    assert harness.restored == {10}
     assert "step-20 cannot be read" in harness.warnings
     assert (await harness.finish()).metrics["faults"] == {"state": 1}
 
