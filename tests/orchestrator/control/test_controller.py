@@ -29,7 +29,6 @@ from rayzero.workers.messages import (
     Joined,
     LogLine,
     StepReport,
-    Stopped,
     WorkerInfo,
 )
 from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster
@@ -147,32 +146,16 @@ async def test_workers_that_end_while_starting_use_the_fault_budget(folder: Path
     assert (await harness.finish()).metrics["faults"] == {"lost": 2}
 
 
-async def test_stop_unwinds_every_worker(folder: Path):
-    harness = await Harness(folder, FakeCluster(auto=False)).started()
-    for rank in (0, 1):
-        harness.cluster.send(rank, Joined(1, rank))
-    await settle()
-    harness.controller.post_event(machine.StopRequested())
-    await harness.stop()
-    stopped = [worker for command, worker in harness.cluster.commands if command == "stop"]
-    assert stopped == [0, 1]
-    harness.cluster.processes[1].stuck = True
-    await harness.send(0, Stopped(1, 0))
-    assert not harness.run.done()
-    harness.cluster.release_stuck(1)
-    await settle()
-    await harness.fails(JobStoppedError, "after step 0")
-    assert harness.states[-2:] == [State.STOPPING, State.STOPPED]
-
-
 async def test_stop_waits_for_long_calls(folder: Path):
     """Without checkpoints, too: what the function does at its end belongs to the job."""
     cluster = FakeCluster()
     harness = await Harness(folder, cluster).trained(1)
     for rank in (0, 1):
         cluster.processes[rank].stuck = True
+    harness.controller.post_event(machine.StopRequested())
     await harness.stop(GRACE_S / 2 - 1)
-    assert "fence" not in [command for command, _ in cluster.commands]
+    commands = [command for command in cluster.commands if command[0] in ("stop", "fence")]
+    assert commands == [("stop", 0), ("stop", 1)], "once each"
     cluster.release_stuck(0)
     await settle()  # rank 1 may wait for rank 0 in a collective
     assert ("fence", 1) in cluster.commands
@@ -180,7 +163,8 @@ async def test_stop_waits_for_long_calls(folder: Path):
     assert not harness.run.done()
     cluster.release_stuck(1)
     await settle()
-    await harness.fails(JobStoppedError)
+    await harness.fails(JobStoppedError, "after step 1")
+    assert harness.states[-2:] == [State.STOPPING, State.STOPPED]
 
 
 @pytest.mark.parametrize("defect", ["stuck", "unresponsive"])

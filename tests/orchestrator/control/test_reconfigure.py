@@ -507,33 +507,26 @@ async def test_state_is_salvaged_from_survivor_if_vaults_have_none(folder: Path)
     assert [(it.step, len(it.slots)) for it in restores if it] == [(5, 1), (5, 1)]
 
 
-async def test_lost_vault_is_reopened_and_refilled_without_fault(folder: Path):
+@pytest.mark.parametrize(("failure", "polls"), [("", 0), ("hangs", 3), ("broken", 1)])
+async def test_vault_that_fails_is_replaced_without_fault(folder: Path, failure: str, polls: int):
     harness = await start_three(folder).trained(3)
-    harness.cluster.vaults.kill("a")
-    await settle()
-    assert harness.cluster.vaults.opened == ["a", "a"]
+    vaults = harness.cluster.vaults
+    vaults.by_node["a"].failure = failure
+    if failure == "":
+        vaults.kill("a")
+    if failure == "hangs":
+        await harness.clock.advance(harness.plan.worker_spec.hang_timeout_s)
+        assert vaults.opened == ["a"], "a slow answer is no fault"
+        await harness.steps(1)
+    await harness.clock.advance(polls * VAULT_POLL_S)
+    assert vaults.closed == ["a"]
+    assert vaults.opened == ["a", "a"]
     assert harness.states[-1] is State.RESIZING
     await harness.steps(1)
     assert {a.vault for a in harness.assignments.values()} == {"vault-a-2"}
-    assert sorted(harness.assignments) == [0, 1, 2]
-    result = await harness.finish()
-    assert (result.metrics["faults"], result.metrics["steps_redone"]) == ({}, 0)
-
-
-@pytest.mark.parametrize(("failure", "polls"), [("hangs", 3), ("broken", 1)])
-async def test_vault_that_fails_is_ended_and_replaced(folder: Path, failure: str, polls: int):
-    harness = await start_three(folder).trained(3)
-    harness.cluster.vaults.by_node["a"].failure = failure
-    if failure == "hangs":
-        await harness.clock.advance(harness.plan.worker_spec.hang_timeout_s)
-        assert harness.cluster.vaults.opened == ["a"], "a slow answer is no fault"
-        await harness.steps(1)
-    await harness.clock.advance(polls * VAULT_POLL_S)
-    assert harness.cluster.vaults.closed == ["a"]
-    assert harness.cluster.vaults.opened == ["a", "a"]
-    await harness.steps(1)
-    assert {a.vault for a in harness.assignments.values()} == {"vault-a-2"}
-    assert (await harness.finish()).metrics["faults"] == {}
+    assert harness.running == [0, 1, 2]
+    metrics = (await harness.finish()).metrics
+    assert (metrics["faults"], metrics["steps_redone"]) == ({}, 0)
 
 
 async def test_training_continues_without_vault(folder: Path):
@@ -549,25 +542,11 @@ async def test_training_continues_without_vault(folder: Path):
     assert harness.states[-1] is State.RESIZING
 
 
-async def test_hung_rank_is_reported_with_stack_and_killed(folder: Path):
-    harness = await start_three(folder, recovery={"hang_timeout_s": 10.0}).trained(3)
-    for worker in (0, 2):
-        harness.cluster.send_heartbeat(worker, step=4, collective=7, waiting=True, silent_s=10.5)
-    harness.cluster.send_heartbeat(1, step=4, collective=6, silent_s=11.0)
-    await harness.clock.advance(1)
-    assert ("stack", 1) in harness.cluster.commands
-    assert ("kill", 1) in harness.cluster.commands
-    assert "the stack" in harness.warnings
-    (fault,) = harness.log.of(FaultDetected)
-    assert (fault.cause, fault.rank) == ("hang", 1)
-    assert sorted(harness.assignments) == [0, 2]
-    assert (await harness.finish()).metrics["faults"] == {"hang": 1}
-
-
-async def test_sample_that_hangs_each_time_fails_the_job_with_its_line(folder: Path):
+async def test_hung_rank_is_killed_and_fails_the_job_when_it_hangs_each_time(folder: Path):
     recovery = {"hang_timeout_s": 10.0, "max_faults": 20}
     harness = await start_three(folder, recovery=recovery).trained(3)
     cluster = harness.cluster
+    culprits: list[int] = []
     for _ in range(3):
         culprit = max(harness.assignments.keys() & {0, 1, 2})  # a new process has more time
         cluster.processes[culprit].hangs_at = "data.py:12, in __getitem__"
@@ -575,6 +554,11 @@ async def test_sample_that_hangs_each_time_fails_the_job_with_its_line(folder: P
             cluster.send_heartbeat(worker, step=4, collective=7, waiting=True, silent_s=10.5)
         cluster.send_heartbeat(culprit, step=4, collective=6, phase="data", silent_s=11.0)
         await harness.join(wait_s=2)
+        culprits.append(culprit)
+        assert "the stack" in harness.warnings
+    assert {it.cause for it in harness.log.of(FaultDetected)} == {"hang"}
+    assert [it for command, it in cluster.commands if command == "stack"] == culprits
+    assert [it for command, it in cluster.commands if command == "kill"] == culprits[:2]
     failure = await harness.fails(JobFailedError, r"3 times in a row at data\.py:12")
     assert failure.traceback == "the stack"
 
