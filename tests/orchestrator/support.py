@@ -375,6 +375,9 @@ class StoreInFolder:
     def resume_point(self) -> CheckpointRef | None:
         return asyncio.run(self.store.resolve_resume())
 
+    def ref(self, step: int) -> CheckpointRef:
+        return CheckpointRef(step, self.store.folder(step))
+
 
 @asynccontextmanager
 async def finish_jobs() -> AsyncIterator[None]:

@@ -27,10 +27,8 @@ def test_resume_auto_selects_newest_checkpoint(tmp_path: Path):
     folder_store = StoreInFolder(tmp_path)
     assert folder_store.resume_point() is None
     folder_store.save(10, 20)
-    assert folder_store.resume_point() == CheckpointRef(20, str(tmp_path / "job" / "step-20"))
-    assert asyncio.run(folder_store.store.newest(frozenset({20}))) == CheckpointRef(
-        10, str(tmp_path / "job" / "step-10")
-    )
+    assert folder_store.resume_point() == folder_store.ref(20)
+    assert asyncio.run(folder_store.store.newest(frozenset({20}))) == folder_store.ref(10)
 
 
 def test_damaged_and_incomplete_checkpoints_are_skipped(tmp_path: Path):
@@ -39,8 +37,7 @@ def test_damaged_and_incomplete_checkpoints_are_skipped(tmp_path: Path):
     (data,) = (tmp_path / "job" / "step-20").glob("rank-*")
     data.write_bytes(data.read_bytes()[:-1])
     (tmp_path / "job" / "step-30").mkdir()
-    newest = folder_store.resume_point()
-    assert newest.step == 10
+    assert folder_store.resume_point() == folder_store.ref(10)
     (warning,) = folder_store.warnings
     assert "step-20 is skipped" in warning
 
@@ -53,21 +50,20 @@ def flip_last_byte(step_folder: Path) -> None:
 
 
 def mark(folder_store: StoreInFolder, step: int, problem: str = "") -> None:
-    ref = CheckpointRef(step, folder_store.store.folder(step))
-    asyncio.run(folder_store.store.mark_damaged(ref, problem))
+    asyncio.run(folder_store.store.mark_damaged(folder_store.ref(step), problem))
 
 
 def test_flipped_bytes_are_listed_once_a_load_has_found_them(tmp_path: Path):
     folder_store, folder = StoreInFolder(tmp_path), tmp_path / "job"
     folder_store.save(10, 20)
     flip_last_byte(folder / "step-20")
-    assert folder_store.resume_point() == CheckpointRef(20, str(folder / "step-20"))
+    assert folder_store.resume_point() == folder_store.ref(20)
     for step in (10, 20):
         mark(folder_store, step, "a load failed")
     whole, damaged = list_checkpoints(str(folder))
     assert (whole.status, damaged.status) == ("whole", "damaged")
     assert "is damaged between bytes" in damaged.problem
-    assert folder_store.resume_point() == CheckpointRef(10, str(folder / "step-10"))
+    assert folder_store.resume_point() == folder_store.ref(10)
     assert asyncio.run(folder_store.store.newest(frozenset())) == folder_store.resume_point()
     assert {it.kind for it in verify_checkpoint(damaged.folder)} == {"flipped"}
     flip_last_byte(folder / "step-20")  # copied back
@@ -118,7 +114,7 @@ def test_a_folder_with_damaged_checkpoints_only_needs_a_decision(tmp_path: Path,
     assert anew.resume_point() is None
     anew.save(5)
     if adopting:  # the run that began anew
-        assert anew.resume_point() == CheckpointRef(5, str(tmp_path / "job" / "step-5"))
+        assert anew.resume_point() == anew.ref(5)
     else:
         with pytest.raises(ConfigError, match="1 checkpoint that can be used, the newest of ste"):
             anew.resume_point()
@@ -133,14 +129,11 @@ def test_never_resume_rejects_existing_checkpoints(tmp_path: Path):
 
 
 def test_resume_from_named_checkpoint(tmp_path: Path):
-    StoreInFolder(tmp_path).save(10, 20)
-    job = tmp_path / "job"
-    assert StoreInFolder(tmp_path, resume=str(job / "step-10")).resume_point() == CheckpointRef(
-        10, str(job / "step-10")
-    )
-    assert StoreInFolder(tmp_path, resume=str(job)).resume_point() == CheckpointRef(
-        20, str(job / "step-20")
-    )
+    store, job = StoreInFolder(tmp_path), tmp_path / "job"
+    store.save(10, 20)
+    named = StoreInFolder(tmp_path, resume=str(job / "step-10"))
+    assert named.resume_point() == store.ref(10)
+    assert StoreInFolder(tmp_path, resume=str(job)).resume_point() == store.ref(20)
     (tmp_path / "foreign").mkdir()
     foreign = str(tmp_path / "foreign")
     assert StoreInFolder(tmp_path, resume=foreign).resume_point() == CheckpointRef(0, foreign)
