@@ -52,8 +52,7 @@ async def test_spare_replaces_lost_worker(folder: Path):
 async def test_only_ranks_that_divide_the_step_train(folder: Path):
     """Trainer's step of 4 micro-batches: after a loss 2 of 3 train, and 4 with a replacement."""
     harness = await Harness(folder, 4, workers=(2, 4)).trained(2)
-    cluster = harness.cluster
-    cluster.send(0, StepDivided(harness.assignments[0].generation, 0, 4))
+    harness.cluster.send(0, StepDivided(harness.assignments[0].generation, 0, 4))
     await harness.steps(1)
     await harness.kill(1)
     assert harness.states[-1] is State.RUNNING

@@ -111,7 +111,6 @@ async def test_rank_of_a_lost_worker_is_its_replacements(folder: Path):
 @pytest.mark.parametrize("least", [2, 3])
 async def test_job_goes_on_without_a_new_worker_whose_function_fails(folder: Path, least: int):
     """Also with fewer than `workers.min`. The next fault tries again."""
-
     harness = await start_three(folder, least).trained(3)
     cluster = harness.cluster
     await harness.kill(1)
@@ -374,13 +373,11 @@ async def test_fatal_loss_waits_for_cause_reported_by_cluster(folder: Path):
 
 
 async def test_job_with_too_few_workers_waits_for_replacement(folder: Path):
-    harness = Harness(folder)  # at least two of two
-    await harness.steps(3)
+    harness = await Harness(folder).trained(3)  # at least two of two
     await harness.kill(1)
     assert harness.states[-1] is State.RECOVERING
-    assert (
-        "1 of at least 2 workers are left: waiting up to 300 s for replacements" in harness.warnings
-    )
+    waiting = "1 of at least 2 workers are left: waiting up to 300 s for replacements"
+    assert waiting in harness.warnings
     assert harness.cluster.replaced == [(1, 0.0, ())]
     await harness.clock.advance(20)
     await harness.join(wait_s=0)
@@ -422,14 +419,13 @@ async def test_newest_checkpoint_is_used_if_all_replicas_are_lost(folder: Path):
 async def test_script_goes_back_to_its_own_checkpoint(folder: Path):
     """Within the generation that entered it again: the repair counts the steps done again."""
     harness = await start_three(folder).trained(5)
-    cluster = harness.cluster
     await harness.kill(1)
-    cluster.send(0, WentBack(1, 0, 1))  # late, of the generation before
+    harness.cluster.send(0, WentBack(1, 0, 1))  # late, of the generation before
     await settle()
     assert "its own checkpoint" not in harness.warnings
-    cluster.send(0, WentBack(2, 0, 3))
+    harness.cluster.send(0, WentBack(2, 0, 3))
     for index in (0, 2):
-        cluster.processes[index].step = 3
+        harness.cluster.processes[index].step = 3
     await harness.steps(1)
     assert harness.log.of(StepRecord)[-1].step == 4
     assert "its own checkpoint of step 3" in harness.warnings
@@ -565,8 +561,7 @@ async def test_hung_rank_is_killed_and_fails_the_job_when_it_hangs_each_time(fol
 
 async def test_losses_are_in_the_step_that_the_survivors_tell_of(folder: Path):
     """Their reports may arrive after the loss; without them no loss was equal to another."""
-    recovery = {"max_faults": 20}
-    harness = start_three(folder, recovery=recovery)
+    harness = start_three(folder, recovery={"max_faults": 20})
     cluster = harness.cluster
     for attempt in range(3):
         await settle()
