@@ -55,7 +55,6 @@ from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.records import ConnectionLost, SlotInfo, SlotRef, VaultGoneError
 
 WorkerOutput = list[WorkerMessage] | WorkerLostError
-NodeOfWorker = Callable[[int], str]
 
 
 @dataclass
@@ -67,48 +66,31 @@ class FakeProcess:
     """Output before the controller subscribes."""
     subscribed: bool = False
     alive: bool = True
-    assign: Assignment | None = None
-    """The current assignment while the user's function runs."""
-    ahead: Assignment | None = None
-    """With which its function was called before its generation began."""
-    ready: bool = False
-    """Whether it has joined its generation and loaded its state."""
+    assign: Assignment | None = None  # while the user's function runs
+    ahead: Assignment | None = None  # with which it was called before its generation began
+    ready: bool = False  # it has joined its generation and loaded its state
     step: int = 0
     drain: bool = False
-    unresponsive: bool = False
-    """Whether it ignores commands."""
-    stuck: bool = False
-    """Whether it does not unwind, as in a long call."""
-    hangs_at: str = ""
-    """The line of the user's in its stacks."""
-    leaving: bool = False
-    """Whether it unwinds once it is not stuck any more."""
+    unresponsive: bool = False  # it ignores commands
+    stuck: bool = False  # it does not unwind, as in a long call
+    hangs_at: str = ""  # the line of the user's in its stacks
+    leaving: bool = False  # it unwinds once it is not stuck any more
     engine: bool = True
-    holds_state: bool = True
-    """Whether its memory has a state when its function ends."""
-    memory_step: int | None = None
-    """The step of that state, if the function has loaded another than it has trained."""
-    in_loop: bool = False
-    """Whether its function has an engine, and trains."""
-    notes: Notes | None = None
-    """What its function tells the one that is called in its place."""
-    retired: bool = False
-    """Whether it was ended after its function had left."""
-    delayed: bool = False
-    """Whether its output is held back in `backlog`."""
+    holds_state: bool = True  # its memory has a state when its function ends
+    memory_step: int | None = None  # of that state, if it is not the one that it has trained
+    in_loop: bool = False  # its function has an engine, and trains
+    notes: Notes | None = None  # for the function that is called in its place
+    retired: bool = False  # it was ended after its function had left
+    delayed: bool = False  # its output is held back in `backlog`
     backlog: list[WorkerOutput] = field(default_factory=list)
 
 
 @dataclass
 class FakeVault:
-    """The vault of a node.
-
-    Attributes:
-        failure: "hangs": polls never return; "broken": they say that it does not serve.
-    """
+    """The vault of a node."""
 
     address: str
-    failure: str = ""
+    failure: str = ""  # "hangs": polls never return; "broken": they say that it does not serve
     events: asyncio.Queue[list[ConnectionLost] | VaultLostError] = field(
         default_factory=asyncio.Queue
     )
@@ -120,7 +102,7 @@ class FakeCluster:
     """A WorkerGroup; `vaults` is the VaultGroup.
 
     Args:
-        size: number of initial workers.
+        workers: number of initial workers; or their nodes, which have names of one letter.
         auto: whether workers join and load automatically; otherwise the test sends the messages.
         mirrors: whether finished steps are mirrored to the vaults.
         checkpoint_every: steps between pinned steps for checkpoints; 0: never.
@@ -128,14 +110,12 @@ class FakeCluster:
 
     def __init__(
         self,
-        size: int = 2,
-        node_of: NodeOfWorker = lambda _: "a",
+        workers: int | str = 2,
         *,
         auto: bool = True,
         mirrors: bool = True,
         checkpoint_every: int = 0,
     ) -> None:
-        self.node_of = node_of
         self.auto = auto
         self.mirrors = mirrors
         self.checkpoint_every = checkpoint_every
@@ -144,9 +124,7 @@ class FakeCluster:
         self.assigned: list[tuple[int, Assignment]] = []
         self.leaving: set[int] = set()  # whose functions do not continue in their loops
         self.other_nodes = ""  # for replacements, where a worker's node is avoided
-        self.prepares = (
-            True  # whether functions come to their engines where no generation has begun
-        )
+        self.prepares = True  # functions come to their engines where no generation has begun
         self.bound = False  # whether functions continue only with the same rank of as many
         self.commands: list[tuple[str, int]] = []
         self.injected: list[tuple[int, tuple[str, ...]]] = []
@@ -154,40 +132,31 @@ class FakeCluster:
         self.resized: list[tuple[int, int]] = []
         self.draining: frozenset[str] = frozenset()
         self.start_error: JobFailedError | None = None
-        self.start_failures: list[WorkerStartError] = []
-        """Workers that end while they start, and are replaced."""
-        self.awaited: list[str] = []
-        """What `start_workers` waits for, until `may_start`."""
+        self.start_failures: list[WorkerStartError] = []  # of workers that are then replaced
+        self.awaited: list[str] = []  # what `start_workers` waits for, until `may_start`
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.releases = 0
-        self.committed = 0
-        """The newest step that all ranks of a generation finished."""
-        self.losses_allowed = False
-        """Whether all copies of the committed step may have been lost."""
+        self.committed = 0  # the newest step that all ranks of a generation finished
+        self.losses_allowed = False  # all copies of the committed step may have been lost
         self.messages: asyncio.Queue[tuple[int, WorkerOutput]] = asyncio.Queue()
-        """Output of subscribed workers, in order."""
-        self.tasks: set[asyncio.Task[None]] = set()
-        """Commands in progress."""
-        self.next_poll_s = 0.0
-        """When the next empty poll replies are due."""
-        self.initial_workers = [self.add_process() for _ in range(size)]
-        self.delays: dict[str, int] = {}
-        """Turns of the event loop that commands take, by name."""
+        self.tasks: set[asyncio.Task[None]] = set()  # commands in progress
+        self.next_poll_s = 0.0  # when the next empty poll replies are due
+        nodes = workers if isinstance(workers, str) else "a" * workers
+        self.initial_workers = [self.add_process(node) for node in nodes]
+        self.delays: dict[str, int] = {}  # turns of the event loop that commands take, by name
         self.vaults = FakeVaultGroup(self)
-        self.clock: Clock = Clock()
-        """Replaced by the harness's virtual clock."""
+        self.clock: Clock = Clock()  # the harness replaces it
 
     # Methods for tests.
 
-    def add_process(self, node: str | None = None) -> WorkerInfo:
+    def add_process(self, node: str) -> WorkerInfo:
         index = len(self.processes)
-        node = node or self.node_of(index)
         info = WorkerInfo(index, node, f"host-{node}", f"10.0.0.{index}", 100 + index)
         self.processes[index] = FakeProcess(info)
         return info
 
-    def join(self, node: str | None = None) -> int:
+    def join(self, node: str = "a") -> int:
         """Add a worker that becomes ready after the initial ones, and return its index."""
         info = self.add_process(node)
         self.joining.put_nowait(info)
@@ -243,11 +212,7 @@ class FakeCluster:
             self._post(process, WorkerLostError(cause))
 
     def crash(
-        self,
-        worker: int,
-        kind: CrashKind,
-        error: str = "ValueError: hole",
-        step: int | None = None,
+        self, worker: int, kind: CrashKind, error: str = "ValueError: hole", step: int | None = None
     ) -> None:
         """Raise an exception from a worker's function."""
         process = self.processes[worker]
@@ -272,29 +237,23 @@ class FakeCluster:
                 process.delayed = delayed
         self.vaults.kill(node)
 
-    def kill_vault(self, node: str) -> None:
-        self.vaults.kill(node)
-
     @property
     def members(self) -> list[FakeProcess]:
         """Processes that run the newest generation, by rank."""
         running = [
-            (process.assign, process)
+            (process.assign.generation, process.assign.rank, process)
             for process in self.processes.values()
             if process.alive and process.assign
         ]
-        newest = max((assign.generation for assign, _ in running), default=0)
-        members = [item for item in running if item[0].generation == newest]
-        return [process for _, process in sorted(members, key=lambda item: item[0].rank)]
+        newest = max((generation for generation, _, _ in running), default=0)
+        members = [item for item in running if item[0] == newest]
+        return [process for _, _, process in sorted(members, key=lambda item: item[1])]
 
     @property
     def can_step(self) -> bool:
         members = self.members
-        if not members or members[0].assign is None:
-            return False
-        if not all(process.ready for process in members):
-            return False
-        return len(members) == members[0].assign.world_size
+        is_ready = bool(members) and all(process.ready for process in members)
+        return is_ready and len(members) == members[0].assign.world_size
 
     def step(self, last: bool = False) -> bool:
         """Run an optimizer step of all ranks if all are ready. `last`: the functions return."""
@@ -335,12 +294,11 @@ class FakeCluster:
         """Whether a member's only buffer for a pinned step is in use."""
         for process in members:
             vault = self.vaults.by_node.get(process.info.node_id)
-            assign = process.assign
-            if vault is None or assign is None:
+            if vault is None:
                 return True
-            for (generation, rank, _), slot in vault.slots.items():
-                if slot.pinned and (generation, rank) == (assign.generation, assign.rank):
-                    return True
+            own = (process.assign.generation, process.assign.rank)
+            if any(slot.pinned and key[:2] == own for key, slot in vault.slots.items()):
+                return True
         return False
 
     def _mirror(self, process: FakeProcess, assign: Assignment, step: int, pin: bool) -> bool:
@@ -386,21 +344,14 @@ class FakeCluster:
 
     def _join(self, generation: int) -> None:
         """Let all ranks join once all have their assignments."""
-        members = [
-            process
-            for process in self.members
-            if process.assign and process.assign.generation == generation
-        ]
-        if not members or members[0].assign is None:
-            return
-        if len(members) < members[0].assign.world_size:
+        members = [it for it in self.members if it.assign.generation == generation]
+        if not members or len(members) < members[0].assign.world_size:
             return
         restore = members[0].assign.restore
         if self.losses_allowed or (restore and restore.checkpoint):
             self.committed, self.losses_allowed = restore.step if restore else 0, True
         for process in members:
             assign = process.assign
-            assert assign is not None
             worker, joined = process.info.index, Joined(generation, assign.rank)
             if not process.engine:
                 process.ready, process.step = True, 0
@@ -524,53 +475,42 @@ class FakeCluster:
             outputs = [await with_timeout(self.clock, timeout_s, self.messages.get())]
         except TimeoutError:
             self.next_poll_s = self.clock.now() + WORKER_POLL_S
-            return WorkerReports(
-                [
-                    (worker, [])
-                    for worker, process in self.processes.items()
-                    if process.subscribed and process.alive and not process.unresponsive
-                ]
-            )
+            polled = [
+                worker
+                for worker, process in self.processes.items()
+                if process.subscribed and process.alive and not process.unresponsive
+            ]
+            return WorkerReports([(worker, []) for worker in polled])
         while not self.messages.empty():
             outputs.append(self.messages.get_nowait())
         messages = [(worker, output) for worker, output in outputs if isinstance(output, list)]
-        lost = [
-            (worker, str(output))
-            for worker, output in outputs
-            if isinstance(output, WorkerLostError)
-        ]
+        lost = [(worker, str(it)) for worker, it in outputs if isinstance(it, WorkerLostError)]
         return WorkerReports(messages, lost)
 
-    def _runs(self, worker: int, generation: int) -> bool:
+    def _leave(self, worker: int, generation: int) -> None:
         assign = self.processes[worker].assign
-        return assign is not None and assign.generation == generation
+        if assign and assign.generation == generation:
+            self._unwind(self.processes[worker])
+
+    def _drain(self, worker: int, generation: int) -> None:
+        assign = self.processes[worker].assign
+        if assign and assign.generation == generation:
+            self.processes[worker].drain = True
 
     def stop(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        def stop(worker: int) -> None:
-            if self.auto and self._runs(worker, generation):
-                self._unwind(self.processes[worker])
-
-        return self._command("stop", workers, stop)
+        return self._command("stop", workers, lambda w: self.auto and self._leave(w, generation))
 
     def end(self, workers: Iterable[int], generation: int) -> PendingReplies:
         return self._command("end", workers, lambda worker: None)
 
     def drain(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        def drain(worker: int) -> None:
-            if self._runs(worker, generation):
-                self.processes[worker].drain = True
-
-        return self._command("drain", workers, drain)
+        return self._command("drain", workers, lambda worker: self._drain(worker, generation))
 
     def fence(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        def fence(worker: int) -> None:
-            if self._runs(worker, generation):
-                self._unwind(self.processes[worker])
-
-        return self._command("fence", workers, fence)
+        return self._command("fence", workers, lambda worker: self._leave(worker, generation))
 
     def _command(
-        self, name: str, workers: Iterable[int], execute: Callable[[int], None]
+        self, name: str, workers: Iterable[int], execute: Callable[[int], object]
     ) -> PendingReplies:
         replies = PendingReplies(workers)
         task = asyncio.ensure_future(self._execute(name, replies, execute))
@@ -579,7 +519,7 @@ class FakeCluster:
         return replies
 
     async def _execute(
-        self, name: str, replies: PendingReplies, execute: Callable[[int], None]
+        self, name: str, replies: PendingReplies, execute: Callable[[int], object]
     ) -> None:
         await self.delay(name)
         for worker in sorted(replies.pending):
@@ -594,11 +534,8 @@ class FakeCluster:
             replies.mark_done([worker])
 
     def inject(self, workers: Iterable[int], faults: Sequence[FaultSpec]) -> PendingReplies:
-        return self._command(
-            "inject",
-            workers,
-            lambda worker: self.injected.append((worker, tuple(map(str, faults)))),
-        )
+        texts = tuple(map(str, faults))
+        return self._command("inject", workers, lambda w: self.injected.append((w, texts)))
 
     async def salvage(self, worker: int, vault: str) -> SlotInfo:
         await self._receive_command("salvage", worker)
@@ -667,8 +604,7 @@ class FakeVaultGroup:
         self.injected: tuple[str, ...] = ()
         self.not_injectable: dict[str, str] = {}
         self.node_faults: list[tuple[str, str]] = []
-        self.still_running: set[int] = set()
-        """Killed processes that have not exited."""
+        self.still_running: set[int] = set()  # killed processes that have not exited
         self.writes = 0
         self.releases = 0
         self.may_open = True

@@ -6,22 +6,29 @@ import asyncio
 import heapq
 import inspect
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+import pytest
+
+from rayzero.engine.checkpoint.writer import write_rank_file
+from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
 from rayzero.engine.redact import redact_document
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator.aio import ChangeNotifier
 from rayzero.orchestrator.background_writer import BackgroundWriter
+from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.control import context
 from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
+from rayzero.orchestrator.control.elastic import JOIN_BATCH_S
 from rayzero.orchestrator.facts import EventBus, JobFacts
-from rayzero.orchestrator.job_events import JobEvent, RunBegun, StateEntered
+from rayzero.orchestrator.job_events import JobEvent, JobWarning, RunBegun, StateEntered
 from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.journal.entries import (
     JournalUpdate,
@@ -30,15 +37,21 @@ from rayzero.orchestrator.journal.entries import (
     parse_facts,
 )
 from rayzero.orchestrator.journal.files import JournalFiles
-from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.machine import State, StopRequested
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan, make_plan
+from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.orchestrator.results import JobResult
 from rayzero.orchestrator.spec import JobSpec
-from rayzero.workers.messages import Assignment
+from rayzero.workers.messages import Assignment, CrashKind, WorkerMessage
 from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster, FakeWorkerGroup
 
 N = TypeVar("N")
+
+E = TypeVar("E", bound=BaseException)
+
+_JOBS: ContextVar[list[Harness]] = ContextVar("_JOBS")
+"""Of the test that runs."""
 
 NO_FILES = BackgroundWriter(print)
 """Writes nothing, because these jobs have no step files."""
@@ -144,6 +157,7 @@ class EventLog:
 
 
 def plan(folder: Path, **changes: Any) -> JobPlan:
+    """`workers`: also (least, most)."""
     document = {
         "name": "job",
         "entrypoint": "m:f",
@@ -151,6 +165,8 @@ def plan(folder: Path, **changes: Any) -> JobPlan:
         "checkpoint": {"path": str(folder)},
         "recovery": {"hang_timeout_s": 60.0},
     }
+    if isinstance(limits := changes.get("workers"), tuple):
+        changes["workers"] = {"min": limits[0], "max": limits[1]}
     for key, value in changes.items():
         default = document.get(key)
         document[key] = default | value if isinstance(default, dict) else value
@@ -189,12 +205,14 @@ async def is_durable(limit_s: float) -> bool:
 
 
 class Harness:
-    """A controller in a fake cluster. `put`: takes what the journal is to write."""
+    """A controller in a fake cluster (`cluster`: or its workers).
+
+    `put`: takes what the journal is to write."""
 
     def __init__(
         self,
         folder: Path,
-        cluster: FakeCluster | None = None,
+        cluster: FakeCluster | int | str = 2,
         store: FakeCheckpointStore | None = None,
         past: JobFacts | None = None,
         flush_journal: Callable[[float], Awaitable[bool]] = is_durable,
@@ -203,7 +221,7 @@ class Harness:
         **changes: Any,
     ) -> None:
         self.clock = VirtualClock()
-        self.cluster = cluster or FakeCluster()
+        self.cluster = cluster if isinstance(cluster, FakeCluster) else FakeCluster(cluster)
         self.cluster.clock = self.clock
         self.store = store or FakeCheckpointStore()
         self.log = EventLog()
@@ -223,6 +241,7 @@ class Harness:
             self.controller = Controller(self.plan, ports, past)
         self.clock.on_idle = self.check_waiters
         self.run = asyncio.ensure_future(self.controller.run())
+        _JOBS.get([]).append(self)
 
     def check_waiters(self) -> None:
         """Fails if a state change did not wake a coroutine that waits for it."""
@@ -234,6 +253,51 @@ class Harness:
             await settle()
             assert self.cluster.step(), "a rank is missing"
         await settle()
+
+    async def started(self) -> Harness:
+        await settle()
+        return self
+
+    async def trained(self, steps: int) -> Harness:
+        await self.steps(steps)
+        return self
+
+    async def kill(
+        self, worker: int, *cause: str, wait_s: float = 0.0, reported: bool = True
+    ) -> None:
+        self.cluster.kill(worker, *cause, reported=reported)
+        await self.clock.advance(wait_s)
+
+    async def crash(
+        self,
+        worker: int,
+        kind: CrashKind,
+        *error: str,
+        step: int | None = None,
+        wait_s: float = 0.0,
+    ) -> None:
+        self.cluster.crash(worker, kind, *error, step=step)
+        await self.clock.advance(wait_s)
+
+    async def send(self, worker: int, *messages: WorkerMessage, wait_s: float = 0.0) -> None:
+        self.cluster.send(worker, *messages)
+        await self.clock.advance(wait_s)
+
+    async def join(self, node: str = "a", *, wait_s: float = JOIN_BATCH_S) -> int:
+        """Add a worker, and let the controller wait for others so long."""
+        worker = self.cluster.join(node)
+        await self.clock.advance(wait_s)
+        return worker
+
+    async def stop(self, wait_s: float = 0.0) -> None:
+        self.controller.post_event(StopRequested())
+        await self.clock.advance(wait_s)
+
+    async def fails(self, kind: type[E], match: str | None = None) -> E:
+        """The error that the job has ended with."""
+        with pytest.raises(kind, match=match) as caught:
+            await self.result()
+        return caught.value
 
     async def finish(self) -> JobResult:
         """Run the last step and return the result."""
@@ -251,8 +315,26 @@ class Harness:
         return await self.run
 
     @property
+    def warnings(self) -> str:
+        return "\n".join(warning.text for warning in self.log.of(JobWarning))
+
+    @property
     def states(self) -> list[State]:
         return [event.state for event in self.log.of(StateEntered)]
+
+    @property
+    def running(self) -> list[int] | None:
+        """The members, while they train."""
+        return sorted(self.assignments) if self.states[-1] is State.RUNNING else None
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        return {worker: assign.rank for worker, assign in self.assignments.items()}
+
+    @property
+    def restored(self) -> set[int]:
+        """The step that the members began with; empty at the beginning."""
+        return {it.restore.step for it in self.assignments.values() if it.restore}
 
     @property
     def assignments(self) -> dict[int, Assignment]:
@@ -262,18 +344,50 @@ class Harness:
         return {worker: assign for worker, assign in assigned if assign.generation == generation}
 
 
-AsyncTest = Callable[[Path], Awaitable[None]]
+TABLE = BlockIndex(
+    {"weights/w": LogicalTensor("F32", (4,))}, (TensorRange("weights/w", 0, 4, 0),), 16
+)
 
 
-def async_test(body: AsyncTest) -> Callable[[Path], None]:
-    """Run an async test in a new event loop."""
+class StoreInFolder:
+    """A checkpoint store in a folder, with its warnings."""
 
-    async def bounded(folder: Path) -> None:
-        async with asyncio.timeout(20):
-            await body(folder)
+    def __init__(self, folder: Path, *, adopting: bool = False, **checkpoint: Any) -> None:
+        self.warnings: list[str] = []
+        settings = {"path": str(folder), **checkpoint}
+        self.store = CheckpointStore(
+            plan(folder, checkpoint=settings), self.warnings.append, adopting=adopting
+        )
 
-    def test(tmp_path: Path) -> None:
-        asyncio.run(bounded(tmp_path))
+    def save(self, *steps: int) -> None:
+        for step in steps:
+            file = write_rank_file(
+                self.store.folder(step),
+                0,
+                TABLE,
+                {"step": step},
+                memoryview(bytearray(16)),
+                generation=1,
+                world_size=1,
+            )
+            asyncio.run(self.store.commit(step, 1, [file]))
 
-    test.__name__ = body.__name__
-    return test
+    def resume_point(self) -> CheckpointRef | None:
+        return asyncio.run(self.store.resolve_resume())
+
+    def ref(self, step: int) -> CheckpointRef:
+        return CheckpointRef(step, self.store.folder(step))
+
+
+@asynccontextmanager
+async def finish_jobs() -> AsyncIterator[None]:
+    """Jobs of a test that still run at its end must succeed with their next step."""
+    started: list[Harness] = []
+    token = _JOBS.set(started)
+    try:
+        yield
+        for harness in started:
+            if not harness.run.done():
+                await harness.finish()
+    finally:
+        _JOBS.reset(token)

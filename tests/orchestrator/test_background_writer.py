@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -41,6 +41,12 @@ def test_failed_write_is_reported_once_and_retried(
     assert written == ["a", "b"]
     assert len(warnings) == 1
     assert "the journal cannot be written" in warnings[0]
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
 
 
 def test_hanging_write_does_not_block_put_or_close():
@@ -85,9 +91,7 @@ def test_failing_queue_does_not_delay_others(monkeypatch: pytest.MonkeyPatch):
     good = writer.add_queue("good", written.extend, 0.0)
     bad.put("x")
     good.put("a")
-    deadline_s = time.monotonic() + 10
-    while not written and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    wait_until(lambda: written)
     assert written == ["a"]
     assert not writer.close(0.5)
     assert good.is_empty
@@ -121,8 +125,6 @@ def test_items_are_bounded_by_bytes_and_written_early():
         queue.put(f"{number:0100000}")
         with queue.changed:  # the writer's thread takes items meanwhile
             assert sum(map(len, queue.items.since(0))) <= bounded_queue.MAX_BYTES
-    deadline_s = time.monotonic() + 10
-    while not written and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    wait_until(lambda: written)
     assert written, "before its interval has passed, because the queue is half full"
     assert writer.close(10)

@@ -102,9 +102,7 @@ def test_format_of_step():
     assert format_step(bare) == "0.500 s/step | 1 worker"
 
 
-def test_plain_console_shows_steps_at_interval_and_last(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_plain_console_shows_steps_at_interval_and_last(monkeypatch: pytest.MonkeyPatch):
     lines: list[str] = []
     now_s = 0.0
     monkeypatch.setattr(console_module, "monotonic", lambda: now_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -29,25 +30,14 @@ def started(world_size: int = 2) -> JobProgress:
 
 def test_step_is_complete_when_every_rank_has_finished_it():
     progress = started()
-    assert progress.add_report(report(0, 1, tokens=10, loss=2.0, step_s=0.5)) is None
+    first = report(0, 1, tokens=10, loss=2.0, step_s=0.5)
+    assert progress.add_report(replace(first, at_s=20.5)) is None
     assert progress.add_report(report(0, 2, tokens=10, loss=1.0, step_s=0.5)) is None
-    record = progress.add_report(report(1, 1, tokens=30, loss=4.0, step_s=0.25, lr=0.1))
-    assert record is not None
-    assert (record.step, record.world_size, record.generation) == (1, 2, 1)
-    assert record.loss == 3.0
-    assert record.tokens == 40
-    assert record.step_s == 0.5
+    last = report(1, 1, tokens=30, loss=4.0, step_s=0.25, lr=0.1)
+    record = progress.add_report(replace(last, at_s=20.0))
+    assert record == StepRecord(1, 2, 1, 3.0, 40.0, 0.5, {"lr": 0.1}, at_s=20.5)
     assert record.tokens_per_s == 80
-    assert record.gauges == {"lr": 0.1}
     assert progress.steps == 1
-
-
-def test_step_timestamp_is_that_of_last_rank():
-    progress = started()
-    progress.add_report(StepReport(1, 0, 1, at_s=20.5))
-    record = progress.add_report(StepReport(1, 1, 1, at_s=20.0))
-    assert record is not None
-    assert record.at_s == 20.5
 
 
 def test_totals_of_job():
@@ -70,36 +60,31 @@ def test_finished_step_without_report_of_lost_rank():
     assert progress.start_generation(generation=3, world_size=1, step=1) == []
 
 
+def of_two(progress: JobProgress, step: int, first: dict[str, Any], second: dict[str, Any]):
+    progress.add_report(report(0, step, **first))
+    return progress.add_report(report(1, step, **second))
+
+
 def test_engine_tokens_are_used_if_user_reports_none():
-    progress = started()
-    progress.add_report(report(0, 1, step_tokens=64))
-    record = progress.add_report(report(1, 1, step_tokens=64))
-    assert record is not None
-    assert record.tokens == 64
-    progress.add_report(report(0, 2, tokens=10, step_tokens=64))
-    counted = progress.add_report(report(1, 2, tokens=10, step_tokens=64))
-    assert counted is not None
-    assert counted.tokens == 20
+    progress, engine = started(), {"step_tokens": 64}
+    assert of_two(progress, 1, engine, engine).tokens == 64
+    users = engine | {"tokens": 10}
+    assert of_two(progress, 2, users, users).tokens == 20
 
 
 def test_waits_are_maximum_over_ranks():
-    progress = started()
-    progress.add_report(report(0, 1, **{"phases/data": 0.5, "phases/forward": 1.0}))
-    record = progress.add_report(report(1, 1, **{"phases/data": 0.1, "phases/forward": 2.0}))
-    assert record is not None
+    second = {"phases/data": 0.1, "phases/forward": 2.0}
+    record = of_two(started(), 1, {"phases/data": 0.5, "phases/forward": 1.0}, second)
     assert record.waits == {"phases/data": 0.5}
     assert record.gauges["phases/data"] == pytest.approx(0.3)
 
 
 def test_step_is_mirrored_once_all_ranks_mirrored():
     progress = started()
-    progress.add_report(report(0, 1, replica_step=1.0, replica_bytes=64.0))
-    partial = progress.add_report(report(1, 1))
-    assert partial is not None
+    partial = of_two(progress, 1, {"replica_step": 1.0, "replica_bytes": 64.0}, {})
     assert partial.mirrored_step is None, "rank 1 has mirrored none"
-    progress.add_report(report(0, 2, replica_step=2.0, replica_bytes=64.0))
-    complete = progress.add_report(report(1, 2, replica_step=1.0, replica_bytes=32.0))
-    assert complete is not None
+    second = {"replica_step": 1.0, "replica_bytes": 32.0}
+    complete = of_two(progress, 2, {"replica_step": 2.0, "replica_bytes": 64.0}, second)
     assert (complete.mirrored_step, complete.mirrored_bytes) == (1, 96.0)
 
 
@@ -115,7 +100,6 @@ def test_peak_bytes_by_class_over_ranks_and_steps():
 def test_job_that_reports_neither_loss_nor_tokens():
     progress = started(world_size=1)
     record = progress.add_report(report(0, 1, step_s=0.1))
-    assert record is not None
     assert (record.loss, record.tokens_per_s) == (None, None)
     assert (progress.first_loss, progress.tokens_per_s) == (None, None)
 
@@ -126,7 +110,6 @@ def test_new_generation_drops_unfinished_steps():
     progress.start_generation(generation=2, world_size=1)
     assert progress.add_report(report(1, 5, tokens=10)) is None  # of the old generation
     record = progress.add_report(report(0, 5, generation=2, tokens=7))
-    assert record is not None
     assert (record.tokens, record.world_size) == (7, 1)
 
 

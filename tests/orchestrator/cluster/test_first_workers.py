@@ -15,7 +15,7 @@ from rayzero.orchestrator.cluster.worker_group import WAITING_INTERVAL_S, Worker
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.policies.placement import Capacity, ResourceRequest
 from tests.integration.tiny import make_spec
-from tests.orchestrator.support import VirtualClock, async_test, settle
+from tests.orchestrator.support import VirtualClock, settle
 
 
 class FullPool:
@@ -63,7 +63,6 @@ def queueing(timeout_s: float) -> tuple[FullPool, VirtualClock, list[tuple[float
 
 
 @pytest.mark.usefixtures("full_cluster")
-@async_test
 async def test_queueing_is_said_after_some_seconds_and_again(folder: Path):
     pool, clock, said, waiting = queueing(timeout_s=300.0)
     await clock.advance(WAITING_INTERVAL_S - 0.1)
@@ -79,7 +78,6 @@ async def test_queueing_is_said_after_some_seconds_and_again(folder: Path):
 
 
 @pytest.mark.usefixtures("full_cluster")
-@async_test
 async def test_error_of_a_queue_that_lasts_says_who_holds_the_resources(folder: Path):
     _, clock, said, waiting = queueing(timeout_s=4.0)
     await clock.advance(4.1)

@@ -7,34 +7,26 @@ from pathlib import Path
 import pytest
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.job_events import JobWarning
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired, parse_fault
 from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster
-from tests.orchestrator.support import Harness, async_test, settle
+from tests.orchestrator.support import Harness, settle
 
 
 def start_job(folder: Path, *faults: str, **changes: object) -> Harness:
-    cluster = FakeCluster(4, node_of=lambda index: "ab"[index // 2])
-    return Harness(folder, cluster, workers={"min": 2, "max": 4}, faults=list(faults), **changes)
+    return Harness(folder, "aabb", workers=(2, 4), faults=list(faults), **changes)
 
 
 def fired_faults(folder: Path) -> list[str]:
     return [fired.fault for fired in FaultRecord(folder / "job").read()]
 
 
-def warnings(harness: Harness) -> str:
-    return "\n".join(warning.text for warning in harness.log.of(JobWarning))
-
-
 async def inject(harness: Harness, *faults: str) -> str:
     return await harness.controller.inject(faults)
 
 
-@async_test
 async def test_killed_vault_is_recorded_and_reopened(folder: Path):
-    harness = start_job(folder, "kill_vault(node=1, step=3)")
-    await harness.steps(1)
+    harness = await start_job(folder, "kill_vault(node=1, step=3)").trained(1)
     assert fired_faults(folder) == []
     await harness.steps(1)
     vaults = harness.cluster.vaults
@@ -44,75 +36,56 @@ async def test_killed_vault_is_recorded_and_reopened(folder: Path):
     assert vaults.opened.count("b") == 2
     await harness.steps(3)
     assert len(vaults.node_faults) == 1
-    await harness.finish()
 
 
-@async_test
 async def test_dropped_node_is_repaired(folder: Path):
-    harness = start_job(folder, "drop_node(node=1, step=3)")
-    await harness.steps(4)
+    harness = await start_job(folder, "drop_node(node=1, step=3)").trained(4)
     assert fired_faults(folder) == ["drop_node(node=1, step=3)"]
     assert {worker.info.node_id for worker in harness.cluster.members} == {"a"}
-    await harness.finish()
 
 
-@async_test
 async def test_impossible_node_fault_is_warned_of_once_and_not_recorded(folder: Path):
     harness = start_job(folder, "partition(node=0, step=2, seconds=5)")
     harness.cluster.vaults.not_injectable["a"] = "the job's controller runs on that node"
     await harness.steps(5)
     assert harness.cluster.vaults.node_faults == []
     assert fired_faults(folder) == []
-    assert warnings(harness).count("was not injected: the job's controller runs on that") == 1
-    await harness.finish()
+    assert harness.warnings.count("was not injected: the job's controller runs on that") == 1
 
 
-@async_test
 async def test_node_fault_waits_until_node_has_ranks(folder: Path):
-    harness = start_job(folder, "kill_vault(node=2, step=2)")
-    await harness.steps(3)
+    harness = await start_job(folder, "kill_vault(node=2, step=2)").trained(3)
     harness.cluster.join("c")
     harness.controller.scale(2, 5)
     await harness.clock.advance(1)
     await harness.steps(3)
     assert harness.cluster.vaults.node_faults == [("c", "kill_vault(node=2, step=2)")]
-    await harness.finish()
 
 
-@async_test
 async def test_worker_fault_reaches_current_and_future_workers(folder: Path):
-    harness = start_job(folder)
-    await harness.steps(3)
+    harness = await start_job(folder).trained(3)
     reply = await inject(harness, "kill(rank=1)", "hang(rank=2, step=90)")
-    assert reply == (
-        "job: kill(rank=1, step=4) at the next opportunity\n"
-        "job: hang(rank=2, step=90) at the next opportunity from that step on"
-    )
-    await settle()
     faults = ("kill(rank=1, step=4)", "hang(rank=2, step=90)")
+    scheduled = [f"job: {fault} at the next opportunity" for fault in faults]
+    assert reply == "\n".join(scheduled) + " from that step on"
+    await settle()
     assert sorted(harness.cluster.injected) == [(worker, faults) for worker in range(4)]
     assert harness.cluster.vaults.injected == faults
     harness.cluster.kill(1)
     await harness.steps(1)
-    assert {assign.faults for assign in harness.assignments.values()} == {
-        tuple(map(parse_fault, faults))
-    }
+    (injected,) = {assign.faults for assign in harness.assignments.values()}
+    assert injected == tuple(map(parse_fault, faults))
     await inject(harness, "slow(rank=0, seconds=1)")
     await settle()
     assert harness.cluster.injected[-1][1] == (*faults, "slow(rank=0, step=5, seconds=1)")
-    await harness.finish()
 
 
-@async_test
 async def test_injected_vault_fault_fires_after_current_step(folder: Path):
-    harness = start_job(folder)
-    await harness.steps(2)
-    assert await inject(harness, "kill_vault(node=0)") == (
-        "job: kill_vault(node=0, step=3) at the next opportunity"
-    )
+    harness = await start_job(folder).trained(2)
+    reply = await inject(harness, "kill_vault(node=0)")
+    assert reply == "job: kill_vault(node=0, step=3) at the next opportunity"
     await harness.steps(1)
     assert harness.cluster.vaults.node_faults == [("a", "kill_vault(node=0, step=3)")]
-    await harness.finish()
 
 
 @pytest.mark.parametrize(
@@ -125,90 +98,53 @@ async def test_injected_vault_fault_fires_after_current_step(folder: Path):
         ("full_disk()", "writes no checkpoints"),
     ],
 )
-def test_impossible_fault_is_rejected_and_nothing_is_scheduled(
-    tmp_path: Path, fault: str, message: str
+async def test_impossible_fault_is_rejected_and_nothing_is_scheduled(
+    folder: Path, fault: str, message: str
 ):
-    @async_test
-    async def body(folder: Path) -> None:
-        harness = start_job(folder)
-        harness.cluster.vaults.not_injectable["a"] = "not possible there"
-        await harness.steps(1)
-        with pytest.raises(ConfigError, match=message):
-            await inject(harness, "kill(rank=1)", fault)
-        await settle()
-        assert harness.cluster.injected == []
-        await harness.finish()
-
-    body(tmp_path)
+    harness = start_job(folder)
+    harness.cluster.vaults.not_injectable["a"] = "not possible there"
+    await harness.steps(1)
+    with pytest.raises(ConfigError, match=message):
+        await inject(harness, "kill(rank=1)", fault)
+    await settle()
+    assert harness.cluster.injected == []
 
 
-@async_test
-async def test_file_is_torn_after_checkpoint_is_written(folder: Path):
-    class DiskStore(FakeCheckpointStore):
-        def folder(self, step: int) -> str:
-            return str(folder / f"step-{step}")
-
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+async def test_file_on_a_disk_is_torn_after_checkpoint_is_written(folder: Path, place: str):
+    root = str(folder) if place == "disk" else "s3://bucket/job"
+    store = FakeCheckpointStore()
+    store.folder = lambda step: f"{root}/step-{step}"  # type: ignore[method-assign]
     path = folder / "step-4" / "rank-1"
     path.parent.mkdir()
     path.write_bytes(b"abc")
-    harness = Harness(
-        folder,
-        FakeCluster(3, checkpoint_every=2),
-        DiskStore(),
-        workers={"min": 3},
-        checkpoint={"every_steps": 2},
-        faults=['tear_file(step=3, rank=1, how="cut")'],
-    )
+    fault = 'tear_file(step=3, rank=1, how="cut")'
+    settings = {"checkpoint": {"every_steps": 2}, "faults": [fault]}
+    harness = Harness(folder, FakeCluster(3, checkpoint_every=2), store, workers=(3, 3), **settings)
     await harness.steps(3)
     assert path.read_bytes() == b"abc"
     await harness.steps(2)
-    assert path.read_bytes() == b"a"
-    assert FaultRecord(folder / "job").read() == (
-        FaultFired(1, 4, 'tear_file(step=3, rank=1, how="cut")'),
-    )
-    await harness.finish()
-
-
-@async_test
-async def test_file_in_object_store_cannot_be_torn(folder: Path):
-    class BucketStore(FakeCheckpointStore):
-        def folder(self, step: int) -> str:
-            return f"s3://bucket/job/step-{step}"
-
-    harness = Harness(
-        folder,
-        FakeCluster(2, checkpoint_every=2),
-        BucketStore(),
-        checkpoint={"every_steps": 2},
-        faults=["tear_file(step=1, rank=0)"],
-    )
-    await harness.steps(5)
-    assert fired_faults(folder) == []
-    assert warnings(harness).count("s3://bucket/job/step-2 is not on a local or mounted disk") == 1
-    await harness.finish()
+    if place == "disk":
+        assert path.read_bytes() == b"a"
+        assert FaultRecord(folder / "job").read() == (FaultFired(1, 4, fault),)
+    else:
+        assert fired_faults(folder) == []
+        assert harness.warnings.count(f"{root}/step-4 is not on a local or mounted disk") == 1
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_fault_record_of_earlier_run_applies_only_to_resumed_run(tmp_path: Path, resumed: bool):
+async def test_fault_record_of_earlier_run_applies_only_to_resumed_run(folder: Path, resumed: bool):
     fault = "kill_vault(node=0, step=2)"
-    record = FaultRecord(tmp_path / "job")
-    (tmp_path / "job").mkdir()
+    record = FaultRecord(folder / "job")
+    (folder / "job").mkdir()
     record.add(FaultFired(0, 2, fault))
     record.add(FaultFired(1, 9, str(parse_fault("kill(rank=1, step=9)"))))
 
-    @async_test
-    async def body(folder: Path) -> None:
-        harness = Harness(
-            folder,
-            FakeCluster(2),
-            FakeCheckpointStore(20) if resumed else FakeCheckpointStore(),
-            faults=[fault],
-        )
-        await settle()
-        assert fired_faults(folder) == ([fault] if resumed else [])
-        if not resumed:
-            await harness.steps(2)
-            assert fired_faults(folder) == [fault]
-        await harness.finish()
-
-    body(tmp_path)
+    harness = Harness(
+        folder, 2, FakeCheckpointStore(20) if resumed else FakeCheckpointStore(), faults=[fault]
+    )
+    await settle()
+    assert fired_faults(folder) == ([fault] if resumed else [])
+    if not resumed:
+        await harness.steps(2)
+        assert fired_faults(folder) == [fault]

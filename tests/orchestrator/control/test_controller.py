@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.engine.errors import ConfigError
+from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError, WorkerStartError
 from rayzero.orchestrator.event_text import summary_lines
@@ -24,15 +24,15 @@ from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import CheckpointSpec
 from rayzero.workers.messages import (
     Crashed,
+    CrashKind,
     Finished,
     Joined,
     LogLine,
     StepReport,
-    Stopped,
     WorkerInfo,
 )
 from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster
-from tests.orchestrator.support import Harness, async_test, settle
+from tests.orchestrator.support import Harness, settle
 
 GRACE_S = CheckpointSpec().grace_period_s
 
@@ -41,10 +41,8 @@ def finished(rank: int, **result: object) -> Finished:
     return Finished(1, rank, result or None, {"tokens": 5}, 1000 + rank)
 
 
-@async_test
 async def test_job_runs_to_summary(folder: Path):
-    harness = Harness(folder)
-    await settle()
+    harness = await Harness(folder).started()
     assert harness.states == [State.STARTING, State.RUNNING]
     for rank in (0, 1):
         gauges = {"loss": 2.0 + rank, "step_s": 0.5, "bytes/slots": 64.0}
@@ -82,157 +80,82 @@ async def test_job_runs_to_summary(folder: Path):
     assert harness.log.of(WorkersReady) == [WorkersReady(tuple(harness.cluster.initial_workers))]
 
 
-@async_test
 async def test_assignments_have_rank_store_and_vault(folder: Path):
-    cluster = FakeCluster(3, node_of=lambda index: "ab"[index % 2])
-    harness = Harness(folder, cluster, workers={"min": 3})
-    await settle()
+    harness = await Harness(folder, "aba", workers=(3, 3)).started()
     assignments = [harness.assignments[worker] for worker in (0, 2, 1)]  # ordered by node
-    assert [(a.rank, a.local_rank, a.local_world_size) for a in assignments] == [
-        (0, 0, 2),
-        (1, 1, 2),
-        (2, 0, 1),
-    ]
-    assert {(a.generation, a.world_size, a.store_host, a.store_port) for a in assignments} == {
-        (1, 3, "10.0.0.0", 4000)
-    }
+    ranks = [(a.rank, a.local_rank, a.local_world_size) for a in assignments]
+    assert ranks == [(0, 0, 2), (1, 1, 2), (2, 0, 1)]
+    common = {(a.generation, a.world_size, a.store_host, a.store_port) for a in assignments}
+    assert common == {(1, 3, "10.0.0.0", 4000)}
     assert [a.vault for a in assignments] == ["vault-a-1", "vault-a-1", "vault-b-1"]
     assert {a.restore for a in assignments} == {None}
-    harness.controller.post_event(machine.StopRequested())
-    await settle()
 
 
-@async_test
 async def test_job_runs_once_every_rank_has_joined(folder: Path):
-    harness = Harness(folder, FakeCluster(auto=False))
-    await settle()
-    harness.cluster.send(0, Joined(1, 0))
-    await settle()
+    harness = await Harness(folder, FakeCluster(auto=False)).started()
+    await harness.send(0, Joined(1, 0))
     assert harness.states == [State.STARTING]
-    harness.cluster.send(1, Joined(1, 1))
-    await settle()
+    await harness.send(1, Joined(1, 1))
     assert harness.states == [State.STARTING, State.RUNNING]
-    harness.controller.post_event(machine.StopRequested())
-    await harness.clock.advance(GRACE_S)
+    await harness.stop(GRACE_S)
 
 
-@async_test
-async def test_user_error_before_first_step_fails_job_with_traceback(folder: Path):
-    harness = Harness(folder)
-    await settle()
-    harness.cluster.crash(1, "user")
-    await settle()
-    with pytest.raises(JobFailedError, match="in step 1 on rank 1") as caught:
-        await harness.result()
-    assert caught.value.traceback == "the user's frames"
+@pytest.mark.parametrize(
+    ("kind", "text", "error"),
+    [
+        ("user", "ValueError", JobFailedError),
+        ("data", "'/no/such' does not exist", JobFailedError),
+        ("config", "the batch sizes disagree", ConfigError),
+    ],
+)
+async def test_error_before_first_step_fails_job(
+    folder: Path, kind: CrashKind, text: str, error: type[RayzeroError]
+):
+    harness = await Harness(folder).started()
+    await harness.crash(1, kind, text)
+    caught = await harness.fails(error, text)
     (fault,) = harness.log.of(FaultDetected)
     assert fault.is_fatal, "the error tells the same"
+    if kind == "user":
+        assert "in step 1 on rank 1" in str(caught)
+        assert caught.traceback == "the user's frames"
 
 
-@async_test
-async def test_data_error_before_first_step_fails_job(folder: Path):
-    harness = Harness(folder)
-    await settle()
-    harness.cluster.crash(0, "data", "'/no/such' does not exist")
-    await settle()
-    with pytest.raises(JobFailedError, match="'/no/such' does not exist"):
-        await harness.result()
-
-
-@async_test
-async def test_config_error_of_worker_is_raised(folder: Path):
-    harness = Harness(folder)
-    await harness.steps(3)
-    harness.cluster.crash(0, "config", "the batch sizes disagree")
-    await settle()
-    with pytest.raises(ConfigError, match="disagree"):
-        await harness.result()
-
-
-@async_test
 async def test_missing_resources_fail_job_at_start(folder: Path):
     cluster = FakeCluster()
     cluster.start_error = JobFailedError("no room")
-    harness = Harness(folder, cluster)
-    await settle()
-    with pytest.raises(JobFailedError, match="no room"):
-        await harness.result()
+    harness = await Harness(folder, cluster).started()
+    await harness.fails(JobFailedError, "no room")
     assert harness.states == [State.STARTING, State.FAILED]
 
 
-def failed_starts(*workers: int) -> list[WorkerStartError]:
-    return [
-        WorkerStartError("killed", WorkerInfo(worker, "a", "host-a", "", 0), False, retry_in_s=1)
-        for worker in workers
-    ]
-
-
-@async_test
-async def test_workers_that_end_while_starting_use_the_fault_budget(folder: Path):
+@pytest.mark.parametrize("max_faults", [1, 2])
+async def test_workers_that_end_while_starting_use_the_fault_budget(folder: Path, max_faults: int):
     cluster = FakeCluster()
-    cluster.start_failures = failed_starts(7, 8)
-    harness = Harness(folder, cluster, recovery={"max_faults": 2})
-    await harness.steps(1)
+    cluster.start_failures = [
+        WorkerStartError("killed", WorkerInfo(worker, "a", "host-a", "", 0), False, retry_in_s=1)
+        for worker in (7, 8)
+    ]
+    harness = await Harness(folder, cluster, recovery={"max_faults": max_faults}).started()
+    if max_faults == 1:
+        await harness.fails(JobFailedError, r"(?s)host-a was lost.*before that.*max_faults")
+        return
     texts = [f"worker {n} on node host-a was lost before the first step: killed" for n in (7, 8)]
     assert [fault.text for fault in harness.log.of(FaultDetected)] == texts
+    await harness.steps(1)
     assert (await harness.finish()).metrics["faults"] == {"lost": 2}
 
 
-@async_test
-async def test_too_many_failed_starts_fail_the_job(folder: Path):
-    cluster = FakeCluster()
-    cluster.start_failures = failed_starts(7, 8)
-    harness = Harness(folder, cluster, recovery={"max_faults": 1})
-    await settle()
-    with pytest.raises(JobFailedError, match=r"(?s)host-a was lost.*before that.*max_faults"):
-        await harness.result()
-
-
-@async_test
-async def test_stop_unwinds_every_worker(folder: Path):
-    harness = Harness(folder, FakeCluster(auto=False))
-    await settle()
-    for rank in (0, 1):
-        harness.cluster.send(rank, Joined(1, rank))
-    await settle()
-    harness.controller.post_event(machine.StopRequested())
-    harness.controller.post_event(machine.StopRequested())
-    await settle()
-    stopped = [worker for command, worker in harness.cluster.commands if command == "stop"]
-    assert stopped == [0, 1]
-    harness.cluster.processes[1].stuck = True
-    harness.cluster.send(0, Stopped(1, 0))
-    await settle()
-    assert not harness.run.done()
-    harness.cluster.release_stuck(1)
-    await settle()
-    with pytest.raises(JobStoppedError, match="after step 0"):
-        await harness.result()
-    assert harness.states[-2:] == [State.STOPPING, State.STOPPED]
-
-
-@async_test
-async def test_stop_does_not_wait_forever_for_unresponsive_worker(folder: Path):
-    harness = Harness(folder)
-    await settle()
-    harness.cluster.processes[1].unresponsive = True
-    harness.controller.post_event(machine.StopRequested())
-    await harness.clock.advance(GRACE_S)
-    with pytest.raises(JobStoppedError):
-        await harness.result()
-
-
-@async_test
 async def test_stop_waits_for_long_calls(folder: Path):
     """Without checkpoints, too: what the function does at its end belongs to the job."""
     cluster = FakeCluster()
-    harness = Harness(folder, cluster)
-    await harness.steps(1)
+    harness = await Harness(folder, cluster).trained(1)
     for rank in (0, 1):
         cluster.processes[rank].stuck = True
     harness.controller.post_event(machine.StopRequested())
-    await harness.clock.advance(GRACE_S / 2 - 1)
-    assert "fence" not in [command for command, _ in cluster.commands]
+    await harness.stop(GRACE_S / 2 - 1)
+    commands = [command for command in cluster.commands if command[0] in ("stop", "fence")]
+    assert commands == [("stop", 0), ("stop", 1)], "once each"
     cluster.release_stuck(0)
     await settle()  # rank 1 may wait for rank 0 in a collective
     assert ("fence", 1) in cluster.commands
@@ -240,34 +163,28 @@ async def test_stop_waits_for_long_calls(folder: Path):
     assert not harness.run.done()
     cluster.release_stuck(1)
     await settle()
-    with pytest.raises(JobStoppedError):
-        await harness.result()
+    await harness.fails(JobStoppedError, "after step 1")
+    assert harness.states[-2:] == [State.STOPPING, State.STOPPED]
 
 
-@async_test
-async def test_stop_ends_after_the_grace_period(folder: Path):
-    cluster = FakeCluster()
-    harness = Harness(folder, cluster)
-    await harness.steps(1)
-    cluster.processes[1].stuck = True
-    harness.controller.post_event(machine.StopRequested())
-    await harness.clock.advance(GRACE_S - 0.1)
-    assert not harness.run.done()
-    waiting = [warning.text for warning in harness.log.of(JobWarning)]
-    assert "(the stop takes at most 30 s, checkpoint.grace_period_s)" in waiting[0]
+@pytest.mark.parametrize("defect", ["stuck", "unresponsive"])
+async def test_stop_ends_after_the_grace_period(folder: Path, defect: str):
+    harness = await Harness(folder).trained(1)
+    setattr(harness.cluster.processes[1], defect, True)
+    await harness.stop(GRACE_S - 0.1)
+    if defect == "stuck":
+        assert not harness.run.done()
+        assert "(the stop takes at most 30 s, checkpoint.grace_period_s)" in harness.warnings
     await harness.clock.advance(0.1)
-    with pytest.raises(JobStoppedError):
-        await harness.result()
+    await harness.fails(JobStoppedError)
 
 
-@async_test
 async def test_job_that_queues_says_what_it_waits_for(folder: Path):
     cluster = FakeCluster()
     cluster.may_start.clear()
     text = "2 CPUs: held by job a (2 CPUs)"
     cluster.awaited = [text, text]
-    harness = Harness(folder, cluster)
-    await settle()
+    harness = await Harness(folder, cluster).started()
     assert harness.controller.status().waiting_for == text
     assert harness.telemetry.snapshot()["waiting_for"] == text
     cluster.may_start.set()
@@ -279,43 +196,25 @@ async def test_job_that_queues_says_what_it_waits_for(folder: Path):
     await harness.steps(1)
 
 
-@async_test
-async def test_stop_while_waiting_for_resources_is_immediate(folder: Path):
-    cluster = FakeCluster()
-    cluster.may_start.clear()
-    harness = Harness(folder, cluster)
-    await settle()
-    harness.controller.post_event(machine.StopRequested())
-    await settle()
-    with pytest.raises(JobStoppedError):
-        await harness.result()
-
-
-@async_test
-async def test_stop_does_not_wait_for_finished_rank(folder: Path):
+@pytest.mark.parametrize("phase", ["waiting for resources", "a rank has finished"])
+async def test_stop_is_immediate_where_nothing_runs(folder: Path, phase: str):
     harness = Harness(folder)
+    if phase == "waiting for resources":
+        harness.cluster.may_start.clear()
     await settle()
-    harness.cluster.send(0, finished(0))
-    await settle()
-    harness.controller.post_event(machine.StopRequested())
-    await settle()
-    with pytest.raises(JobStoppedError):
-        await harness.result()
+    if phase == "a rank has finished":
+        await harness.send(0, finished(0))
+    await harness.stop()
+    await harness.fails(JobStoppedError)
 
 
-@async_test
 async def test_messages_of_other_generations_are_ignored(folder: Path):
-    harness = Harness(folder)
-    await settle()
+    harness = await Harness(folder).started()
     harness.cluster.send(0, Crashed(0, 0, "user", 1, "old", ""), Finished(0, 0, None, {}, 1))
-    harness.cluster.send(1, Finished(0, 1, None, {}, 1))
-    await settle()
+    await harness.send(1, Finished(0, 1, None, {}, 1))
     assert not harness.run.done()
-    harness.controller.post_event(machine.StopRequested())
-    await harness.clock.advance(GRACE_S)
 
 
-@async_test
 async def test_internal_error_in_background_task_fails_job(folder: Path):
     cluster = FakeCluster()
 
@@ -323,19 +222,14 @@ async def test_internal_error_in_background_task_fails_job(folder: Path):
         raise KeyError(worker)
 
     cluster.open_store = broken  # type: ignore[method-assign]
-    harness = Harness(folder, cluster)
-    await settle()
-    with pytest.raises(JobFailedError, match="rayzero itself failed: KeyError"):
-        await harness.result()
+    harness = await Harness(folder, cluster).started()
+    await harness.fails(JobFailedError, "rayzero itself failed: KeyError")
 
 
-@async_test
 async def test_job_resumes_from_newest_checkpoint(folder: Path):
-    harness = Harness(folder, store=FakeCheckpointStore(20, 40))
-    await settle()
+    harness = await Harness(folder, store=FakeCheckpointStore(20, 40)).started()
     assert harness.log.of(Resumed) == [Resumed(40, "/runs/job/step-40")]
     for assign in harness.assignments.values():
-        assert assign.restore is not None
         assert (assign.restore.step, assign.restore.checkpoint) == (40, "/runs/job/step-40")
     assert "no step is left" not in str(harness.log.events)
     await harness.steps(2)
@@ -344,12 +238,10 @@ async def test_job_resumes_from_newest_checkpoint(folder: Path):
     assert result.metrics["resumed_from"] == "/runs/job/step-40"
 
 
-@async_test
 async def test_job_with_nothing_left_says_so_before_workers_start_and_at_the_end(folder: Path):
     cluster = FakeCluster()
     cluster.may_start.clear()
-    harness = Harness(folder, cluster, FakeCheckpointStore(40), steps=40)
-    await settle()
+    harness = await Harness(folder, cluster, FakeCheckpointStore(40), steps=40).started()
     (before,) = harness.log.of(JobWarning)
     assert "no step is left to train" in before.text
     cluster.may_start.set()
@@ -363,7 +255,6 @@ async def test_job_with_nothing_left_says_so_before_workers_start_and_at_the_end
     assert "no step was trained (after 40 steps)" in next(summary_lines(result))
 
 
-@async_test
 async def test_checkpoint_of_another_job_is_not_offered_as_this_jobs(folder: Path):
     store = FakeCheckpointStore()
     harness = Harness(folder, FakeCluster(), store, checkpoint={"resume": "/runs/other"})
@@ -379,38 +270,31 @@ async def test_checkpoint_of_another_job_is_not_offered_as_this_jobs(folder: Pat
     assert metrics["resumed_from"] == "/runs/other/step-40"
 
 
-@async_test
 async def test_rejected_resume_starts_no_worker(folder: Path):
     store = FakeCheckpointStore()
     store.resume_error = ConfigError("there are checkpoints")
     cluster = FakeCluster()
     cluster.may_start.clear()
-    harness = Harness(folder, cluster, store)
-    await settle()
-    with pytest.raises(ConfigError, match="there are checkpoints"):
-        await harness.result()
+    harness = await Harness(folder, cluster, store).started()
+    await harness.fails(ConfigError, "there are checkpoints")
 
 
-@async_test
-async def test_offloaded_update_on_few_threads_is_reported(folder: Path):
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "reported"),
+    [(1, 1, True), (13, 1, False), (1, 0, False), (None, 1, False)],  # None: what the node has
+)
+async def test_offloaded_update_on_few_threads_is_reported(
+    folder: Path, cpus: int | None, gpus: int, reported: bool
+):
     """Ten times slower, on a node whose other cores idle."""
-    for cpus, gpus, reported in (
-        *((1, 1, True), (13, 1, False), (1, 0, False)),
-        (None, 1, False),  # it uses what the node has
-    ):
-        cluster = FakeCluster(2)
-        cluster.initial_workers = [
-            replace(worker, node="a", cores=26) for worker in cluster.initial_workers
-        ]
-        engine = {
-            "train_batch_size": 4,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        }
-        workers = {"min": 2, "cpus": cpus, "gpus": gpus}
-        harness = Harness(folder, cluster, workers=workers, engine=engine)
-        await settle()
-        texts = [warning.text for warning in harness.log.of(JobWarning)]
-        expected = "1 CPU threads (workers.cpus), and node a has 13 cores for each of its workers"
-        assert [expected in text for text in texts] == [True] * reported
-        await harness.finish()
+    cluster = FakeCluster()
+    cluster.initial_workers = [replace(it, node="a", cores=26) for it in cluster.initial_workers]
+    engine = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+    workers = {"min": 2, "cpus": cpus, "gpus": gpus}
+    harness = await Harness(folder, cluster, workers=workers, engine=engine).started()
+    expected = "1 CPU threads (workers.cpus), and node a has 13 cores for each of its workers"
+    assert (expected in harness.warnings, bool(harness.warnings)) == (reported, reported)

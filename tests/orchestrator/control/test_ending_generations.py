@@ -10,100 +10,79 @@ from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job_events import FaultDetected, JobWarning
 from rayzero.orchestrator.machine import State
 from rayzero.workers.messages import Finished
-from tests.orchestrator.fake_cluster import FakeCluster
-from tests.orchestrator.support import Harness, async_test, settle
+from tests.orchestrator.support import Harness, settle
 
 
-@async_test
-async def test_survivors_in_a_long_call_are_waited_for(folder: Path):
-    harness = Harness(folder, FakeCluster(3), workers={"min": 1, "max": 3})
+@pytest.mark.parametrize("stays", [False, True])
+async def test_survivors_in_a_long_call_are_waited_for(folder: Path, stays: bool):
+    """Those that stay are killed and replaced."""
+    harness = await Harness(folder, 3, workers=(1, 3)).trained(3)
     cluster = harness.cluster
-    await harness.steps(3)
     for worker in (1, 2):
         cluster.processes[worker].stuck = True
         cluster.send_heartbeat(worker)
-    cluster.kill(0)
-    await harness.clock.advance(25)
+    await harness.kill(0, wait_s=25)
     assert harness.states[-1] is State.RECOVERING
     reports = [w.text for w in harness.log.of(JobWarning) if "to leave" in w.text]
     assert len(reports) == 3  # after 5, 10 and 20 s
-    waiting = reports[0]
-    assert "waiting since 6 s for rank 1 on node host-a (pid 101) to leave" in waiting
-    assert "recovery.hang_timeout_s" in waiting
-    for worker in (1, 2):
-        cluster.release_stuck(worker)
-    await settle()
-    assert sorted(harness.assignments) == [1, 2]
-    assert [worker for name, worker in cluster.commands if name == "kill"] == [0]
-    assert (await harness.finish()).metrics["steps_redone"] == 0
+    assert "since 6 s for rank 1 on node host-a (pid 101) to leave" in reports[0]
+    assert "recovery.hang_timeout_s" in reports[0]
+    if stays:
+        await harness.clock.advance(34)
+        assert harness.states[-1] is State.RECOVERING
+        await harness.clock.advance(3)
+        assert sorted(worker for worker, _, _ in cluster.replaced) == [0, 1, 2]
+        for _ in range(3):
+            cluster.join()
+        await harness.clock.advance(1)
+    else:
+        for worker in (1, 2):
+            cluster.release_stuck(worker)
+        await settle()
+        assert sorted(harness.assignments) == [1, 2]
+    killed = sorted(worker for name, worker in cluster.commands if name == "kill")
+    assert killed == ([0, 1, 2] if stays else [0])
+    metrics = (await harness.finish()).metrics
+    assert metrics["steps_redone"] == 0
+    assert metrics["faults"] == ({"hang": 2, "lost": 1} if stays else {"lost": 1})
 
 
-@async_test
-async def test_survivors_that_stay_are_killed_and_replaced(folder: Path):
-    harness = Harness(folder, FakeCluster(3), workers={"min": 1, "max": 3})
-    cluster = harness.cluster
-    await harness.steps(3)
-    for worker in (1, 2):
-        cluster.processes[worker].stuck = True
-        cluster.send_heartbeat(worker)
-    cluster.kill(0)
-    await harness.clock.advance(59)
-    assert harness.states[-1] is State.RECOVERING
-    await harness.clock.advance(3)
-    assert sorted(worker for name, worker in cluster.commands if name == "kill") == [0, 1, 2]
-    assert sorted(worker for worker, _, _ in cluster.replaced) == [0, 1, 2]
-    for _ in range(3):
-        cluster.join()
-    await harness.clock.advance(1)
-    result = await harness.finish()
-    assert result.metrics["faults"] == {"hang": 2, "lost": 1}
-    assert result.metrics["steps_redone"] == 0
-
-
-@async_test
 async def test_survivor_that_stays_does_not_take_the_others_with_it(folder: Path):
-    harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
-    await harness.steps(3)
+    harness = await Harness(folder, 4, workers=(2, 4)).trained(3)
     harness.cluster.processes[1].stuck = True
     harness.cluster.send_heartbeat(1)
-    harness.cluster.kill(0)
-    await harness.clock.advance(62)
+    harness.cluster.delays["kill"] = 80  # the next generation waits until both are dead
+    await harness.kill(0, wait_s=62)
     assert ("kill", 1) in harness.cluster.commands
     assert sorted(harness.assignments) == [2, 3]
     assert (await harness.finish()).metrics["faults"] == {"hang": 1, "lost": 1}
 
 
-@async_test
 async def test_replacement_may_take_four_measured_first_steps(folder: Path):
     """Not `workers.start_timeout_s`: the job has shown how long its processes compile."""
-    harness = Harness(folder, FakeCluster(2), workers={"min": 2, "max": 2})
+    harness = Harness(folder, 2, workers=(2, 2))
     cluster = harness.cluster
     await harness.clock.advance(20)
     await harness.steps(1)
-    cluster.kill(0)
-    await harness.clock.advance(1)
-    cluster.join()
-    await harness.clock.advance(1)
+    await harness.kill(0, wait_s=1)
+    await harness.join(wait_s=1)
     assert sorted(harness.assignments) == [1, 2]
     cluster.processes[2].stuck = True
     cluster.send_heartbeat(2)
-    cluster.kill(1)
-    await harness.clock.advance(61)
+    await harness.kill(1, wait_s=61)
     waiting = [w.text for w in harness.log.of(JobWarning) if "to leave" in w.text]
     assert "it is killed after 80 s, 4 times the longest first step of a process" in waiting[0]
     assert ("kill", 2) not in cluster.commands
     await harness.clock.advance(22)
     assert ("kill", 2) in cluster.commands
+    await harness.stop()
 
 
-@async_test
 async def test_rank_that_stays_after_a_drain_is_killed(folder: Path):
     """It caught the exception that ends its generation, and waits for ranks that have left."""
-    harness = Harness(folder, FakeCluster(2), workers={"min": 1, "max": 3})
+    harness = await Harness(folder, 2, workers=(1, 3)).trained(1)
     cluster = harness.cluster
-    await harness.steps(1)
-    cluster.join()
-    await harness.clock.advance(1)
+    await harness.join(wait_s=1)
     assert harness.states[-1] is State.RESIZING
     left, stays = cluster.processes[0], cluster.processes[1]
     cluster.send_heartbeat(1, waiting=True)
@@ -112,14 +91,11 @@ async def test_rank_that_stays_after_a_drain_is_killed(folder: Path):
     await harness.clock.advance(62)
     assert ("kill", 1) in cluster.commands
     assert sorted(harness.assignments) == [0]
-    await harness.finish()
 
 
-@async_test
 async def test_rank_that_returns_early_is_named(folder: Path):
-    harness = Harness(folder, FakeCluster(2), workers={"min": 2})
+    harness = await Harness(folder, 2, workers=(2, 2)).trained(2)
     cluster = harness.cluster
-    await harness.steps(2)
     for attempt, worker in enumerate((0, 2)):
         generation = harness.assignments[worker].generation
         cluster.send_heartbeat(worker, step=2, collective=7)
@@ -130,6 +106,5 @@ async def test_rank_that_returns_early_is_named(folder: Path):
         if attempt == 0:
             assert [fault.cause for fault in harness.log.of(FaultDetected)] == ["early_return"]
             assert sorted(harness.assignments) == [1, 2]
-    with pytest.raises(JobFailedError, match=r"rank 0 .*it returned from the training function"):
-        await harness.result()
+    await harness.fails(JobFailedError, r"rank 0 .*it returned from the training function")
     assert len(harness.log.of(FaultDetected)) == 2

@@ -13,24 +13,15 @@ from rayzero.orchestrator.control.generation import GenerationNumbers
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.facts import RESERVED_GENERATIONS, EventBus, JobFacts
 from rayzero.orchestrator.machine import State
-from tests.orchestrator.support import (
-    Harness,
-    VirtualClock,
-    async_test,
-    begun,
-    plan,
-    reread,
-    settle,
-)
+from tests.orchestrator.support import Harness, VirtualClock, begun, plan, reread, settle
 
 LIMIT_S = 70.0
 
 
-@async_test
 async def test_adopting_controller_gives_no_number_again(folder: Path):
     """Four controllers in a row are killed after they formed generations. The journal has none of
     them: its disk is written only when it is flushed. The ledger takes each number once."""
-    job = plan(folder, workers={"min": 1, "max": 2})
+    job = plan(folder, workers=(1, 2))
     durable = JobFacts().apply(begun(job), time.time())  # lost before its first generation
     given: list[int] = []
     for repairs in (0, 1, 3, 0):
@@ -46,10 +37,8 @@ async def test_adopting_controller_gives_no_number_again(folder: Path):
         running.append(harness)
         await harness.steps(2)
         for _ in range(repairs):
-            harness.cluster.kill(max(harness.assignments))
-            await harness.clock.advance(1)
-            harness.cluster.join()
-            await harness.clock.advance(1)
+            await harness.kill(max(harness.assignments), wait_s=1)
+            await harness.join(wait_s=1)
             await harness.steps(1)
         harness.run.cancel()  # no entry is written any more
         await settle()
@@ -62,7 +51,6 @@ async def test_adopting_controller_gives_no_number_again(folder: Path):
     assert given == sorted(set(given))
 
 
-@async_test
 async def test_repairs_do_not_wait_for_failing_store(folder: Path):
     del folder
     events, clock, fails = EventBus(), VirtualClock(), True
@@ -90,7 +78,6 @@ async def test_repairs_do_not_wait_for_failing_store(folder: Path):
         assert events.facts.reserved_generations >= number + RESERVED_GENERATIONS // 2
 
 
-@async_test
 async def test_first_generation_waits_until_its_number_is_durable(folder: Path):
     written = asyncio.Event()
 
@@ -99,9 +86,7 @@ async def test_first_generation_waits_until_its_number_is_durable(folder: Path):
         await written.wait()
         return True
 
-    harness = Harness(folder, flush_journal=flush)
-    await settle()
+    harness = await Harness(folder, flush_journal=flush).started()
     assert (harness.states, harness.cluster.assigned) == ([State.STARTING], [])
     written.set()
     await harness.steps(1)
-    await harness.finish()

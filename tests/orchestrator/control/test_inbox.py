@@ -64,93 +64,69 @@ class InboxHarness:
 HEARTBEAT = Heartbeat(0, 1, "forward", 0.0)
 
 
-def run(test: Any) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(20):
-            await test
-
-    asyncio.run(bounded())
-
-
-def test_undelivered_log_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_undelivered_log_lines_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inbox_module, "MAX_UNDELIVERED_CHARACTERS", 250)
+    harness = InboxHarness(folder, SlowClock())
+    lines: list[str] = []
 
-    async def body() -> None:
-        harness = InboxHarness(tmp_path, SlowClock())
-        lines: list[str] = []
+    def dispatch(worker: int, message: WorkerMessage) -> None:
+        harness.delivered.append(f"{worker} {type(message).__name__}")
+        if isinstance(message, LogLine):
+            lines.append(message.text)
 
-        def dispatch(worker: int, message: WorkerMessage) -> None:
-            harness.delivered.append(f"{worker} {type(message).__name__}")
-            if isinstance(message, LogLine):
-                lines.append(message.text)
-
-        harness.inbox = WorkerInbox(harness.context, dispatch, harness._on_lost)
-        harness.inbox.start(range(5))
-        line = LogLine(7, "stdout", "x" * 100)
-        for _ in range(2):
-            batch: list[WorkerMessage] = [line, HEARTBEAT]
-            harness.reports.put_nowait(WorkerReports([(n, list(batch)) for n in range(5)]))
-            await settle()
-        assert len(harness.delivered) == 20, "nothing but lines is dropped"
-        assert lines.count("x" * 100) == 4, "there is room again after each delivery"
-        assert sum("(1 lines" in text for text in lines) == 6
-
-    run(body())
-
-
-def test_lost_worker_is_delivered_before_queued_messages(tmp_path: Path):
-    async def body() -> None:
-        harness = InboxHarness(tmp_path, SlowClock())
-        harness.inbox.start(range(100))
-        harness.reports.put_nowait(WorkerReports([(worker, [HEARTBEAT]) for worker in range(100)]))
-        while not harness.delivered:
-            await asyncio.sleep(0)
-        assert len(harness.delivered) < 10, "only a slice"
-        harness.reports.put_nowait(WorkerReports(lost=[(99, "it was killed")]))
+    harness.inbox = WorkerInbox(harness.context, dispatch, harness._on_lost)
+    harness.inbox.start(range(5))
+    line = LogLine(7, "stdout", "x" * 100)
+    for _ in range(2):
+        batch: list[WorkerMessage] = [line, HEARTBEAT]
+        harness.reports.put_nowait(WorkerReports([(n, list(batch)) for n in range(5)]))
         await settle()
-        index = harness.delivered.index("99 lost: it was killed")
-        assert index < 30
-        assert harness.delivered[index - 1] == "99 Heartbeat", "its own messages come first"
-        assert len(harness.delivered) == 101
-        await harness.context.tasks.cancel_all()
-
-    run(body())
+    assert len(harness.delivered) == 20, "nothing but lines is dropped"
+    assert lines.count("x" * 100) == 4, "there is room again after each delivery"
+    assert sum("(1 lines" in text for text in lines) == 6
 
 
-def test_messages_of_worker_are_delivered_in_order(tmp_path: Path):
-    async def body() -> None:
-        harness = InboxHarness(tmp_path, SlowClock())
-        harness.inbox.start(range(50))
-        harness.reports.put_nowait(WorkerReports([(worker, [HEARTBEAT]) for worker in range(50)]))
-        harness.reports.put_nowait(WorkerReports([(49, [StepReport(1, 0, 1)]), (49, [HEARTBEAT])]))
-        await settle()
-        delivered = [text for text in harness.delivered if text.startswith("49")]
-        assert delivered == ["49 Heartbeat", "49 StepReport", "49 Heartbeat"]
-        assert 49 in harness.inbox.reported
-        assert 48 not in harness.inbox.reported
-        await harness.context.tasks.cancel_all()
+async def test_lost_worker_is_delivered_before_queued_messages(folder: Path):
+    harness = InboxHarness(folder, SlowClock())
+    harness.inbox.start(range(100))
+    harness.reports.put_nowait(WorkerReports([(worker, [HEARTBEAT]) for worker in range(100)]))
+    while not harness.delivered:
+        await asyncio.sleep(0)
+    assert len(harness.delivered) < 10, "only a slice"
+    harness.reports.put_nowait(WorkerReports(lost=[(99, "it was killed")]))
+    await settle()
+    index = harness.delivered.index("99 lost: it was killed")
+    assert index < 30
+    assert harness.delivered[index - 1] == "99 Heartbeat", "its own messages come first"
+    assert len(harness.delivered) == 101
 
-    run(body())
+
+async def test_messages_of_worker_are_delivered_in_order(folder: Path):
+    harness = InboxHarness(folder, SlowClock())
+    harness.inbox.start(range(50))
+    harness.reports.put_nowait(WorkerReports([(worker, [HEARTBEAT]) for worker in range(50)]))
+    harness.reports.put_nowait(WorkerReports([(49, [StepReport(1, 0, 1)]), (49, [HEARTBEAT])]))
+    await settle()
+    delivered = [text for text in harness.delivered if text.startswith("49")]
+    assert delivered == ["49 Heartbeat", "49 StepReport", "49 Heartbeat"]
+    assert 49 in harness.inbox.reported
+    assert 48 not in harness.inbox.reported
 
 
-def test_silent_worker_is_reported_lost_once(tmp_path: Path):
-    async def body() -> None:
-        harness = InboxHarness(tmp_path, VirtualClock())
-        harness.inbox.start(range(2))
-        timeout_s = WORKER_POLL_S + harness.context.plan.worker_spec.hang_timeout_s + 10
-        await harness.clock.advance(timeout_s - 1)
-        harness.inbox.expire_silent()
-        assert harness.inbox.longest_silence_s([0, 1]) == timeout_s - 1
-        harness.reports.put_nowait(WorkerReports([(1, [])]))
-        await settle()
-        assert harness.inbox.longest_silence_s([1]) == 0
-        await harness.clock.advance(1)
-        harness.inbox.expire_silent()
-        harness.inbox.expire_silent()
-        assert harness.delivered == [f"0 lost: its process did not respond for {timeout_s:g} s"]
-        await harness.context.tasks.cancel_all()
-
-    run(body())
+async def test_silent_worker_is_reported_lost_once(folder: Path):
+    harness = InboxHarness(folder, VirtualClock())
+    harness.inbox.start(range(2))
+    timeout_s = WORKER_POLL_S + harness.context.plan.worker_spec.hang_timeout_s + 10
+    await harness.clock.advance(timeout_s - 1)
+    harness.inbox.expire_silent()
+    assert harness.inbox.longest_silence_s([0, 1]) == timeout_s - 1
+    harness.reports.put_nowait(WorkerReports([(1, [])]))
+    await settle()
+    assert harness.inbox.longest_silence_s([1]) == 0
+    await harness.clock.advance(1)
+    harness.inbox.expire_silent()
+    harness.inbox.expire_silent()
+    assert harness.delivered == [f"0 lost: its process did not respond for {timeout_s:g} s"]
 
 
 class FakeActorCalls:
@@ -176,68 +152,59 @@ class FakeActorCalls:
         thread.join()
 
 
-def test_polls_continue_until_worker_is_lost():
-    async def body() -> None:
-        calls = FakeActorCalls()
-        poller = ActorPoller(calls)
-        poller.subscribe([1, 2])
-        calls.complete(1, [HEARTBEAT])
-        calls.complete(2, [])
-        assert sorted((await poller.receive()).messages) == [(1, [HEARTBEAT]), (2, [])]
-        calls.complete(2, ActorUnschedulableError("it died"))
-        calls.removed.add(1)
-        calls.complete(1, [])
-        lost = dict((await poller.receive()).lost)
-        assert "it died" in lost[2]
-        assert "dismissed" in lost[1]
-        assert calls.pending == {}, "no further polls"
-        poller.subscribe([3])
-        calls.complete(3, EngineError("a mistake"))
-        with pytest.raises(EngineError):
-            await poller.receive()
-        poller.close()
-
-    run(body())
+async def test_polls_continue_until_worker_is_lost():
+    calls = FakeActorCalls()
+    poller = ActorPoller(calls)
+    poller.subscribe([1, 2])
+    calls.complete(1, [HEARTBEAT])
+    calls.complete(2, [])
+    assert sorted((await poller.receive()).messages) == [(1, [HEARTBEAT]), (2, [])]
+    calls.complete(2, ActorUnschedulableError("it died"))
+    calls.removed.add(1)
+    calls.complete(1, [])
+    lost = dict((await poller.receive()).lost)
+    assert "it died" in lost[2]
+    assert "dismissed" in lost[1]
+    assert calls.pending == {}, "no further polls"
+    poller.subscribe([3])
+    calls.complete(3, EngineError("a mistake"))
+    with pytest.raises(EngineError):
+        await poller.receive()
+    poller.close()
 
 
-def test_batcher_delays_messages_but_not_lost_workers():
-    async def body() -> None:
-        calls, results, batches = FakeActorCalls(), [], []
-        batcher = FutureBatcher(lambda: batches.append(len(results)))
-        batcher.batch_delay_s = 3600.0
-        for worker in range(4):
-            batcher.add_call(calls(worker), lambda future: results.append(future.exception()))
-        calls.complete(0, [HEARTBEAT])
-        await settle()
-        assert batches == [1], "the first message is not delayed"
-        calls.complete(1, [HEARTBEAT])
-        calls.complete(2, [HEARTBEAT])
-        await settle()
-        assert batches == [1], "the next messages are batched"
-        calls.complete(3, ActorUnschedulableError("it died"))
-        await settle()
-        assert batches == [1, 4], "an error is not delayed"
-        assert results[:3] == [None] * 3
-        batcher.close()
-
-    run(body())
+async def test_batcher_delays_messages_but_not_lost_workers():
+    calls, results, batches = FakeActorCalls(), [], []
+    batcher = FutureBatcher(lambda: batches.append(len(results)))
+    batcher.batch_delay_s = 3600.0
+    for worker in range(4):
+        batcher.add_call(calls(worker), lambda future: results.append(future.exception()))
+    calls.complete(0, [HEARTBEAT])
+    await settle()
+    assert batches == [1], "the first message is not delayed"
+    calls.complete(1, [HEARTBEAT])
+    calls.complete(2, [HEARTBEAT])
+    await settle()
+    assert batches == [1], "the next messages are batched"
+    calls.complete(3, ActorUnschedulableError("it died"))
+    await settle()
+    assert batches == [1, 4], "an error is not delayed"
+    assert results[:3] == [None] * 3
+    batcher.close()
 
 
-def test_batcher_delivers_every_result():
-    async def body() -> None:
-        calls, results = FakeActorCalls(), []
-        batcher = FutureBatcher(lambda: None)
-        batcher.batch_delay_s = 0.01
-        for worker in range(20):  # some within the delay of a batch, some after it
-            batcher.add_call(calls(worker), results.append)
-            calls.complete(worker, [HEARTBEAT])
-            while len(results) <= worker and worker % 3:
-                await asyncio.sleep(0.001)
-        while len(results) < 20:
+async def test_batcher_delivers_every_result():
+    calls, results = FakeActorCalls(), []
+    batcher = FutureBatcher(lambda: None)
+    batcher.batch_delay_s = 0.01
+    for worker in range(20):  # some within the delay of a batch, some after it
+        batcher.add_call(calls(worker), results.append)
+        calls.complete(worker, [HEARTBEAT])
+        while len(results) <= worker and worker % 3:
             await asyncio.sleep(0.001)
-        batcher.close()
-
-    run(body())
+    while len(results) < 20:
+        await asyncio.sleep(0.001)
+    batcher.close()
 
 
 def test_batch_delay_grows_with_number_of_workers():
@@ -245,28 +212,25 @@ def test_batch_delay_grows_with_number_of_workers():
     assert batch_delay_s(500) < batch_delay_s(1000) == batch_delay_s(4000) <= 0.01
 
 
-def test_broadcast_waits_for_live_workers():
-    async def body() -> None:
-        polls, commands = FakeActorCalls(), FakeActorCalls()
-        poller = ActorPoller(polls)
-        poller.subscribe([1, 2, 3])
-        commands.removed.add(3)
-        replies = poller.broadcast([1, 2, 3], commands)
-        assert replies.pending == {1, 2}
-        commands.complete(1, None)
-        await replies.wait_any(frozenset({1}))
-        assert replies.pending == {2}
-        commands.complete(2, ActorUnschedulableError("it died"))
+async def test_broadcast_waits_for_live_workers():
+    polls, commands = FakeActorCalls(), FakeActorCalls()
+    poller = ActorPoller(polls)
+    poller.subscribe([1, 2, 3])
+    commands.removed.add(3)
+    replies = poller.broadcast([1, 2, 3], commands)
+    assert replies.pending == {1, 2}
+    commands.complete(1, None)
+    await replies.wait_any(frozenset({1}))
+    assert replies.pending == {2}
+    commands.complete(2, ActorUnschedulableError("it died"))
+    await replies.wait_all()
+    assert {worker for worker, _ in (await poller.receive()).lost} == {2, 3}
+    replies = poller.broadcast([1], commands)
+    commands.complete(1, EngineError("it is still busy"))
+    with pytest.raises(EngineError, match="busy"):
         await replies.wait_all()
-        assert {worker for worker, _ in (await poller.receive()).lost} == {2, 3}
-        replies = poller.broadcast([1], commands)
-        commands.complete(1, EngineError("it is still busy"))
-        with pytest.raises(EngineError, match="busy"):
-            await replies.wait_all()
-        poller.close()
-
-    run(body())
+    poller.close()
 
 
-def test_broadcast_to_no_workers_does_not_wait():
-    run(PendingReplies().wait_all())
+async def test_broadcast_to_no_workers_does_not_wait():
+    await PendingReplies().wait_all()

@@ -48,7 +48,7 @@ class ControllerStateMachine(RuleBasedStateMachine):
         reconfigure.LARGE_JOB_WORKERS = large_job_workers
 
         async def start() -> Harness:
-            cluster = FakeCluster(size, lambda index: "ab"[index % 2], checkpoint_every=every)
+            cluster = FakeCluster("abab"[:size], checkpoint_every=every)
             cluster.other_nodes = "abc"
             return Harness(
                 Path(self.folder.name),
@@ -126,7 +126,7 @@ class ControllerStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.cluster.vaults.by_node))
     @rule(data=st.data(), turns=TURNS)
     def kill_vault(self, data: st.DataObject, turns: int) -> None:
-        self.cluster.kill_vault(data.draw(st.sampled_from(sorted(self.cluster.vaults.by_node))))
+        self.cluster.vaults.kill(data.draw(st.sampled_from(sorted(self.cluster.vaults.by_node))))
         self.run_turns(turns)
 
     @precondition(lambda self: len(self.live_nodes()) > 1)
@@ -153,11 +153,7 @@ class ControllerStateMachine(RuleBasedStateMachine):
         self.run_turns(turns)
 
     @precondition(lambda self: bool(self.live_workers()))
-    @rule(
-        data=st.data(),
-        defect=st.sampled_from(["delayed", "unresponsive", "stuck"]),
-        turns=TURNS,
-    )
+    @rule(data=st.data(), defect=st.sampled_from(["delayed", "unresponsive", "stuck"]), turns=TURNS)
     def impair_worker(self, data: st.DataObject, defect: str, turns: int) -> None:
         process = self.cluster.processes[data.draw(st.sampled_from(self.live_workers()))]
         impair(process, defect)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from rayzero.orchestrator.control.elastic import REPLACE_DELAY_S
 from rayzero.orchestrator.control.failures import COLLECTIVE_GRACE_S
 from rayzero.orchestrator.control.vaults import VAULT_POLL_S
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
-from rayzero.orchestrator.job_events import FaultDetected, JobWarning, Repaired, StateEntered
+from rayzero.orchestrator.job_events import FaultDetected, Repaired, StateEntered
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.messages import (
@@ -28,212 +29,133 @@ from rayzero.workers.messages import (
 )
 from rayzero.workers.vault.records import SlotInfo
 from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster
-from tests.orchestrator.support import Harness, async_test, settle
-
-TWO_OF_THREE = {"min": 2, "max": 3}
+from tests.orchestrator.support import Harness, settle
 
 
-def start_three(folder: Path, **changes: object) -> Harness:
-    workers = TWO_OF_THREE | dict(changes.pop("workers", {}))  # type: ignore[call-overload]
-    return Harness(folder, FakeCluster(3), workers=workers, **changes)
+def start_three(folder: Path, least: int = 2, **changes: Any) -> Harness:
+    return Harness(folder, 3, workers=(least, 3), **changes)
 
 
-def warnings(harness: Harness) -> str:
-    return "\n".join(warning.text for warning in harness.log.of(JobWarning))
-
-
-@async_test
-async def test_members_know_whether_some_function_goes_on_in_its_loop(folder: Path):
-    harness = start_three(folder, workers={"min": 1})
-    await harness.steps(2)
-    harness.cluster.kill(1)
-    await settle()
-    assert {assign.survivors_stay for assign in harness.assignments.values()} == {True}
-    await harness.steps(2)
-    harness.cluster.leaving = {0}
-    harness.cluster.kill(2)
-    await harness.clock.advance(1)
-    assert {assign.survivors_stay for assign in harness.assignments.values()} == {False}
-    await harness.finish()
-
-
-@async_test
-async def test_functions_that_do_not_continue_are_called_in_new_processes(folder: Path):
+@pytest.mark.parametrize("started", [1, 3])
+async def test_functions_that_do_not_continue_are_called_in_new_processes(
+    folder: Path, started: int
+):
     """The job waits for all that start in its reservations, not only for the least number: one
-    that came later would make all begin again."""
-    harness = start_three(folder, workers={"min": 1})
+    that came later would make all begin again; but not longer than they need."""
+    harness = await start_three(folder, least=1).trained(3)
     cluster = harness.cluster
-    await harness.steps(3)
     harness.controller._context.registry.start_s = 5.0
     cluster.leaving, cluster.auto = {0, 1}, False
-    cluster.kill(2)
-    await settle()
-    assert [command for command in cluster.commands if command[0] == "kill"] == [
-        *(("kill", worker) for worker in (2, 0, 1))
-    ]
+    await harness.kill(2)
+    assert [worker for command, worker in cluster.commands if command == "kill"] == [2, 0, 1]
     assert sorted(cluster.replaced) == [(worker, 0.0, ()) for worker in range(3)]
     cluster.auto = True
-    for _ in range(2):
-        cluster.join()
-        await harness.clock.advance(4)
-        assert not harness.cluster.members
-    cluster.join()
-    await settle()
-    assert sorted(harness.assignments) == [3, 4, 5]
-    assert {it.restore.step for it in harness.assignments.values() if it.restore} == {3}
-    assert "is called again, in new processes (ranks 0, 1)" in warnings(harness)
+    for _ in range(started - 1):
+        await harness.join(wait_s=4)
+        assert not cluster.members
+    await harness.join(wait_s=0)
+    if started == 1:
+        await harness.clock.advance(9)
+        assert not cluster.members
+        await harness.clock.advance(1)
+    assert sorted(harness.assignments) == [3, 4, 5][:started]
+    assert harness.restored == {3}
+    assert "is called again, in new processes (ranks 0, 1)" in harness.warnings
     assert (await harness.finish()).metrics["steps_redone"] == 0
 
 
-@async_test
 async def test_functions_are_told_what_the_ones_before_have_done(folder: Path):
     """By the lowest rank whose notes are of the restored step."""
-    harness = start_three(folder, workers={"min": 1})
+    harness = await start_three(folder, least=1).trained(3)
     cluster = harness.cluster
-    await harness.steps(3)
     cluster.leaving = {0, 1, 2}
     cluster.processes[0].notes = Notes(4, b"of a step that is lost")
     cluster.processes[1].notes = Notes(3, b"rank 1")
     cluster.processes[2].notes = Notes(3, b"rank 2")
-    cluster.crash(2, "collective")
-    await harness.clock.advance(COLLECTIVE_GRACE_S + 1)
-    assert {it.restore.step for it in harness.assignments.values() if it.restore} == {3}
+    await harness.crash(2, "collective", wait_s=COLLECTIVE_GRACE_S + 1)
+    assert harness.restored == {3}
     assert {it.notes for it in harness.assignments.values()} == {b"rank 1"}
-    await harness.finish()
 
 
-@async_test
-async def test_new_processes_are_not_waited_for_longer_than_they_need(folder: Path):
-    harness = start_three(folder, workers={"min": 1})
-    cluster = harness.cluster
-    await harness.steps(3)
-    harness.controller._context.registry.start_s = 5.0
-    cluster.leaving, cluster.auto = {0, 1}, False
-    cluster.kill(2)
-    await settle()
-    cluster.auto = True
-    cluster.join()
-    await harness.clock.advance(9)
-    assert not cluster.members
-    await harness.clock.advance(1)
-    assert sorted(harness.assignments) == [3]
-    await harness.finish()
-
-
-@async_test
 async def test_functions_bound_to_their_ranks_wait_for_the_lost_one(folder: Path):
     """They would have to be called again with fewer; so they are if no worker comes."""
-    harness = start_three(folder, workers={"min": 1})
+    harness = start_three(folder, least=1)
     cluster, registry = harness.cluster, harness.controller._context.registry
     cluster.bound = True
     await harness.steps(3)
     registry.start_s = 5.0
-    cluster.kill(1)
-    await harness.clock.advance(4)
+    await harness.kill(1, wait_s=4)
     assert not cluster.members
-    cluster.join()
-    await settle()
-    assert {worker: it.rank for worker, it in harness.assignments.items()} == {0: 0, 2: 2, 3: 1}
+    await harness.join(wait_s=0)
+    assert harness.ranks == {0: 0, 2: 2, 3: 1}
     assert {it.survivors_stay for it in harness.assignments.values()} == {True}
     await harness.steps(1)
-    cluster.kill(2)
-    await harness.clock.advance(10)
+    await harness.kill(2, wait_s=10)
     assert sorted(harness.assignments) == [4, 5]
     assert {it.survivors_stay for it in harness.assignments.values()} == {False}
-    await harness.finish()
 
 
-@async_test
 async def test_rank_of_a_lost_worker_is_its_replacements(folder: Path):
     """Rank 0's is another's until then, which the log says."""
-    harness = start_three(folder)
-    await harness.steps(3)
-    harness.cluster.kill(0)
-    await settle()
-    ranks = {worker: it.rank for worker, it in harness.assignments.items()}
-    assert ranks == {2: 0, 1: 1}
-    assert "rank 0 is the worker on node" in warnings(harness)
-    assert "which was entered as rank 2" in warnings(harness)
+    harness = await start_three(folder).trained(3)
+    await harness.kill(0)
+    assert harness.ranks == {2: 0, 1: 1}
+    assert "rank 0 is the worker on node" in harness.warnings
+    assert "which was entered as rank 2" in harness.warnings
     await harness.steps(1)
-    harness.cluster.join()
-    await harness.clock.advance(1)
+    await harness.join(wait_s=1)
     await harness.steps(1)
-    ranks = {worker: it.rank for worker, it in harness.assignments.items()}
-    assert ranks == {3: 0, 1: 1, 2: 2}
-    await harness.finish()
+    assert harness.ranks == {3: 0, 1: 1, 2: 2}
 
 
 @pytest.mark.parametrize("least", [2, 3])
-def test_job_goes_on_without_a_new_worker_whose_function_fails(tmp_path: Path, least: int):
+async def test_job_goes_on_without_a_new_worker_whose_function_fails(folder: Path, least: int):
     """Also with fewer than `workers.min`. The next fault tries again."""
-
-    @async_test
-    async def body(folder: Path) -> None:
-        harness = start_three(folder, workers={"min": least})
-        cluster = harness.cluster
-        await harness.steps(3)
-        cluster.kill(1)
-        await settle()
-        if least == 2:
-            await harness.steps(1)
-        assert cluster.replaced == [(1, 0.0, ())]
-        step = harness.cluster.committed
-        cluster.join()
-        await harness.clock.advance(1)
-        if least == 2:
-            await harness.steps(1)
-            step += 1
-        assert sorted(harness.assignments) == [0, 2, 3]
-        cluster.crash(3, "user", "ZeroDivisionError: division by zero", step=step + 1)
-        await settle()
-        assert harness.states[-1] is State.RUNNING
-        assert sorted(harness.assignments) == [0, 2]
-        assert not cluster.processes[3].alive
-        assert "the job continues without rank 1, whose function failed" in warnings(harness)
-        assert [it.cause for it in harness.log.of(FaultDetected)] == ["lost", "newcomer"]
-        await harness.steps(3)
-        await harness.clock.advance(60)
-        assert len(cluster.replaced) == 1, "not before the next fault or resize"
-        cluster.kill(2)
-        await settle()
-        await harness.clock.advance(REPLACE_DELAY_S)
-        assert {worker for worker, _, _ in cluster.replaced[1:]} == {2, 3}
-        cluster.join()
-        cluster.join()
-        await harness.clock.advance(10)
-        await harness.steps(2)
-        assert len(harness.assignments) == 3
-        await harness.finish()
-
-    body(tmp_path)
+    harness = await start_three(folder, least).trained(3)
+    cluster = harness.cluster
+    await harness.kill(1)
+    if least == 2:
+        await harness.steps(1)
+    assert cluster.replaced == [(1, 0.0, ())]
+    step = harness.cluster.committed
+    await harness.join(wait_s=1)
+    if least == 2:
+        await harness.steps(1)
+        step += 1
+    assert sorted(harness.assignments) == [0, 2, 3]
+    await harness.crash(3, "user", "ZeroDivisionError: division by zero", step=step + 1)
+    assert harness.running == [0, 2]
+    assert not cluster.processes[3].alive
+    assert "the job continues without rank 1, whose function failed" in harness.warnings
+    assert [it.cause for it in harness.log.of(FaultDetected)] == ["lost", "newcomer"]
+    await harness.steps(3)
+    await harness.clock.advance(60)
+    assert len(cluster.replaced) == 1, "not before the next fault or resize"
+    await harness.kill(2)
+    await harness.clock.advance(REPLACE_DELAY_S)
+    assert {worker for worker, _, _ in cluster.replaced[1:]} == {2, 3}
+    cluster.join()
+    await harness.join(wait_s=10)
+    await harness.steps(2)
+    assert len(harness.assignments) == 3
 
 
-@async_test
-async def test_survivors_of_lost_worker_continue_at_last_step_without_delay(
-    folder: Path,
-):
-    harness = start_three(folder)
-    await harness.steps(7)
-    harness.cluster.kill(1)
-    await settle()
-    assert harness.states[-2:] == [State.RECOVERING, State.RUNNING]
-    assert sorted(harness.assignments) == [0, 2]
+async def test_survivors_of_lost_worker_continue_at_last_step_without_delay(folder: Path):
+    harness = await start_three(folder).trained(7)
+    await harness.kill(1)
+    assert harness.running == [0, 2]
     for assign in harness.assignments.values():
         assert (assign.generation, assign.world_size) == (2, 2)
-        assert assign.restore is not None
         assert assign.restore.step == 7
-        assert [(s.generation, s.rank, s.step) for s in assign.restore.slots] == [
-            (1, 0, 7),
-            (1, 1, 7),
-            (1, 2, 7),
-        ]
+        slots = [(slot.generation, slot.rank, slot.step) for slot in assign.restore.slots]
+        assert slots == [(1, 0, 7), (1, 1, 7), (1, 2, 7)]
     await harness.steps(1)
     (repaired,) = harness.log.of(Repaired)
     assert (repaired.cause, repaired.step, repaired.steps_redone) == ("lost", 7, 0)
     assert (repaired.world_size_before, repaired.world_size) == (3, 2)
     assert repaired.lost == ("rank 1 on node host-a (pid 101)",)
     assert list(repaired.seconds) == [
-        *("detect", "fence", "select_step", "select_members", "rendezvous", "load", "recompute"),
+        *("detect", "fence", "select_step", "select_members", "rendezvous", "load", "recompute")
     ]
     assert repaired.total_s == 0
     result = await harness.finish()
@@ -243,170 +165,114 @@ async def test_survivors_of_lost_worker_continue_at_last_step_without_delay(
     assert result.metrics["world_sizes"] == [3, 2]
 
 
-@async_test
 async def test_recovery_sends_only_necessary_commands(folder: Path):
-    harness = start_three(folder)
-    await harness.steps(2)
+    harness = await start_three(folder).trained(2)
     harness.cluster.commands.clear()
-    harness.cluster.kill(0)
-    await settle()
+    await harness.kill(0)
     commands = [command for command in harness.cluster.commands if command[0] != "kill"]
     assert sorted(commands[:2]) == [("fence", 1), ("fence", 2)]
     assert commands[2] == ("store", 1)
     assert sorted(commands[3:]) == [("assign", 1), ("assign", 2)]
     assert len(commands) == 5
-    harness.controller.post_event(machine.StopRequested())
-    await settle()
 
 
-def test_two_lost_workers_in_quick_succession(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("turns", range(30))
+async def test_two_lost_workers_in_quick_succession(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, turns: int
+):
     # In a large job, forming a generation takes several turns of the event loop.
     monkeypatch.setattr(reconfigure, "LARGE_JOB_WORKERS", 1)
-
-    async def faults_of_two_kills(turns: int) -> dict[str, int]:
-        folder = tmp_path / str(turns)
-        folder.mkdir()
-        harness = Harness(folder, FakeCluster(3), workers={"min": 1, "max": 3})
-        await harness.steps(2)
-        harness.cluster.kill(1)
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        harness.cluster.kill(2)
-        await settle()
-        result = await harness.finish()
-        assert (result.steps, result.metrics["steps_redone"]) == (3, 0)
-        faults: dict[str, int] = result.metrics["faults"]
-        return faults
-
-    assert [asyncio.run(faults_of_two_kills(turns)) for turns in range(30)] == [{"lost": 2}] * 30
-
-
-@async_test
-async def test_replacement_starts_after_repair_and_joins_at_step_boundary(
-    folder: Path,
-):
-    harness = start_three(folder)
-    await harness.steps(3)
-    harness.cluster.processes[2].stuck = True
+    harness = await start_three(folder, least=1).trained(2)
     harness.cluster.kill(1)
-    await settle()
+    await run_turns(turns)
+    await harness.kill(2)
+    result = await harness.finish()
+    assert (result.steps, result.metrics["steps_redone"]) == (3, 0)
+    assert result.metrics["faults"] == {"lost": 2}
+
+
+async def test_replacement_starts_after_repair_and_joins_at_step_boundary(folder: Path):
+    harness = await start_three(folder).trained(3)
+    harness.cluster.processes[2].stuck = True
+    await harness.kill(1)
     assert harness.cluster.replaced == []  # the repair is in progress
-    harness.cluster.processes[2].stuck = False
-    harness.cluster._unwind(harness.cluster.processes[2])
+    harness.cluster.release_stuck(2)
     await settle()
     assert harness.cluster.replaced == []  # its imports would compete with the first step
     await harness.steps(1)
     assert harness.cluster.replaced == [(1, 0.0, ())]
-    harness.cluster.join()
-    await harness.clock.advance(1)
+    await harness.join(wait_s=1)
     assert harness.states[-1] is State.RESIZING  # waits for the end of the current step
     await harness.steps(1)
     assert sorted(harness.assignments) == [0, 2, 3]
-    assert {a.restore.step for a in harness.assignments.values() if a.restore} == {5}
+    assert harness.restored == {5}
     assert (await harness.finish()).metrics["world_sizes"] == [3, 2, 3]
 
 
 @pytest.mark.parametrize("when", ["assigned", "joined"])
-def test_worker_lost_while_first_generation_forms(tmp_path: Path, when: str):
-    @async_test
-    async def body(folder: Path) -> None:
-        cluster = FakeCluster(3, auto=False)
-        harness = Harness(folder, cluster, workers=TWO_OF_THREE)
-        await settle()
-        if when == "joined":
-            cluster.send(0, Joined(1, 0))
-        cluster.auto = True
-        cluster.kill(2)
-        await harness.clock.advance(1)
-        assert harness.states == [State.STARTING, State.RECOVERING, State.RUNNING]
-        assert {a.restore for a in harness.assignments.values()} == {None}
-        assert (await harness.finish()).steps == 1
-
-    body(tmp_path)
+async def test_worker_lost_while_first_generation_forms(folder: Path, when: str):
+    cluster = FakeCluster(3, auto=False)
+    harness = await Harness(folder, cluster, workers=(2, 3)).started()
+    if when == "joined":
+        cluster.send(0, Joined(1, 0))
+    cluster.auto = True
+    await harness.kill(2, wait_s=1)
+    assert harness.states == [State.STARTING, State.RECOVERING, State.RUNNING]
+    assert {a.restore for a in harness.assignments.values()} == {None}
+    assert (await harness.finish()).steps == 1
 
 
-@async_test
-async def test_second_lost_worker_restarts_recovery(folder: Path):
-    harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
-    await harness.steps(5)
-    harness.cluster.processes[3].stuck = True
-    harness.cluster.kill(0)
-    await settle()
+@pytest.mark.parametrize("when", ["fenced", "joined"])
+async def test_second_lost_worker_restarts_recovery(folder: Path, when: str):
+    harness = await Harness(folder, 4, workers=(2, 4)).trained(5)
+    cluster = harness.cluster
+    cluster.processes[3].stuck = when == "fenced"
+    cluster.auto = when == "fenced"
+    await harness.kill(0)
     assert harness.states[-1] is State.RECOVERING
-    harness.cluster.kill(1)
+    if when == "joined":
+        cluster.send(1, Joined(2, 0))
+    cluster.auto = True
+    await harness.kill(2)
+    cluster.release_stuck(3)
     await settle()
-    harness.cluster.processes[3].stuck = False
-    harness.cluster._unwind(harness.cluster.processes[3])
-    await settle()
-    assert sorted(harness.assignments) == [2, 3]
-    assert {a.restore.step for a in harness.assignments.values() if a.restore} == {5}
+    assert sorted(harness.assignments) == [1, 3]
+    assert harness.restored == {5}
     await harness.steps(1)
     (repaired,) = harness.log.of(Repaired)
     assert len(repaired.lost) == 2
-    await harness.finish()
 
 
-@async_test
-async def test_member_lost_while_new_generation_forms(folder: Path):
-    harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
-    await harness.steps(5)
-    harness.cluster.auto = False
-    harness.cluster.kill(0)
-    await settle()
-    assert harness.states[-1] is State.RECOVERING
-    harness.cluster.send(1, Joined(2, 0))
-    harness.cluster.auto = True
-    harness.cluster.kill(2)
-    await settle()
-    assert harness.states[-1] is State.RUNNING
-    assert sorted(harness.assignments) == [1, 3]
-    assert {a.generation for a in harness.assignments.values()} == {3}
-    assert (await harness.finish()).steps == 6
-
-
-@async_test
 async def test_late_messages_of_lost_workers_and_old_generations_are_ignored(folder: Path):
-    harness = start_three(folder)
-    await harness.steps(3)
-    harness.cluster.kill(1, reported=False)
-    await settle()
+    harness = await start_three(folder).trained(3)
+    await harness.kill(1, reported=False)
     harness.cluster.send(1, Stopped(1, 1), Joined(2, 1), Restored(2, 1, 3))
     harness.cluster.send(0, Crashed(1, 0, "user", 4, "ValueError", ""), Stopped(1, 0))
     harness.cluster.report_cause(1, "exit code 9")
     await settle()
     assert harness.states[-1] is State.RUNNING
-    assert "exit code 9" in warnings(harness)  # reported after the repair
+    assert "exit code 9" in harness.warnings  # reported after the repair
     assert len(harness.log.of(FaultDetected)) == 1
-    await harness.finish()
 
 
-@async_test
 async def test_worker_lost_after_other_workers_finished(folder: Path):
-    harness = start_three(folder)
-    await harness.steps(3)
+    harness = await start_three(folder).trained(3)
     await settle()
     members = harness.cluster.members
     for process in members[:2]:
-        assert process.assign is not None
         harness.cluster.send(process.info.index, Finished(1, process.assign.rank, None, {}, 1))
         process.assign = None
     await settle()
-    harness.cluster.kill(2)
-    await harness.clock.advance(1)
-    assert harness.states[-1] is State.RUNNING
-    assert sorted(harness.assignments) == [3, 4]  # the functions of 0 and 1 have returned
-    await harness.finish()
+    await harness.kill(2, wait_s=1)
+    assert harness.running == [3, 4]  # the functions of 0 and 1 have returned
 
 
-@async_test
 async def test_finished_worker_that_dies_is_no_fault(folder: Path):
-    harness = start_three(folder)
-    await harness.steps(1)
+    harness = await start_three(folder).trained(1)
     harness.cluster.send(0, Finished(1, 0, None, {}, 1))
     harness.cluster.processes[0].assign = None
     await settle()
-    harness.cluster.kill(0)
-    await settle()
+    await harness.kill(0)
     assert harness.states[-1] is State.RUNNING
     for rank in (1, 2):
         harness.cluster.send(rank, Finished(1, rank, None, {}, 1))
@@ -414,288 +280,186 @@ async def test_finished_worker_that_dies_is_no_fault(folder: Path):
     assert (await harness.result()).metrics["faults"] == {}
 
 
-@async_test
-async def test_failed_collective_is_repaired_once_lost_worker_is_known(folder: Path):
-    harness = start_three(folder)
-    await harness.steps(3)
-    harness.cluster.crash(0, "collective", "Connection closed by peer")
-    await harness.clock.advance(COLLECTIVE_GRACE_S / 2)
+@pytest.mark.parametrize("cause", ["lost", "collective"])
+async def test_failed_collective_waits_for_a_lost_worker_that_explains_it(folder: Path, cause: str):
+    harness = await start_three(folder).trained(3)
+    await harness.crash(0, "collective", "timed out", wait_s=COLLECTIVE_GRACE_S / 2)
     assert harness.states[-1] is State.RUNNING
-    harness.cluster.kill(1)
-    await settle()
-    assert harness.states[-1] is State.RUNNING
-    assert sorted(harness.assignments) == [0, 2]
+    if cause == "lost":
+        await harness.kill(1)
+    else:
+        await harness.clock.advance(COLLECTIVE_GRACE_S / 2)
+    assert sorted(harness.assignments) == ([0, 2] if cause == "lost" else [0, 1, 2])
     await harness.steps(1)
     (repaired,) = harness.log.of(Repaired)
-    assert repaired.cause == "lost"
-    assert repaired.seconds["detect"] == COLLECTIVE_GRACE_S / 2
-    await harness.finish()
+    assert (repaired.cause, len(repaired.lost)) == (cause, cause == "lost")
+    assert repaired.seconds["detect"] == COLLECTIVE_GRACE_S / (2 if cause == "lost" else 1)
 
 
-@async_test
-async def test_failed_collective_without_cause_is_repaired_after_grace_period(folder: Path):
-    harness = start_three(folder)
-    await harness.steps(3)
-    harness.cluster.crash(0, "collective", "timed out")
-    await harness.clock.advance(COLLECTIVE_GRACE_S)
-    assert sorted(harness.assignments) == [0, 1, 2]
-    await harness.steps(1)
-    (repaired,) = harness.log.of(Repaired)
-    assert (repaired.cause, repaired.lost) == ("collective", ())
-    await harness.finish()
-
-
-@async_test
 async def test_worker_with_a_broken_device_is_ended_and_replaced(folder: Path):
     """Also in its first step, twice in the same way: it is not the function's error."""
     harness = start_three(folder)
     for rank in (1, 0):
         await settle()
         (worker,) = [it for it, member in harness.assignments.items() if member.rank == rank]
-        harness.cluster.crash(worker, "device", "CUDA error: uncorrectable ECC error", step=1)
-        await settle()
+        await harness.crash(worker, "device", "CUDA error: uncorrectable ECC error", step=1)
         assert harness.states[-1] is State.RUNNING or rank == 0
         assert ("kill", worker) in harness.cluster.commands
         fault = harness.log.of(FaultDetected)[-1]
         assert (fault.cause, fault.step) == ("device", 1)
         assert "cannot use its device" in fault.text
         await harness.clock.advance(REPLACE_DELAY_S)
-        harness.cluster.join()
-        await harness.clock.advance(1)
+        await harness.join(wait_s=1)
     result = await harness.finish()
     assert result.metrics["faults"] == {"device": 2}
 
 
-@async_test
 async def test_device_that_is_found_broken_after_a_fence_is_lost(folder: Path):
     """The fault that ended the generation was another one's."""
-    harness = start_three(folder)
-    await harness.steps(3)
+    harness = await start_three(folder).trained(3)
     harness.cluster.processes[2].stuck = True
-    harness.cluster.kill(1)
-    await settle()
+    await harness.kill(1)
     assert harness.states[-1] is State.RECOVERING
-    harness.cluster.crash(2, "device", "cuda:0 is broken: no answer within 60 s")
-    await settle()
+    await harness.crash(2, "device", "cuda:0 is broken: no answer within 60 s")
     assert ("kill", 2) in harness.cluster.commands
-    harness.cluster.join()
-    await settle()
+    await harness.join(wait_s=0)
     assert harness.states[-1] is State.RUNNING
     assert (await harness.finish()).metrics["faults"] == {"device": 1, "lost": 1}
 
 
-@async_test
 async def test_worker_unresponsive_to_assignment_is_lost(folder: Path):
     cluster = FakeCluster(3)
     cluster.processes[1].unresponsive = True
-    harness = Harness(folder, cluster, workers=TWO_OF_THREE)
+    harness = Harness(folder, cluster, workers=(2, 3))
     await harness.clock.advance(15)  # a quarter of recovery.hang_timeout_s
     assert ("kill", 1) in cluster.commands
     assert sorted(harness.assignments) == [3, 4, 5]
-    await harness.finish()
 
 
-@async_test
 async def test_user_error_is_retried_once_per_step(folder: Path):
-    harness = start_three(folder)
-    await harness.steps(4)
-    harness.cluster.crash(1, "user", "ValueError: at 0x1")
-    await settle()
-    assert harness.states[-1] is State.RUNNING
+    harness = await start_three(folder, least=1).trained(4)
+    await harness.crash(1, "user", "ValueError: at 0x0")
     assert sorted(harness.assignments) == [0, 2]  # its function would have to be called again
-    harness.cluster.crash(2, "user", "ValueError: at 0x2")
-    await settle()
-    with pytest.raises(JobFailedError, match=r"step 5 on rank 1.*a second time") as caught:
-        await harness.result()
-    assert caught.value.traceback == "the user's frames"
-
-
-@async_test
-async def test_user_error_at_another_step_is_retried(folder: Path):
-    harness = start_three(folder)
-    await harness.steps(4)
-    harness.cluster.crash(1, "user")
     await harness.steps(1)
-    harness.cluster.crash(2, "user")
-    await settle()
+    await harness.crash(2, "user", "ValueError: at 0x1")
     assert harness.states[-1] is State.RUNNING
-    assert (await harness.finish()).metrics["faults"] == {"user": 2}
+    await harness.crash(0, "user", "ValueError: at 0x2")
+    caught = await harness.fails(JobFailedError, r"step 6 on rank 0.*a second time")
+    assert caught.traceback == "the user's frames"
 
 
-@async_test
 async def test_exhausted_fault_budget_fails_job_and_lists_faults(folder: Path):
-    harness = Harness(
-        folder, FakeCluster(5), workers={"min": 1, "max": 5}, recovery={"max_faults": 2}
-    )
-    for worker in (4, 3, 2):
+    recovery = {"max_faults": 1, "fault_window_s": 9}
+    harness = Harness(folder, 5, workers=(1, 5), recovery=recovery)
+    for worker in (4, 3):
         await harness.steps(1)
-        harness.cluster.kill(worker, f"cause {worker}")
-        await settle()
-    with pytest.raises(JobFailedError) as caught:
-        await harness.result()
-    text = str(caught.value)
-    assert "rank 2 on node host-a (pid 102) was lost after step 3" in text
-    assert "before that: rank 3 on node host-a (pid 103) was lost after step 2: cause 3" in text
-    assert "recovery.max_faults" in text
+        await harness.kill(worker, f"cause {worker}", wait_s=10)
+    assert harness.states[-1] is State.RUNNING, "old faults leave the window"
+    for worker in (2, 1):
+        await harness.steps(1)
+        await harness.kill(worker, f"cause {worker}")
+    text = str(await harness.fails(JobFailedError, "rank 1 .* was lost after step 4"))
+    assert "before that: rank 2 on node host-a (pid 102) was lost after step 3: cause 2" in text
     assert harness.states[-1] is State.FAILED
 
 
-@async_test
-async def test_old_faults_leave_fault_window(folder: Path):
-    harness = Harness(
-        folder,
-        FakeCluster(5),
-        workers={"min": 1, "max": 5},
-        recovery={"max_faults": 1, "fault_window_s": 9},
-    )
-    for worker in (4, 3, 2):
-        await harness.steps(1)
-        harness.cluster.kill(worker)
-        await harness.clock.advance(10)
-    assert harness.states[-1] is State.RUNNING
-    await harness.finish()
-
-
-@async_test
 async def test_fatal_loss_waits_for_cause_reported_by_cluster(folder: Path):
-    harness = start_three(folder, recovery={"max_faults": 0})
-    await harness.steps(1)
-    harness.cluster.kill(1, reported=False)
-    await harness.clock.advance(0.4)
+    harness = await start_three(folder, recovery={"max_faults": 0}).trained(1)
+    await harness.kill(1, reported=False, wait_s=0.4)
     assert not harness.run.done()
     harness.cluster.report_cause(1, "out of memory")
     await settle()
-    with pytest.raises(JobFailedError, match="was lost after step 1: out of memory"):
-        await harness.result()
+    await harness.fails(JobFailedError, "was lost after step 1: out of memory")
 
 
-@async_test
 async def test_job_with_too_few_workers_waits_for_replacement(folder: Path):
-    harness = Harness(folder)  # at least two of two
-    await harness.steps(3)
-    harness.cluster.kill(1)
-    await settle()
+    harness = await Harness(folder).trained(3)  # at least two of two
+    await harness.kill(1)
     assert harness.states[-1] is State.RECOVERING
-    assert "1 of at least 2 workers are left: waiting up to 300 s for replacements" in warnings(
-        harness
-    )
+    waiting = "1 of at least 2 workers are left: waiting up to 300 s for replacements"
+    assert waiting in harness.warnings
     assert harness.cluster.replaced == [(1, 0.0, ())]
     await harness.clock.advance(20)
-    harness.cluster.join()
-    await settle()
+    await harness.join(wait_s=0)
     assert sorted(harness.assignments) == [0, 2]
-    assert {a.restore.step for a in harness.assignments.values() if a.restore} == {3}
-    await harness.finish()
+    assert harness.restored == {3}
 
 
-@async_test
 async def test_job_fails_if_replacement_does_not_start_in_time(folder: Path):
-    harness = Harness(folder, workers={"start_timeout_s": 30})
-    await harness.steps(3)
-    harness.cluster.kill(1)
-    await harness.clock.advance(30)
-    with pytest.raises(JobFailedError) as caught:
-        await harness.result()
-    assert "1 of at least 2 workers are left" in str(caught.value)
-    assert "workers.start_timeout_s" in str(caught.value)
+    harness = await Harness(folder, workers={"start_timeout_s": 30}).trained(3)
+    await harness.kill(1, wait_s=30)
+    await harness.fails(JobFailedError, "1 of at least 2 workers are left")
 
 
-@async_test
-async def test_replacements_back_off_and_avoid_failing_node(
-    folder: Path,
-):
-    cluster = FakeCluster(6, node_of=lambda index: "a" if index < 4 else "b")
-    harness = Harness(folder, cluster, workers={"min": 1, "max": 6}, recovery={"replicas": 0})
+async def test_replacements_back_off_and_avoid_failing_node(folder: Path):
+    harness = Harness(folder, "aaaabb", workers=(1, 6), recovery={"replicas": 0})
     for worker in (0, 1, 2, 3):
         await harness.steps(1)
-        cluster.kill(worker)
-        await settle()
+        await harness.kill(worker)
     await harness.clock.advance(REPLACE_DELAY_S)  # replacements do not wait for a step forever
-    assert [(delay, avoid) for _, delay, avoid in cluster.replaced] == [
-        (0.0, ()),
-        (1.0, ()),
-        (2.0, ("a",)),
-        (4.0, ("a",)),
-    ]
-    assert "node host-a had 3 hardware faults" in warnings(harness)
-    harness.controller.post_event(machine.StopRequested())
-    await settle()
+    replaced = [(delay, avoid) for _, delay, avoid in harness.cluster.replaced]
+    assert replaced == [(0.0, ()), (1.0, ()), (2.0, ("a",)), (4.0, ("a",))]
+    assert "node host-a had 3 hardware faults" in harness.warnings
 
 
-@async_test
-async def test_newest_checkpoint_is_used_if_all_replicas_are_lost(
-    folder: Path,
-):
-    cluster = FakeCluster(3, node_of=lambda index: "ab"[index // 2])
-    harness = Harness(
-        folder, cluster, FakeCheckpointStore(2), workers=TWO_OF_THREE, recovery={"replicas": 0}
-    )
-    await harness.steps(3)
-    cluster.lose_node("b")
+async def test_newest_checkpoint_is_used_if_all_replicas_are_lost(folder: Path):
+    harness = await Harness(
+        folder, "aab", FakeCheckpointStore(2), workers=(2, 3), recovery={"replicas": 0}
+    ).trained(3)
+    harness.cluster.lose_node("b")
     await settle()
-    assert "going back to the checkpoint of step 2" in warnings(harness)
-    assert "3 finished steps will be done again" in warnings(harness)
-    assert {a.restore.checkpoint for a in harness.assignments.values() if a.restore} == {
-        "/runs/job/step-2"
-    }
+    assert "going back to the checkpoint of step 2" in harness.warnings
+    assert "3 finished steps will be done again" in harness.warnings
+    restores = [assign.restore for assign in harness.assignments.values()]
+    assert {restore.checkpoint for restore in restores if restore} == {"/runs/job/step-2"}
     result = await harness.finish()
     assert (result.steps, result.metrics["steps_redone"]) == (3, 3)
 
 
-@async_test
 async def test_script_goes_back_to_its_own_checkpoint(folder: Path):
     """Within the generation that entered it again: the repair counts the steps done again."""
-    harness = start_three(folder)
-    await harness.steps(5)
-    cluster = harness.cluster
-    cluster.kill(1)
+    harness = await start_three(folder).trained(5)
+    await harness.kill(1)
+    harness.cluster.send(0, WentBack(1, 0, 1))  # late, of the generation before
     await settle()
-    cluster.send(0, WentBack(1, 0, 1))  # late, of the generation before
-    await settle()
-    assert "its own checkpoint" not in warnings(harness)
-    cluster.send(0, WentBack(2, 0, 3))
+    assert "its own checkpoint" not in harness.warnings
+    harness.cluster.send(0, WentBack(2, 0, 3))
     for index in (0, 2):
-        cluster.processes[index].step = 3
+        harness.cluster.processes[index].step = 3
     await harness.steps(1)
     assert harness.log.of(StepRecord)[-1].step == 4
-    assert "its own checkpoint of step 3" in warnings(harness)
-    assert "2 finished steps will be done again" in warnings(harness)
+    assert "its own checkpoint of step 3" in harness.warnings
+    assert "2 finished steps will be done again" in harness.warnings
     (repaired,) = harness.log.of(Repaired)
     assert (repaired.step, repaired.steps_redone) == (3, 2)
     result = await harness.finish()
     assert (result.steps, result.metrics["steps_redone"]) == (5, 2)
 
 
-@async_test
 async def test_job_without_replica_or_checkpoint_starts_over(folder: Path):
     cluster = FakeCluster(3, mirrors=False)
     for process in cluster.processes.values():
         process.engine = False
-    harness = Harness(folder, cluster, workers=TWO_OF_THREE)
-    await harness.steps(4)
-    cluster.kill(2)
-    await harness.clock.advance(1)
-    assert "going back to the beginning" in warnings(harness)
+    harness = await Harness(folder, cluster, workers=(2, 3)).trained(4)
+    await harness.kill(2, wait_s=1)
+    assert "going back to the beginning" in harness.warnings
     assert {a.restore for a in harness.assignments.values()} == {None}
     result = await harness.finish()
     assert (result.steps, result.metrics["steps_redone"]) == (1, 4)
 
 
-@async_test
 async def test_damaged_checkpoint_is_excluded(folder: Path):
     harness = Harness(folder, FakeCluster(2, auto=False), FakeCheckpointStore(10, 20))
     await settle()
     harness.cluster.auto = True
     harness.cluster.send(0, Joined(1, 0))
     harness.cluster.send(1, Joined(1, 1))
-    harness.cluster.crash(1, "state", "step-20/rank-0 is damaged", 0)
-    await settle()
-    assert {a.restore.step for a in harness.assignments.values() if a.restore} == {10}
-    assert "step-20 cannot be read" in warnings(harness)
+    await harness.crash(1, "state", "step-20/rank-0 is damaged", step=0)
+    assert harness.restored == {10}
+    assert "step-20 cannot be read" in harness.warnings
     assert (await harness.finish()).metrics["faults"] == {"state": 1}
 
 
-@async_test
 async def test_job_does_not_begin_anew_if_all_checkpoints_are_damaged(folder: Path):
     store, cluster = FakeCheckpointStore(10, 20), FakeCluster(2, mirrors=False)
     for process in cluster.processes.values():
@@ -705,35 +469,25 @@ async def test_job_does_not_begin_anew_if_all_checkpoints_are_damaged(folder: Pa
         await harness.clock.advance(1)
         cluster.crash(worker, "state", f"step-{step}/rank-0 is damaged", 0)
     await settle()
-    with pytest.raises(JobFailedError, match="/runs/job/step-10 cannot be read") as caught:
-        await harness.result()
-    assert "--restart" in str(caught.value)
-    assert {step: text.partition(" ")[0] for step, text in store.marked.items()} == {
-        20: "step-20/rank-0",
-        10: "step-10/rank-0",
-    }
+    caught = await harness.fails(JobFailedError, "/runs/job/step-10 cannot be read")
+    assert "--restart" in str(caught)
+    marked = {step: text.partition(" ")[0] for step, text in store.marked.items()}
+    assert marked == {20: "step-20/rank-0", 10: "step-10/rank-0"}
 
 
-@async_test
 async def test_damaged_slots_are_excluded(folder: Path):
-    harness = Harness(folder, FakeCluster(3), FakeCheckpointStore(1), workers=TWO_OF_THREE)
-    await harness.steps(3)
+    harness = await Harness(folder, 3, FakeCheckpointStore(1), workers=(2, 3)).trained(3)
     harness.cluster.auto = False
-    harness.cluster.kill(2)
-    await settle()
+    await harness.kill(2)
     harness.cluster.auto, harness.cluster.losses_allowed = True, True
-    harness.cluster.crash(0, "state", "a slot's checksum is wrong", 0)
-    await settle()
+    await harness.crash(0, "state", "a slot's checksum is wrong", step=0)
     steps = [a.restore.step for _, a in harness.cluster.assigned if a.restore]
     assert steps == [1, 1, 1, 4, 4, 3, 3]  # step 3 is complete too
-    await harness.finish()
 
 
-@async_test
 async def test_state_is_salvaged_from_survivor_if_vaults_have_none(folder: Path):
     cluster = FakeCluster(3, mirrors=False)
-    harness = Harness(folder, cluster, workers=TWO_OF_THREE)
-    await harness.steps(5)
+    harness = await Harness(folder, cluster, workers=(2, 3)).trained(5)
     cluster._memory = lambda process: InProcessStateInfo(process.step, whole=True)  # type: ignore[method-assign]
 
     async def salvage(worker: int, vault: str) -> SlotInfo:
@@ -743,119 +497,71 @@ async def test_state_is_salvaged_from_survivor_if_vaults_have_none(folder: Path)
         return slot
 
     cluster.salvage = salvage  # type: ignore[method-assign]
-    cluster.kill(0)
-    await settle()
+    await harness.kill(0)
     assert [command for command, _ in cluster.commands].count("salvage") == 1
     restores = [a.restore for a in harness.assignments.values()]
-    assert [(restore.step, len(restore.slots)) for restore in restores if restore] == [
-        (5, 1),
-        (5, 1),
-    ]
-    await harness.finish()
+    assert [(it.step, len(it.slots)) for it in restores if it] == [(5, 1), (5, 1)]
 
 
-@async_test
-async def test_lost_vault_is_reopened_and_refilled_without_fault(folder: Path):
-    harness = start_three(folder)
-    await harness.steps(3)
-    harness.cluster.vaults.kill("a")
-    await settle()
-    assert harness.cluster.vaults.opened == ["a", "a"]
+@pytest.mark.parametrize(("failure", "polls"), [("", 0), ("hangs", 3), ("broken", 1)])
+async def test_vault_that_fails_is_replaced_without_fault(folder: Path, failure: str, polls: int):
+    harness = await start_three(folder).trained(3)
+    vaults = harness.cluster.vaults
+    vaults.by_node["a"].failure = failure
+    if failure == "":
+        vaults.kill("a")
+    if failure == "hangs":
+        await harness.clock.advance(harness.plan.worker_spec.hang_timeout_s)
+        assert vaults.opened == ["a"], "a slow answer is no fault"
+        await harness.steps(1)
+    await harness.clock.advance(polls * VAULT_POLL_S)
+    assert vaults.closed == ["a"]
+    assert vaults.opened == ["a", "a"]
     assert harness.states[-1] is State.RESIZING
     await harness.steps(1)
     assert {a.vault for a in harness.assignments.values()} == {"vault-a-2"}
-    assert sorted(harness.assignments) == [0, 1, 2]
-    result = await harness.finish()
-    assert (result.metrics["faults"], result.metrics["steps_redone"]) == ({}, 0)
+    assert harness.running == [0, 1, 2]
+    metrics = (await harness.finish()).metrics
+    assert (metrics["faults"], metrics["steps_redone"]) == ({}, 0)
 
 
-@async_test
-async def test_vault_that_hangs_is_ended_and_replaced(folder: Path):
-    harness = start_three(folder)
-    await harness.steps(3)
-    harness.cluster.vaults.by_node["a"].failure = "hangs"
-    limit_s = harness.plan.worker_spec.hang_timeout_s
-    await harness.clock.advance(limit_s)
-    assert harness.cluster.vaults.opened == ["a"], "a slow answer is no fault"
-    await harness.steps(1)
-    await harness.clock.advance(2 * VAULT_POLL_S + 1)
-    await check_replaced_vault(harness)
-
-
-@async_test
-async def test_vault_that_does_not_serve_is_ended_and_replaced(folder: Path):
-    harness = start_three(folder)
-    await harness.steps(3)
-    harness.cluster.vaults.by_node["a"].failure = "broken"
-    await harness.clock.advance(VAULT_POLL_S)
-    await check_replaced_vault(harness)
-
-
-async def check_replaced_vault(harness: Harness) -> None:
-    assert harness.cluster.vaults.closed == ["a"]
-    assert harness.cluster.vaults.opened == ["a", "a"]
-    await harness.steps(1)
-    assert {a.vault for a in harness.assignments.values()} == {"vault-a-2"}
-    assert (await harness.finish()).metrics["faults"] == {}
-
-
-@async_test
 async def test_training_continues_without_vault(folder: Path):
-    harness = start_three(folder)
-    await harness.steps(1)
+    harness = await start_three(folder).trained(1)
     harness.cluster.vaults.may_open = False
     harness.cluster.vaults.kill("a")
     await harness.clock.advance(30)
-    assert "no vault on node host-a" in warnings(harness)
+    assert "no vault on node host-a" in harness.warnings
     assert harness.states[-1] is State.RUNNING
     await harness.steps(2)
     harness.cluster.vaults.may_open = True
     await harness.clock.advance(60)
     assert harness.states[-1] is State.RESIZING
-    await harness.finish()
 
 
-@async_test
-async def test_hung_rank_is_reported_with_stack_and_killed(folder: Path):
-    harness = start_three(folder, recovery={"hang_timeout_s": 10.0})
-    await harness.steps(3)
-    for worker in (0, 2):
-        harness.cluster.send_heartbeat(worker, step=4, collective=7, waiting=True, silent_s=10.5)
-    harness.cluster.send_heartbeat(1, step=4, collective=6, silent_s=11.0)
-    await harness.clock.advance(1)
-    assert ("stack", 1) in harness.cluster.commands
-    assert ("kill", 1) in harness.cluster.commands
-    assert "the stack" in warnings(harness)
-    (fault,) = harness.log.of(FaultDetected)
-    assert (fault.cause, fault.rank) == ("hang", 1)
-    assert sorted(harness.assignments) == [0, 2]
-    assert (await harness.finish()).metrics["faults"] == {"hang": 1}
-
-
-@async_test
-async def test_sample_that_hangs_each_time_fails_the_job_with_its_line(folder: Path):
+async def test_hung_rank_is_killed_and_fails_the_job_when_it_hangs_each_time(folder: Path):
     recovery = {"hang_timeout_s": 10.0, "max_faults": 20}
-    harness = start_three(folder, workers={"min": 2, "max": 3}, recovery=recovery)
+    harness = await start_three(folder, recovery=recovery).trained(3)
     cluster = harness.cluster
-    await harness.steps(3)
+    culprits: list[int] = []
     for _ in range(3):
         culprit = max(harness.assignments.keys() & {0, 1, 2})  # a new process has more time
         cluster.processes[culprit].hangs_at = "data.py:12, in __getitem__"
         for worker in sorted(harness.assignments.keys() - {culprit}):
             cluster.send_heartbeat(worker, step=4, collective=7, waiting=True, silent_s=10.5)
         cluster.send_heartbeat(culprit, step=4, collective=6, phase="data", silent_s=11.0)
-        cluster.join()
-        await harness.clock.advance(2)
-    with pytest.raises(JobFailedError, match=r"3 times in a row at data\.py:12") as failure:
-        await harness.result()
-    assert failure.value.traceback == "the stack"
+        await harness.join(wait_s=2)
+        culprits.append(culprit)
+        assert "the stack" in harness.warnings
+    assert {it.cause for it in harness.log.of(FaultDetected)} == {"hang"}
+    assert [it for command, it in cluster.commands if command == "stack"] == culprits
+    assert [it for command, it in cluster.commands if command == "kill"] == culprits[:2]
+    failure = await harness.fails(JobFailedError, r"3 times in a row at data\.py:12")
+    assert failure.traceback == "the stack"
 
 
-@async_test
 async def test_losses_are_in_the_step_that_the_survivors_tell_of(folder: Path):
     """Their reports may arrive after the loss; without them no loss was equal to another."""
-    recovery = {"max_faults": 20}
-    harness = start_three(folder, workers={"min": 2, "max": 3}, recovery=recovery)
+    harness = start_three(folder, recovery={"max_faults": 20})
     cluster = harness.cluster
     for attempt in range(3):
         await settle()
@@ -871,69 +577,40 @@ async def test_losses_are_in_the_step_that_the_survivors_tell_of(folder: Path):
         cluster.processes[victim].backlog.clear()
         cluster.processes[victim].delayed = False
         cluster.kill(victim)
-        cluster.join()
-        await settle()
+        await harness.join(wait_s=0)
         for worker in members:
             cluster.deliver_delayed(worker)
         await harness.clock.advance(1)
-    with pytest.raises(JobFailedError, match=r"ended in step 6 3 times in a row"):
-        await harness.result()
+    await harness.fails(JobFailedError, r"ended in step 6 3 times in a row")
 
 
-@async_test
 async def test_stopped_process_is_inspected_by_vault_and_killed(folder: Path):
-    harness = start_three(folder, recovery={"hang_timeout_s": 10.0})
-    await harness.steps(3)
+    harness = await start_three(folder, recovery={"hang_timeout_s": 10.0}).trained(3)
     harness.cluster.send_heartbeat(1)
     await settle()
     harness.cluster.processes[1].unresponsive = True
     for second in range(12):
         for worker in (0, 2):
-            harness.cluster.send_heartbeat(
-                worker, step=4, collective=7, waiting=True, silent_s=float(second)
-            )
+            waits = {"step": 4, "collective": 7, "waiting": True, "silent_s": float(second)}
+            harness.cluster.send_heartbeat(worker, **waits)
         await harness.clock.advance(1)
     assert ("kill", 1) in harness.cluster.commands
-    assert "process 101 is stopped" in warnings(harness)
+    assert "process 101 is stopped" in harness.warnings
     assert sorted(harness.assignments) == [0, 2]
-    await harness.finish()
 
 
-@async_test
 async def test_stop_during_repair(folder: Path):
-    harness = start_three(folder)
-    await harness.steps(2)
+    harness = await start_three(folder).trained(2)
     harness.cluster.processes[2].stuck = True
-    harness.cluster.kill(1)
+    await harness.kill(1)
+    await harness.stop()
+    harness.cluster.release_stuck(2)
     await settle()
-    harness.controller.post_event(machine.StopRequested())
-    await settle()
-    harness.cluster.processes[2].stuck = False
-    harness.cluster._unwind(harness.cluster.processes[2])
-    await settle()
-    with pytest.raises(JobStoppedError, match="after step 2"):
-        await harness.result()
+    await harness.fails(JobStoppedError, "after step 2")
 
 
-@async_test
-async def test_new_generation_waits_until_killed_workers_are_dead(folder: Path):
-    """The fake cluster asserts that there are never two generations at once."""
-    harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
-    await harness.steps(3)
-    harness.cluster.processes[1].stuck = True
-    harness.cluster.send_heartbeat(1)
-    harness.cluster.delays["kill"] = 80
-    harness.cluster.kill(0)
-    await harness.clock.advance(62)
-    assert sorted(harness.assignments) == [2, 3]
-    assert harness.states[-1] is State.RUNNING
-    await harness.finish()
-
-
-@async_test
 async def test_worker_is_fenced_only_after_its_assignment(folder: Path):
-    harness = Harness(folder, FakeCluster(4), workers={"min": 2, "max": 4})
-    await harness.steps(3)
+    harness = await Harness(folder, 4, workers=(2, 4)).trained(3)
     harness.cluster.delays["assign"] = 60
     harness.cluster.kill(0)
     while harness.controller._context.generation.number == 1:
@@ -941,67 +618,48 @@ async def test_worker_is_fenced_only_after_its_assignment(folder: Path):
     harness.cluster.kill(1)  # while the assignments of generation 2 are in progress
     await settle()
     await settle()
-    commands = [
-        command
-        for command, worker in harness.cluster.commands
-        if worker == 2 and command in ("fence", "assign")
-    ]
-    assert commands[-4:] == ["fence", "assign", "fence", "assign"]
+    commands = [command for command, worker in harness.cluster.commands if worker == 2]
+    ends = [command for command in commands if command in ("fence", "assign")]
+    assert ends[-4:] == ["fence", "assign", "fence", "assign"]
     assert {a.generation for a in harness.assignments.values()} == {3}
     harness.cluster.delays.clear()
     await settle()
-    await harness.finish()
 
 
-@async_test
 async def test_events_of_replaced_generation_are_ignored(folder: Path):
-    harness = start_three(folder)
-    await harness.steps(3)
-    harness.cluster.kill(1)
-    await settle()
-    for event in (
-        machine.GenerationFormed(1),
-        machine.FaultRecoverable(1),
-        machine.AllFinished(1),
-        machine.ResizeRequested(1, "more workers"),
-    ):
-        harness.controller.post_event(event)
+    harness = await start_three(folder).trained(3)
+    await harness.kill(1)
+    for kind in (machine.GenerationFormed, machine.FaultRecoverable, machine.AllFinished):
+        harness.controller.post_event(kind(1))
+    harness.controller.post_event(machine.ResizeRequested(1, "more workers"))
     await settle()
     assert harness.states[-2:] == [State.RECOVERING, State.RUNNING]
     assert {a.generation for a in harness.assignments.values()} == {2}
-    await harness.finish()
 
 
-@async_test
 async def test_generation_that_loses_member_while_joining_never_runs(folder: Path):
     """The member is lost in the same turn of the event loop in which the last one joins."""
-    harness = Harness(folder, FakeCluster(3), workers={"min": 2, "max": 3})
-    await harness.steps(3)
+    harness = await start_three(folder).trained(3)
     harness.cluster.auto = False
-    harness.cluster.kill(0)
-    await settle()
+    await harness.kill(0)
     harness.cluster.auto = True
-    harness.cluster.join()
-    await settle()
+    await harness.join(wait_s=0)
     generation = harness.controller._context.generation
     generation.on_joined(2, Joined(2, generation.assignments[2].rank))
     generation.on_joined(1, Joined(2, generation.assignments[1].rank))
     harness.controller._failures.on_worker_lost(2, "killed")
-    harness.cluster.kill(2, reported=False)
-    await settle()
+    await harness.kill(2, reported=False)
     running = [e.generation for e in harness.log.of(StateEntered) if e.state is State.RUNNING]
     assert running == [1, 3]
-    await harness.finish()
 
 
-@async_test
 async def test_member_lost_while_another_store_opens_is_not_waited_for(folder: Path):
     """The worker of the first store is lost while that opens; then, while another one does, a
     member: in each turn of the event loop, so also in the one in which that store is open."""
     for turns in range(8, 15):
         cluster = FakeCluster(3)
         cluster.delays["store"] = 12
-        harness = Harness(folder, cluster, workers={"min": 1, "max": 3})
+        harness = Harness(folder, cluster, workers=(1, 3))
         while not harness.states:
             await asyncio.sleep(0)
         await run_turns(6)
@@ -1009,8 +667,7 @@ async def test_member_lost_while_another_store_opens_is_not_waited_for(folder: P
         while not harness.controller._context.generation.number:
             await asyncio.sleep(0)
         await run_turns(turns)
-        cluster.kill(2)
-        await harness.clock.advance(1)
+        await harness.kill(2, wait_s=1)
         assert harness.states[-2:] == [State.RECOVERING, State.RUNNING], turns
         await harness.finish()
 

@@ -1,3 +1,5 @@
+"""How the time of a repair or a resize is divided into phases."""
+
 from __future__ import annotations
 
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
@@ -27,24 +29,13 @@ class TimerHarness:
 def test_repair_phases_are_timed():
     harness = TimerHarness()
     harness.fault_detected("lost", "rank 1", since_s=10.0, now_s=10.5)
-    for phase, now_s in (
-        ("fence", 10.5),
-        ("select_step", 11.0),
-        ("load", 13.0),
-        ("recompute", 17.0),
-    ):
+    phases = {"fence": 10.5, "select_step": 11.0, "load": 13.0, "recompute": 17.0}
+    for phase, now_s in phases.items():
         harness.enter_phase(phase, now_s)
     harness.timer.step_selected(41, 2)
     repaired = harness.completed(0.25, 2, now_s=17.5)
-    assert repaired == Repaired(
-        "lost",
-        ("rank 1",),
-        41,
-        2,
-        3,
-        2,
-        {"detect": 0.5, "fence": 0.5, "select_step": 2.0, "load": 4.0, "recompute": 0.25},
-    )
+    seconds = {"detect": 0.5, "fence": 0.5, "select_step": 2.0, "load": 4.0, "recompute": 0.25}
+    assert repaired == Repaired("lost", ("rank 1",), 41, 2, 3, 2, seconds)
     assert repaired.total_s == 7.25
 
 
@@ -58,17 +49,8 @@ def test_second_fault_extends_repair():
     harness.timer.step_selected(41, 0)
     harness.enter_phase("load", 3.0)
     repaired = harness.completed(0.0, 1, 3.0)
-    assert isinstance(repaired, Repaired)
     assert (repaired.cause, repaired.lost) == ("lost", ("rank 1", "rank 2"))
     assert (repaired.steps_redone, repaired.seconds["fence"]) == (1, 3.0)
-
-
-def test_fault_turns_resize_into_repair():
-    harness = TimerHarness()
-    harness.timer.resize_requested("from 2 to 3 workers", 2)
-    harness.fault_detected("lost", "rank 1", 1.0, 1.0)
-    harness.enter_phase("load", 2.0)
-    assert isinstance(harness.completed(0.0, 2, 2.0), Repaired)
 
 
 def test_step_of_previous_generation_does_not_complete_resize():
@@ -80,6 +62,10 @@ def test_step_of_previous_generation_does_not_complete_resize():
     assert isinstance(resized, Resized)
     assert resized.seconds == {"drain": 2.0, "load": 0.5}
     assert harness.completed(0.5, 3, 4.0) is None
+    harness.timer.resize_requested("from 3 to 4 workers", 3)
+    harness.fault_detected("lost", "rank 1", 5.0, 5.0)
+    harness.enter_phase("load", 6.0)
+    assert isinstance(harness.completed(0.0, 3, 6.0), Repaired), "a fault makes it a repair"
 
 
 def test_resize_requested_before_the_repairs_step_is_one_of_its_own():
@@ -93,13 +79,11 @@ def test_resize_requested_before_the_repairs_step_is_one_of_its_own():
     harness.enter_phase("drain", 1.0)
     harness.enter_phase("recompute", 2.0)
     repaired = harness.completed(0.5, 2, now_s=3.0)
-    assert isinstance(repaired, Repaired)
     assert (repaired.world_size_before, repaired.world_size) == (3, 2)
     harness.enter_phase("select_step", 3.0)
     harness.timer.step_selected(42, 0)
     harness.enter_phase("load", 4.0)
     resized = harness.completed(0.5, 3, now_s=5.0)
-    assert isinstance(resized, Resized)
     assert (resized.world_size_before, resized.world_size, resized.step) == (2, 3, 42)
     assert resized.seconds == {"drain": 2.0, "select_step": 1.0, "load": 0.5}
 

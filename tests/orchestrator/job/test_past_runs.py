@@ -27,8 +27,7 @@ from rayzero.orchestrator.journal.files import read_journal
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec_sections import LaunchSpec
-from tests.orchestrator.support import begun, plan, write_journal
-from tests.orchestrator.test_checkpoint_store import StoreInFolder
+from tests.orchestrator.support import StoreInFolder, begun, plan, write_journal
 
 ENGINE = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 

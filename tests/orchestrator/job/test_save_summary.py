@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job import run
 from rayzero.orchestrator.results import JobResult, write_summary
-from tests.orchestrator.support import VirtualClock, async_test, settle
+from tests.orchestrator.support import VirtualClock, settle
 
 
 async def save(folder: Path, outage_s: float, limit_s: float) -> list[str]:
@@ -37,14 +38,19 @@ async def save(folder: Path, outage_s: float, limit_s: float) -> list[str]:
     return warnings
 
 
-@async_test
 async def test_outage_shorter_than_the_limit_is_waited_for(folder: Path):
     (warning,) = await save(folder, outage_s=30, limit_s=60)
     assert "retrying: [Errno 30] Read-only file system" in warning
     assert (folder / "summary.json").exists()
 
 
-@async_test
 async def test_longer_outage_fails_the_job(folder: Path):
     with pytest.raises(JobFailedError, match=r"has succeeded, .* for 60 s: .*Read-only"):
         await save(folder, outage_s=100, limit_s=60)
+
+
+def test_summary_is_written_atomically(tmp_path: Path):
+    result = JobResult("job", {"job": "job", "steps": 3}, tmp_path / "summary.json")
+    write_summary(result)
+    assert json.loads(result.summary_path.read_text()) == result.metrics
+    assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]

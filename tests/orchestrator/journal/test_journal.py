@@ -40,22 +40,17 @@ from rayzero.orchestrator.job_file import (
 )
 from rayzero.orchestrator.journal import files as files_module
 from rayzero.orchestrator.journal.entries import (
-    DEFAULT_STEP_INTERVAL_S,
     JournalUpdate,
     JournalWriter,
     facts_json,
     fold_entries,
 )
-from rayzero.orchestrator.journal.files import (
-    JournalFiles,
-    has_journal,
-    read_journal,
-)
+from rayzero.orchestrator.journal.files import JournalFiles, has_journal, read_journal
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.messages import WorkerInfo
-from tests.orchestrator.support import Harness, async_test, begun, plan, reread, settle
+from tests.orchestrator.support import Harness, begun, plan, reread, settle
 
 ENGINE = {
     "train_batch_size": 12,
@@ -83,28 +78,6 @@ def start_journal(
     JournalWriter(put, events)
     events.emit(begun(plan(folder)))
     return events
-
-
-@async_test
-async def test_journal_is_read_back(folder: Path):
-    unix = count(200.0, DEFAULT_STEP_INTERVAL_S).__next__
-    harness = Harness(folder, workers={"min": 1, "max": 2}, unix=unix)
-    await harness.steps(3)
-    harness.cluster.kill(1)
-    await harness.clock.advance(1)
-    await harness.steps(2)
-    history = reread(harness.journal[-1].facts)
-    (fault,) = harness.log.of(FaultDetected)
-    (repaired,) = harness.log.of(Repaired)
-    assert (history.state, history.end_state) == ("running", "")
-    assert (history.generation, history.step) == (2, harness.controller.status().step)
-    assert [(entry.cause, entry.rank, entry.worker) for entry in history.faults] == [
-        (fault.cause, fault.rank, fault.worker)
-    ]
-    assert history.repairs_by_cause == {"lost": 1}
-    assert history.steps_redone == repaired.steps_redone
-    harness.run.cancel()
-    await settle()
 
 
 @given(st.data())
@@ -147,44 +120,16 @@ WORKER_FIELDS = {"index": 1, "node_id": "n", "node": "n", "ip": "i", "pid": 7}
 def test_journal_of_earlier_release_is_read_and_continued(tmp_path: Path):
     """Segments of releases without a state file."""
     spec = to_document(plan(tmp_path).spec)
+    began = {"kind": "begun", "spec": spec, "working_dir": "/w", "by_value": False}
+    counted = {"seconds": {"productive": 60.0}}
+    moved = {"kind": "moved", "state": "running", "generation": 3, "world_size": 2, "step": 40}
+    fault = {"kind": "fault", "cause": "lost", "rank": 1, "step": 41, "generation": 3, "detail": ""}
     first = [
-        {
-            "kind": "begun",
-            "adopted": False,
-            "run": "1",
-            "spec": spec,
-            "working_dir": "/w",
-            "by_value": False,
-        },
-        {
-            "kind": "moved",
-            "state": "running",
-            "generation": 3,
-            "world_size": 2,
-            "step": 40,
-            "counted": {"seconds": {"productive": 60.0}},
-        },
-        {
-            "kind": "fault",
-            "cause": "lost",
-            "worker": WORKER_FIELDS,
-            "rank": 1,
-            "step": 41,
-            "generation": 3,
-            "detail": "",
-        },
+        began | {"adopted": False, "run": "1"},
+        moved | {"counted": counted},
+        fault | {"worker": WORKER_FIELDS},
     ]
-    second = [
-        {
-            "kind": "begun",
-            "adopted": True,
-            "run": "2",
-            "spec": spec,
-            "working_dir": "/w",
-            "by_value": False,
-        },
-        {"kind": "step", "step": 75},
-    ]
+    second = [began | {"adopted": True, "run": "2"}, {"kind": "step", "step": 75}]
     folder = tmp_path / "journal"
     folder.mkdir()
     for number, entries in enumerate((first, second), 1):
@@ -192,7 +137,6 @@ def test_journal_of_earlier_release_is_read_and_continued(tmp_path: Path):
         (folder / f"{number:06d}-0123abcd.jsonl").write_text(lines)
     assert has_journal(str(tmp_path))
     history = read_journal(str(tmp_path))
-    assert history is not None
     assert (history.step, history.generation, history.adoptions) == (75, 3, 1)
     assert [fault.cause for fault in history.faults] == ["lost"]
     updates: list[JournalUpdate] = []
@@ -201,7 +145,6 @@ def test_journal_of_earlier_release_is_read_and_continued(tmp_path: Path):
     events.emit(StepRecord(80, 2, 3, None, 0.0, 0.5, {}))
     JournalFiles(str(tmp_path)).write(updates)
     continued = read_journal(str(tmp_path))
-    assert continued is not None
     assert (continued.step, continued.run) == (80, "2")
     assert continued.counters.seconds == history.counters.seconds == {"productive": 60.0}
 
@@ -221,7 +164,6 @@ def test_journal_is_state_file_and_event_list(tmp_path: Path):
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
     assert [json.loads(line)["kind"] for line in lines] == ["begun", "moved"]
     history = read_journal(str(tmp_path))
-    assert history is not None
     assert (history.step, history.working_dir) == (5002, "/w")
     assert read_journal(str(tmp_path / "other")) is None
     assert not has_journal(str(tmp_path / "other"))
@@ -250,7 +192,6 @@ def test_journal_is_not_written_without_lease(tmp_path: Path):
     assert not has_journal(str(tmp_path))
 
 
-@async_test
 async def test_hanging_disk_does_not_block_controller(folder: Path):
     """The job recovers from a lost worker while all of its writes hang."""
     disk_recovered = threading.Event()
@@ -262,11 +203,9 @@ async def test_hanging_disk_does_not_block_controller(folder: Path):
 
     writer = BackgroundWriter(lambda _: None)
     queue = writer.add_queue("the journal", write, 0.0)
-    harness = Harness(folder, put=queue.put, workers={"min": 1, "max": 2})
-    await harness.steps(3)
+    harness = await Harness(folder, put=queue.put, workers=(1, 2)).trained(3)
     assert hanging.wait(10)
-    harness.cluster.kill(1)
-    await harness.clock.advance(1)
+    await harness.kill(1, wait_s=1)
     await harness.steps(2)
     assert len(harness.log.of(Repaired)) == 1
     await harness.finish()
@@ -290,9 +229,8 @@ def test_secrets_are_redacted():
         *("args.hf_token", "checkpoint.path"),
         *("env.AWS_SECRET_ACCESS_KEY", "env.apiKey", "env.list"),
     }
-    assert (
-        redact_url("see https://u:p@h/x and s3://b/k") == f"see https://{REDACTED}@h/x and s3://b/k"
-    )
+    text = "see https://u:p@h/x and s3://b/k"
+    assert redact_url(text) == text.replace("u:p", REDACTED)
 
 
 @pytest.mark.parametrize(
@@ -342,9 +280,8 @@ def test_diff_is_symmetric(old: dict[str, Any], new: dict[str, Any]):
         before, after = line.removeprefix(f"{key}: ").split(" -> ")
         assert backward[key] == f"{key}: {after} -> {before}"
     assert diff_documents(old, old) == {}
-    assert not [
-        line for line in not_covered_by(forward, ADOPTABLE_KEYS) if line.startswith("workers")
-    ]
+    uncovered = not_covered_by(forward, ADOPTABLE_KEYS)
+    assert not [line for line in uncovered if line.startswith("workers")]
 
 
 def test_faults_keep_their_age(tmp_path: Path):
@@ -360,30 +297,23 @@ def test_run_whose_numbers_are_not_finite_is_read_back(tmp_path: Path):
     assert (facts.step, facts.counters.loss, facts.counters.nonfinite) == (1, None, 1)
 
 
-@async_test
 async def test_adopted_run_keeps_generation_and_fault_budget(folder: Path):
     past, now_s = begun_facts(folder, time.time()), time.time()
     for generation in (4, 5):
         lost = FaultRecorded(replace(FAULT.fault, generation=generation))
         past = past.apply(lost, now_s)
     past = past.apply(running(5, 40), now_s).apply(Checkpointed(42, "f", 1, 0.1, 0.0), now_s)
-    harness = Harness(folder, past=reread(past), recovery={"max_faults": 2})
-    await harness.steps(2)
+    harness = await Harness(folder, past=reread(past), recovery={"max_faults": 2}).trained(2)
     status = harness.controller.status()
     assert (status.generation, status.faults) == (1001, {"lost": 2})
     assert harness.telemetry.snapshot()["generation"] == 1001
-    harness.cluster.kill(1)
-    await harness.clock.advance(5)
-    with pytest.raises(Exception, match="was lost"):
-        await harness.result()
+    await harness.kill(1, wait_s=5)
+    await harness.fails(Exception, "was lost")
 
 
-@async_test
-async def test_page_entries_continue_in_adopted_run(folder: Path):
-    harness = Harness(folder, workers={"min": 1, "max": 2}, unix=lambda: 1e9)
-    await harness.steps(3)
-    harness.cluster.kill(1)
-    await harness.clock.advance(1)
+async def test_journal_is_read_back_and_page_entries_continue_in_adopted_run(folder: Path):
+    harness = await Harness(folder, workers=(1, 2), unix=lambda: 1e9).trained(3)
+    await harness.kill(1, wait_s=1)
     await harness.steps(2)
     await harness.clock.advance(5)
     await harness.steps(2)
@@ -394,7 +324,14 @@ async def test_page_entries_continue_in_adopted_run(folder: Path):
     harness.run.cancel()
     await settle()
     past = reread(harness.journal[-1].facts)
-    adopted = Harness(folder, past=past, workers={"min": 1, "max": 2})
+    (fault,) = harness.log.of(FaultDetected)
+    (repaired,) = harness.log.of(Repaired)
+    assert (past.state, past.end_state, past.generation) == ("running", "", 2)
+    assert past.step == harness.controller.status().step
+    faults = [(entry.cause, entry.rank, entry.worker) for entry in past.faults]
+    assert faults == [(fault.cause, fault.rank, fault.worker)]
+    assert (past.repairs_by_cause, past.steps_redone) == ({"lost": 1}, repaired.steps_redone)
+    adopted = Harness(folder, past=past, workers=(1, 2))
     after = adopted.telemetry.snapshot()
     assert [entry["world_size"] for entry in before["generations"]][:3] == [2, 1, 1]
     lost = after["generations"].pop()  # the ranks ended with their controller
@@ -435,29 +372,24 @@ def test_state_of_earlier_release_has_its_lists(tmp_path: Path):
     state |= {"entries": entries, "fault_entries": [fault], "counters": counters}
     (tmp_path / "job.json").write_text(json.dumps(state))
     facts = read_journal(str(tmp_path))
-    assert facts is not None
     assert (facts.counters.done, facts.counters.seconds) == (11, {"productive": 60.0})
     assert [(it.generation, it.world_size) for it in facts.generations] == [(1, 2), (2, 2), (2, 1)]
-    assert [it.text.partition(" was")[0] for it in facts.seen_faults] == [
-        "rank 1 on node n (pid 7)"
-    ]
+    (seen,) = facts.seen_faults
+    assert seen.text.startswith("rank 1 on node n (pid 7) was")
     assert ([it.cause for it in facts.faults], facts.faults_by_cause) == (["lost"], {"lost": 1})
     assert [(it.kind, it.total_s) for it in facts.recoveries] == [("repair", 1.0)]
     assert [(it.step, it.bytes) for it in facts.checkpoints] == [(4, 7)]
     assert reread(facts) == facts
 
 
-@async_test
 async def test_clock_that_was_set_back_makes_no_negative_times(folder: Path):
     later_s = time.time() + 3600
     past = begun_facts(folder, later_s).apply(FAULT, later_s).apply(running(1, 12), later_s)
     assert [fault.at_s for fault in past.faults_on_clock(50.0, time.time())] == [50.0]
-    harness = Harness(folder, past=reread(past))
-    await harness.steps(2)
+    harness = await Harness(folder, past=reread(past)).trained(2)
     assert (await harness.finish()).metrics["seconds"] >= 0
 
 
-@async_test
 async def test_counters_continue_in_adopted_run(folder: Path):
     """Over three processes: sums, and the wall time since the first one started."""
     start_s = time.time() - 500

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,15 +12,11 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.goodput import TimeAccounting, TimeCategory
 
 PHASES = (
-    "detect",
-    "drain",
-    "fence",
-    "select_step",
-    "select_members",
-    "rendezvous",
-    "load",
-    "recompute",
+    *("detect", "drain", "fence", "select_step", "select_members"),
+    *("rendezvous", "load", "recompute"),
 )
+Call = tuple[Any, ...]
+"""A method's name, and its arguments; the last one is the time."""
 
 
 def running(at_s: float = 5.0) -> TimeAccounting:
@@ -38,141 +36,117 @@ def spent(account: TimeAccounting, now_s: float) -> dict[str, float]:
     }
 
 
-def test_time_before_first_step_is_starting():
+def step(number: int, step_s: float, at_s: float, **waits: float) -> Call:
+    return "on_step", number, step_s, {TimeCategory(it): s for it, s in waits.items()}, at_s
+
+
+def state(entered: State, at_s: float) -> Call:
+    return "on_state", entered, at_s
+
+
+def recovered(at_s: float, **phases: float) -> Call:
+    return "recovery_finished", phases, at_s
+
+
+REPAIR = [state(State.RECOVERING, 108), state(State.RUNNING, 109)]
+CASES: dict[str, tuple[list[Call], dict[str, float]]] = {
+    "the first step": ([step(1, 1.0, 107)], {}),
+    "a step's waits are not its time": (
+        [step(2, 1.5, 109, data=0.5, mirror=0.25, checkpoint=0.25)],
+        {"productive": 2.0, "data": 0.5, "mirror": 0.25, "checkpoint": 0.25},
+    ),
+    "steps reported together: all of the 2 s are attributed": (
+        [step(2, 1.0, 109, data=0.5), step(3, 1.0, 109, data=0.5)],
+        {"productive": 2.5, "data": 0.5},
+    ),
+    "and the rest later": (
+        [step(2, 1.0, 109, data=0.5), step(3, 1.0, 109, data=0.5), step(4, 1.0, 110)],
+        {"productive": 3.0, "data": 1.0},
+    ),
+    "a repair by phase, 0.9 s into a step, 0.1 s after the fault's first sign": (
+        [
+            state(State.RECOVERING, 108.0),
+            state(State.RUNNING, 108.5),
+            step(2, 1.0, 110.0),
+            recovered(
+                110.0,
+                detect=0.1,
+                fence=0.1,
+                select_step=0.1,
+                select_members=0.2,
+                rendezvous=0.1,
+                load=0.3,
+                recompute=0.2,
+            ),
+        ],
+        {
+            "productive": 2.0,
+            "interrupted": 0.9,
+            "waiting": 0.2,
+            "recovery_detect": 0.1,
+            "recovery_fence": 0.1,
+            "recovery_select_step": 0.1,
+            "recovery_rendezvous": 0.1,
+            "recovery_load": 0.3,
+            "recovery_recompute": 0.2,
+        },
+    ),
+    "step 2 was finished, and no rank reported it": (
+        [
+            state(State.RECOVERING, 108.5),
+            state(State.RUNNING, 109),
+            step(3, 1.0, 110),
+            recovered(110, detect=0.5, load=0.5),
+        ],
+        {"productive": 3.0, "recovery_detect": 0.5, "recovery_load": 0.5},
+    ),
+    "redone steps": (
+        [
+            *(step(2, 1.0, 108), *REPAIR, step(1, 1.0, 110), recovered(110, load=1.0)),
+            *(step(2, 1.0, 111), step(3, 1.0, 112)),
+        ],
+        {"productive": 3.0, "redone": 2.0, "recovery_load": 1.0},
+    ),
+    "a resize in which the current step is finished": (
+        [
+            state(State.RESIZING, 107.5),
+            step(2, 1.0, 108),
+            state(State.RUNNING, 109),
+            step(3, 1.0, 111),
+            recovered(111, drain=0.6, select_members=0.5, rendezvous=0.5, load=0.9),
+        ],
+        {"productive": 3.0, "waiting": 0.5, "resizing": 1.5},
+    ),
+    "a fault during a resize": (
+        [
+            *(state(State.RESIZING, 107), *REPAIR, step(2, 1.0, 111)),
+            recovered(111, drain=1.0, detect=0.5, load=1.5),
+        ],
+        {"productive": 2.0, "resizing": 1.0, "recovery_detect": 0.5, "recovery_load": 1.5},
+    ),
+    **{
+        " -> ".join(states): (
+            [state(it, 107.0 + number) for number, it in enumerate(states, 1)],
+            {category: float(len(states))},
+        )
+        for states, category in (
+            ((State.SUCCEEDED,), "finishing"),
+            ((State.FAILED,), "interrupted"),
+            ((State.STOPPING, State.STOPPED), "stopping"),
+            ((State.RECOVERING, State.FAILED), "interrupted"),
+            ((State.RESIZING, State.SUCCEEDED), "finishing"),
+            ((State.RESIZING, State.FAILED), "resizing"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize(("calls", "seconds"), CASES.values(), ids=CASES)
+def test_attribution_of_time(calls: list[Call], seconds: dict[str, float]):
     account = running()
-    assert spent(account, 107) == {"starting": 6.0, "productive": 1.0}
-    assert account.breakdown_at(107).goodput == 1 / 7
-
-
-def test_step_time_excludes_waits():
-    account = running()
-    account.on_step(
-        2,
-        1.5,
-        {TimeCategory.DATA: 0.5, TimeCategory.MIRROR: 0.25, TimeCategory.CHECKPOINT: 0.25},
-        109,
-    )
-    assert spent(account, 109) == {
-        "starting": 6.0,
-        "productive": 2.0,
-        "data": 0.5,
-        "mirror": 0.25,
-        "checkpoint": 0.25,
-    }
-
-
-def test_waits_of_steps_reported_together_are_booked_later():
-    account = running()
-    account.on_step(2, 1.0, {TimeCategory.DATA: 0.5}, 109)
-    account.on_step(3, 1.0, {TimeCategory.DATA: 0.5}, 109)  # all of the 2 s are attributed
-    assert spent(account, 109)["data"] == 0.5
-    account.on_step(4, 1.0, {}, 110)
-    assert spent(account, 110)["data"] == 1.0
-
-
-def test_recovery_by_phase_and_interrupted_step():
-    account = running()
-    account.on_state(State.RECOVERING, 108.0)  # 0.9 s into the step, 0.1 s after its first sign
-    account.on_state(State.RUNNING, 108.5)
-    account.on_step(2, 1.0, {}, 110.0)
-    phases = {
-        "detect": 0.1,
-        "fence": 0.1,
-        "select_step": 0.1,
-        "select_members": 0.2,
-        "rendezvous": 0.1,
-        "load": 0.3,
-    }
-    account.recovery_finished({**phases, "recompute": 0.2}, 110.0)
-    assert spent(account, 110) == {
-        "starting": 6.0,
-        "productive": 2.0,
-        "interrupted": 0.9,
-        "recovery_detect": 0.1,
-        "recovery_fence": 0.1,
-        "recovery_select_step": 0.1,
-        "waiting": 0.2,
-        "recovery_rendezvous": 0.1,
-        "recovery_load": 0.3,
-        "recovery_recompute": 0.2,
-    }
-
-
-def test_step_without_report_of_lost_rank_is_productive():
-    account = running()
-    account.on_state(State.RECOVERING, 108.5)  # step 2 is finished, and no rank reported it
-    account.on_state(State.RUNNING, 109)
-    account.on_step(3, 1.0, {}, 110)
-    account.recovery_finished({"detect": 0.5, "load": 0.5}, 110)
-    assert spent(account, 110) == {
-        "starting": 6.0,
-        "productive": 3.0,
-        "recovery_detect": 0.5,
-        "recovery_load": 0.5,
-    }
-
-
-def test_redone_steps_are_not_productive():
-    account = running()
-    account.on_step(2, 1.0, {}, 108)
-    account.on_state(State.RECOVERING, 108)
-    account.on_state(State.RUNNING, 109)
-    for step in (1, 2, 3):
-        account.on_step(step, 1.0, {}, 109.0 + step)
-        if step == 1:
-            account.recovery_finished({"load": 1.0}, 110)
-    seconds = spent(account, 112)
-    assert (seconds["redone"], seconds["productive"]) == (2.0, 3.0)
-
-
-def test_resize_with_drained_step():
-    account = running()
-    account.on_state(State.RESIZING, 107.5)
-    account.on_step(2, 1.0, {}, 108)  # the current step is finished meanwhile
-    account.on_state(State.RUNNING, 109)
-    account.on_step(3, 1.0, {}, 111)
-    account.recovery_finished(
-        {"drain": 0.6, "select_members": 0.5, "rendezvous": 0.5, "load": 0.9}, 111
-    )
-    assert spent(account, 111) == {
-        "starting": 6.0,
-        "productive": 3.0,
-        "waiting": 0.5,
-        "resizing": 1.5,
-    }
-
-
-def test_fault_during_resize_is_recovery_time():
-    account = running()
-    account.on_state(State.RESIZING, 107)
-    account.on_state(State.RECOVERING, 108)
-    account.on_state(State.RUNNING, 109)
-    account.on_step(2, 1.0, {}, 111)
-    account.recovery_finished({"drain": 1.0, "detect": 0.5, "load": 1.5}, 111)
-    seconds = spent(account, 111)
-    assert (seconds["resizing"], seconds["recovery_load"]) == (1.0, 1.5)
-
-
-@pytest.mark.parametrize(
-    ("states", "category"),
-    [
-        ((State.SUCCEEDED,), "finishing"),
-        ((State.FAILED,), "interrupted"),
-        ((State.STOPPING, State.STOPPED), "stopping"),
-        ((State.RECOVERING, State.FAILED), "interrupted"),
-        ((State.RESIZING, State.SUCCEEDED), "finishing"),
-        ((State.RESIZING, State.FAILED), "resizing"),
-    ],
-)
-def test_final_category(states: tuple[State, ...], category: str):
-    account = running()
-    for number, state in enumerate(states, start=1):
-        account.on_state(state, 107.0 + number)
-    assert spent(account, 107.0 + len(states)) == {
-        "starting": 6.0,
-        "productive": 1.0,
-        category: float(len(states)),
-    }
+    for method, *arguments in calls:
+        getattr(account, method)(*arguments)
+    assert spent(account, calls[-1][-1]) == {"starting": 6.0, "productive": 1.0} | seconds
 
 
 def test_job_that_never_started():
@@ -184,15 +158,11 @@ def test_job_that_never_started():
 
 def test_no_time_passes_after_final_state():
     account = running()
+    times = account.breakdown_at(114.0)
+    assert (times.unattributed_s, times.wall_s, times.goodput) == (7.0, 14.0, 1 / 14)
     account.on_state(State.SUCCEEDED, 110.0)
     times = account.breakdown_at(1000.0)
     assert (times.wall_s, times.unattributed_s, times.goodput) == (10.0, 0.0, 0.1)
-
-
-def test_time_in_progress_is_unattributed_and_lowers_goodput():
-    account = running()
-    times = account.breakdown_at(114.0)
-    assert (times.unattributed_s, times.wall_s, times.goodput) == (7.0, 14.0, 1 / 14)
 
 
 def test_adopted_run_continues_attribution():
@@ -202,12 +172,8 @@ def test_adopted_run_continues_attribution():
     account.on_state(State.RUNNING, 1003.0)
     account.on_step(40, 1.0, {}, 1005.0)  # was finished, and lost with its checkpoint
     account.on_step(41, 1.0, {}, 1006.0)
-    assert spent(account, 1006) == {
-        "starting": 10.0,
-        "productive": 81.0,
-        "redone": 2.0,
-        "adoption": 33.0,
-    }
+    seconds = {"starting": 10.0, "productive": 81.0, "redone": 2.0, "adoption": 33.0}
+    assert spent(account, 1006) == seconds
     assert account.breakdown_at(1006).wall_s == 126.0
 
 

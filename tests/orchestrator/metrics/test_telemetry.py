@@ -10,29 +10,25 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from prometheus_client.core import Metric
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.facts import EventBus
-from rayzero.orchestrator.machine import State, StopRequested
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.curves import MAX_USER_CURVES
 from rayzero.orchestrator.metrics.endpoint import json_response
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.messages import LogLine, Pinned
-from tests.orchestrator.fake_cluster import FakeCluster
 from tests.orchestrator.metrics.simulated_job import GAUGES
-from tests.orchestrator.support import NO_FILES, Harness, VirtualClock, async_test, plan, settle
+from tests.orchestrator.support import NO_FILES, Harness, VirtualClock, plan, settle
 
 
-@async_test
 async def test_telemetry_of_job_with_fault_is_consistent(tmp_path: Path):
-    harness = Harness(tmp_path, FakeCluster(size=3), workers={"min": 1, "max": 3}, steps=10)
+    harness = Harness(tmp_path, 3, workers=(1, 3), steps=10)
     await harness.clock.advance(5.0)  # in this simulation only waits take time
     await harness.steps(2)
-    harness.cluster.kill(1)
-    await settle()
+    await harness.kill(1)
     await harness.clock.advance(2.0)
     await harness.steps(3)
     harness.cluster.send_heartbeat(0, phase="backward", silent_s=1.5)
@@ -56,78 +52,49 @@ async def test_telemetry_of_job_with_fault_is_consistent(tmp_path: Path):
     assert goodput["wall_s"] == pytest.approx(harness.clock.now())
 
 
-@async_test
+def exported(harness: Harness, name: str, label: str) -> dict[str, float]:
+    """The samples of a family by a label, without those at 0."""
+    (family,) = [it for it in harness.telemetry.collect() if it.name == name]
+    return {sample.labels[label]: sample.value for sample in family.samples if sample.value}
+
+
 async def test_worker_limits_and_faults_are_exported(tmp_path: Path):
-    harness = Harness(tmp_path, FakeCluster(size=2), workers={"min": 1, "max": 2})
-    await harness.steps(1)
+    harness = await Harness(tmp_path, workers=(1, 2)).trained(1)
     harness.controller.scale(1, 3)
-    harness.cluster.kill(0)
-    await harness.clock.advance(1.0)
-    families = {family.name: family for family in harness.telemetry.collect()}
-    limits = {
-        sample.labels["limit"]: sample.value for sample in families["rayzero_workers"].samples
-    }
-    assert limits == {"min": 1, "max": 3}
-    assert counts_by_cause(families["rayzero_faults"]) == {"lost": 1}
-    harness.controller.post_event(StopRequested())
-    await harness.clock.advance(10.0)
-    assert harness.states[-1] is State.STOPPED
-    await settle()
-    assert harness.run.done()
-    assert harness.run.exception() is not None
+    await harness.kill(0, wait_s=1)
+    assert exported(harness, "rayzero_workers", "limit") == {"min": 1, "max": 3}
+    assert exported(harness, "rayzero_faults", "cause") == {"lost": 1}
 
 
-@async_test
 async def test_fault_that_ends_job_is_counted_once(tmp_path: Path):
-    harness = Harness(tmp_path, FakeCluster(size=2))
-    await settle()
+    harness = await Harness(tmp_path).started()
     for rank in (0, 1):  # no step was finished: user code that fails now fails the job
         harness.cluster.crash(rank, "user")
     await harness.clock.advance(10.0)
     assert harness.states[-1] is State.FAILED
-    families = {family.name: family for family in harness.telemetry.collect()}
-    assert counts_by_cause(families["rayzero_faults"]) == {"user": 1}
+    assert exported(harness, "rayzero_faults", "cause") == {"user": 1}
     assert harness.telemetry.snapshot()["goodput"]["unattributed_s"] == 0
     assert harness.run.exception() is not None
 
 
-@async_test
 async def test_replicas_on_other_nodes_are_counted(tmp_path: Path):
-    cluster = FakeCluster(2, "ab".__getitem__)
-    harness = Harness(tmp_path, cluster, workers={"min": 2, "max": 2}, steps=10)
-    await harness.steps(2)
+    harness = await Harness(tmp_path, "ab", workers=(2, 2), steps=10).trained(2)
     for rank in range(2):
-        cluster.send(rank, Pinned(1, rank, 1, False, 0.0))
+        await harness.send(rank, Pinned(1, rank, 1, False, 0.0))
+    assert exported(harness, "rayzero_replica_step", "place")["other"] == 1
+    assert harness.telemetry.snapshot()["replicas"]["step_on_other_nodes"] == 1
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+async def test_series_of_ranks_can_be_disabled(tmp_path: Path, enabled: bool):
+    harness = await Harness(tmp_path, metrics={"per_rank": enabled}).trained(2)
+    harness.cluster.send_heartbeat(0)
     await settle()
     families = {family.name: family for family in harness.telemetry.collect()}
-    newest = {
-        sample.labels["place"]: sample.value for sample in families["rayzero_replica_step"].samples
-    }
-    assert newest["other"] == 1
-    assert harness.telemetry.snapshot()["replicas"]["step_on_other_nodes"] == newest["other"]
-    await harness.finish()
-
-
-@async_test
-async def test_series_of_ranks_can_be_disabled(tmp_path: Path):
-    for enabled in (True, False):
-        folder = tmp_path / str(enabled)
-        folder.mkdir()
-        harness = Harness(folder, FakeCluster(2), workers={"min": 2}, metrics={"per_rank": enabled})
-        await harness.steps(2)
-        harness.cluster.send_heartbeat(0)
-        await settle()
-        families = {family.name: family for family in harness.telemetry.collect()}
-        samples = [sample for family in families.values() for sample in family.samples]
-        assert any("rank" in sample.labels for sample in samples) is enabled
-        assert families["rayzero_world_size"].samples[0].value == 2
-        assert harness.telemetry.snapshot()["ranks"]
-        await harness.finish()
-
-
-def counts_by_cause(family: Metric) -> dict[str, float]:
-    """Counters by cause, without those at 0."""
-    return {sample.labels["cause"]: sample.value for sample in family.samples if sample.value}
+    samples = [sample for family in families.values() for sample in family.samples]
+    assert any("rank" in sample.labels for sample in samples) is enabled
+    assert families["rayzero_world_size"].samples[0].value == 2
+    assert harness.telemetry.snapshot()["ranks"]
 
 
 def test_endpoint_lives_as_long_as_telemetry(tmp_path: Path):
@@ -135,7 +102,6 @@ def test_endpoint_lives_as_long_as_telemetry(tmp_path: Path):
     job_plan = plan(tmp_path, metrics=metrics)
     writer = BackgroundWriter(print)
     with closing(Telemetry(job_plan, VirtualClock(), writer, EventBus())) as telemetry:
-        assert telemetry.url is not None
         assert telemetry.url.startswith("http://127.0.0.1:")
         port = int(telemetry.url.rsplit(":", 1)[1])
         socket.create_connection(("127.0.0.1", port), timeout=5).close()

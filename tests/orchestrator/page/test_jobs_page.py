@@ -39,7 +39,6 @@ from tests.orchestrator.support import (
     NO_FILES,
     Harness,
     VirtualClock,
-    async_test,
     begun,
     plan,
     write_journal,
@@ -148,10 +147,9 @@ def test_port_in_use_names_the_option(runs: Path, url: str) -> None:
         JobsPage(runs, "127.0.0.1", int(url.rsplit(":", 1)[1].strip("/")))
 
 
-@async_test
 async def test_run_writes_its_end(tmp_path: Path):
     """At the end of a job its files have the final state, whatever was being written."""
-    harness = Harness(tmp_path, FakeCluster(size=2), workers={"min": 2}, steps=4)
+    harness = Harness(tmp_path, FakeCluster(2), workers={"min": 2}, steps=4)
     writer = BackgroundWriter(print)
     RunFiles(harness.plan.output_dir, harness.telemetry, writer).subscribe_to(harness.events)
     await harness.steps(3)

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -34,20 +31,12 @@ def worker(index: int, node: str = "a") -> WorkerInfo:
 
 
 LOST = Fault(FaultCause.PROCESS_LOST, worker(1, "b"), 1, 8, "it was killed", 100.0, 1)
-COLLECTIVE = Fault(
-    FaultCause.COLLECTIVE, worker(0), 0, 8, "Connection closed", 100.0, 1, traceback="frames"
-)
-USER = Fault(
-    FaultCause.USER_CODE,
-    worker(2, "c"),
-    2,
-    3,
-    "ValueError: hole",
-    100.0,
-    1,
-    traceback="user frames",
-)
+DEVICE = replace(LOST, cause=FaultCause.DEVICE, detail="CUDA error: uncorrectable ECC error")
+COLLECTIVE = Fault(FaultCause.COLLECTIVE, worker(0), 0, 8, "Connection closed", 100.0, 1)
+USER = Fault(FaultCause.USER_CODE, worker(2, "c"), 2, 3, "ValueError: hole", 100.0, 1)
+USER = replace(USER, traceback="user frames")
 STATE = Fault(FaultCause.STATE, worker(0), 0, 0, "step-8 is damaged", 100.0, 1)
+NEWCOMER = Fault(FaultCause.NEWCOMER, worker(1), 1, 8, "ZeroDivisionError", 100.0, 3)
 BUDGET = FaultBudget(max_faults=2, window_s=50.0)
 
 
@@ -67,10 +56,6 @@ def error(decision: Fault | RayzeroError | None) -> RayzeroError:
     return decision
 
 
-def test_lost_worker_is_repaired():
-    assert decided(LOST) == LOST
-
-
 def test_fault_description_has_rank_node_pid_and_cause():
     assert (
         describe_fault(LOST)
@@ -82,15 +67,21 @@ def test_fault_description_has_rank_node_pid_and_cause():
     )
 
 
-def test_failed_collective_waits_for_another_cause():
-    assert decided(COLLECTIVE) is None
-    assert decided(COLLECTIVE, LOST) == LOST
-    assert decided(COLLECTIVE, grace_over=True) == COLLECTIVE
-
-
-@pytest.mark.parametrize("order", list(permutations((LOST, COLLECTIVE, USER))))
-def test_order_of_arrival_does_not_matter(order: tuple[Fault, ...]):
-    assert decided(*order) == LOST
+@pytest.mark.parametrize(
+    ("faults", "grace_over", "decision"),
+    [
+        ((LOST,), False, LOST),
+        ((COLLECTIVE,), False, None),
+        ((COLLECTIVE,), True, COLLECTIVE),
+        *((order, False, LOST) for order in permutations((LOST, COLLECTIVE, USER))),
+        ((USER, COLLECTIVE, DEVICE), False, DEVICE),  # the error of a kernel fails the others'
+        ((COLLECTIVE, USER, DEVICE), False, DEVICE),  # collectives, and perhaps its function
+    ],
+)
+def test_failed_collective_waits_for_another_cause_in_any_order(
+    faults: tuple[Fault, ...], grace_over: bool, decision: Fault | None
+):
+    assert decided(*faults, grace_over=grace_over) == decision
 
 
 @pytest.mark.parametrize("cause", [FaultCause.CONFIG, FaultCause.ENTRYPOINT])
@@ -107,15 +98,6 @@ def test_user_error_before_first_step_fails_job():
     )
     assert text.endswith("user frames")
     assert "before the first step" in str(error(decided(replace(USER, step=0), steps=0)))
-
-
-def test_repeated_user_error_at_same_step_fails_job():
-    assert decided(USER) == USER
-    second = replace(USER, detail="ValueError: another hole", rank=0)
-    assert "a second time in the same way" in str(error(decided(second, earlier=(USER,))))
-    assert decided(replace(USER, step=4), earlier=(USER,)) == replace(USER, step=4)
-    other = replace(USER, detail="KeyError: 3")
-    assert decided(other, earlier=(USER,)) == other
 
 
 def test_data_error_is_reported_without_traceback():
@@ -149,10 +131,7 @@ def hardware(
         ((replace(USER, step=1), replace(USER, step=2)), True),  # another budget
         (hardware(1, cause=FaultCause.HANG) + hardware(2)[1:], False),
         (tuple(replace(fault, rank=None) for fault in hardware(5)), True),  # of spares
-        (
-            tuple(replace(fault, worker=worker(9, "x"), generation=1) for fault in hardware(5)),
-            True,
-        ),
+        (tuple(replace(fault, worker=worker(9, "x"), generation=1) for fault in hardware(5)), True),
     ],
 )
 def test_hardware_fault_budget(earlier: tuple[Fault, ...], repaired: bool):
@@ -160,25 +139,14 @@ def test_hardware_fault_budget(earlier: tuple[Fault, ...], repaired: bool):
     assert isinstance(decision, Fault if repaired else RayzeroError)
 
 
-def test_broken_device_is_hardware_and_explains_what_follows_it():
-    """One rank's error in a kernel fails the others' collectives, and perhaps its own function."""
-    device = replace(LOST, cause=FaultCause.DEVICE, detail="CUDA error: uncorrectable ECC error")
-    for others in ((USER, COLLECTIVE), (COLLECTIVE, USER)):
-        assert decided(*others, device, steps=0) == device
-    assert decided(device, replace(LOST, worker=worker(0))) != device
-    decision = decided(replace(device, generation=9), earlier=hardware(2))
+def test_broken_device_is_hardware():
+    assert decided(USER, COLLECTIVE, DEVICE, steps=0) == DEVICE
+    assert decided(DEVICE, replace(LOST, worker=worker(0))) != DEVICE
+    decision = decided(replace(DEVICE, generation=9), earlier=hardware(2))
     assert "2 hardware faults" in str(error(decision))
-    assert "cannot use its device any more" in describe_fault(device)
-    faults = [replace(device, generation=number) for number in (1, 2, 3)]
+    assert "cannot use its device any more" in describe_fault(DEVICE)
+    faults = [replace(DEVICE, generation=number) for number in (1, 2, 3)]
     assert quarantined_nodes(faults, ["a", "b"], 50.0, 110.0) == {"b"}
-
-
-def test_device_that_breaks_three_times_in_one_step_is_broken_by_the_function():
-    *earlier, third = (replace(loss, cause=FaultCause.DEVICE) for loss in same_losses(3))
-    budget = FaultBudget(max_faults=20, window_s=50.0)
-    failure = error(decided(third, earlier=tuple(earlier), budget=budget))
-    assert "the device of rank 1 failed in step 8 3 times in a row" in str(failure)
-    assert "CUDA_LAUNCH_BLOCKING" in str(failure)
 
 
 def test_preemption_does_not_count_as_fault():
@@ -242,79 +210,73 @@ def test_errors_survive_pickling(kind: type[JobFailedError] | type[JobConfigErro
     assert (str(after), after.traceback) == (str(before), "frames")
 
 
-def same_losses(count: int, trained_s: float = 2.0) -> tuple[Fault, ...]:
-    """Losses of rank 1 in step 8, each in a generation of its own."""
-    return tuple(
-        replace(LOST, generation=generation, trained_s=trained_s, at_s=100.0 + generation)
+def repeated(fault: Fault, count: int) -> list[Fault]:
+    """Faults of rank 1 in step 8, each in a generation of its own."""
+    return [
+        replace(fault, generation=generation, trained_s=2.0, at_s=100.0 + generation)
         for generation in range(1, count + 1)
-    )
+    ]
 
 
-def test_third_equal_loss_in_the_same_step_is_a_user_error():
-    budget = FaultBudget(max_faults=20, window_s=50.0)
-    assert decided(same_losses(2)[-1], earlier=same_losses(1), budget=budget)
-    *earlier, third = same_losses(3)
-    failure = error(decided(third, earlier=tuple(earlier), budget=budget))
-    assert "rank 1 ended in step 8 3 times in a row" in str(failure)
-    assert "os._exit" in str(failure)
-    for change in (
-        {"step": 9},
-        {"rank": 0},
-        {"trained_s": 9.0},
-        {"cause": FaultCause.NODE_LOST},
-    ):
-        other = replace(third, **change)  # type: ignore[arg-type]
+LOSSES = repeated(LOST, 3)
+HUNG = replace(LOST, cause=FaultCause.HANG, place="data.py:12, in __getitem__", traceback="frames")
+EXITED = replace(LOST, rank=2, worker=worker(2), detail=process_end._describe(0))
+EARLY = Fault(FaultCause.EARLY_RETURN, worker(1), 1, 3, "it returned: too early", 100.0, 1)
+REPEATED: dict[str, tuple[list[Fault], list[dict[str, Any]], list[str]]] = {
+    "loss": (
+        LOSSES,
+        [{"step": 9}, {"rank": 0}, {"trained_s": 9.0}, {"cause": FaultCause.NODE_LOST}],
+        ["rank 1 ended in step 8 3 times in a row", "os._exit"],
+    ),
+    "device": (
+        repeated(DEVICE, 3),
+        [],
+        ["the device of rank 1 failed in step 8 3 times in a row", "CUDA_LAUNCH_BLOCKING"],
+    ),
+    "hang": (  # whichever rank the sample falls to, and however long it trained before
+        [replace(HUNG, rank=0, trained_s=500.0), *repeated(HUNG, 3)[1:]],
+        [{"step": 9}, {"place": ""}, {"place": "data.py:13, in __getitem__"}],
+        ["hung in step 8 3 times in a row at data.py:12, in __getitem__", "hang_timeout_s"],
+    ),
+    "exit": (  # also if ranks just go, so that no rank does it twice
+        [EXITED, replace(EXITED, rank=1, worker=worker(1), generation=2, trained_s=0.1)],
+        [{"step": 9}, {"detail": "its process exited with code 1"}, {"generation": 1}],
+        ["rank 2 on node node-a (pid 4712) and then rank 1 on node", "with code 0 in step 8"],
+    ),
+    "user": (
+        [USER, replace(USER, detail="ValueError: another hole", rank=0)],
+        [{"step": 4}, {"detail": "KeyError: 3"}],
+        ["a second time in the same way"],
+    ),
+    "early return": ([EARLY, replace(EARLY, generation=2)], [], ["it returned"]),
+}
+
+
+@pytest.mark.parametrize(("faults", "unlike", "words"), REPEATED.values(), ids=REPEATED)
+def test_fault_that_repeats_is_the_functions(
+    faults: list[Fault], unlike: list[dict[str, Any]], words: list[str]
+):
+    """Unless it is unlike those before in one of these."""
+    *earlier, last = faults
+    budget = FaultBudget(max_faults=20, window_s=500.0)
+    before = decided(earlier[-1], COLLECTIVE, earlier=tuple(earlier[:-1]), budget=budget)
+    assert before is earlier[-1]
+    failure = error(decided(last, earlier=tuple(earlier), budget=budget))
+    assert [word for word in words if word not in str(failure)] == []
+    assert failure.traceback == last.traceback
+    for change in unlike:
+        other = replace(last, **change)
         assert decided(other, earlier=tuple(earlier), budget=budget) is other
 
 
-def test_process_that_exits_with_0_is_a_user_error_when_the_next_rank_does():
-    """Also if ranks just go, so that no rank does it twice. The status is a real process's."""
-    with subprocess.Popen([sys.executable, "-c", "import os; os._exit(0)"]) as process:
-        _, status = os.waitpid(process.pid, 0)
-        process.returncode = 0
-    first = replace(LOST, rank=2, worker=worker(2), detail=process_end._describe(status))
-    assert decided(first) is first
-    second = replace(first, rank=1, worker=worker(1), generation=2, trained_s=0.1)
-    text = str(error(decided(second, earlier=(first,))))
-    assert "rank 2 on node node-a (pid 4712) and then rank 1 on node node-a (pid 4711)" in text
-    assert "exited with code 0 in step 8" in text
-    for change in ({"step": 9}, {"detail": "its process exited with code 1"}, {"generation": 1}):
-        other = replace(second, **change)  # type: ignore[arg-type]
-        assert decided(other, earlier=(first,)) is other
-
-
 def test_equal_losses_are_recognized_once_the_survivors_told_their_step():
-    *earlier, third = same_losses(3)
+    *earlier, third = LOSSES
     history = [*earlier, replace(third, step=4)]
     assert repeated_loss(history, 3) is None
     told = corrected(history, 3, 8)
     assert told == [*earlier, third]
     assert "ended in step 8 3 times in a row" in str(repeated_loss(told, 3))
     assert corrected(history, 3, 2) == history, "the step never goes back"
-
-
-HUNG = replace(LOST, cause=FaultCause.HANG, place="data.py:12, in __getitem__", traceback="frames")
-
-
-def test_third_hang_in_the_same_line_of_the_same_step_is_a_user_error():
-    """Whichever rank the sample falls to, and however long it trained before."""
-    budget = FaultBudget(max_faults=20, window_s=500.0)
-    first = replace(HUNG, rank=0, trained_s=500.0)
-    second, third = (replace(HUNG, generation=number, trained_s=120.0) for number in (2, 3))
-    assert decided(second, earlier=(first,), budget=budget) is second
-    failure = error(decided(third, earlier=(first, second), budget=budget))
-    assert "hung in step 8 3 times in a row at data.py:12, in __getitem__" in str(failure)
-    assert failure.traceback == "frames"
-    assert "recovery.hang_timeout_s" in str(failure)
-    for change in ({"step": 9}, {"place": ""}, {"place": "data.py:13, in __getitem__"}):
-        other = replace(third, **change)  # type: ignore[arg-type]
-        assert decided(other, earlier=(first, second), budget=budget) is other
-
-
-def test_early_return_is_a_user_error_when_it_repeats():
-    early = Fault(FaultCause.EARLY_RETURN, worker(1), 1, 3, "it returned: too early", 100.0, 1)
-    assert decided(early, COLLECTIVE) is early
-    assert "it returned" in str(error(decided(replace(early, generation=2), earlier=(early,))))
 
 
 @pytest.mark.parametrize(
@@ -331,7 +293,7 @@ def test_early_return_is_a_user_error_when_it_repeats():
 def test_failure_of_a_new_function_is_told_from_one_of_all(
     entered_in: dict[int, int], change: dict[str, Any], cause: FaultCause
 ):
-    fault = Fault(FaultCause.USER_CODE, worker(1), 1, 8, "ZeroDivisionError", 100.0, 3)
+    fault = replace(NEWCOMER, cause=FaultCause.USER_CODE)
     assert as_newcomers(replace(fault, **change), (), entered_in, restored_step=7).cause is cause
     earlier = (replace(fault, generation=2, worker=worker(0)),)  # not only in a new function
     known = as_newcomers(fault, earlier, entered_in, restored_step=7)
@@ -339,8 +301,6 @@ def test_failure_of_a_new_function_is_told_from_one_of_all(
 
 
 def test_failure_of_a_new_function_ends_no_job():
-    fault = Fault(FaultCause.NEWCOMER, worker(1), 1, 8, "ZeroDivisionError", 100.0, 3)
-    budget = FaultBudget(0, 100.0)
-    assert decided(fault, COLLECTIVE, earlier=(fault, fault), budget=budget) is fault
-    assert "rank 1 on node" in describe_fault(fault)
-    assert "is new, and raised an exception in step 8" in describe_fault(fault)
+    budget, earlier = FaultBudget(0, 100.0), (NEWCOMER, NEWCOMER)
+    assert decided(NEWCOMER, COLLECTIVE, earlier=earlier, budget=budget) is NEWCOMER
+    assert "is new, and raised an exception in step 8" in describe_fault(NEWCOMER)

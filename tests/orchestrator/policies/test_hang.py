@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,18 +37,52 @@ def rank(
     return RankProgress(f"node-{number}", 100 + number, heartbeat, **fields)
 
 
-def hung_rank(*ranks: RankProgress) -> int | None:
+def of(item: RankProgress, **heartbeat: Any) -> RankProgress:
+    return replace(item, heartbeat=replace(item.heartbeat, **heartbeat))
+
+
+HUNG = rank(1, "forward", collective=11, waiting=False)
+SILENT = rank(2, silent_s=0.1, age_s=30, overdue_s=28)
+IN_DATA = rank(0, "data", silent_s=1, waiting=False)
+FRESH = rank(0, "data", silent_s=29.5, waiting=False, age_s=1.5)
+BUSY = [rank(number, waiting=False, silent_s=31 + number) for number in range(3)]
+LOADING = rank(1, "load", collective=0, step=0, waiting=False, silent_s=100)
+CASES: dict[str, tuple[list[RankProgress], int | None]] = {
+    "no ranks": ([], None),
+    "all have progress": ([rank(0, silent_s=29), rank(1, silent_s=0.1)], None),
+    "a slow one has progress": ([rank(0, silent_s=60), of(HUNG, silent_s=10)], None),
+    "furthest behind": ([rank(0, collective=12), rank(1, collective=11), rank(2)], 1),
+    "a step behind": ([rank(0, step=8, collective=1), rank(1, step=7, collective=90)], 1),
+    # Reductions overlap backward: at its end, a rank waits for the first one it launched.
+    "in an earlier collective": (
+        [rank(0, collective=9), of(HUNG, phase="backward"), rank(2, collective=9)],
+        1,
+    ),
+    "computes": ([rank(0), rank(1, waiting=False), rank(2)], 1),
+    "computes for longest": (BUSY, 2),
+    "only one": ([rank(0, "data", waiting=False, collective=3)], 0),
+    "a reply is late": ([rank(0), rank(1, overdue_s=0.5, age_s=3)], None),
+    "a reply is late, another hangs": ([rank(0), HUNG, rank(2, overdue_s=2, age_s=4)], 1),
+    "unresponsive before hung": ([rank(0), HUNG, SILENT], 2),
+    "not yet unresponsive": ([IN_DATA, rank(1, silent_s=0, age_s=29, overdue_s=27)], None),
+    "unresponsive": ([IN_DATA, rank(1, silent_s=0, age_s=31, overdue_s=29)], 1),
+    "the next heartbeat may come": ([FRESH], None),
+    "the next heartbeat is overdue": ([replace(FRESH, overdue_s=0.1)], 0),
+    **{
+        f"may {phase} longer": ([rank(0), of(LOADING, phase=phase)], None)
+        for phase in ("start", "join", "load")
+    },
+    "may load without replies": ([rank(0), replace(LOADING, overdue_s=90, age_s=100)], None),
+    "loads too long": ([rank(0), of(LOADING, silent_s=LIMITS.starting_s + 1)], 1),
+    "may compile": ([rank(0), replace(HUNG, is_new=True)], None),
+}
+
+
+@pytest.mark.parametrize(("ranks", "hung"), CASES.values(), ids=CASES)
+def test_hung_rank(ranks: list[RankProgress], hung: int | None) -> None:
     hang = find_hang(ranks, LIMITS)
-    assert hang is not None
-    return hang.rank
-
-
-def test_no_ranks() -> None:
-    assert find_hang((), LIMITS) is None
-
-
-def test_progress_is_no_hang() -> None:
-    assert find_hang([rank(0, silent_s=29), rank(1, silent_s=0.1)], LIMITS) is None
+    assert (hang is None) == (hung is None)
+    assert (hang and hang.rank) == hung
 
 
 def test_rank_that_did_not_enter_collective_is_hung() -> None:
@@ -60,90 +95,20 @@ def test_rank_that_did_not_enter_collective_is_hung() -> None:
     )
 
 
-def test_slow_rank_with_progress_is_not_hung() -> None:
-    slow = rank(1, "forward", collective=11, waiting=False, silent_s=10)
-    assert find_hang([rank(0, silent_s=60), slow], LIMITS) is None
-
-
-def test_rank_furthest_behind_is_hung_even_if_waiting() -> None:
-    assert hung_rank(rank(0, collective=12), rank(1, collective=11), rank(2)) == 1
-    assert hung_rank(rank(0, step=8, collective=1), rank(1, step=7, collective=90)) == 1
-
-
-def test_waiting_in_earlier_collective_is_not_behind() -> None:
-    """Reductions overlap backward: at its end, a rank waits for the first one it launched."""
-    hung = rank(1, "backward", collective=11, waiting=False)
-    assert hung_rank(rank(0, collective=9), hung, rank(2, collective=9)) == 1
-
-
-def test_computing_rank_with_longest_silence_is_hung_first() -> None:
-    assert hung_rank(rank(0), rank(1, waiting=False), rank(2)) == 1
-    pair = [rank(number, waiting=False, silent_s=31 + number) for number in range(3)]
-    assert hung_rank(*pair) == 2
-
-
-def test_single_rank_hang() -> None:
-    hang = find_hang([rank(0, "data", waiting=False, collective=3)], LIMITS)
-    assert hang is not None
-    assert hang.rank == 0
-    assert hang.reason.endswith("in phase data of step 7, after collective 3")
-
-
 def test_no_rank_is_hung_if_all_wait_in_same_collective() -> None:
     hang = find_hang([rank(0), rank(1), rank(2, silent_s=35)], LIMITS)
-    assert hang is not None
     assert hang.rank is None
     assert "all 3 ranks" in hang.reason
     assert "collective 12 of step 7" in hang.reason
     assert "network" in hang.reason
 
 
-def test_decision_waits_for_late_reply() -> None:
-    assert find_hang([rank(0), rank(1, overdue_s=0.5, age_s=3)], LIMITS) is None
-
-
-def test_unresponsive_process_is_hung_first() -> None:
-    hung = rank(1, "forward", collective=11, waiting=False)
-    unresponsive = rank(2, silent_s=0.1, age_s=30, overdue_s=28)
-    assert hung_rank(rank(0), hung, unresponsive) == 2
-    hang = find_hang([rank(0), unresponsive], LIMITS)
-    assert hang is not None
-    assert "rank 2 on node node-2 (pid 102) does not respond" in hang.reason
-    assert "28.0 s late" in hang.reason
-
-
-def test_unresponsive_process_is_hung_after_timeout() -> None:
-    others = rank(0, "data", silent_s=1, waiting=False)
-    assert find_hang([others, rank(1, silent_s=0, age_s=29, overdue_s=27)], LIMITS) is None
-    assert hung_rank(others, rank(1, silent_s=0, age_s=31, overdue_s=29)) == 1
-
-
-def test_slightly_late_reply_is_not_a_hang() -> None:
-    hung = rank(1, "forward", collective=11, waiting=False)
-    late = rank(2, overdue_s=2, age_s=4)
-    assert hung_rank(rank(0), hung, late) == 1
-
-
-def test_heartbeat_age_counts_only_if_next_one_is_overdue() -> None:
-    fresh = rank(0, "data", silent_s=29.5, waiting=False, age_s=1.5)
-    assert find_hang([fresh], LIMITS) is None
-    assert hung_rank(replace(fresh, overdue_s=0.1)) == 0
-
-
-@pytest.mark.parametrize("phase", ["start", "join", "load"])
-def test_starting_rank_has_grace_period(phase: str) -> None:
-    loading = rank(1, phase, collective=0, step=0, waiting=False, silent_s=100)
-    assert find_hang([rank(0), loading], LIMITS) is None
-    unresponsive = replace(loading, overdue_s=90, age_s=100)
-    assert find_hang([rank(0), unresponsive], LIMITS) is None
-    heartbeat = replace(loading.heartbeat, silent_s=LIMITS.starting_s + 1)
-    assert hung_rank(rank(0), replace(loading, heartbeat=heartbeat)) == 1
-
-
-def test_first_step_of_new_process_has_grace_period() -> None:
-    compiling = rank(1, "forward", collective=0, waiting=False)
-    assert find_hang([rank(0), replace(compiling, is_new=True)], LIMITS) is None
-    assert hung_rank(rank(0), compiling) == 1
+def test_reason_says_what_the_rank_does() -> None:
+    single = find_hang([rank(0, "data", waiting=False, collective=3)], LIMITS)
+    assert single.reason.endswith("in phase data of step 7, after collective 3")
+    silent = find_hang([rank(0), SILENT], LIMITS)
+    assert "rank 2 on node node-2 (pid 102) does not respond" in silent.reason
+    assert "28.0 s late" in silent.reason
 
 
 def test_first_step_is_limited_by_those_measured() -> None:
@@ -151,7 +116,7 @@ def test_first_step_is_limited_by_those_measured() -> None:
     compiling = replace(rank(1, "forward", 0, 39, waiting=False), is_new=True)
     assert measured.describe(compiling) == "40 s, 4 times the longest first step of a process"
     assert find_hang([rank(0), compiling], measured) is None
-    late = replace(compiling, heartbeat=replace(compiling.heartbeat, silent_s=41))
+    late = of(compiling, silent_s=41)
     assert find_hang([rank(0), late], LIMITS) is None
     assert find_hang([rank(0), late], measured) is not None
     assert measured.describe(rank(1, "load")) == "300 s, workers.start_timeout_s"
@@ -169,11 +134,9 @@ def test_rank_may_stay_in_an_ending_generation_as_long_as_it_may_hang():
     busy = rank(1, "forward", waiting=False, silent_s=25)
     assert find_overstaying([rank(0, silent_s=3), busy], LIMITS, ending_s=29) is None
     hang = find_overstaying([rank(0, silent_s=3), busy], LIMITS, ending_s=31)
-    assert hang is not None
     assert hang.rank == 0
     assert "has not left its generation for 31.0 s, in phase reduce of step 7" in hang.reason
-    before = replace(busy, heartbeat=replace(busy.heartbeat, silent_s=31))
-    assert find_overstaying([before], LIMITS, ending_s=1) is not None
+    assert find_overstaying([of(busy, silent_s=31)], LIMITS, ending_s=1) is not None
     assert find_overstaying([replace(busy, is_new=True)], LIMITS, ending_s=31) is None
 
 
@@ -184,7 +147,7 @@ def test_rank_that_waited_for_the_hung_one_has_time_for_the_abort():
     assert find_overstaying([freed], LIMITS, ending_s=31) is not None
     stopped = replace(freed, age_s=4.0, overdue_s=2.0)
     assert find_overstaying([stopped], LIMITS, ending_s=1) is not None
-    reading = replace(freed, heartbeat=replace(freed.heartbeat, silent_s=40, waiting=False))
+    reading = of(freed, silent_s=40, waiting=False)
     on_gpu = replace(LIMITS, abort_s=6.3)
     assert find_overstaying([reading], on_gpu, ending_s=6) is None, "the host reads the device"
     assert find_overstaying([reading], on_gpu, ending_s=7) is not None
@@ -193,11 +156,10 @@ def test_rank_that_waited_for_the_hung_one_has_time_for_the_abort():
 def test_rank_that_returned_before_a_collective_is_named():
     early = rank(0, "data", collective=11, waiting=False)
     hang = find_early_return([early], [rank(1, silent_s=4)])
-    assert hang is not None
     assert hang.rank == 0
     assert "rank 1 waits for it in collective 12 of step 7" in hang.reason
-    entered_all = replace(early, heartbeat=replace(early.heartbeat, collective=12))
-    assert find_early_return([entered_all], [rank(1, silent_s=4)]) is None, "it may be slow"
+    slow = of(early, collective=12)
+    assert find_early_return([slow], [rank(1, silent_s=4)]) is None
     assert find_early_return([early], [rank(1, silent_s=2)]) is None
     assert find_early_return([early], [rank(1, waiting=False, silent_s=40)]) is None
 
@@ -218,13 +180,8 @@ RANKS = st.builds(
 
 
 @given(st.lists(RANKS, min_size=1, max_size=5))
-def test_hung_rank_exceeded_timeout_or_is_unresponsive(
-    ranks: list[RankProgress],
-) -> None:
-    ranks = [
-        replace(item, heartbeat=replace(item.heartbeat, rank=number))
-        for number, item in enumerate(ranks)
-    ]
+def test_hung_rank_exceeded_timeout_or_is_unresponsive(ranks: list[RankProgress]) -> None:
+    ranks = [of(item, rank=number) for number, item in enumerate(ranks)]
     hang = find_hang(ranks, LIMITS)
     if hang is None or hang.rank is None:
         return

@@ -15,16 +15,17 @@ from rayzero.orchestrator.policies.membership import (
 from rayzero.workers.messages import WorkerInfo
 
 
+def as_workers(kinds: str) -> list[WorkerInfo]:
+    return [
+        WorkerInfo(index, "draining" if kind.isupper() else "n", "host", "ip", index)
+        for index, kind in enumerate(kinds)
+    ]
+
+
 def select(workers: str, limits: WorkerLimits) -> Selected | None:
     """`m` a member, `r` another ready worker; capitals: on a draining node."""
-    ready = [
-        WorkerInfo(index, "draining" if kind.isupper() else "n", "host", "ip", index)
-        for index, kind in enumerate(workers)
-    ]
     members = {index for index, kind in enumerate(workers) if kind.lower() == "m"}
-    return select_members(
-        ready, limits, members, {"draining"} if workers != workers.lower() else ()
-    )
+    return select_members(as_workers(workers), limits, members, {"draining"})
 
 
 def indices(workers: Iterable[WorkerInfo]) -> list[int]:
@@ -56,7 +57,6 @@ def test_selection(
     workers: str, limits: WorkerLimits, members: list[int], displaced: list[int], surplus: list[int]
 ):
     selection = select(workers, limits)
-    assert selection is not None
     assert indices(selection.members) == members
     assert indices(selection.displaced) == displaced
     assert indices(selection.surplus) == surplus
@@ -86,22 +86,14 @@ def test_selection_is_within_limits_and_stable(
     workers: str, min_workers: int, extra: int, spares: int, parts: int
 ):
     limits = WorkerLimits(min_workers, min_workers + extra, spares, parts)
-    if parts and select(workers, limits) is None:
-        return
     selection = select(workers, limits)
-    if len(workers) < min_workers:
+    if selection is None or len(workers) < min_workers:
         assert selection is None
+        assert parts or len(workers) < min_workers
         return
-    assert selection is not None
     assert min_workers <= len(selection.members) <= limits.max
     released = {*indices(selection.displaced), *indices(selection.surplus)}
     assert not released & selection.indices
-    draining = {"draining"} if workers != workers.lower() else set()
-    ready = [
-        WorkerInfo(index, "draining" if kind.isupper() else "n", "host", "ip", index)
-        for index, kind in enumerate(workers)
-        if index not in released
-    ]
-    repeated = select_members(ready, limits, selection.indices, draining)
-    assert repeated is not None
+    ready = [worker for worker in as_workers(workers) if worker.index not in released]
+    repeated = select_members(ready, limits, selection.indices, {"draining"})
     assert repeated.members == selection.members

@@ -45,41 +45,22 @@ def refs(generation: int, step: int, *nodes: str) -> tuple[SlotRef, ...]:
     return tuple(SlotRef(generation, rank, step, node) for rank, node in enumerate(nodes))
 
 
-def test_newest_step_with_slots_of_all_ranks_is_selected():
-    slots = version(1, 7) + version(1, 8) + [slot(1, 0, 9)]
-    assert select(slots) == Restore(8, refs(1, 8, "a", "a"))
-
-
-def test_slots_of_different_generations_are_not_combined():
-    slots = [slot(1, 0, 8), slot(2, 1, 8), *version(1, 5)]
-    assert select(slots) == Restore(5, refs(1, 5, "a", "a"))
-
-
-def test_newest_generation_of_same_step_is_selected():
+def test_newest_complete_step_of_the_newest_generation_is_selected():
+    incomplete = [*version(1, 7), *version(1, 8), slot(1, 0, 9)]
+    assert select(incomplete) == Restore(8, refs(1, 8, "a", "a"))
+    not_combined = [slot(1, 0, 8), slot(2, 1, 8), *version(1, 5)]
+    assert select(not_combined) == Restore(5, refs(1, 5, "a", "a"))
     assert select(version(2, 8, world=1) + version(1, 8)) == Restore(8, refs(2, 8, "a"))
+    replicas = [slot(1, 0, 8, "b", replica=True), slot(1, 1, 8, "a", replica=True)]
+    assert select([*replicas, slot(1, 0, 8)]) == Restore(8, refs(1, 8, "a", "a"))
+    salvaged = [slot(1, 2, 9, world=1), slot(1, 0, 9, world=3)]
+    assert select(salvaged) == Restore(9, (SlotRef(1, 2, 9, "a"),))
 
 
-def test_originals_are_preferred_to_replicas():
-    slots = [
-        slot(1, 0, 8, "b", replica=True),
-        slot(1, 0, 8, "a"),
-        slot(1, 1, 8, "a", replica=True),
-    ]
-    assert select(slots) == Restore(8, refs(1, 8, "a", "a"))
-
-
-def test_salvaged_complete_state_is_selected():
-    slots = [slot(1, 2, 9, world=1), slot(1, 0, 9, world=3)]
-    assert select(slots) == Restore(9, (SlotRef(1, 2, 9, "a"),))
-
-
-def test_newer_complete_state_of_survivor_is_salvaged():
-    in_process = {5: InProcessStateInfo(9, whole=True)}
-    assert select(version(1, 8), in_process) == FromWorkers(9, (5,))
-    assert select(version(1, 9), in_process) == Restore(9, refs(1, 9, "a", "a"))
-
-
-def test_in_memory_shards_are_salvaged_only_at_a_common_step():
+def test_newer_state_in_memory_is_salvaged():
+    whole = {5: InProcessStateInfo(9, whole=True)}
+    assert select(version(1, 8), whole) == FromWorkers(9, (5,))
+    assert select(version(1, 9), whole) == Restore(9, refs(1, 9, "a", "a"))
     shard = InProcessStateInfo(9, whole=False)
     assert select(in_process={4: shard, 5: shard}) == FromWorkers(9, (4, 5))
     assert select(in_process={4: shard}) is None
@@ -93,17 +74,12 @@ def test_newer_checkpoint_is_selected():
     shard = InProcessStateInfo(6, whole=False)
     assert select(in_process={4: shard, 5: shard}, stored=CHECKPOINT) == FromWorkers(6, (4, 5))
     assert select() is None
-
-
-def test_unreadable_sources_are_excluded():
-    slots = version(1, 7) + version(1, 8)
+    imported = CheckpointRef(0, "/ds")
+    assert select(stored=imported) == Restore(0, checkpoint="/ds")
     excluded = Excluded({(1, 8)}, {6})
+    slots = version(1, 7) + version(1, 8)
     assert select(slots, None, CHECKPOINT, excluded) == Restore(7, refs(1, 7, "a", "a"))
     assert select([], None, CHECKPOINT, excluded) is None
-
-
-def test_imported_checkpoint_is_at_step_0():
-    assert select(stored=CheckpointRef(0, "/ds")) == Restore(0, checkpoint="/ds")
 
 
 @given(st.lists(st.tuples(st.integers(1, 2), st.integers(0, 1), st.integers(1, 5))))
