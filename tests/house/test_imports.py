@@ -127,6 +127,21 @@ def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_tests_share_code_by_support_modules_only() -> None:
+    """No test module imports another; benchmarks are imported by the tests of benchmarks."""
+    wrong = [
+        f"{module.name}:{line} {name}"
+        for module in suite()
+        for line, name in imported_names(module)
+        if (
+            any(part.startswith("test_") for part in name.split(".")[:-1])
+            and name.rpartition(".")[0] != module.name
+        )
+        or (name.startswith("benchmarks.") and not module.name.startswith("tests.benchmarks."))
+    ]
+    assert wrong == []
+
+
 def test_import_contracts() -> None:
     done = lint_imports(ROOT)
     assert done.returncode == 0, done.stdout
