@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import pytest
-import torch
-
-from rayzero.engine.comm.elastic_group import CallHost, make_elastic_group
 from rayzero.engine.state.ranges import StateRange, pack_block
 from rayzero.engine.state.training import TrainingState
-from rayzero.workers import process_group
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
 from rayzero.workers.chaos.spec import parse_fault
-from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.membership import Membership
 from rayzero.workers.messages import (
     Assignment,
@@ -99,35 +92,6 @@ def give_up() -> NoReturn:
 
 
 MakeWorker = Callable[..., WorkerProcess]
-
-
-@pytest.fixture
-def make_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeWorker]:
-    """Create workers, and restore the state of the process afterwards."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, getattr(sys, name))
-    monkeypatch.chdir(os.getcwd())
-    environment, threads = dict(os.environ), torch.get_num_threads()
-    workers: list[WorkerProcess] = []
-
-    def make(entrypoint: str, **changes: Any) -> WorkerProcess:
-        changes = {"working_dir": os.getcwd()} | changes
-        worker = WorkerProcess(
-            setup(entrypoint=f"tests.workers.functions:{entrypoint}", **changes), 0
-        )
-        workers.append(worker)
-        return worker
-
-    yield make
-    for worker in workers:
-        for generation in (1, 2):
-            worker.fence(generation)
-    process_group.abort_default_group(torch.device("cpu"), SocketTracker())
-    make_elastic_group().host = CallHost()  # of functions that were given up
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.set_num_threads(threads)
 
 
 def begin(worker: WorkerProcess, generation: int = 1) -> None:

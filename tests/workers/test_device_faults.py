@@ -22,9 +22,7 @@ from rayzero.engine.device import Device, DeviceError, replace_device
 from rayzero.workers import process_group, worker
 from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.messages import Crashed, StepReport, Stopped
-from tests.workers.support import MakeWorker, begin, make_worker, poll_until
-
-__all__ = ["make_worker"]  # a fixture
+from tests.workers.support import MakeWorker, begin, poll_until
 
 CPU = torch.device("cpu")
 

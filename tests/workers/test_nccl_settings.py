@@ -15,9 +15,7 @@ from rayzero.workers.nccl_settings import (
     check_nccl_settings,
     contradictions,
 )
-from tests.workers.support import MakeWorker, begin, make_worker, poll_until
-
-__all__ = ["make_worker"]  # a fixture
+from tests.workers.support import MakeWorker, begin, poll_until
 
 
 @pytest.fixture(autouse=True)
