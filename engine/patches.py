@@ -126,7 +126,7 @@ Owner: TypeAlias = Any
 
 
 def target_name(owner: Owner, name: str) -> str:
-    """As in `Patch.target`."""
+    """The name that `Patch.target` matches."""
     home = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
     return f"{home}.{name}"
 

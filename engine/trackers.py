@@ -1,4 +1,4 @@
-"""Where values of steps are written: TensorBoard, CSV files, W&B, Comet, MLflow.
+"""Writers of the values of steps: TensorBoard, CSV files, W&B, Comet, MLflow.
 
 Used by the monitors of an engine's config (`engine.monitors`) and by a job
 (`orchestrator.metrics.trackers`). Without torch.

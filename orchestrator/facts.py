@@ -118,7 +118,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What has happened in a job's run, in however many processes. Times are Unix times.
+    """The facts of a job's run, which may have had several processes. Times are Unix times.
 
     Args:
         began_at_s, last_at_s: when its first and its last event happened.

@@ -1,4 +1,4 @@
-"""What the parts of a run's `ZeroRuntime` are built from."""
+"""The inputs from which the parts of a run's `ZeroRuntime` are built."""
 
 from __future__ import annotations
 

@@ -261,7 +261,9 @@ class Controller:
         """The training function's return value is merged in, and takes precedence over all but
         `steps`, by which clients see how far the job came."""
         ctx = self._context
-        facts, progress, newest = ctx.facts, ctx.progress, self._checkpoints.newest_own
+        facts = ctx.facts
+        progress = ctx.progress
+        newest = self._checkpoints.newest_own
         resumed_from = self._checkpoints.resumed_from
         self._summary = {
             "job": ctx.plan.spec.name,

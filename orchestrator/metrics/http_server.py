@@ -97,7 +97,7 @@ class HttpServer:
 
 class _BoundedServer(web.Server):
     """Closes the oldest connections beyond the limit, and refuses new ones where as many answers
-    are being made for clients that have gone, such as commands that go on."""
+    are being made for clients that have gone, such as commands that continue."""
 
     lifetime_s = CONNECTION_LIFETIME_S
 

@@ -288,7 +288,7 @@ class JobMetrics:
 
     @property
     def faults_by_cause(self) -> dict[str, int]:
-        """With that which ended the job."""
+        """The recorded faults, and the one that ended the job."""
         facts, counts = self.facts, dict.fromkeys(map(str, FaultCause), 0)
         counts |= facts.faults_by_cause
         if facts.fatal is not None:

@@ -9,7 +9,7 @@ what is to happen when:
   `engine/patches.py` lists, or the adapter has added by `patches.declare`;
 - the script begins: `on_begin`;
 - the training state is saved and loaded: `session.registry.register(name, get, set)`;
-- the script's loop begins: `session.loop`, whose attributes say how it goes on after a fault, and
+- the script's loop begins: `session.loop`, whose attributes say how it continues after a fault, and
   `session.follow_loop(engine)`, for one that yields the batches of a lost step again;
 - a step begins: `session.on_phase("data")`, and `engine.survival.await_group()`, which returns when
   the ranks are complete. A step was lost if `engine.progress.lost_steps` has changed since the last

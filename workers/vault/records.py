@@ -28,7 +28,7 @@ class SlotRef(NamedTuple):
     node_id: str
 
     def describe(self) -> str:
-        """For error messages."""
+        """The text in error messages."""
         return "the slot of generation {}, rank {}, step {} on node {}".format(*self)
 
 
