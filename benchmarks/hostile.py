@@ -54,7 +54,7 @@ def attack_store(target: Target, rng: random.Random) -> None:
         killer.start()
         reports.append(attack_stores(lambda known=workers: known, BURST_S, rng.randrange(2**31)))
         killer.join()
-        if reports[-1].changed + reports[-1].deleted:
+        if reports[-1].fired:
             break
         target.wait_until_repaired()
     text = "; ".join(map(str, reports))

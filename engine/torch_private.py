@@ -19,7 +19,6 @@ from torch._C._distributed_c10d import (
     HashStore,
     PrefixStore,
     Store,
-    TCPStore,
     Work,
     _unregister_process_group,
 )
@@ -28,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["HashStore", "PrefixStore", "Store", "TCPStore", "Work"]  # typed only there
+__all__ = ["HashStore", "PrefixStore", "Store", "Work"]  # typed only there
 
 F = TypeVar("F", bound=Callable[..., Any])
 _eval_frame = torch._C._dynamo.eval_frame

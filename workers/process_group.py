@@ -15,12 +15,10 @@ meanwhile, and each aborts only a group that it finds. A group is created after 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Event, RLock, Thread
-from time import monotonic
 from typing import Any
 
 import torch
@@ -29,19 +27,17 @@ import torch.distributed as dist
 from rayzero.engine.comm.elastic_group import GroupPlace, elastic_group, make_elastic_group
 from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.device import get_device
-from rayzero.engine.torch_private import HashStore, PrefixStore, Store, TCPStore, error_reader
+from rayzero.engine.torch_private import HashStore, PrefixStore, Store, error_reader
 from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.messages import Assignment
-from rayzero.workers.rendezvous_store import AuthenticatedStore
+from rayzero.workers.rendezvous_store import StoreClient
 
 group_lock = RLock()
 """Held to abort a generation's process group, and to take over the channel of the next: an abort in
 flight must not meet its group and sockets."""
-STORE_TRY_S = 1.0
-"""The first limit of connecting to the store; a store that answers more slowly gets more."""
 POLL_INTERVAL_S = 1.0
 """How often NCCL's asynchronous error is read: a lock and a copy."""
-_group_store: list[AuthenticatedStore] = []
+_group_store: list[StoreClient] = []
 """Of that group, which keeps the C++ part alive, but not the Python object."""
 
 
@@ -83,13 +79,20 @@ def join_process_group(
         timeout_s: of the rendezvous, and of every collective of the group.
 
     Raises:
-        RuntimeError: a peer did not join within `timeout_s`.
+        RuntimeError: a peer, or the store, did not answer within `timeout_s`.
     """
     get_device(device).make_current()  # per thread
     with sockets.recording(assignment.world_size):
-        host, port = assignment.store_host, assignment.store_port
-        store = _connect_to_store(host, port, timeout_s, sockets)
-        _group_store[:] = [AuthenticatedStore(store, assignment.secret, sockets.add_value)]
+        _group_store[:] = [
+            StoreClient(
+                assignment.store_host,
+                assignment.store_port,
+                assignment.secret,
+                timeout_s,
+                sockets.add_store,
+                sockets.add_value,
+            )
+        ]
         own_keys = PrefixStore(f"generation-{assignment.generation}", _group_store[0])
         return _form_group(own_keys, device, timeout=timedelta(seconds=timeout_s))
 
@@ -101,30 +104,6 @@ def _form_group(store: Store, device: torch.device, **options: Any) -> dist.Proc
         device_id=device if device.type == "cuda" else None,
         **options,
     )
-
-
-def _connect_to_store(host: str, port: int, timeout_s: float, sockets: SocketTracker) -> TCPStore:
-    """The store is there before it is assigned: without it, its process has died. torch's client
-    would connect again and again until its timeout, and nothing could end that: each of its tries
-    is short at first, and follows a connection made here, which is refused once the process has
-    died."""
-    deadline_s, try_s = monotonic() + timeout_s, STORE_TRY_S
-    while True:
-        try:
-            with socket.create_connection((host, port), timeout_s) as connection:
-                sockets.add_store(connection)
-        except OSError as error:
-            raise dist.DistNetworkError(f"the rendezvous store at {host}:{port}: {error}") from None
-        limit = timedelta(seconds=min(try_s, timeout_s))
-        try:
-            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-        except dist.DistError:
-            if monotonic() > deadline_s:
-                raise
-            try_s *= 2
-            continue
-        store.set_timeout(timedelta(seconds=timeout_s))
-        return store
 
 
 def warm_up_communicator(device: torch.device) -> None:

@@ -20,7 +20,6 @@ from rayzero.engine.compiling import defer_dynamo_import
 from rayzero.engine.device import device_count, get_device
 from rayzero.engine.errors import ConfigError, EngineError, RayzeroError
 from rayzero.engine.session import use_session
-from rayzero.engine.torch_private import TCPStore
 from rayzero.workers import process_group
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
@@ -46,7 +45,7 @@ from rayzero.workers.messages import (
 )
 from rayzero.workers.nccl_settings import apply_nccl_settings, check_nccl_settings, contradictions
 from rayzero.workers.output import Outbox, tee_output
-from rayzero.workers.rendezvous_store import open_store
+from rayzero.workers.rendezvous_store import StoreServer
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import JobSession
 from rayzero.workers.stacks import Stacks, read_stacks
@@ -85,7 +84,7 @@ class WorkerProcess(WorkerCalls):
         self._notes: Notes | None = None  # of that function, once it has ended
         self._error_polling = ExitStack()  # of the process group
         self._train_function: TrainFunction | None = None
-        self._store: TCPStore | None = None
+        self._store: StoreServer | None = None
         self.node_address = "127.0.0.1"
         """Where the store listens."""
         self._tees = tee_output(self._post_log)
@@ -94,8 +93,11 @@ class WorkerProcess(WorkerCalls):
         self._enter_working_dir()
 
     def open_store(self) -> int:
-        self._store = open_store(self.node_address, self._collective_timeout_s)
-        return int(self._store.port)
+        """Begins to serve a store, in place of the previous one; returns its port."""
+        if self._store is not None:
+            self._store.close()
+        self._store = StoreServer(self.node_address, self._collective_timeout_s)
+        return self._store.port
 
     def warm_up(self) -> None:
         """Runs slow first-time initialization, so that no peer waits for it in a generation. A
@@ -228,6 +230,8 @@ class WorkerProcess(WorkerCalls):
 
     def _join(self, assignment: Assignment, channel: GenerationChannel) -> None:
         """Joins the process group of a generation."""
+        if self._store is not None and self._store.port == assignment.store_port:
+            self._store.admit(assignment.secret)
         process_group.join_process_group(
             assignment, self._device, self._collective_timeout_s, channel.sockets
         )

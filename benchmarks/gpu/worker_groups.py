@@ -23,7 +23,7 @@ from rayzero.workers.process_group import (
     join_process_group,
     plan_process_group,
 )
-from rayzero.workers.rendezvous_store import open_store
+from rayzero.workers.rendezvous_store import StoreServer
 
 JOIN_S = 60.0
 HOST = "127.0.0.1"
@@ -60,7 +60,7 @@ def make_member(
     Args:
         port: of the store that another rank serves; 0 serves one here.
     """
-    served = open_store(HOST, JOIN_S) if not port else None
+    served = StoreServer(HOST, JOIN_S) if not port else None
     assignment = Assignment(
         rank=rank,
         local_rank=rank,
@@ -72,6 +72,8 @@ def make_member(
         store_port=served.port if served is not None else port,
         secret=b"0" * 32,
     )
+    if served is not None:
+        served.admit(assignment.secret)
     number = rank % torch.cuda.device_count() if settings.on_gpu else 0
     device = torch.device(settings.device, number)
     return Member(assignment, device, SocketTracker()), served

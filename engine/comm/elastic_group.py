@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any, cast
 
 import torch
@@ -40,6 +41,8 @@ from rayzero.engine.torch_private import (
 
 log = logging.getLogger("rayzero.engine")
 
+END_LIMIT_S = 10.0
+"""How long a new group waits for the end of the previous one, whose waits have ended before."""
 _BACKEND = "rayzero"
 _OBJECT_FUNCTIONS = ("broadcast_object_list", "scatter_object_list")
 """torch's, which read what they have received as a length."""
@@ -148,6 +151,7 @@ class ElasticGroup(dist.ProcessGroup):
         self.place: GroupPlace | None = None
         self.host = CallHost()
         self._group: dist.ProcessGroup | None = None  # of the present generation
+        self._ending: Thread | None = None  # on which the previous one ends
         self._is_forming = False
         self._begin: Callable[[], None] | None = None
         self._warned: GroupPlace | None = None
@@ -170,6 +174,8 @@ class ElasticGroup(dist.ProcessGroup):
             store: of the generation; also for the groups that the function makes.
             options: of `torch.distributed.new_group`.
         """
+        if self._ending is not None:
+            self._ending.join(END_LIMIT_S)
         use_store_for_groups(self, store)
         self._is_forming = True
         try:
@@ -194,7 +200,16 @@ class ElasticGroup(dist.ProcessGroup):
         try:
             abort_groups(groups_newest_first())
         finally:
-            self._group = None  # gloo's threads end with the last reference to it
+            self._drop_group()
+
+    def _drop_group(self) -> None:
+        """Drops the last reference to the group on a thread of its own: its destructor waits for
+        gloo's threads (up to 10 ms), or NCCL's. The next group forms after that."""
+        if self._group is not None:
+            last_reference = [self._group]
+            self._group = None
+            self._ending = Thread(target=last_reference.clear, name="rayzero-group-end")
+            self._ending.start()
 
     # What torch reads of a group
 

@@ -17,8 +17,7 @@ REASONS = {
         workers.vault.server: _PING_INTERVAL_S
         workers.vault.mappings: _POLL_S
         workers.state_copy: _POLL_S
-        workers.rendezvous_store: UNCHECKED_WAIT_S _POLL_INTERVAL_S
-        workers.process_group: STORE_TRY_S POLL_INTERVAL_S
+        workers.process_group: POLL_INTERVAL_S
         workers.ledger_writer: RETRY_S
         workers.step_report: GPU_INTERVAL_S
         orchestrator.control.failures: EXIT_POLL_S
@@ -58,6 +57,8 @@ REASONS = {
             _EXTRA_WORKER_WAIT_S WAITING_INTERVAL_S
     """,
     "the end of a thread or process that has nothing left to do; it is left behind otherwise": """
+        workers.rendezvous_store: _CLOSE_S
+        engine.comm.elastic_group: END_LIMIT_S
         engine.data.prefetch: _JOIN_TIMEOUT_S
         engine.comm.gloo_p2p: EXIT_LIMIT_S
         workers.worker: DEVICE_EXIT_S

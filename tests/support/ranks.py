@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rayzero.workers.rendezvous_store import StoreClient, StoreServer
 from tests.support.processes import PROCESSES
 
 MAX_WORLD = 4
@@ -79,7 +80,7 @@ class _Pool:
 
     def __init__(self) -> None:
         self._members: list[tuple[BaseProcess, Connection]] = []
-        self._store: dist.TCPStore | None = None
+        self._store: StoreServer | None = None
         self._calls = 0
         self._last_call = 0  # of the current processes
 
@@ -112,7 +113,8 @@ class _Pool:
         if not self._members:
             self._last_call = self._calls + MAX_CALLS
         if self._store is None:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = StoreServer("127.0.0.1", CONNECT_S)
+            self._store.admit(SECRET)
         while len(self._members) < size:
             parent_pipe, child_pipe = PROCESSES.Pipe()
             process = PROCESSES.Process(target=_serve, args=(child_pipe,), daemon=True)
@@ -159,7 +161,10 @@ class _Pool:
         time.sleep(GRACE_S)
 
 
+SECRET = b"of the ranks of a test"
+CONNECT_S = 60.0
 _DIED = "the process died"
+_store: list[StoreClient] = []  # its C++ part does not keep the Python object
 _POOL = _Pool()
 atexit.register(stop_ranks)
 
@@ -202,9 +207,8 @@ def _initialize(port: int, call: int, rank: int, world: int, timeout_s: float) -
     torch.set_default_dtype(torch.float32)
     if world:
         limit = timedelta(seconds=timeout_s)
-        store = dist.PrefixStore(
-            f"call{call}", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-        )
+        _store[:] = [StoreClient("127.0.0.1", port, SECRET, timeout_s)]
+        store = dist.PrefixStore(f"call{call}", _store[0])
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
 
 

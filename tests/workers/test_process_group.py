@@ -8,15 +8,12 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from rayzero.workers import group_sockets, process_group
+from rayzero.workers import group_sockets
 from rayzero.workers.group_sockets import SocketTracker
 
 RANK = textwrap.dedent(
@@ -25,16 +22,18 @@ RANK = textwrap.dedent(
     import torch, torch.distributed as dist
     from datetime import timedelta
     from rayzero.workers.group_sockets import SocketTracker
-    from rayzero.workers.rendezvous_store import AuthenticatedStore
+    from rayzero.workers.rendezvous_store import StoreClient, StoreServer
 
     rank = int(sys.argv[1])
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        print(store.port, flush=True)
+        server = StoreServer("127.0.0.1", 60.0)
+        server.admit(b"secret")
+        port = server.port
+        print(port, flush=True)
     else:
-        store = dist.TCPStore("127.0.0.1", int(sys.stdin.readline()), is_master=False)
+        port = int(sys.stdin.readline())
     sockets = SocketTracker()
-    store = AuthenticatedStore(store, b"secret", sockets.add_value)
+    store = StoreClient("127.0.0.1", port, b"secret", 60.0, sockets.add_store, sockets.add_value)
     with sockets.recording(2):
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
@@ -106,38 +105,6 @@ def test_reused_descriptor_is_not_shut_down(monkeypatch: pytest.MonkeyPatch):
         tracker.shutdown()
         with newer[0]:
             newer[0].send(b"still connected")
-
-
-def test_store_of_a_dead_process_fails_the_join_at_once():
-    """torch's client would try again until the timeout."""
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        port = gone.getsockname()[1]
-    started_s = time.monotonic()
-    with pytest.raises(dist.DistNetworkError, match=f"127.0.0.1:{port}.*refused"):
-        process_group._connect_to_store("127.0.0.1", port, 60.0, SocketTracker())
-    assert time.monotonic() - started_s < 30
-
-
-def test_store_whose_process_dies_while_it_is_connected_to_fails_the_join_soon():
-    """Our own connection is accepted, then torch's is closed."""
-    with ExitStack() as sockets:
-        listener = sockets.enter_context(socket.create_server(("127.0.0.1", 0)))
-
-        def die() -> None:
-            ends = [listener.accept()[0] for _ in range(2)]
-            listener.close()
-            ends[1].recv(1)
-            for end in ends:
-                end.close()
-
-        port = listener.getsockname()[1]
-        thread = threading.Thread(target=die)
-        thread.start()
-        started_s = time.monotonic()
-        with pytest.raises(dist.DistNetworkError, match=f"127.0.0.1:{port}.*refused"):
-            process_group._connect_to_store("127.0.0.1", port, 60.0, SocketTracker())
-        assert time.monotonic() - started_s < 30
-        thread.join()
 
 
 def start(rank: int) -> subprocess.Popen[str]:

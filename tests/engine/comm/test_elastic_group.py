@@ -6,7 +6,9 @@ Real groups of one rank.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -144,6 +146,27 @@ def test_group_of_one_rank_is_made_once_a_generation(plan: Plan):
     make_elastic_group().abort_groups()
     plan(forms=True)
     assert one_rank_group() is not first
+
+
+def test_aborted_group_ends_on_a_thread_before_the_next_one_forms(plan: Plan):
+    """Its destructor takes gloo 10 ms, which no survivor of a fault waits for."""
+    ended, may_end, formed = Event(), Event(), Event()
+    plan(forms=True)
+
+    def end() -> None:
+        ended.set()
+        assert may_end.wait(30)
+
+    weakref.finalize(make_elastic_group().get_group(), end)
+    make_elastic_group().abort_groups()
+    assert ended.wait(30), "the thread has dropped the last reference"
+    plan()
+    forming = Thread(target=lambda: (form(), formed.set()))
+    forming.start()
+    assert not formed.wait(0.1)
+    may_end.set()
+    assert formed.wait(30)
+    forming.join()
 
 
 def test_what_is_kept_of_torch_stays_valid(plan: Plan):
