@@ -4,11 +4,11 @@ A gloo wait for a peer that is stopped or unreachable ends only at the group's t
 the group does not end it. Shutting down the group's sockets does, at once and on both sides. While
 a group forms, a rank may wait for a connection that its peer never opens; then we open it.
 
-The training function runs while a thread joins the group, and opens sockets of its own, which must
-stay open. A process's sockets do not tell which thread opened them, but a group's ranks tell each
-other where they listen by way of the store: gloo for each rank, NCCL for the root of its bootstrap,
-both as the system's `sockaddr`. A socket is the group's if one of its ends has such an address, or
-its other end is the store's. NCCL's connections among other ranks are not found: they end with the
+Threads of the training function may open sockets while the group forms, which must stay open. A
+process's sockets do not tell which thread opened them, but a group's ranks tell each other where
+they listen by way of the store: gloo for each rank, NCCL for the root of its bootstrap, both as the
+system's `sockaddr`. A socket is the group's if one of its ends has such an address, or its other
+end is the store's. NCCL's connections among other ranks are not found: they end with the
 processes at their other ends, and a wait there by the limit of a start.
 """
 

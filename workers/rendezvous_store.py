@@ -1,7 +1,7 @@
 """The store where the members of a generation meet, served by one of its workers.
 
-torch's own TCPStore is not used. Its server admits any client that reaches its port. Its client asks the
-resolver for the name of the server's address each time it connects (`getnameinfo`), so that one
+torch's TCPStore is not used. Its server admits any client that reaches its port. Its client asks
+the resolver for the name of the server's address each time it connects (`getnameinfo`), so that one
 lost query makes a repair 5 seconds longer, and a cluster without reverse DNS every repair. Here a
 connection is authenticated in both directions, by a secret that the controller sends with each
 assignment, before anything else is read from it. What is sent afterwards is neither encrypted nor
@@ -67,12 +67,7 @@ class StoreServer:
         self._closed = asyncio.Event()
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, asyncio.Event] = {}  # set once the key has a value
-        self._thread = Thread(
-            target=self._loop.run_until_complete,
-            args=(self._serve(listener),),
-            name=STORE_THREAD,
-            daemon=True,
-        )
+        self._thread = Thread(target=self._run, args=(listener,), name=STORE_THREAD, daemon=True)
         self._thread.start()
 
     def admit(self, secret: bytes) -> None:
@@ -82,9 +77,13 @@ class StoreServer:
 
     def close(self) -> None:
         """Ends the server and its connections. Idempotent."""
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):  # its loop has been closed
             self._loop.call_soon_threadsafe(self._closed.set)
         self._thread.join(_CLOSE_S)
+
+    def _run(self, listener: socket.socket) -> None:
+        self._loop.run_until_complete(self._serve(listener))
+        self._loop.close()
 
     async def _serve(self, listener: socket.socket) -> None:
         server = await asyncio.start_server(self._serve_client, sock=listener)
@@ -109,7 +108,7 @@ class StoreServer:
         except (OSError, EOFError, TimeoutError, PermissionError):
             pass  # the client has left, or is a stranger
         finally:
-            writer.close()
+            writer.transport.abort()
 
     async def _authenticate(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

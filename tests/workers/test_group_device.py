@@ -36,7 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     monkeypatch.setattr(CudaDevice, "make_current", lambda self: calls.append("current"))
     monkeypatch.setattr(dist, "new_group", make_group)
-    monkeypatch.setattr(process_group, "_connect_to_store", lambda *_: HashStore())
+    monkeypatch.setattr(process_group, "StoreClient", lambda *_: HashStore())
     with replace_device(CudaDevice(GPU)):
         yield calls
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -149,6 +151,22 @@ def test_wait_for_a_key_ends_with(server: StoreServer, ends: str):
     assert is_collective_failure(error)
     with pytest.raises(dist.DistNetworkError):
         client.set("key", "value")
+
+
+def test_closed_server_leaves_no_descriptors():
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            server = StoreServer(HOST, LIMIT_S)
+            server.admit(SECRET)
+            client = connect(server)
+            client.set("key", "value")
+            server.close()
+            del client
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
 
 
 def test_store_of_a_dead_process_is_an_error_at_once():
