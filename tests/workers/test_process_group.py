@@ -1,89 +1,21 @@
-"""Shutting down a process group ends a wait for a stopped peer in another thread."""
+"""The sockets of a process group, and of the store where it forms.
+
+That shutting them down ends a wait for a stopped peer is tested in test_recovery.py."""
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from rayzero.workers import group_sockets, process_group
+from rayzero.workers.actor import interface_for
 from rayzero.workers.group_sockets import SocketTracker
-
-RANK = textwrap.dedent(
-    """
-    import sys, threading, time
-    import torch, torch.distributed as dist
-    from datetime import timedelta
-    from rayzero.workers.group_sockets import SocketTracker
-    from rayzero.workers.rendezvous_store import AuthenticatedStore
-
-    rank = int(sys.argv[1])
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        print(store.port, flush=True)
-    else:
-        store = dist.TCPStore("127.0.0.1", int(sys.stdin.readline()), is_master=False)
-    sockets = SocketTracker()
-    store = AuthenticatedStore(store, b"secret", sockets.add_value)
-    with sockets.recording(2):
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
-        )
-    dist.barrier()
-    print("ready", flush=True)
-    sys.stdin.readline()
-    if rank == 1:
-        time.sleep(60)
-    starts = []
-    def shut_down():
-        while not starts:
-            time.sleep(0.01)
-        time.sleep(0.3)  # until the wait below is in progress
-        starts.append(time.perf_counter())
-        sockets.shutdown()
-        sockets.shutdown()
-    thread = threading.Thread(target=shut_down)
-    thread.start()
-    starts.append(0.0)
-    try:
-        dist.irecv(torch.ones(4), 1).wait()
-    except RuntimeError as error:
-        assert "closed by peer" in str(error), error
-        print(f"ended {time.perf_counter() - starts[-1]}", flush=True)
-    thread.join()
-    """
-)
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
-def test_shutdown_ends_wait_for_stopped_peer():
-    ranks = [start(rank) for rank in (0, 1)]
-    try:
-        ranks[1].stdin.write(ranks[0].stdout.readline())
-        ranks[1].stdin.flush()
-        for process in ranks:
-            assert process.stdout.readline() == "ready\n"
-        os.kill(ranks[1].pid, signal.SIGSTOP)
-        ranks[0].stdin.write("go\n")
-        ranks[0].stdin.flush()
-        state, seconds = ranks[0].stdout.readline().split()
-        assert state == "ended"
-        assert float(seconds) < 30, "less than the timeout of the collective"
-        assert ranks[0].wait(100) == 0
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
 
 
 def test_reused_descriptor_is_not_shut_down(monkeypatch: pytest.MonkeyPatch):
@@ -140,12 +72,6 @@ def test_store_whose_process_dies_while_it_is_connected_to_fails_the_join_soon()
         thread.join()
 
 
-def start(rank: int) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", RANK, str(rank)]
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-
-
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
 def test_only_sockets_with_the_groups_addresses_are_shut(family: socket.AddressFamily):
     """The user's, opened while the group forms, stay open, also those to the same host."""
@@ -177,3 +103,9 @@ def test_only_sockets_with_the_groups_addresses_are_shut(family: socket.AddressF
             listener.settimeout(0.0)
             with pytest.raises(BlockingIOError):
                 listener.accept()
+
+
+def test_network_interface_of_address():
+    name = interface_for("127.0.0.1")
+    assert name in {interface for _, interface in socket.if_nameindex()}
+    assert interface_for("203.0.113.7") is None

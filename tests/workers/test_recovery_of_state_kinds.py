@@ -6,7 +6,6 @@ and both start from the replicas. The result must equal that of a run without fa
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from rayzero.engine.session import use_session
-from rayzero.workers.messages import Crashed, Finished, MirrorPolicy, Stopped
 from rayzero.workers.vault.records import Restore
 from rayzero.workers.vault.vault import Vault
 from tests.engine.state.blocks import Block, StateSession
@@ -29,9 +27,8 @@ from tests.engine.state.kinds import (
 )
 from tests.support.ranks import run_ranks
 from tests.workers.local_workers import NODE, LocalWorkers, no_other_nodes
-from tests.workers.recovery_checks import wait_for_lost_worker
 from tests.workers.state_kind_jobs import AT, STEPS
-from tests.workers.support import setup
+from tests.workers.support import mirrored_setup
 
 WORLD = 2
 pytestmark = pytest.mark.slow
@@ -61,15 +58,8 @@ class Workers:
     def ready(self) -> LocalWorkers:
         """Two live workers and a new vault."""
         if self.local is None:
-            plan = MirrorPolicy(replicas=1, every_steps=1)
-            spec = setup(
-                entrypoint="tests.workers.state_kind_jobs:train",
-                seed=SEED,
-                steps=STEPS,
-                output_dir=str(self.folder),
-                working_dir=os.getcwd(),
-                mirror=plan,
-            )
+            options = {"seed": SEED, "steps": STEPS, "ledger": False}
+            spec = mirrored_setup(self.folder, "tests.workers.state_kind_jobs:train", **options)
             self.local = LocalWorkers(spec, WORLD)
             self.alive = [0, 1]
         else:
@@ -94,15 +84,11 @@ def replicate(local: LocalWorkers, restore: Restore) -> Restore:
     """Copy these slots to another node's vault, and close the first vault."""
     origin = local.vault
     local.vault = Vault(
-        "job", "other", lambda ref, offset, count: origin.read(*_key(ref), offset, count).data
+        "job", "other", lambda ref, offset, count: origin.read(*ref[:3], offset, count).data
     )
     assert local.vault.replicate(restore.slots) > 0
     origin.close()
     return Restore(restore.step, tuple(entry._replace(node_id="other") for entry in restore.slots))
-
-
-def _key(ref):
-    return ref.generation, ref.rank, ref.step
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -127,16 +113,12 @@ def _repaired(local: LocalWorkers, workers: Workers, generation: int) -> list[Bl
     survivor, victim = workers.alive
     local.form(generation, [survivor, victim])
     spare = local.start_worker()
-    assert wait_for_lost_worker(local, 60) == victim
+    assert local.wait_lost(60) == victim
     local.wait_step(survivor, generation, AT)
-    local.workers[survivor].call("fence", generation)
-    ended = local.wait_end(survivor, generation)
-    assert isinstance(ended, Stopped | Crashed), local.texts(survivor)
+    local.fence(generation, [survivor])
     restore = local.slots(generation, WORLD)
     assert restore.step == AT
-    local.form(generation + 1, [survivor, spare], replicate(local, restore))
-    for index in (survivor, spare):
-        assert isinstance(local.wait_end(index, generation + 1), Finished), local.texts(index)
+    local.finish(generation + 1, [survivor, spare], replicate(local, restore))
     workers.alive = [survivor, spare]
     row = generation // 2
     files = [workers.folder / f"{row}-{rank}" for rank in range(WORLD)]
