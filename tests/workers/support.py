@@ -92,6 +92,15 @@ MakeWorker = Callable[..., WorkerProcess]
 StartWorkers = Callable[..., Any]  # LocalWorkers
 
 
+def run_until(
+    make_worker: MakeWorker, entrypoint: str, last: type[WorkerMessage], **changes: Any
+) -> tuple[WorkerProcess, list[WorkerMessage]]:
+    """A new worker that runs generation 1, with its messages up to the first of type `last`."""
+    worker = make_worker(entrypoint, **changes)
+    begin(worker)
+    return worker, poll_until(worker.poll, last)
+
+
 def begin(worker: WorkerProcess, generation: int = 1) -> None:
     port = worker.open_store()
     worker.assign(

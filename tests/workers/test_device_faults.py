@@ -22,7 +22,7 @@ from rayzero.engine.device import CudaDevice, Device, DeviceError, replace_devic
 from rayzero.workers import process_group, worker
 from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.messages import Crashed, StepReport, Stopped
-from tests.workers.support import ASSIGN, MakeWorker, begin, poll_until
+from tests.workers.support import ASSIGN, MakeWorker, begin, poll_until, run_until
 
 CPU = torch.device("cpu")
 
@@ -170,9 +170,7 @@ def test_device_is_checked_before_a_stop_is_told(
     monkeypatch.setattr(worker, "Timer", lambda *args: ends.append(args) or Thread())
     if not healthy:
         device.error = DeviceError("cuda:0 is broken: no answer within 10 s")
-    process = make_worker("endless")
-    begin(process)
-    poll_until(process.poll, StepReport)
+    process, _ = run_until(make_worker, "endless", StepReport)
     process.fence(1)
     messages = poll_until(process.poll, Stopped if healthy else Crashed)
     assert "check_health" in device.calls
@@ -207,9 +205,7 @@ def test_late_error_of_the_group_ends_the_generation(
     state = ErrorType.SUCCESS
     monkeypatch.setattr(process_group, "POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(process_group, "_error_reader", lambda _: lambda: state)
-    process = make_worker("endless")
-    begin(process)
-    poll_until(process.poll, StepReport)
+    process, _ = run_until(make_worker, "endless", StepReport)
     state = ErrorType.COMM_ERROR
     messages = poll_until(process.poll, Crashed)
     (crash,) = [message for message in messages if isinstance(message, Crashed)]
