@@ -148,7 +148,7 @@ def test_poisoned_device_is_a_fault_of_hardware(start_workers):
 def test_step_is_done_again_only_if_nobody_was_told(start_workers, mirror, restored):
     """Rank 1 dies in step 5. Its mirror of step 4 is complete, and then that step is reported; or
     it is not, and then the step was no news yet."""
-    args = {"mirror": [1, mirror, 4]}
+    args = {"mirror": [1, mirror, 4], "pause_s": 0.1}  # in which a report would arrive
     local = start_workers(3, 2, TRAIN, NcclLike(), faults=kill("forward"), args=args)
     local.form(1, [0, 1, 2])
     local.read_until_lost(1)
