@@ -162,19 +162,6 @@ def test_unpinning_frees_up_to_step_and_keeps_versions(node: Node):
     assert buffers[2].pinned
 
 
-def test_dropped_buffers_are_reused_and_grow(node: Node):
-    node.mirror(1, 0, 4, 5)
-    nbytes = node.registry.usage()["slots"]
-    keep_only(node.registry, (1, 0, 5))
-    assert node.keys() == [(1, 0, 5)]
-    assert node.registry.usage() == {"slots": nbytes // 2, "replicas": 0, "spare": nbytes // 2}
-    new = node.reserve(2, 0, nbytes=100_000)
-    assert node.registry.usage()["spare"] == 0
-    assert (new.step, len(new.data)) == (-1, 100_000)
-    write(new, 0, 6)
-    assert node.keys() == [(1, 0, 5), (2, 0, 6)]
-
-
 def test_unfinished_buffers_become_spare_and_complete_versions_stay(node: Node):
     node.mirror(1, 0, 4)
     node.reserve(1, 0).begin()
