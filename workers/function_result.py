@@ -15,20 +15,13 @@ def encode_result(result: Any) -> dict[str, Any]:
     large."""
     if not isinstance(result, Mapping):
         raise TypeError(f"it is a {type(result).__name__}, not a dict")
-    return dict(json.loads(_to_short_json(dict(result))))
-
-
-def _to_short_json(result: dict[Any, Any]) -> str:
-    parts, nbytes = [], 0
-    for part in json.JSONEncoder(default=_to_json_scalar).iterencode(result):
-        parts.append(part)
-        nbytes += len(part)  # ASCII
-        if nbytes > MAX_RESULT_BYTES:
-            raise ValueError(
-                f"as JSON it has over {nbytes} bytes; allowed: {MAX_RESULT_BYTES}; write what is "
-                "large to a file in `ctx.output_dir`, and return its name"
-            )
-    return "".join(parts)
+    text = json.dumps(dict(result), default=_to_json_scalar)
+    if len(text) > MAX_RESULT_BYTES:  # ASCII
+        raise ValueError(
+            f"as JSON it has {len(text)} bytes; allowed: {MAX_RESULT_BYTES}; write what is large "
+            "to a file in `ctx.output_dir`, and return its name"
+        )
+    return dict(json.loads(text))
 
 
 def _to_json_scalar(value: Any) -> Any:

@@ -39,7 +39,9 @@ class RetainedState:
         self._device_timeout_s = device_timeout_s
         self._engine: Engine | None = None
         self._assignment: Assignment | None = None
-        self._holds_state = False
+        self.holds_state = False
+        """Whether this process has an engine, of the previous generation, that holds its part of
+        the state that this one starts from."""
 
     def begin_generation(self, assignment: Assignment) -> None:
         """Starts a generation, with the engine of the previous one if there is one.
@@ -53,13 +55,8 @@ class RetainedState:
             reason = why_not_held(left, before, assignment.restore, altered=altered)
             if reason:
                 log.info("the state is read from the vaults, not from the engine: %s", reason)
-            self._holds_state = not reason
+            self.holds_state = not reason
         self._connect(assignment.vault)
-
-    def holds_state(self) -> bool:
-        """Whether this process has an engine, of the previous generation, that holds its part of
-        the state that this one starts from."""
-        return self._holds_state
 
     def retain(self, engine: Engine) -> None:
         """Keeps the generation's engine, so that its state can be salvaged later."""

@@ -145,7 +145,7 @@ class JobSession(HostSession):
             with self.resume_from() as source:
                 if source is None:
                     raise EngineError("a generation of survivors starts from a state")
-                keep = self._retained.holds_state()
+                keep = self._retained.holds_state
                 engine.survival.recut(source, keep=keep, shares=self.shares)
             engine.survival.begin_step()
         except (CollectiveError, RuntimeError) as error:

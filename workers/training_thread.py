@@ -246,7 +246,7 @@ class TrainingThread:
         memory, error = self._release(channel, drained=drained)
         message: WorkerMessage = self._left_message(channel, memory)
         if error is not None and has_device_failed(error):
-            message = describe_crash(error, channel.generation, channel.rank, channel.progress.step)
+            message = _crashed(channel, error)
         channel.left.set()
         channel.post(message)
         current_thread().name = "rayzero-given-up"  # no stacks are asked for it any more
@@ -289,29 +289,25 @@ class TrainingThread:
         channel.post(message)
 
     def _describe_error(self, channel: GenerationChannel, raised: BaseException) -> WorkerMessage:
-        generation = channel.generation
-        rank = channel.rank
-        step = channel.progress.step
         stop = channel.interrupt
         drained = channel.drained and not stop.is_set()
         memory, release_error = self._release(channel, drained=drained)
         for error in (raised, release_error):
             if error is not None and has_device_failed(error):
-                return describe_crash(error, generation, rank, step)
+                return _crashed(channel, error)
         # While a stop is wanted every exception counts as one: a collective that is aborted, and
         # what follows from its result, raises many types.
         if stop.is_set() or channel.ending:
             return self._left_message(channel, memory)
-        return replace(describe_crash(raised, generation, rank, step), memory=memory)
+        return replace(_crashed(channel, raised), memory=memory)
 
     def _left_message(
         self, channel: GenerationChannel, memory: InProcessStateInfo | None
     ) -> Crashed | Stopped:
         """The message for a generation that was ended from outside, or by its process group."""
-        generation = channel.generation
-        rank = channel.rank
-        step = channel.progress.step
+        generation, rank = channel.generation, channel.rank
         if error := channel.interrupt.group_error:
+            step = channel.progress.step
             return Crashed(generation, rank, "collective", step, error, "", memory)
         return Stopped(generation, rank, memory)
 
@@ -325,3 +321,7 @@ class TrainingThread:
             text = f"the generation could not be released, its state is lost: {summarize(error)}"
             channel.post(LogLine(channel.rank, "stderr", text))
             return None, error
+
+
+def _crashed(channel: GenerationChannel, error: BaseException) -> Crashed:
+    return describe_crash(error, channel.generation, channel.rank, channel.progress.step)

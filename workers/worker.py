@@ -187,7 +187,7 @@ class WorkerProcess(WorkerCalls):
 
     def await_begin(self) -> Membership:
         """See `SessionHost`."""
-        return self._enter(*self._training_thread.await_begin(), continues=False)
+        return self._enter(*self._training_thread.await_begin())
 
     def inject(self, faults: Sequence[FaultSpec]) -> None:
         self._fault_schedule.set_faults((*self._spec.faults, *faults))
@@ -208,12 +208,18 @@ class WorkerProcess(WorkerCalls):
         return read_stacks()
 
     def _enter(
-        self, assignment: Assignment, channel: GenerationChannel, *, continues: bool
+        self, assignment: Assignment, channel: GenerationChannel, *, continues: bool = False
     ) -> Membership:
-        """Begins a generation; `continues`: with the engine of the previous one."""
+        """Begins a generation; `continues`: with the engine of the previous one. One that is ahead
+        is only made known."""
         device = self._device
         self.inject(assignment.faults)
         injector = WorkerFaultInjector(self._fault_schedule, assignment.rank)
+        if assignment.is_ahead:
+            channel.progress.enter_phase("start")
+            self._retained.begin_generation(assignment)  # the vault detects its death
+            process_group.plan_process_group(assignment, device, self._begin)
+            return Membership(assignment, channel, injector)
         step = 1 + (assignment.restore.step if assignment.restore else 0)
         channel.progress.enter_phase("join")
         injector.on_phase("join", step)
@@ -239,15 +245,6 @@ class WorkerProcess(WorkerCalls):
         channel.progress.begin_step(1 + (assignment.restore.step if assignment.restore else 0))
         self._error_polling.enter_context(self._polled_errors(channel))
 
-    def _plan(self, assignment: Assignment, channel: GenerationChannel) -> Membership:
-        """The part in a generation that has not begun."""
-        self.inject(assignment.faults)
-        injector = WorkerFaultInjector(self._fault_schedule, assignment.rank)
-        channel.progress.enter_phase("start")
-        self._retained.begin_generation(assignment)  # the vault detects its death
-        process_group.plan_process_group(assignment, self._device, self._begin)
-        return Membership(assignment, channel, injector)
-
     def _begin(self) -> None:
         if self._session is not None:
             self._session.begin()
@@ -267,8 +264,7 @@ class WorkerProcess(WorkerCalls):
             self._spec.entrypoint
         )
         self._device = self._select_device()
-        enter = self._plan if assignment.is_ahead else partial(self._enter, continues=False)
-        membership = enter(assignment, channel)
+        membership = self._enter(assignment, channel)
         collectives = FunctionCollectives(
             assignment.rank,
             lambda: self._channel.interrupt.is_set(),

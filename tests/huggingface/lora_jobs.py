@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.workers.kept_jobs import log_to_file
+from tests.workers.recovery_jobs import log_to_file
 
 SAMPLES, LENGTH, VOCABULARY, TOKENS = 12, 60, 64, 8
 

@@ -43,26 +43,27 @@ def cluster() -> Iterator[str]:
     ray.shutdown()
 
 
+def run(command: list[str], cluster: str, folder: Path) -> str:
+    """What it has printed."""
+    variables = {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", "RAY_ADDRESS": cluster}
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, (command, (done.stdout + done.stderr)[-4000:])
+    return done.stdout
+
+
 @pytest.mark.parametrize("name", ALL if RUNS_ALL else SAMPLE)
 def test_script_runs_as_it_is(name: str, cluster: str, tmp_path: Path) -> None:
     for file, document in FILES.items():
         (tmp_path / f"{file}.json").write_text(json.dumps(document))
-    launch = [str(Path(sys.executable).parent / "rayzero"), "launch", "--workers", "2"]
-    launch += ["--address", cluster, str(HERE / f"{name}.py")]
+    rayzero = str(Path(sys.executable).parent / "rayzero")
+    launch = [rayzero, "launch", "--workers", "2", str(HERE / f"{name}.py")]
     for index, arguments in enumerate(RUNS[name] if RUNS_ALL else RUNS[name][:1]):
         words = [word.format(out=tmp_path, configs=tmp_path) for word in arguments]
-        variables = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*launch, *words],
-            cwd=tmp_path,
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
-        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-        _, found, rest = done.stdout.rpartition('{"losses": ')
-        assert found, done.stdout[-4000:]
+        printed = run([*launch, *words], cluster, tmp_path)
+        _, found, rest = printed.rpartition('{"losses": ')
+        assert found, printed[-4000:]
         losses, _ = json.JSONDecoder().raw_decode(rest)
         theirs = DDP_LOSSES.get(name) or recorded(name, index)
         if theirs is not None:
@@ -112,18 +113,9 @@ def test_launch_commands_of_the_guides_run_as_written(cluster: str, tmp_path: Pa
     launched = [line for line in lines if line.startswith("rayzero launch ")]
     launched = [line for line in launched if "--autotuning" not in line]
     assert len(launched) >= 5
-    variables = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "RAY_ADDRESS": cluster}
     for line in launched:
         words = shlex.split(line, comments=True)[1:]
-        done = subprocess.run(
-            [sys.executable, "-m", "rayzero", *words],
-            cwd=tmp_path,
-            env=variables | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=400,
-        )
-        assert done.returncode == 0, (line, (done.stdout + done.stderr)[-3000:])
+        printed = run([sys.executable, "-m", "rayzero", *words], cluster, tmp_path)
         stage = 3 if "--stage 3" in line else 2 if "ds_config" in line else "ds.json" in line
         epochs = 3 if "--epochs 3" in line else 1
-        assert f"stage {int(stage)} epochs {epochs}\n" in done.stdout, (line, done.stdout)
+        assert f"stage {int(stage)} epochs {epochs}\n" in printed, (line, printed)

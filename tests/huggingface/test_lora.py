@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import os
-import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.workers.chaos.inject import FaultRecord
-from rayzero.workers.messages import Finished, MirrorPolicy
 from tests.support.ranks import run_ranks
-from tests.workers.local_workers import LocalWorkers
-from tests.workers.recovery_checks import LOADED, stop, wait_for_lost_worker
+from tests.workers.local_workers import LocalWorkers, read_loads
 from tests.workers.recovery_jobs import engine_config
-from tests.workers.support import setup
+from tests.workers.support import mirrored_setup
 
 STEPS, KILL_STEP, RANKS = 8, 5, 3
 pytestmark = [
@@ -40,47 +36,27 @@ def test_repair_moves_no_frozen_weights_that_a_rank_keeps(tmp_path: Path) -> Non
         for param in lora_jobs.make_model().parameters()
         if not param.requires_grad
     )
-    local = LocalWorkers(
-        setup(
-            entrypoint="tests.huggingface.lora_jobs:train",
-            steps=STEPS,
-            output_dir=str(tmp_path),
-            working_dir=os.getcwd(),
-            mirror=MirrorPolicy(replicas=1, every_steps=1),
-            engine_config=engine_config(3),
-            faults=(  # the pause lets mirrors beside training end
-                f'slow(rank=1, step={KILL_STEP}, seconds=0.3, phase="backward")',
-                f'kill(rank=1, step={KILL_STEP}, phase="reduce")',
-            ),
-        ),
-        RANKS,
+    faults = (  # the pause lets mirrors beside training end
+        f'slow(rank=1, step={KILL_STEP}, seconds=0.3, phase="backward")',
+        f'kill(rank=1, step={KILL_STEP}, phase="reduce")',
     )
-    try:
-        spare = local.start_worker()
+    options = {"steps": STEPS, "ledger": False, "engine_config": engine_config(3)}
+    function = "tests.huggingface.lora_jobs:train"
+    spec = mirrored_setup(tmp_path, function, faults=faults, **options)
+    with closing(LocalWorkers(spec, RANKS + 1)) as local:
         local.form(1, [0, 1, 2])
-        assert wait_for_lost_worker(local) == 1
-        assert [it.step for it in FaultRecord(str(tmp_path)).read()] == [KILL_STEP] * 2
-        stop(local, 1, [0, 2])
-        local.form(2, [0, spare, 2], local.slots(1, RANKS))
-        for index in (0, spare, 2):
-            assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
-    finally:
-        local.close()
+        assert local.wait_lost() == 1
+        assert local.fired_steps() == [KILL_STEP] * 2
+        local.fence(1, [0, 2])
+        local.finish(2, [0, RANKS, 2], local.slots(1, RANKS))
     for survivor in (0, 2):
-        moved, copied, read = last_load(tmp_path, survivor)
+        _, moved, copied, read = read_loads(str(tmp_path), survivor)[-1]
         assert moved > 0
         assert copied > frozen / RANKS, "its shards, on the device"
         assert read == 0
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
     for name, expected in lora_jobs.oracle(STEPS, local.setup.seed).items():
         torch.testing.assert_close(weights[name], expected, rtol=1e-9, atol=1e-12)
-
-
-def last_load(folder: Path, rank: int) -> tuple[int, ...]:
-    """The bytes moved, copied and read by the last re-cut of a rank."""
-    lines = (folder / f"kept-{rank}").read_text().splitlines()
-    last = [match for line in lines if (match := re.match(LOADED, line))][-1]
-    return tuple(map(int, last.groups()[1:]))
 
 
 def export_and_merge(rank: int, world: int, stage: int, folder: str) -> None:

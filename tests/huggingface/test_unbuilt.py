@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.huggingface.runs import run
+from tests.support.scripts import run_script
 
 SCRIPT = Path(__file__).parent / "unbuilt.py"
 
 
 @pytest.mark.slow
 def test_one_rank_saves_a_model_that_has_no_engine(tmp_path: Path) -> None:
-    torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "rayzero.deepspeed"]
-    printed = run([*torchrun, str(SCRIPT), str(tmp_path)])
-    assert sorted(it for it in printed.splitlines() if it.startswith("saved")) == [
+    done = run_script("-m", "rayzero.deepspeed", str(SCRIPT), str(tmp_path), ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert sorted(it for it in done.stdout.splitlines() if it.startswith("saved")) == [
         "saved 0",
         "saved 1",
     ]

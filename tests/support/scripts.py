@@ -69,6 +69,7 @@ def _torchrun_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
         # The store is not rank 0's but of the process that starts the ranks.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "none",
     }
 
 

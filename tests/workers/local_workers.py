@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -11,10 +12,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from rayzero.engine.data.sample_ledger import check_ledger
+from rayzero.engine.data.sampling import SampleOrder
 from rayzero.orchestrator.policies.placement import CallState, FunctionCall, misplaced
 from rayzero.orchestrator.progress import JobProgress
+from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.messages import (
     Crashed,
@@ -31,6 +38,7 @@ from rayzero.workers.vault.records import Restore, SlotRef
 from rayzero.workers.vault.vault import Vault
 from tests.support.nccl_like.settings import NcclLike, from_environment
 from tests.support.processes import PROCESSES
+from tests.workers import recovery_jobs
 
 NODE = "node"
 ENDED = (Stopped, Crashed, Finished)
@@ -169,6 +177,51 @@ class LocalWorkers:
 
         self.wait(index, finished, 200.0)
 
+    def wait_lost(self, timeout_s: float = 200) -> int:
+        """The worker that the vault reports as lost."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            for loss in self.vault.poll(0.5):
+                return loss.worker
+        raise AssertionError("the vault reported no loss")
+
+    def wait_fired(self, timeout_s: float = 200) -> None:
+        """Wait until a fault has been injected."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.fired_steps():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+
+    def fired_steps(self) -> list[int]:
+        return [fired.step for fired in FaultRecord(self.setup.output_dir).read()]
+
+    def fence(self, generation: int, members: Sequence[int]) -> dict[int, Any]:
+        """The ends of a generation that survivors leave: whoever has seen its group fail before the
+        fence came has ended with that."""
+        for index in members:
+            self.workers[index].call("fence", generation)
+        ends = {index: self.wait_end(index, generation) for index in members}
+        for index, end in ends.items():
+            group_failed = isinstance(end, Crashed) and end.kind == "collective"
+            assert isinstance(end, Stopped) or group_failed, self.texts(index)
+        return ends
+
+    def drain(self, generation: int, members: Sequence[int], told: Sequence[int]) -> list[Any]:
+        """The ends of a generation that is drained at the request of the workers in `told`."""
+        for index in told:
+            self.workers[index].call("drain", generation)
+        ends = [self.wait_end(index, generation) for index in members]
+        assert all(isinstance(end, Stopped) for end in ends), ends
+        return ends
+
+    def finish(
+        self, generation: int, members: Sequence[int], restore: Restore | None = None
+    ) -> None:
+        """Runs a generation that trains to the end."""
+        self.form(generation, members, restore)
+        for index in members:
+            assert isinstance(self.wait_end(index, generation), Finished), self.texts(index)
+
     def read_until_lost(self, index: int) -> None:
         """Poll a worker that is to be killed: what it has told before is then known."""
         with suppress(EOFError, ConnectionError):
@@ -286,3 +339,36 @@ def _exit_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
+
+
+STEPS = 12
+
+
+def check_results(local: LocalWorkers, steps: int = STEPS) -> None:
+    """The weights are plain torch's, and every sample was consumed once."""
+    check_weights(local, steps)
+    folder = local.setup.output_dir
+    order = SampleOrder(recovery_jobs.LENGTH, local.setup.seed)
+    assert check_ledger(f"{folder}/ledger", order, recovery_jobs.SAMPLES) == []
+
+
+def check_weights(local: LocalWorkers, steps: int = STEPS) -> None:
+    """The weights, and the mean of them that each rank of the last generation has kept, if any."""
+    weights, ema = recovery_jobs.oracle_with_ema(steps)
+    folder = Path(local.setup.output_dir)
+    files = [(folder / "weights.pt", weights), *((it, ema) for it in folder.glob("ema-*.pt"))]
+    for path, expected in files:
+        values = torch.load(path, weights_only=True)
+        for name, value in expected.items():
+            assert torch.allclose(values[name], value, rtol=1e-9, atol=1e-12), (path.name, name)
+
+
+LOADED = re.compile(r"step (\d+): (\d+) bytes were moved .* (\d+) copied, (\d+) read")
+
+
+def read_loads(folder: str, rank: int) -> list[tuple[int, ...]]:
+    """The step, and the bytes moved, copied and read, of each re-cut engine that a rank's log of
+    `recovery_jobs.log_to_file` tells of."""
+    path = Path(folder, f"kept-{rank}")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [tuple(map(int, match.groups())) for match in map(LOADED.match, lines) if match]

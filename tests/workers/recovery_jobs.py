@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -107,6 +108,39 @@ def _finish(ctx: Any, engine: Any, loader: Any, own: OwnState) -> dict[str, Any]
     if ctx.is_main:
         torch.save(weights, ctx.output_dir / "weights.pt")
     return {}
+
+
+def log_to_file(ctx: Any) -> None:
+    """From now on rayzero's log is written to `kept-RANK`: it tells where the state was read from.
+    What is selected is logged before this is called: with the last rank's."""
+    log = logging.getLogger("rayzero")
+    log.setLevel(logging.INFO)
+    log.handlers[:] = [logging.FileHandler(ctx.output_dir / f"kept-{ctx.rank}")]
+
+
+def train_kept(ctx: Any) -> dict[str, Any]:
+    """`train`, with a log; args: `update_fails`, the generation, rank and step of an update that
+    fails half-way."""
+    log_to_file(ctx)
+    generation, rank, failing = ctx.args["update_fails"]
+    initialize = ctx.initialize
+
+    def initialize_and_fail(**kwargs: Any) -> Any:
+        parts = initialize(**kwargs)
+        engine = parts[0]
+
+        def fail(*_: Any) -> None:
+            place = ctx.generation, ctx.rank, engine.progress.step + 1
+            if place == (generation, rank, failing):
+                engine.optimizer.state.clear()
+                (ctx.output_dir / "update-failed").touch()
+                raise ValueError("within an update")
+
+        engine.optimizer.register_step_pre_hook(fail)
+        return parts
+
+    ctx.initialize = initialize_and_fail
+    return train(ctx)
 
 
 def train_pretrained(ctx: Any) -> dict[str, Any]:

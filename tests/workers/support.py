@@ -6,11 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from rayzero.engine.state.ranges import StateRange, pack_block
-from rayzero.engine.state.training import TrainingState
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
 from rayzero.workers.chaos.spec import parse_fault
 from rayzero.workers.membership import Membership
@@ -92,6 +89,16 @@ def give_up() -> NoReturn:
 
 
 MakeWorker = Callable[..., WorkerProcess]
+StartWorkers = Callable[..., Any]  # LocalWorkers
+
+
+def run_until(
+    make_worker: MakeWorker, entrypoint: str, last: type[WorkerMessage], **changes: Any
+) -> tuple[WorkerProcess, list[WorkerMessage]]:
+    """A new worker that runs generation 1, with its messages up to the first of type `last`."""
+    worker = make_worker(entrypoint, **changes)
+    begin(worker)
+    return worker, poll_until(worker.poll, last)
 
 
 def begin(worker: WorkerProcess, generation: int = 1) -> None:
@@ -99,24 +106,6 @@ def begin(worker: WorkerProcess, generation: int = 1) -> None:
     worker.assign(
         GenerationSpec(generation, 1, "127.0.0.1", port), RankAssignment(0, 0, 1, vault="")
     )
-
-
-class PartsState(TrainingState):
-    """A state of these parts, without an engine."""
-
-    constants_version = 0
-    update_is_collective = False
-
-    def __init__(self, device: Any, *parts: StateRange) -> None:
-        self.device, self.copied_by, self._is_updating = device, None, False
-        self._runtime: Any = SimpleNamespace(wait_state=lambda: None)
-        self.block = pack_block(parts)
-
-    def pack(self, *, whole: bool = False) -> Any:
-        return self.block
-
-    def capture_metadata(self) -> Callable[[], bytes]:
-        return lambda: b"{}"
 
 
 def session(**changes: Any) -> tuple[JobSession, GenerationChannel, list[WorkerMessage]]:

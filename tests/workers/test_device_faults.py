@@ -18,11 +18,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from rayzero.engine.comm import gloo_p2p
 from rayzero.engine.comm.elastic_group import make_elastic_group
-from rayzero.engine.device import Device, DeviceError, replace_device
+from rayzero.engine.device import CudaDevice, Device, DeviceError, replace_device
 from rayzero.workers import process_group, worker
 from rayzero.workers.group_sockets import SocketTracker
 from rayzero.workers.messages import Crashed, StepReport, Stopped
-from tests.workers.support import MakeWorker, begin, poll_until
+from tests.workers.support import ASSIGN, MakeWorker, begin, poll_until, run_until
 
 CPU = torch.device("cpu")
 
@@ -141,30 +141,22 @@ def test_next_group_can_be_made_after_an_abort_that_failed(monkeypatch: pytest.M
     process_group.abort_default_group(CPU, SocketTracker())
 
 
-@pytest.mark.usefixtures("device")
-def test_sockets_are_shut_only_while_the_group_forms(
-    monkeypatch: pytest.MonkeyPatch, aborts: list[Any]
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_sockets_are_shut_only_while_a_group_forms_unless_it_is_gloos(
+    monkeypatch: pytest.MonkeyPatch, aborts: list[Any], asynchronous: bool
 ):
     sockets, shut = SocketTracker(), []
     monkeypatch.setattr(sockets, "shutdown", lambda: shut.append(len(aborts)))
-    with sockets.recording(2):
-        make_group()
+    device = AsynchronousDevice() if asynchronous else Device(CPU)
+    with replace_device(device):
+        with sockets.recording(2):
+            make_group()
+            process_group.interrupt_collectives(CPU, sockets)
+            assert (len(shut), aborts) == (1, [])
         process_group.interrupt_collectives(CPU, sockets)
-        assert (len(shut), aborts) == (1, [])
-    process_group.interrupt_collectives(CPU, sockets)
-    process_group.abort_default_group(CPU, sockets)
-    assert (len(shut), len(aborts)) == (1, 1)
-
-
-def test_sockets_of_gloo_are_shut_at_any_time(monkeypatch: pytest.MonkeyPatch, aborts: list[Any]):
-    sockets, shut = SocketTracker(), []
-    monkeypatch.setattr(sockets, "shutdown", lambda: shut.append(1))
-    with sockets.recording(2):
-        make_group()
-    process_group.interrupt_collectives(CPU, sockets)
-    assert (len(shut), aborts) == (1, [])
-    process_group.abort_default_group(CPU, sockets)
-    assert (len(shut), len(aborts)) == (2, 1)
+        assert (len(shut), len(aborts)) == ((1, 1) if asynchronous else (2, 0))
+        process_group.abort_default_group(CPU, sockets)
+    assert (len(shut), len(aborts)) == ((1, 1) if asynchronous else (3, 1))
 
 
 @pytest.mark.parametrize("healthy", [True, False])
@@ -178,9 +170,7 @@ def test_device_is_checked_before_a_stop_is_told(
     monkeypatch.setattr(worker, "Timer", lambda *args: ends.append(args) or Thread())
     if not healthy:
         device.error = DeviceError("cuda:0 is broken: no answer within 10 s")
-    process = make_worker("endless")
-    begin(process)
-    poll_until(process.poll, StepReport)
+    process, _ = run_until(make_worker, "endless", StepReport)
     process.fence(1)
     messages = poll_until(process.poll, Stopped if healthy else Crashed)
     assert "check_health" in device.calls
@@ -215,9 +205,7 @@ def test_late_error_of_the_group_ends_the_generation(
     state = ErrorType.SUCCESS
     monkeypatch.setattr(process_group, "POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(process_group, "_error_reader", lambda _: lambda: state)
-    process = make_worker("endless")
-    begin(process)
-    poll_until(process.poll, StepReport)
+    process, _ = run_until(make_worker, "endless", StepReport)
     state = ErrorType.COMM_ERROR
     messages = poll_until(process.poll, Crashed)
     (crash,) = [message for message in messages if isinstance(message, Crashed)]
@@ -225,12 +213,6 @@ def test_late_error_of_the_group_ends_the_generation(
     assert "reports COMM_ERROR" in crash.error
     assert len(aborts) == 1
     assert "check_health" in device.calls
-
-
-def test_backend_without_errors_is_not_polled():
-    make_group()
-    assert process_group._error_reader(CPU) is None
-    process_group.abort_default_group(CPU, SocketTracker())
 
 
 def test_device_is_idle_and_the_last_group_gone_before_the_next_one(
@@ -305,3 +287,38 @@ def test_group_of_nccl_is_aborted_at_exit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gloo_p2p, "abort_default_group", lambda: calls.append("abort"))
     gloo_p2p._destroy_default_group()
     assert calls == ["abort"]
+
+
+GPU = torch.device("cuda", 0)
+
+
+class _MadeError(RuntimeError):
+    """Ends what follows, for which a GPU would be needed."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What is asked of the device and of torch, in order. A group that is not bound to its device
+    makes its communicator in the first collective, on the thread's current device."""
+    calls: list[Any] = []
+
+    def make_group(ranks: list[int], **options: Any) -> None:
+        calls.append((options["backend"], options["device_id"]))
+        raise _MadeError
+
+    monkeypatch.setattr(CudaDevice, "make_current", lambda self: calls.append("current"))
+    monkeypatch.setattr(dist, "new_group", make_group)
+    monkeypatch.setattr(process_group, "StoreClient", lambda *_: HashStore())
+    with replace_device(CudaDevice(GPU)):
+        yield calls
+
+
+def join() -> None:
+    process_group.join_process_group(ASSIGN, GPU, 1.0, SocketTracker())
+
+
+@pytest.mark.parametrize("make", [join, lambda: process_group.warm_up_communicator(GPU)])
+def test_group_of_nccl_is_bound_to_the_device(make: Callable[[], None], calls: list[Any]):
+    with pytest.raises(_MadeError):
+        make()
+    assert calls == ["current", ("nccl", GPU)]

@@ -143,13 +143,6 @@ def test_states_of_rays_progress_bars_are_not_lines(
     assert streams.texts == ["a"]
 
 
-def test_last_line_without_newline_is_forwarded(streams: Streams):
-    streams.out.write("half")
-    streams.tees[0].finish_line()
-    streams.tees[0].finish_line()
-    assert streams.lines == [("stdout", "half")]
-
-
 def test_redrawn_line_costs_no_more_than_its_last_state(streams: Streams):
     bar = "\r 43%|########          | 43/100 [00:01<00:02, 33it/s]"
     start_s = process_time()
@@ -168,12 +161,6 @@ def test_long_line_is_forwarded_in_parts_even_before_it_ends(streams: Streams):
     assert streams.texts == ["a" * size, "b" * size, "c"]
     streams.out.write("d" * (size + 1) + "\n")
     assert streams.texts[3:] == ["d" * size, "d"]
-
-
-def test_both_streams_are_replaced(streams: Streams):
-    print("out", file=streams.out)
-    print("err", file=streams.err)
-    assert streams.lines == [("stdout", "out"), ("stderr", "err")]
 
 
 def test_bytes_and_text_are_one_stream_in_order(streams: Streams):

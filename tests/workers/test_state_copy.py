@@ -1,9 +1,11 @@
-"""Mirrors beside training, on a device whose copies complete late and whose memory changes soon."""
+"""Mirrors beside training, on a device whose copies complete late and whose memory changes soon.
+
+That each wait is needed is tested in tests/engine/races."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from threading import Timer
 from threading import enumerate as live_threads
 from time import monotonic
@@ -12,108 +14,60 @@ from typing import Any
 import pytest
 import torch
 
-from rayzero.engine.session import NO_REQUESTS
-from rayzero.engine.state.ranges import pack_block, whole_tensor_range
+from rayzero.engine.device import Device
+from rayzero.engine.session import NO_REQUESTS, StepRequests
 from rayzero.workers import state_copy
-from rayzero.workers.messages import MirrorPolicy, StepReport
-from rayzero.workers.mirror import Mirror
-from rayzero.workers.state_copy import StateCopier
-from rayzero.workers.training_thread import StopFlag
 from rayzero.workers.vault import slots
-from rayzero.workers.vault.records import Restore
-from tests.workers.late_device import LateDevice, LateEvent
-from tests.workers.support import ASSIGN, GivenUp, PartsState, give_up
-from tests.workers.vault.support import VaultCluster, refs, steps_of
+from rayzero.workers.vault.records import SlotDamagedError
+from tests.workers.late_device import LateDevice
+from tests.workers.mirror_rig import Rig, State
+from tests.workers.support import GivenUp
+from tests.workers.vault.support import VaultCluster, damage, refs, steps_of
 
-EVERY = MirrorPolicy(replicas=1, every_steps=1)
-ELEMENTS = 1000
-
-
-class State(PartsState):
-    """Weights that updates change, a buffer that forward changes."""
-
-    def __init__(self, device: LateDevice, *, collective: bool = False) -> None:
-        self.update_is_collective = collective
-        self.weights, self.buffer = torch.zeros(ELEMENTS), torch.zeros(8)
-        buffer = replace(whole_tensor_range("buffers/b", self.buffer), volatile=True)
-        super().__init__(device, whole_tensor_range("weights/w", self.weights), buffer)
-
-
-class Rig:
-    """A worker that trains: step k sets all values to k."""
-
-    def __init__(self, cluster: VaultCluster, device: LateDevice, **state: Any) -> None:
-        self.vault, self.client = cluster.vault(), cluster.client()
-        self.device, self.state = device, State(device, **state)
-        self.interrupt = StopFlag(give_up)
-        self.posted: list[Any] = []
-        self.mirror = Mirror(EVERY, ASSIGN, None, self.client, self.posted.append, self.interrupt)
-
-    def forward(self, value: float) -> None:
-        self.device.compute.queue.append(lambda: self.state.buffer.fill_(value))
-
-    def update(self, value: float) -> None:
-        with self.state.updating():
-            self.device.compute.queue.append(lambda: self.state.weights.fill_(value))
-
-    def step(self, number: int) -> None:
-        """From forward to the report, without waiting for anything."""
-        self.forward(number)
-        self.mirror.step_requests(number)
-        self.update(number)
-        self.mirror.step_done(number, NO_REQUESTS, self.state)
-        self.mirror.post(StepReport(1, 0, number))
-
-    def stored(self, step: int) -> set[float]:
-        """The values in a verified version."""
-        source = self.client.open_source(Restore(step, tuple(refs((1, 0, step)))))
-        values = torch.empty(self.state.block.index.nbytes // 4)
-        source.read(0, 0, values.view(torch.uint8).numpy().data)
-        source.close()
-        offset = self.state.block.offsets[1] // 4
-        return {*values[:ELEMENTS].tolist(), *values[offset : offset + 8].tolist()}
-
-    @property
-    def reported(self) -> list[int]:
-        return [message.step for message in self.posted]
-
-    @property
-    def job(self) -> Any:
-        copier = self.mirror._copier
-        assert isinstance(copier, StateCopier)
-        return copier._job
-
-
-@pytest.fixture
-def cluster() -> Iterator[VaultCluster]:
-    cluster = VaultCluster()
-    yield cluster
-    cluster.close()
+PIN = StepRequests(pin=True)
+FROZEN = 200_000
+FROZEN_BYTES = 4 * FROZEN
+DEVICES: list[Callable[[], Any]] = [lambda: Device(torch.device("cpu")), LateDevice]
 
 
 @pytest.fixture
 def rig(cluster: VaultCluster) -> Iterator[Rig]:
-    rig = Rig(cluster, LateDevice())
+    rig = Rig(cluster, State(LateDevice()))
     yield rig
     rig.interrupt.set()
     rig.device.run()
     rig.mirror.close()
 
 
-def check_commit_follows_copies(rig: Rig) -> None:
-    rig.step(1)
+@pytest.fixture(params=DEVICES, ids=["cpu", "late"])
+def frozen_rig(cluster: VaultCluster, request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(cluster, State(request.param(), frozen=FROZEN))
+    yield rig
+    rig.mirror.close()
+
+
+def reported(rig: Rig) -> list[int]:
+    return [message.step for message in rig.posted]
+
+
+def job_of(rig: Rig) -> Any:
+    return rig.mirror._copier._job
+
+
+def test_commit_follows_copies(rig: Rig) -> None:
+    rig.begin(1)
     rig.device.compute.run()
-    assert not rig.job.done.wait(0.1)
-    assert steps_of(rig.vault) == rig.reported == []
+    assert not job_of(rig).done.wait(0.1)
+    assert steps_of(rig.vault) == reported(rig) == []
     rig.device.run()
     rig.mirror.settle()
-    assert (steps_of(rig.vault), rig.reported) == ([(0, 1)], [1])
+    assert (steps_of(rig.vault), reported(rig)) == ([(0, 1)], [1])
     assert rig.stored(1) == {1.0}
 
 
-def check_update_waits_for_copies(rig: Rig) -> None:
+def test_update_waits_for_copies(rig: Rig) -> None:
     """Also if nobody has waited for the commit."""
-    rig.step(1)
+    rig.begin(1)
     rig.update(2)
     rig.forward(2)
     rig.device.run()
@@ -121,90 +75,33 @@ def check_update_waits_for_copies(rig: Rig) -> None:
     assert rig.stored(1) == {1.0}
 
 
-def check_forward_waits_for_what_it_changes(rig: Rig) -> None:
-    rig.step(1)
+def test_forward_waits_for_what_it_changes(rig: Rig) -> None:
+    rig.begin(1)
     rig.forward(2)
     rig.device.run()
     rig.mirror.settle()
     assert rig.stored(1) == {1.0}
 
 
-def check_aborted_copy_is_garbage(rig: Rig) -> None:
-    rig.step(1)
+def test_aborted_copy_is_garbage(rig: Rig) -> None:
+    rig.begin(1)
     rig.device.run()
-    rig.step(2)
+    rig.begin(2)
     rig.interrupt.set()
     rig.device.compute.queue.appendleft(lambda: rig.state.weights.fill_(float("nan")))
     rig.device.run()
     with pytest.raises(GivenUp):
         rig.mirror.step_requests(3)
     rig.mirror.close()
-    assert (steps_of(rig.vault), rig.reported) == ([(0, 1)], [1])
-
-
-def ignore_events(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StateCopier, "_is_reached", lambda self, event, job: True)
-
-
-def ignore_interrupt(patch: pytest.MonkeyPatch) -> None:
-    def is_reached(self: StateCopier, event: LateEvent, job: Any) -> bool:
-        while not event.query():
-            pass
-        return True
-
-    patch.setattr(StateCopier, "_is_reached", is_reached)
-    patch.setattr(StopFlag, "check", lambda self: None)
-
-
-def update_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(state_copy._Job, "before_write", lambda self, device: None)
-
-
-def copy_buffers_last(patch: pytest.MonkeyPatch) -> None:
-    init = State.__init__
-
-    def without_mark(self: State, device: LateDevice, **options: Any) -> None:
-        init(self, device, **options)
-        parts = [replace(part, volatile=False) for part in self.block.ranges]
-        self.block = pack_block(parts)
-
-    patch.setattr(State, "__init__", without_mark)
-
-
-CHECKS: list[tuple[Callable[[Rig], None], Callable[[pytest.MonkeyPatch], None]]] = [
-    (check_commit_follows_copies, ignore_events),
-    (check_update_waits_for_copies, update_at_once),
-    (check_forward_waits_for_what_it_changes, copy_buffers_last),
-    (check_aborted_copy_is_garbage, ignore_interrupt),
-]
-
-
-@pytest.mark.parametrize("check", [check for check, _ in CHECKS])
-def test_order_of_copies_and_commits(rig: Rig, check: Callable[[Rig], None]):
-    check(rig)
-
-
-@pytest.mark.parametrize(("check", "mutate"), CHECKS)
-def test_missing_order_is_detected(
-    cluster: VaultCluster,
-    monkeypatch: pytest.MonkeyPatch,
-    check: Callable[[Rig], None],
-    mutate: Callable[[pytest.MonkeyPatch], None],
-):
-    mutate(monkeypatch)
-    rig = Rig(cluster, LateDevice())
-    with pytest.raises((AssertionError, pytest.fail.Exception)):
-        check(rig)
-    rig.device.run()
-    rig.mirror.close()
+    assert (steps_of(rig.vault), reported(rig)) == ([(0, 1)], [1])
 
 
 def test_steps_are_mirrored_and_reported_in_order(rig: Rig):
     for number in range(1, 6):
-        rig.step(number)
+        rig.begin(number)
         rig.device.run()
     rig.mirror.settle()
-    assert rig.reported == [1, 2, 3, 4, 5]
+    assert reported(rig) == [1, 2, 3, 4, 5]
     assert steps_of(rig.vault) == [(0, 4), (0, 5)]
     assert (rig.stored(4), rig.stored(5)) == ({4.0}, {5.0})
     assert len(rig.device.registered) == 2
@@ -216,8 +113,8 @@ def test_steps_are_mirrored_and_reported_in_order(rig: Rig):
 def test_chunks_have_the_checksum_of_the_whole(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     for module in (state_copy, slots):
         monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
-    rig.step(1)
-    assert len(rig.job.groups) > 1
+    rig.begin(1)
+    assert len(job_of(rig).groups) > 1
     rig.device.run()
     rig.mirror.settle()
     assert rig.stored(1) == {1.0}
@@ -225,7 +122,7 @@ def test_chunks_have_the_checksum_of_the_whole(rig: Rig, monkeypatch: pytest.Mon
 
 def test_state_in_host_memory_is_copied_by_the_thread(cluster: VaultCluster):
     """Offloaded state. An update waits on the host until that copy is made."""
-    rig = Rig(cluster, LateDevice("meta"))
+    rig = Rig(cluster, State(LateDevice("meta")))
     rig.state.weights.fill_(1)
     rig.state.buffer.fill_(1)
     rig.mirror.step_done(1, NO_REQUESTS, rig.state)
@@ -238,25 +135,25 @@ def test_state_in_host_memory_is_copied_by_the_thread(cluster: VaultCluster):
 
 
 def test_interrupt_ends_wait_for_copies(rig: Rig):
-    rig.step(1)
+    rig.begin(1)
     Timer(0.05, rig.interrupt.set).start()
     started = monotonic()
     with pytest.raises(GivenUp):
         rig.mirror.step_requests(2)
     assert monotonic() - started < 5
     rig.mirror.close()
-    assert steps_of(rig.vault) == rig.reported == []
+    assert steps_of(rig.vault) == reported(rig) == []
 
 
 def test_collective_update_is_inconsistent_until_the_device_has_run_it(cluster: VaultCluster):
     """Memory that an abort may have changed is not salvaged."""
-    rig = Rig(cluster, LateDevice(), collective=True)
-    rig.step(1)
+    rig = Rig(cluster, State(LateDevice(), collective=True))
+    rig.begin(1)
     assert not rig.state.consistent
     rig.device.run()
     rig.mirror.settle()
     assert rig.state.consistent
-    rig.step(2)
+    rig.begin(2)
     rig.interrupt.set()
     rig.device.run()
     rig.mirror.close()
@@ -264,15 +161,15 @@ def test_collective_update_is_inconsistent_until_the_device_has_run_it(cluster: 
 
 
 def test_error_of_the_device_reaches_the_training_thread(rig: Rig):
-    rig.step(1)
-    rig.job.groups[-1][1].error = RuntimeError("CUDA error: unspecified launch failure")
+    rig.begin(1)
+    job_of(rig).groups[-1][1].error = RuntimeError("CUDA error: unspecified launch failure")
     with pytest.raises(RuntimeError, match="unspecified launch failure"):
         rig.mirror.step_requests(2)
-    assert steps_of(rig.vault) == rig.reported == []
+    assert steps_of(rig.vault) == reported(rig) == []
 
 
 def test_close_gives_up_copies_that_do_not_end(rig: Rig, caplog: pytest.LogCaptureFixture):
-    rig.step(1)
+    rig.begin(1)
     copier: Any = rig.mirror._copier
     copier._longest_s = 0.0
     rig.mirror.close()
@@ -283,7 +180,55 @@ def test_close_gives_up_copies_that_do_not_end(rig: Rig, caplog: pytest.LogCaptu
 
 def test_close_lets_a_finished_step_be_committed(rig: Rig):
     """As after an error of the user's function."""
-    rig.step(1)
+    rig.begin(1)
     Timer(0.05, rig.device.run).start()
     rig.mirror.close()
-    assert (steps_of(rig.vault), rig.reported) == ([(0, 1)], [1])
+    assert (steps_of(rig.vault), reported(rig)) == ([(0, 1)], [1])
+
+
+def test_constants_are_hashed_only_when_they_are_written(frozen_rig, monkeypatch):
+    """As frozen weights, which training never changes."""
+    hashed: list[int] = []
+
+    def digest(data: Any) -> int:
+        hashed.append(len(data))
+        return original(data)
+
+    original = slots.xxh3_64_intdigest
+    for module in (slots, state_copy):
+        monkeypatch.setattr(module, "xxh3_64_intdigest", digest)
+        monkeypatch.setattr(module, "CHUNK_BYTES", 256_000)
+    for step in range(1, 9):
+        if step == 6:
+            frozen_rig.change_constants()
+        hashed.clear()
+        frozen_rig.step(step)
+        assert (sum(hashed) > FROZEN_BYTES) == (step in (1, 2, 6, 7)), "two slots, each once"
+        assert frozen_rig.stored(step) == {float(step)}
+
+
+def test_constants_are_verified(frozen_rig):
+    for step in (1, 2, 3):
+        frozen_rig.step(step)
+    [ref] = refs((1, 0, 3))
+    damage(frozen_rig.vault, ref, lambda image: image.header.data_offset + FROZEN_BYTES // 2)
+    with pytest.raises(SlotDamagedError):
+        frozen_rig.stored(3)
+
+
+def test_constants_are_sent_to_another_node_once(frozen_rig):
+    other = frozen_rig.cluster.vault("b")
+    frozen_rig.step(1, PIN)
+    assert other.replicate(refs((1, 0, 1))) > FROZEN_BYTES
+    frozen_rig.step(2, PIN)
+    assert other.replicate(refs((1, 0, 2))) < FROZEN_BYTES
+    assert frozen_rig.stored(2, "b") == {2.0}
+    frozen_rig.vault.unpin(1, 2)
+    frozen_rig.change_constants()
+    frozen_rig.step(3, PIN)
+    assert other.replicate(refs((1, 0, 3))) > FROZEN_BYTES, "changed constants are sent"
+    with other._registry.open_pinned(refs((1, 0, 3), node="b")[0]) as fd:
+        os.pwrite(fd, b"damaged", slots.PAGE_BYTES * 100)
+    frozen_rig.step(4, PIN)
+    assert other.replicate(refs((1, 0, 4))) > FROZEN_BYTES, "damaged ones are not copied"
+    assert frozen_rig.stored(4, "b") == {4.0}

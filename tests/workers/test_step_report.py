@@ -1,8 +1,10 @@
-"""Metrics that a step report has without user code, and the cost of a report."""
+"""Metrics that a step report has without user code: the engine's, and what a rank uses of its CPU
+and GPU between two steps. The cost of a report."""
 
 from __future__ import annotations
 
-from time import thread_time
+import os
+from time import monotonic, thread_time
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from rayzero.engine.session import NO_REQUESTS, use_session
 from rayzero.workers.messages import MirrorPolicy, StepReport, WorkerMessage
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.session import JobSession
-from rayzero.workers.step_report import worker_metrics
+from rayzero.workers.step_report import GPU_INTERVAL_S, UsageMeter, worker_metrics
 from rayzero.workers.training_thread import StopFlag
 from tests.workers import recovery_jobs
 from tests.workers.support import ASSIGN, give_up, session
@@ -92,3 +94,37 @@ def test_report_is_cheap():
         took_s.append(thread_time() - before)
         job_session.reporter.last_step = 0
     assert min(took_s) < MAX_COST_S
+
+
+def test_cpu_cores_are_those_of_the_step() -> None:
+    """The oracle is the kernel's count of this process's ticks."""
+    meter = UsageMeter()
+    started_s, before = monotonic(), sum(os.times()[:2])
+    meter.restart()
+    while monotonic() - started_s < 0.3:
+        pass
+    cores = meter.end_step()["cpu_cores"]
+    used = (sum(os.times()[:2]) - before) / (monotonic() - started_s)
+    assert cores == pytest.approx(used, abs=0.15)  # a tick is 10 ms
+
+
+def test_driver_is_asked_once_a_second() -> None:
+    now_s, asked = 100.0, 0
+
+    def read() -> float:
+        nonlocal asked
+        asked += 1
+        return asked / 10
+
+    meter = UsageMeter(lambda: now_s, lambda: 2 * now_s, read)
+    shares = []
+    for _ in range(8):
+        now_s += GPU_INTERVAL_S / 4
+        shares.append(meter.end_step())
+    assert [gauges["gpu_utilization"] for gauges in shares] == [0.1] * 4 + [0.2] * 4
+    assert {gauges["cpu_cores"] for gauges in shares} == {2.0}
+
+
+def test_unknown_use_is_not_reported() -> None:
+    meter = UsageMeter(lambda: 1.0, lambda: 1.0, lambda: None)
+    assert meter.end_step() == {}

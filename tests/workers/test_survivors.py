@@ -28,8 +28,7 @@ from tests.workers.event_controller import (
     draw,
     fault,
 )
-from tests.workers.local_workers import LocalWorkers
-from tests.workers.recovery_checks import check_results
+from tests.workers.local_workers import LocalWorkers, check_results
 from tests.workers.recovery_jobs import engine_config
 from tests.workers.support import mirrored_setup
 from tests.workers.survivor_jobs import NOTES, compiled_config

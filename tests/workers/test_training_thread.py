@@ -72,12 +72,6 @@ def harness() -> ThreadHarness:
     return ThreadHarness()
 
 
-def test_body_ends_with_its_own_message(harness: ThreadHarness):
-    harness.run(lambda: DONE)
-    assert harness.posted == [DONE]
-    assert harness.released == 0
-
-
 def test_exception_becomes_crash_with_its_step(harness: ThreadHarness):
     def body() -> WorkerMessage:
         harness.channel.progress.begin_step(3)
@@ -149,16 +143,17 @@ def test_exception_that_cannot_be_printed_is_reported(harness: ThreadHarness, er
     pickle.dumps(crash)
 
 
-def test_function_ends_although_its_generation_cannot_be_released():
+@pytest.mark.parametrize("error", [RuntimeError("the pool of buffers is closed"), GivenUp("!")])
+def test_function_ends_although_its_generation_cannot_be_released(error: BaseException):
     def fail(_: bool) -> None:
-        raise RuntimeError("the pool of buffers is closed")
+        raise error
 
     harness = ThreadHarness(fail)
     harness.channel.interrupt.set()
     harness.run(lambda: harness.channel.interrupt.check() or DONE)
     line, end = harness.posted
     assert isinstance(line, LogLine)
-    assert "buffers is closed" in line.text
+    assert str(error) in line.text
     assert end == Stopped(1, 0)
 
 
@@ -186,22 +181,13 @@ def test_broken_device_is_reported_as_such(interrupted: bool, while_running: boo
     assert "uncorrectable ECC" in end.error
 
 
-def test_message_follows_whatever_releasing_raises():
-    def fail(_: bool) -> None:
-        raise GivenUp
-
-    harness = ThreadHarness(fail)
-    harness.channel.interrupt.set()
-    harness.run(lambda: harness.channel.interrupt.check() or DONE)
-    assert harness.posted[-1] == Stopped(1, 0)
-
-
 @pytest.mark.parametrize(
     "error",
     [
         ValueError("Default process group has not been initialized"),
         RuntimeError("Tried to access a communicator that was aborted"),
         KeyError("the batch of an aborted broadcast"),
+        CollectiveError("a peer has left first"),
     ],
 )
 def test_whatever_an_aborted_group_raises_is_stop(harness: ThreadHarness, error: Exception):
@@ -223,25 +209,11 @@ def test_error_that_the_group_reports_is_a_failed_collective(harness: ThreadHarn
     assert (end.kind, end.error) == ("collective", "the process group reports COMM_ERROR")
 
 
-def test_collective_that_fails_while_stopping_is_stop(harness: ThreadHarness):
-    may_continue = Event()
-
-    def body() -> WorkerMessage:
-        may_continue.wait(5)
-        raise CollectiveError("a peer has left first")
-
-    harness.start(body)
-    harness.channel.interrupt.set()
-    may_continue.set()
-    harness.await_end()
-    assert harness.posted == [Stopped(1, 0)]
-
-
 def test_process_calls_one_function(harness: ThreadHarness):
     harness.run(lambda: DONE)
     with pytest.raises(EngineError, match="has been called in this process"):
         harness.start(lambda: DONE)
-    assert harness.posted == [DONE]
+    assert (harness.posted, harness.released) == ([DONE], 0)
 
 
 GLOO = "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44712."
@@ -254,33 +226,41 @@ def caught(error: BaseException) -> BaseException:
         return raised
 
 
+def wrapped(error: Exception) -> Exception:
+    other = ValueError("training failed")
+    other.__context__ = error
+    return other
+
+
 @pytest.mark.parametrize(
-    ("error", "kind", "has_traceback"),
+    ("error", "kind"),
     [
-        (ConfigError("wrong"), "config", False),
-        (DataError("empty"), "data", False),
-        (EngineError("misused"), "user", True),
-        (CollectiveError("peer"), "collective", True),
-        (RuntimeError(GLOO), "collective", True),
-        (dist.DistNetworkError("timed out"), "collective", True),
-        (RuntimeError("shapes differ"), "user", True),
-        (torch.AcceleratorError("CUDA error: an illegal memory access"), "device", True),
-        (RuntimeError("CUDA error: device-side assert triggered"), "device", True),
-        (torch.AcceleratorError("CUDA error: invalid configuration argument"), "user", True),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "user", True),
-        (KeyError("x"), "user", True),
-        (SystemExit(3), "user", True),
+        (ConfigError("wrong"), "config"),
+        (DataError("empty"), "data"),
+        (EngineError("misused"), "user"),
+        (CollectiveError("peer"), "collective"),
+        (RuntimeError(GLOO), "collective"),
+        (wrapped(RuntimeError(GLOO)), "collective"),
+        (dist.DistNetworkError("timed out"), "collective"),
+        (RuntimeError("shapes differ"), "user"),
+        (torch.AcceleratorError("CUDA error: an illegal memory access"), "device"),
+        (RuntimeError("CUDA error: device-side assert triggered"), "device"),
+        (torch.AcceleratorError("CUDA error: invalid configuration argument"), "user"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "user"),
+        (KeyError("x"), "user"),
+        (SystemExit(3), "user"),
     ],
 )
-def test_exceptions_are_classified(error: Exception, kind: str, has_traceback: bool):
+def test_exceptions_are_classified(error: Exception, kind: str):
     message = describe_crash(caught(error), generation=2, rank=1, step=7)
     assert (message.generation, message.rank, message.step) == (2, 1, 7)
     assert message.kind == kind
-    assert bool(message.traceback) == has_traceback
-    if has_traceback:
-        assert "raise error" in message.traceback
+    if kind in ("config", "data"):
+        assert (message.error, message.traceback) == (str(error), "")
     else:
-        assert message.error == str(error)
+        assert "raise error" in message.traceback
+    if isinstance(error, SystemExit):
+        assert message.error == "the training function called sys.exit(3)"
 
 
 def test_write_to_parameter_that_is_not_gathered_names_what_gathers_it():
@@ -328,18 +308,6 @@ def test_traceback_has_no_frames_of_the_engine(
     assert f"in {function.__name__}" in message.traceback
     assert last_line in message.traceback
     assert message.traceback.endswith(last_word)
-
-
-def test_wrapped_collective_failure_counts_as_one():
-    error = ValueError("training failed")
-    error.__context__ = RuntimeError(GLOO)
-    assert describe_crash(caught(error), 1, 0, 1).kind == "collective"
-
-
-def test_sys_exit_is_reported_as_text():
-    assert describe_crash(caught(SystemExit(3)), 1, 0, 1).error == (
-        "the training function called sys.exit(3)"
-    )
 
 
 @pytest.mark.parametrize("enabled", [True, False])

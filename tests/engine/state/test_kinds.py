@@ -1,6 +1,6 @@
 """Every kind of state survives a change of world size and stage, and a checkpoint.
 
-`tests/workers/test_recovery_of_state_kinds.py` tests their recovery from replicas.
+`tests/engine/test_recut.py` tests engines that keep them where ranks change.
 """
 
 from __future__ import annotations

@@ -38,32 +38,16 @@ def faults(draw: st.DrawFn) -> FaultSpec:
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (
-            'kill(rank=1, step=7, phase="reduce")',
-            FaultSpec("kill", rank=1, step=7, phase="reduce"),
-        ),
         ("stop(rank=0, step=2)", FaultSpec("stop", rank=0, step=2, phase="forward")),
         (
-            " slow(rank=1, step=5, seconds=0.2, steps=3)\n",
-            FaultSpec("slow", rank=1, step=5, seconds=0.2, steps=3, phase="forward"),
+            " slow(rank=1, step=5, seconds=2, steps=3)\n",
+            FaultSpec("slow", rank=1, step=5, seconds=2.0, steps=3, phase="forward"),
         ),
-        ("hang(rank=1, step=5, phase='data')", FaultSpec("hang", rank=1, step=5, phase="data")),
         (
             "raise_error(step=7, rank=1, phase='update', times=2)",
             FaultSpec("raise_error", rank=1, step=7, phase="update", times=2),
         ),
-        ("drop_node(node=1, step=9)", FaultSpec("drop_node", node=1, step=9)),
-        (
-            "partition(node=1, step=9, seconds=5)",
-            FaultSpec("partition", node=1, step=9, seconds=5.0),
-        ),
-        ("kill_vault(node=0, step=4)", FaultSpec("kill_vault", node=0, step=4)),
-        (
-            'tear_file(step=50, rank=0, how="cut")',
-            FaultSpec("tear_file", step=50, rank=0, how="cut"),
-        ),
-        ("full_disk(step=50, times=2)", FaultSpec("full_disk", step=50, times=2)),
-        ("slow_store(seconds=3)", FaultSpec("slow_store", seconds=3.0)),
+        ('tear_file(step=50, rank=0, how="cut")', FaultSpec("tear_file", step=50, how="cut")),
     ],
 )
 def test_valid_faults(text: str, fault: FaultSpec) -> None:
@@ -190,10 +174,9 @@ def test_impossible_schedules_are_rejected() -> None:
         random_faults(0, 1, 2, 1)
 
 
-@pytest.mark.parametrize("module", ["spec", "inject"])
-def test_module_imports_neither_torch_nor_ray(module: str) -> None:
+def test_faults_are_imported_without_torch_and_ray() -> None:
     script = (
-        f"import sys, rayzero.workers.chaos.{module}\n"
+        "import sys, rayzero.workers.chaos.spec, rayzero.workers.chaos.inject\n"
         "sys.exit(bool({'torch', 'ray'} & {*sys.modules}))\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayzero.orchestrator.spec_sections import LaunchSpec
-from rayzero.workers.messages import (
-    SCRIPT_ENTRYPOINT,
-    MirrorPolicy,
-)
+from rayzero.workers.messages import SCRIPT_ENTRYPOINT
 from tests.support.nccl_like.settings import from_environment
+from tests.workers.local_controller import LocalController
 from tests.workers.local_workers import LocalWorkers
-from tests.workers.support import setup
+from tests.workers.support import mirrored_setup
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -27,26 +26,41 @@ def make_workers(
 ) -> LocalWorkers:
     if name in ("hf_trainer.py", "own_loader.py") and from_environment():
         pytest.skip("on CPUs objects are gathered in CPU memory, which NCCL does not take")
-    launch = LaunchSpec(script=str(SCRIPTS / name), args=[*args])
-    return LocalWorkers(
-        setup(
-            entrypoint=SCRIPT_ENTRYPOINT,
-            args=launch.model_dump(),
-            steps=None,
-            engine_config=None,
-            output_dir=str(folder),
-            working_dir=str(Path.cwd()),
-            mirror=MirrorPolicy(replicas=1, every_steps=1),
-            faults=faults,
-        ),
-        count,
-    )
+    launch = LaunchSpec(script=str(SCRIPTS / name), args=[*args]).model_dump()
+    options: dict[str, Any] = {"args": launch, "steps": None, "ledger": False, "faults": faults}
+    return LocalWorkers(mirrored_setup(folder, SCRIPT_ENTRYPOINT, **options), count)
 
 
-def read_notes(folder: Path, name: str) -> list[Any]:
-    """What all ranks have written to their files of this name, a JSON value a line."""
+def run_script(folder: Path, name: str, *args: str, count: int = 2) -> LocalController:
+    """Runs a script on its workers to its end; repairs with what is left."""
+    folder.mkdir()
+    with closing(make_workers(folder, name, "--out", str(folder), *args, count=count)) as local:
+        controller = LocalController(local)
+        controller.run(120)
+        assert controller.wrong == []
+    return controller
+
+
+class PlainRuns:
+    """Runs of scripts that nothing disturbs, each once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._runs: dict[tuple[Any, ...], Path] = {}
+
+    def __call__(self, name: str, *args: str, count: int = 2) -> Path:
+        key = (name, *args, count)
+        if key not in self._runs:
+            folder = self._folder / str(len(self._runs))
+            run_script(folder, name, *args, count=count)
+            self._runs[key] = folder
+        return self._runs[key]
+
+
+def read_notes(folder: Path, name: str, rank: int | None = None) -> list[Any]:
+    """What a rank, or all, have written to their files of this name, a JSON value a line."""
     lines: list[Any] = []
-    for path in sorted(folder.glob(f"{name}-*")):
+    for path in sorted(folder.glob(f"{name}-{'*' if rank is None else rank}")):
         lines += map(json.loads, path.read_text().splitlines())
     return lines
 
@@ -88,8 +102,9 @@ def find_problems(
 
 
 def weight_difference(folder: Path, other: Path) -> float:
-    """The largest difference between two runs' final weights."""
-    own, others = (_flatten(read_notes(it, "weights")[0]) for it in (folder, other))
+    """The largest difference between two runs' final weights: rank 0's last ones, as a survivor may
+    come to the end of the script before it is entered again."""
+    own, others = (_flatten(read_notes(it, "weights", 0)[-1]) for it in (folder, other))
     return max(abs(a - b) for a, b in zip(own, others, strict=True))
 
 

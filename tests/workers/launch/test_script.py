@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from contextlib import closing
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,115 +15,92 @@ import torch
 from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.workers.messages import (
     Crashed,
-    Finished,
     LogLine,
-    StepReport,
-    Stopped,
     WentBack,
 )
 from tests.support.nccl_like.settings import from_environment
+from tests.support.scripts import run_script
 from tests.workers.event_controller import Event, EventController, fault
-from tests.workers.launch.support import SCRIPTS, find_problems, make_workers, weight_difference
+from tests.workers.launch.support import (
+    SCRIPTS,
+    PlainRuns,
+    find_problems,
+    make_workers,
+    weight_difference,
+)
 from tests.workers.launch.support import read_notes as read
-from tests.workers.local_controller import LocalController
+from tests.workers.launch.support import run_script as run
 
 pytestmark = pytest.mark.slow
 SAMPLES, EPOCHS = 24, 3  # of own_loop.py
 
 
-def run(folder: Path, name: str, *args: str, count: int = 2) -> LocalController:
-    """Runs a script on its workers to its end; repairs with what is left."""
-    folder.mkdir()
-    with closing(make_workers(folder, name, "--out", str(folder), *args, count=count)) as local:
-        controller = LocalController(local)
-        controller.run(120)
-        assert controller.wrong == []
-    return controller
-
-
-def test_killed_script_goes_on_at_its_step(tmp_path: Path):
-    run(tmp_path / "plain", "own_loop.py")
-    run(tmp_path / "killed", "own_loop.py", "--kill-at", "8")
-    assert (tmp_path / "killed" / "killed").exists()
-    plain, killed = (read(tmp_path / name, "weights") for name in ("plain", "killed"))
-    assert plain[0] == plain[1]
-    for one, other in zip(plain[0], killed[0], strict=True):
-        assert one == [pytest.approx(row, abs=1e-12) for row in other]
+def test_killed_script_goes_on_at_its_step(plain_runs: PlainRuns, tmp_path: Path):
+    plain, killed = plain_runs("own_loop.py"), tmp_path / "killed"
+    run(killed, "own_loop.py", "--kill-at", "8")
+    assert (killed / "killed").exists()
+    assert weight_difference(plain, killed) <= 1e-12
     # No finished step is done again, and every sample is used once an epoch.
-    own, lost = (read_rank(tmp_path / "killed", "steps", rank) for rank in (0, 1))
+    own, lost = (read(killed, "steps", rank) for rank in (0, 1))
     again = steps_done_again([step for step, _ in own])
-    own = [
-        it
-        for it, after in zip(own, [*own[1:], None], strict=True)
-        if not after or it[0] != after[0]
-    ]
+    own = [it for it, after in zip_longest(own, own[1:]) if not after or it[0] != after[0]]
     assert [step for step, _ in own] == list(range(1, 19))
     counted = own + [it for it in lost if it[0] not in again]
-    used = Counter(index for _, indices in counted for index in indices)
-    assert used == dict.fromkeys(range(SAMPLES), EPOCHS)
-    assert len((tmp_path / "killed/entries-0").read_text().splitlines()) == 1, "entered once"
-    assert read(tmp_path / "killed", "exits") == ["atexit"]
+    assert count_samples(counted) == dict.fromkeys(range(SAMPLES), EPOCHS)
+    assert len(read(killed, "entries", 0)) == 1, "entered once"
+    assert read(killed, "exits") == ["atexit"]
 
 
-def test_killed_script_with_a_loop_of_its_own_resumes_from_its_own_checkpoint(tmp_path: Path):
+def count_samples(steps: list[Any]) -> Counter[int]:
+    return Counter(index for _, indices in steps for index in indices)
+
+
+def test_killed_script_with_a_loop_of_its_own_resumes_from_its_own_checkpoint(
+    plain_runs: PlainRuns, tmp_path: Path
+):
     """The job goes back with it, and is told: in the history that counts each step is once. Its own
     schedule goes back, too."""
-    run(tmp_path / "plain", "own_loop.py", "--save-every", "5")
-    args = ("--save-every", "5", "--kill-at", "8")
-    controller = run(tmp_path / "killed", "own_loop.py", *args)
-    first, second = read(tmp_path / "killed", "entries")[:2]
+    plain, killed = plain_runs("own_loop.py", "--save-every", "5"), tmp_path / "killed"
+    controller = run(killed, "own_loop.py", "--save-every", "5", "--kill-at", "8")
+    first, second = read(killed, "entries")[:2]
     assert first == second  # the survivor's: nothing of the first entry is left
     own = SCRIPTS / "own_loop.py"
     assert (first["name"], first["file"], first["path"]) == ("__main__", str(own), str(SCRIPTS))
-    assert first["handlers"] == 1
-    assert first["pickled"]
-    assert first["left"] is None
-    assert read(tmp_path / "killed", "exits") == ["atexit"]
-    assert read(tmp_path / "killed", "loaded")[:2] == [[0, 0], [5, 5]]
+    assert (first["handlers"], first["pickled"], first["left"]) == (1, True, None)
+    assert read(killed, "exits") == ["atexit"]
+    assert read(killed, "loaded")[:2] == [[0, 0], [5, 5]]
     told = [it for it in controller._local.seen[0] if isinstance(it, WentBack)]
     assert told == [WentBack(2, 0, 5)]
-    steps = [json.loads(it) for it in (tmp_path / "killed/steps-0").read_text().splitlines()]
+    steps, lost = (read(killed, "steps", rank) for rank in (0, 1))
     assert [step for step, _ in steps] == [*range(1, 9), *range(6, 19)]
-    lost = [json.loads(it) for it in (tmp_path / "killed/steps-1").read_text().splitlines()]
     history = steps[:5] + lost[:5] + steps[8:]
-    assert Counter(index for _, indices in history for index in indices) == dict.fromkeys(
-        range(SAMPLES), EPOCHS
-    )
-    assert weight_difference(tmp_path / "plain", tmp_path / "killed") <= 1e-12
-    rates = read_rank(tmp_path / "killed", "rates")
+    assert count_samples(history) == dict.fromkeys(range(SAMPLES), EPOCHS)
+    assert weight_difference(plain, killed) <= 1e-12
+    rates = read(killed, "rates", 0)
     assert rates == [[step, pytest.approx(0.1 * 0.9 ** (step - 1))] for step, _ in steps]
 
 
 @pytest.mark.parametrize(("calls", "entries"), [("none", 3), ("evaluate", 4), ("barrier", 3)])
 def test_new_worker_calls_nothing_alone_after_epochs_that_were_finished(
-    tmp_path: Path, calls: str, entries: int
+    plain_runs: PlainRuns, tmp_path: Path, calls: str, entries: int
 ):
     """The survivor stays in its loop if the new worker, which begins with the first epoch, calls
     nothing in vain there. The new worker, which is rank 0, leaves that epoch's files alone."""
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "plain/killed").touch()  # by no rank
-    end, lines = run_alone(tmp_path / "plain", "epoch_calls.py", str(tmp_path / "plain"), calls)
-    assert isinstance(end, Finished), lines
-    with closing(make_workers(tmp_path, "epoch_calls.py", str(tmp_path), calls, count=3)) as local:
+    args = ("--stage", "3", "--calls", calls)
+    plain = plain_runs("own_loop.py", *args)
+    args = ("--out", str(tmp_path), *args, "--kill-at", "8")
+    with closing(make_workers(tmp_path, "own_loop.py", *args, count=3)) as local:
         local.form(1, [0, 1])
-        local.wait_step(0, 1, 7)
-        assert any(loss.worker == 1 for loss in local.vault.poll(60.0))
-        local.workers[0].call("fence", 1)
-        assert isinstance(local.wait_end(0, 1), Stopped | Crashed), local.texts(0)
+        local.wait_step(0, 1, 8)
+        assert local.wait_lost() == 1
+        local.fence(1, [0])
         files = {file.name: file.read_bytes() for file in tmp_path.glob("*-0.pt")}
-        local.form(2, [2, 0], local.slots(1, 2))
-        for index in (0, 2):
-            assert isinstance(local.wait_end(index, 2), Finished), local.texts(index)
-    assert len((tmp_path / "entries").read_text().splitlines()) == entries
+        local.finish(2, [2, 0], local.slots(1, 2))
+    assert len(read(tmp_path, "entries")) == entries
     assert sorted(files) == ["half-0.pt", "plain-0.pt"]
     assert {name: (tmp_path / name).read_bytes() for name in files} == files
-    assert [torch.load(tmp_path / f"plain-{it}.pt") for it in range(3)] == [5, 10, 15]
-    (steps, plain), (other, killed) = (
-        json.loads((folder / "end.json").read_text()) for folder in (tmp_path / "plain", tmp_path)
-    )
-    assert steps == other == 15
-    for name, value in plain.items():
-        assert torch.allclose(torch.tensor(value), torch.tensor(killed[name]), atol=1e-12), name
+    assert [torch.load(tmp_path / f"plain-{it}.pt") for it in range(3)] == [6, 12, 18]
+    assert weight_difference(plain, tmp_path) <= 1e-12
 
 
 def run_alone(folder: Path, script: str, *args: str) -> tuple[Any, list[str]]:
@@ -176,12 +151,11 @@ def test_error_of_a_script_is_told_once_with_its_own_frames(tmp_path: Path):
 STOPPED = ("--best", "--epochs", "3", "--stop-at", "12")
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def trained(plain_runs: PlainRuns) -> Path:
     """Of the Trainer script, undisturbed; it stops after its second epoch, with the model of step
     4."""
-    folder = tmp_path_factory.mktemp("trained") / "plain"
-    run(folder, "hf_trainer.py", *STOPPED, count=1)
+    folder = plain_runs("hf_trainer.py", *STOPPED, count=1)
     assert read(folder, "epoch_ends") == [6, 12]
     assert read(folder, "best") == [str(folder / "output" / "checkpoint-4")]
     return folder
@@ -195,16 +169,16 @@ def test_killed_trainer_goes_on_at_its_step(
     trained: Path, tmp_path: Path, where: tuple[str, ...], evaluated: list[int], entries: int
 ):
     """An evaluation that has lost a rank's part is done again: the script is entered again."""
-    (tmp_path / "plain").symlink_to(trained)
-    run(tmp_path / "killed", "hf_trainer.py", *STOPPED, *where)
-    check_continued(tmp_path, steps=12)
-    assert read_rank(tmp_path / "killed", "epoch_ends") == [6, 12]
-    assert read(tmp_path / "killed", "evaluations") == [4, 8, 12, *evaluated]  # rank 1's: the first
-    assert len(read_rank(tmp_path / "killed", "entries")) == entries
+    killed = tmp_path / "killed"
+    run(killed, "hf_trainer.py", *STOPPED, *where)
+    check_continued(trained, killed)
+    assert read(killed, "epoch_ends", 0) == [6, 12]
+    assert read(killed, "evaluations") == [4, 8, 12, *evaluated]  # rank 1's: the first
+    assert len(read(killed, "entries", 0)) == entries
     # Also what the lost rank had a part in: the killed step 5 is not logged before it.
-    assert read_log(tmp_path / "killed") == read_log(tmp_path / "plain")
-    saved = [json.loads(it.read_text()) for it in tmp_path.glob("*/output/*/trainer_state.json")]
-    assert sorted(it["global_step"] for it in saved) == [4, 4, 8, 8, 12, 12]
+    assert read_log(killed) == read_log(trained)
+    saved = [json.loads(it.read_text()) for it in killed.glob("output/*/trainer_state.json")]
+    assert sorted(it["global_step"] for it in saved) == [4, 8, 12]
     assert all(it["save_steps"] == 4 for it in saved)
 
 
@@ -217,90 +191,85 @@ def read_log(folder: Path) -> list[Any]:
 def test_trainer_that_is_killed_at_its_end_ends_with_its_best_model(
     trained: Path, tmp_path: Path, when: str
 ):
-    (tmp_path / "plain").symlink_to(trained)
-    run(tmp_path / "killed", "hf_trainer.py", *STOPPED, "--kill-best", when)
-    check_continued(tmp_path, steps=12)
-    assert sorted(read(tmp_path / "killed", "epoch_ends")) == [6, 6, 12, 12], "each rank's, once"
-    assert read_log(tmp_path / "killed") == read_log(trained)
+    killed = tmp_path / "killed"
+    run(killed, "hf_trainer.py", *STOPPED, "--kill-best", when)
+    check_continued(trained, killed)
+    assert sorted(read(killed, "epoch_ends")) == [6, 6, 12, 12], "each rank's, once"
+    assert read_log(killed) == read_log(trained)
 
 
-def test_trainer_that_resumed_from_a_checkpoint_goes_on_after_a_kill(tmp_path: Path):
-    run(tmp_path / "plain", "hf_trainer.py", "--stage", "3")
-    checkpoint = str(tmp_path / "plain" / "output" / "checkpoint-8")
-    args = ("--stage", "3", "--resume", checkpoint, "--kill-at", "10")
-    run(tmp_path / "killed", "hf_trainer.py", *args)
-    assert (tmp_path / "killed" / "killed").exists()
-    done = [json.loads(it)[1] for it in (tmp_path / "killed" / "steps-0").read_text().splitlines()]
-    assert done == [9, 10, 11, 12]
-    assert weight_difference(tmp_path / "plain", tmp_path / "killed") <= 1e-9
+def test_trainer_that_resumed_from_a_checkpoint_goes_on_after_a_kill(
+    plain_runs: PlainRuns, tmp_path: Path
+):
+    args = ("--stage", "3")
+    plain, killed = plain_runs("hf_trainer.py", *args), tmp_path / "killed"
+    checkpoint = str(plain / "output" / "checkpoint-8")
+    run(killed, "hf_trainer.py", *args, "--resume", checkpoint, "--kill-at", "10")
+    assert (killed / "killed").exists()
+    assert [step for _, step in read(killed, "steps", 0)] == [*range(9, 13)]
+    assert weight_difference(plain, killed) <= 1e-9
 
 
-@pytest.fixture(scope="module")
-def accelerated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def accelerated(plain_runs: PlainRuns) -> Path:
     """Of the Accelerate script, undisturbed."""
-    folder = tmp_path_factory.mktemp("accelerated") / "plain"
-    run(folder, "accelerated_loop.py", "--save-at", "4")
-    return folder
+    return plain_runs("accelerated_loop.py", "--save-at", "4")
 
 
 @pytest.mark.parametrize("where", [("--kill-at", "8"), ("--save-at", "8", "--kill-save")])
 def test_killed_accelerate_loop_goes_on_at_its_step(
     accelerated: Path, tmp_path: Path, where: tuple[str, ...]
 ):
-    (tmp_path / "plain").symlink_to(accelerated)
-    controller = run(tmp_path / "killed", "accelerated_loop.py", *where)
-    check_continued(tmp_path, steps=12)
+    killed = tmp_path / "killed"
+    controller = run(killed, "accelerated_loop.py", *where)
+    check_continued(accelerated, killed)
     in_loop = "--kill-save" not in where  # elsewhere than in a step it is called again
-    assert len(read_rank(tmp_path / "killed", "entries")) == 2 - in_loop
+    assert len(read(killed, "entries", 0)) == 2 - in_loop
     assert not [text for text in controller._local.texts(0) if "Warning" in text]
-    assert checkpointed_steps(tmp_path / "killed", "epoch-") == [6, 12]
+    assert checkpointed_steps(killed, "epoch-") == [6, 12]
 
 
 def test_accelerate_loop_that_resumed_from_a_checkpoint_goes_on_after_a_kill(
     accelerated: Path, tmp_path: Path
 ):
     """It loads the checkpoint again, whose schedule and count of batches are those of step 4."""
+    killed = tmp_path / "killed"
     args = ("--resume", str(accelerated / "step_4"), "--kill-at", "8", "--numbered")
-    run(tmp_path / "killed", "accelerated_loop.py", *args)
-    assert (tmp_path / "killed" / "killed").exists()
-    steps = [step for _, step in read_rank(tmp_path / "killed", "steps")]
+    run(killed, "accelerated_loop.py", *args)
+    assert (killed / "killed").exists()
+    steps = [step for _, step in read(killed, "steps", 0)]
     again = steps_done_again(steps)
     assert sorted(steps) == sorted([*range(5, 13), *again])
-    rates = read_rank(accelerated, "rates")
-    assert read_rank(tmp_path / "killed", "rates") == [pytest.approx(rates[it - 1]) for it in steps]
-    assert weight_difference(accelerated, tmp_path / "killed") <= 1e-9
-    assert checkpointed_steps(tmp_path / "killed/checkpoints", "checkpoint_") == [6, 12]
+    rates = read(accelerated, "rates", 0)
+    assert read(killed, "rates", 0) == [pytest.approx(rates[it - 1]) for it in steps]
+    assert weight_difference(accelerated, killed) <= 1e-9
+    assert checkpointed_steps(killed / "checkpoints", "checkpoint_") == [6, 12]
 
 
 @pytest.mark.parametrize("name", ["hf_trainer.py", "accelerated_loop.py"])
 def test_script_without_a_config_equals_ddp_and_goes_on_after_a_kill(name: str, tmp_path: Path):
-    """Neither says anything of DeepSpeed or of CPUs. The oracle is the script itself, under
-    torchrun, with torch's DDP."""
-    (tmp_path / "plain").mkdir()
-    script = [str(SCRIPTS / name), "--plain", "--out", str(tmp_path / "plain")]
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *script],
-        check=True,
-        timeout=500,
-        stderr=subprocess.DEVNULL,
-    )
-    run(tmp_path / "killed", name, "--plain", "--kill-at", "5")
-    check_continued(tmp_path, steps=12)
+    """Neither says anything of DeepSpeed or of CPUs. The oracle is the script itself, as
+    under torchrun, with torch's DDP."""
+    plain, killed = tmp_path / "plain", tmp_path / "killed"
+    plain.mkdir()
+    done = run_script(str(SCRIPTS / name), "--plain", "--out", str(plain), ranks=2)
+    assert done.returncode == 0, done.stderr
+    run(killed, name, "--plain", "--kill-at", "5")
+    check_continued(plain, killed)
     if name == "hf_trainer.py":
-        assert read_log(tmp_path / "killed") == read_log(tmp_path / "plain")
-        before = read(tmp_path / "killed", "before")  # it trains, in each entry
+        assert read_log(killed) == read_log(plain)
+        before = read(killed, "before")  # it trains, in each entry
         assert before == [pytest.approx(before[0])] * 2
     else:
-        norms = read_rank(tmp_path / "plain", "norms")
+        norms = read(plain, "norms", 0)
         assert max(norms) > 0.1
-        expected = [norms[step - 1] for _, step in read_rank(tmp_path / "killed", "steps")]
-        assert read_rank(tmp_path / "killed", "norms") == pytest.approx(expected, rel=1e-5)
+        expected = [norms[step - 1] for _, step in read(killed, "steps", 0)]
+        assert read(killed, "norms", 0) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("name", "option", "phase"),
     [
-        ("accelerated_loop.py", "", "update"),
         ("accelerated_loop.py", "--generator", "update"),
         ("hf_trainer.py", "", "update"),
         ("hf_trainer.py", "--every 100 --dropout 0.2", "mirror"),
@@ -310,13 +279,13 @@ def test_script_without_a_config_equals_ddp_and_goes_on_after_a_kill(name: str, 
     ],
 )
 def test_loop_stays_while_ranks_are_replaced_and_lost(
-    tmp_path: Path, name: str, option: str, phase: str
+    plain_runs: PlainRuns, tmp_path: Path, name: str, option: str, phase: str
 ):
     """Rank 0 in an epoch, rank 1 in its last step, and one that is not replaced, if no dropout
     depends on the number of ranks; each where the others have finished the step before, or, in its
     mirror, this step: the job goes back behind it."""
     args = ("--samples", "32", *option.split())
-    run(tmp_path / "plain", name, *args)
+    plain = plain_runs(name, *args)
     is_scripts = phase == "mirror" and name != "hf_trainer.py"
     second = 7 if is_scripts else 8  # a script cannot go back to an epoch that it has ended
     events = [
@@ -337,19 +306,14 @@ def test_loop_stays_while_ranks_are_replaced_and_lost(
     if not local.nccl_like:  # there a rank may finish a step that another one loses
         again = [event.step for event in events] if phase == "mirror" else []
         assert find_problems(folder, 16, 32, epochs=2, kills=3, unreported=again) == []
-    assert weight_difference(tmp_path / "plain", folder) <= 1e-9
+    assert weight_difference(plain, folder) <= 1e-9
     if name == "hf_trainer.py":
-        assert read_log(folder) == read_log(tmp_path / "plain")
+        assert read_log(folder) == read_log(plain)
 
 
 def checkpointed_steps(folder: Path, name: str) -> list[int]:
     saved = [folder / f"{name}{number}" / "pytorch_model" for number in (0, 1)]
     return [CheckpointSource(str(it)).step for it in saved]
-
-
-def read_rank(folder: Path, name: str, rank: int = 0) -> list[Any]:
-    """The notes of one rank; of rank 0, which is not killed."""
-    return [json.loads(it) for it in (folder / f"{name}-{rank}").read_text().splitlines()]
 
 
 def steps_done_again(steps: list[int]) -> list[int]:
@@ -365,27 +329,18 @@ def test_resized_accelerate_loop_leaves_nothing_out(accelerated: Path, tmp_path:
     args = ("--out", str(tmp_path), "--pace-s", "0.1")
     with closing(make_workers(tmp_path, "accelerated_loop.py", *args)) as local:
         local.form(1, [0, 1])
-        local.wait(1, lambda message: isinstance(message, StepReport))
-        local.workers[1].call("drain", 1)
-        ends = [local.wait_end(rank, 1) for rank in (0, 1)]
-        assert all(isinstance(end, Stopped) for end in ends), ends
-        local.form(2, [1], local.slots(1, 2))
-        assert isinstance(local.wait_end(1, 2), Finished), local.texts(1)
+        local.wait_step(0, 1, 1)
+        local.drain(1, [0, 1], told=[1])
+        local.finish(2, [1], local.slots(1, 2))
     assert find_problems(tmp_path, 12, SAMPLES, epochs=2) == []
     assert weight_difference(accelerated, tmp_path) <= 1e-9
 
 
-def check_continued(folder: Path, steps: int) -> None:
+def check_continued(plain: Path, killed: Path, steps: int = 12) -> None:
     """The kill has happened, no step was done again, the weights are those without it."""
-    assert (folder / "killed" / "killed").exists()
-    done = [step for _, step in read_rank(folder / "killed", "steps")]
+    assert (killed / "killed").exists()
+    done = [step for _, step in read(killed, "steps", 0)]
     again = steps_done_again(done)
     assert done == sorted([*range(1, steps + 1), *again])
-    assert find_problems(folder / "killed", steps, SAMPLES, epochs=2, unreported=again) == []
-    # The last: a survivor may come to the end of the script before it is entered again.
-    plain, killed = (read(folder / name, "weights")[-1] for name in ("plain", "killed"))
-    for one, other in zip(plain, killed, strict=True):
-        expected = torch.tensor(one, dtype=torch.float64)
-        torch.testing.assert_close(
-            torch.tensor(other, dtype=torch.float64), expected, rtol=0, atol=1e-9
-        )
+    assert find_problems(killed, steps, SAMPLES, epochs=2, unreported=again) == []
+    assert weight_difference(plain, killed) <= 1e-9

@@ -58,8 +58,3 @@ def fork(address: str, worker: int) -> None:
         os._exit(0)
     print_and_wait()
     client.close()
-
-
-def deregister(address: str, worker: int) -> None:
-    VaultClient(address, worker).close()
-    print_and_wait()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
@@ -93,57 +92,24 @@ class VaultCluster:
         return data.data
 
 
-class WorkerProcess:
-    """A process that runs a function of `tests.workers.vault.functions` on the vault.
-
-    It has printed its first line when the constructor returns.
-    """
-
-    def __init__(self, function: str, address: str, worker: int = 0) -> None:
-        script = (
-            f"from tests.workers.vault.functions import {function} as f; f({address!r}, {worker})"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", script],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.first_line = self._line()
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def send(self, line: str) -> None:
-        if self.process.stdin:
-            print(line, file=self.process.stdin, flush=True)
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-
-    def wait(self) -> int:
-        return self.process.wait(10)
-
-    def _line(self) -> str:
-        stream = self.process.stdout
-        return stream.readline().strip() if stream else ""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.kill()
-        self.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream:
-                stream.close()
+@contextmanager
+def worker_process(function: str, address: str, worker: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs a function of `tests.workers.vault.functions` on the vault. It has
+    printed its first line, and is killed afterwards."""
+    script = f"from tests.workers.vault.functions import {function} as f; f({address!r}, {worker})"
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout
+            assert process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
 
 
 def steps_of(vault: Vault, generation: int | None = None) -> list[tuple[int, int]]:
@@ -155,14 +121,19 @@ def steps_of(vault: Vault, generation: int | None = None) -> list[tuple[int, int
     )
 
 
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def open_fds(name: str = "") -> int:
+    """This process's descriptors; of files with that in their names."""
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the folder's own
+            count += name in os.readlink(f"/proc/self/fd/{fd}")
+    return count
 
 
-def wait_for_fds(max_fds: int) -> None:
+def wait_for_fds(max_fds: int, name: str = "") -> None:
     """Wait until at most `max_fds` are open: the server closes descriptors after its reply."""
     deadline_s = monotonic() + 5.0
-    while (count := open_fds()) > max_fds:
+    while (count := open_fds(name)) > max_fds:
         assert monotonic() < deadline_s, f"{count - max_fds} descriptors are still open"
         sleep(0.01)
 

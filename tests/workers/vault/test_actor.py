@@ -12,7 +12,7 @@ from ray.exceptions import RayTaskError
 from rayzero.workers.vault.actor import VAULT_COMMAND_THREADS, VaultActor
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import ConnectionLost, Restore, SlotGoneError, VaultGoneError
-from tests.workers.vault.support import WorkerProcess, content, refs, table, write
+from tests.workers.vault.support import content, refs, table, worker_process, write
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def test_replica_serves_reads_after_vault_loss(vaults: dict[str, Any]):
 
 
 def test_blocked_poll_reports_lost_connection(vaults: dict[str, Any]):
-    with WorkerProcess("connect", call(vaults["a"], "address"), worker=5) as worker:
+    with worker_process("connect", call(vaults["a"], "address"), worker=5) as worker:
         call(vaults["a"], "usage")  # the connection is open
         poll = vaults["a"].poll.remote(200.0)
         assert call(vaults["a"], "kill", worker.pid)

@@ -13,7 +13,7 @@ from rayzero.workers.vault.mappings import SlotMapping
 from rayzero.workers.vault.records import SlotGoneError, SlotInfo
 from rayzero.workers.vault.registry import SlotRegistry
 from rayzero.workers.vault.slots import SlotHeader, SlotWriter, encode_index, read_header
-from tests.workers.vault.support import UNLIMITED_BYTES, keep_only, open_fds, refs, table, write
+from tests.workers.vault.support import UNLIMITED_BYTES, keep_only, refs, table, write
 
 KEY = tuple[int, int, int]
 
@@ -162,19 +162,6 @@ def test_unpinning_frees_up_to_step_and_keeps_versions(node: Node):
     assert buffers[2].pinned
 
 
-def test_dropped_buffers_are_reused_and_grow(node: Node):
-    node.mirror(1, 0, 4, 5)
-    nbytes = node.registry.usage()["slots"]
-    keep_only(node.registry, (1, 0, 5))
-    assert node.keys() == [(1, 0, 5)]
-    assert node.registry.usage() == {"slots": nbytes // 2, "replicas": 0, "spare": nbytes // 2}
-    new = node.reserve(2, 0, nbytes=100_000)
-    assert node.registry.usage()["spare"] == 0
-    assert (new.step, len(new.data)) == (-1, 100_000)
-    write(new, 0, 6)
-    assert node.keys() == [(1, 0, 5), (2, 0, 6)]
-
-
 def test_unfinished_buffers_become_spare_and_complete_versions_stay(node: Node):
     node.mirror(1, 0, 4)
     node.reserve(1, 0).begin()
@@ -214,25 +201,6 @@ def test_version_overwritten_during_read_is_error(node: Node):
         write(buffer, 0, 5)
 
 
-def test_older_replica_stays_until_it_is_unpinned_and_newer_one_is_complete(node: Node):
-    node.replica(1, 0, 4)
-    node.registry.unpin(1, 9)
-    assert node.keys(replica=True) == [(1, 0, 4)]  # without a newer one
-    node.replica(1, 0, 8)
-    assert node.keys(replica=True) == [(1, 0, 4), (1, 0, 8)]
-    node.registry.unpin(1, 4)
-    assert node.keys(replica=True) == [(1, 0, 8)]
-
-
-def test_replicas_of_rank_use_at_most_two_buffers(node: Node):
-    for step in (4, 8, 12):
-        node.replica(1, 0, step)
-    assert node.keys(replica=True) == [(1, 0, 8), (1, 0, 12)]
-    usage = node.registry.usage()
-    node.replica(1, 0, 16)
-    assert node.registry.usage() == usage
-
-
 def test_replicas_of_older_generations_are_dropped_when_unpinned(node: Node):
     node.replica(1, 1, 4)
     node.mirror(2, 0, 6)
@@ -248,14 +216,3 @@ def test_unpinning_for_newer_generation_drops_older_ones(node: Node):
     assert node.keys() == [(1, 0, 3)]
     node.registry.unpin(2, 8)
     assert node.keys() == []
-
-
-def test_close_releases_all_descriptors():
-    before = open_fds()
-    node = Node()
-    for generation in (1, 2):
-        node.mirror(generation, 0, 1, pin=True)
-        node.replica(generation, 1, 1)
-    keep_only(node.registry)
-    node.registry.close()
-    assert open_fds() == before

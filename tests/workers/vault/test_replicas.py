@@ -121,14 +121,6 @@ def test_damage_in_transit_is_detected(cluster: VaultCluster, monkeypatch: pytes
     assert steps_of(vault) == [(0, 4)]
 
 
-def test_damaged_original_is_detected_by_its_vault(cluster: VaultCluster):
-    slots = pinned(cluster, 4)
-    damage(cluster.vaults["a"], slots[0], lambda image: image.header.data_offset)
-    with pytest.raises(SlotDamagedError):
-        cluster.vault("b").replicate(slots)
-    assert len(cluster.fetched) == 2  # the header; the first chunk was refused
-
-
 def test_version_dropped_during_copy_leaves_older_replica(
     cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
 ):

@@ -83,12 +83,6 @@ def test_parts_are_page_aligned_and_large_enough(header: SlotHeader):
         assert size <= end - start < size + PAGE_BYTES
 
 
-def test_checksum_of_zero_differs_from_none():
-    header = SlotHeader(1, 0, 1, 1, 1, data_checksum=0)
-    assert SlotHeader.decode(header.encode()) == header
-    assert header.encode() != header._replace(data_checksum=None).encode()
-
-
 @pytest.mark.parametrize("nbytes", [0, 1, 100, 101, 999])
 def test_threads_compute_the_same_checksum(nbytes: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(slots, "CHUNK_BYTES", 100)

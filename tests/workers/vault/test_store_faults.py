@@ -24,14 +24,17 @@ def start_vault(cluster: VaultCluster, folder: Path, *faults: str) -> tuple[Vaul
 
 
 def test_full_disk_is_reported_and_retry_succeeds(cluster: VaultCluster, tmp_path: Path):
-    vault, _ = start_vault(cluster, tmp_path, "full_disk(step=4)", "kill(rank=0, step=1)")
+    """After as many failures as the fault says."""
+    fault = "full_disk(step=4, times=2)"
+    vault, _ = start_vault(cluster, tmp_path, fault, "kill(rank=0, step=1)")
     folder = tmp_path / "step-4"
-    with pytest.raises(StoreError, match="No space left on device") as caught:
-        vault.write(str(folder), refs((1, 0, 4)))
-    assert caught.value.kind == "full"
-    assert FaultRecord(tmp_path).read() == (FaultFired(0, 4, "full_disk(step=4)"),)
-    assert vault.poll(0) == [FaultFired(0, 4, "full_disk(step=4)")]
-    assert vault.poll(0) == []
+    for times in (1, 2):
+        with pytest.raises(StoreError, match="No space left on device") as caught:
+            vault.write(str(folder), refs((1, 0, 4)))
+        assert caught.value.kind == "full"
+        assert FaultRecord(tmp_path).read() == (FaultFired(0, 4, fault),) * times
+        assert vault.poll(0) == [FaultFired(0, 4, fault)]
+        assert vault.poll(0) == []
     [file] = vault.write(str(folder), refs((1, 0, 4)))
     assert (folder / file.name).stat().st_size == file.nbytes
 

@@ -49,6 +49,11 @@ def main() -> None:
     parser.add_argument("--kill-at", type=int, default=-1)
     parser.add_argument("--exit", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=0)
+    parser.add_argument("--stage", type=int, default=2)
+    calls = ["none", "evaluate", "barrier"]
+    parser.add_argument(
+        "--calls", choices=calls, help="of all ranks, after each epoch; saves files"
+    )
     args = deepspeed.add_config_arguments(parser).parse_args()
     if args.exit:
         sys.exit(args.exit)
@@ -81,14 +86,14 @@ def main() -> None:
         config={
             "train_batch_size": BATCH,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 2},
+            "zero_optimization": {"stage": args.stage},
         },
     )
     epochs = [loader] * EPOCHS
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     if args.save_every:
         epochs = [own_batches(engine, schedule, args.out)]
-    for epoch in epochs:
+    for number, epoch in enumerate(epochs):
         for rows, indices in epoch:
             if (engine.global_steps, engine.global_rank) == (args.kill_at, 1):
                 kill_once(args.out)
@@ -102,7 +107,16 @@ def main() -> None:
             if args.save_every and engine.global_steps % args.save_every == 0:
                 state = {"batch": engine.global_steps, "schedule": schedule.state_dict()}
                 engine.save_checkpoint(str(args.out / "saved"), client_state=state)
-    weights = [value.tolist() for value in engine.module.state_dict().values()]
+        if args.calls == "evaluate":
+            with torch.no_grad():
+                engine(torch.ones(1, 4).double())
+        elif args.calls == "barrier":
+            dist.barrier()
+        if args.calls:
+            engine.save_16bit_model(str(args.out), f"half-{number}.pt")
+            if engine.global_rank == 0:
+                torch.save(engine.global_steps, args.out / f"plain-{number}.pt")
+    weights = [value.tolist() for value in engine.module_state_dict().values()]
     note(args.out, "weights", weights)
     dist.destroy_process_group()
 
