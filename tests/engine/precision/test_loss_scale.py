@@ -1,65 +1,15 @@
-"""Loss scaling follows tables computed by hand from DeepSpeed's DynamicLossScaler."""
+"""Loss scaling follows the rules of DeepSpeed's DynamicLossScaler."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from math import log2
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.engine.config.sections import Fp16Config
 from rayzero.engine.precision.loss_scale import DynamicScaler, FixedScaler, LossScaleState
-
-
-def make_rules(
-    initial_scale: float,
-    window: int,
-    hysteresis: int,
-    *,
-    consecutive: bool = False,
-    minimum: float = 1,
-) -> Fp16Config:
-    return Fp16Config(
-        initial_scale_power=int(log2(initial_scale)),
-        loss_scale_window=window,
-        hysteresis=hysteresis,
-        consecutive_hysteresis=consecutive,
-        min_loss_scale=minimum,
-    )
-
-
-# A row: rules, then what each step was ("." good, "x" overflow), and the scale after each.
-TABLE = [
-    # The first rise takes window + 1 good steps, the following ones window each.
-    (make_rules(16, 2, 1), ".....", [16, 16, 32, 32, 64]),
-    (make_rules(16, 1, 1), "....", [16, 32, 64, 128]),
-    # An overflow resets the count; without hysteresis it lowers the scale at once.
-    (make_rules(16, 2, 1), "..x...x", [16, 16, 8, 8, 8, 16, 8]),
-    # Hysteresis 2: the first overflow is free, the second lowers, and so does every one after it,
-    # good steps between them or not, until the scale has risen.
-    (make_rules(16, 2, 2), "x.x.x", [16, 16, 8, 8, 4]),
-    (make_rules(16, 2, 2), "xx...xx", [16, 8, 8, 8, 16, 16, 8]),
-    # A rise that comes due without an overflow before it leaves the hysteresis full.
-    (make_rules(16, 2, 3), "...xxx", [16, 16, 32, 32, 32, 16]),
-    # Consecutive: any good step gives the hysteresis back.
-    (make_rules(16, 2, 2, consecutive=True), "x.x.xx", [16, 16, 16, 16, 16, 8]),
-    (make_rules(16, 9, 2, consecutive=True), "xx.x", [16, 8, 8, 8]),
-    # The minimum holds, also where the start was below it.
-    (make_rules(4, 5, 1, minimum=3), "x", [3]),
-    (make_rules(2, 5, 1, minimum=8), "x.", [8, 8]),
-]
-
-
-@pytest.mark.parametrize(("rules", "steps", "scales"), TABLE)
-def test_scale_by_step(rules: Fp16Config, steps: str, scales: list[float]) -> None:
-    scaler, values = DynamicScaler(rules), []
-    for step in steps:
-        scaler.update(overflow=step == "x")
-        values.append(scaler.value)
-    assert values == scales
 
 
 @dataclass
@@ -114,23 +64,6 @@ def test_equals_deepspeed_scaler(rules: Fp16Config, overflows: list[bool]) -> No
         assert (scaler.value, scaler.current.hysteresis) == (expected.scale, expected.hysteresis)
 
 
-@given(RULES, OVERFLOWS)
-def test_invariants(rules: Fp16Config, overflows: list[bool]) -> None:
-    scaler = DynamicScaler(rules)
-    lowest = min(rules.min_loss_scale, scaler.value)
-    for overflow in overflows:
-        before = scaler.current
-        scaler.update(overflow=overflow)
-        after = scaler.current
-        assert 1 <= after.hysteresis <= rules.hysteresis
-        assert after.value >= lowest
-        assert after.good_steps == (0 if overflow else before.good_steps + 1)
-        if overflow:
-            assert after.value <= max(before.value, rules.min_loss_scale)
-        else:
-            assert after.value in (before.value, 2 * before.value)
-
-
 @given(RULES, OVERFLOWS, OVERFLOWS)
 def test_state_dict_round_trip(rules: Fp16Config, before: list[bool], after: list[bool]) -> None:
     first, second = DynamicScaler(rules), DynamicScaler(rules)
@@ -145,7 +78,7 @@ def test_state_dict_round_trip(rules: Fp16Config, before: list[bool], after: lis
 
 
 def test_loaded_state_is_clamped_to_the_rules() -> None:
-    scaler = DynamicScaler(make_rules(16, 2, 1, minimum=4))
+    scaler = DynamicScaler(Fp16Config(initial_scale_power=4, hysteresis=1, min_loss_scale=4))
     scaler.load_state_dict({"value": 1.0, "hysteresis": 3, "good_steps": 7})
     assert scaler.current == LossScaleState(4.0, 1, 7)
     scaler.load_state_dict(None)  # of a run without a scale
