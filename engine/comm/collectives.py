@@ -14,6 +14,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 from time import perf_counter
 from typing import Any, TypeVar
@@ -120,33 +121,31 @@ class Collectives:
         self.run_timed("an exchange", sequence, progress, _nothing)
 
     def all_reduce(self, full: Tensor) -> CollectiveWork:
-        return self._launch("all_reduce", 2 * full.nbytes, lambda: self._backend.all_reduce(full))
+        return self._launch("all_reduce", 2 * full.nbytes, self._backend.all_reduce, full)
 
     def reduce_scatter(
         self, full: Tensor, out: Tensor, *, accumulate: bool = False
     ) -> CollectiveWork:
-        start, add = self._backend.reduce_scatter, accumulate
-        return self._launch("reduce_scatter", full.nbytes, lambda: start(full, out, accumulate=add))
+        start = partial(self._backend.reduce_scatter, accumulate=accumulate)
+        return self._launch("reduce_scatter", full.nbytes, start, full, out)
 
     def all_gather(self, full: Tensor, part: Tensor) -> CollectiveWork:
-        start = self._backend.all_gather
-        return self._launch("all_gather", full.nbytes, lambda: start(full, part))
+        return self._launch("all_gather", full.nbytes, self._backend.all_gather, full, part)
 
     def all_gather_in_group(self, full: Tensor, part: Tensor, members: range) -> CollectiveWork:
         start = self._backend.all_gather_in_group
-        return self._launch("all_gather_in_group", full.nbytes, lambda: start(full, part, members))
+        return self._launch("all_gather_in_group", full.nbytes, start, full, part, members)
 
     def all_to_all(self, full: Tensor, received: Tensor) -> CollectiveWork:
-        start = self._backend.all_to_all
-        return self._launch("all_to_all", full.nbytes, lambda: start(full, received))
+        return self._launch("all_to_all", full.nbytes, self._backend.all_to_all, full, received)
 
     def gather(self, full: Tensor, part: Tensor, target: int = 0) -> CollectiveWork:
         moved = part.nbytes * self.world_size
-        return self._launch("gather", moved, lambda: self._backend.gather(full, part, target))
+        return self._launch("gather", moved, self._backend.gather, full, part, target)
 
     def all_to_all_v(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> CollectiveWork:
         moved = sum(part.nbytes for part in sent)
-        return self._launch("exchange", moved, lambda: self._backend.all_to_all_v(received, sent))
+        return self._launch("exchange", moved, self._backend.all_to_all_v, received, sent)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Copies the source's contiguous tensor to every rank, and waits for it."""
@@ -155,7 +154,7 @@ class Collectives:
     def start_broadcast(self, tensor: Tensor, source: int) -> CollectiveWork:
         # As bytes: backends lack some dtypes, NCCL int16 and complex numbers.
         data = tensor.detach().view(-1).view(torch.uint8)
-        return self._launch("broadcast", data.nbytes, lambda: self._backend.broadcast(data, source))
+        return self._launch("broadcast", data.nbytes, self._backend.broadcast, data, source)
 
     def sum_scalars(
         self, scalars: Tensor, numbers: Sequence[float] = (), name: str = "vote"
@@ -192,15 +191,17 @@ class Collectives:
     ) -> tuple[Tensor, CollectiveWork]:
         sent = get_device(scalars.device).send([*numbers, 1.0], torch.float64)
         ballot = torch.cat((scalars.view(-1), sent))
-        return ballot, self._launch(name, ballot.nbytes, lambda: self._backend.all_reduce(ballot))
+        return ballot, self._launch(name, ballot.nbytes, self._backend.all_reduce, ballot)
 
-    def _launch(self, name: str, moved_bytes: int, start: Callable[[], Work]) -> CollectiveWork:
+    def _launch(
+        self, name: str, moved_bytes: int, start: Callable[..., Work], *arguments: Any
+    ) -> CollectiveWork:
         counters = self.counters
         traffic = counters.by_name[name]
         traffic.calls += 1
         traffic.bytes += moved_bytes
         counters.sequence = number = counters.sequence + 1
-        work = self.run_timed(name, number, start, CompletedWork)
+        work = self.run_timed(name, number, partial(start, *arguments), CompletedWork)
         return CollectiveWork(work, self, name, number)
 
     def run_timed(
