@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import Backend, CompletedWork, Work
+from rayzero.engine.comm.backend import Backend, ChainableWork, CompletedWork, Work
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import CollectiveError, EngineError
 
@@ -237,21 +237,15 @@ class Collectives:
         return result
 
 
-class CollectiveWork:
+class CollectiveWork(ChainableWork):
     """The work that `Collectives` returns: waits are timed and observed, and callbacks follow."""
 
-    __slots__ = ("_callbacks", "_collectives", "_name", "_number", "_work")
-
     def __init__(self, work: Work, collectives: Collectives, name: str, number: int) -> None:
+        super().__init__()
         self._work = work
         self._collectives = collectives
         self._name = name
         self._number = number
-        self._callbacks: tuple[Callable[[], None], ...] = ()
-
-    def then(self, finish: Callable[[], None]) -> CollectiveWork:
-        self._callbacks += (finish,)
-        return self
 
     def to_host(self, result: Tensor) -> Tensor:
         """Waits, and returns the result in host memory. On a GPU only this copy makes the host
@@ -269,10 +263,7 @@ class CollectiveWork:
 
     def wait(self) -> None:
         self._collectives.run_timed(self._name, self._number, self._work.wait, _nothing)
-        if self._callbacks:
-            callbacks, self._callbacks = self._callbacks, ()
-            for finish in callbacks:
-                finish()
+        self._run_callbacks()
 
     def release(self) -> None:
         if self._callbacks:

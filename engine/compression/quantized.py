@@ -60,32 +60,24 @@ class PayloadBuffers:
 Finish = Callable[[Sequence[Work]], None]
 
 
-class MultiStageReduce:
+class MultiStageReduce(ChainableWork):
     """A reduction in flight: collectives, each launched when the one before it is complete.
-    `works` are those that were launched, which `finish` gets."""
+    `works` are those that were launched, which `finish` gets.
+
+    `release` is `wait`: other ranks read payload buffers only, which `PayloadBuffers` releases."""
 
     def __init__(self, launches: Sequence[Callable[[], Work]], finish: Finish) -> None:
+        super().__init__()
         self._remaining_stages = deque(launches)
         self.works = [self._remaining_stages.popleft()()]
-        self._callbacks: list[Callable[[], None]] = [partial(finish, self.works)]
-
-    def then(self, finish: Callable[[], None]) -> MultiStageReduce:
-        self._callbacks.append(finish)
-        return self
+        self.then(partial(finish, self.works))
 
     def wait(self) -> None:
         if self.finished:
             return
         self.launch_remaining()
         self.works[-1].wait()
-        callbacks, self._callbacks = self._callbacks, []
-        for finish in callbacks:
-            finish()
-
-    def release(self) -> None:
-        """Waits as `wait` does: other ranks read payload buffers only, which `PayloadBuffers`
-        releases."""
-        self.wait()
+        self._run_callbacks()
 
     @property
     def finished(self) -> bool:
