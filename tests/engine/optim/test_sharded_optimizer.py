@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rayzero.engine.config import OptimizerConfig, parse_config
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.flat_layout import ParamSpec, make_layout
-from rayzero.engine.offload.stores import DeviceStore
+from rayzero.engine.offload.stores import StateStore
 from rayzero.engine.optim.build import optimizer_factory
 from rayzero.engine.optim.param_groups import find_param_groups
 from rayzero.engine.optim.sharded_optimizer import (
@@ -24,7 +24,7 @@ from rayzero.engine.precision.policy import Precision
 from rayzero.engine.zero.parameters import ReplicatedWeights
 from rayzero.engine.zero.unit import Unit
 
-STORE = DeviceStore(Precision(), torch.device("cpu"), separate_memory=False)
+STORE = StateStore(Precision(), torch.device("cpu"), separate_memory=False)
 
 
 def make_shards(*groups: int, dtype: torch.dtype = torch.float32) -> list[OptimizerShard]:
