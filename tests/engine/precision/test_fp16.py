@@ -86,15 +86,8 @@ def test_overflow_skips_the_step_and_lowers_the_scale(world, stage):
 
     def make_optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         adamw = torch.optim.AdamW(groups, lr=0.1, eps=1e-4, weight_decay=0.01)
-        step, lrs = adamw.step, iter(clean)
-
-        def step_with_schedule() -> None:
-            lr = next(lrs)
-            for group in adamw.param_groups:
-                group["lr"] = lr
-            step()
-
-        adamw.step = step_with_schedule  # type: ignore[method-assign]
+        lrs = iter(clean)
+        adamw.register_step_pre_hook(lambda *_: adamw.param_groups[0].update(lr=next(lrs)))
         return adamw
 
     def one_group(model: nn.Module) -> list[dict[str, Any]]:

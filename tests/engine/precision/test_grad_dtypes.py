@@ -1,4 +1,4 @@
-"""Dtypes of gradient accumulation, and the order of reduction and averaging."""
+"""Dtypes of gradient accumulation, sums or means of gradients, the order of averaging."""
 
 from __future__ import annotations
 
@@ -34,12 +34,15 @@ Terms = tuple[tuple[float, ...], ...]
 """The gradients by rank and micro-step."""
 
 
-def gradients(rank: int, world: int, stage: int, rows: list[tuple[Terms, Any]]) -> list[float]:
-    """What this rank's optimizer applies in a step of each row: 0 if others update the weight."""
+def gradients(
+    rank: int, world: int, stage: int, rows: list[tuple[Terms, Any]]
+) -> list[tuple[float, float]]:
+    """What this rank's optimizer applies in a step of each row, 0 if others update the weight; and
+    the gradient's norm."""
     return [_gradient(rank, world, stage, terms, more) for terms, more in rows]
 
 
-def _gradient(rank: int, world: int, stage: int, terms: Terms, more: Any) -> float:
+def _gradient(rank: int, world: int, stage: int, terms: Terms, more: Any) -> tuple[float, float]:
     engine, *_ = rayzero.initialize(
         model=SingleWeight(),
         optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0),
@@ -56,7 +59,8 @@ def _gradient(rank: int, world: int, stage: int, terms: Terms, more: Any) -> flo
         engine.step()
     assert engine.global_steps == 1
     weights = [param for group in engine.optimizer.param_groups for param in group["params"]]
-    return 0.0 - sum(weight.sum().item() for weight in weights)  # all others stay zero
+    applied = 0.0 - sum(weight.sum().item() for weight in weights)  # all others stay zero
+    return applied, 0.0 if engine.skipped_steps else engine.metrics.grad_norm
 
 
 def accumulated_in(dtype: str) -> dict[str, Any]:
@@ -69,6 +73,7 @@ def sent_in(dtype: str) -> dict[str, Any]:
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "loss_scale": 1.0}}
+SUM = {"gradient_allreduce_op": "SUM"}
 TINY = 6e-8
 """About the smallest fp16 number: a gradient divided before the sum may become 0."""
 DIVISIONS: list[dict[str, Any]] = [
@@ -98,6 +103,9 @@ ROWS: list[tuple[Terms, dict[str, Any], float, float | None]] = [
     (((256.0,), (2.0,)), sent_in("bf16"), 258 / 2, 258 / 2),
     (((259.0,), (1.0,)), sent_in("fp32"), 260 / 2, None),
     (((257.0,),), sent_in("bf16"), 257, None),  # alone nothing travels
+    # The sum over ranks, of means over micro-steps.
+    (((1.0, 3.0), (5.0, 7.0)), SUM, 8.0, None),
+    (((1.0, 3.0), (5.0, 7.0)), {"gradient_allreduce_op": "mean"}, 4.0, None),
     # Sums that overflow fp16 skip the step.
     (((40_000.0, 40_000.0),), FP16, 40_000.0, None),
     (((40_000.0, 40_000.0),), FP16 | accumulated_in("fp16"), 0.0, None),
@@ -113,13 +121,15 @@ ROWS: list[tuple[Terms, dict[str, Any], float, float | None]] = [
 @pytest.mark.parametrize("world", [1, 2])
 def test_rounding_of_sums(world: int, stage: int) -> None:
     rows = [row for row in ROWS if len(row[0]) == world]
+    rows = [row for row in rows if row[1] is not SUM or stage < 3]  # as in DeepSpeed
     inputs = [(terms, more) for terms, more, *_ in rows]
     results = run_ranks(world if world > 1 else 0, gradients, stage, inputs)
     for row, *found in zip(rows, *results, strict=True):
         terms, _, expected, at_stage_0 = row
         expected = at_stage_0 if at_stage_0 is not None and not stage else expected
         rel = 0.01 if terms[0][0] == TINY else 0
-        assert max(found) == pytest.approx(expected, rel=rel, abs=0), row
+        for value in map(max, zip(*found, strict=True)):
+            assert value == pytest.approx(expected, rel=rel, abs=0), row
 
 
 @pytest.mark.parametrize(
