@@ -85,6 +85,13 @@ def run_collectives(rank: int, world: int, share: bool) -> dict[str, dict[str, i
             collectives.gather(full, chunk, target).wait()
             assert rank != target or torch.equal(full, summed)
 
+        # Rank s sends rank r zero or more elements of value 10 s + r.
+        sent = [torch.full(((3 * rank + r) % 5,), 10 * rank + r, dtype=dtype) for r in range(world)]
+        received = [torch.zeros((3 * s + rank) % 5, dtype=dtype) for s in range(world)]
+        collectives.all_to_all_v(received, sent).release()
+        for s in range(world):
+            assert received[s].tolist() == [10 * s + rank] * ((3 * s + rank) % 5)
+
         source = world - 1
         full = values(rank, world, dtype)
         collectives.broadcast(full, source)
@@ -93,7 +100,7 @@ def run_collectives(rank: int, world: int, share: bool) -> dict[str, dict[str, i
     scalars = torch.tensor([rank], dtype=torch.float64)
     assert collectives.sum_scalars(scalars, [2.0]) == [world * (world - 1) / 2, 2 * world]
     assert collectives.counters.exposed_s > 0
-    assert collectives.counters.sequence == len(DTYPES) * (7 + world) + 1
+    assert collectives.counters.sequence == len(DTYPES) * (8 + world) + 1
     return {name: vars(traffic) for name, traffic in collectives.counters.by_name.items()}
 
 
@@ -103,6 +110,7 @@ def test_results_and_traffic_counters(world: int, share: bool) -> None:
     full = sum(world * PART * dtype.itemsize for dtype in DTYPES)
     once = len(DTYPES)
     for counters in run_ranks(world, run_collectives, share):
+        assert counters.pop("exchange")["calls"] == once
         assert counters == {
             "all_reduce": {"calls": once, "bytes": 2 * full},
             "reduce_scatter": {"calls": 3 * once, "bytes": 3 * full},

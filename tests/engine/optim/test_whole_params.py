@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.engine.comm.process_group import connect_collectives
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.muon import Muon
 from rayzero.engine.optim.optimizers import Lamb, Lion
@@ -31,26 +30,6 @@ def test_work_is_balanced_over_owners(shapes: list[tuple[int, int]], world: int)
     loads = [sum(cost[n] for n, owner in owners.items() if owner == r) for r in range(world)]
     # Greedy, largest first: at most the mean load plus a parameter.
     assert max(loads) <= sum(cost) / world + max(cost, default=0)
-
-
-def exchange(rank: int, world: int) -> None:
-    """Rank s sends rank r zero or more elements of value 10 s + r."""
-    collectives, _ = connect_collectives()
-    length = [[(3 * s + r) % 5 for r in range(world)] for s in range(world)]
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        sent = [torch.full((length[rank][r],), 10.0 * rank + r, dtype=dtype) for r in range(world)]
-        received = [torch.zeros(length[s][rank], dtype=dtype) for s in range(world)]
-        pending = collectives.all_to_all_v(received, sent)
-        pending.wait()
-        pending.release()
-        for s in range(world):
-            assert received[s].tolist() == [10.0 * s + rank] * length[s][rank]
-    assert collectives.counters.by_name["exchange"].calls == 3
-
-
-@pytest.mark.parametrize("world", [0, 2, 3])
-def test_all_to_all_v(world: int) -> None:
-    run_ranks(max(world, 1), exchange)
 
 
 def traffic(rank: int, world: int, optimizer: dict[str, Any], stage: int) -> dict[str, int]:

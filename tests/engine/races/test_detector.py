@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -169,7 +168,6 @@ def test_ranks_that_launch_in_another_order_are_found():
     nccl, errors, sums = VirtualNccl(ranks), [], []
 
     def run(rank: int) -> None:
-        ranks.as_rank(rank)
         with virtual_rank():
             first, second = on_device(4) * (rank + 1), on_device(2)
             nccl.all_reduce(first, async_op=True).wait()
@@ -180,11 +178,7 @@ def test_ranks_that_launch_in_another_order_are_found():
             except LaunchOrderError as error:
                 errors.append(str(error))
 
-    threads = [Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    ranks.run(run)
     assert sums == [[3.0] * 4] * 2
     assert len(errors) == 2
     assert "('world', 'all_reduce', 4, 'torch.float32')" in errors[0]
