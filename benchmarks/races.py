@@ -1,11 +1,10 @@
-"""The whole of the race detector: `python -m benchmarks.races [--part cases|mutants|books]`.
+"""The whole of the race detector: `python -m benchmarks.races [--part cases|mutants]`.
 
-Trains the engine on virtual accelerators (`tests/support/virtual_device`) and a bookkeeping
-`cuda:0` (`tests/support/fake_cuda`). No GPU is used, and no time of one is measured.
+Trains the engine on virtual accelerators (`tests/support/virtual_device`). No GPU is used, and no
+time of one is measured.
 
     cases     every configuration of `tests/support/races/cases.py`: races and early frees
     mutants   the product with each wait left out once: is it noticed?
-    books     configurations under FakeTensor: devices, NCCL's rules, what the host waits for
 
 Exits with 1 if a case is not clean, or an unjustified mutant survives.
 """
@@ -20,15 +19,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.support.fake_cuda.build import compiler, run_module
-from tests.support.races.cases import Case, all_cases, mutant_cases, sample_cases
+from tests.support.races.cases import Case, all_cases, mutant_cases
 from tests.support.races.mutants import Verdict, judge, reached_functions
 from tests.support.races.running import Findings, run_case
 from tests.support.races.survivors import JUSTIFIED
@@ -114,26 +111,6 @@ def run_mutants(waits: Sequence[Wait], processes: int) -> dict[str, Any]:
     }
 
 
-def run_books(cases: Sequence[Case]) -> dict[str, Any]:
-    """What torch and NCCL would refuse, and what the host waits for."""
-    if compiler() is None:
-        return {"skipped": "no C++ compiler (CXX, g++)"}
-    started_s = time.monotonic()
-    found = run_module("tests.support.fake_cuda", [asdict(case) for case in cases], 3600)
-    errors = [it for it in found if it["error"] or it["refused"]]
-    for it in errors:
-        print(it["case"], it["error"], it["refused"])
-    waits: Counter[str] = Counter()
-    for it in found:
-        waits.update(it["syncs_per_step"].keys())
-    return {
-        "cases": len(found),
-        "not_clean": len(errors),
-        "host_waits_in_cases": dict(waits.most_common()),
-        "seconds": round(time.monotonic() - started_s, 1),
-    }
-
-
 def _table(name: str, result: dict[str, Any]) -> Iterable[str]:
     yield f"{name}: " + ", ".join(
         f"{key} {value}" for key, value in result.items() if not isinstance(value, dict | list)
@@ -146,21 +123,19 @@ def _table(name: str, result: dict[str, Any]) -> Iterable[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--part", choices=("cases", "mutants", "books"), action="append")
+    parser.add_argument("--part", choices=("cases", "mutants"), action="append")
     parser.add_argument("--seed", type=int, default=0, help="of the covering arrays")
     parser.add_argument("--limit", type=int, help="at most as many cases or mutants")
     parser.add_argument("--only", metavar="FILE", help="mutants of the files whose path has this")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    parts, results = options.part or ["cases", "mutants", "books"], {}
+    parts, results = options.part or ["cases", "mutants"], {}
     if "cases" in parts:
         results["cases"] = run_cases(all_cases(options.seed)[: options.limit], options.processes)
     if "mutants" in parts:
         waits = [wait for wait in all_waits() if (options.only or "") in wait.file]
         results["mutants"] = run_mutants(waits[: options.limit], options.processes)
-    if "books" in parts:
-        results["books"] = run_books(sample_cases(options.seed)[: options.limit])
     for name, result in results.items():
         print("\n".join(_table(name, result)))
     if options.json:

@@ -20,8 +20,9 @@ class Waitable(Protocol):
         """Returns when it is complete."""
 
 
-class Work(Protocol):
-    """A collective in flight. Its buffers must not be touched before `wait` has returned.
+class Work:
+    """A collective in flight, by default one that is complete. Its buffers must not be touched
+    before `wait` has returned.
 
     Afterwards the result is available. Other ranks may still read what was passed in: it must not
     be overwritten before `release`, or the next vote.
@@ -33,13 +34,28 @@ class Work(Protocol):
 
     def release(self) -> None:
         """Waits, and returns when no other rank reads this rank's buffers any more."""
+        self.wait()
 
 
-class ChainableWork(Work, Protocol):
+class CompletedWork(Work):
+    """A collective that is already complete."""
+
+
+class ChainableWork(Work):
     """Work that runs callbacks once it has been waited for."""
+
+    def __init__(self) -> None:
+        self._callbacks: list[Callable[[], None]] = []
 
     def then(self, finish: Callable[[], None]) -> ChainableWork:
         """Runs `finish` once, at the end of the first `wait`, after earlier callbacks."""
+        self._callbacks.append(finish)
+        return self
+
+    def _run_callbacks(self) -> None:
+        callbacks, self._callbacks = self._callbacks, []
+        for finish in callbacks:
+            finish()
 
 
 class Backend(Protocol):
@@ -132,17 +148,7 @@ class GatherOp(Protocol):
     def all_gather(self, full: Tensor, part: Tensor) -> ChainableWork: ...
 
 
-class CompletedWork:
-    """A collective that is already complete."""
-
-    def wait(self) -> None:
-        return
-
-    def release(self) -> None:
-        return
-
-
-class AsyncWork:
+class AsyncWork(Work):
     """Torch's works in flight, and a callback for when all are complete. Waits once."""
 
     def __init__(self, works: Sequence[Waitable], finish: Callable[[], None] | None = None) -> None:
@@ -156,9 +162,6 @@ class AsyncWork:
         if self._finish is not None:
             self._finish()
             self._finish = None
-
-    def release(self) -> None:
-        self.wait()
 
 
 def rank_chunk(full: Tensor, rank: int, world_size: int) -> Tensor:

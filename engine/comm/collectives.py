@@ -14,6 +14,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 from time import perf_counter
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import Backend, CompletedWork, Work
+from rayzero.engine.comm.backend import Backend, ChainableWork, CompletedWork, Work
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import CollectiveError, EngineError
 
@@ -120,33 +121,31 @@ class Collectives:
         self.run_timed("an exchange", sequence, progress, _nothing)
 
     def all_reduce(self, full: Tensor) -> CollectiveWork:
-        return self._launch("all_reduce", 2 * full.nbytes, lambda: self._backend.all_reduce(full))
+        return self._launch("all_reduce", 2 * full.nbytes, self._backend.all_reduce, full)
 
     def reduce_scatter(
         self, full: Tensor, out: Tensor, *, accumulate: bool = False
     ) -> CollectiveWork:
-        start, add = self._backend.reduce_scatter, accumulate
-        return self._launch("reduce_scatter", full.nbytes, lambda: start(full, out, accumulate=add))
+        start = partial(self._backend.reduce_scatter, accumulate=accumulate)
+        return self._launch("reduce_scatter", full.nbytes, start, full, out)
 
     def all_gather(self, full: Tensor, part: Tensor) -> CollectiveWork:
-        start = self._backend.all_gather
-        return self._launch("all_gather", full.nbytes, lambda: start(full, part))
+        return self._launch("all_gather", full.nbytes, self._backend.all_gather, full, part)
 
     def all_gather_in_group(self, full: Tensor, part: Tensor, members: range) -> CollectiveWork:
         start = self._backend.all_gather_in_group
-        return self._launch("all_gather_in_group", full.nbytes, lambda: start(full, part, members))
+        return self._launch("all_gather_in_group", full.nbytes, start, full, part, members)
 
     def all_to_all(self, full: Tensor, received: Tensor) -> CollectiveWork:
-        start = self._backend.all_to_all
-        return self._launch("all_to_all", full.nbytes, lambda: start(full, received))
+        return self._launch("all_to_all", full.nbytes, self._backend.all_to_all, full, received)
 
     def gather(self, full: Tensor, part: Tensor, target: int = 0) -> CollectiveWork:
         moved = part.nbytes * self.world_size
-        return self._launch("gather", moved, lambda: self._backend.gather(full, part, target))
+        return self._launch("gather", moved, self._backend.gather, full, part, target)
 
     def all_to_all_v(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> CollectiveWork:
         moved = sum(part.nbytes for part in sent)
-        return self._launch("exchange", moved, lambda: self._backend.all_to_all_v(received, sent))
+        return self._launch("exchange", moved, self._backend.all_to_all_v, received, sent)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Copies the source's contiguous tensor to every rank, and waits for it."""
@@ -155,7 +154,7 @@ class Collectives:
     def start_broadcast(self, tensor: Tensor, source: int) -> CollectiveWork:
         # As bytes: backends lack some dtypes, NCCL int16 and complex numbers.
         data = tensor.detach().view(-1).view(torch.uint8)
-        return self._launch("broadcast", data.nbytes, lambda: self._backend.broadcast(data, source))
+        return self._launch("broadcast", data.nbytes, self._backend.broadcast, data, source)
 
     def sum_scalars(
         self, scalars: Tensor, numbers: Sequence[float] = (), name: str = "vote"
@@ -192,15 +191,17 @@ class Collectives:
     ) -> tuple[Tensor, CollectiveWork]:
         sent = get_device(scalars.device).send([*numbers, 1.0], torch.float64)
         ballot = torch.cat((scalars.view(-1), sent))
-        return ballot, self._launch(name, ballot.nbytes, lambda: self._backend.all_reduce(ballot))
+        return ballot, self._launch(name, ballot.nbytes, self._backend.all_reduce, ballot)
 
-    def _launch(self, name: str, moved_bytes: int, start: Callable[[], Work]) -> CollectiveWork:
+    def _launch(
+        self, name: str, moved_bytes: int, start: Callable[..., Work], *arguments: Any
+    ) -> CollectiveWork:
         counters = self.counters
         traffic = counters.by_name[name]
         traffic.calls += 1
         traffic.bytes += moved_bytes
         counters.sequence = number = counters.sequence + 1
-        work = self.run_timed(name, number, start, CompletedWork)
+        work = self.run_timed(name, number, partial(start, *arguments), CompletedWork)
         return CollectiveWork(work, self, name, number)
 
     def run_timed(
@@ -236,21 +237,15 @@ class Collectives:
         return result
 
 
-class CollectiveWork:
+class CollectiveWork(ChainableWork):
     """The work that `Collectives` returns: waits are timed and observed, and callbacks follow."""
 
-    __slots__ = ("_callbacks", "_collectives", "_name", "_number", "_work")
-
     def __init__(self, work: Work, collectives: Collectives, name: str, number: int) -> None:
+        super().__init__()
         self._work = work
         self._collectives = collectives
         self._name = name
         self._number = number
-        self._callbacks: tuple[Callable[[], None], ...] = ()
-
-    def then(self, finish: Callable[[], None]) -> CollectiveWork:
-        self._callbacks += (finish,)
-        return self
 
     def to_host(self, result: Tensor) -> Tensor:
         """Waits, and returns the result in host memory. On a GPU only this copy makes the host
@@ -268,10 +263,7 @@ class CollectiveWork:
 
     def wait(self) -> None:
         self._collectives.run_timed(self._name, self._number, self._work.wait, _nothing)
-        if self._callbacks:
-            callbacks, self._callbacks = self._callbacks, ()
-            for finish in callbacks:
-                finish()
+        self._run_callbacks()
 
     def release(self) -> None:
         if self._callbacks:

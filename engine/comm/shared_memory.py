@@ -84,7 +84,7 @@ _Steps = Iterator[Sequence[_TokenRound]]
 """Of an exchange: once it has announced this rank's part, it yields its rounds but *done*."""
 
 
-class _Exchange:
+class _Exchange(Work):
     """A collective in shared memory. `execute` runs once, in launch order."""
 
     def __init__(

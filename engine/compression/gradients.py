@@ -16,7 +16,6 @@ from rayzero.engine.compression.powersgd import PowerSGDReduce
 from rayzero.engine.compression.quantized import (
     CodecContext,
     CollectiveSequencer,
-    PayloadBuffers,
     QuantizedReduce,
 )
 from rayzero.engine.config import EngineConfig
@@ -46,9 +45,7 @@ class QuantizedReduction(GradReduction):
         super().__init__(collectives, factor)
         self._device = device
         self._use_feedback = feedback
-        self._codec_context = CodecContext(
-            codec, collectives, PayloadBuffers(collectives, device), CollectiveSequencer()
-        )
+        self._codec_context = CodecContext(codec, collectives, device)
 
     def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
         context = self._codec_context
@@ -171,7 +168,6 @@ class OneBitAdamReduce(QuantizedReduce):
         reduction: OneBitAdamReduction,
     ) -> None:
         super().__init__(context, unit.layout.padding, feedback)
-        self._collectives = context.collectives
         self._unit = unit
         self._reduction = reduction
 

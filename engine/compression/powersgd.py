@@ -101,8 +101,7 @@ class PowerSGDReduce:
             factors.reset_basis()
             left, right = left + rows * rank, right + columns * rank
         self._left_factors: dict[int, Tensor] = {}
-        self._last_reduce: Work = CompletedWork()
-        self._unreleased: list[Work] = []  # all-reduces of the buffers
+        self._last_reduce: MultiStageReduce | None = None
 
     def all_reduce(self, full: Tensor) -> ChainableWork:
         return self._reduce(full, full, slice(0, self._layout.numel), add=False)
@@ -118,10 +117,10 @@ class PowerSGDReduce:
             factors.reset_basis()
 
     def _reduce(self, full: Tensor, out: Tensor, within: slice, *, add: bool) -> MultiStageReduce:
-        self._last_reduce.wait()
-        for pending in self._unreleased:
-            pending.release()
-        self._unreleased.clear()
+        if self._last_reduce is not None:
+            self._last_reduce.wait()
+            for pending in self._last_reduce.works:
+                pending.release()
         self.feedback.local.add_(full)
         for index, values in self._uncompressed.items():
             residuals = self.feedback.local[self._layout.param_range(index)]
@@ -130,8 +129,8 @@ class PowerSGDReduce:
         for factors in self.factors.values():
             torch.mm(factors.matrix, factors.basis, out=factors.left)
         work = self._sequencer.start(
-            [lambda: self._all_reduce_factors(self._first_buffer), self._reduce_right_factors],
-            lambda: self._reconstruct(out, within, add=add),
+            [lambda: self._collectives.all_reduce(self._first_buffer), self._reduce_right_factors],
+            lambda _: self._reconstruct(out, within, add=add),
         )
         self._last_reduce = work
         return work
@@ -143,7 +142,9 @@ class PowerSGDReduce:
             self._left_factors[index] = left
             torch.mm(factors.matrix.t(), left, out=factors.right)
             factors.matrix.addmm_(left, factors.right.t(), alpha=-1.0)
-        return self._all_reduce_factors(self._second_buffer) if self.factors else CompletedWork()
+        return (
+            self._collectives.all_reduce(self._second_buffer) if self.factors else CompletedWork()
+        )
 
     def _reconstruct(self, out: Tensor, within: slice, *, add: bool) -> None:
         for factors in self.factors.values():
@@ -161,11 +162,6 @@ class PowerSGDReduce:
             first, last = start // columns, -(-stop // columns)
             values = (left[first:last] @ factors.right.t()).view(-1)
             copy_or_add_(target, values[start - first * columns : stop - first * columns], add=add)
-
-    def _all_reduce_factors(self, buffer: Tensor) -> Work:
-        pending = self._collectives.all_reduce(buffer)
-        self._unreleased.append(pending)
-        return pending
 
     @property
     def buffer_bytes(self) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,31 +57,27 @@ class PayloadBuffers:
         self._free.append((buffer, last))
 
 
-class MultiStageReduce:
-    """A reduction in flight: collectives, each launched when the one before it is complete."""
+Finish = Callable[[Sequence[Work]], None]
 
-    def __init__(self, launches: Sequence[Callable[[], Work]], finish: Callable[[], None]) -> None:
+
+class MultiStageReduce(ChainableWork):
+    """A reduction in flight: collectives, each launched when the one before it is complete.
+    `works` are those that were launched, which `finish` gets.
+
+    `release` is `wait`: other ranks read payload buffers only, which `PayloadBuffers` releases."""
+
+    def __init__(self, launches: Sequence[Callable[[], Work]], finish: Finish) -> None:
+        super().__init__()
         self._remaining_stages = deque(launches)
-        self._current = self._remaining_stages.popleft()()
-        self._callbacks = [finish]
-
-    def then(self, finish: Callable[[], None]) -> MultiStageReduce:
-        self._callbacks.append(finish)
-        return self
+        self.works = [self._remaining_stages.popleft()()]
+        self.then(partial(finish, self.works))
 
     def wait(self) -> None:
         if self.finished:
             return
         self.launch_remaining()
-        self._current.wait()
-        callbacks, self._callbacks = self._callbacks, []
-        for finish in callbacks:
-            finish()
-
-    def release(self) -> None:
-        """Waits as `wait` does: other ranks read payload buffers only, which `PayloadBuffers`
-        releases."""
-        self.wait()
+        self.works[-1].wait()
+        self._run_callbacks()
 
     @property
     def finished(self) -> bool:
@@ -89,8 +85,8 @@ class MultiStageReduce:
 
     def launch_remaining(self) -> None:
         while self._remaining_stages:
-            self._current.wait()
-            self._current = self._remaining_stages.popleft()()
+            self.works[-1].wait()
+            self.works.append(self._remaining_stages.popleft()())
 
 
 class CollectiveSequencer:
@@ -99,14 +95,12 @@ class CollectiveSequencer:
     def __init__(self) -> None:
         self._in_flight: deque[MultiStageReduce] = deque()
 
-    def start(
-        self, launches: Sequence[Callable[[], Work]], finish: Callable[[], None]
-    ) -> MultiStageReduce:
+    def start(self, launches: Sequence[Callable[[], Work]], finish: Finish) -> MultiStageReduce:
         """Starts a reduction.
 
         Args:
             launches: start its collectives; each is called when the one before is complete.
-            finish: computes the result after the last one.
+            finish: computes the result after the last one, from what all of them returned.
         """
         if self._in_flight:
             self._in_flight[-1].launch_remaining()
@@ -119,14 +113,14 @@ class CollectiveSequencer:
         return work
 
 
-@dataclass(frozen=True)
 class CodecContext:
-    """State that all quantized reductions of an engine share."""
+    """What all quantized reductions of an engine share."""
 
-    codec: Codec
-    collectives: Collectives
-    buffers: PayloadBuffers
-    sequencer: CollectiveSequencer
+    def __init__(self, codec: Codec, collectives: Collectives, device: torch.device) -> None:
+        self.codec = codec
+        self.collectives = collectives
+        self.buffers = PayloadBuffers(collectives, device)
+        self.sequencer = CollectiveSequencer()
 
 
 class QuantizedReduce:
@@ -142,6 +136,7 @@ class QuantizedReduce:
     def __init__(
         self, context: CodecContext, padding: Sequence[slice], feedback: ErrorFeedback | None
     ) -> None:
+        self._collectives = context.collectives
         self.rank = context.collectives.rank
         self.world_size = context.collectives.world_size
         self._context = context
@@ -152,45 +147,63 @@ class QuantizedReduce:
     def reduce_scatter(
         self, full: Tensor, out: Tensor, *, accumulate: bool = False
     ) -> ChainableWork:
-        exchange = self._encode_parts(full)
-
-        def finish() -> None:
-            self._sum_payloads(exchange.received, out, accumulate=accumulate)
+        def finish(received: Tensor) -> None:
+            self._sum_payloads(received, out, accumulate=accumulate)
             self._zero_padding(out, self.rank * out.numel())
-            exchange.release_buffers()
 
-        return self._context.sequencer.start([exchange.all_to_all], finish)
+        return self._start(full, None, finish)
 
     def all_reduce(self, full: Tensor) -> ChainableWork:
-        exchange, parts = self._encode_parts(full), full.view(self.world_size, -1)
+        parts = full.view(self.world_size, -1)
         own, start = parts[self.rank], self.rank * parts.shape[1]
         residual = self.feedback.reduced if self.feedback else None
 
-        def gather() -> Work:
-            self._sum_payloads(exchange.received, own, accumulate=False)
+        def gather(received: Tensor) -> Work:
+            self._sum_payloads(received, own, accumulate=False)
             self._zero_padding(own, start)
-            self._encode(own, exchange.received[self.rank], residual)
+            self._encode(own, received[self.rank], residual)
             if residual is not None:
                 self._zero_padding(residual, start)
-            return exchange.all_gather()
+            return self._collectives.all_gather(received.view(-1), received[self.rank])
 
-        def finish() -> None:
-            for part, payload in zip(parts, exchange.received, strict=True):
+        def finish(received: Tensor) -> None:
+            for part, payload in zip(parts, received, strict=True):
                 self._codec.decode(payload, part, add=False)
             self._zero_padding(full, 0)
-            exchange.release_buffers()
 
-        return self._context.sequencer.start([exchange.all_to_all, gather], finish)
+        return self._start(full, gather, finish)
 
-    def _encode_parts(self, full: Tensor) -> _PayloadExchange:
-        parts = full.view(self.world_size, -1)
-        exchange = _PayloadExchange(self._context, self._codec.payload_bytes(parts.shape[1]))
+    def _start(
+        self,
+        full: Tensor,
+        gather: Callable[[Tensor], Work] | None,
+        finish: Callable[[Tensor], None],
+    ) -> ChainableWork:
+        """Encodes `full`, and starts to exchange the payloads. What is received has one row for
+        each rank: `gather` starts a second collective from it, and `finish` gets the result."""
+        parts, pool = full.view(self.world_size, -1), self._context.buffers
+        nbytes = self.world_size * self._codec.payload_bytes(parts.shape[1])
+        buffers = [pool.acquire(nbytes), pool.acquire(nbytes)]
+        sent, received = (buffer[:nbytes].view(self.world_size, -1) for buffer in buffers)
         residuals = self.feedback.local.view_as(parts) if self.feedback else [None] * len(parts)
-        for part, payload, residual in zip(parts, exchange.sent, residuals, strict=True):
+        for part, payload, residual in zip(parts, sent, residuals, strict=True):
             self._encode(part, payload, residual)
         if self.feedback is not None:
             self._zero_padding(self.feedback.local, 0)
-        return exchange
+
+        def exchange() -> Work:
+            return self._collectives.all_to_all(sent.view(-1), received.view(-1))
+
+        def finish_and_release(works: Sequence[Work]) -> None:
+            finish(received)
+            readers = [*works, CompletedWork()]  # without a gather nobody reads `received`
+            for buffer, last in zip(buffers, readers, strict=False):
+                pool.release(buffer, last)
+
+        launches: list[Callable[[], Work]] = [exchange]
+        if gather is not None:
+            launches.append(partial(gather, received))
+        return self._context.sequencer.start(launches, finish_and_release)
 
     def _encode(self, values: Tensor, payload: Tensor, residual: Tensor | None) -> None:
         """Encodes one part. With feedback, `residual` is first added to `values`, then replaced."""
@@ -212,32 +225,3 @@ class QuantizedReduce:
             first, last = max(span.start - start, 0), min(span.stop - start, values.numel())
             if first < last:
                 values[first:last].zero_()
-
-
-class _PayloadExchange:
-    """The payloads of one quantized reduction, sent and received: one row for each rank."""
-
-    def __init__(self, context: CodecContext, row_bytes: int) -> None:
-        self._collectives = context.collectives
-        self._pool = context.buffers
-        nbytes = self._collectives.world_size * row_bytes
-        self._buffers = self._pool.acquire(nbytes), self._pool.acquire(nbytes)
-        self.sent, self.received = (base[:nbytes].view(-1, row_bytes) for base in self._buffers)
-        self._scattered: Work = CompletedWork()
-        self._gathered: Work = CompletedWork()
-
-    def all_to_all(self) -> Work:
-        sent, received = self.sent.view(-1), self.received.view(-1)
-        self._scattered = self._collectives.all_to_all(sent, received)
-        return self._scattered
-
-    def all_gather(self) -> Work:
-        """Gathers the rows of `received`; this rank contributes its own row."""
-        own = self.received[self._collectives.rank]
-        self._gathered = self._collectives.all_gather(self.received.view(-1), own)
-        return self._gathered
-
-    def release_buffers(self) -> None:
-        """Called when everything has been decoded."""
-        for base, last in zip(self._buffers, (self._scattered, self._gathered), strict=True):
-            self._pool.release(base, last)

@@ -14,7 +14,7 @@ from rayzero.engine.config.zero import ZeroConfig
 from rayzero.engine.layout.flat_layout import ALIGN_NUMEL
 from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.offload.nvme_store import MappedFile, MetaFile, NvmeStore
-from rayzero.engine.offload.stores import DeviceStore, HostStore, StateStore
+from rayzero.engine.offload.stores import HostStore, StateStore
 from rayzero.engine.offload.transfer import HostShardGather, HostTransfer, MemoryKind, make_transfer
 from rayzero.engine.precision.policy import Precision
 
@@ -81,8 +81,8 @@ def plan_offload(
     offloads_weights = config.stage == 3 and config.offload_param.device != "none"
     on_host = transfer.separate_memory and offloads_weights  # model weights
     on_device = transfer.separate_memory and not on_host
-    device_store = DeviceStore(precision, device, separate_memory=on_host)
-    store: StateStore = device_store
+    device_store = StateStore(precision, device, separate_memory=on_host)
+    store = device_store
     if section.device == "cpu":
         store = HostStore(precision, transfer, separate_memory=on_device)
     elif section.nvme_path is not None and section.device == "nvme":

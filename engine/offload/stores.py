@@ -2,7 +2,7 @@
 
 | store | main weights, optimizer state | main gradients | update |
 |---|---|---|---|
-| DeviceStore | on the device | on the device | all at once |
+| StateStore | on the device | on the device | all at once |
 | HostStore | in host memory | in host memory | unit by unit, on the CPU |
 | NvmeStore (`nvme_store`) | in a file | in host memory | chunk by chunk, in a few buffers |
 
@@ -49,9 +49,10 @@ class UpdateChunk:
 
 
 class StateStore:
-    """Storage that all units with the same placement share.
+    """Storage that all units with the same placement share: device memory, as without offload.
 
     Args:
+        device: of updates.
         separate_memory: model weights are in other memory than the memory of updates.
 
     Attributes:
@@ -60,33 +61,42 @@ class StateStore:
         chunk_numel: the most elements of a chunk; None for whole units.
     """
 
-    memory_kind: MemoryKind
+    memory_kind = MemoryKind.DEVICE
     grad_transfer: HostTransfer | None = None
     chunk_numel: int | None = None
 
-    def __init__(self, precision: Precision, *, separate_memory: bool) -> None:
+    def __init__(
+        self, precision: Precision, device: torch.device, *, separate_memory: bool
+    ) -> None:
         self._precision = precision
+        self._device = device
         self._separate_memory = separate_memory
 
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
         """The main weights for a range of model weights; may be the same memory. `original` are the
         values in the model's own dtype, on the device."""
-        raise NotImplementedError
+        main = self._precision.main_weights(original, model_weights)
+        return original.clone() if self._separate_memory and main is model_weights else main
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor of optimizer state in this storage."""
-        raise NotImplementedError
+        return torch.zeros(numel, dtype=dtype, device=self._device)
 
     def update_chunks(
         self, chunks: Sequence[UpdateChunk], state: OptimizerStateMap
     ) -> Iterator[int]:
         """Yields chunk indices; each chunk must be updated before the next is requested. Meanwhile
         its weights and state are in memory."""
-        raise NotImplementedError
+        yield from range(len(chunks))
 
     def copy_to_model(self, main: Tensor, model_weights: Tensor) -> None:
         """Copies main weights to model weights, unless the update has done so."""
-        raise NotImplementedError
+        if self._separate_memory:
+            # Host memory is pinned, and read only by copies to the device on this stream, or on one
+            # that waits for it (`HostShardGather`).
+            model_weights.copy_(main, non_blocking=True)
+        else:
+            self._precision.copy_to_model(main, model_weights)
 
     @property
     def staging_bytes(self) -> int:
@@ -97,38 +107,6 @@ class StateStore:
         """Stops threads and closes files. Idempotent."""
 
 
-class DeviceStore(StateStore):
-    """Device memory, as without offload. Model weights may still be in host memory."""
-
-    memory_kind = MemoryKind.DEVICE
-
-    def __init__(
-        self, precision: Precision, device: torch.device, *, separate_memory: bool
-    ) -> None:
-        super().__init__(precision, separate_memory=separate_memory)
-        self._device = device
-
-    def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
-        main = self._precision.main_weights(original, model_weights)
-        return original.clone() if self._separate_memory and main is model_weights else main
-
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self._device)
-
-    def update_chunks(
-        self, chunks: Sequence[UpdateChunk], state: OptimizerStateMap
-    ) -> Iterator[int]:
-        yield from range(len(chunks))
-
-    def copy_to_model(self, main: Tensor, model_weights: Tensor) -> None:
-        if self._separate_memory:
-            # Host memory is pinned, and read only by copies to the device on this stream, or on one
-            # that waits for it (`HostShardGather`).
-            model_weights.copy_(main, non_blocking=True)
-        else:
-            self._precision.copy_to_model(main, model_weights)
-
-
 class HostStore(StateStore):
     """Host memory: pinned if a GPU reads it."""
 
@@ -137,7 +115,7 @@ class HostStore(StateStore):
     def __init__(
         self, precision: Precision, transfer: HostTransfer, *, separate_memory: bool
     ) -> None:
-        super().__init__(precision, separate_memory=separate_memory)
+        super().__init__(precision, torch.device("cpu"), separate_memory=separate_memory)
         self._transfer = transfer
         self._sent: set[int] = set()  # by the main weights' identity
         self.grad_transfer = transfer if transfer.separate_memory else None
@@ -150,7 +128,7 @@ class HostStore(StateStore):
         return self._transfer.host_zeros(main.numel(), main.dtype).copy_(main)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype)  # on the meta device in a memory plan
 
     def update_chunks(
         self, chunks: Sequence[UpdateChunk], state: OptimizerStateMap

@@ -89,7 +89,7 @@ class HostTransfer:
 
 
 @dataclass
-class _D2HCopy:
+class _D2HCopy(Work):
     """A copy to the host. Nothing on the device reads it, so `wait` is that of the reduction.
 
     Attributes:

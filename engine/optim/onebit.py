@@ -34,10 +34,6 @@ class MomentumReduced(torch.optim.Optimizer):
         unchanged."""
         return steps >= self.freeze_step
 
-    def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of state that is equal on all ranks and belongs to no element."""
-        yield from ()
-
 
 class OneBitAdam(ElementwiseOptimizer, MomentumReduced):
     """1-bit Adam (Tang et al., 2021): learns variances during a warm-up, then freezes them.
@@ -142,6 +138,7 @@ class OneBitLamb(Lamb, MomentumReduced):
         self._coefficients[1] = 1.0
 
     def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of state that is equal on all ranks and belongs to no element."""
         yield "onebit_lamb/coefficients", self._coefficients
 
     def _update_moments(

@@ -1,12 +1,12 @@
-"""Precision policies: the dtypes of a run, and how main weights relate to model weights.
+"""The precision of a run: its dtypes, and how main weights relate to model weights.
 
-| policy | model weights | main weights | main grads | loss scale |
+| config | model weights | main weights | main grads | loss scale |
 |---|---|---|---|---|
-| Precision | the model's own dtype | the same memory | the same dtype | none |
-| AutocastPrecision | the model's own dtype | the same memory | the same dtype | fp16: dynamic |
-| MixedPrecision, bf16 | bfloat16 | fp32, from the original values | fp32 | none |
-| Bf16MainPrecision | bfloat16 | the same memory | bfloat16 | none |
-| MixedPrecision, fp16 | float16 | fp32, from the original values | fp32 | dynamic or fixed |
+| none | the model's own dtype | the same memory | the same dtype | none |
+| torch_autocast | the model's own dtype | the same memory | the same dtype | fp16: dynamic |
+| bf16 | bfloat16 | fp32, from the original values | fp32 | none |
+| bf16 with bf16_master_weights_and_grads | bfloat16 | the same memory | bfloat16 | none |
+| fp16 | float16 | fp32, from the original values | fp32 | dynamic or fixed |
 
 `data_types.grad_accum_dtype` overrides the dtype of main grads. Each addition over ranks and
 micro-steps is rounded to it; the optimizer reads the result in the main weights' dtype.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,20 +30,25 @@ from rayzero.engine.tensor_tree import map_tensors
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Trains in the model's own dtype. Arguments named `original` are as the model was built.
+    """By default everything is in the model's own dtype. Arguments named `original` are as the
+    model was built.
 
     Attributes:
-        average_before_reduce: average gradients through the initial gradient of backward, which
-            is free, or in the optimizer, so that a weight such as 1/3 is not rounded to the
-            model's dtype.
+        dtype: 16 bits of model weights, forward and backward; None: the model's own.
+        wide_main: main weights, sums of gradients and updates are in fp32 (Micikevicius et al.,
+            2018), apart from the model weights.
+        input_casting: cast the model's floating-point inputs to `dtype`.
         scaler: the loss scale; the optimizer divides gradients by it.
         update_dtype: in which main weights are updated, and optimizer state is kept, where that is
             not the main weights' own.
         buffer_dtype: of the model's floating-point buffers; None: their own.
-        autocast_device, autocast_dtype: of torch.autocast around forward; None: no autocast.
+        autocast_device, autocast_dtype: of torch.autocast around forward, where torch picks a dtype
+            for each operation, 16 bits where they are safe; None: no autocast.
     """
 
-    average_before_reduce: ClassVar[bool] = True
+    dtype: torch.dtype | None = None
+    wide_main: bool = False
+    input_casting: bool = True
     scaler: LossScaler = NO_SCALER
     grad_dtype_override: torch.dtype | None = None
     update_dtype: torch.dtype | None = None
@@ -51,79 +56,45 @@ class Precision:
     autocast_device: str = "cpu"
     autocast_dtype: torch.dtype | None = None
 
+    @property
+    def average_before_reduce(self) -> bool:
+        """Average gradients through the initial gradient of backward, which is free; otherwise in
+        the optimizer, so that a weight such as 1/3 is not rounded to 16 bits."""
+        return self.dtype is None and self.autocast_dtype is None
+
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
-        return original
+        return self.dtype or original if original.is_floating_point else original
 
     def dtype_of_buffer(self, original: torch.dtype) -> torch.dtype:
         return self.buffer_dtype or original if original.is_floating_point else original
 
     def grad_dtype(self, original: torch.dtype) -> torch.dtype:
         """The dtype in which main grads are stored, communicated and summed."""
-        return original if original.is_complex else self.grad_dtype_override or original
+        if original.is_complex and self.dtype is None:
+            return original
+        main = torch.float32 if self.wide_main else self.dtype or original
+        return self.grad_dtype_override or main
 
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
         """The main weights of a range of model weights; possibly the same memory."""
-        return model_weights
+        return original.to(torch.float32, copy=True) if self.wide_main else model_weights
 
     def copy_to_model(self, main_weights: Tensor, model_weights: Tensor) -> None:
         """Updates model weights from main weights after an optimizer step."""
+        if self.wide_main:
+            model_weights.copy_(main_weights)
 
     def cast_inputs(self, value: Any) -> Any:
         """Casts the model's floating-point inputs to the dtype of its weights."""
-        return value
+        dtype = self.dtype
+        if dtype is None or not self.input_casting:
+            return value
+        return map_tensors(value, lambda x: x.to(dtype) if x.is_floating_point() else x)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.autocast_device, dtype=self.autocast_dtype)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutocastPrecision(Precision):
-    """torch.autocast over the model's own dtype: torch picks one for each operation, 16 bits where
-    they are safe."""
-
-    average_before_reduce = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixedPrecision(Precision):
-    """Forward and backward in 16 bits, sums and updates in fp32 (Micikevicius et al., 2018)."""
-
-    average_before_reduce = False
-    dtype: torch.dtype
-    input_casting: bool = True
-
-    def model_dtype(self, original: torch.dtype) -> torch.dtype:
-        return self.dtype if original.is_floating_point else original
-
-    def grad_dtype(self, original: torch.dtype) -> torch.dtype:
-        return self.grad_dtype_override or torch.float32
-
-    def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
-        return original.to(torch.float32, copy=True)
-
-    def copy_to_model(self, main_weights: Tensor, model_weights: Tensor) -> None:
-        model_weights.copy_(main_weights)
-
-    def cast_inputs(self, value: Any) -> Any:
-        if not self.input_casting:
-            return value
-        return map_tensors(value, lambda x: x.to(self.dtype) if x.is_floating_point() else x)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bf16MainPrecision(MixedPrecision):
-    """bfloat16 throughout: the model weights are the main weights."""
-
-    def grad_dtype(self, original: torch.dtype) -> torch.dtype:
-        return self.grad_dtype_override or self.dtype
-
-    def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
-        return model_weights
-
-    def copy_to_model(self, main_weights: Tensor, model_weights: Tensor) -> None:
-        """They are the same memory."""
 
 
 _CONFIG_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -134,7 +105,7 @@ _AUTOCAST_RULES = Fp16Config(loss_scale_window=2000, hysteresis=1)
 
 
 def choose_precision(config: EngineConfig, device: torch.device) -> Precision:
-    """The precision policy of a run; config parsing has refused unsupported combinations."""
+    """The precision of a run; config parsing has refused unsupported combinations."""
     fp16 = config.fp16
     autocast = config.torch_autocast
     types = config.data_types
@@ -148,23 +119,21 @@ def choose_precision(config: EngineConfig, device: torch.device) -> Precision:
             "autocast_dtype": _CONFIG_DTYPES[autocast.dtype],
         }
     if fp16.enabled:
-        scaler: LossScaler = (
-            FixedScaler(fp16.loss_scale) if fp16.loss_scale else DynamicScaler(fp16)
-        )
-        return MixedPrecision(
-            scaler=scaler, dtype=torch.float16, input_casting=fp16.auto_cast, **options
-        )
-    if config.bf16.enabled and config.bf16.bf16_master_weights_and_grads:
-        return Bf16MainPrecision(
-            dtype=torch.bfloat16,
-            update_dtype=None if config.bf16.bf16_optimizer_states else torch.float32,
-            **options,
-        )
-    if config.bf16.enabled:
-        return MixedPrecision(dtype=torch.bfloat16, **options)
-    if autocast.enabled:
-        rules = DynamicScaler(_AUTOCAST_RULES) if autocast.dtype == "fp16" else NO_SCALER
-        return AutocastPrecision(scaler=rules, **options)
+        options |= {
+            "dtype": torch.float16,
+            "wide_main": True,
+            "input_casting": fp16.auto_cast,
+            "scaler": FixedScaler(fp16.loss_scale) if fp16.loss_scale else DynamicScaler(fp16),
+        }
+    elif config.bf16.enabled:
+        options |= {
+            "dtype": torch.bfloat16,
+            "wide_main": not config.bf16.bf16_master_weights_and_grads,
+        }
+        if not options["wide_main"] and not config.bf16.bf16_optimizer_states:
+            options["update_dtype"] = torch.float32
+    elif autocast.enabled and autocast.dtype == "fp16":
+        options["scaler"] = DynamicScaler(_AUTOCAST_RULES)
     return Precision(**options)
 
 

@@ -159,8 +159,7 @@ def test_mutated_job_files_raise_only_our_own_errors(name: str) -> None:
         if ".." not in spec.checkpoint.path and not spec.checkpoint.path.startswith("/"):
             make_plan(spec, spec.entrypoint)
 
-    counts = read_mutations(make, read, seed=3, sample=200)
-    assert counts.documents // 4 < counts.rejected < counts.documents
+    assert 0.25 < read_mutations(make, read, seed=3, sample=200) < 1
 
 
 DEEP: Any = []

@@ -42,11 +42,8 @@ def covering(
     strength: int,
     allowed: Callable[[Row], bool] = _allow_all,
     seed: int = 0,
-    *,
-    stepwise: bool = False,
 ) -> list[Row]:
-    """Rows that cover every allowed combination. Deterministic for a given seed. `stepwise` asks
-    `allowed` for every value of a row, not for whole rows: faster where few rows are allowed.
+    """Rows that cover every allowed combination. Deterministic for a given seed.
 
     Greedy: each row starts from the first uncovered combination; of `CANDIDATES` random completions
     the one that covers the most uncovered combinations is kept.
@@ -56,8 +53,7 @@ def covering(
     uncovered = dict.fromkeys(list_combinations(axes, strength, allowed))
     while uncovered:
         first = next(iter(uncovered))
-        complete = _complete_stepwise if stepwise else _complete
-        candidates = [complete(first, axes, allowed, random) for _ in range(CANDIDATES)]
+        candidates = [_complete(first, axes, allowed, random) for _ in range(CANDIDATES)]
         best = max(
             candidates, key=lambda row: sum(c in uncovered for c in _combinations_of(row, strength))
         )
@@ -68,15 +64,6 @@ def covering(
 
 
 def _complete(
-    start: Combination, axes: Axes, allowed: Callable[[Row], bool], random: Random
-) -> Row:
-    while True:
-        row = {name: random.choice(values) for name, values in axes.items()} | dict(start)
-        if allowed(row):
-            return row
-
-
-def _complete_stepwise(
     start: Combination, axes: Axes, allowed: Callable[[Row], bool], random: Random
 ) -> Row:
     while True:

@@ -103,7 +103,7 @@ def test_mutated_manifests(engine: Any, saved: Path, tmp_path: Path):
         manifest.write_bytes(raw)
         read_everywhere(engine, job, tmp_path / "out")
 
-    assert read_mutations(make, read, seed=11, sample=60).rejected_share > 0.1
+    assert read_mutations(make, read, seed=11, sample=60) > 0.1
 
 
 def test_text_in_place_of_a_number_is_damage(engine: Any, saved: Path, tmp_path: Path):
@@ -155,7 +155,7 @@ def test_mutated_tensor_headers(tmp_path: Path):
             shutil.rmtree(tmp_path / "out", ignore_errors=True)
             export_checkpoint(str(tmp_path), str(tmp_path / "out"), kind)
 
-    assert read_mutations(make, read, seed=12, sample=200).rejected_share > 0.1
+    assert read_mutations(make, read, seed=12, sample=200) > 0.1
 
 
 def odd_tensors() -> list[torch.Tensor]:
@@ -233,4 +233,4 @@ def test_mutated_deepspeed_checkpoints(name: str, deepspeed: Path, tmp_path: Pat
         finally:
             file[0].write_bytes(originals[file[0]])
 
-    assert read_mutations(make, read, seed=13, sample=40).rejected_share > 0.1
+    assert read_mutations(make, read, seed=13, sample=40) > 0.1

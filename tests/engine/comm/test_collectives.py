@@ -19,7 +19,7 @@ from rayzero.engine import device as device_module
 from rayzero.engine.comm import process_group as connecting
 from rayzero.engine.comm.backend import rank_chunk
 from rayzero.engine.comm.collectives import Collectives
-from rayzero.engine.comm.gloo import GlooBackend, StagingPool
+from rayzero.engine.comm.gloo import GlooBackend
 from rayzero.engine.comm.process_group import (
     SingleRankBackend,
     connect_collectives,
@@ -60,23 +60,15 @@ def run_collectives(rank: int, world: int, share: bool) -> dict[str, dict[str, i
         collectives.all_reduce(full).wait()
         assert torch.equal(full, summed)
 
-        full, out = (
-            buffer(collectives, values(rank, world, dtype)),
-            torch.full((PART,), 7, dtype=dtype),
-        )
-        collectives.reduce_scatter(full, out).wait()
-        assert torch.equal(out, chunk)
+        for accumulate in (False, True):
+            full = buffer(collectives, values(rank, world, dtype))
+            out = torch.full((PART,), 7, dtype=dtype)
+            collectives.reduce_scatter(full, out, accumulate=accumulate).wait()
+            assert torch.equal(out, chunk + 7 * accumulate)
 
         full = buffer(collectives, values(rank, world, dtype))
         collectives.reduce_scatter(full, rank_chunk(full, rank, world)).wait()
         assert torch.equal(rank_chunk(full, rank, world), chunk)
-
-        full, out = (
-            buffer(collectives, values(rank, world, dtype)),
-            torch.full((PART,), 7, dtype=dtype),
-        )
-        collectives.reduce_scatter(full, out, accumulate=True).wait()
-        assert torch.equal(out, chunk + 7)
 
         full = buffer(collectives, torch.full((world * PART,), -1, dtype=dtype))
         rank_chunk(full, rank, world).copy_(chunk)
@@ -93,6 +85,13 @@ def run_collectives(rank: int, world: int, share: bool) -> dict[str, dict[str, i
             collectives.gather(full, chunk, target).wait()
             assert rank != target or torch.equal(full, summed)
 
+        # Rank s sends rank r zero or more elements of value 10 s + r.
+        sent = [torch.full(((3 * rank + r) % 5,), 10 * rank + r, dtype=dtype) for r in range(world)]
+        received = [torch.zeros((3 * s + rank) % 5, dtype=dtype) for s in range(world)]
+        collectives.all_to_all_v(received, sent).release()
+        for s in range(world):
+            assert received[s].tolist() == [10 * s + rank] * ((3 * s + rank) % 5)
+
         source = world - 1
         full = values(rank, world, dtype)
         collectives.broadcast(full, source)
@@ -101,7 +100,7 @@ def run_collectives(rank: int, world: int, share: bool) -> dict[str, dict[str, i
     scalars = torch.tensor([rank], dtype=torch.float64)
     assert collectives.sum_scalars(scalars, [2.0]) == [world * (world - 1) / 2, 2 * world]
     assert collectives.counters.exposed_s > 0
-    assert collectives.counters.sequence == len(DTYPES) * (7 + world) + 1
+    assert collectives.counters.sequence == len(DTYPES) * (8 + world) + 1
     return {name: vars(traffic) for name, traffic in collectives.counters.by_name.items()}
 
 
@@ -111,6 +110,7 @@ def test_results_and_traffic_counters(world: int, share: bool) -> None:
     full = sum(world * PART * dtype.itemsize for dtype in DTYPES)
     once = len(DTYPES)
     for counters in run_ranks(world, run_collectives, share):
+        assert counters.pop("exchange")["calls"] == once
         assert counters == {
             "all_reduce": {"calls": once, "bytes": 2 * full},
             "reduce_scatter": {"calls": 3 * once, "bytes": 3 * full},
@@ -128,10 +128,8 @@ def many_in_flight(rank: int, world: int, share: bool) -> int:
     for _ in range(3):
         pending, expected = [], []
         for seed in range(12):
-            full, part = (
-                buffer(collectives, values(rank, world, torch.float64, seed)),
-                torch.zeros(PART, dtype=torch.float64),
-            )
+            full = buffer(collectives, values(rank, world, torch.float64, seed))
+            part = torch.zeros(PART, dtype=torch.float64)
             if seed % 3 == 0:
                 pending.append((collectives.reduce_scatter(full, part), part))
                 expected.append(rank_chunk(total(world, torch.float64, seed), rank, world))
@@ -233,71 +231,20 @@ def test_error_names_the_failed_collective() -> None:
         collectives.broadcast(torch.zeros(2))
 
 
-def test_single_rank_collectives() -> None:
-    collectives = Collectives(SingleRankBackend())
-    full = torch.arange(4.0)
-    collectives.all_reduce(full).wait()
-    collectives.all_gather(full, full).wait()
-    collectives.broadcast(full)
-    assert collectives.sum_scalars(full.double()) == [0, 1, 2, 3]
-    assert full.tolist() == [0, 1, 2, 3]
-    out = torch.ones(4)
-    collectives.reduce_scatter(full, out, accumulate=True).wait()
-    assert out.tolist() == [1, 2, 3, 4]
-    collectives.reduce_scatter(full, out).wait()
-    assert torch.equal(out, full)
-    collectives.reduce_scatter(full, full).wait()
-    assert full.tolist() == [0, 1, 2, 3]
-    for fill in (collectives.gather, collectives.all_gather):
-        target = torch.zeros(4)
-        fill(target, full).wait()
-        assert torch.equal(target, full)
-    assert collectives.zeros(3, torch.bfloat16, CPU).tolist() == [0, 0, 0]
-    assert collectives.counters.by_name["reduce_scatter"].calls == 3
-    assert collectives.counters.exposed_s == 0
-    assert collectives.staging_bytes == 0
-
-
-def test_staging_buffers_are_reused() -> None:
-    pool = StagingPool()
-    first = pool.acquire(torch.float32, 10)
-    second = pool.acquire(torch.float32, 10)
-    assert first.data_ptr() != second.data_ptr()
-    assert pool.total_bytes == 80
-    pool.release([first])
-    assert pool.acquire(torch.float32, 8) is first  # a longer buffer is reused
-    pool.release([first])
-    assert pool.acquire(torch.float64, 8).dtype is torch.float64  # buffers of other dtypes are not
-    assert pool.acquire(torch.float32, 11).numel() == 11
-    assert pool.total_bytes == 80 + 64 + 44
-
-
 class TestConnect:
-    def test_without_group_uses_single_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("given", [{}, {"RANK": "1", "WORLD_SIZE": "2"}])
+    def test_without_group_uses_single_rank(
+        self, monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+    ) -> None:
+        """Also with an incomplete environment of torchrun's."""
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
             monkeypatch.delenv(name, raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
         collectives, device = connect_collectives()
         assert isinstance(collectives._backend, SingleRankBackend)
         assert device == torch.device("cuda" if torch.cuda.is_available() else "cpu", device.index)
         assert not dist.is_initialized()
-
-    def test_incomplete_torchrun_environment_is_ignored(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.delenv("MASTER_ADDR", raising=False)
-        monkeypatch.setenv("RANK", "1")
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        assert connect_collectives()[0].world_size == 1
-
-    def test_torchrun_environment_creates_the_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        created: list[str] = []
-        monkeypatch.setattr(
-            connecting.dist, "init_process_group", lambda backend, **_: created.append(backend)
-        )
-        for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
-            monkeypatch.setenv(name, value)
-        connect_collectives()
-        assert created == ["nccl" if torch.cuda.is_available() else "gloo"]
 
     def test_nccl_group_is_bound_to_the_local_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """LOCAL_RANK's of the visible devices, which is current before the group is made."""
@@ -312,14 +259,13 @@ class TestConnect:
             lambda *args, **named: calls.append((args, named)),
         )
         monkeypatch.setattr(connecting, "destroy_at_exit", lambda: None)
-        environment = {
-            "RANK": "3",
-            "WORLD_SIZE": "4",
-            "MASTER_ADDR": "localhost",
-            "LOCAL_RANK": "3",
-        }
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
+        for name, value in {
+            "RANK": 3,
+            "WORLD_SIZE": 4,
+            "MASTER_ADDR": "a",
+            "LOCAL_RANK": 3,
+        }.items():
+            monkeypatch.setenv(name, str(value))
         expected = torch.device("cuda", 1)
         connect_collectives()
         assert calls[:2] == [expected, (("nccl",), {"device_id": expected})]

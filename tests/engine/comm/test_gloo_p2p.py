@@ -20,7 +20,6 @@ from torch import nn
 
 import rayzero
 from rayzero.engine.comm.backend import rank_chunk
-from rayzero.engine.comm.gloo import GlooBackend
 from rayzero.engine.comm.gloo_p2p import p2p_channel
 from rayzero.engine.comm.shared_memory import make_gloo_backend
 from rayzero.workers.group_sockets import _open_sockets
@@ -169,16 +168,6 @@ def use_two_backends(rank: int, world: int) -> float:
 
 def test_two_backends_of_a_group() -> None:
     assert run_ranks(2, use_two_backends, timeout_s=LIMIT_S) == [4.0 * 3] * 2
-
-
-def next_tags(rank: int, world: int) -> tuple[int, int]:
-    first = GlooBackend(world_group())
-    second = GlooBackend(world_group())
-    return first.channel.next_tag(), second.channel.next_tag()
-
-
-def test_backends_of_a_group_share_message_tags() -> None:
-    assert run_ranks(2, next_tags) == [(1, 2)] * 2
 
 
 ROOT = Path(__file__).parents[3]

@@ -14,8 +14,6 @@ from rayzero.engine.compression.codecs import CastCodec, Codec, Int8Codec, SignC
 from rayzero.engine.compression.quantized import (
     MAX_IN_FLIGHT,
     CodecContext,
-    CollectiveSequencer,
-    PayloadBuffers,
     QuantizedReduce,
 )
 from rayzero.engine.layout.flat_layout import ParamSpec, make_layout
@@ -41,10 +39,8 @@ def term(rank: int, world: int, seed: int) -> Tensor:
 
 
 def decoded(codec: Codec, values: Tensor) -> Tensor:
-    payload, out = (
-        torch.empty(codec.payload_bytes(values.numel()), dtype=torch.uint8),
-        values.clone(),
-    )
+    payload = torch.empty(codec.payload_bytes(values.numel()), dtype=torch.uint8)
+    out = values.clone()
     codec.encode(values, payload)
     codec.decode(payload, out, add=False)
     return out
@@ -70,10 +66,7 @@ def expected_sum(codec: Codec, world: int, seed: int) -> Tensor:
 def make_reduce(
     collectives: Collectives, name: str, feedback: ErrorFeedback | None = None
 ) -> QuantizedReduce:
-    context = CodecContext(
-        CODECS[name], collectives, PayloadBuffers(collectives, CPU), CollectiveSequencer()
-    )
-    return QuantizedReduce(context, PADDING, feedback)
+    return QuantizedReduce(CodecContext(CODECS[name], collectives, CPU), PADDING, feedback)
 
 
 def reduce_both_ways(rank: int, world: int, name: str, share: bool) -> list[Tensor]:
@@ -111,9 +104,7 @@ def wait_in_any_order(rank: int, world: int, name: str, share: bool) -> tuple[li
     collectives = connect_gloo(share)
     shuffled = random.Random(rank)
     results = []
-    context = CodecContext(
-        CODECS[name], collectives, PayloadBuffers(collectives, CPU), CollectiveSequencer()
-    )
+    context = CodecContext(CODECS[name], collectives, CPU)
     reduce = QuantizedReduce(context, PADDING, None)
     for _ in range(3):
         pending = []

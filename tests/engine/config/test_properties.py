@@ -149,10 +149,10 @@ def check_mutations(seed: int) -> None:
         config = parse_config(document)
         assert parse_config(config.model_dump(mode="json")) == config
 
-    counts = read_mutations(
+    rejected_share = read_mutations(
         lambda rng: mutate_tree(rng.choice(documents), rng, names), check, seed=seed
     )
-    assert counts.documents // 2 < counts.rejected < counts.documents
+    assert 0.5 < rejected_share < 1
 
 
 def test_mutated_configs_only_raise_config_error() -> None:
@@ -176,7 +176,7 @@ def test_mutated_config_files_only_raise_config_error(tmp_path: Path) -> None:
         json.dumps([redact_document(info.value, info.key) for info in infos])
         assert parse_config(base64.b64encode(content).decode()) == parse_config(path)
 
-    assert read_mutations(make, check, seed=4, sample=200).rejected > 20
+    assert read_mutations(make, check, seed=4, sample=200) > 0.1
 
 
 @given(st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8")))

@@ -19,26 +19,29 @@ from rayzero.engine.precision.loss_scale import DynamicScaler
 from tests.engine import zoo
 from tests.engine.gpu.training import (
     DEVICE,
-    SAMPLES,
     STEPS,
     TOLERANCE,
-    TrainResult,
-    config,
-    make_engine,
     max_error,
-    run_steps,
     single_rank_group,
     supports_two_ranks,
     train,
     train_reference,
+)
+from tests.engine.offload.training import (
+    CPU,
+    PARAM,
+    SAMPLES,
+    TrainResult,
+    config,
+    make_engine,
+    offload_configs,
+    run_steps,
 )
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 gpu_or_cpu = pytest.mark.gpu_or_cpu
 SLEEP_CYCLES = 2_000_000  # about a millisecond: longer than any kernel or copy in these tests
-CPU = {"offload_optimizer": {"device": "cpu"}}
-PARAM = {"offload_param": {"device": "cpu"}}
 
 
 @gpu_or_cpu
@@ -49,30 +52,10 @@ PARAM = {"offload_param": {"device": "cpu"}}
 def test_equals_plain_torch(
     nccl: bool, stage: int, precision: str, micro_steps: int, tmp_path: Path
 ) -> None:
-    with single_rank_group(tmp_path / "store") if nccl else nullcontext():
-        actual = train(config(stage, precision, micro_steps), precision)
+    """With every offload too, in fp64 and bf16."""
     expected = train_reference(precision, micro_steps)
-    assert max_error(actual, expected, precision) <= TOLERANCE[precision]
-
-
-def offload_cases(stage: int, folder: Path) -> dict[str, dict[str, Any]]:
-    nvme_offload = {"device": "nvme", "nvme_path": str(folder), "buffer_count": 3}
-    partial = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
-    nvme = {"offload_optimizer": nvme_offload, "sub_group_size": 64}
-    cases = {"cpu": CPU, "half": partial, "nvme": nvme}
-    return cases | ({"param": PARAM, "both": CPU | PARAM} if stage == 3 else {})
-
-
-@gpu_or_cpu
-@pytest.mark.parametrize("micro_steps", [1, 3])
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("nccl", [False, True], ids=["local", "nccl"])
-def test_offload_equals_plain_torch(
-    nccl: bool, stage: int, precision: str, micro_steps: int, tmp_path: Path
-) -> None:
-    expected = train_reference(precision, micro_steps)
-    for name, offload in offload_cases(stage, tmp_path).items():
+    offloads = offload_configs(tmp_path, stage) if precision in ("fp64", "bf16") else {"": {}}
+    for name, offload in offloads.items():
         with single_rank_group(tmp_path / f"store {name}") if nccl else nullcontext():
             actual = train(config(stage, precision, micro_steps, **offload), precision)
         assert max_error(actual, expected, precision) <= TOLERANCE[precision], name
@@ -170,7 +153,7 @@ def test_memory_is_constant_after_third_step(
     stage: int, offload: dict[str, Any], tmp_path: Path
 ) -> None:
     with single_rank_group(tmp_path / "store"):
-        engine = make_engine(config(stage, "bf16", 2, **offload), "bf16")
+        engine = make_engine(config(stage, "bf16", 2, **offload))
         run_steps(engine, range(3))
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -7,16 +7,14 @@ dry run without a GPU collectives are copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-import rayzero
 from rayzero.engine import builder
 from rayzero.engine.comm.backend import Backend
 from rayzero.engine.comm.collectives import Collectives
@@ -24,12 +22,18 @@ from rayzero.engine.comm.nccl import NcclBackend
 from rayzero.engine.comm.process_group import SingleRankBackend
 from rayzero.engine.zero.placement import Stage
 from tests.engine import zoo
+from tests.engine.offload import training
+from tests.engine.offload.training import CLIP, SAMPLES, SCALE_POWER, TrainResult
 
-STEPS, SAMPLES, CLIP = 6, 12, 0.5
+STEPS = 6
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
-SCALE_POWER = 8  # the fp16 loss scale is constant: the reference has no scaler
-TrainResult = tuple[list[float], dict[str, Tensor]]
+DTYPES = {  # of the model that is given to the engine
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.float32,
+    "fp16": torch.float32,
+}
 
 
 @contextmanager
@@ -64,54 +68,14 @@ def sharded_alone() -> Iterator[None]:
         builder.connect_collectives, Stage.for_world_size = connect, for_world_size  # type: ignore[method-assign]
 
 
-def config(stage: int, precision: str = "fp32", micro_steps: int = 1, **zero: Any) -> dict:
-    fp16 = {"initial_scale_power": SCALE_POWER, "loss_scale_window": 1000, "hysteresis": 1}
-    return {
-        "train_batch_size": SAMPLES,
-        "gradient_accumulation_steps": micro_steps,
-        "gradient_clipping": CLIP,
-        "bf16": {"enabled": precision == "bf16"},
-        "fp16": {"enabled": precision == "fp16", **fp16},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 150, **zero},
-    }
-
-
-def make_engine(settings: dict, precision: str = "fp32", seed: int = 0) -> rayzero.Engine:
-    model = zoo.make_model(torch.float64 if precision == "fp64" else torch.float32, seed)
-    return rayzero.initialize(
-        model=model,
-        model_parameters=zoo.two_groups(model),
-        optimizer=zoo.sgd,
-        config=settings,
-    )[0]
-
-
-def run_steps(engine: rayzero.Engine, steps: Sequence[int]) -> list[float]:
-    """Train; return the loss of each step."""
-    data = list(zoo.batches(max(steps) + 1, SAMPLES))
-    losses = []
-    for step in steps:
-        part = data[step].chunk(engine.world_size)[engine.rank].to(engine.device)
-        for micro in part.chunk(engine.settings.batches.micro_steps):
-            loss = engine(micro[:, :-1], targets=micro[:, 1:])["loss"]
-            engine.backward(loss)
-            engine.step()
-        losses.append(engine.metrics.loss)
-    return losses
-
-
-def train(settings: dict, precision: str = "fp32") -> TrainResult:
-    engine = make_engine(settings, precision)
-    losses = run_steps(engine, range(STEPS))
-    result = losses, engine.state_dict()
-    engine.close()
-    return result
+def train(settings: dict[str, Any], precision: str = "fp32") -> TrainResult:
+    return training.train(settings, STEPS, zoo.sgd, 0, DTYPES[precision])
 
 
 def train_reference(precision: str, parts: int) -> TrainResult:
     """Train with plain PyTorch on the same device."""
     data = [batch.to(DEVICE) for batch in zoo.batches(STEPS, SAMPLES)]
-    model = zoo.make_model(torch.float64 if precision == "fp64" else torch.float32).to(DEVICE)
+    model = zoo.make_model(DTYPES[precision]).to(DEVICE)
     if precision in ("fp64", "fp32"):
         return zoo.train_reference(model, zoo.sgd, data, CLIP)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]

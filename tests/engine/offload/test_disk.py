@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import resource
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -13,19 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import rayzero
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.offload import nvme_store
 from rayzero.engine.offload.nvme_store import MappedFile
-from tests.engine.offload.training import config, make_engine, run_steps
+from tests.engine.offload.training import config, make_engine, offload_configs, run_steps
 from tests.support.processes import PROCESSES
 
 
-def nvme(folder: Path, **more: Any) -> dict[str, Any]:
-    place = {"device": "nvme", "nvme_path": str(folder), "buffer_count": 3} | more
-    return {"offload_optimizer": place, "sub_group_size": 64}
+def nvme(folder: Path) -> dict[str, Any]:
+    return offload_configs(folder)["nvme"]
 
 
 class TestMappedFile:
@@ -51,18 +49,12 @@ class TestMappedFile:
         file = MappedFile(tmp_path)
         tensor = file.new_tensor(4, torch.float32)
         file.close()
-        file.close()
         tensor += 1
         assert tensor.sum() == 4
 
-    @pytest.mark.parametrize("make", [lambda path: path.write_text(""), lambda path: None])
-    def test_folder_that_cannot_be_created(self, tmp_path: Path, make: Any) -> None:
-        folder = tmp_path / "file"
-        make(folder)
-        if not folder.exists():
-            folder = Path("/proc/nowhere")
+    def test_folder_that_cannot_be_created(self) -> None:
         with pytest.raises(ConfigError, match=r"(?s)offload to .*nvme_path"):
-            MappedFile(folder)
+            MappedFile(Path("/proc/nowhere"))
 
     def test_truncated_file(self, tmp_path: Path) -> None:
         file = MappedFile(tmp_path)
@@ -95,7 +87,6 @@ class FailingOs:
 @pytest.mark.parametrize(
     ("call", "error", "after", "message"),
     [
-        ("preadv", errno.EIO, 0, "a read failed: Input/output error"),
         ("preadv", errno.EIO, 5, "a read failed: Input/output error"),
         ("pwritev", errno.ENOSPC, 0, "a write failed: No space left on device"),
         ("pwritev", errno.EIO, 7, "a write failed: Input/output error"),
@@ -120,20 +111,6 @@ def test_disk_errors_name_the_folder(
     engine.close()
 
 
-def limited_file_error(folder: Path) -> str:
-    """RLIMIT_FSIZE makes the kernel refuse, as on a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_960, 40_960))
-    with pytest.raises(EngineError) as raised:
-        run_steps(make_engine(config(1, "bf16", **nvme(folder))), [0])
-    return str(raised.value)
-
-
-def test_file_size_limit(tmp_path: Path) -> None:
-    with ProcessPoolExecutor(1, PROCESSES) as pool:
-        error = pool.submit(limited_file_error, tmp_path).result(300)
-    assert "could not be allocated: File too large" in error
-
-
 def test_close_stops_the_threads(tmp_path: Path) -> None:
     def threads() -> list[threading.Thread]:
         return [
@@ -154,17 +131,6 @@ def test_close_stops_the_threads(tmp_path: Path) -> None:
 WIDTH, LAYERS = 512, 24
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x.square().mean()
-
-
 def anonymous_bytes() -> int:
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
@@ -173,9 +139,10 @@ def anonymous_bytes() -> int:
 def measure_steps(folder: Path) -> tuple[int, dict[str, int]]:
     """Growth of memory in the optimizer's steps, and the engine's sizes."""
     torch.set_num_threads(1)
-    zero = nvme(folder, buffer_count=4) | {"stage": 2, "sub_group_size": 65536}
+    zero = nvme(folder) | {"stage": 2, "sub_group_size": 65536}
+    zero["offload_optimizer"]["buffer_count"] = 4
     engine, *_ = rayzero.initialize(
-        model=Stack(),
+        model=nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))),
         config={
             "train_micro_batch_size_per_gpu": 2,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -183,7 +150,7 @@ def measure_steps(folder: Path) -> tuple[int, dict[str, int]]:
             "zero_optimization": zero | {"reduce_bucket_size": WIDTH * WIDTH},
         },
     )
-    engine.backward(engine(torch.randn(2, WIDTH)))
+    engine.backward(engine(torch.randn(2, WIDTH)).square().mean())
     gc.collect()
     before = anonymous_bytes()  # including gradients
     peaks = []
@@ -197,7 +164,7 @@ def measure_steps(folder: Path) -> tuple[int, dict[str, int]]:
     optimizer._set_params = watched
     engine.step()
     for _ in range(3):
-        engine.backward(engine(torch.randn(2, WIDTH)))
+        engine.backward(engine(torch.randn(2, WIDTH)).square().mean())
         engine.step()
     return max(peaks) - before, engine.metrics.bytes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from rayzero.engine.offload.transfer import HostTransfer, StreamTransfer
 from tests.engine import zoo
 
 SAMPLES, CLIP = 12, 0.5
+SCALE_POWER = 8  # the fp16 loss scale is constant: references have no scaler
 TrainResult = tuple[list[float], dict[str, Tensor]]
+CPU = {"offload_optimizer": {"device": "cpu"}}
+PARAM = {"offload_param": {"device": "cpu"}}
 
 
 @contextmanager
@@ -35,44 +39,63 @@ def separate_host_memory(*, streams: bool = False) -> Iterator[None]:
         plan.make_transfer = original
 
 
+def offload_configs(folder: Path, stage: int = 3) -> dict[str, dict[str, Any]]:
+    """What a stage can offload. In files in chunks of 64 elements, so that units are divided."""
+    place = {"device": "nvme", "nvme_path": str(folder)}
+    nvme = {"offload_optimizer": place | {"buffer_count": 3}, "sub_group_size": 64}
+    half = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    configs: dict[str, dict[str, Any]] = {"": {}, "cpu": CPU, "half": half, "nvme": nvme}
+    if stage == 3:
+        files = {"offload_param": place}
+        configs |= {"param": PARAM, "both": CPU | PARAM, "nvme and param": nvme | PARAM}
+        configs |= {"param files": files, "both in files": nvme | files}
+    return configs
+
+
 def config(
-    stage: int, precision: str = "fp32", micro_steps: int = 1, **offload: Any
+    stage: int, precision: str = "fp32", micro_steps: int = 1, **zero: Any
 ) -> dict[str, Any]:
+    fp16 = {"initial_scale_power": SCALE_POWER, "loss_scale_window": 1000, "hysteresis": 1}
     return {
         "train_batch_size": SAMPLES,
         "gradient_accumulation_steps": micro_steps,
         "gradient_clipping": CLIP,
         "bf16": {"enabled": precision == "bf16"},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 150, **offload},
+        "fp16": {"enabled": precision == "fp16", **fp16},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 150, **zero},
     }
 
 
-def make_engine(settings: dict[str, Any], seed: int = 0) -> rayzero.Engine:
-    model = zoo.make_model(seed=seed)
+def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=1e-2, fused=True)
+
+
+def make_engine(
+    settings: dict[str, Any],
+    optimizer: Any = adamw,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> rayzero.Engine:
+    model = zoo.make_model(dtype, seed)
     engine, *_ = rayzero.initialize(
         model=model,
         model_parameters=zoo.two_groups(model),
-        optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
+        optimizer=optimizer,
         config=settings,
     )
     return engine
 
 
 def run_steps(engine: rayzero.Engine, steps: Sequence[int]) -> list[float]:
-    data = list(zoo.batches(max(steps) + 1, SAMPLES))
-    losses = []
-    for step in steps:
-        part = data[step].chunk(engine.world_size)[engine.rank]
-        for micro in part.chunk(engine.settings.batches.micro_steps):
-            loss = engine(micro[:, :-1], targets=micro[:, 1:])["loss"]
-            engine.backward(loss)
-            engine.step()
-        losses.append(engine.metrics.loss)
-    return losses
+    """Trains on the batches with these numbers; the loss of each step."""
+    data = [batch.to(engine.device) for batch in zoo.batches(max(steps) + 1, SAMPLES)]
+    chosen = [data[step] for step in steps]
+    return zoo.train(engine, chosen, engine.settings.batches.micro_steps)
 
 
-def train(settings: dict[str, Any], steps: int = 3) -> TrainResult:
-    engine = make_engine(settings)
+def train(settings: dict[str, Any], steps: int = 3, *options: Any) -> TrainResult:
+    """`options`: those of `make_engine`."""
+    engine = make_engine(settings, *options)
     losses = run_steps(engine, range(steps))
     result = losses, engine.state_dict()
     engine.close()

@@ -16,10 +16,10 @@ Groups = list[dict[str, Any]]
 class ReferenceOptimizer(torch.optim.Optimizer):
     """Calls `update` for every parameter."""
 
-    class_defaults: ClassVar[dict[str, Any]] = {}
+    defaults_of_class: ClassVar[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999)}
 
     def __init__(self, groups: Groups, **options: Any) -> None:
-        super().__init__(groups, self.class_defaults | options)
+        super().__init__(groups, {"weight_decay": 0.0} | self.defaults_of_class | options)
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -34,12 +34,6 @@ class ReferenceOptimizer(torch.optim.Optimizer):
 class Lion(ReferenceOptimizer):
     """Algorithm 2 of Chen et al. 2023, with decoupled weight decay times the learning rate."""
 
-    class_defaults: ClassVar[dict[str, Any]] = {
-        "lr": 1e-3,
-        "betas": (0.9, 0.999),
-        "weight_decay": 0.0,
-    }
-
     def update(self, w: Tensor, g: Tensor, s: dict[str, Any], **o: Any) -> None:
         m = s.get("m", torch.zeros_like(w))
         c = o["betas"][0] * m + (1 - o["betas"][0]) * g
@@ -52,11 +46,8 @@ class Lamb(ReferenceOptimizer):
     direction uses uncorrected moments, bias corrections scale the step, and the ratio is clamped.
     """
 
-    class_defaults: ClassVar[dict[str, Any]] = {
-        "lr": 1e-3,
-        "betas": (0.9, 0.999),
+    defaults_of_class: ClassVar[dict[str, Any]] = ReferenceOptimizer.defaults_of_class | {
         "eps": 1e-8,
-        "weight_decay": 0.0,
         "bias_correction": True,
         "eps_inside_sqrt": False,
         "min_coeff": 0.01,
@@ -82,18 +73,14 @@ class MuonAndAdamW:
     """torch.optim.Muon for the matrices, torch.optim.AdamW for the rest, as one optimizer."""
 
     def __init__(self, groups: Groups, muon: dict[str, Any], adam: dict[str, Any]) -> None:
-        matrices, others = [], []
+        parts: dict[bool, Groups] = {True: [], False: []}
         for group in groups:
-            params = list(group["params"])
-            options = {key: value for key, value in group.items() if key != "params"}
-            embedding_shape = (zoo.VOCAB, zoo.WIDTH)
-            muon_params = [p for p in params if p.ndim == 2 and p.shape != embedding_shape]
-            ids = {id(param) for param in muon_params}
-            matrices.append(options | {"params": muon_params})
-            others.append(options | {"params": [p for p in params if id(p) not in ids]})
+            for is_muon, chosen in parts.items():
+                params = [it for it in group["params"] if _uses_muon(it) is is_muon]
+                chosen += [{**group, "params": params}] if params else []
         self.optimizers = [
-            torch.optim.Muon([group for group in matrices if group["params"]], **muon),
-            torch.optim.AdamW([group for group in others if group["params"]], **adam),
+            torch.optim.Muon(parts[True], **muon),
+            torch.optim.AdamW(parts[False], **adam),
         ]
 
     def zero_grad(self) -> None:
@@ -103,6 +90,11 @@ class MuonAndAdamW:
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
+
+
+def _uses_muon(param: Tensor) -> bool:
+    """A matrix other than the embedding."""
+    return param.ndim == 2 and param.shape != (zoo.VOCAB, zoo.WIDTH)
 
 
 MUON = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.05}

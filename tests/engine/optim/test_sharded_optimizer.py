@@ -8,28 +8,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.comm.collectives import Collectives
-from rayzero.engine.comm.process_group import SingleRankBackend
 from rayzero.engine.config import OptimizerConfig, parse_config
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.flat_layout import ParamSpec, make_layout
-from rayzero.engine.offload.stores import DeviceStore
+from rayzero.engine.offload.stores import StateStore
 from rayzero.engine.optim.build import optimizer_factory
 from rayzero.engine.optim.param_groups import find_param_groups
 from rayzero.engine.optim.sharded_optimizer import (
     OptimizerShard,
     ShardedOptimizer,
     group_shards,
-    optimizer_shards,
     rebind_params,
 )
 from rayzero.engine.precision.policy import Precision
-from rayzero.engine.zero.gradients import PartialGrads
 from rayzero.engine.zero.parameters import ReplicatedWeights
-from rayzero.engine.zero.placement import Collective
 from rayzero.engine.zero.unit import Unit
 
-STORE = DeviceStore(Precision(), torch.device("cpu"), separate_memory=False)
+STORE = StateStore(Precision(), torch.device("cpu"), separate_memory=False)
 
 
 def make_shards(*groups: int, dtype: torch.dtype = torch.float32) -> list[OptimizerShard]:
@@ -52,31 +47,31 @@ def config(kind: Any, **params: Any) -> OptimizerConfig:
     return OptimizerConfig(type=kind, params=params)
 
 
-def train_sharded(
-    optimizer: OptimizerConfig, factor: float, dtype: torch.dtype = torch.float32
-) -> list[Tensor]:
+FACTORS = (0.3, 1.0, 0.5)
+"""Of the gradients, by step."""
+
+
+def train_sharded(optimizer: OptimizerConfig, dtype: torch.dtype) -> list[Tensor]:
     shards = make_shards(0, 1, dtype=dtype)
     local = ShardedOptimizer(
         optimizer_factory(optimizer)(group_shards(shards, [{}, {"weight_decay": 0.3}])), shards
     )
-    for step in range(3):
-        for shard in shards:
-            shard.grad.add_(0.1 * step)
+    for factor in FACTORS:
         local.step(factor)
         for shard in shards:  # fused kernels overwrite gradients
             shard.grad.copy_(torch.sin(shard.weight.detach()))
     return [shard.weight.detach() for shard in shards]
 
 
-def train_with_torch(make: Any, factor: float, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def train_with_torch(make: Any, dtype: torch.dtype) -> list[Tensor]:
     """Train with plain PyTorch and scaled gradients."""
     shards = make_shards(0, 1, dtype=dtype)
     params = [nn.Parameter(shard.weight.detach().clone()) for shard in shards]
     optimizer = make([{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.3}])
     grads = [shard.grad.clone() for shard in shards]
-    for step in range(3):
+    for factor in FACTORS:
         for param, grad in zip(params, grads, strict=True):
-            param.grad = (grad + 0.1 * step) * factor
+            param.grad = grad * factor
         optimizer.step()
         grads = [torch.sin(param.detach()) for param in params]
     return [param.detach() for param in params]
@@ -132,60 +127,22 @@ KINDS: list[tuple[OptimizerConfig, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("optimizer", "plain"), KINDS, ids=range(len(KINDS)))
 def test_equals_torch_with_scaled_gradients(
-    optimizer: OptimizerConfig, plain: Any, dtype: torch.dtype, factor: float
+    optimizer: OptimizerConfig, plain: Any, dtype: torch.dtype
 ) -> None:
     tolerance = 1e-5 if dtype is torch.float32 else 1e-12
-    sharded, expected = (
-        train_sharded(optimizer, factor, dtype),
-        train_with_torch(plain, factor, dtype),
-    )
-    for actual, value in zip(sharded, expected, strict=True):
+    pairs = zip(train_sharded(optimizer, dtype), train_with_torch(plain, dtype), strict=True)
+    for actual, value in pairs:
         assert torch.allclose(actual, value, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
 def test_fused_kernel_is_the_default(kind: Any) -> None:
-    shards = make_shards(0)
-    assert optimizer_factory(config(kind))(group_shards(shards, [{}])).defaults["fused"] is True
-    assert (
-        optimizer_factory(config(kind, fused=False))(group_shards(shards, [{}])).defaults["fused"]
-        is False
-    )
-
-
-def test_fused_kernel_applies_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[float] = []
-    multiply = torch._foreach_mul_
-    monkeypatch.setattr(torch, "_foreach_mul_", lambda ts, f: calls.append(f) or multiply(ts, f))
-    train_sharded(config("AdamW", lr=0.1), 0.5)
-    assert calls == []
-    train_sharded(config("AdamW", lr=0.1, fused=False), 0.5)
-    train_sharded(config("AdamW", lr=0.1), 0.5, torch.float64)  # the kernel's scale is a float32
-    assert calls == [0.5] * 6
-
-
-def test_factor_applies_to_one_step() -> None:
-    shards = make_shards(0)
-    local = ShardedOptimizer(
-        optimizer_factory(config("SGD", lr=1.0))(group_shards(shards, [{}])), shards
-    )
-    shards[0].weight.data.zero_()
-    shards[0].grad.fill_(1.0)
-    local.step(0.5)
-    shards[0].grad.fill_(1.0)
-    local.step(1.0)
-    assert shards[0].weight.tolist() == pytest.approx([-1.5] * 8)
-
-
-def test_lr_is_that_of_the_first_group() -> None:
-    shards = make_shards(0, 1)
-    optimizer = optimizer_factory(config("AdamW", lr=0.1))(group_shards(shards, [{"lr": 0.7}, {}]))
-    local = ShardedOptimizer(optimizer, shards)
-    assert local.lr == 0.7
+    groups = group_shards(make_shards(0), [{}])
+    assert optimizer_factory(config(kind))(groups).defaults["fused"] is True
+    assert optimizer_factory(config(kind, fused=False))(groups).defaults["fused"] is False
 
 
 @pytest.mark.parametrize(
@@ -253,103 +210,33 @@ def test_all_invalid_params_are_reported() -> None:
     assert "scheduler.params.warmup_max_lr" in str(raised.value)
 
 
-def make_unit(groups: list[int], owned: slice | None = None, frozen: bool = False) -> Unit:
-    specs = [ParamSpec(f"p{i}", (40,), group) for i, group in enumerate(groups)]
-    layout = make_layout("unit", specs, 2)
-    flat = torch.arange(layout.numel, dtype=torch.float32)
-    params = tuple(nn.Parameter(torch.zeros(40)) for _ in specs)
-    weights = ReplicatedWeights(layout, params, flat)
-    part = owned or slice(0, layout.numel)
-    grads = PartialGrads(
-        layout, -flat, part, Collective.REDUCE_SCATTER, Collectives(SingleRankBackend()), shard=part
-    )
-    return Unit(
-        layout,
-        params,
-        weights,
-        None if frozen else flat[part],
-        None if frozen else grads,
-        part,
-        part,
-        None,
-        STORE,
-    )
-
-
-def test_shards_split_the_owned_range_by_group() -> None:
-    full = make_unit([0, 1, 0])  # group 0 from 0 to 128, group 1 from 128
-    second = make_unit([0, 1], slice(64, 128))  # all of it in group 1
-    shards = optimizer_shards([full, make_unit([0], frozen=True), second])
-    ranges = [(shard.group, int(shard.weight[0]), shard.weight.numel()) for shard in shards]
-    assert ranges == [(0, 0, 128), (1, 128, 64), (1, 64, 64)]
-    assert full.main_weights is not None
-    assert shards[0].weight.data_ptr() == full.main_weights.data_ptr()  # a view, not a copy
-    assert all(torch.equal(shard.grad, -shard.weight.detach()) for shard in shards)
-    groups = group_shards(shards, [{"lr": 1.0}, {"lr": 2.0}])
-    assert [(group["lr"], len(group["params"])) for group in groups] == [(1.0, 1), (2.0, 2)]
-
-
-class TestRebindParams:
-    def test_keeps_the_optimizer_and_its_options(self) -> None:
-        model = nn.Linear(2, 2)
-        groups = [{"params": [model.weight], "lr": 3.0}, {"params": [model.bias]}]
-        given = torch.optim.SGD(groups, lr=1.0, momentum=0.5)
-        shards = make_shards(1, 0, 1)
-        rebound = rebind_params(given, shards)
-        assert rebound is given
-        assert [group["lr"] for group in given.param_groups] == [3.0, 1.0]
-        assert given.param_groups[0]["params"] == [shards[1].weight]
-        assert len(given.param_groups[1]["params"]) == 2
-
-    def test_accepts_a_new_adagrad_which_has_initial_state(self) -> None:
-        model = nn.Linear(2, 2)
-        given = torch.optim.Adagrad(model.parameters(), lr=1.0, initial_accumulator_value=0.5)
-        shards = make_shards(0)
+def test_accepts_a_new_adagrad_which_has_initial_state() -> None:
+    model = nn.Linear(2, 2)
+    given = torch.optim.Adagrad(model.parameters(), lr=1.0, initial_accumulator_value=0.5)
+    shards = make_shards(0)
+    rebind_params(given, shards)
+    assert set(given.state) == {shards[0].weight}
+    assert given.state[shards[0].weight]["sum"].tolist() == [0.5] * 8
+    shards[0].weight.grad = shards[0].grad
+    given.step()
+    with pytest.raises(ConfigError, match="Adagrad passed to initialize has already taken steps"):
         rebind_params(given, shards)
-        assert set(given.state) == {shards[0].weight}
-        assert given.state[shards[0].weight]["sum"].tolist() == [0.5] * 8
-        shards[0].weight.grad = shards[0].grad
-        given.step()
-        with pytest.raises(
-            ConfigError, match="Adagrad passed to initialize has already taken steps"
-        ):
-            rebind_params(given, shards)
-
-    def test_rejects_an_optimizer_that_has_taken_steps(self) -> None:
-        param = nn.Parameter(torch.zeros(1))
-        given = torch.optim.SGD([param], lr=1.0, momentum=0.5)
-        param.grad = torch.ones(1)
-        given.step()
-        with pytest.raises(ConfigError, match="SGD passed to initialize has already taken steps"):
-            rebind_params(given, [])
 
 
-class TestFindParamGroups:
-    def test_default_is_one_group_of_trainable_parameters(self) -> None:
-        model = nn.Linear(2, 2)
-        model.bias.requires_grad_(False)
-        groups = find_param_groups(model, None, None)
-        assert groups.group_of == {model.weight: 0}
-        assert groups.options == [{}]
-
-    def test_given_groups_and_a_single_parameter(self) -> None:
-        model = nn.Linear(2, 2)
-        given: list[dict[str, Any]] = [
-            {"params": model.bias, "lr": 1.0},
-            {"params": iter([model.weight])},
-        ]
-        groups = find_param_groups(model, given, None)
-        assert groups.group_of == {model.bias: 0, model.weight: 1}
-        assert groups.options == [{"lr": 1.0}, {}]
-
-    def test_groups_of_the_optimizer_take_precedence(self) -> None:
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=1.0)
-        groups = find_param_groups(model, model.parameters(), optimizer)
-        assert groups.group_of == {model.weight: 0, model.bias: 1}
-
-    def test_error_names_a_parameter_in_two_groups(self) -> None:
-        model = nn.Linear(2, 2)
-        given = [{"params": [model.weight]}, {"params": [model.weight]}]
-        with pytest.raises(ConfigError, match="weight is in parameter groups 0 and 1"):
-            find_param_groups(model, given, None)
+def test_groups_are_the_optimizers_else_those_given_else_one() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=1.0)
+    groups = find_param_groups(model, model.parameters(), optimizer)
+    assert groups.group_of == {model.weight: 0, model.bias: 1}
+    given: list[dict[str, Any]] = [
+        {"params": model.bias, "lr": 1.0},
+        {"params": iter([model.weight])},
+    ]
+    groups = find_param_groups(model, given, None)
+    assert groups.group_of == {model.bias: 0, model.weight: 1}
+    assert groups.options == [{"lr": 1.0}, {}]
+    model.bias.requires_grad_(False)
+    assert find_param_groups(model, None, None).group_of == {model.weight: 0}
+    twice = [{"params": [model.weight]}, {"params": [model.weight]}]
+    with pytest.raises(ConfigError, match="weight is in parameter groups 0 and 1"):
+        find_param_groups(model, twice, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.engine.comm.process_group import connect_collectives
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.muon import Muon
 from rayzero.engine.optim.optimizers import Lamb, Lion
@@ -30,26 +30,6 @@ def test_work_is_balanced_over_owners(shapes: list[tuple[int, int]], world: int)
     loads = [sum(cost[n] for n, owner in owners.items() if owner == r) for r in range(world)]
     # Greedy, largest first: at most the mean load plus a parameter.
     assert max(loads) <= sum(cost) / world + max(cost, default=0)
-
-
-def exchange(rank: int, world: int) -> None:
-    """Rank s sends rank r zero or more elements of value 10 s + r."""
-    collectives, _ = connect_collectives()
-    length = [[(3 * s + r) % 5 for r in range(world)] for s in range(world)]
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        sent = [torch.full((length[rank][r],), 10.0 * rank + r, dtype=dtype) for r in range(world)]
-        received = [torch.zeros(length[s][rank], dtype=dtype) for s in range(world)]
-        pending = collectives.all_to_all_v(received, sent)
-        pending.wait()
-        pending.release()
-        for s in range(world):
-            assert received[s].tolist() == [10.0 * s + rank] * length[s][rank]
-    assert collectives.counters.by_name["exchange"].calls == 3
-
-
-@pytest.mark.parametrize("world", [0, 2, 3])
-def test_all_to_all_v(world: int) -> None:
-    run_ranks(max(world, 1), exchange)
 
 
 def traffic(rank: int, world: int, optimizer: dict[str, Any], stage: int) -> dict[str, int]:
@@ -85,38 +65,6 @@ def test_only_optimizers_of_whole_params_communicate(
     assert run_ranks(2, traffic, {"type": kind}, stage) == [calls] * 2
 
 
-def train_offloaded(rank: int, world: int, kind: str, device: str) -> tuple[list[float], Any]:
-    model = zoo.make_model(torch.float64)
-    engine, *_ = rayzero.initialize(
-        model=model,
-        model_parameters=zoo.two_groups(model),
-        config={
-            "gradient_clipping": 0,
-            "train_batch_size": 6,
-            "optimizer": references.PAIRS[kind][0],
-            "zero_optimization": {
-                "stage": 2,
-                "reduce_bucket_size": 150,
-                "offload_optimizer": {"device": device},
-            },
-        },
-    )
-    return zoo.train(engine, zoo.batches(3, 6)), engine.state_dict()
-
-
-@pytest.mark.parametrize("kind", ["lamb", "muon", "adagrad", "lion"])
-def test_offload_gives_the_same_weights(kind: str) -> None:
-    expected = run_ranks(2, train_offloaded, kind, "none")[0]
-    result = run_ranks(2, train_offloaded, kind, "cpu")[0]
-    assert result[0] == pytest.approx(expected[0], rel=1e-9)
-    for name, value in expected[1].items():
-        assert zoo.relative_error(result[1][name], value) < 1e-9, name
-
-
-def model_and_batch(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
-    return zoo.make_model(dtype), next(zoo.batches(1, 4))
-
-
 class TestClasses:
     """Instances and functions given to initialize."""
 
@@ -149,16 +97,15 @@ class TestClasses:
         options = {"lr": 0.1, "weight_decay": 0.1, "bias_correction": corrected}
         options |= {"eps_inside_sqrt": inside, "eps": 0.01, "max_coeff": 3.0}
         data = list(zoo.batches(3, 4))
-        _, collectives = zoo.train_reference(
-            zoo.make_model(torch.float64), lambda g: Lamb(g, **options), data
+        (_, own), (_, expected) = (
+            zoo.train_reference(zoo.make_model(torch.float64), partial(cls, **options), data)
+            for cls in (Lamb, references.Lamb)
         )
-        plain: Any = lambda g: references.Lamb(g, **options)  # noqa: E731
-        _, expected = zoo.train_reference(zoo.make_model(torch.float64), plain, data)
-        for name, value in collectives.items():
+        for name, value in own.items():
             assert zoo.relative_error(value, expected[name]) < 1e-9, name
 
     def test_muon_on_shards_needs_use_muon(self) -> None:
-        model, _ = model_and_batch()
+        model = zoo.make_model()
         matrices = [p for p in model.parameters() if p.ndim == 2 and p.requires_grad]
         with pytest.raises(ConfigError, match="group 0 does not set use_muon"):
             rayzero.initialize(model=model, model_parameters=matrices, optimizer=Muon, config={})
@@ -236,27 +183,38 @@ class FilterModel(nn.Module):
         return (self.conv(x).mean((-2, -1)) @ self.experts).square().mean()
 
 
-def train_filters(rank: int, world: int) -> dict[str, Tensor]:
+def filter_batches(steps: int) -> list[Tensor]:
+    seeds = [torch.Generator().manual_seed(step) for step in range(steps)]
+    return [torch.randn(2, 2, 5, 5, generator=seed).double() for seed in seeds]
+
+
+def train_filters(
+    rank: int, world: int, stage: int, steps: int, make_optimizer: Any = None
+) -> tuple[dict[str, Tensor], float]:
+    """With Muon, or the user's optimizer and schedule. Returns the last learning rate, too."""
     model = FilterModel().double()
-    params = {"lr": 0.1, "weight_decay": 0.1}
-    config = {
-        "train_batch_size": 2,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "Muon", "params": params},
-        "zero_optimization": {"stage": 2 if world else 0},
-    }
-    engine, *_ = rayzero.initialize(model=model, config=config)
-    for step in range(2):
-        x = torch.randn(2, 2, 5, 5, generator=torch.Generator().manual_seed(step)).double()
+    optimizer, schedule = make_optimizer(model) if make_optimizer else (None, None)
+    engine, *_ = rayzero.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        config={
+            "train_batch_size": 2,
+            "gradient_clipping": 0,
+            "optimizer": {"type": "Muon", "params": {"lr": 0.1, "weight_decay": 0.1}},
+            "zero_optimization": {"stage": stage},
+        },
+    )
+    for x in filter_batches(steps):
         engine.backward(engine(x.chunk(max(world, 1))[rank]))
         engine.step()
-    return engine.state_dict()
+    return engine.state_dict(), schedule.get_last_lr()[0] if schedule else 0.0
 
 
 def test_filters_and_stacks_of_matrices() -> None:
     """A filter is a matrix, a stack is orthogonalized per matrix; the same on shards."""
-    unsharded = run_ranks(0, train_filters)[0]
-    sharded = run_ranks(2, train_filters)[0]
+    unsharded, _ = run_ranks(0, train_filters, 0, 2)[0]
+    sharded, _ = run_ranks(2, train_filters, 2, 2)[0]
     for name, value in unsharded.items():
         assert zoo.relative_error(sharded[name], value) < 1e-9, name
     model = FilterModel().double()
@@ -264,43 +222,25 @@ def test_filters_and_stacks_of_matrices() -> None:
     assert 0 < change < 0.1 * 2 * 1.3 * (3 * 6) ** 0.5
 
 
-def train_with_adafactor(rank: int, world: int, stage: int) -> tuple[dict[str, Tensor], float]:
-    """With the user's optimizer and schedule: plain torch, if there is no stage."""
+def adafactor(model: nn.Module) -> tuple[Any, Any]:
     from transformers import Adafactor  # which takes seconds to import
 
-    model = FilterModel().double()
     optimizer = Adafactor(model.parameters(), lr=0.1, relative_step=False, scale_parameter=False)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    engine: Any = model
-    if stage >= 0:
-        engine, *_ = rayzero.initialize(
-            model=model,
-            optimizer=optimizer,
-            lr_scheduler=schedule,
-            config={
-                "train_batch_size": 2,
-                "gradient_clipping": 0,
-                "zero_optimization": {"stage": stage},
-            },
-        )
-    for step in range(3):
-        x = torch.randn(2, 2, 5, 5, generator=torch.Generator().manual_seed(step)).double()
-        if stage >= 0:
-            engine.backward(engine(x.chunk(world)[rank]))
-            engine.step()
-        else:
-            optimizer.zero_grad()
-            torch.stack([model(part) for part in x.chunk(2)]).mean().backward()
-            optimizer.step()
-            schedule.step()
-    return engine.state_dict(), schedule.get_last_lr()[0]
+    return optimizer, schedule
 
 
 @pytest.mark.filterwarnings("error:Detected call of `lr_scheduler")
 def test_adafactor_of_the_user_with_filters_and_stacks_of_matrices() -> None:
-    expected, lr = train_with_adafactor(0, 1, -1)
+    model = FilterModel().double()
+    optimizer, schedule = adafactor(model)
+    for x in filter_batches(3):
+        optimizer.zero_grad()
+        torch.stack([model(part) for part in x.chunk(2)]).mean().backward()
+        optimizer.step()
+        schedule.step()
     for stage in (0, 3):
-        state, last_lr = run_ranks(2, train_with_adafactor, stage, timeout_s=300)[0]
-        assert last_lr == lr
-        for name, value in expected.items():
+        state, last_lr = run_ranks(2, train_filters, stage, 3, adafactor, timeout_s=300)[0]
+        assert last_lr == schedule.get_last_lr()[0]
+        for name, value in model.state_dict().items():
             assert zoo.relative_error(state[name], value) < 1e-9, name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ def train(
 ) -> TrainResult:
     """Returns losses, weights, the loss scale, and whether forward computed in 16 bits."""
     ranks = max(world, 1)
-    section = {"torch_autocast": {"enabled": not user_autocast, "dtype": dtype}}
     model, low = make_model("fp32", seed=rank), []
     engine, *_ = rayzero.initialize(
         model=model,
@@ -36,8 +34,8 @@ def train(
             "train_batch_size": SAMPLES,
             "gradient_accumulation_steps": micro_steps,
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},
-        }
-        | section,
+            "torch_autocast": {"enabled": not user_autocast, "dtype": dtype},
+        },
     )
     context = torch.autocast("cpu", LOW[dtype]) if user_autocast else nullcontext()
     model.head.register_forward_hook(lambda *args: low.append(args[-1].dtype is LOW[dtype]))
@@ -77,38 +75,27 @@ AXES = {
     "stage": (0, 1, 2, 3),
     "ranks": ((0, 1), (2, 4)),  # world size and micro-steps
 }
+ROWS = [("bf16", *row.values()) for row in covering(AXES, 2)]
+ROWS += [("fp16", False, 0, (2, 2)), ("fp16", False, 3, (2, 2))]  # which scales its loss
 
 
-@pytest.mark.parametrize(
-    tuple(AXES), [tuple(row[axis] for axis in AXES) for row in covering(AXES, 2)]
-)
-def test_equals_pytorch_autocast(user_autocast, stage, ranks):
+@pytest.mark.parametrize(("dtype", "user_autocast", "stage", "ranks"), ROWS)
+def test_equals_pytorch_autocast(dtype, user_autocast, stage, ranks):
     world, micro_steps = ranks
-    results = run_ranks(world, train, stage, "bf16", micro_steps, user_autocast)
-    expected_losses, expected = train_reference("bf16", max(world, 1) * micro_steps)
-    for losses, state, scale, low in results:
-        assert losses == pytest.approx(expected_losses, rel=1e-3)
-        assert (scale, low) == (1.0, True)
+    expected_losses, expected = train_reference(dtype, max(world, 1) * micro_steps)
+    limit, expected_scale = (1e-4, 2.0**16) if dtype == "fp16" else (1e-3, 1.0)
+    for result in run_ranks(world, train, stage, dtype, micro_steps, user_autocast):
+        losses, state, scale, low = result
+        assert losses == pytest.approx(expected_losses, rel=limit)
+        assert (scale, low) == (expected_scale, True)
         for name, value in expected.items() if state else ():
-            assert zoo.relative_l2_error(state[name], value) < 1e-3, name
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_fp16_autocast_scales_its_loss(stage):
-    results = run_ranks(2, train, stage, "fp16", 2, False)
-    expected_losses, expected = train_reference("fp16", 4)
-    losses, state, scale, low = results[0]
-    assert (scale, low) == (2.0**16, True)
-    assert losses == pytest.approx(expected_losses, rel=1e-4)
-    assert max(zoo.relative_l2_error(state[name], expected[name]) for name in expected) < 1e-4
+            assert zoo.relative_l2_error(state[name], value) < limit, name
 
 
 def test_invalid_autocast_settings():
-    def build(**more: Any) -> None:
-        rayzero.initialize(model=make_model("fp32"), optimizer=OPTIMIZERS["sgd"], config=more)
-
+    config = {"torch_autocast": {"enabled": True, "dtype": "fp32"}}
     with pytest.raises(ConfigError, match=r"torch_autocast\.dtype"):
-        build(torch_autocast={"enabled": True, "dtype": "fp32"})
+        rayzero.initialize(model=make_model("fp32"), optimizer=OPTIMIZERS["sgd"], config=config)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

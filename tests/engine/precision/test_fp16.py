@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import rayzero
-from examples.gpt.model import GPT, GPTConfig
+from rayzero.engine.config.schedules import LR_CURVES
 from rayzero.engine.config.sections import Fp16Config
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.precision.loss_scale import DynamicScaler
@@ -67,36 +67,27 @@ def train_with_overflows(
 STEPS = "..x.xx....x."
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [0, 2, 3])
+@pytest.mark.parametrize(("world", "stage"), [(0, 0), (2, 1), (3, 2), (2, 3), (0, 3), (3, 0)])
 def test_overflow_skips_the_step_and_lowers_the_scale(world, stage):
     results = run_ranks(world, train_with_overflows, stage, 0, STEPS, None)
     assert all(results_by_step == results[0][0] for results_by_step, _, _ in results)
-    scaler, good = DynamicScaler(RULES), STEPS.replace("x", "")
-    clean = run_ranks(world, lrs_without_overflow, len(good))[0]
+    scaler, curve = DynamicScaler(RULES), LR_CURVES[WARMUP["type"]](**WARMUP["params"])
+    clean = [curve.lr(number - 1, 0, 0.1) for number in range(STEPS.count("."))]
     for number, (scale, skipped, lr) in enumerate(results[0][0]):
         scaler.update(overflow=STEPS[number] == "x")
         assert scale == scaler.value
         assert skipped == STEPS[: number + 1].count("x")
-        assert lr == clean[number - STEPS[:number].count("x")]  # the schedule does not advance
+        # The schedule does not advance.
+        assert lr == pytest.approx(clean[number - STEPS[:number].count("x")])
     # Skipped steps have no effect: equal to training without them.
     data = [
         batch for batch, step in zip(zoo.batches(len(STEPS), 12), STEPS, strict=True) if step == "."
     ]
-    optimizers = []
 
     def make_optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         adamw = torch.optim.AdamW(groups, lr=0.1, eps=1e-4, weight_decay=0.01)
-        step, lrs = adamw.step, iter(clean)
-
-        def step_with_schedule() -> None:
-            lr = next(lrs)
-            for group in adamw.param_groups:
-                group["lr"] = lr
-            step()
-
-        adamw.step = step_with_schedule  # type: ignore[method-assign]
-        optimizers.append(adamw)
+        lrs = iter(clean)
+        adamw.register_step_pre_hook(lambda *_: adamw.param_groups[0].update(lr=next(lrs)))
         return adamw
 
     def one_group(model: nn.Module) -> list[dict[str, Any]]:
@@ -117,19 +108,9 @@ def test_overflow_skips_the_step_and_lowers_the_scale(world, stage):
     assert max(errors.values()) < 5e-3, errors
 
 
-def lrs_without_overflow(rank: int, world: int, steps: int) -> list[float]:
-    """Learning rates of steps without overflow."""
-    engine, lrs = make_engine(0), []
-    for batch in zoo.batches(steps, 12):
-        train_step(engine, batch)
-        lrs.append(engine.metrics.lr)
-    return lrs
-
-
-@pytest.mark.parametrize("moves", [[(2, 2), (3, 3), (0, 0), (1, 2)]])
-def test_scale_is_resumed_at_other_stages_and_world_sizes(moves):
+def test_scale_is_resumed_at_other_stages_and_world_sizes():
     blocks, scaler, step_count = None, DynamicScaler(RULES), 0
-    for stage, world in moves:
+    for stage, world in ((2, 2), (3, 3), (0, 0), (1, 2)):
         results = run_ranks(world, train_with_overflows, stage, step_count, "x..", blocks)
         for step, (scale, skipped, _) in zip("x..", results[0][0], strict=True):
             scaler.update(overflow=step == "x")
@@ -139,15 +120,6 @@ def test_scale_is_resumed_at_other_stages_and_world_sizes(moves):
         assert all(
             json.loads(block.metadata)["loss_scale"] == scaler.state_dict() for block in blocks
         )
-
-
-def test_resume_is_bit_identical():
-    uninterrupted = run_ranks(2, train_with_overflows, 2, 0, "x.x..x", None)
-    first = run_ranks(2, train_with_overflows, 2, 0, "x.x", None)
-    second = run_ranks(2, train_with_overflows, 2, 3, "..x", [block for _, _, block in first])
-    assert first[0][0] + second[0][0] == uninterrupted[0][0]
-    for name, value in uninterrupted[0][1].items():
-        assert torch.equal(second[0][1][name], value), name
 
 
 def test_state_of_another_precision_loads():
@@ -180,7 +152,7 @@ def overflow_at_minimum(rank: int, world: int, stage: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_overflow_at_minimum_scale_is_an_error(stage):
     first, *others = run_ranks(2, overflow_at_minimum, stage)
     assert all(message == first for message in others)
@@ -259,32 +231,3 @@ def test_unsupported_settings(fp16, match):
 def test_fp16_with_bf16_is_rejected():
     with pytest.raises(ConfigError, match="fp16 and bf16"):
         make_engine(0, bf16={"enabled": True})
-
-
-def train_demo(rank: int, world: int, stage: int) -> tuple[list[float], int]:
-    torch.manual_seed(0)
-    engine, *_ = rayzero.initialize(
-        model=GPT(GPTConfig(vocab=64, context=16, layers=2, width=32, heads=2)),
-        config={
-            "train_batch_size": 8,
-            "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-6}},
-            "gradient_clipping": 1.0,
-            "fp16": {"enabled": True},
-            "zero_optimization": {"stage": stage},
-        },
-    )
-    generator, losses = torch.Generator().manual_seed(rank), []
-    for _ in range(40):
-        start = torch.randint(0, 64, (8 // world, 1), generator=generator)
-        tokens = (start + 3 * torch.arange(17)) % 64  # the next byte is the last one plus three
-        engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
-        engine.step()
-        losses.append(engine.metrics.loss)
-    return losses, engine.skipped_steps
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_example_model_learns_in_fp16(stage):
-    for losses, skipped in run_ranks(2, train_demo, stage):
-        assert losses[-1] < 0.6 * losses[0]
-        assert skipped < 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -31,46 +31,67 @@ def on_device(*shape: int) -> Tensor:
     return torch.ones(*shape, device=DEVICE)
 
 
-def test_a_kernel_on_another_stream_races_unless_it_waits(machine: Machine, device: VirtualDevice):
+def side_kernel(device: VirtualDevice, *, waits: bool) -> None:
     side, values = device.new_stream(), on_device(8)
+    if waits:
+        side.wait_stream(device.current_stream())
     with device.use_stream(side):
         values.add_(1)
-    (race,) = machine.memory.races
-    assert "ones writes on compute" in race
-    assert "add_ writes on side1" in race
 
-    machine.memory.races.clear()
-    values.mul_(2)
-    side.wait_stream(device.current_stream())
+
+def kernel_behind_an_event(device: VirtualDevice, *, waits: bool) -> None:
+    side, values = device.new_stream(), on_device(8)
+    before = device.record_event()
+    values.add_(1)
+    side.wait_event(device.record_event() if waits else before)
     with device.use_stream(side):
-        values.add_(1)
-    assert len(machine.memory.races) == 1  # mul_ on the compute stream after add_ on the side
-    assert "mul_" in next(iter(machine.memory.races))
+        values.clone()
 
 
-def test_an_event_orders_what_was_enqueued_before_it(machine: Machine, device: VirtualDevice):
-    side, first, second = device.new_stream(), on_device(8), on_device(8)
-    event = device.record_event()
-    second.add_(1)
-    side.wait_event(event)
-    with device.use_stream(side):
-        first.clone()
-        assert not machine.memory.races
-        second.clone()
-    assert len(machine.memory.races) == 1
-
-
-def test_reads_beside_reads_and_other_bytes_do_not_race(machine: Machine, device: VirtualDevice):
+def overlapping_bytes(device: VirtualDevice, *, waits: bool) -> None:
     side, values = device.new_stream(), on_device(8)
     side.wait_stream(device.current_stream())
     with device.use_stream(side):
         values[:4].clone()
         values[4:].zero_()
     values[:4].clone()
-    values[2:4].sum()
+    values[2 : 4 if waits else 5].sum()
+
+
+def host_read(device: VirtualDevice, *, waits: bool) -> None:
+    host = device.host_empty(8, torch.float32)
+    host.copy_(on_device(8), non_blocking=True)
+    if waits:
+        device.record_event().synchronize()
+    host.sum()
+
+
+def host_write(device: VirtualDevice, *, waits: bool) -> None:
+    values, host = on_device(8), torch.zeros(8).pin_memory()
+    values.copy_(host, non_blocking=True)
+    if waits:
+        device.record_event().synchronize()
+    host.zero_()
+
+
+def collective(device: VirtualDevice, *, waits: bool) -> None:
+    values = on_device(8)
+    work = VirtualNccl(Alone(0, 2)).all_reduce(values, async_op=True)
+    if waits:
+        work.wait()
+    values.add_(1)
+
+
+PROGRAMS = (side_kernel, kernel_behind_an_event, overlapping_bytes, host_read, host_write)
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, collective])
+def test_an_access_races_unless_it_waits(machine: Machine, device: VirtualDevice, program: Any):
+    program(device, waits=True)
     assert not machine.memory.races
-    values[3:5].clone()
-    assert len(machine.memory.races) == 1
+    program(device, waits=False)
+    (race,) = machine.memory.races.values()
+    assert race == 1
 
 
 def test_memory_must_live_until_other_streams_are_done(machine: Machine, device: VirtualDevice):
@@ -87,23 +108,6 @@ def test_memory_must_live_until_other_streams_are_done(machine: Machine, device:
 
     assert use(waited=False) == 1
     assert use(waited=True) == 0
-
-
-def test_host_memory_is_used_after_its_copy(machine: Machine, device: VirtualDevice):
-    values, host = on_device(8), device.host_empty(8, torch.float32)
-    host.copy_(values, non_blocking=True)
-    event = device.record_event()
-    host.sum()
-    (race,) = machine.memory.races
-    assert "copy_ writes on compute" in race
-    assert "sum reads on host" in race
-    machine.memory.races.clear()
-    event.synchronize()
-    host.sum()
-    assert not machine.memory.races
-    values.copy_(host, non_blocking=True)
-    host.zero_()  # while it is copied
-    assert len(machine.memory.races) == 1
 
 
 def test_registered_memory_stays_until_its_copy_is_done(machine: Machine, device: VirtualDevice):
@@ -150,22 +154,11 @@ def test_devices_do_not_mix(machine: Machine):
         values.numpy()
 
 
-def test_a_collective_is_ordered_by_its_wait_only(machine: Machine, device: VirtualDevice):
+def test_nccl_refuses_what_it_cannot_send(machine: Machine):
     nccl = VirtualNccl(Alone(0, 2))
-    values = on_device(8)
-    work = nccl.all_reduce(values, async_op=True)
-    values.add_(1)
-    assert len(machine.memory.races) == 1
-    machine.memory.races.clear()
-    work = nccl.all_reduce(values, async_op=True)  # after everything on the compute stream
-    work.wait()
-    values.add_(1)
-    assert not machine.memory.races
-    assert not machine.host_syncs
-    with pytest.raises(RuntimeError, match="host memory, or not contiguous"):
-        nccl.all_reduce(torch.ones(4), async_op=True)
-    with pytest.raises(RuntimeError, match="host memory, or not contiguous"):
-        nccl.all_reduce(on_device(4, 4).t(), async_op=True)
+    for wrong in (torch.ones(4), on_device(4, 4).t()):
+        with pytest.raises(RuntimeError, match="host memory, or not contiguous"):
+            nccl.all_reduce(wrong, async_op=True)
     with pytest.raises(RuntimeError, match="no type"):
         nccl.broadcast(on_device(4).short(), async_op=True)
 
@@ -175,7 +168,6 @@ def test_ranks_that_launch_in_another_order_are_found():
     nccl, errors, sums = VirtualNccl(ranks), [], []
 
     def run(rank: int) -> None:
-        ranks.as_rank(rank)
         with virtual_rank():
             first, second = on_device(4) * (rank + 1), on_device(2)
             nccl.all_reduce(first, async_op=True).wait()
@@ -186,20 +178,7 @@ def test_ranks_that_launch_in_another_order_are_found():
             except LaunchOrderError as error:
                 errors.append(str(error))
 
-    threads = [Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    ranks.run(run)
     assert sums == [[3.0] * 4] * 2
     assert len(errors) == 2
     assert "('world', 'all_reduce', 4, 'torch.float32')" in errors[0]
-
-
-def test_bytes_of_the_device_are_counted(machine: Machine):
-    kept = on_device(1024)
-    for _ in range(3):
-        on_device(2048)
-    torch.ones(4096)
-    assert machine.memory.device_bytes == kept.nbytes
-    assert machine.memory.peak_bytes == 4096 + 8192

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -43,31 +42,22 @@ def recut_engines(case: Case) -> tuple[list[Memory], list[KeptSource]]:
             engine.step()
 
     def run(rank: int) -> None:
-        ranks.as_rank(rank)
         with virtual_rank() as machine:
             memories[rank] = machine.memory
-            try:
-                generator = torch.Generator().manual_seed(rank)
-                engine = build_engine(case)
-                train(engine, generator)
-                blocks[rank] = Block.of(engine)
-                train(engine, generator, update=False)
-                get_device(DEVICE).synchronize()  # as where a generation ends
-                ranks._barrier.wait(60)
-                sources[rank] = engine.survival.recut(BlocksSource(blocks), keep=True)
-                train(engine, generator)
-                get_device(DEVICE).synchronize()
-                engine.close()
-            except BaseException:
-                ranks.abort()
-                raise
+            generator = torch.Generator().manual_seed(rank)
+            engine = build_engine(case)
+            train(engine, generator)
+            blocks[rank] = Block.of(engine)
+            train(engine, generator, update=False)
+            get_device(DEVICE).synchronize()  # as where a generation ends
+            ranks.barrier()
+            sources[rank] = engine.survival.recut(BlocksSource(blocks), keep=True)
+            train(engine, generator)
+            get_device(DEVICE).synchronize()
+            engine.close()
 
     with virtual_cluster(ranks):
-        threads = [Thread(target=run, args=(rank,)) for rank in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        ranks.run(run)
     return memories, sources
 
 

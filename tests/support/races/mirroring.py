@@ -13,14 +13,14 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from xxhash import xxh3_64_intdigest
 
-from rayzero.engine.session import StepRequests, use_session
+from rayzero.engine.session import HostSession, StepRequests, use_session
 from rayzero.workers import state_copy
 from rayzero.workers.messages import Assignment, MirrorPolicy, StepReport
 from rayzero.workers.mirror import Mirror
@@ -191,16 +191,12 @@ class FakeVault:
             mapping.close(1.0)
 
 
-class MirroringSession:
+class MirroringSession(HostSession):
     """A worker's session, of which only the mirror is there.
 
     It raises where a step is believed too early: the vote of the next one is entered, its update is
     confirmed, or a message is posted, before the host has seen the end of the update.
     """
-
-    engine_config = None
-    seed = 0
-    shares: Sequence[float] = ()
 
     def __init__(self, machine: Machine) -> None:
         self.posted: list[str] = []
@@ -213,17 +209,6 @@ class MirroringSession:
         self._engine: Any = None
         self._updated = 0  # kernels of the compute stream, until the end of the last update
 
-    def admits_engine(self, *, trains: bool) -> bool:
-        return True
-
-    def resume_from(self) -> Any:
-        return nullcontext(None)
-
-    def adapt_config(self, config: Any) -> Any:
-        return config
-
-    def on_model(self, model: Any) -> None: ...
-
     def on_engine_ready(self, engine: Any) -> None:
         self._engine = engine
         confirm = engine.state.confirm
@@ -233,14 +218,6 @@ class MirroringSession:
             confirm()
 
         engine.state.confirm = confirm_when_seen
-
-    def on_phase(self, name: str) -> None:
-        return
-
-    on_samples_consumed = on_phase
-
-    def on_collective_wait(self, collective: int, entered: bool) -> None:
-        return
 
     def step_requests(self) -> StepRequests:
         requests = self._mirror.step_requests(self._engine.progress.step + 1)

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from threading import Thread
 from typing import Any
 
 import torch
@@ -113,17 +112,12 @@ def run_ranks(case: Case) -> list[Findings]:
     findings = [Findings(case) for _ in range(case.world_size)]
 
     def run(rank: int) -> None:
-        ranks.as_rank(rank)
         findings[rank] = _train(case, rank)
         if findings[rank].error:
             ranks.abort()
 
     with virtual_cluster(ranks):
-        threads = [Thread(target=run, args=(rank,)) for rank in range(case.world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        ranks.run(run)
     return findings
 
 

@@ -10,7 +10,8 @@ process that exchange what they have, and must launch the same collectives in th
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +53,7 @@ class Alone:
 
 
 class Ranks:
-    """Ranks in threads: each calls `as_rank` first."""
+    """Ranks in threads."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -65,12 +66,27 @@ class Ranks:
         rank: int = self._local.rank
         return rank
 
-    def as_rank(self, rank: int) -> None:
-        self._local.rank = rank
-
     def abort(self) -> None:
         """A rank failed: the others' waits end."""
         self._barrier.abort()
+
+    def barrier(self) -> None:
+        self._barrier.wait(WAIT_S)
+
+    def run(self, work: Callable[[int], None]) -> None:
+        """Calls it for each rank, in threads."""
+
+        def run(rank: int) -> None:
+            self._local.rank = rank
+            try:
+                work(rank)
+            except BaseException:
+                self.abort()
+                raise
+
+        with ThreadPoolExecutor(self.world_size) as pool:
+            for _ in pool.map(run, range(self.world_size)):
+                pass
 
     def exchange(self, what: tuple[str, str, int, str], own: list[Tensor], size: int) -> Parts:
         """What all ranks passed in. Raises LaunchOrderError if they launched different ones."""
@@ -78,9 +94,9 @@ class Ranks:
             raise NotImplementedError("groups within ranks in threads")
         with _unbooked():
             self._posted[self.rank] = what, [tensor.clone() for tensor in own]
-        self._barrier.wait(WAIT_S)
+        self.barrier()
         posted = list(self._posted)
-        self._barrier.wait(WAIT_S)
+        self.barrier()
         if any(launched != what for launched, _ in posted):
             raise LaunchOrderError(f"the ranks launched {[launched for launched, _ in posted]}")
         return [tensors for _, tensors in posted]
