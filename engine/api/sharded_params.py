@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -58,7 +59,7 @@ def _is_stage_3(engine: Engine) -> bool:
     return STAGES[engine.settings.config.zero_optimization.stage].shards_weights
 
 
-def _find(param: nn.Parameter, name: str) -> tuple[Engine | None, StoredParam | None]:
+def _find(param: nn.Parameter, name: str = "ds_id") -> tuple[Engine | None, StoredParam | None]:
     """The stage-3 engine that has a parameter, and where it stores it; None for what an engine will
     be built from. Raises AttributeError if it is an ordinary parameter."""
     found = find_engine(param)
@@ -70,47 +71,25 @@ def _find(param: nn.Parameter, name: str) -> tuple[Engine | None, StoredParam | 
     raise AttributeError(f"{name!r}: no stage-3 engine has this parameter")
 
 
-def _sharded(param: nn.Parameter, name: str) -> tuple[Engine, StoredParam] | None:
-    engine, stored = _find(param, name)
+def _sharded(param: nn.Parameter) -> tuple[Engine, StoredParam] | None:
+    engine, stored = _find(param)
     if engine is None or stored is None or not isinstance(stored.unit.weights, ShardedWeights):
         return None
     return engine, stored
 
 
-def _id(param: nn.Parameter) -> int:
-    _find(param, "ds_id")
-    return param.__dict__.setdefault("_ds_id", next(_ids))  # type: ignore[no-any-return]
-
-
-def _shape(param: nn.Parameter) -> torch.Size:
-    _find(param, "ds_shape")
-    return param.shape
-
-
-def _numel(param: nn.Parameter) -> int:
-    _find(param, "ds_numel")
-    return param.numel()
-
-
-def _persist(param: nn.Parameter) -> bool:
+def _is_persistent(param: nn.Parameter) -> bool:
     """Whether every rank holds it in full, always."""
-    return _find(param, "ds_persist")[0] is not None and _sharded(param, "ds_persist") is None
-
-
-def _active_sub_modules(param: nn.Parameter) -> set[int]:
-    """Always empty: blocks, not modules, keep weights gathered."""
-    _find(param, "ds_active_sub_modules")
-    return set()
+    return _find(param)[0] is not None and _sharded(param) is None
 
 
 def _status(param: nn.Parameter) -> ZeroParamStatus:
-    engine, _ = _find(param, "ds_status")
-    if engine is None:
+    if _find(param)[0] is None:
         return ZeroParamStatus.NOT_AVAILABLE
-    found = _sharded(param, "ds_status")
-    if found is None:
+    if (found := _sharded(param)) is None:
         return ZeroParamStatus.AVAILABLE
-    weights = found[1].unit.weights
+    engine, stored = found
+    weights = stored.unit.weights
     scheduler = engine.internals.runtime.unshard_scheduler
     if scheduler is not None and scheduler.state_of(weights) is BlockState.GATHERING:
         return ZeroParamStatus.INFLIGHT
@@ -122,46 +101,39 @@ def _status(param: nn.Parameter) -> ZeroParamStatus:
 def _tensor(param: nn.Parameter) -> Tensor:
     """This rank's elements, flat: the engine's memory. Ranks may have different counts: a unit, not
     a parameter, is cut into equal shards."""
-    engine, stored = _find(param, "ds_tensor")
+    engine, stored = _find(param)
     if engine is None:
         raise AttributeError("'ds_tensor': the model has no engine yet")
     parts = [] if stored is None else stored.model_weights()
     return parts[0].memory if parts else param.data.new_empty(0)
 
 
-def _all_gather(param: nn.Parameter) -> Callable[..., None]:
-    _find(param, "all_gather")
-
-    def all_gather(param_list: Iterable[nn.Parameter] | None = None, **_: Any) -> None:
-        """Gathers this parameter, or those given, until `partition()`. Collective."""
-        for each in [param] if param_list is None else param_list:
-            found = _sharded(each, "all_gather")
-            if found is not None and _status(each) is ZeroParamStatus.NOT_AVAILABLE:
-                each.data = found[1].gather_model_weights(each.dtype)
-
-    return all_gather
+def _all_gather(
+    param: nn.Parameter, param_list: Iterable[nn.Parameter] | None = None, **_: Any
+) -> None:
+    """Gathers this parameter, or those given, until `partition()`. Collective."""
+    for each in [param] if param_list is None else param_list:
+        found = _sharded(each)
+        if found is not None and _status(each) is ZeroParamStatus.NOT_AVAILABLE:
+            each.data = found[1].gather_model_weights(each.dtype)
 
 
-def _partition(param: nn.Parameter) -> Callable[..., None]:
-    _find(param, "partition")
-
-    def partition(
-        param_list: Iterable[nn.Parameter] | None = None,
-        *,
-        has_been_updated: bool = False,
-        **_: Any,
-    ) -> None:
-        """Ends `all_gather`. `has_been_updated`: each rank takes its own part of its values."""
-        for each in [param] if param_list is None else param_list:
-            if (found := _sharded(each, "partition")) is not None:
-                engine, stored = found
-                if has_been_updated:
-                    engine.state.before_write_of_constants()
-                    write_slices(stored.model_weights(), each.data)
-                    write_slices(stored.main_weights(), each.data)
-                restore_param(engine, stored, each)
-
-    return partition
+def _partition(
+    param: nn.Parameter,
+    param_list: Iterable[nn.Parameter] | None = None,
+    *,
+    has_been_updated: bool = False,
+    **_: Any,
+) -> None:
+    """Ends `all_gather`. `has_been_updated`: each rank takes its own part of its values."""
+    for each in [param] if param_list is None else param_list:
+        if (found := _sharded(each)) is not None:
+            engine, stored = found
+            if has_been_updated:
+                engine.state.before_write_of_constants()
+                write_slices(stored.model_weights(), each.data)
+                write_slices(stored.main_weights(), each.data)
+            restore_param(engine, stored, each)
 
 
 def _keeping_values(param: nn.Parameter, *args: Any, **options: Any) -> Tensor:
@@ -178,20 +150,30 @@ def add_param_attributes() -> None:
     if "ds_id" in vars(nn.Parameter):
         return
     replace(nn.Parameter, "to", _keeping_values)
-    getters = {
-        "ds_id": _id,
-        "ds_shape": _shape,
-        "ds_numel": _numel,
+    getters: dict[str, Callable[[Any], Any]] = {
+        "ds_id": lambda param: vars(param).setdefault("_ds_id", next(_ids)),
+        "ds_shape": lambda param: param.shape,
+        "ds_numel": lambda param: param.numel(),
         "ds_status": _status,
         "ds_tensor": _tensor,
-        "ds_persist": _persist,
-        "ds_active_sub_modules": _active_sub_modules,
-        "all_gather": _all_gather,
-        "partition": _partition,
+        "ds_persist": _is_persistent,
+        "ds_active_sub_modules": lambda param: set(),  # blocks, not modules, keep weights gathered
+        "all_gather": lambda param: partial(_all_gather, param),
+        "partition": lambda param: partial(_partition, param),
         "partition_numel": lambda param: _tensor(param).numel,
     }
     for name, getter in getters.items():
-        replace(nn.Parameter, name, property(getter))
+        replace(nn.Parameter, name, _attribute(name, getter))
+
+
+def _attribute(name: str, getter: Callable[[nn.Parameter], Any]) -> property:
+    """One that an ordinary parameter does not have."""
+
+    def get(param: nn.Parameter) -> Any:
+        _find(param, name)
+        return getter(param)
+
+    return property(get)
 
 
 class ParameterOffload:

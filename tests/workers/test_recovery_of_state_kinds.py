@@ -19,10 +19,10 @@ from rayzero.workers.vault.records import Restore
 from rayzero.workers.vault.vault import Vault
 from tests.engine.state.blocks import Block, StateSession
 from tests.engine.state.kinds import (
-    CHECKS,
     KINDS,
     SEED,
     assert_states_equal,
+    check_parts,
     make_engine,
     merge_blocks,
     train_until,
@@ -116,8 +116,7 @@ def test_every_kind_of_state_is_restored_bit_by_bit(workers: Workers, name: str)
         raise
     expected = run_ranks(WORLD, run_without_faults, name, str(workers.folder))
     before = [entry[0] for entry in expected]
-    for key in KINDS[name].checks:
-        assert CHECKS[key](before, merge_blocks(before)), key
+    check_parts(KINDS[name], before)
     final = merge_blocks([entry[1] for entry in expected])
     assert_states_equal(merge_blocks(repaired), final, exact_residuals=True)
 

@@ -101,7 +101,7 @@ def train_and_save(rank: int, world: int, stage: int, steps: range, folder: str)
         engine.save_checkpoint(folder)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_later_checkpoints_have_the_trained_share_only(stage: int, tmp_path: Path) -> None:
     run_ranks(2, train_and_save, stage, range(2), str(tmp_path))
     first = disk_bytes(tmp_path)
@@ -216,11 +216,3 @@ def test_base_lives_as_long_as_a_checkpoint_that_uses_it(tmp_path: Path) -> None
     engine.save_checkpoint(tmp_path)
     assert not old.exists()
     assert len(list((tmp_path / "base").iterdir())) == 1
-
-
-def test_without_frozen_weights(tmp_path: Path) -> None:
-    engine = make_engine(0, Model(0))
-    train(engine, range(1))
-    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
-    assert disk_bytes(tmp_path) < 1.05 * STATE_BYTES
-    assert not (tmp_path / "base").exists()

@@ -1,15 +1,10 @@
-"""Save a checkpoint and kill the process, with SIGKILL, before or after the n-th system call.
-
-    python -m tests.engine.checkpoint.killed JOB STEP COUNT before|after
-
-With COUNT -1 the save completes. Prints the names of the system calls.
-"""
+"""Save a checkpoint and kill the process, with SIGKILL, after the n-th system call."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
+from pathlib import Path
 from typing import Any
 
 from rayzero.engine.checkpoint import store_local
@@ -19,12 +14,14 @@ CALLS = ("open", "write", "fsync", "close", "link", "rename", "mkdir", "unlink")
 
 
 class KillingOs:
-    """A proxy of the `os` module that kills the process at the n-th call that modifies a disk."""
+    """A proxy of the `os` module that kills the process after the n-th call that modifies a disk.
+    What is written before the next call is the same."""
 
-    def __init__(self, count: int, before: bool) -> None:
+    def __init__(self, count: int) -> None:
         self.calls: list[str] = []
+        self.log: list[tuple[str, str]] = []  # each call and its file
+        self._names: dict[int, str] = {}
         self._count = count
-        self._before = before
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)
@@ -34,13 +31,17 @@ class KillingOs:
         def call(*args: Any, **kwargs: Any) -> Any:
             fatal = len(self.calls) == self._count
             self.calls.append(name)
-            if fatal and self._before:
-                self._kill()
+            target = args[1] if name in ("link", "rename") else args[0]
+            file = self._names[target] if isinstance(target, int) else Path(target).name
+            self.log.append((name, file))
             if fatal and name == "write":  # torn write: only a part reaches the disk
                 fd, data = args
                 return real(fd, data[: len(data) // 2]), self._kill()
             try:
-                return real(*args, **kwargs)
+                result = real(*args, **kwargs)
+                if name == "open":
+                    self._names[result] = file
+                return result
             finally:
                 if fatal:
                     self._kill()
@@ -51,12 +52,6 @@ class KillingOs:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(job: str, step: str, count: str, where: str) -> None:
-    killing_os = KillingOs(int(count), where == "before")
-    store_local.os = killing_os  # type: ignore[assignment]
-    save(job, int(step), world=2)
-    print(" ".join(killing_os.calls))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def save_and_kill(job: Path, step: int, count: int) -> None:
+    store_local.os = KillingOs(count)  # type: ignore[assignment]
+    save(job, step)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_64_hexdigest
 
 from rayzero.engine.checkpoint import reader
 from rayzero.engine.checkpoint.manifest import Manifest, RankFile, make_manifest
@@ -68,6 +72,18 @@ def save(job: Path | str, step: int, world: int = 2, created_s: float | None = N
         manifest = replace(manifest, created_s=created_s)
     commit_checkpoint(folder, manifest)
     return manifest
+
+
+def with_checksum(content: Any) -> bytes:
+    """A manifest's file with this inner object, or this text of one."""
+    raw = content if isinstance(content, bytes) else json.dumps(content, separators=(",", ":"))
+    raw = raw if isinstance(raw, bytes) else raw.encode()
+    return b'{"checksum":"%s","checkpoint":%s}\n' % (xxh3_64_hexdigest(raw).encode(), raw)
+
+
+def with_changes(raw: bytes, **changes: object) -> bytes:
+    """A manifest's file with other content, as forged."""
+    return with_checksum(json.loads(raw)["checkpoint"] | changes)
 
 
 def read_manifest(folder: Path | str) -> Manifest:

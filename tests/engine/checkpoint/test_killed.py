@@ -16,7 +16,7 @@ from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complet
 from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.checkpoint.verify import verify_checkpoint
 from tests.engine.checkpoint import killed
-from tests.engine.checkpoint.saving import blocks, save
+from tests.engine.checkpoint.saving import blocks, read_manifest, save
 
 
 @pytest.fixture
@@ -30,24 +30,24 @@ def folder(tmp_path):
         yield Path(name)
 
 
-def run_killed(job: Path, step: int, count: int, where: str) -> int:
+def run_killed(job: Path, step: int, count: int) -> int:
     """Save in a child that is killed; return its exit code. Forks, which is fast."""
     pid = os.fork()
     if pid == 0:
         try:
-            killed.main(str(job), str(step), str(count), where)
+            killed.save_and_kill(job, step, count)
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def record_calls(job: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def record_calls(job: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> killed.KillingOs:
     """System calls of a save, in order."""
-    killing_os = killed.KillingOs(-1, True)
+    killing_os = killed.KillingOs(-1)
     with monkeypatch.context() as patch:
         patch.setattr(store_local, "os", killing_os)
         save(job, step)
-    return killing_os.calls
+    return killing_os
 
 
 def check_complete(folder: str, step: int) -> None:
@@ -67,23 +67,20 @@ def check_complete(folder: str, step: int) -> None:
     source.close()
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
 @pytest.mark.parametrize("again", [False, True], ids=["new step", "existing step"])
-def test_save_killed_at_any_system_call(folder, monkeypatch, where, again):
+def test_save_killed_at_any_system_call(folder, monkeypatch, again):
     """The job has step 1; the killed save writes step 2, or step 1 again."""
     base = folder / "base"
     first = save(base, 1, created_s=1.0)
     step = 1 if again else 2
     shutil.copytree(base, folder / "dry")
-    calls = record_calls(folder / "dry", step, monkeypatch)
+    calls = record_calls(folder / "dry", step, monkeypatch).calls
     assert {"write", "fsync", "rename", "open"} <= set(calls)
     committed = []
     for count in range(len(calls)):
         job = folder / f"killed-{count}"
         shutil.copytree(base, job)
-        assert run_killed(job, step, count, where) == -9, (
-            f"it survived call {count}, {calls[count]}"
-        )
+        assert run_killed(job, step, count) == -9, f"it survived call {count}, {calls[count]}"
         newest = newest_complete(str(job))
         check_complete(newest.folder, newest.step)
         assert {entry.status for entry in list_checkpoints(str(job))} <= {"whole", "unfinished"}
@@ -95,15 +92,15 @@ def test_save_killed_at_any_system_call(folder, monkeypatch, where, again):
     assert sorted(committed) == committed, "a committed checkpoint stays committed"
     committing = max(at for at, name in enumerate(calls) if name in ("link", "rename"))
     assert calls[committing] == ("rename" if again else "link")
-    assert committed.index(True) == committing + (where == "before")
+    assert committed.index(True) == committing
 
 
 def test_leftovers_are_pruned(tmp_path, monkeypatch):
     base = tmp_path / "job"
     save(base, 1)
     shutil.copytree(base, tmp_path / "dry")
-    calls = record_calls(tmp_path / "dry", 2, monkeypatch)
-    assert run_killed(base, 2, calls.index("rename"), "before") == -9
+    calls = record_calls(tmp_path / "dry", 2, monkeypatch).calls
+    assert run_killed(base, 2, calls.index("rename") - 1) == -9
     (leftover,) = (base / "step-2").iterdir()
     assert leftover.name.endswith(".partial")
     save(base, 3)
@@ -113,50 +110,12 @@ def test_leftovers_are_pruned(tmp_path, monkeypatch):
 
 def test_files_are_synced_before_rename_and_before_the_manifest(tmp_path, monkeypatch):
     """A power loss, unlike a kill, loses data that is not synced."""
-    log: list[tuple[str, str]] = []
-    names: dict[int, str] = {}
-    called = ("open", "fsync", "link", "rename", "write", "mkdir")
-    real = {name: getattr(os, name) for name in called}
-
-    def open_(path, *args):
-        fd = real["open"](path, *args)
-        names[fd] = Path(path).name
-        return fd
-
-    def fsync(fd):
-        log.append(("fsync", names[fd]))
-        real["fsync"](fd)
-
-    def rename(old, new):
-        log.append(("rename", Path(new).name))
-        real["rename"](old, new)
-
-    def link(old, new, **kwargs):
-        log.append(("link", Path(new).name))
-        real["link"](old, new, **kwargs)
-
-    def write(fd, data):
-        if not log or log[-1] != ("write", names[fd]):
-            log.append(("write", names[fd]))
-        return real["write"](fd, data)
-
-    def mkdir(path, *args):
-        log.append(("mkdir", Path(path).name))
-        real["mkdir"](path, *args)
-
-    for name, fake in (
-        ("open", open_),
-        ("fsync", fsync),
-        ("link", link),
-        ("rename", rename),
-        ("write", write),
-        ("mkdir", mkdir),
-    ):
-        monkeypatch.setattr(store_local.os, name, fake)
     monkeypatch.setattr(store_local, "token_hex", lambda size: "ab" * size)
-    manifest = save(tmp_path / "job", 1)
+    log = record_calls(tmp_path / "job", 1, monkeypatch).log
+    log = [call for call in log if call[0] not in ("open", "close", "unlink")]
+    log = [call for number, call in enumerate(log) if number == 0 or log[number - 1] != call]
     expected = [("mkdir", "job"), ("fsync", tmp_path.name), ("mkdir", "step-1"), ("fsync", "job")]
-    for name in (file.name for file in manifest.files):
+    for name in (file.name for file in read_manifest(tmp_path / "job" / "step-1").files):
         partial = f".{name}.partial"
         expected += [("write", partial), ("fsync", partial), ("rename", name), ("fsync", "step-1")]
     name, partial = "manifest.json", ".manifest.json.abababab.partial"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rayzero.engine.config import EngineConfig, parse_config
-from rayzero.engine.config.model import FREE_FORM_SECTIONS, KEYS
+from rayzero.engine.config.model import FREE_FORM_SECTIONS
 from rayzero.engine.config.normalize import AUTO_RULES, fill_total_steps
 from rayzero.engine.config.parse import parse_with_provenance
 from rayzero.engine.errors import ConfigError
@@ -17,25 +17,17 @@ AUTO = "auto"
 
 
 def test_common_auto_values() -> None:
+    optimizer = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), AUTO)
+    warmup = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), AUTO)
     parsed = parse_with_provenance(
-        {
-            "train_batch_size": AUTO,
-            "train_micro_batch_size_per_gpu": AUTO,
+        dict.fromkeys(
+            ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"), AUTO
+        )
+        | {
             "gradient_accumulation_steps": 4,
-            "gradient_clipping": AUTO,
             "bf16": {"enabled": AUTO},
-            "optimizer": {
-                "type": "AdamW",
-                "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO},
-            },
-            "scheduler": {
-                "type": "WarmupLR",
-                "params": {
-                    "warmup_min_lr": AUTO,
-                    "warmup_max_lr": AUTO,
-                    "warmup_num_steps": AUTO,
-                },
-            },
+            "optimizer": {"type": "AdamW", "params": optimizer},
+            "scheduler": {"type": "WarmupLR", "params": warmup},
             "zero_optimization": {"stage": 3, "reduce_bucket_size": AUTO},
         }
     )
@@ -44,33 +36,13 @@ def test_common_auto_values() -> None:
     assert config.gradient_clipping == 1.0
     assert not config.bf16.enabled
     assert config.optimizer is not None
-    assert config.optimizer.params == {
-        "lr": 5e-5,
-        "betas": [0.9, 0.999],
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-    }
+    assert [*config.optimizer.params.values()] == [5e-5, [0.9, 0.999], 1e-8, 0.0]
     assert config.scheduler is not None
-    assert config.scheduler.params == {
-        "warmup_min_lr": 0,
-        "warmup_max_lr": 5e-5,
-        "warmup_num_steps": 0,
-    }
+    assert [*config.scheduler.params.values()] == [0, 5e-5, 0]
     assert config.zero_optimization.reduce_bucket_size is None
     assert len(parsed.provenance) == 12
     assert parsed.provenance["scheduler.params.warmup_max_lr"] == "auto: optimizer.params.lr"
     assert parsed.provenance["zero_optimization.reduce_bucket_size"].startswith("auto: left out")
-
-
-def test_warmup_max_lr_is_the_optimizer_lr() -> None:
-    config = parse_config(
-        {
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": AUTO}},
-        }
-    )
-    assert config.scheduler is not None
-    assert config.scheduler.params == {"warmup_max_lr": 0.5}
 
 
 @pytest.mark.parametrize("path", [path for path, _ in leaves() if path not in FREE_FORM_SECTIONS])
@@ -88,11 +60,6 @@ def test_every_key_may_be_auto(path: str) -> None:
     config = parse_config(document)
     if path not in AUTO_RULES and "." in path and "optimizer" not in path:
         assert config == EngineConfig()
-
-
-def test_rules_are_for_known_keys() -> None:
-    for path in AUTO_RULES:
-        assert path in KEYS or path.rpartition(".")[0] in FREE_FORM_SECTIONS
 
 
 def test_number_of_steps_is_that_of_the_job() -> None:

@@ -82,13 +82,6 @@ def test_invalid_numbers_are_errors_that_name_the_key(path: str, written: Any) -
         read(path, written)
 
 
-def test_numpy_numbers_are_accepted() -> None:
-    numpy = pytest.importorskip("numpy")
-    document = {"train_batch_size": numpy.int64(8), "gradient_clipping": numpy.float32(0.5)}
-    config = parse_config(document)
-    assert (config.train_batch_size, config.gradient_clipping) == (8, 0.5)
-
-
 @pytest.mark.parametrize(
     ("document", "message"),
     [

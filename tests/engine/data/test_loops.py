@@ -2,6 +2,7 @@
 an error."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,25 @@ EXAMPLES = int(os.environ.get("RAYZERO_LOOP_EXAMPLES", "40"))
 @given(shapes(), st.sampled_from([0, 2, 3]))
 def test_random_loops(shape: Shape, world: int) -> None:
     check(shape, run_ranks(world, run_loop, shape))
+
+
+READ_AHEAD = (
+    [{"ahead": ahead, "threaded": ahead == 2} for ahead in (0, 1, 2, None)]
+    + [{"ahead": 1, "over": "chained epochs"}, {"ahead": 1, "over": "epochs"}]
+    + [{"ahead": None, "losses": 2}, {"ahead": None, "own_backward": True}]
+)
+LEFT = [{"ahead": 1, "stops": (9,)}, {"ahead": None, "stops": (9,)}]  # in the middle of a step
+
+
+@pytest.mark.parametrize(
+    "more", [*LEFT, *(one | {"copied": copied} for one in READ_AHEAD for copied in (False, True))]
+)
+def test_loops_that_read_ahead_train_as_one_by_one(more: dict[str, Any]) -> None:
+    """Micro-batches of 2, 2, 2 and 1 samples a step."""
+    shape = Shape(stage=1, batch=7, micro_batch=2, **more)
+    outcomes = run_ranks(0, run_loop, shape)
+    assert outcomes[0].error is None
+    check(shape, outcomes)
 
 
 def check(shape: Shape, outcomes: list[Outcome]) -> None:

@@ -18,7 +18,6 @@ from rayzero.engine.errors import EngineError
 from tests.engine.data.loops import (
     LR,
     Batch,
-    ahead,
     in_a_thread,
     make_data,
     make_model,
@@ -61,71 +60,6 @@ class Loop:
         samples = [order.indices(step * BATCH, BATCH).tolist() for step in range(steps)]
         expected = plain_weights(samples, make_data(SAMPLES))
         torch.testing.assert_close(self.engine.state_dict(), expected)
-
-
-READERS: dict[str, Callable[[Iterator[Batch]], Any]] = {
-    "one by one": iter,
-    "one ahead": lambda batches: ahead(batches, 1),
-    "a list": list,
-    "a thread": lambda batches: in_a_thread(batches, 2),
-}
-
-
-@pytest.mark.parametrize("copied", [False, True], ids=["same tensors", "copied tensors"])
-@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_reading_ahead_trains_as_one_by_one(
-    read: Callable[[Iterator[Batch]], Any], copied: bool
-) -> None:
-    loop = Loop()
-    for batch in read(loop.loader.until(STEPS)):
-        loop.train(batch, copied=copied)
-    loop.engine.internals.micro_batches.check_end()
-    loop.assert_plain()
-
-
-@pytest.mark.parametrize("copied", [False, True], ids=["same tensors", "copied tensors"])
-def test_reading_ahead_over_the_end_of_an_epoch(copied: bool) -> None:
-    loop = Loop()
-    epochs = itertools.chain.from_iterable(loop.loader for _ in loop.loader.epochs(2))
-    for batch in ahead(epochs, 1):
-        loop.train(batch, copied=copied)
-    loop.assert_plain(14)
-
-
-def test_the_loss_own_backward_and_two_losses_of_a_batch_have_its_weight() -> None:
-    loop = Loop()
-    for turn, batch in enumerate(list(loop.loader.until(STEPS))):
-        if turn % 2:
-            (loop.loss(batch) / 2).backward()
-            loop.engine.backward(loop.loss(batch) / 2)
-        else:
-            loop.loss(batch).backward()
-        loop.engine.step()
-    loop.assert_plain()
-
-
-def test_what_was_read_before_a_break_is_read_again() -> None:
-    loop = Loop()
-    for turn, batch in enumerate(ahead(loop.loader.until(STEPS), 1)):
-        if turn == 9:  # in the middle of a step
-            break
-        loop.train(batch)
-    for batch in loop.loader.until(STEPS):
-        loop.train(batch)
-    loop.assert_plain()
-
-
-def test_what_a_thread_has_read_to_the_end_before_a_break_is_read_again() -> None:
-    """How far it has read by then differs between the ranks."""
-    loop, read = Loop(), list[Batch]()
-    thread = Thread(target=lambda: read.extend(loop.loader.until(STEPS)))
-    thread.start()
-    thread.join(60)
-    for batch in read[:9]:
-        loop.train(batch)
-    for batch in loop.loader.until(STEPS):
-        loop.train(batch)
-    loop.assert_plain()
 
 
 @pytest.mark.parametrize("threaded", [False, True])

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 
 import pytest
 
 from rayzero.engine.data.prefetch import Prefetch
-from rayzero.engine.errors import EngineError
 
 LIMIT_S = 60.0
-
-
-def finishes_in_time(work: Callable[[], object]) -> bool:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(LIMIT_S)
-    return not thread.is_alive()
 
 
 def test_items_in_order_then_the_error_of_the_source():
@@ -51,21 +42,3 @@ def test_prefetch_is_bounded_by_its_depth():
     assert next(prefetch) == 0
     prefetch.close()
     assert next(numbers) <= 4
-
-
-def test_close_stops_the_thread():
-    prefetch = Prefetch(count())
-    assert next(prefetch) == 0
-    assert finishes_in_time(prefetch.close)
-    assert not prefetch._thread.is_alive()
-    with pytest.raises(EngineError, match="was closed"):
-        next(prefetch)
-
-
-def test_thread_stops_when_prefetch_is_garbage_collected():
-    prefetch = Prefetch(count())
-    thread = prefetch._thread
-    del prefetch
-    gc.collect()
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()

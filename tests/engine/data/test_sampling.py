@@ -14,53 +14,42 @@ from rayzero.engine.data.sampling import (
 )
 from rayzero.engine.errors import ConfigError
 
-SIZES = {
-    "global_batch": st.integers(1, 200),
-    "world_size": st.integers(1, 40),
-    "micro_batch": st.integers(1, 30),
-}
+
+@st.composite
+def uneven_shares(draw: st.DrawFn) -> tuple[float, ...]:
+    parts = draw(st.lists(st.floats(0, 1000), min_size=1, max_size=40).filter(lambda x: sum(x) > 1))
+    return tuple(part / sum(parts) for part in parts)
 
 
-@given(**SIZES)
-def test_samples_are_assigned_once_and_weights_add_up(
-    global_batch: int, world_size: int, micro_batch: int
+@given(
+    st.integers(1, 200),
+    uneven_shares() | st.integers(1, 40).map(lambda ranks: (1 / ranks,) * ranks),
+    st.integers(1, 30),
+)
+def test_samples_are_assigned_once_by_shares(
+    global_batch: int, shares: tuple[float, ...], micro_batch: int
 ) -> None:
-    plans = [assign_step(global_batch, world_size, r, micro_batch) for r in range(world_size)]
+    ranks = len(shares)
+    plans = [assign_step(global_batch, ranks, r, micro_batch, shares) for r in range(ranks)]
     owned = [m.start + k for plan in plans for m in plan for k in range(m.count)]
     assert owned == list(range(global_batch))  # contiguous, in rank order
-    exact = sum(Fraction(m.count, global_batch) for plan in plans for m in plan)
-    assert exact == 1
-    assert all(m.weight == m.count / global_batch for plan in plans for m in plan)
-    assert sum(m.weight for plan in plans for m in plan) == pytest.approx(1.0)
-
-
-@given(**SIZES)
-def test_ranks_have_equal_numbers_of_even_micro_steps(
-    global_batch: int, world_size: int, micro_batch: int
-) -> None:
-    micro_steps = count_micro_steps(global_batch, world_size, micro_batch)
-    shares = []
-    for rank in range(world_size):
-        plan = assign_step(global_batch, world_size, rank, micro_batch)
-        assert len(plan) == micro_steps
-        counts = [m.count for m in plan]
-        assert max(counts) <= micro_batch
+    parts = [m for plan in plans for m in plan]
+    assert sum(Fraction(m.count, global_batch) for m in parts) == 1
+    assert all(m.weight == m.count / global_batch for m in parts)
+    # A rank without samples borrows one, without weight.
+    assert all(m.read_count == (m.count or 1) for m in parts)
+    assert all(0 <= m.start <= m.start + m.read_count <= global_batch for m in parts)
+    micro_steps = count_micro_steps(global_batch, ranks, micro_batch, shares)
+    assert {len(plan) for plan in plans} == {micro_steps}
+    counts = [sum(m.count for m in plan) for plan in plans]
+    assert micro_steps == 1 or max(counts) > (micro_steps - 1) * micro_batch  # minimal
+    for count, share, plan in zip(counts, shares, plans, strict=True):
+        assert abs(count - share * global_batch) < 1 + 1e-9
+        assert max(m.count for m in plan) <= micro_batch
+        assert max(m.count for m in plan) - min(m.count for m in plan) <= 1
+    if len({*shares}) == 1:  # the default
         assert max(counts) - min(counts) <= 1
-        shares.append(sum(counts))
-    assert max(shares) - min(shares) <= 1
-    # The number of micro-steps is minimal.
-    assert micro_steps == 1 or max(shares) > (micro_steps - 1) * micro_batch
-
-
-@given(**SIZES)
-def test_borrowed_samples_are_valid_and_have_no_weight(
-    global_batch: int, world_size: int, micro_batch: int
-) -> None:
-    for rank in range(world_size):
-        for m in assign_step(global_batch, world_size, rank, micro_batch):
-            assert (m.count == 0) == (m.weight == 0.0)
-            assert m.read_count == (m.count or 1)
-            assert 0 <= m.start <= m.start + m.read_count <= global_batch
+        assert plans == [assign_step(global_batch, ranks, r, micro_batch) for r in range(ranks)]
 
 
 def test_examples() -> None:
@@ -70,43 +59,6 @@ def test_examples() -> None:
     assert assign_step(2, 3, 2, 4) == (MicroBatch(0, 0, 0.0),)
     # The largest share needs two micro-steps: ranks with one sample borrow for the second.
     assert [m.count == 0 for m in assign_step(4, 3, 1, 1)] == [False, True]
-
-
-@st.composite
-def uneven_shares(draw: st.DrawFn) -> tuple[float, ...]:
-    parts = draw(st.lists(st.floats(0, 1000), min_size=1, max_size=40).filter(lambda x: sum(x) > 1))
-    return tuple(part / sum(parts) for part in parts)
-
-
-@given(SIZES["global_batch"], uneven_shares(), SIZES["micro_batch"])
-def test_uneven_shares(global_batch: int, shares: tuple[float, ...], micro_batch: int) -> None:
-    ranks = len(shares)
-    plans = [assign_step(global_batch, ranks, r, micro_batch, shares) for r in range(ranks)]
-    owned = [m.start + k for plan in plans for m in plan for k in range(m.count)]
-    assert owned == list(range(global_batch))
-    assert sum(Fraction(m.count, global_batch) for plan in plans for m in plan) == 1
-    micro_steps = count_micro_steps(global_batch, ranks, micro_batch, shares)
-    assert {len(plan) for plan in plans} == {micro_steps}
-    counts = [sum(m.count for m in plan) for plan in plans]
-    assert micro_steps == 1 or max(counts) > (micro_steps - 1) * micro_batch  # minimal
-    for count, share, plan in zip(counts, shares, plans, strict=True):
-        assert abs(count - share * global_batch) < 1 + 1e-9
-        assert max(m.count for m in plan) <= micro_batch
-        assert max(m.count for m in plan) - min(m.count for m in plan) <= 1
-        assert all(m.start + m.read_count <= global_batch for m in plan)
-
-
-@given(**SIZES)
-def test_even_shares_equal_the_default(
-    global_batch: int, world_size: int, micro_batch: int
-) -> None:
-    even = (1 / world_size,) * world_size
-    assert samples_per_rank(global_batch, world_size, even) == samples_per_rank(
-        global_batch, world_size
-    )
-    for rank in range(world_size):
-        split = assign_step(global_batch, world_size, rank, micro_batch, even)
-        assert split == assign_step(global_batch, world_size, rank, micro_batch)
 
 
 def test_remaining_samples_go_to_the_largest_remainders() -> None:
