@@ -13,21 +13,10 @@ from rayzero.engine.api import tensor_fragments
 from rayzero.engine.api.params import GatheredParameters, Init
 from rayzero.engine.errors import ConfigError, EngineError
 from tests.engine import zoo
+from tests.engine.api.saving import make_engine
 from tests.support.ranks import run_ranks
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-
-
-def make_engine(stage: int, model: nn.Module, **zero: Any) -> rayzero.Engine:
-    return rayzero.initialize(
-        model=model,
-        config={
-            "gradient_clipping": 0,
-            "train_batch_size": 12,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}},
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": 150, **zero},
-        },
-    )[0]
 
 
 def backward(engine: rayzero.Engine, batch: Tensor) -> None:
@@ -44,8 +33,8 @@ def check_full_state(rank: int, world: int, stage: int, zero: dict[str, Any]) ->
     """Reads all of the state, and in the last two steps changes that of one weight."""
     model, plain = zoo.make_model(torch.float64), zoo.make_model(torch.float64)
     params = dict(model.named_parameters())
-    engine = make_engine(stage, model, **zero)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    engine = make_engine(stage, model, zero)
+    optimizer = torch.optim.AdamW(zoo.two_groups(plain), lr=1e-2)
     frozen = model.blocks[0].frozen.weight
     weight, changed = model.blocks[0].up.weight, plain.blocks[0].up.weight
     for step, batch in enumerate(zoo.batches(4, 12)):
@@ -97,7 +86,7 @@ def test_full_state_equals_pytorch(stage: int, world: int, more: dict[str, Any])
 def local_fragments(rank: int, world: int) -> list[Tensor]:
     """Fragments of a matrix that is split between two shards."""
     torch.manual_seed(0)
-    model = nn.Linear(40, 40, bias=False).double()
+    model = nn.Linear(40, 40).double()
     engine = make_engine(3, model)
     engine.backward(engine(torch.ones(3, 40, dtype=torch.float64)).square().mean())
     full = tensor_fragments.safe_get_full_grad(model.weight)
@@ -137,16 +126,7 @@ def test_misuse() -> None:
 
 def modify_gathered(rank: int, world: int, stage: int, low: bool) -> None:
     model = zoo.make_model()
-    engine = rayzero.initialize(
-        model=model,
-        config={
-            "gradient_clipping": 0,
-            "train_batch_size": 12,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}},
-            "bf16": {"enabled": low},
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},
-        },
-    )[0]
+    engine = make_engine(stage, model, bf16={"enabled": low})
     backward(engine, next(zoo.batches(1, 12)))
     engine.step()
     weight, other = model.embed.weight, model.blocks[0].up.weight

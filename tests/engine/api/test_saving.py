@@ -126,14 +126,26 @@ def test_saving_a_tag_again_replaces_it(tmp_path: Path) -> None:
     assert engine.load_checkpoint(tmp_path)[1] == {"loss": 1.0}
 
 
+def make_other_model() -> nn.Module:
+    model = zoo.make_model(torch.float64)
+    model.extra = nn.Sequential(*(nn.Linear(2, 2).double() for _ in range(2)))
+    del model.blocks[3].norm
+    return model
+
+
 def test_load_into_another_model(tmp_path: Path) -> None:
     make_engine(0).save_checkpoint(tmp_path)
-    other = zoo.make_model(torch.float64)
-    other.extra = nn.Linear(2, 2).double()
-    engine = make_engine(0, other)
-    with pytest.raises(CheckpointMismatchError, match="weights/extra"):
-        engine.load_checkpoint(tmp_path)
+    engine = make_engine(0, make_other_model())
     engine.load_checkpoint(tmp_path, load_module_strict=False, load_optimizer_states=False)
+    other = make_other_model()
+    other.twice = nn.Linear(zoo.WIDTH, 4).double()
+    with pytest.raises(CheckpointMismatchError) as caught:
+        make_engine(0, other).load_checkpoint(tmp_path)
+    text = str(caught.value)
+    assert "4 tensors of the model are not in it: weights/extra.0.weight, " in text
+    assert ", ...; 2 of its tensors are not in the model: weights/blocks.3.norm." in text
+    assert "weights/twice.weight is [10, 10] in the state and [4, 10] in the model" in text
+    assert "embed" not in text
 
 
 def fail_on_one_rank(rank: int, world: int, folder: str) -> str:

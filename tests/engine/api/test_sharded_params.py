@@ -15,7 +15,7 @@ from rayzero.engine.api.sharded_params import (
     is_zero_param,
     register_external_parameter,
 )
-from tests.engine import zoo
+from tests.engine import equal, zoo
 from tests.support.ranks import run_ranks
 
 
@@ -34,77 +34,59 @@ def maybe_zero_3(param: nn.Parameter) -> Tensor:
         return param.data.detach().cpu().clone()
 
 
-def use_attributes(rank: int, world: int) -> dict[str, Any]:
+def assert_whole(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(maybe_zero_3(param), expected[name])
+
+
+def use_attributes(rank: int, world: int) -> int:
+    """Returns the number of this rank's elements."""
+    plain, x = make_model(), torch.ones(1, 3)
+    initial = {name: value.clone() for name, value in plain.state_dict().items()}
     with Init():
         model: Any = make_model()
-    before = is_zero_param(model[0].weight), model[0].weight.ds_shape, model[0].weight.ds_status
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3},
-    }
-    engine, optimizer, *_ = rayzero.initialize(model=model, config=config)
+    assert is_zero_param(model[0].weight)
+    assert model[0].weight.ds_shape == (5, 3)
+    assert model[0].weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    engine = equal.start(model, 3, samples=world)
     weight = model[0].weight
     register_external_parameter(model, weight)
-    whole = {name: maybe_zero_3(param) for name, param in model.named_parameters()}
-    ids = [param.ds_id for param in model.parameters()]
-    local = sum(param.ds_tensor.numel() for param in model.parameters())
+    assert_whole(model, initial)
+    assert len({param.ds_id for param in model.parameters()}) == len(initial)
     weight.all_gather()
-    gathered = weight.detach().clone()
+    assert torch.equal(weight, initial["0.weight"])
     with torch.no_grad():
         weight.add_(1)
+        plain[0].weight.add_(1)
     weight.partition(has_been_updated=True)
-    parted = weight.ds_status, bool(weight.isnan().all())
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    assert weight.isnan().all()
     # TRL: gather all, remove the hooks, generate, register them again.
-    offload = optimizer.parameter_offload  # type: ignore[union-attr]
+    offload = engine.optimizer.parameter_offload
     with torch.no_grad(), GatheredParameters(list(model.parameters())):
         for _, param in [*offload.module.named_parameters(), *model.ds_external_parameters()]:
             param.ds_active_sub_modules.clear()
         for hook in offload.forward_hooks + offload.backward_hooks:
             hook.remove()
         offload.forward_hooks, offload.backward_hooks = [], []
-        generated = [model(torch.ones(1, 3)) for _ in range(rank + 1)]  # ranks may differ
+        for _ in range(rank + 1):  # ranks may differ
+            assert torch.equal(model(x), plain(x))
         offload._register_deepspeed_module(offload.module)
-    engine.backward(engine(torch.ones(1, 3)).mean())
+    engine.backward(engine(x).mean())
     engine.step()
-    after = {name: maybe_zero_3(param) for name, param in model.named_parameters()}
-    ordinary = is_zero_param(nn.Parameter(torch.ones(1)))
+    optimizer = equal.sgd([{"params": [*plain.parameters()]}])
+    plain(x).mean().backward()
+    optimizer.step()
+    assert_whole(model, plain.state_dict())
+    assert not is_zero_param(nn.Parameter(torch.ones(1)))
+    numel = sum(param.ds_tensor.numel() for param in model.parameters())
     engine.close()
-    return {
-        "before": before,
-        "whole": whole,
-        "ids": ids,
-        "local": local,
-        "gathered": gathered,
-        "parted": parted,
-        "generated": generated,
-        "after": after,
-        "ordinary": ordinary,
-    }
+    return numel
 
 
 def test_attributes_and_idioms() -> None:
-    results = run_ranks(2, use_attributes)
-    model = make_model()
-    initial = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        model[0].weight.add_(1)
-    generated = model(torch.ones(1, 3))
-    generated.mean().backward()
-    torch.optim.SGD(model.parameters(), 0.1).step()
-    for result in results:
-        assert result["before"] == (True, torch.Size([5, 3]), ZeroParamStatus.NOT_AVAILABLE)
-        assert all(torch.equal(result["whole"][name], value) for name, value in initial.items())
-        assert len(set(result["ids"])) == len(initial)
-        assert torch.equal(result["gathered"], initial["0.weight"])
-        assert result["parted"] == (ZeroParamStatus.NOT_AVAILABLE, True)
-        assert torch.equal(result["generated"][0], generated)
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(result["after"][name], value)
-        assert not result["ordinary"]
-    total = sum(value.numel() for value in initial.values())
-    assert sum(result["local"] for result in results) == total
+    numel = sum(param.numel() for param in make_model().parameters())
+    assert sum(run_ranks(2, use_attributes)) == numel
 
 
 def test_an_adapter_moved_to_the_models_device_keeps_its_values() -> None:

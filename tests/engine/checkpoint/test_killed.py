@@ -13,10 +13,9 @@ from safetensors import safe_open
 
 from rayzero.engine.checkpoint import store_local
 from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complete, prune_checkpoints
-from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.checkpoint.verify import verify_checkpoint
 from tests.engine.checkpoint import killed
-from tests.engine.checkpoint.saving import blocks, read_manifest, save
+from tests.engine.checkpoint.saving import blocks, check_content, read_manifest, save
 
 
 @pytest.fixture
@@ -53,18 +52,14 @@ def record_calls(job: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> kille
 def check_complete(folder: str, step: int) -> None:
     """Check the content with rayzero's reader and with the safetensors library."""
     assert not any(problem.makes_unusable for problem in verify_checkpoint(folder))
-    source = CheckpointSource(folder)
-    for number, block in enumerate(blocks(step)):
-        into = bytearray(len(block.data))
-        source.read(number, 0, memoryview(into))
-        assert into == block.data
-        path = Path(folder, source.manifest.files[number].name)
-        with safe_open(str(path), framework="pt") as file:
+    check_content(folder, step)
+    manifest = read_manifest(folder)
+    for file, block in zip(manifest.files, blocks(step), strict=True):
+        with safe_open(Path(folder, file.name), framework="pt") as opened:
             for part in block.index.ranges:
-                tensor = file.get_tensor(f"{part.name}[{part.start}:{part.stop}]")
+                tensor = opened.get_tensor(f"{part.name}[{part.start}:{part.stop}]")
                 raw = block.data[part.offset : part.offset + tensor.nbytes]
                 assert tensor.view(-1).view(torch.uint8).numpy().tobytes() == raw
-    source.close()
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["new step", "existing step"])

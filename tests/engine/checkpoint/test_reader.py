@@ -17,9 +17,8 @@ from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.checkpoint.store_local import LocalReadStream
 from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
 from rayzero.engine.errors import EngineError
-from rayzero.engine.layout.reshard import plan_copies
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, TensorRange
-from tests.engine.checkpoint.saving import blocks, read_manifest, save
+from tests.engine.checkpoint.saving import read_manifest, save
 
 LONG = 5 * BLOCK_BYTES + 1234
 
@@ -92,28 +91,6 @@ def test_read_beyond_the_data_is_an_error(long_checkpoint):
     for offset, length in ((LONG, 1), (LONG - 1, 2), (-1, 1), (0, LONG + 1)):
         with pytest.raises(EngineError, match="were requested"):
             source.read(0, offset, memoryview(bytearray(length)))
-
-
-def test_reshard_from_two_to_three_ranks(tmp_path):
-    save(tmp_path, 5, world=2)
-    source = CheckpointSource(str(tmp_path / "step-5"))
-    assert source.step == 5
-    assert [source.metadata(rank)["rank"] for rank in range(4)] == [0, 1, 0, 1]
-    for block in blocks(5, world=3):
-        into = bytearray(len(block.data))
-        stored = [index.ranges for index in source.block_indexes]
-        for copy in plan_copies(block.index.ranges, stored):
-            size = block.index.tensors[copy.wanted.name].item_bytes
-            target = copy.wanted.offset + (copy.start - copy.wanted.start) * size
-            offset = copy.held.offset + (copy.start - copy.held.start) * size
-            part = memoryview(into)[target : target + copy.numel * size]
-            source.read(copy.source, offset, part)
-        for part in block.index.ranges:
-            nbytes = (part.stop - part.start) * block.index.tensors[part.name].item_bytes
-            span = slice(part.offset, part.offset + nbytes)
-            assert into[span] == block.data[span]
-    source.close()
-    source.close()
 
 
 @pytest.mark.parametrize("number", range(6))

@@ -54,7 +54,6 @@ def test_values_are_converted(path: str, written: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "written"),
     [
-        ("train_batch_size", "8.5"),
         ("train_batch_size", 8.5),
         ("train_batch_size", "inf"),
         ("train_batch_size", float("nan")),
@@ -68,7 +67,6 @@ def test_values_are_converted(path: str, written: Any, expected: Any) -> None:
         (BUCKET, True),
         ("gradient_clipping", 10**400),
         ("gradient_clipping", "nan"),
-        ("gradient_clipping", True),
         ("zero_optimization.stage", 2.5),
         ("zero_optimization.stage", "True"),
         ("fp16.loss_scale", float("inf")),

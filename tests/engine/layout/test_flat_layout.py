@@ -102,22 +102,3 @@ def test_groups_are_contiguous_in_registration_order(
 def test_offsets_do_not_depend_on_the_world(params: list[tuple[tuple[int, ...], int]]) -> None:
     """Resharding then moves ranges without renumbering them."""
     assert len({make(params, world).offsets for world in range(1, 10)}) == 1
-
-
-def test_hand_computed_layout() -> None:
-    layout = make([((3, 5), 1), ((), 0), ((0, 4), 0), ((40,), 0)], 2)
-    assert [(spec.name, spec.numel) for spec in layout.params] == [
-        *(("p1", 1), ("p2", 0), ("p3", 40), ("p0", 15)),
-    ]
-    assert layout.offsets == (0, 32, 32, 96)
-    assert (layout.shard_numel, layout.numel, layout.logical_numel) == (64, 128, 56)
-    assert layout.padding == (slice(1, 32), slice(72, 96), slice(111, 128))
-    assert list(layout.group_ranges(slice(0, 128))) == [(0, slice(0, 96)), (1, slice(96, 128))]
-    assert list(layout.group_ranges(layout.shard(1))) == [(0, slice(0, 32)), (1, slice(32, 64))]
-    assert [
-        (part.index, part.start, part.stop, part.memory)
-        for part in layout.overlaps(layout.shard(1))
-    ] == [
-        (2, 32, 40, slice(0, 8)),
-        (3, 0, 15, slice(32, 47)),
-    ]
