@@ -7,24 +7,26 @@ engine has, and that no `zero.Init` built, has none of them: `hasattr(param, "ds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from rayzero.engine.api.param_access import StoredParam, restore_param, write_slices
 from rayzero.engine.engine import Engine, find_engine
+from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.units import USED_ELSEWHERE
 from rayzero.engine.patches import replace
 from rayzero.engine.zero.deferred_init import has_recordings, is_recorded
 from rayzero.engine.zero.gather_buffers import BlockState
 from rayzero.engine.zero.parameters import ShardedWeights
 from rayzero.engine.zero.placement import STAGES
+from rayzero.engine.zero.shape_only import ShapeOnly
 from rayzero.engine.zero.unshard import UnshardScheduler
 
 _ids = count()
@@ -211,10 +213,12 @@ def no_external_parameters() -> list[tuple[str, nn.Parameter]]:
 
 
 def add_stage3_names(engine: Engine) -> None:
-    """Gives a stage-3 engine's model, parameters and optimizer DeepSpeed's attributes."""
+    """Gives a stage-3 engine's model, parameters and optimizer DeepSpeed's attributes; its state
+    dictionary then refuses values that are not there."""
     if not _is_stage_3(engine):
         return
     add_param_attributes()
+    _refuse_absent_values(engine.module)
     vars(engine.module)["ds_external_parameters"] = no_external_parameters
     if engine.optimizer is not None:
         scheduler = engine.internals.runtime.unshard_scheduler
@@ -237,3 +241,62 @@ def OnDevice(  # noqa: N802 -- DeepSpeed's name
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+class AbsentValue(ShapeOnly):
+    """A weight in `model.state_dict()` at stage 3 that is not gathered: its shape and dtype.
+
+    There is no value to return, and gathering is collective, which a call on one rank is not. So
+    the dictionary has what scripts read, and tensors that raise EngineError where all else is used.
+    """
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"AbsentValue({tuple(self.shape)}, {self.dtype})"
+
+    def read(self) -> NoReturn:
+        raise EngineError(
+            "a weight of model.state_dict() was used, and at stage 3 each rank holds a part of it",
+            allowed="its shape and dtype; its values inside zero.GatheredParameters",
+            fix="engine.state_dict() on all ranks, or save_pretrained(state_dict=...) of that",
+        )
+
+    write = read
+
+
+def _refuse_absent_values(model: nn.Module) -> None:
+    """Its `state_dict()` has `AbsentValue`s, and `load_state_dict()` raises EngineError, for what
+    is not gathered. Without effect on the parameters of `keep_vars=True`."""
+    for module in model.modules():
+        if module._parameters and _replace not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(_replace)
+            module.register_load_state_dict_pre_hook(_refuse_load)
+
+
+def _replace(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, param in module._parameters.items():
+        value = state.get(prefix + name)
+        if param is None or not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+            continue
+        if _is_absent(param):
+            state[prefix + name] = value.as_subclass(AbsentValue)
+
+
+def _refuse_load(
+    module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
+    if metadata.get("assign_to_params_buffers"):  # replaces the parameters
+        return
+    for name, param in module._parameters.items():
+        if param is not None and prefix + name in state and _is_absent(param):
+            raise EngineError(
+                f"model.load_state_dict() was called with {prefix + name!r}, and at stage 3 each "
+                "rank holds a part of that weight",
+                allowed="inside zero.GatheredParameters(model.parameters(), modifier_rank=0), or "
+                "before initialize",
+                fix="engine.load_module_state_dict(state) on all ranks",
+            )
+
+
+def _is_absent(param: nn.Parameter) -> bool:
+    available = ZeroParamStatus.AVAILABLE
+    return getattr(param, "ds_status", available) is not available

@@ -39,8 +39,4 @@ def make_engine(
 
 
 def train(engine: rayzero.Engine, steps: range) -> None:
-    data = list(zoo.batches(steps.stop, SAMPLES))
-    for step in steps:
-        part = data[step].chunk(engine.world_size)[engine.rank]
-        engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
-        engine.step()
+    zoo.train(engine, list(zoo.batches(steps.stop, SAMPLES))[steps.start :])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,53 @@ from safetensors import safe_open
 from rayzero.engine.checkpoint import store_local
 from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complete, prune_checkpoints
 from rayzero.engine.checkpoint.verify import verify_checkpoint
-from tests.engine.checkpoint import killed
 from tests.engine.checkpoint.saving import blocks, check_content, read_manifest, save
+
+CALLS = ("open", "write", "fsync", "close", "link", "rename", "mkdir", "unlink")
+
+
+class KillingOs:
+    """A proxy of the `os` module that kills the process after the n-th call that modifies a disk.
+    What is written before the next call is the same."""
+
+    def __init__(self, count: int) -> None:
+        self.calls: list[str] = []
+        self.log: list[tuple[str, str]] = []  # each call and its file
+        self._names: dict[int, str] = {}
+        self._count = count
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in CALLS:
+            return real
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            fatal = len(self.calls) == self._count
+            self.calls.append(name)
+            target = args[1] if name in ("link", "rename") else args[0]
+            file = self._names[target] if isinstance(target, int) else Path(target).name
+            self.log.append((name, file))
+            if fatal and name == "write":  # torn write: only a part reaches the disk
+                fd, data = args
+                return real(fd, data[: len(data) // 2]), self._kill()
+            try:
+                result = real(*args, **kwargs)
+                if name == "open":
+                    self._names[result] = file
+                return result
+            finally:
+                if fatal:
+                    self._kill()
+
+        return call
+
+    def _kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_and_kill(job: Path, step: int, count: int) -> None:
+    store_local.os = KillingOs(count)  # type: ignore[assignment]
+    save(job, step)
 
 
 @pytest.fixture
@@ -34,15 +81,15 @@ def run_killed(job: Path, step: int, count: int) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            killed.save_and_kill(job, step, count)
+            save_and_kill(job, step, count)
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def record_calls(job: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> killed.KillingOs:
+def record_calls(job: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> KillingOs:
     """System calls of a save, in order."""
-    killing_os = killed.KillingOs(-1)
+    killing_os = KillingOs(-1)
     with monkeypatch.context() as patch:
         patch.setattr(store_local, "os", killing_os)
         save(job, step)

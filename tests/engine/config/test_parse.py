@@ -1,4 +1,4 @@
-"""Sources of a config: files, JSON, Hjson, base64, mappings."""
+"""Sources of a config: files, among them real ones, JSON, Hjson, base64, mappings."""
 
 from __future__ import annotations
 
@@ -92,3 +92,21 @@ def test_mappings_are_accepted_and_not_modified() -> None:
     before = json.dumps(document)
     parse_config(MappingProxyType(document))
     assert json.dumps(document) == before
+
+
+FILES = sorted((Path(__file__).parent / "files").iterdir())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_real_file_has_no_unknown_keys(path: Path) -> None:
+    """Keys may be unsupported, but none is unknown or misread."""
+    try:
+        parse_config(path)
+    except ConfigError as error:
+        text = str(error)
+        if "\n" not in text:
+            text = text.partition("': ")[2]
+        lines = [line.strip() for line in text.splitlines() if "mistakes:" not in line]
+        known = ("refused: ", "that this", "two gradient compressions")
+        unknown = [line for line in lines if not any(reason in line for reason in known)]
+        assert unknown == []

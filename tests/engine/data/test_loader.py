@@ -1,9 +1,12 @@
-"""Step loader: sample order at any world size, epochs, weights, errors, threads."""
+"""Step loader and its prefetching: order at any world size, epochs, weights, errors, threads."""
+
+from __future__ import annotations
 
 import gc
 import threading
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
-from rayzero.engine.data.prefetch import batch_to_device
+from rayzero.engine.data.prefetch import Prefetch, batch_to_device
 from rayzero.engine.data.sampling import SampleOrder, StepSplit, TrainingProgress, assign_step
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import DataError, EngineError
@@ -345,3 +348,37 @@ def test_batches_are_moved_to_gpu_through_pinned_memory() -> None:
     batches = torch.cat(list(step_loader))
     assert batches.device == device
     assert torch.equal(batches.cpu(), data[SampleOrder(64, 0).indices(0, 64)])
+
+
+LIMIT_S = 60.0
+
+
+def test_items_in_order_then_the_error_of_the_source():
+    def source() -> Iterator[int]:
+        yield from range(5)
+        raise ValueError("no more")
+
+    prefetch = Prefetch(source())
+    assert [next(prefetch) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="no more"):
+        next(prefetch)
+    with pytest.raises(StopIteration):
+        next(prefetch)
+    assert not prefetch._thread.is_alive()
+
+
+def test_prefetch_is_bounded_by_its_depth():
+    numbers = count()
+    full = threading.Event()
+
+    def source() -> Iterator[int]:
+        for number in numbers:
+            if number == 2:
+                full.set()
+            yield number
+
+    prefetch = Prefetch(source(), depth=3)
+    assert full.wait(LIMIT_S)
+    assert next(prefetch) == 0
+    prefetch.close()
+    assert next(numbers) <= 4

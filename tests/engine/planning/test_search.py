@@ -1,10 +1,11 @@
-"""Memory estimates equal the memory of engines and processes."""
+"""Memory estimates equal the memory of engines and processes, and live bytes are counted."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rayzero
 from examples.gpt.model import GPT, GPTConfig
+from rayzero.engine.accounting import FlopCount
 from rayzero.engine.config import parse_config
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.planning.activations import LiveBytes, MicroStepTrace
 from rayzero.engine.planning.search import MemoryPlanner, evaluate_settings, first_fit
 from tests.engine.offload.training import separate_host_memory
 from tests.support.covering import covering
@@ -269,18 +273,65 @@ def test_value_dependent_model_is_an_error():
         planner.estimate(parse_config(config(0)), 1)
 
 
-def test_offloaded_bytes_count_as_host_memory():
-    def needs(**zero: Any) -> tuple[dict[str, int], dict[str, int]]:
-        document = config(3, bf16={"enabled": True}, zero_optimization={"stage": 3} | zero)
-        estimate = MemoryPlanner(small).estimate(parse_config(document), 2)
-        return estimate.device_bytes, estimate.offloaded_bytes("host")
+def test_freed_storages_and_views_do_not_count():
+    with LiveBytes([]) as live:
+        a = torch.zeros(256)  # 1024 bytes
+        b = a.view(16, 16)[1:]
+        assert (live.live_bytes, live.peak_bytes) == (1024, 1024)
+        c = a + 1
+        del c
+        assert (live.live_bytes, live.peak_bytes) == (1024, 2048)
+        del a
+        assert live.live_bytes == 1024, "a view keeps its storage"
+        del b
+        assert live.live_bytes == 0
 
-    before, nothing = needs()
-    assert not any(nothing.values())
-    device, host = needs(offload_optimizer={"device": "cpu"})
-    for name in ("main_weights", "main_grads", "optimizer_state"):
-        assert (device.get(name, 0), host[name]) == (0, before[name])
-    assert device["model_weights"] == before["model_weights"]
-    device, host = needs(offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"})
-    assert (device.get("model_weights", 0), host["model_weights"]) == (0, before["model_weights"])
-    assert device["slots"] == before["slots"]
+
+def test_excluded_tensors_and_in_place_operations_do_not_count():
+    excluded = torch.zeros(256)
+    with LiveBytes([excluded]) as live:
+        excluded.add_(1)
+        excluded.view(2, 128).mul_(2)
+    assert live.peak_bytes == 0
+
+
+def test_saved_tensors_count_until_backward():
+    layer = nn.Linear(256, 256, bias=False)
+    x = torch.ones(4, 256)
+    with LiveBytes([layer.weight, x]) as live:
+        y = layer(x).relu()
+        assert live.live_bytes == 4 * 256 * 4  # the output of relu, which is what it saves
+        loss = y.sum()
+        del y
+        loss.backward()
+        layer.weight.grad = None
+        del loss
+        assert live.live_bytes == 0
+        assert live.peak_bytes >= 256 * 256 * 4, "includes the weight's gradient"
+
+
+def test_flop_count_holds_nothing_that_checkpointing_recomputes():
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8))
+    known = [*layers.parameters()]
+
+    def peak(*, counted: bool) -> int:
+        x = torch.ones(256, 64, requires_grad=True)
+        with LiveBytes([*known, x]) as live, FlopCount() if counted else nullcontext():
+            for layer in layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            x.sum().backward()
+        return live.peak_bytes
+
+    assert peak(counted=True) == peak(counted=False)
+
+
+def test_gradients_are_held_until_their_unit_can_be_reduced():
+    trace = MicroStepTrace(
+        flops=0, grads=(("b", 100), ("a", 60), ("b", 10), ("c", 30), ("d", 20)), last_bytes=5
+    )
+    assert trace.activation_bytes == 100
+    assert trace.held_grad_bytes([{"a": 1, "b": 50}, {"c": 1, "d": 1}]) == 10, "a's peak, with b's"
+    assert trace.held_grad_bytes([{"d": 1, "c": 1}, {"a": 1, "b": 50}]) == 10
+    assert trace.held_grad_bytes([{"d": 90, "c": 90}, {"a": 1, "b": 50}]) == 61, "units in order"
+    assert trace.held_grad_bytes([{"b": 50}, {"a": 1}, {"c": 1}, {"d": 1}]) == 0
+    assert trace.held_grad_bytes([{"b": 50, "unused": 9}, {"a": 50, "c": 40, "d": 1}]) == 60
