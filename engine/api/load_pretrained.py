@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +59,8 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
             f"{path} has no weights", allowed="model.safetensors, or model.safetensors.index.json"
         )
     files = {file: tensors_in_file(file) for _, file in found.values()}
-    own = dict(_named_tensors(model))
+    in_state = model.state_dict(keep_vars=True).items()  # tied ones under each of their names
+    own = {name: it for name, it in in_state if isinstance(it, Tensor)}
     loaded: set[int] = set()
     for name, (value, file) in found.items():
         if name in own and own[name].shape != value.shape:
@@ -86,12 +86,3 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
             fix="load_pretrained(strict=False), which reports them",
         )
     return report
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers as they are in `state_dict`, tied ones under each of their names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer

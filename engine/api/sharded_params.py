@@ -7,23 +7,26 @@ engine has, and that no `zero.Init` built, has none of them: `hasattr(param, "ds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from rayzero.engine.api.param_access import StoredParam, restore_param, write_slices
 from rayzero.engine.engine import Engine, find_engine
+from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.units import USED_ELSEWHERE
 from rayzero.engine.patches import replace
 from rayzero.engine.zero.deferred_init import has_recordings, is_recorded
 from rayzero.engine.zero.gather_buffers import BlockState
 from rayzero.engine.zero.parameters import ShardedWeights
 from rayzero.engine.zero.placement import STAGES
+from rayzero.engine.zero.shape_only import ShapeOnly
 from rayzero.engine.zero.unshard import UnshardScheduler
 
 _ids = count()
@@ -58,7 +61,7 @@ def _is_stage_3(engine: Engine) -> bool:
     return STAGES[engine.settings.config.zero_optimization.stage].shards_weights
 
 
-def _find(param: nn.Parameter, name: str) -> tuple[Engine | None, StoredParam | None]:
+def _find(param: nn.Parameter, name: str = "ds_id") -> tuple[Engine | None, StoredParam | None]:
     """The stage-3 engine that has a parameter, and where it stores it; None for what an engine will
     be built from. Raises AttributeError if it is an ordinary parameter."""
     found = find_engine(param)
@@ -70,47 +73,25 @@ def _find(param: nn.Parameter, name: str) -> tuple[Engine | None, StoredParam | 
     raise AttributeError(f"{name!r}: no stage-3 engine has this parameter")
 
 
-def _sharded(param: nn.Parameter, name: str) -> tuple[Engine, StoredParam] | None:
-    engine, stored = _find(param, name)
+def _sharded(param: nn.Parameter) -> tuple[Engine, StoredParam] | None:
+    engine, stored = _find(param)
     if engine is None or stored is None or not isinstance(stored.unit.weights, ShardedWeights):
         return None
     return engine, stored
 
 
-def _id(param: nn.Parameter) -> int:
-    _find(param, "ds_id")
-    return param.__dict__.setdefault("_ds_id", next(_ids))  # type: ignore[no-any-return]
-
-
-def _shape(param: nn.Parameter) -> torch.Size:
-    _find(param, "ds_shape")
-    return param.shape
-
-
-def _numel(param: nn.Parameter) -> int:
-    _find(param, "ds_numel")
-    return param.numel()
-
-
-def _persist(param: nn.Parameter) -> bool:
+def _is_persistent(param: nn.Parameter) -> bool:
     """Whether every rank holds it in full, always."""
-    return _find(param, "ds_persist")[0] is not None and _sharded(param, "ds_persist") is None
-
-
-def _active_sub_modules(param: nn.Parameter) -> set[int]:
-    """Always empty: blocks, not modules, keep weights gathered."""
-    _find(param, "ds_active_sub_modules")
-    return set()
+    return _find(param)[0] is not None and _sharded(param) is None
 
 
 def _status(param: nn.Parameter) -> ZeroParamStatus:
-    engine, _ = _find(param, "ds_status")
-    if engine is None:
+    if _find(param)[0] is None:
         return ZeroParamStatus.NOT_AVAILABLE
-    found = _sharded(param, "ds_status")
-    if found is None:
+    if (found := _sharded(param)) is None:
         return ZeroParamStatus.AVAILABLE
-    weights = found[1].unit.weights
+    engine, stored = found
+    weights = stored.unit.weights
     scheduler = engine.internals.runtime.unshard_scheduler
     if scheduler is not None and scheduler.state_of(weights) is BlockState.GATHERING:
         return ZeroParamStatus.INFLIGHT
@@ -122,46 +103,39 @@ def _status(param: nn.Parameter) -> ZeroParamStatus:
 def _tensor(param: nn.Parameter) -> Tensor:
     """This rank's elements, flat: the engine's memory. Ranks may have different counts: a unit, not
     a parameter, is cut into equal shards."""
-    engine, stored = _find(param, "ds_tensor")
+    engine, stored = _find(param)
     if engine is None:
         raise AttributeError("'ds_tensor': the model has no engine yet")
     parts = [] if stored is None else stored.model_weights()
     return parts[0].memory if parts else param.data.new_empty(0)
 
 
-def _all_gather(param: nn.Parameter) -> Callable[..., None]:
-    _find(param, "all_gather")
-
-    def all_gather(param_list: Iterable[nn.Parameter] | None = None, **_: Any) -> None:
-        """Gathers this parameter, or those given, until `partition()`. Collective."""
-        for each in [param] if param_list is None else param_list:
-            found = _sharded(each, "all_gather")
-            if found is not None and _status(each) is ZeroParamStatus.NOT_AVAILABLE:
-                each.data = found[1].gather_model_weights(each.dtype)
-
-    return all_gather
+def _all_gather(
+    param: nn.Parameter, param_list: Iterable[nn.Parameter] | None = None, **_: Any
+) -> None:
+    """Gathers this parameter, or those given, until `partition()`. Collective."""
+    for each in [param] if param_list is None else param_list:
+        found = _sharded(each)
+        if found is not None and _status(each) is ZeroParamStatus.NOT_AVAILABLE:
+            each.data = found[1].gather_model_weights(each.dtype)
 
 
-def _partition(param: nn.Parameter) -> Callable[..., None]:
-    _find(param, "partition")
-
-    def partition(
-        param_list: Iterable[nn.Parameter] | None = None,
-        *,
-        has_been_updated: bool = False,
-        **_: Any,
-    ) -> None:
-        """Ends `all_gather`. `has_been_updated`: each rank takes its own part of its values."""
-        for each in [param] if param_list is None else param_list:
-            if (found := _sharded(each, "partition")) is not None:
-                engine, stored = found
-                if has_been_updated:
-                    engine.state.before_write_of_constants()
-                    write_slices(stored.model_weights(), each.data)
-                    write_slices(stored.main_weights(), each.data)
-                restore_param(engine, stored, each)
-
-    return partition
+def _partition(
+    param: nn.Parameter,
+    param_list: Iterable[nn.Parameter] | None = None,
+    *,
+    has_been_updated: bool = False,
+    **_: Any,
+) -> None:
+    """Ends `all_gather`. `has_been_updated`: each rank takes its own part of its values."""
+    for each in [param] if param_list is None else param_list:
+        if (found := _sharded(each)) is not None:
+            engine, stored = found
+            if has_been_updated:
+                engine.state.before_write_of_constants()
+                write_slices(stored.model_weights(), each.data)
+                write_slices(stored.main_weights(), each.data)
+            restore_param(engine, stored, each)
 
 
 def _keeping_values(param: nn.Parameter, *args: Any, **options: Any) -> Tensor:
@@ -178,20 +152,30 @@ def add_param_attributes() -> None:
     if "ds_id" in vars(nn.Parameter):
         return
     replace(nn.Parameter, "to", _keeping_values)
-    getters = {
-        "ds_id": _id,
-        "ds_shape": _shape,
-        "ds_numel": _numel,
+    getters: dict[str, Callable[[Any], Any]] = {
+        "ds_id": lambda param: vars(param).setdefault("_ds_id", next(_ids)),
+        "ds_shape": lambda param: param.shape,
+        "ds_numel": lambda param: param.numel(),
         "ds_status": _status,
         "ds_tensor": _tensor,
-        "ds_persist": _persist,
-        "ds_active_sub_modules": _active_sub_modules,
-        "all_gather": _all_gather,
-        "partition": _partition,
+        "ds_persist": _is_persistent,
+        "ds_active_sub_modules": lambda param: set(),  # blocks, not modules, keep weights gathered
+        "all_gather": lambda param: partial(_all_gather, param),
+        "partition": lambda param: partial(_partition, param),
         "partition_numel": lambda param: _tensor(param).numel,
     }
     for name, getter in getters.items():
-        replace(nn.Parameter, name, property(getter))
+        replace(nn.Parameter, name, _attribute(name, getter))
+
+
+def _attribute(name: str, getter: Callable[[nn.Parameter], Any]) -> property:
+    """One that an ordinary parameter does not have."""
+
+    def get(param: nn.Parameter) -> Any:
+        _find(param, name)
+        return getter(param)
+
+    return property(get)
 
 
 class ParameterOffload:
@@ -229,10 +213,12 @@ def no_external_parameters() -> list[tuple[str, nn.Parameter]]:
 
 
 def add_stage3_names(engine: Engine) -> None:
-    """Gives a stage-3 engine's model, parameters and optimizer DeepSpeed's attributes."""
+    """Gives a stage-3 engine's model, parameters and optimizer DeepSpeed's attributes; its state
+    dictionary then refuses values that are not there."""
     if not _is_stage_3(engine):
         return
     add_param_attributes()
+    _refuse_absent_values(engine.module)
     vars(engine.module)["ds_external_parameters"] = no_external_parameters
     if engine.optimizer is not None:
         scheduler = engine.internals.runtime.unshard_scheduler
@@ -255,3 +241,62 @@ def OnDevice(  # noqa: N802 -- DeepSpeed's name
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+class AbsentValue(ShapeOnly):
+    """A weight in `model.state_dict()` at stage 3 that is not gathered: its shape and dtype.
+
+    There is no value to return, and gathering is collective, which a call on one rank is not. So
+    the dictionary has what scripts read, and tensors that raise EngineError where all else is used.
+    """
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"AbsentValue({tuple(self.shape)}, {self.dtype})"
+
+    def read(self) -> NoReturn:
+        raise EngineError(
+            "a weight of model.state_dict() was used, and at stage 3 each rank holds a part of it",
+            allowed="its shape and dtype; its values inside zero.GatheredParameters",
+            fix="engine.state_dict() on all ranks, or save_pretrained(state_dict=...) of that",
+        )
+
+    write = read
+
+
+def _refuse_absent_values(model: nn.Module) -> None:
+    """Its `state_dict()` has `AbsentValue`s, and `load_state_dict()` raises EngineError, for what
+    is not gathered. Without effect on the parameters of `keep_vars=True`."""
+    for module in model.modules():
+        if module._parameters and _replace not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(_replace)
+            module.register_load_state_dict_pre_hook(_refuse_load)
+
+
+def _replace(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, param in module._parameters.items():
+        value = state.get(prefix + name)
+        if param is None or not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+            continue
+        if _is_absent(param):
+            state[prefix + name] = value.as_subclass(AbsentValue)
+
+
+def _refuse_load(
+    module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
+    if metadata.get("assign_to_params_buffers"):  # replaces the parameters
+        return
+    for name, param in module._parameters.items():
+        if param is not None and prefix + name in state and _is_absent(param):
+            raise EngineError(
+                f"model.load_state_dict() was called with {prefix + name!r}, and at stage 3 each "
+                "rank holds a part of that weight",
+                allowed="inside zero.GatheredParameters(model.parameters(), modifier_rank=0), or "
+                "before initialize",
+                fix="engine.load_module_state_dict(state) on all ranks",
+            )
+
+
+def _is_absent(param: nn.Parameter) -> bool:
+    available = ZeroParamStatus.AVAILABLE
+    return getattr(param, "ds_status", available) is not available

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import model_validator
 
 from rayzero.engine.config.fields import ConfigSection, PositiveInt
-from rayzero.engine.config.keys import implemented, no_op, refused
-
-_COUNTS_ITSELF = "the planner counts the model that the script builds"
+from rayzero.engine.config.keys import implemented
 
 
-class AutotuningConfig(ConfigSection):
+class AutotuningConfig(ConfigSection, path="autotuning"):
     """DeepSpeed's autotuning, without its search over bucket sizes."""
 
     enabled: bool = implemented(
@@ -21,7 +19,6 @@ class AutotuningConfig(ConfigSection):
         "micro-batch; a run without that option trains with the config as it is",
         group="autotuning",
     )
-    fast: bool = no_op(True, "only stages and micro-batches are tuned", "others are never tuned")
     metric: Literal["throughput", "latency", "flops"] = implemented(
         "throughput",
         "what is best: throughput: samples per second; latency: seconds per step; flops: flop/s "
@@ -57,12 +54,6 @@ class AutotuningConfig(ConfigSection):
     )
     exps_dir: str = implemented("autotuning_exps", "folder of the tries: result, log, journal")
     overwrite: bool = implemented(True, "false: a try with a result in exps_dir is not repeated")
-    metric_path: str | None = no_op(None, "file of a try's metrics", "they are in exps_dir")
-    model_info: Any = no_op(None, "parameters of the model", _COUNTS_ITSELF)
-    model_info_path: str | None = no_op(None, "file with them", _COUNTS_ITSELF)
-    mp_size: PositiveInt = refused(
-        1, "ranks that share a model", "all ranks are data-parallel: ZeRO is the only axis"
-    )
 
     @model_validator(mode="after")
     def _check_order(self) -> AutotuningConfig:

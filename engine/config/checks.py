@@ -22,10 +22,7 @@ def find_refused(document: Mapping[str, Any]) -> Iterator[str]:
     for key in KEYS.values():
         if key.status is REFUSED and is_in_force(document, key.path):
             value = get_path(document, key.path)
-            requested = is_set(value) and value != get_path(DEFAULTS, key.path)
-            if key.is_active is not None:
-                requested = key.is_active(value)
-            if requested:
+            if key.requests(value, get_path(DEFAULTS, key.path)):
                 use = f"; use {key.alternative}" if key.alternative else ""
                 yield f"{key.path}: refused: {key.reason}{use} (seen: {repr_value(value)})"
 

@@ -15,7 +15,7 @@ from rayzero.engine.config.fields import (
     PositiveInt,
     UnitFraction,
 )
-from rayzero.engine.config.keys import implemented, is_enabled, no_op, refused
+from rayzero.engine.config.keys import implemented
 
 _CustomName = Annotated[
     Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"],
@@ -87,16 +87,13 @@ class TokenDropScheduleConfig(ConfigSection):
     schedule_config: TokenDropStepsConfig = TokenDropStepsConfig()
 
 
-class RandomLtdConfig(ConfigSection):
+class RandomLtdConfig(ConfigSection, path="data_efficiency.data_routing.random_ltd"):
     """Random layerwise token dropping (Yao et al., 2022)."""
 
     enabled: bool = implemented(
         False,
         "middle layers, chosen by convert_to_random_ltd, train on a random part of the tokens "
         "that grows by step; the others skip the layer",
-    )
-    total_layer_num: PositiveInt | None = no_op(
-        None, "layers of the model", "it only counts tokens for DeepSpeed's log"
     )
     random_ltd_layer_num: PositiveInt | None = implemented(
         None, "number of layers that drop tokens; as many as random_ltd_layer_id has"
@@ -114,12 +111,6 @@ class RandomLtdConfig(ConfigSection):
         "batch_seq_dim", "dimensions of the hidden states"
     )
     random_ltd_schedule: TokenDropScheduleConfig = TokenDropScheduleConfig()
-    layer_token_lr_schedule: dict[str, Any] | None = refused(
-        None,
-        "a learning rate by dropped tokens",
-        "DeepSpeed does not implement it either",
-        is_active=is_enabled,
-    )
 
 
 class DataRoutingConfig(ConfigSection):
@@ -129,16 +120,11 @@ class DataRoutingConfig(ConfigSection):
     random_ltd: RandomLtdConfig = RandomLtdConfig()
 
 
-class DataEfficiencyConfig(ConfigSection):
+class DataEfficiencyConfig(ConfigSection, path="data_efficiency"):
     """DeepSpeed's data efficiency library."""
 
-    enabled: bool = implemented(False, "data_routing applies")
-    seed: int = no_op(1234, "the sampler's seed", "the job's seed determines the order of samples")
-    data_sampling: Any = refused(
-        None,
-        "samples are chosen by metrics of an analysed data set",
-        alternative="curriculum_learning for sequence lengths, or a dataset in the order you want",
-        is_active=is_enabled,
+    enabled: bool = implemented(
+        False, "data_routing applies", group="curriculum and dropped layers"
     )
     data_routing: DataRoutingConfig = DataRoutingConfig()
 

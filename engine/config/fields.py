@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import math
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
+from importlib.resources import files
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from rayzero.engine.config.keys import NO_OP, REFUSED, Key
 from rayzero.engine.errors import did_you_mean
+
+_INERT = tomllib.loads(files("rayzero.engine.config").joinpath("inert.toml").read_text())
+_TEXTS = _INERT.pop("texts")
+_INERT_ROWS = _INERT.pop("keys")
 
 NO_LIMIT = sys.maxsize  # what `Infinity` means for a size
 
@@ -26,7 +33,18 @@ class StrictModel(BaseModel):
 
 
 class ConfigSection(StrictModel):
-    """A section of the config, in which null means that a key is absent."""
+    """A section of the config, in which null means that a key is absent.
+
+    `path` is its place in the document. A section has fields for what it does, and one for each of
+    its keys in `inert.toml`, which do nothing.
+    """
+
+    def __init_subclass__(cls, path: str | None = None, **options: Any) -> None:
+        # Before pydantic collects the fields.
+        super().__init_subclass__(**options)
+        for name, row in _INERT_ROWS.get(path, {}).items():
+            cls.__annotations__[name] = _inert_type(row)
+            setattr(cls, name, Field(row.get("default"), json_schema_extra=_inert_key(row)))
 
     @model_validator(mode="before")
     @classmethod
@@ -121,3 +139,37 @@ DTYPE_ALIASES = {
 }
 DtypeName: TypeAlias = Annotated[str, BeforeValidator(name_validator(DTYPE_ALIASES, "a dtype"))]
 """One of "fp32", "fp16", "bf16"."""
+
+INERT_TYPES: Mapping[str, Any] = {
+    "any": Any,
+    "integer": Integer,
+    "positive": PositiveInt,
+    "count": NonNegativeInt,
+    "size": NonNegativeSize,
+    "fraction": UnitFraction,
+    "text": str,
+    "texts": tuple[str, ...],
+    "text or texts": str | tuple[str, ...],
+    "dtype": DtypeName,
+    "mapping": dict[str, Any],
+}
+"""The `type` of a row of `inert.toml`."""
+
+
+def _inert_type(row: Mapping[str, Any]) -> Any:
+    if "type" not in row:
+        return bool
+    kind = INERT_TYPES[row["type"]]
+    return kind if "default" in row or kind is Any else kind | None
+
+
+def _inert_key(row: Mapping[str, Any]) -> Key:
+    return Key(
+        REFUSED if "refused" in row else NO_OP,
+        row["asks"].format_map(_TEXTS),
+        row["refused" if "refused" in row else "no_op"].format_map(_TEXTS),
+        row.get("use", ""),
+        row.get("active", ""),
+        row.get("group", ""),
+        tuple(row.get("old_names", ())),
+    )

@@ -1,12 +1,13 @@
 """`Key`: the metadata of one config key, declared with its field.
 
-`implemented`, `no_op` and `refused` take the place of pydantic's `Field`: a field made with them
-carries its key's status, meaning, old names and "auto" rule. `model.KEYS` collects them.
+`implemented` takes the place of pydantic's `Field`: a field made with it carries its key's meaning,
+old names and "auto" rule. The keys without effect, and the refused ones, are rows of `inert.toml`,
+of which `ConfigSection` makes fields. `model.KEYS` collects all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -25,7 +26,6 @@ class KeyStatus(StrEnum):
 IMPLEMENTED = KeyStatus.IMPLEMENTED
 NO_OP = KeyStatus.NO_OP
 REFUSED = KeyStatus.REFUSED
-NOT_YET_REASON = "not supported in this version"
 _UNSET_VALUES = (None, False, 0, "auto", "false", "False")
 
 
@@ -53,9 +53,7 @@ class Key:
     description: str  # what the key requests
     reason: str = ""  # why it has no effect or is refused; empty for an implemented key
     alternative: str = ""  # what to use instead of a refused key
-    # Whether a value of a refused key requests something, where that is not every value but the
-    # default.
-    is_active: Callable[[Any], bool] | None = None
+    active: str = ""  # which values of a refused key request something: `ACTIVE`; "": `requests`
     # Heading in `rayzero config explain` and docs/config.md; empty: that of the field before it.
     group: str = ""
     old_names: tuple[str, ...] = ()  # older paths
@@ -72,6 +70,13 @@ class Key:
             text += f" {str(self.status).capitalize()}: {self.reason}.{use}"
         return text
 
+    def requests(self, value: Any, default: Any) -> bool:
+        """Whether a value of a refused key requests something: any but the default and empty ones,
+        unless `active` says otherwise."""
+        if self.active:
+            return ACTIVE[self.active](value)
+        return is_set(value) and value != default
+
     def __call__(self, schema: dict[str, Any]) -> None:
         """Pydantic's `json_schema_extra`."""
         schema["description"] = self.text
@@ -82,16 +87,6 @@ def implemented(default: Any, description: str, **metadata: Any) -> Any:
     return Field(default, json_schema_extra=Key(IMPLEMENTED, description, **metadata))
 
 
-def no_op(default: Any, description: str, reason: str, **metadata: Any) -> Any:
-    """A field that is checked and has no effect."""
-    return Field(default, json_schema_extra=Key(NO_OP, description, reason, **metadata))
-
-
-def refused(default: Any, description: str, reason: str = NOT_YET_REASON, **metadata: Any) -> Any:
-    """A field of which only the default is accepted."""
-    return Field(default, json_schema_extra=Key(REFUSED, description, reason, **metadata))
-
-
 def is_set(value: Any) -> bool:
     """Whether a value is neither empty nor false."""
     return value not in _UNSET_VALUES and value not in ({}, [], "")
@@ -99,3 +94,30 @@ def is_set(value: Any) -> bool:
 
 def is_enabled(value: Any) -> bool:
     return is_set(value.get("enabled")) if isinstance(value, dict) else is_set(value)
+
+
+def _is_present(value: Any) -> bool:
+    """Whether a section is there and its `enabled`, if it has one, is not false."""
+    return is_set(value) and (not isinstance(value, dict) or is_set(value.get("enabled", True)))
+
+
+def _is_enabled_anywhere(value: Any) -> bool:
+    """Whether a section, or one nested in it, is enabled."""
+    return is_enabled(value) or (
+        isinstance(value, dict)
+        and any(_is_enabled_anywhere(inner) for inner in value.values() if isinstance(inner, dict))
+    )
+
+
+def _splits_layers(value: Any) -> bool:
+    size = value.get("autotp_size") if isinstance(value, dict) else value
+    return is_set(size) and size != 1
+
+
+ACTIVE: Mapping[str, Callable[[Any], bool]] = {
+    "enabled": is_enabled,
+    "present": _is_present,
+    "enabled anywhere": _is_enabled_anywhere,
+    "splits layers": _splits_layers,
+    "splits in a pass": lambda passes: bool({"autosp", "autotp"} & {*map(str, passes or ())}),
+}

@@ -9,7 +9,6 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator
 
 from rayzero.engine.config.autotuning import AutotuningConfig
-from rayzero.engine.config.compile import CompileConfig
 from rayzero.engine.config.data_efficiency import (
     CurriculumConfig,
     DataEfficiencyConfig,
@@ -26,7 +25,7 @@ from rayzero.engine.config.fields import (
     name_validator,
     parse_number,
 )
-from rayzero.engine.config.keys import Auto, Key, implemented, no_op
+from rayzero.engine.config.keys import Auto, Key, implemented
 from rayzero.engine.config.monitors import (
     CometConfig,
     CsvMonitorConfig,
@@ -39,19 +38,19 @@ from rayzero.engine.config.optimizers import (
     REFUSED_OPTIMIZERS,
     OptimizerParams,
 )
-from rayzero.engine.config.rayzero_section import RayzeroConfig
 from rayzero.engine.config.schedules import LR_CURVES, SCHEDULES
 from rayzero.engine.config.sections import (
     ActivationCheckpointingConfig,
     AioConfig,
     Bf16Config,
     CheckpointConfig,
+    CompileConfig,
     DataTypesConfig,
     Fp16Config,
+    RayzeroConfig,
     TimersConfig,
     TorchAutocastConfig,
 )
-from rayzero.engine.config.unsupported import UnsupportedKeys
 from rayzero.engine.config.zero import ZeroConfig
 from rayzero.engine.validation import nested_section, raise_config_error, validate_model
 
@@ -72,7 +71,7 @@ def _validate_optimizer_type(value: Any) -> Any:
     return value if "." in value else _find_optimizer(value)
 
 
-class OptimizerConfig(ConfigSection):
+class OptimizerConfig(ConfigSection, path="optimizer"):
     """`{"type": "AdamW", "params": {"lr": 1e-3, ...}}`; params go to the optimizer's class.
 
     `type` is a name of DeepSpeed's or torch's, or the dotted name of an elementwise optimizer's
@@ -83,12 +82,6 @@ class OptimizerConfig(ConfigSection):
         ..., "the optimizer's name, in any case"
     )
     params: dict[str, Any] = implemented({}, "the optimizer's arguments")
-    torch_adam: Any = no_op(
-        None, "torch's Adam", "DeepSpeed ignores it here: it reads optimizer.params.torch_adam"
-    )
-    legacy_fusion: Any = no_op(
-        False, "an older fused kernel", "optimizers step on flat buffers with torch's fused kernels"
-    )
 
 
 class SchedulerConfig(ConfigSection):
@@ -118,7 +111,7 @@ def coerce_numbers(params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class EngineConfig(UnsupportedKeys):
+class EngineConfig(ConfigSection, path=""):
     """A whole config file."""
 
     train_batch_size: PositiveInt | None = implemented(
@@ -181,20 +174,6 @@ class EngineConfig(UnsupportedKeys):
     steps_per_print: PositiveSize | None = implemented(
         None, "rank 0 logs loss and lr every this many steps", group="logs and timers"
     )
-    wall_clock_breakdown: bool = no_op(
-        False,
-        "seconds of forward, backward and step are logged",
-        "engine.metrics always has the seconds of a step and of its exposed communication",
-    )
-    memory_breakdown: bool = no_op(
-        False, "memory is logged during a step", "engine.metrics always has the bytes by class"
-    )
-    dump_state: bool = no_op(
-        False, "the config is printed at the start", "`rayzero config explain` prints it"
-    )
-    log_level: str | None = no_op(
-        None, "the level of DeepSpeed's logger", 'use logging.getLogger("rayzero").setLevel'
-    )
     timers: TimersConfig = TimersConfig()
     tensorboard: TensorBoardConfig = TensorBoardConfig()
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
@@ -224,9 +203,9 @@ FREE_FORM_SECTIONS = ("optimizer.params", "scheduler.params", "compile.kwargs")
 def _field_keys(
     model: type[BaseModel], prefix: str = "", group: str = ""
 ) -> Iterator[tuple[str, Key]]:
-    """(group, key) of every field; sections recursively, inherited fields last."""
-    for name in sorted(model.model_fields, key=lambda name: name not in model.__annotations__):
-        field, path = model.model_fields[name], prefix + name
+    """(group, key) of every field; sections recursively."""
+    for name, field in model.model_fields.items():
+        path = prefix + name
         if isinstance(key := field.json_schema_extra, Key):
             group = key.group or group
             old_names = key.old_names

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from rayzero.engine.config.fields import FiniteFloat, NonNegativeFloat, PositiveInt, StrictModel
-from rayzero.engine.config.keys import refused
+from rayzero.engine.config.keys import REFUSED, Key
 
 log = logging.getLogger("rayzero.engine")
 
@@ -43,12 +43,15 @@ class OptimizerParams(StrictModel):
     # treats some parameters differently; empty for none.
     group_splitter: ClassVar[str] = ""
 
-    max_grad_norm: Annotated[Any, NO_EFFECT] = refused(
-        None,
-        "gradients are clipped by the optimizer",
-        "DeepSpeed rejects it too",
-        alternative="gradient_clipping",
-        group="optimizer, schedule, gradients",
+    max_grad_norm: Annotated[Any, NO_EFFECT] = Field(
+        default=None,
+        json_schema_extra=Key(
+            REFUSED,
+            "gradients are clipped by the optimizer",
+            "DeepSpeed rejects it too",
+            alternative="gradient_clipping",
+            group="optimizer, schedule, gradients",
+        ),
     )
     # Gradients live in buffers of the engine; state has the dtype of main weights.
     set_grad_none: Annotated[bool, NO_EFFECT] = True

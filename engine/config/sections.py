@@ -1,12 +1,11 @@
-"""Sections of DeepSpeed but `zero_optimization`: dtypes, activation checkpointing, timers,
-checkpoints, aio."""
+"""Sections but `zero_optimization`: DeepSpeed's for dtypes, activation checkpointing, timers,
+checkpoints, aio and the compiler, and `rayzero`, which DeepSpeed does not have."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from rayzero.engine.config.fields import (
     ConfigSection,
@@ -15,17 +14,17 @@ from rayzero.engine.config.fields import (
     Integer,
     NonNegativeFloat,
     NonNegativeInt,
-    NonNegativeSize,
+    PositiveFloat,
+    PositiveInt,
     name_validator,
 )
-from rayzero.engine.config.keys import Auto, implemented, no_op, refused
+from rayzero.engine.config.keys import Auto, implemented
 
 _TAG_VALIDATIONS = {name.lower(): name for name in ("Ignore", "Warn", "Fail")}
 _AUTO_ENABLED = "the default of transformers' TrainingArguments; set true to train in"
-_left_to_kernel = partial(no_op, reason="the kernel's page cache and read-ahead do it")
 
 
-class Fp16Config(ConfigSection):
+class Fp16Config(ConfigSection, path="fp16"):
     """float16 model weights with fp32 main weights and a scaled loss."""
 
     enabled: bool = implemented(
@@ -48,12 +47,6 @@ class Fp16Config(ConfigSection):
         False, "a step without overflow resets the hysteresis"
     )
     min_loss_scale: FiniteFloat = implemented(1.0, "lower bound of a dynamic scale")
-    fp16_master_weights_and_grads: bool = refused(
-        False,
-        "main weights and main grads in float16 too",
-        "an update smaller than a two-thousandth of a weight would be lost",
-        alternative="fp32 main weights, which offload_optimizer can keep in CPU memory",
-    )
 
     def initial_dynamic_scale(self) -> int:
         """The value at which a dynamic scale starts."""
@@ -70,7 +63,7 @@ class Fp16Config(ConfigSection):
         }
 
 
-class Bf16Config(ConfigSection):
+class Bf16Config(ConfigSection, path="bf16"):
     """bfloat16 model weights with fp32 main weights, gradients and optimizer state."""
 
     enabled: bool = implemented(
@@ -78,15 +71,6 @@ class Bf16Config(ConfigSection):
         "bfloat16 weights with fp32 main weights",
         group="bf16",
         auto=Auto(False, f"{_AUTO_ENABLED} bf16"),
-    )
-    immediate_grad_update: bool = no_op(
-        False, "a gradient is added to the main grad as soon as it is ready", "always done"
-    )
-    check_grad_overflow: bool = no_op(
-        True,
-        "a step with an inf or nan in its gradient is skipped",
-        "always done: the check is reduced together with the gradient norm and costs nothing",
-        old_names=("bf16.check_overflow",),
     )
     bf16_master_weights_and_grads: bool = implemented(
         False,
@@ -99,79 +83,38 @@ class Bf16Config(ConfigSection):
     )
 
 
-class TorchAutocastConfig(ConfigSection):
+class TorchAutocastConfig(ConfigSection, path="torch_autocast"):
     """`torch.autocast` around the model's forward; weights keep their dtype."""
 
     enabled: bool = implemented(
         False, "`torch.autocast` around the model's forward", group="other dtypes"
     )
     dtype: DtypeName = implemented("bf16", "the dtype that autocast computes in")
-    lower_precision_safe_modules: tuple[str, ...] | None = no_op(
-        None,
-        "classes of modules whose gradients and weights are communicated in that dtype",
-        "weights are communicated in their own dtype, all gradients in communication_data_type",
-    )
 
 
-class DataTypesConfig(ConfigSection):
+class DataTypesConfig(ConfigSection, path="data_types"):
     """Dtypes other than the model weights'; None for the default of the precision."""
 
     grad_accum_dtype: DtypeName | None = implemented(
         None, "the dtype in which gradients are accumulated", group="other dtypes"
     )
-    param_dtype: DtypeName | None = refused(
-        None,
-        "the dtype of the model's weights, whatever the precision",
-        alternative="fp16 or bf16, or a model that was built in that dtype",
-    )
     buffer_dtype: DtypeName | None = implemented(
         None, "the dtype of the model's floating-point buffers; by default they keep their own"
     )
-    keep_in_fp32_modules: str | tuple[str, ...] = refused(
-        "auto",
-        "buffers that stay fp32 in 16-bit training",
-        alternative="the default: buffers keep the dtype that the model gave them",
-    )
 
 
-class ActivationCheckpointingConfig(ConfigSection):
+class ActivationCheckpointingConfig(ConfigSection, path="activation_checkpointing"):
     """Options of `checkpointing.checkpoint`; they have no effect where it is not called."""
 
-    partition_activations: bool = no_op(
-        False,
-        "checkpoints are partitioned over model-parallel ranks",
-        "all ranks are data-parallel: there are no ranks to partition them over",
-        group="activation checkpointing",
-        old_names=("activation_checkpointing.partitioned_activations",),
-    )
     cpu_checkpointing: bool = implemented(
-        False, "checkpoints are kept in CPU memory, if checkpointing.configure got the config"
-    )
-    contiguous_memory_optimization: bool = no_op(
-        False, "checkpoints are contiguous in a buffer", "torch's allocator reuses their memory"
-    )
-    number_checkpoints: NonNegativeInt | None = no_op(
-        None, "the number of checkpoints in that buffer", "there is no such buffer"
-    )
-    synchronize_checkpoint_boundary: bool = no_op(
-        False, "the device is synchronized at each checkpoint", "it would only cost time"
-    )
-    profile: bool = no_op(
-        False, "forward and backward of each checkpoint are timed", "torch.profiler shows them"
+        False,
+        "checkpoints are kept in CPU memory, if checkpointing.configure got the config",
+        group="activation checkpointing",
     )
 
 
-class ThroughputConfig(ConfigSection):
+class ThroughputConfig(ConfigSection, path="timers.throughput"):
     """The timer of samples per second."""
-
-    enabled: bool = no_op(
-        True, "samples per second are measured", "engine.metrics always has the seconds of a step"
-    )
-    synchronized: bool = no_op(
-        True,
-        "the device is synchronized for the measurement",
-        "a step ends with a vote on its gradient, which synchronizes the device anyway",
-    )
 
 
 class TimersConfig(ConfigSection):
@@ -180,15 +123,11 @@ class TimersConfig(ConfigSection):
     throughput: ThroughputConfig = ThroughputConfig()
 
 
-class ParallelWriteConfig(ConfigSection):
+class ParallelWriteConfig(ConfigSection, path="checkpoint.parallel_write"):
     """Ranks that write a checkpoint concurrently."""
 
-    pipeline_stage: bool = no_op(
-        False, "pipeline stages write concurrently", "all ranks write concurrently"
-    )
 
-
-class CheckpointConfig(ConfigSection):
+class CheckpointConfig(ConfigSection, path="checkpoint"):
     """DeepSpeed's checkpoint options."""
 
     tag_validation: Annotated[
@@ -199,37 +138,107 @@ class CheckpointConfig(ConfigSection):
         "and rank 0's tag is used, so that there is one complete checkpoint",
         group="checkpoints",
     )
-    load_universal: bool = no_op(
-        False,
-        "a checkpoint of another stage or number of ranks is loaded",
-        "every checkpoint loads at any stage and number of ranks",
-    )
-    use_node_local_storage: bool = refused(
-        False,
-        "each node keeps its part of a checkpoint on its local disk",
-        "the part would be lost with its node",
-        alternative="a folder that all nodes see, or a URL of an object store",
-    )
     parallel_write: ParallelWriteConfig = ParallelWriteConfig()
-    checkpoint_serialization: bool = no_op(
-        True, "options of torch.save", "checkpoints are safetensors files"
-    )
-    writer: Any = no_op(
-        None, "the writer and its buffers", "there is one writer, which does not use torch.save"
-    )
 
 
-class AioConfig(ConfigSection):
+class AioConfig(ConfigSection, path="aio"):
     """DeepSpeed's NVMe I/O."""
 
-    block_size: NonNegativeSize = _left_to_kernel(
-        1_048_576, "bytes of one read or write of NVMe", group="NVMe"
+
+class CompileConfig(ConfigSection, path="compile"):
+    """torch.compile of the model, as DeepSpeed spells it."""
+
+    enabled: bool = implemented(
+        False,
+        "the model is compiled: as a whole at stages 0 to 2, block by block at stage 3",
+        group="compiler",
     )
-    queue_depth: Integer = _left_to_kernel(8, "concurrent requests")
-    intra_op_parallelism: Integer = _left_to_kernel(1, "threads of one request")
-    thread_count: Integer = _left_to_kernel(1, "threads of one request, in older versions")
-    single_submit: bool = _left_to_kernel(False, "requests are submitted one by one")
-    overlap_events: bool = _left_to_kernel(True, "requests are submitted while others are pending")
-    use_gds: Any = refused(
-        False, "the GPU reads NVMe directly", "offloaded state is updated on the CPU"
+    backend: str = implemented("inductor", "torch.compile's backend")
+    kwargs: dict[str, Any] = implemented(
+        {},
+        "torch.compile's other arguments. Without `dynamic`, a job's compiled modules take any "
+        "number of samples",
     )
+    deepcompile: bool = implemented(
+        False,
+        "taken as compile.enabled, which a line in the log says: torch.compile, without "
+        "DeepCompile's ZeRO inside the graph",
+    )
+
+
+class CompressionConfig(ConfigSection):
+    """Compression of gradients between ranks."""
+
+    gradients: Literal["none", "fp16", "bf16", "int8", "sign", "lowrank"] = implemented(
+        "none",
+        "how gradients are encoded: none; fp16, bf16: rounded; int8: eight bits a value, a scale a "
+        "block; sign: one bit a value; lowrank: factors of every matrix (PowerSGD)",
+    )
+    block_size: Annotated[PositiveInt, Field(multiple_of=32)] | None = implemented(
+        None, "values that share a scale; by default 256 with int8, 64 with sign"
+    )
+    rank: PositiveInt = implemented(4, "rank of lowrank's factors")
+    error_feedback: bool | None = implemented(
+        None,
+        "the error of the encoding is added to the next gradients; always with sign and lowrank, "
+        "by default not with the others",
+    )
+
+
+class RayzeroConfig(ConfigSection):
+    """Keys that DeepSpeed does not have."""
+
+    unshard_modules: tuple[str, ...] = implemented(
+        (),
+        "class names of the modules gathered as one unit at stage 3; by default the elements of "
+        "every ModuleList and Sequential",
+        group="rayzero",
+        old_names=("rayzero.unit_classes",),
+    )
+    unshard_min_numel: NonNegativeInt = implemented(
+        1_000_000,
+        "at stage 3, a module in no block that owns at least this many elements (an embedding, a "
+        "head) is gathered on its own; 0: never",
+    )
+    reshard_after_forward: bool = implemented(
+        True,
+        "at stage 3, weights are released after forward and gathered again for backward; false: "
+        "gathered once a step, and kept in memory",
+    )
+    gather_buffers: Annotated[PositiveInt, Field(ge=2)] = implemented(
+        2,
+        "buffers for gathered weights at stage 3: live units at once",
+        old_names=("rayzero.slots",),
+    )
+    unused_gradients: Literal["zero", "none"] = implemented(
+        "zero",
+        "what a parameter gets that no rank used in a step, such as an expert. zero: a gradient of "
+        "zeros, as in DeepSpeed: momentum and weight decay continue. none: as in PyTorch, neither "
+        "it nor its optimizer state changes; steps that an optimizer counts (Adam's bias "
+        "correction) continue",
+    )
+    other_optimizer_state: Literal["error", "reset"] = implemented(
+        "error",
+        "what becomes of a saved optimizer state that has other parts than this optimizer's, as "
+        "of Adam for SGD. error: it is refused. reset: it is left out, with a warning, and the "
+        "optimizer starts anew; weights, step and data continue",
+    )
+    reduce_each_micro_step: bool = implemented(
+        True,
+        "gradients are reduced into shards in every micro-step at stages 2 and 3; false: every "
+        "rank accumulates all of them, as at stage 1, and they are reduced once a step, which "
+        "costs the memory of the main gradients of the whole model (see `rayzero plan`)",
+    )
+    overlap_weight_gather: bool = implemented(
+        False,
+        "updated weights of stages 1 and 2 are gathered while the next forward runs; between "
+        "`step()` and the end of that forward no weight may be read from outside the model, other "
+        "than through the engine or after `engine.wait_weights()`, and none used in a forward "
+        "before that of the module that holds it",
+    )
+    peak_flops: PositiveFloat | None = implemented(
+        None,
+        "peak flop/s of one device, for mfu; known for the usual GPUs. Flops are counted in the "
+        "second micro-step, or with torch.compile estimated from the sizes of model and batch",
+    )
+    compression: CompressionConfig = CompressionConfig()

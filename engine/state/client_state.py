@@ -119,11 +119,20 @@ def decode_client_state(value: Any, fetch: FetchArray = b64decode) -> Any:
         return value
     if _TYPE_TAG not in value:
         return {key: decode_client_state(item, fetch) for key, item in value.items()}
-    if decode_array := _ARRAY_DECODERS.get(value[_TYPE_TAG]):
-        return decode_array(value, bytearray(fetch(value["value"])))
-    if decode_scalar := _SCALAR_DECODERS.get(value[_TYPE_TAG]):
-        return decode_scalar(value["value"])
-    return _CONTAINER_DECODERS[value[_TYPE_TAG]](decode_client_state(value["value"], fetch))
+    tag, inner = value[_TYPE_TAG], value["value"]
+    match tag:
+        case "array":
+            return _decode_array(value, bytearray(fetch(inner)))
+        case "tensor":
+            return _decode_tensor(value, bytearray(fetch(inner)))
+        case "float":
+            return float(inner)
+        case "bytes":
+            return b64decode(inner)
+        case "path":
+            return Path(inner)
+    decoded = decode_client_state(inner, fetch)
+    return Namespace(**decoded) if tag == "namespace" else _CONTAINERS[tag](decoded)
 
 
 def _decode_array(document: Mapping[str, Any], raw: bytearray) -> Any:
@@ -137,18 +146,4 @@ def _decode_tensor(document: Mapping[str, Any], raw: bytearray) -> Tensor:
     return flat.reshape(document["shape"])
 
 
-_ARRAY_DECODERS: Mapping[str, Callable[[Mapping[str, Any], bytearray], Any]] = {
-    "array": _decode_array,
-    "tensor": _decode_tensor,
-}
-_SCALAR_DECODERS: Mapping[str, Callable[[str], Any]] = {
-    "float": float,
-    "bytes": b64decode,
-    "path": Path,
-}
-_CONTAINER_DECODERS: Mapping[str, Callable[[Any], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "dict": dict,
-    "namespace": lambda fields: Namespace(**fields),
-}
+_CONTAINERS: Mapping[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "dict": dict}

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from rayzero.deepspeed.engine import DeepSpeedEngine
-from rayzero.engine.api.absent_values import refuse_absent_values
 from rayzero.engine.api.sharded_params import add_stage3_names
 from rayzero.engine.builder import SchedulerLike
 from rayzero.engine.config import parse_config
@@ -78,7 +77,6 @@ def initialize(
         collate_fn=collate_fn,
     )
     add_stage3_names(core)
-    refuse_absent_values(core)
     engine = DeepSpeedEngine(core)
     return engine, engine.optimizer, core.training_dataloader, engine.lr_scheduler
 

@@ -20,10 +20,9 @@ from ray.runtime_env import RuntimeEnv
 
 from rayzero.engine.config.checks import DEFAULTS, is_in_force
 from rayzero.engine.config.explain import json_schema
-from rayzero.engine.config.keys import REFUSED, is_enabled
+from rayzero.engine.config.keys import REFUSED
 from rayzero.engine.config.model import KEYS
 from rayzero.engine.config.normalize import get_path
-from rayzero.engine.config.unsupported import _is_enabled_by_default
 from rayzero.orchestrator.spec import JobSpec
 from tests.deploy.schemas import KUBERNETES
 from tests.house.source import ROOT
@@ -31,9 +30,9 @@ from tests.house.source import ROOT
 CHART = ROOT / "helm/rayzero"
 SCHEMA, README = CHART / "values.schema.json", CHART / "README.md"
 REFUSED_KEYS = CHART / "files/refused.json"
-# How the chart tells that a value of a refused key requests something, by `Key.is_active`. What has
-# no name here is left to the job's start.
-ACTIVE = {None: "set", is_enabled: "enabled", _is_enabled_by_default: "present"}
+# How the chart tells that a value of a refused key requests something, by `Key.active`. What has no
+# name here is left to the job's start.
+ACTIVE = {"": "set", "enabled": "enabled", "present": "present"}
 MARKERS = ("<!-- table: values -->\n", "<!-- end of table -->")
 HINT = "run python -m tests.house.test_chart to update it"
 
@@ -172,13 +171,13 @@ def refused_keys() -> list[dict[str, Any]]:
     return [
         {
             "path": key.path,
-            "active": ACTIVE[key.is_active],
+            "active": ACTIVE[key.active],
             "default": get_path(DEFAULTS, key.path),
             "text": f"{key.reason}; use {key.alternative}" if key.alternative else key.reason,
             **_conditions(key.path),
         }
         for key in KEYS.values()
-        if key.status is REFUSED and key.is_active in ACTIVE
+        if key.status is REFUSED and key.active in ACTIVE
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +18,12 @@ SAMPLES = 12
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_type": "linear"}}
 
 
-def make_engine(stage: int, model: nn.Module | None = None, **more: Any) -> rayzero.Engine:
+def make_engine(
+    stage: int,
+    model: nn.Module | None = None,
+    zero: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
+) -> rayzero.Engine:
     model = zoo.make_model(torch.float64) if model is None else model
     return rayzero.initialize(
         model=model,
@@ -25,15 +32,11 @@ def make_engine(stage: int, model: nn.Module | None = None, **more: Any) -> rayz
             "gradient_clipping": 0,
             "train_batch_size": SAMPLES,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 150, **zero},
             **more,
         },
     )[0]
 
 
 def train(engine: rayzero.Engine, steps: range) -> None:
-    data = list(zoo.batches(steps.stop, SAMPLES))
-    for step in steps:
-        part = data[step].chunk(engine.world_size)[engine.rank]
-        engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
-        engine.step()
+    zoo.train(engine, list(zoo.batches(steps.stop, SAMPLES))[steps.start :])

@@ -1,10 +1,15 @@
-"""DeepSpeed's attributes of stage-3 parameters, and the idioms of TRL, PEFT and LLaVA over them."""
+"""Stage-3 parameters: DeepSpeed's attributes, the idioms of TRL, PEFT and LLaVA, absent values."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import rayzero
@@ -15,7 +20,8 @@ from rayzero.engine.api.sharded_params import (
     is_zero_param,
     register_external_parameter,
 )
-from tests.engine import zoo
+from rayzero.engine.errors import EngineError
+from tests.engine import equal, zoo
 from tests.support.ranks import run_ranks
 
 
@@ -34,77 +40,59 @@ def maybe_zero_3(param: nn.Parameter) -> Tensor:
         return param.data.detach().cpu().clone()
 
 
-def use_attributes(rank: int, world: int) -> dict[str, Any]:
+def assert_whole(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(maybe_zero_3(param), expected[name])
+
+
+def use_attributes(rank: int, world: int) -> int:
+    """Returns the number of this rank's elements."""
+    plain, x = make_model(), torch.ones(1, 3)
+    initial = {name: value.clone() for name, value in plain.state_dict().items()}
     with Init():
         model: Any = make_model()
-    before = is_zero_param(model[0].weight), model[0].weight.ds_shape, model[0].weight.ds_status
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3},
-    }
-    engine, optimizer, *_ = rayzero.initialize(model=model, config=config)
+    assert is_zero_param(model[0].weight)
+    assert model[0].weight.ds_shape == (5, 3)
+    assert model[0].weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    engine = equal.start(model, 3, samples=world)
     weight = model[0].weight
     register_external_parameter(model, weight)
-    whole = {name: maybe_zero_3(param) for name, param in model.named_parameters()}
-    ids = [param.ds_id for param in model.parameters()]
-    local = sum(param.ds_tensor.numel() for param in model.parameters())
+    assert_whole(model, initial)
+    assert len({param.ds_id for param in model.parameters()}) == len(initial)
     weight.all_gather()
-    gathered = weight.detach().clone()
+    assert torch.equal(weight, initial["0.weight"])
     with torch.no_grad():
         weight.add_(1)
+        plain[0].weight.add_(1)
     weight.partition(has_been_updated=True)
-    parted = weight.ds_status, bool(weight.isnan().all())
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    assert weight.isnan().all()
     # TRL: gather all, remove the hooks, generate, register them again.
-    offload = optimizer.parameter_offload  # type: ignore[union-attr]
+    offload = engine.optimizer.parameter_offload
     with torch.no_grad(), GatheredParameters(list(model.parameters())):
         for _, param in [*offload.module.named_parameters(), *model.ds_external_parameters()]:
             param.ds_active_sub_modules.clear()
         for hook in offload.forward_hooks + offload.backward_hooks:
             hook.remove()
         offload.forward_hooks, offload.backward_hooks = [], []
-        generated = [model(torch.ones(1, 3)) for _ in range(rank + 1)]  # ranks may differ
+        for _ in range(rank + 1):  # ranks may differ
+            assert torch.equal(model(x), plain(x))
         offload._register_deepspeed_module(offload.module)
-    engine.backward(engine(torch.ones(1, 3)).mean())
+    engine.backward(engine(x).mean())
     engine.step()
-    after = {name: maybe_zero_3(param) for name, param in model.named_parameters()}
-    ordinary = is_zero_param(nn.Parameter(torch.ones(1)))
+    optimizer = equal.sgd([{"params": [*plain.parameters()]}])
+    plain(x).mean().backward()
+    optimizer.step()
+    assert_whole(model, plain.state_dict())
+    assert not is_zero_param(nn.Parameter(torch.ones(1)))
+    numel = sum(param.ds_tensor.numel() for param in model.parameters())
     engine.close()
-    return {
-        "before": before,
-        "whole": whole,
-        "ids": ids,
-        "local": local,
-        "gathered": gathered,
-        "parted": parted,
-        "generated": generated,
-        "after": after,
-        "ordinary": ordinary,
-    }
+    return numel
 
 
 def test_attributes_and_idioms() -> None:
-    results = run_ranks(2, use_attributes)
-    model = make_model()
-    initial = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        model[0].weight.add_(1)
-    generated = model(torch.ones(1, 3))
-    generated.mean().backward()
-    torch.optim.SGD(model.parameters(), 0.1).step()
-    for result in results:
-        assert result["before"] == (True, torch.Size([5, 3]), ZeroParamStatus.NOT_AVAILABLE)
-        assert all(torch.equal(result["whole"][name], value) for name, value in initial.items())
-        assert len(set(result["ids"])) == len(initial)
-        assert torch.equal(result["gathered"], initial["0.weight"])
-        assert result["parted"] == (ZeroParamStatus.NOT_AVAILABLE, True)
-        assert torch.equal(result["generated"][0], generated)
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(result["after"][name], value)
-        assert not result["ordinary"]
-    total = sum(value.numel() for value in initial.values())
-    assert sum(result["local"] for result in results) == total
+    numel = sum(param.numel() for param in make_model().parameters())
+    assert sum(run_ranks(2, use_attributes)) == numel
 
 
 def test_an_adapter_moved_to_the_models_device_keeps_its_values() -> None:
@@ -125,3 +113,84 @@ def test_on_device() -> None:
         model = nn.Linear(2, 2)
     assert (model.weight.device.type, model.weight.dtype) == ("meta", torch.bfloat16)
     assert nn.Linear(1, 1).weight.dtype is torch.float32
+
+
+def make_engine(stage: int) -> Any:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return rayzero.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": zero,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        },
+    )[0]
+
+
+def read_absent_values(rank: int, world: int, folder: str) -> None:
+    engine = make_engine(3)
+    engine.backward(engine(torch.randn(2, 8)).sum())
+    engine.step()
+    for state in (engine.module.state_dict(), engine.module[0].state_dict(prefix="0.")):
+        value = state["0.weight"]
+        assert isinstance(value, Tensor)
+        assert (tuple(value.shape), value.dtype, value.numel()) == ((8, 8), torch.float32, 64)
+        assert "(8, 8)" in repr(value)
+        for use in (
+            lambda value: value + 1,
+            lambda value: value.cpu().clone(),
+            lambda value: value[0, 0].item(),
+            lambda value: value.tolist(),
+            lambda value: value.numpy(),
+            lambda value: torch.save({"w": value}, f"{folder}/{rank}.pt"),
+            lambda value: save_file({"w": value}, f"{folder}/{rank}.safetensors"),
+            copy.deepcopy,
+            pickle.dumps,
+        ):
+            with pytest.raises(EngineError, match="each rank holds a part"):
+                use(value)
+    assert torch.isfinite(engine.module.state_dict()["1.running_mean"]).all()
+    full = engine.state_dict()
+    whole = {name: torch.zeros(value.shape) for name, value in engine.module.state_dict().items()}
+    for part, prefix in ((engine.module, ""), (engine.module[0], "0.")):
+        state = {it.removeprefix(prefix): v for it, v in whole.items() if it.startswith(prefix)}
+        with pytest.raises(EngineError, match="GatheredParameters"):
+            part.load_state_dict(state)
+    with GatheredParameters(list(engine.module[0].parameters()), modifier_rank=0):
+        engine.module[0].load_state_dict({"weight": torch.ones(8, 8), "bias": torch.ones(8)})
+    full = engine.state_dict()
+    assert rank or (full["0.weight"] == 1).all()
+    with GatheredParameters(list(engine.module.parameters())):
+        gathered = engine.module.state_dict()
+        if rank == 0:
+            assert all(torch.equal(gathered[name], full[name]) for name in full)
+
+
+def test_are_refused(tmp_path: Path) -> None:
+    run_ranks(2, read_absent_values, str(tmp_path))
+
+
+def test_adapter_of_peft_is_refused_or_whole() -> None:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+    engine = rayzero.initialize(
+        model=model,
+        config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+    )[0]  # fmt: skip
+    whole = peft.get_peft_model_state_dict(model, state_dict=engine.state_dict())
+    adapter = peft.get_peft_model_state_dict(model)
+    assert adapter.keys() == whole.keys() != set()
+    for name, value in adapter.items():
+        if type(value) is Tensor:
+            assert torch.equal(value, whole[name])
+        else:
+            with pytest.raises(EngineError, match="each rank holds a part"):
+                value.cpu()

@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, load_model, safe_open
+from safetensors.torch import load_file, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from rayzero.deepspeed.entry import initialize
-from rayzero.engine.checkpoint import export as module
 from rayzero.engine.checkpoint.export import export_checkpoint, export_state, write_safetensors
 from rayzero.engine.checkpoint.export_model import ExportedModel
-from rayzero.engine.checkpoint.manifest import make_manifest
-from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
 from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.layout.reshard import MissingRangesError
 from rayzero.engine.precision.dtypes import dtype_name
+from tests.engine import zoo
 from tests.engine.checkpoint.saving import read_manifest
 from tests.engine.checkpoint.tensor_blocks import TensorBlocks, assert_bit_identical
 from tests.engine.zoo import IrregularModel, batches, make_model, two_groups
+
+KINDS = ["safetensors", "torch", "dcp"]
 
 
 def train(model: IrregularModel, optimizer: torch.optim.Optimizer, data: list[Tensor]) -> None:
@@ -33,12 +33,6 @@ def train(model: IrregularModel, optimizer: torch.optim.Optimizer, data: list[Te
         optimizer.zero_grad()
         model(batch[:, :-1], batch[:, 1:])["loss"].backward()
         optimizer.step()
-
-
-def train_adamw(model: IrregularModel) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(two_groups(model), lr=1e-2)
-    train(model, optimizer, list(batches(3, 4)))
-    return optimizer
 
 
 def blocks_of(
@@ -77,22 +71,6 @@ def blocks_of(
     return TensorBlocks(tensors, json.loads(json.dumps(metadata)))
 
 
-def test_safetensors_export_loads_into_model(tmp_path: Path) -> None:
-    model = make_model()
-    train_adamw(model)
-    target = tmp_path / "out"
-    written = export_state(blocks_of(model), str(target), "safetensors")
-    assert written == [str(target / "model.safetensors")]
-    (plain := tmp_path / "plain").touch()
-    assert Path(written[0]).stat().st_mode == plain.stat().st_mode
-    with safe_open(written[0], framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
-        assert "head.weight" not in file.keys()  # noqa: SIM118  tied weights are stored once
-    fresh = make_model(seed=1)
-    load_model(fresh, written[0], strict=True)
-    assert_bit_identical(fresh.state_dict(), model.state_dict())
-
-
 def test_large_safetensors_export_is_sharded(tmp_path: Path) -> None:
     model = make_model()
     write_safetensors(ExportedModel(blocks_of(model)), tmp_path, shard_bytes=1000)
@@ -113,54 +91,45 @@ def test_large_safetensors_export_is_sharded(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in loaded.values())
 
 
-class CountingModel(ExportedModel):
-    """Counts the bytes of tensors that were read and are still in memory."""
-
-    live = peak = 0
-
-    def read(self, name: str) -> Tensor:
-        tensor = super().read(name)
-        self.live += tensor.nbytes
-        self.peak = max(self.peak, self.live)
-        return tensor
+def load_dcp(folder: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    content = {"model": {name: torch.empty_like(value) for name, value in like.items()}}
+    dcp.load(content, checkpoint_id=folder, no_dist=True)
+    return content["model"]
 
 
-def test_sharded_export_holds_one_shard_in_memory(tmp_path: Path, monkeypatch: Any) -> None:
-    model = CountingModel(blocks_of(make_model()))
-
-    def save(tensors: dict[str, Tensor], *_: Any) -> None:
-        model.live -= sum(tensor.nbytes for tensor in tensors.values())
-
-    monkeypatch.setattr(module, "save_safetensors", save)
-    write_safetensors(model, tmp_path, shard_bytes=1000)
-    assert model.peak <= 1000
-
-
-def test_torch_export_loads_strictly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("low", ["", "BF16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_exported_weights_have_the_values_and_dtype_of_the_model(
+    kind: str, low: str, tmp_path: Path
+) -> None:
     model = make_model()
-    train_adamw(model)
-    (path,) = export_state(blocks_of(model), str(tmp_path / "out"), "torch")
-    state = torch.load(path, weights_only=True)
-    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
-    fresh = make_model(seed=1)
-    fresh.load_state_dict(state, strict=True)
-    assert_bit_identical(fresh.state_dict(), model.state_dict())
-
-
-@pytest.mark.parametrize("kind", ["safetensors", "torch"])
-def test_exported_weights_have_the_model_dtype(kind: str, tmp_path: Path) -> None:
-    model = make_model()
-    (path,) = export_state(blocks_of(model, low="BF16"), str(tmp_path / "out"), kind)
-    loaded = load_file(path) if kind == "safetensors" else torch.load(path)
-    expected = {name: p.detach().to(torch.bfloat16) for name, p in model.named_parameters()}
-    if kind == "torch":
+    (tmp_path / "plain").touch()
+    written = export_state(blocks_of(model, low=low), str(tmp_path / "out"), kind)
+    expected: dict[str, Tensor] = dict(model.state_dict())
+    if low:  # buffers keep their dtype
+        expected |= {name: param.bfloat16() for name, param in model.named_parameters()}
         expected["head.weight"] = expected["embed.weight"]
-    assert_bit_identical(loaded, expected | dict(model.named_buffers()))
+    if kind == "safetensors":
+        assert written == [str(tmp_path / "out" / "model.safetensors")]
+        assert Path(written[0]).stat().st_mode == (tmp_path / "plain").stat().st_mode
+        with safe_open(written[0], framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+        loaded = load_file(written[0])
+        del expected["head.weight"]  # tied weights are stored once
+    elif kind == "torch":
+        loaded = torch.load(written[0], weights_only=True)
+        assert loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()
+    else:
+        loaded = load_dcp(tmp_path / "out", expected)
+        keys = dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+        assert not [key for key in keys if key.startswith("optimizer")]
+    assert_bit_identical(loaded, expected)
 
 
 def test_dcp_export_resumes_training_in_pytorch(tmp_path: Path) -> None:
     model = make_model()
-    optimizer = train_adamw(model)
+    optimizer = torch.optim.AdamW(two_groups(model), lr=1e-2)
+    train(model, optimizer, list(batches(3, 4)))
     export_state(blocks_of(model, optimizer), str(tmp_path / "out"), "dcp")
 
     fresh = make_model(seed=1)
@@ -185,17 +154,6 @@ def test_dcp_export_resumes_training_in_pytorch(tmp_path: Path) -> None:
     assert_bit_identical(fresh.state_dict(), model.state_dict())
 
 
-def test_dcp_export_without_optimizer(tmp_path: Path) -> None:
-    model = make_model()
-    export_state(blocks_of(model), str(tmp_path / "out"), "dcp")
-    fresh = make_model(seed=1)
-    content = {"model": fresh.state_dict()}
-    dcp.load(content, checkpoint_id=tmp_path / "out", no_dist=True)
-    assert_bit_identical(content["model"], model.state_dict())
-    keys = dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
-    assert not [key for key in keys if key.startswith("optimizer")]
-
-
 def test_target_must_be_empty(tmp_path: Path) -> None:
     source = blocks_of(nn.Linear(2, 2))
     (tmp_path / "empty").mkdir()
@@ -209,7 +167,7 @@ def test_target_must_be_empty(tmp_path: Path) -> None:
         export_state(source, str(tmp_path / "file" / "inside"), "torch")
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_full_disk_raises_and_leaves_no_files(kind: str, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -237,40 +195,30 @@ def test_failed_and_killed_exports_are_cleaned_up(tmp_path: Path) -> None:
     assert Path(written).is_file()
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
-def test_export_checkpoint_of_an_engine(kind: str, tmp_path: Path) -> None:
-    model = make_model()
+@pytest.mark.parametrize("kind", KINDS)
+def test_export_of_an_engines_checkpoint(kind: str, tmp_path: Path) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "bf16": {"enabled": True},
     }
-    engine, *_ = initialize(model=model, config=config)
-    for batch in batches(2, 4):
-        engine.backward(engine(batch[:, :-1], batch[:, 1:])["loss"])
-        engine.step()
-    folder, target = tmp_path / "step-2", tmp_path / "out"
-    block, metadata = engine.state.pack(), json.loads(engine.state.metadata())
-    data = memoryview(bytearray(block.index.nbytes))
-    block.copy_to(data, constants=True)
-    file = write_rank_file(str(folder), 0, block.index, metadata, data, generation=1, world_size=1)
-    commit_checkpoint(str(folder), make_manifest("job", 2, 1, [file]))
-
-    expected = engine.state_dict()
+    engine = initialize(model=make_model(), config=config)[0]
+    zoo.train(engine, batches(2, 4))
+    engine.save_checkpoint(tmp_path, "step-2")
     reported: list[int] = []
-    export_checkpoint(str(folder), str(target), kind, progress=reported.append)
-    tensors = read_manifest(str(folder)).tensors
-    read = [name for name in tensors if kind == "dcp" or name.startswith(("weights/", "buffers/"))]
+    target = tmp_path / "out"
+    written = export_checkpoint(
+        str(tmp_path / "step-2"), str(target), kind, progress=reported.append
+    )
+    tensors = read_manifest(tmp_path / "step-2").tensors
+    read = [name for name in tensors if kind == "dcp" or not name.startswith("optimizer.")]
     assert sum(reported) == sum(tensors[name].numel * tensors[name].item_bytes for name in read)
-    loaded: dict[str, Tensor] = {name: torch.empty_like(t) for name, t in expected.items()}
+    expected = engine.state_dict()
     if kind == "safetensors":
-        loaded = load_file(target / "model.safetensors")
         del expected["head.weight"]
-    elif kind == "torch":
-        loaded = torch.load(target / "pytorch_model.pt", weights_only=True)
+        loaded = load_file(written[0])
     else:
-        dcp.load({"model": loaded}, checkpoint_id=target, no_dist=True)
+        loaded = torch.load(written[0]) if kind == "torch" else load_dcp(target, expected)
     assert_bit_identical(loaded, expected)
 
 
@@ -279,12 +227,8 @@ def test_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
         export_checkpoint(str(tmp_path / "absent"), str(tmp_path / "out"), "torch")
     with pytest.raises(DataError, match="there is no checkpoint at"):
         export_checkpoint(str(tmp_path), str(tmp_path / "out"), "torch")
-
-
-def test_unknown_format_is_an_error(tmp_path: Path) -> None:
-    source = blocks_of(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="did you mean 'safetensors'"):
-        export_state(source, str(tmp_path / "out"), "safetensor")
+        export_state(blocks_of(nn.Linear(2, 2)), str(tmp_path / "out"), "safetensor")
 
 
 def test_incomplete_state_is_an_error(tmp_path: Path) -> None:

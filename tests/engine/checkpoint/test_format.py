@@ -1,9 +1,11 @@
-"""Format of rank files, which the safetensors library can read, and of the manifest."""
+"""Format of rank files, which the safetensors library reads, and of the manifest; reading them."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -11,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from xxhash import xxh3_64_hexdigest
 
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError, CheckpointVersionError
 from rayzero.engine.checkpoint.format import (
+    BLOCK_BYTES,
     FORMAT_VERSION,
     file_header,
     is_checkpoint_file,
@@ -23,11 +25,13 @@ from rayzero.engine.checkpoint.format import (
     step_folder_name,
 )
 from rayzero.engine.checkpoint.manifest import Manifest, RankFile, make_manifest
-from rayzero.engine.checkpoint.writer import write_rank_file
+from rayzero.engine.checkpoint.reader import CheckpointSource
+from rayzero.engine.checkpoint.store_local import LocalReadStream
+from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.reshard import MissingRangesError
 from rayzero.engine.layout.state_index import DTYPE_BYTES, BlockIndex, LogicalTensor, TensorRange
-from tests.engine.checkpoint.saving import blocks, save, write_files
+from tests.engine.checkpoint.saving import blocks, read_manifest, save, with_changes, write_files
 
 # Names that are difficult for JSON parsers.
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).map("weights/{}".format)
@@ -114,54 +118,32 @@ def test_step_folder_and_file_names():
         None
     ] * 5
     name = new_file_name(3)
-    assert name.startswith("rank-00003-")
-    assert name != new_file_name(3)
-    assert is_checkpoint_file(name)
-    assert is_checkpoint_file(f".{name}.partial")
-    assert is_checkpoint_file("manifest.json")
-    assert not is_checkpoint_file("notes.txt")
-    assert not is_checkpoint_file("model.safetensors")
+    names = [name, f".{name}.partial", "manifest.json", "notes.txt", "model.safetensors"]
+    assert [is_checkpoint_file(name) for name in names] == [True, True, True, False, False]
 
 
-@st.composite
-def rank_files(draw: st.DrawFn) -> RankFile:
-    index = draw(indexes())
-    count = -(-index.nbytes // (256 * 1024))
-    checksums = st.integers(0, 2**64 - 1).map("{:016x}".format)
-    values = st.one_of(st.none(), st.floats(allow_nan=False), st.text(max_size=5))
-    keys = st.text(max_size=5).map("script {}".format)  # others have a type
-    metadata = draw(st.dictionaries(keys, values, max_size=3))
-    return RankFile(
-        name=new_file_name(0),
-        rank=0,
-        nbytes=index.nbytes + 4096,
-        checksum=draw(checksums),
-        blocks="".join(draw(st.lists(checksums, min_size=count, max_size=count))),
-        data_bytes=index.nbytes,
-        block_index=index,
-        metadata=metadata,
-    )
+KEYS = st.text(max_size=5).map("script {}".format)  # others have a type
+VALUES = st.none() | st.floats(allow_nan=False) | st.text(max_size=5)
 
 
-def with_full_ranges(file: RankFile) -> RankFile:
-    """Replace the ranges so that the file alone is a complete checkpoint."""
-    index = file.block_index
-    ranges, offset = [], 0
-    for name, tensor in index.tensors.items():
-        nbytes = tensor.numel * tensor.item_bytes
-        if offset + nbytes <= index.nbytes:
-            ranges.append(TensorRange(name, 0, tensor.numel, offset))
-            offset += nbytes
-    tensors = {part.name: index.tensors[part.name] for part in ranges}
-    return replace(file, block_index=replace(index, tensors=tensors, ranges=tuple(ranges)))
-
-
-@given(rank_files(), st.integers(0, 10**9), st.sampled_from([None, 0, 3]))
-def test_manifest_round_trip(file, step, stage):
-    manifest = make_manifest("gpt", step, 4, [with_full_ranges(file)], stage=stage)
-    loaded = Manifest.from_bytes(manifest.to_bytes(), "m")
-    assert loaded == manifest
-    assert loaded.files[0].metadata == file.metadata
+@given(
+    indexes(),
+    st.dictionaries(KEYS, VALUES, max_size=3),
+    st.integers(0, 10**9),
+    st.sampled_from([None, 0, 3]),
+)
+def test_manifest_round_trip(index, metadata, step, stage):
+    ranges, nbytes = [], 0
+    for name, tensor in index.tensors.items():  # alone a complete checkpoint
+        ranges.append(TensorRange(name, 0, tensor.numel, nbytes))
+        nbytes += tensor.numel * tensor.item_bytes
+    index = BlockIndex(index.tensors, tuple(ranges), nbytes, min(nbytes, index.constant_bytes))
+    checksum = "0123456789abcdef"
+    checksums = checksum * -(-nbytes // (256 * 1024))
+    name = new_file_name(0)
+    file = RankFile(name, nbytes + 4096, checksum, checksums, nbytes, 0, index, metadata)
+    manifest = make_manifest("gpt", step, 4, [file], stage=stage)
+    assert Manifest.from_bytes(manifest.to_bytes(), "m") == manifest
     assert json.loads(manifest.to_bytes())["checkpoint"]["step"] == step
 
 
@@ -175,13 +157,6 @@ def test_any_changed_byte_of_the_manifest_is_detected(tmp_path):
     for length in (0, 1, 40, len(raw) // 2, len(raw) - 1):
         with pytest.raises(CheckpointDamagedError):
             Manifest.from_bytes(raw[:length], "m")
-
-
-def with_changes(raw: bytes, **changes: object) -> bytes:
-    """The manifest with changed content and a valid checksum."""
-    content = json.loads(raw)["checkpoint"] | changes
-    text = json.dumps(content, separators=(",", ":"))
-    return f'{{"checksum":"{xxh3_64_hexdigest(text.encode())}","checkpoint":{text}}}\n'.encode()
 
 
 def test_newer_version_error_names_both_versions(tmp_path):
@@ -228,18 +203,110 @@ def test_manifest_requires_all_ranks_and_elements(tmp_path):
     assert make_manifest("job", 1, 1, [second, first]).world_size == 2
 
 
-def test_manifest_size_per_range_is_small():
-    count = 10_000
-    names = [f"optimizer.exp_avg/model.layers.{i}.self_attn.q_proj.weight" for i in range(100)]
-    tensors = {name: LogicalTensor("F32", (count,)) for name in names}
-    ranges = [
-        TensorRange(names[i % 100], i // 100 * 100, i // 100 * 100 + 100, 400 * i)
-        for i in range(count)
-    ]
-    index = BlockIndex(tensors, tuple(ranges), 400 * count)
-    blocks = -(-index.nbytes // (256 * 1024))
-    checksum = "0123456789abcdef"
-    file = RankFile(
-        new_file_name(0), index.nbytes, checksum, checksum * blocks, index.nbytes, 0, index, {}
+LONG = 5 * BLOCK_BYTES + 1234
+
+
+@pytest.fixture(scope="module")
+def long_checkpoint(tmp_path_factory):
+    """A checkpoint of one rank with several blocks of data: (folder, data)."""
+    folder = str(tmp_path_factory.mktemp("long") / "step-1")
+    data = random.Random(0).randbytes(LONG)
+    tensors = {"weights/w": LogicalTensor("U8", (LONG,))}
+    index = BlockIndex(tensors, (TensorRange("weights/w", 0, LONG, 0),), LONG)
+    file = write_rank_file(
+        folder, 0, index, {"step": 1}, memoryview(data), generation=1, world_size=1
     )
-    assert len(make_manifest("job", 1, 1, [file]).to_bytes()) < 30 * count
+    commit_checkpoint(folder, make_manifest("job", 1, 1, [file]))
+    return folder, data
+
+
+EDGES = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES, LONG - 1, LONG]
+OFFSETS = st.one_of(st.sampled_from(EDGES), st.integers(0, LONG))
+SPANS = st.tuples(OFFSETS, OFFSETS).map(sorted)
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """Sizes of the reads of local files, in bytes."""
+    counts: list[int] = []
+    read = LocalReadStream.read
+
+    def read_and_count(self, offset, parts):
+        counts.append(read(self, offset, parts))
+        return counts[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalReadStream, "read", read_and_count)
+        yield counts
+
+
+@given(st.lists(SPANS, max_size=8))
+def test_read_any_spans_in_any_order(long_checkpoint, spans):
+    folder, data = long_checkpoint
+    source = CheckpointSource(folder)
+    for start, stop in spans:
+        into = bytearray(b"\xaa" * (stop - start))
+        source.read(0, start, memoryview(into))
+        assert into == data[start:stop]
+    source.close()
+
+
+@given(st.lists(st.integers(1, 2 * BLOCK_BYTES), max_size=8), st.integers(0, BLOCK_BYTES))
+def test_consecutive_reads_read_each_block_once(long_checkpoint, sizes, offset):
+    folder, data = long_checkpoint
+    source = CheckpointSource(folder)
+    start = offset
+    with counted_reads() as counts:
+        for size in sizes:
+            stop = min(LONG, offset + size)
+            into = bytearray(stop - offset)
+            source.read(0, offset, memoryview(into))
+            assert into == data[offset:stop]
+            offset = stop
+    first, end = start // BLOCK_BYTES, -(-offset // BLOCK_BYTES)
+    nbytes = min(LONG, end * BLOCK_BYTES) - first * BLOCK_BYTES if offset > start else 0
+    assert sum(counts) == nbytes
+    source.close()
+
+
+def test_read_beyond_the_data_is_an_error(long_checkpoint):
+    source = CheckpointSource(long_checkpoint[0])
+    for offset, length in ((LONG, 1), (LONG - 1, 2), (-1, 1), (0, LONG + 1)):
+        with pytest.raises(EngineError, match="were requested"):
+            source.read(0, offset, memoryview(bytearray(length)))
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_damaged_blocks_are_never_returned(tmp_path, long_checkpoint, number):
+    folder, data = long_checkpoint
+    entry = read_manifest(folder).files[0]
+    offset = entry.data_offset + min(number * BLOCK_BYTES + 77, LONG - 1)
+    copy = tmp_path / "step-1"
+    copy.mkdir()
+    for name in (entry.name, "manifest.json"):
+        raw = bytearray((tmp_path / folder / name).read_bytes())
+        if name == entry.name:
+            raw[offset] ^= 0x10
+        (copy / name).write_bytes(raw)
+    source = CheckpointSource(str(copy))
+    with pytest.raises(CheckpointDamagedError, match=f"{entry.name} is damaged: block {number} "):
+        source.read(0, 0, memoryview(bytearray(LONG)))
+    into = bytearray(1)
+    other = (number + 1) % 6
+    source.read(0, other * BLOCK_BYTES, memoryview(into))  # other blocks can be read
+    assert into[0] == data[other * BLOCK_BYTES]
+    with pytest.raises(CheckpointDamagedError):  # nor from the cached block
+        source.read(0, min(number * BLOCK_BYTES + 5, LONG - 1), memoryview(into))
+
+
+def test_errors_name_truncated_and_missing_files(tmp_path):
+    manifest = save(tmp_path, 5)
+    source = CheckpointSource(str(tmp_path / "step-5"))
+    first, second = (tmp_path / "step-5" / file.name for file in manifest.files)
+    with first.open("r+b") as file:
+        file.truncate(manifest.files[0].data_offset + BLOCK_BYTES)
+    second.unlink()
+    with pytest.raises(CheckpointDamagedError, match=f"{first.name} ends in block 1"):
+        source.read(0, 0, memoryview(bytearray(manifest.files[0].block_index.nbytes)))
+    with pytest.raises(CheckpointDamagedError, match=f"{second.name} is missing"):
+        source.read(1, 0, memoryview(bytearray(1)))

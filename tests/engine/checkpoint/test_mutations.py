@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import zipfile
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from xxhash import xxh3_64_hexdigest
 
 import rayzero
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError
@@ -24,8 +22,8 @@ from rayzero.engine.checkpoint.imports.deepspeed_files import InertObject, load_
 from rayzero.engine.checkpoint.verify import verify_checkpoint
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.cli.ckpt import list_command
-from tests.engine.checkpoint import make_deepspeed
 from tests.engine.checkpoint.make_released import CLIENT_STATE, CONFIG, Model, batch
+from tests.engine.checkpoint.saving import with_checksum
 from tests.support.mutations import mutate_text, mutate_tree, read_mutations
 
 KINDS = ("safetensors", "torch", "dcp")
@@ -53,13 +51,6 @@ def saved(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     engine.step()
     engine.save_checkpoint(str(folder), tag="step-1", client_state=CLIENT_STATE)
     return folder
-
-
-def with_checksum(content: Any) -> bytes:
-    """A manifest with this inner object; the checksum is right."""
-    text = json.dumps(content, separators=(",", ":")) if not isinstance(content, bytes) else content
-    raw = text if isinstance(text, bytes) else text.encode()
-    return b'{"checksum":"%s","checkpoint":%s}\n' % (xxh3_64_hexdigest(raw).encode(), raw)
 
 
 def read_everywhere(engine: Any, job: Path, target: Path) -> None:
@@ -193,18 +184,10 @@ def from_tree(value: Any, tensors: list[torch.Tensor]) -> Any:
     return [from_tree(item, tensors) for item in value] if isinstance(value, list) else value
 
 
-@pytest.fixture(scope="module")
-def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("deepspeed")
-    with zipfile.ZipFile(make_deepspeed.ARCHIVE) as archive:
-        archive.extractall(folder)
-    return folder
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["stage1-fp32", "stage2-fp16", "stage3-bf16-3-ranks"])
-def test_mutated_deepspeed_checkpoints(name: str, deepspeed: Path, tmp_path: Path):
-    folder = Path(shutil.copytree(deepspeed / name, tmp_path / "job"))
+def test_mutated_deepspeed_checkpoints(name: str, unpacked: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(unpacked / name, tmp_path / "job"))
     originals = {path: path.read_bytes() for path in sorted(folder.glob("*/*.pt"))}
     tensors: list[torch.Tensor] = []
     trees = {path: to_tree(load_weights_only(path), tensors) for path in originals}

@@ -1,11 +1,10 @@
-"""Stores: durable and atomic writes, and errors."""
+"""Stores: durable and atomic writes, errors, and names that cannot escape the folder."""
 
 from __future__ import annotations
 
 import errno
 import os
 import pickle
-import re
 import subprocess
 import sys
 import tracemalloc
@@ -15,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rayzero.engine.checkpoint import store_local
 from rayzero.engine.checkpoint.catalogue import (
@@ -23,15 +24,16 @@ from rayzero.engine.checkpoint.catalogue import (
     prune_checkpoints,
 )
 from rayzero.engine.checkpoint.errors import CheckpointDamagedError, StoreError
+from rayzero.engine.checkpoint.format import is_safe_name
+from rayzero.engine.checkpoint.imports.deepspeed_files import find_step_folder
 from rayzero.engine.checkpoint.manifest import make_manifest
 from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.checkpoint.store import is_remote, join_url, open_store, split_url
 from rayzero.engine.checkpoint.store_local import LocalStore
 from rayzero.engine.checkpoint.verify import _verify_file, verify_checkpoint
 from rayzero.engine.checkpoint.writer import commit_checkpoint
-from rayzero.engine.checkpoint_io import resolve_checkpoint
-from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.journal.files import read_journal
+from rayzero.engine.checkpoint_io import check_tag, resolve_checkpoint
+from rayzero.engine.errors import ConfigError, DataError
 from tests.engine.checkpoint.saving import save, write_files
 
 
@@ -144,33 +146,6 @@ def test_commit_requires_files_of_all_nodes(tmp_path):
     assert newest_complete(str(tmp_path)) is None
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1.5 MB: room for two checkpoints, not for three."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(disk)]
-    process = subprocess.run(mount, capture_output=True, text=True, timeout=300)
-    if process.returncode != 0:
-        pytest.skip(f"mounting a file system is not permitted: {process.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True, timeout=300)
-
-
-def test_full_disk_keeps_previous_checkpoints(small_disk):
-    save(small_disk, 1)
-    save(small_disk, 2)
-    before = {path: path.read_bytes() for path in small_disk.rglob("*") if path.is_file()}
-    with pytest.raises(StoreError, match="No space left on device") as caught:
-        save(small_disk, 3)
-    assert caught.value.kind == "full"
-    assert "free space" in caught.value.fix
-    assert newest_complete(str(small_disk)).step == 2
-    assert verify_checkpoint(str(small_disk / "step-2")) == []
-    assert all(path.read_bytes() == raw for path, raw in before.items())
-    assert not list(small_disk.rglob("*.partial"))
-
-
 def test_join_and_split_url():
     assert join_url("runs", "gpt", "step-1") == "runs/gpt/step-1"
     assert join_url("runs/", "gpt") == "runs/gpt"
@@ -211,64 +186,16 @@ def test_local_checkpoints_import_neither_torch_nor_pyarrow():
     assert process.stderr.strip() in ("", "''")
 
 
-def put_fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def put_device_link(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def put_huge_file(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(3 * 2**30)
-
-
-def put_folder(path: Path) -> None:
-    path.mkdir()
-
-
-IRREGULAR = [put_fifo, put_device_link, put_huge_file, put_folder]
-
-
-@pytest.mark.parametrize("put", IRREGULAR)
-def test_manifest_that_is_no_small_regular_file_is_damage(put, tmp_path: Path):
-    """Neither opened nor read: a FIFO would block for ever, a device never end."""
-    save(tmp_path, 1)
-    save(tmp_path, 2)
-    (tmp_path / "step-2/manifest.json").unlink()
-    put(tmp_path / "step-2/manifest.json")
-    first, second = list_checkpoints(str(tmp_path))
-    assert (first.status, second.status) == ("whole", "damaged")
-    assert re.search(r"is not a regular file|has 3221225472 bytes; at most", second.problem)
-    (problem,) = verify_checkpoint(str(tmp_path / "step-2"))
-    assert problem.makes_unusable
-    newest = newest_complete(str(tmp_path))
-    assert newest is not None
-    assert newest.step == 1
-
-
-@pytest.mark.parametrize("put", [put_fifo, put_device_link, put_folder])
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
 def test_rank_file_that_is_no_regular_file_is_damage(put, tmp_path: Path):
     name = save(tmp_path, 1).files[0].name
     (tmp_path / "step-1" / name).unlink()
     put(tmp_path / "step-1" / name)
-    assert any(problem.makes_unusable for problem in verify_checkpoint(str(tmp_path / "step-1")))
     with closing(CheckpointSource(str(tmp_path / "step-1"))) as source:
         with pytest.raises(CheckpointDamagedError, match="is not a regular file"):
             source.read(0, 0, memoryview(bytearray(4)))
         with pytest.raises(CheckpointDamagedError, match="instead of"):
             source.check_sizes()
-
-
-@pytest.mark.parametrize("put", IRREGULAR)
-def test_latest_and_journal_that_are_no_small_regular_files(put, tmp_path: Path):
-    put(tmp_path / "latest")
-    put(tmp_path / "job.json")
-    with pytest.raises(StoreError, match=r"is not a regular file|at most"):
-        resolve_checkpoint(str(tmp_path), None)
-    with pytest.raises(StoreError, match=r"is not a regular file|at most"):
-        read_journal(str(tmp_path))
 
 
 def test_link_that_leads_nowhere_does_not_hide_checkpoints(tmp_path: Path):
@@ -304,3 +231,59 @@ def test_prune_leaves_linked_folders(tmp_path: Path):
     result = prune_checkpoints(str(job), 1)
     assert (result.kept, result.removed) == ((30,), (20,))
     assert sorted(path.name for path in (other / "step-10").iterdir()) == before
+
+
+HOSTILE = ["..", ".", "", "/", "/etc", "../x", "a/../../x", "a//b", "a/", " ", "a\0b", "a\nb"]
+HOSTILE += ["..\u200b", "\u202egpj", "\ud800", "x" * 256, ". .", "a/\t/b"]
+PARTS = st.sampled_from(["..", ".", "", "/", "a", "step-1", "\0", "\\", "%2e%2e", "~", "é", " "])
+NAMES = st.lists(PARTS | st.text(max_size=3), max_size=6).map("/".join) | st.text(max_size=12)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_outside_the_folder_are_rejected(name: str, tmp_path: Path):
+    assert not is_safe_name(name)
+    with pytest.raises(ConfigError, match="is not a folder's name"):
+        check_tag(name)
+    (tmp_path / "job").mkdir()
+    with pytest.raises(DataError, match="there is no checkpoint"):
+        resolve_checkpoint(str(tmp_path / "job"), name)
+
+
+@pytest.mark.parametrize("name", ["global_step100", "a/b", "v1.2", "é", "..a", "a..", "with space"])
+def test_names_inside_the_folder_are_accepted(name: str):
+    assert is_safe_name(name)
+    assert check_tag(name) == name
+
+
+@given(NAMES)
+def test_safe_names_stay_inside_the_folder(name: str):
+    if is_safe_name(name):
+        top = "/top/folder"
+        assert os.path.normpath(os.path.join(top, name)).startswith(top + "/")
+        assert "\0" not in name
+
+
+@pytest.mark.parametrize("latest", ["../other", "/", ".", "a/../../other"])
+def test_latest_file_cannot_escape_the_folder(latest: str, tmp_path: Path):
+    """rayzero's and DeepSpeed's: the file comes with the checkpoint and is not trusted."""
+    job, other = tmp_path / "job", tmp_path / "other"
+    (job / "a").mkdir(parents=True)
+    other.mkdir()
+    (other / "mp_rank_00_model_states.pt").touch()
+    (job / "latest").write_text(latest)
+    with pytest.raises(DataError, match="there is no checkpoint"):
+        resolve_checkpoint(str(job), None)
+    with pytest.raises(DataError, match="which is not a folder in"):
+        find_step_folder(job)
+
+
+def test_replace_does_not_follow_symbolic_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    victim = tmp_path / "victim"
+    victim.write_text("original")
+    folder = tmp_path / "job"
+    folder.mkdir()
+    monkeypatch.setattr(store_local, "token_hex", lambda size: "ab" * size)
+    (folder / ".latest.abababab.partial").symlink_to(victim)
+    with pytest.raises(StoreError):
+        LocalStore(folder).replace("latest", b"new")
+    assert victim.read_text() == "original"

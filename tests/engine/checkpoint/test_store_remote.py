@@ -14,14 +14,12 @@ from pyarrow import fs
 from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complete, prune_checkpoints
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.format import BLOCK_BYTES
-from rayzero.engine.checkpoint.manifest import make_manifest
 from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.checkpoint.store import join_url, open_store
 from rayzero.engine.checkpoint.store_remote import RemoteStore
 from rayzero.engine.checkpoint.verify import verify_checkpoint
-from rayzero.engine.checkpoint.writer import commit_checkpoint
 from rayzero.orchestrator.doctor.probes import check_storage
-from tests.engine.checkpoint.saving import blocks, read_manifest, save, write_files
+from tests.engine.checkpoint.saving import check_content, read_manifest, save, write_files
 from tests.support.bucket import bucket_url
 
 pytestmark = pytest.mark.slow
@@ -40,9 +38,8 @@ def job(bucket, request):
 
 
 def save_checkpoint(job: str, step: int) -> str:
-    folder = join_url(job, f"step-{step}")
-    commit_checkpoint(folder, make_manifest("job", step, 1, write_files(folder, step)))
-    return folder
+    save(job, step)
+    return join_url(job, f"step-{step}")
 
 
 def test_save_list_load_verify_prune(job):
@@ -57,13 +54,7 @@ def test_save_list_load_verify_prune(job):
     ]
     newest = newest_complete(job)
     assert newest.folder == join_url(job, "step-3")
-    source = CheckpointSource(newest.folder)
-    for number, block in enumerate(blocks(3)):
-        into = bytearray(len(block.data))
-        source.read(number, 10, memoryview(into)[10:])
-        source.read(number, 0, memoryview(into)[:10])
-        assert into == block.data
-    source.close()
+    check_content(newest.folder, 3)
     assert verify_checkpoint(newest.folder) == []
     assert prune_checkpoints(job, keep=1).removed == (1, 2)
     assert [checkpoint.step for checkpoint in list_checkpoints(job)] == [3, 4]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from rayzero.engine.config import EngineConfig, OptimizerConfig, parse_config
-from rayzero.engine.config.keys import IMPLEMENTED, NO_OP, REFUSED, is_enabled
-from rayzero.engine.config.model import FREE_FORM_SECTIONS, KEY_GROUPS, KEYS
+from rayzero.engine.config.keys import REFUSED
+from rayzero.engine.config.model import FREE_FORM_SECTIONS, KEYS
 from rayzero.engine.config.normalize import OLD_NAMES, get_path
 from rayzero.engine.errors import ConfigError
 from tests.engine.config.model import leaves
@@ -79,26 +79,6 @@ def test_all_keys_belong_to_deepspeed_or_rayzero() -> None:
     assert set(strange) <= NOT_DEEPSPEEDS
 
 
-def test_all_keys_are_model_fields() -> None:
-    assert KEYS.keys() - FIELDS.keys() == {
-        "optimizer",
-        "scheduler",
-        "optimizer.params.max_grad_norm",
-    }
-
-
-def test_keys_are_unique() -> None:
-    assert len(KEYS) == sum(len(rows) for rows in KEY_GROUPS.values())
-
-
-def test_every_key_has_a_status_and_a_reason() -> None:
-    for key in KEYS.values():
-        assert key.status in (IMPLEMENTED, NO_OP, REFUSED)
-        assert key.description
-        assert not key.description.endswith("."), key
-        assert (key.reason == "") == (key.status is IMPLEMENTED), key
-
-
 def test_defaults_equal_deepspeed() -> None:
     config = EngineConfig(optimizer=OptimizerConfig(type="SGD")).model_dump()
     for path in sorted(set(FIELDS) & set(DEEPSPEED) - OTHER_DEFAULTS - NAMED):
@@ -106,23 +86,14 @@ def test_defaults_equal_deepspeed() -> None:
         assert (list(ours) if isinstance(ours, tuple) else ours) == DEEPSPEED[path], path
 
 
-def test_listed_defaults_do_differ() -> None:
-    same = [
-        path
-        for path in OTHER_DEFAULTS & set(FIELDS)
-        if get_path(EngineConfig().model_dump(), path) == DEEPSPEED[path]
-    ]
-    assert same == []
-
-
 @pytest.mark.parametrize("path", sorted(path for path in OPAQUE if KEYS[path].status is REFUSED))
 def test_refused_keys_are_accepted_if_disabled(path: str) -> None:
     for value in (None, "auto", DEEPSPEED.get(path)):
         parse_config(_at(path, value))
-    if KEYS[path].is_active in (is_enabled, None) and path != "sequence_parallel_size":
+    if KEYS[path].active in ("enabled", "") and path != "sequence_parallel_size":
         with pytest.raises(ConfigError, match=rf"{re.escape(path)}: refused: "):
             parse_config(_at(path, True))
-    if KEYS[path].is_active is is_enabled:
+    if KEYS[path].active == "enabled":
         parse_config(_at(path, {"enabled": False, "whatever": {"it": "was"}}))
 
 
@@ -130,16 +101,13 @@ def test_refused_keys_are_accepted_if_disabled(path: str) -> None:
     ("document", "message"),
     [
         ({"amp": {"enabled": True}}, r"amp: refused: .*; use bf16, fp16 or torch_autocast"),
-        ({"elasticity": {"enabled": True}}, "use train_batch_size, and workers.min and"),
         (
             {"tensor_parallel": {"autotp_size": 2}},
             "tensor_parallel: refused: all ranks are data-parallel",
         ),
         ({"sequence_parallel_size": 4}, "sequence_parallel_size: refused"),
-        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow: refused"),
         ({"zero_optimization": {"mics_shard_size": 4}}, "use zero_optimization.zero_hpz_part"),
         ({"compression_training": {"a": {"b": {"enabled": True}}}}, "compression_training: ref"),
-        ({"optimizer": {"type": "SGD", "params": {"max_grad_norm": 1}}}, "use gradient_clipping"),
         ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, "use gradient_clipping"),
         (
             {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}},
@@ -147,9 +115,6 @@ def test_refused_keys_are_accepted_if_disabled(path: str) -> None:
         ),
         ({"aio": {"use_gds": True}}, r"aio\.use_gds: refused"),
         ({"weight_quantization": {"num_bits": 8}}, "weight_quantization: refused"),
-        ({"nebula": {"persistent_storage_path": "x"}}, "nebula: refused"),
-        ({"sparse_attention": {"mode": "fixed"}}, "use torch.nn.attention.flex_attention"),
-        ({"checkpoint": {"use_node_local_storage": True}}, "a URL of an object store"),
     ],
 )
 def test_refused_keys_name_reason_and_alternative(document: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Sources of a config: files, JSON, Hjson, base64, mappings."""
+"""Sources of a config: files, among them real ones, JSON, Hjson, base64, mappings."""
 
 from __future__ import annotations
 
@@ -53,10 +53,12 @@ def test_file_takes_precedence_over_base64(tmp_path: Path, monkeypatch: pytest.M
     [
         (b'{"zero_optimization": {"stage": 1, "stage": 2}}', "the key 'stage' is given twice"),
         (b"{a: 1\n a: 2}", "the key 'a' is given twice"),
+        (b"{", "is not JSON or Hjson"),
+        (b"[1, 2]", "a mapping of keys to values was expected"),
+        (b"\xff\xfe\x00", "cannot be read: it is not UTF-8 text"),
         (b"[" * 100_000, "nested too deeply|not JSON"),
         (b'{"a":' * 20_000, "nested too deeply|not JSON"),
         (b'{"a":' * 60 + b"1" + b"}" * 60, "nested too deeply"),
-        (b'"text"', "a mapping of keys to values was expected"),
         (b" ", r"c\.json' is empty"),
         (b"{\n  gradient_clipping: 1e999\n}", r"c\.json' has a number above a float's range"),
         (b'{"train_batch_size": ' + b"9" * 6000 + b"}", "train_batch_size|not JSON"),
@@ -65,8 +67,9 @@ def test_file_takes_precedence_over_base64(tmp_path: Path, monkeypatch: pytest.M
 def test_error_names_invalid_file(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         parse_config(path)
+    assert str(path) in str(caught.value)
 
 
 def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
@@ -89,3 +92,21 @@ def test_mappings_are_accepted_and_not_modified() -> None:
     before = json.dumps(document)
     parse_config(MappingProxyType(document))
     assert json.dumps(document) == before
+
+
+FILES = sorted((Path(__file__).parent / "files").iterdir())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_real_file_has_no_unknown_keys(path: Path) -> None:
+    """Keys may be unsupported, but none is unknown or misread."""
+    try:
+        parse_config(path)
+    except ConfigError as error:
+        text = str(error)
+        if "\n" not in text:
+            text = text.partition("': ")[2]
+        lines = [line.strip() for line in text.splitlines() if "mistakes:" not in line]
+        known = ("refused: ", "that this", "two gradient compressions")
+        unknown = [line for line in lines if not any(reason in line for reason in known)]
+        assert unknown == []

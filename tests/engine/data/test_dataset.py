@@ -1,8 +1,10 @@
 """Parquet token shards: samples across row groups and shards, caching, errors."""
 
 import pickle
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -93,35 +95,38 @@ def test_pickle(tmp_path: Path, stream: np.ndarray) -> None:
     assert pickle.loads(pickle.dumps(pattern)).num_tokens == 33
 
 
-def test_invalid_data(tmp_path: Path) -> None:
-    def expect_error(path: Path, match: str, context: int = 4) -> None:
-        with pytest.raises(DataError, match=match) as caught:
-            ParquetTokens(path, context)
-        assert caught.value.allowed
-        assert caught.value.fix
+def put_text(path: Path) -> None:
+    path.write_text("not Parquet at all")
 
-    expect_error(tmp_path / "absent", "no data at .*absent")
-    (tmp_path / "empty").mkdir()
-    expect_error(tmp_path / "empty", "no Parquet shards")
-    expect_error(tmp_path / "*.parquet", "no Parquet shards")
-    (tmp_path / "text.parquet").write_text("not Parquet at all")
-    expect_error(tmp_path / "text.parquet", r"text\.parquet cannot be read")
-    pq.write_table(pa.table({"words": ["a"]}), tmp_path / "words.parquet")
-    expect_error(tmp_path / "words.parquet", "has the columns \\['words'\\]")
-    pq.write_table(pa.table({"tokens": [0.5]}), tmp_path / "float.parquet")
-    expect_error(tmp_path / "float.parquet", "of type double")
-    pq.write_table(pa.table({"tokens": [[1, 2], [3]]}), tmp_path / "list.parquet")
-    expect_error(tmp_path / "list.parquet", "of type list")
-    write(tmp_path / "few.parquet", np.arange(4, dtype=np.uint8))
-    expect_error(tmp_path / "few.parquet", "holds 4 tokens")
-    assert len(ParquetTokens(tmp_path / "few.parquet", 3)) == 1
-    write(tmp_path / "none.parquet", np.empty(0, dtype=np.uint8))
-    expect_error(tmp_path / "none.parquet", "holds 0 tokens", context=1)
+
+def table(**columns: list[Any]) -> Callable[[Path], None]:
+    return lambda path: pq.write_table(pa.table(columns), path)
+
+
+@pytest.mark.parametrize(
+    ("put", "message"),
+    [
+        (lambda path: None, "no data at .*data"),
+        (Path.mkdir, "no Parquet shards"),
+        (put_text, r"data cannot be read"),
+        (table(words=["a"]), "has the columns \\['words'\\]"),
+        (table(tokens=[0.5]), "of type double"),
+        (table(tokens=[[1, 2], [3]]), "of type list"),
+        (lambda path: write(path, np.arange(2, dtype=np.uint8)), "holds 2 tokens"),
+        (lambda path: write(path, np.empty(0, dtype=np.uint8)), "holds 0 tokens"),
+        (table(tokens=[1, None, 3]), "1 missing tokens"),
+    ],
+)
+def test_invalid_data(tmp_path: Path, put: Callable[[Path], None], message: str) -> None:
+    put(tmp_path / "data")
+    with pytest.raises(DataError, match=message) as caught:
+        ParquetTokens(tmp_path / "data", 2)[0]
+    assert caught.value.allowed
+    assert caught.value.fix
+
+
+def test_invalid_arguments(tmp_path: Path, stream: np.ndarray) -> None:
+    with pytest.raises(DataError, match="no Parquet shards"):
+        ParquetTokens(str(tmp_path / "*.parquet"), 2)
     with pytest.raises(ConfigError, match="context is 0"):
-        ParquetTokens(tmp_path / "few.parquet", 0)
-
-
-def test_null_tokens_are_an_error(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"tokens": [1, None, 3]}), tmp_path / "holes.parquet")
-    with pytest.raises(DataError, match="1 missing tokens"):
-        ParquetTokens(tmp_path / "holes.parquet", 2)[0]
+        ParquetTokens(tmp_path / "data", 0)

@@ -1,9 +1,12 @@
-"""Step loader: sample order at any world size, epochs, weights, errors, threads."""
+"""Step loader and its prefetching: order at any world size, epochs, weights, errors, threads."""
+
+from __future__ import annotations
 
 import gc
 import threading
-from collections import Counter, namedtuple
+from collections import namedtuple
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
-from rayzero.engine.data.prefetch import batch_to_device
+from rayzero.engine.data.prefetch import Prefetch, batch_to_device
 from rayzero.engine.data.sampling import SampleOrder, StepSplit, TrainingProgress, assign_step
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import DataError, EngineError
@@ -75,28 +78,6 @@ def consume(step_loader: StepLoader, batches: Iterator) -> list[tuple[list[int],
 
 def weighted_samples(consumed: list[tuple[list[int], float]]) -> list[int]:
     return [sample for samples, weight in consumed if weight for sample in samples]
-
-
-def test_one_rank_follows_the_global_order_over_epochs() -> None:
-    step_loader = make_loader(length=10, global_batch=4, micro_batch=2)
-    order = SampleOrder(10, 1)
-    assert len(step_loader) == 6
-    assert (
-        weighted_samples(consume(step_loader, iter(step_loader))) == order.indices(0, 12).tolist()
-    )  # the last two are of the next epoch
-    assert step_loader.progress.sample_cursor == 12
-    assert len(step_loader) == 4  # 8 remaining samples of the second epoch: two steps
-    assert (
-        weighted_samples(consume(step_loader, iter(step_loader))) == order.indices(12, 8).tolist()
-    )
-    assert step_loader.progress.step == 5
-
-
-def test_batch_larger_than_the_dataset() -> None:
-    step_loader = make_loader(length=3, global_batch=8, micro_batch=8)
-    assert len(step_loader) == 1
-    consumed = consume(step_loader, iter(step_loader))
-    assert Counter(weighted_samples(consumed)) == Counter(SampleOrder(3, 1).indices(0, 8).tolist())
 
 
 @settings(max_examples=30)
@@ -181,20 +162,6 @@ def test_uneven_shares() -> None:
     assert samples == [order[:6] + order[8:14], order[6:8] + order[14:16]]
 
 
-def test_until_yields_remaining_steps() -> None:
-    step_loader = make_loader(length=10, global_batch=4, micro_batch=2)
-    first = consume(step_loader, step_loader.until(2))
-    assert step_loader.progress.step == 2
-    assert consume(step_loader, step_loader.until(2)) == []
-    assert consume(step_loader, step_loader.until(1)) == []
-    resumed = make_loader(
-        progress=TrainingProgress(step=2, sample_cursor=8, global_batch=4)
-    )  # as after a fault
-    second = consume(resumed, resumed.until(5))
-    assert resumed.progress.step == 5
-    assert weighted_samples(first + second) == SampleOrder(10, 1).indices(0, 20).tolist()
-
-
 @given(
     length=st.integers(1, 20),
     global_batch=st.integers(1, 25),
@@ -220,15 +187,6 @@ def test_epochs_yields_remaining_epochs(
     assert [step for _, step in steps] == expected
     assert yielded == sorted({step * global_batch // length for step in expected})
     assert all(epoch == step * global_batch // length for epoch, step in steps)
-
-
-def test_epochs_resumes_an_unfinished_epoch() -> None:
-    step_loader = make_loader(length=8, global_batch=4, micro_batch=4)
-    epochs = step_loader.epochs(2)
-    assert next(epochs) == 0
-    consume(step_loader, step_loader.steps(1))
-    assert [epoch for epoch in epochs if consume(step_loader, iter(step_loader))] == [0, 1]
-    assert step_loader.progress.step == 4
 
 
 def test_epoch_without_a_step_is_an_error() -> None:
@@ -274,15 +232,6 @@ def test_session_receives_each_micro_batch_once() -> None:
     assert reported == order.indices(0, 8).tolist()
 
 
-def test_session_does_not_receive_borrowed_samples() -> None:
-    session = RecordingSession()
-    step_loader = make_loader(
-        length=10, global_batch=2, micro_batch=1, world=(3, 2), session=session
-    )
-    consume(step_loader, step_loader.steps(1))
-    assert session.samples == [[]]
-
-
 def test_new_iteration_closes_the_previous() -> None:
     step_loader = make_loader()
     previous = iter(step_loader)
@@ -306,8 +255,10 @@ def test_iterators_stop_their_threads() -> None:
     del dropped
     assert not thread.is_alive()
 
-    exhausted = step_loader.steps(1)
-    consume(step_loader, exhausted)
+    batches = iter(step_loader)
+    assert prefetch_threads() == [], "it starts with the first batch"
+    del batches
+    consume(step_loader, step_loader.steps(1))
     assert prefetch_threads() == []
 
     def train() -> None:
@@ -319,34 +270,6 @@ def test_iterators_stop_their_threads() -> None:
     (thread,) = caught.value.args
     del caught  # the traceback keeps the frame, which keeps the iterator
     assert not thread.is_alive()
-
-
-def test_thread_starts_with_the_first_batch() -> None:
-    step_loader = make_loader()
-    batches = iter(step_loader)
-    assert prefetch_threads() == []
-    del batches
-
-
-def test_prefetch_is_bounded() -> None:
-    read = threading.Semaphore(0)
-    count = []
-
-    class CountingDataset(list):
-        def __getitem__(self, index):
-            count.append(index)
-            read.release()
-            return super().__getitem__(index)
-
-    data = CountingDataset(range(100))
-    step_loader = make_single_loader(data)
-    batches = step_loader.steps(100)
-    next(batches)
-    for _ in range(4):  # one yielded, two in the queue, one held by the thread
-        assert read.acquire(timeout=5)
-    assert not read.acquire(timeout=0.3)
-    assert len(count) == 4
-    batches.close()
 
 
 class BrokenDataset(list):
@@ -363,19 +286,6 @@ def test_dataset_error_names_the_sample() -> None:
     with pytest.raises(DataError, match=r"sample 7 .* OSError: read error") as caught:
         consume(step_loader, iter(step_loader))
     assert isinstance(caught.value.__cause__, OSError)
-
-
-def test_batches_before_an_error_are_yielded() -> None:
-    order = SampleOrder(10, 0)
-    bad = order.indices(0, 10).tolist().index(7)
-    step_loader = make_single_loader(BrokenDataset(range(10)))
-    batches = iter(step_loader)
-    for position in range(bad):
-        assert next(batches).tolist() == [order.indices(position, 1).item()]
-    with pytest.raises(DataError, match="sample 7"):
-        next(batches)
-    with pytest.raises(StopIteration):
-        next(batches)
 
 
 def test_collation_error_names_the_samples() -> None:
@@ -438,3 +348,37 @@ def test_batches_are_moved_to_gpu_through_pinned_memory() -> None:
     batches = torch.cat(list(step_loader))
     assert batches.device == device
     assert torch.equal(batches.cpu(), data[SampleOrder(64, 0).indices(0, 64)])
+
+
+LIMIT_S = 60.0
+
+
+def test_items_in_order_then_the_error_of_the_source():
+    def source() -> Iterator[int]:
+        yield from range(5)
+        raise ValueError("no more")
+
+    prefetch = Prefetch(source())
+    assert [next(prefetch) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="no more"):
+        next(prefetch)
+    with pytest.raises(StopIteration):
+        next(prefetch)
+    assert not prefetch._thread.is_alive()
+
+
+def test_prefetch_is_bounded_by_its_depth():
+    numbers = count()
+    full = threading.Event()
+
+    def source() -> Iterator[int]:
+        for number in numbers:
+            if number == 2:
+                full.set()
+            yield number
+
+    prefetch = Prefetch(source(), depth=3)
+    assert full.wait(LIMIT_S)
+    assert next(prefetch) == 0
+    prefetch.close()
+    assert next(numbers) <= 4

@@ -107,12 +107,6 @@ class TestBlocks:
         model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Tanh(), nn.Linear(2, 2, bias=False))
         assert blocks(model) == {"0": ["0.weight"], "2": ["2.weight"]}
 
-    def test_nested_sequential_is_part_of_its_block(self) -> None:
-        inner = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-        model = nn.Module()
-        model.layers = nn.ModuleList([Pair(inner)])
-        assert list(blocks(model)) == ["layers.0"]
-
     def test_elements_of_a_nested_module_list_are_blocks(self) -> None:
         outer = Pair()
         outer.branches = nn.ModuleList([Pair()])

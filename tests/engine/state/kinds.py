@@ -1,13 +1,13 @@
 """Kinds of training state, and a training run for each of them.
 
-A kind is a config whose state has special parts; `CHECKS` has a predicate for each part.
+A kind is a config whose state has special parts, which `check_parts` looks for.
 `merge_blocks` assembles the ranks' blocks, so that states of different world sizes can be compared.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +34,8 @@ class Kind:
     Attributes:
         stage: initial ZeRO stage.
         target_stage: stage that the state is resharded to and loaded at.
-        checks: keys of `CHECKS` that the state must pass.
+        parts: prefixes of ranges that the state must have, of residuals every rank, and not only
+            zeros.
         zero: other keys of `zero_optimization`.
         extra: other top-level config keys.
         limit: largest relative error of weights, against an uninterrupted run, after a change of
@@ -45,7 +46,7 @@ class Kind:
 
     stage: int
     target_stage: int
-    checks: tuple[str, ...]
+    parts: tuple[str, ...]
     zero: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     limit: float | None = 1e-4
@@ -91,68 +92,74 @@ def _compressed(name: str) -> dict[str, Any]:
     return {"rayzero": {"compression": {"gradients": name, "block_size": 32, "rank": 1}}}
 
 
+ADAM = ("optimizer.exp_avg/", "optimizer.exp_avg_sq/")
 ONE_BIT = _optimizer("OneBitAdam", betas=[0.9, 0.9], freeze_step=2)
 
 KINDS = {
-    "loss scale": Kind(2, 3, ("scale", "skipped", "adam"), extra=FP16_OVERFLOW, limit=3e-2),
+    "loss scale": Kind(2, 3, ADAM, extra=FP16_OVERFLOW, limit=3e-2),
     "fp16 accumulation": Kind(
         1,
         2,
-        ("scale", "adam"),
+        ADAM,
         extra=FP16 | {"data_types": {"grad_accum_dtype": "fp16"}},
         limit=3e-2,
     ),
     "bf16 accumulation, Lion": Kind(
         3,
         0,
-        ("lion",),
+        ("optimizer.exp_avg/",),
         extra=BF16 | _optimizer("Lion", lr=1e-3) | {"data_types": {"grad_accum_dtype": "bf16"}},
         limit=3e-2,
     ),
     "bf16 main weights, CPU optimizer": Kind(
-        3, 1, ("adam",), zero=CPU, extra=BF16_MAIN, limit=None, separate_memory=True
+        3, 1, ADAM, zero=CPU, extra=BF16_MAIN, limit=None, separate_memory=True
     ),
     "sign, CPU optimizer": Kind(
         2,
         0,
-        ("terms", "adam"),
+        ("residual.terms.", *ADAM),
         zero=CPU,
         extra=_compressed("sign"),
         limit=None,
         separate_memory=True,
     ),
     "sign, fp16": Kind(
-        0, 1, ("terms", "sums", "scale"), extra=FP16 | _compressed("sign"), limit=None
+        0, 1, ("residual.terms.", "residual.sum"), extra=FP16 | _compressed("sign"), limit=None
     ),
     "lowrank, fp16, NVMe": Kind(
         3,
         1,
-        ("terms", "basis", "scale"),
+        ("residual.terms.", "lowrank/"),
         zero=NVME,
         extra=FP16 | _compressed("lowrank"),
         limit=None,
         separate_memory=True,
     ),
-    "1-bit Adam": Kind(0, 0, ("terms", "sums", "momenta"), extra=ONE_BIT, limit=None),
+    "1-bit Adam": Kind(0, 0, ("residual.terms.", "residual.sum", *ADAM), extra=ONE_BIT, limit=None),
     "1-bit Adam, fp16, CPU optimizer": Kind(
         0,
         0,
-        ("terms", "sums", "momenta", "scale"),
+        ("residual.terms.", "residual.sum", *ADAM),
         zero=CPU,
         extra=FP16 | ONE_BIT,
         limit=None,
         separate_memory=True,
     ),
     "partial CPU optimizer, LAMB": Kind(
-        2, 1, ("adam",), zero=PARTIAL, extra=_optimizer("Lamb"), separate_memory=True
+        2, 1, ADAM, zero=PARTIAL, extra=_optimizer("Lamb"), separate_memory=True
     ),
-    "NVMe, Adagrad": Kind(1, 3, ("adagrad",), zero=NVME, extra=_optimizer("Adagrad")),
+    "NVMe, Adagrad": Kind(1, 3, ("optimizer.sum/",), zero=NVME, extra=_optimizer("Adagrad")),
     "CPU parameters, Muon": Kind(
-        3, 2, ("momentum", "adam"), zero=CPU | PARAM, extra=_optimizer("Muon"), separate_memory=True
+        3,
+        2,
+        ("optimizer.momentum_buffer/", *ADAM),
+        zero=CPU | PARAM,
+        extra=_optimizer("Muon"),
+        separate_memory=True,
     ),
-    "secondary shards": Kind(3, 2, ("adam",), zero={"zero_hpz_partition_size": 2}),
-    "frozen weights": Kind(3, 1, ("adam",), frozen=True),
-    "int8 weights": Kind(3, 3, ("adam",), zero={"zero_quantized_weights": True}, limit=2e-2),
+    "secondary shards": Kind(3, 2, ADAM, zero={"zero_hpz_partition_size": 2}),
+    "frozen weights": Kind(3, 1, ADAM, frozen=True),
+    "int8 weights": Kind(3, 3, ADAM, zero={"zero_quantized_weights": True}, limit=2e-2),
 }
 
 
@@ -217,9 +224,6 @@ class FullState:
     metadata: dict[str, Any]
 
 
-Check = Callable[[Sequence[Block], FullState], bool]
-
-
 def merge_blocks(blocks: Sequence[Block]) -> FullState:
     tensors: dict[str, Tensor] = {}
     for block in blocks:
@@ -245,56 +249,15 @@ def merge_blocks(blocks: Sequence[Block]) -> FullState:
     return FullState(tensors, metadata)
 
 
+def _read_ranges(block: Block, prefix: str) -> Iterator[Tensor]:
+    for part in block.index.ranges:
+        if part.name.startswith(prefix):
+            yield _read_range(block, part, DTYPE_BY_NAME[block.index.tensors[part.name].dtype])
+
+
 def _read_range(block: Block, part: TensorRange, dtype: torch.dtype) -> Tensor:
     count = part.stop - part.start
     return torch.frombuffer(block.data, dtype=dtype, count=count, offset=part.offset)
-
-
-def _has_tensors(*keys: str) -> Check:
-    """Whether the state has nonzero tensors under all keys."""
-
-    def check(_: Sequence[Block], state: FullState) -> bool:
-        nonzero = dict.fromkeys(keys, False)
-        for name, tensor in state.tensors.items():
-            key = name.partition("/")[0]
-            if key in nonzero:
-                nonzero[key] |= bool(tensor.abs().max() > 0)
-        return all(nonzero.values())
-
-    return check
-
-
-def _has_ranges(prefix: str) -> Check:
-    """Whether every rank has nonzero ranges with that prefix."""
-
-    def check(blocks: Sequence[Block], _: FullState) -> bool:
-        for block in blocks:
-            ranges = [part for part in block.index.ranges if part.name.startswith(prefix)]
-            values = [_read_range(block, part, torch.float32) for part in ranges]
-            if not any(bool(value.abs().max() > 0) for value in values):
-                return False
-        return True
-
-    return check
-
-
-def _loss_scale_changed(_: Sequence[Block], state: FullState) -> bool:
-    scale = state.metadata["loss_scale"]
-    return scale["value"] not in (2.0**8, 2.0**17) and scale["good_steps"] > 0
-
-
-CHECKS: dict[str, Check] = {
-    "scale": _loss_scale_changed,
-    "skipped": lambda _, state: state.metadata["skipped_steps"] > 0,
-    "adam": _has_tensors("optimizer.exp_avg", "optimizer.exp_avg_sq"),
-    "momenta": _has_tensors("optimizer.exp_avg", "optimizer.exp_avg_sq"),
-    "lion": _has_tensors("optimizer.exp_avg"),
-    "momentum": _has_tensors("optimizer.momentum_buffer"),
-    "adagrad": _has_tensors("optimizer.sum"),
-    "terms": _has_ranges("residual.terms."),
-    "sums": _has_ranges("residual.sum"),
-    "basis": _has_tensors("lowrank"),
-}
 
 
 def assert_states_equal(actual: FullState, expected: FullState, *, exact_residuals: bool) -> None:
@@ -310,3 +273,16 @@ def assert_states_equal(actual: FullState, expected: FullState, *, exact_residua
             assert torch.equal(actual.tensors[name], value), name
         else:
             torch.testing.assert_close(actual.tensors[name], value, rtol=1e-5, atol=1e-7)
+
+
+def check_parts(kind: Kind, blocks: Sequence[Block]) -> None:
+    """The state has what is special about its kind: the test would show nothing otherwise."""
+    for prefix in kind.parts:
+        held = [any(map(torch.any, _read_ranges(block, prefix))) for block in blocks]
+        assert all(held) if prefix.startswith("residual.") else any(held), prefix
+    metadata = json.loads(blocks[0].metadata)
+    if "fp16" in kind.extra:
+        scale = metadata["loss_scale"]
+        assert scale["value"] not in (2.0**8, 2.0**17)
+        assert scale["good_steps"] > 0
+        assert (metadata["skipped_steps"] > 0) == (kind.extra == FP16_OVERFLOW)

@@ -1,9 +1,7 @@
-"""Training that changes stage and world size every few steps equals plain PyTorch."""
+"""What an engine that resumes continues with: weights, buffers, schedule, random numbers, sizes."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,118 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.engine.checkpoint.errors import CheckpointMismatchError
-from rayzero.engine.layout.reshard import MissingRangesError
 from rayzero.engine.session import StepRequests, use_session
-from tests.engine import zoo
 from tests.engine.state.blocks import Block, StateSession
-from tests.support.ranks import RankError, run_ranks
-
-SAMPLES, CLIP = 12, 0.5
-OPTIMIZERS = {"adamw": zoo.adamw, "sgd": zoo.sgd}
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
-
-
-def train_steps(
-    rank: int,
-    world: int,
-    stage: int,
-    precision: str,
-    optimizer: str,
-    steps: range,
-    blocks: list[Block] | None,
-) -> tuple[Block, dict[str, Tensor], list[float]]:
-    session = StateSession(blocks)
-    model = zoo.make_model(DTYPES[precision], seed=rank + steps.start)
-    with use_session(session):
-        engine, *_ = rayzero.initialize(
-            model=model,
-            model_parameters=zoo.two_groups(model),
-            optimizer=OPTIMIZERS[optimizer],
-            config={
-                "train_batch_size": SAMPLES,
-                "gradient_clipping": CLIP,
-                "bf16": {"enabled": precision == "bf16"},
-                "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},
-            },
-        )
-    assert engine.progress.step == steps.start
-    assert engine.progress.sample_cursor == steps.start * SAMPLES
-    losses = []
-    data = list(zoo.batches(steps.stop, SAMPLES))
-    for step in steps:
-        part = data[step].chunk(max(world, 1))[rank]
-        engine.backward(engine(part[:, :-1], targets=part[:, 1:])["loss"])
-        engine.step()
-        losses.append(engine.metrics.loss)
-    return Block.of(engine), engine.state_dict(), losses
-
-
-SGD = {"type": "SGD", "params": {"lr": 0.1}}
-STAGES_AND_WORLDS = [(3, 3), (1, 2), (2, 0), (0, 3), (3, 2), (2, 3), (3, 0), (1, 3), (0, 2), (2, 2)]
-
-
-@pytest.mark.parametrize(
-    ("precision", "optimizer", "limit"),
-    [("fp64", "adamw", 1e-9), ("fp32", "sgd", 1e-5), ("fp64", "sgd", 1e-9)],
-)
-def test_changing_stage_and_world_size_equals_pytorch(precision, optimizer, limit):
-    steps_each = 2
-    blocks, losses = None, []
-    for number, (stage, world) in enumerate(STAGES_AND_WORLDS):
-        steps = range(number * steps_each, (number + 1) * steps_each)
-        results = run_ranks(world, train_steps, stage, precision, optimizer, steps, blocks)
-        blocks = [block for block, _, _ in results]
-        losses += results[0][2]
-    expected_losses, expected = zoo.train_reference(
-        zoo.make_model(DTYPES[precision]),
-        OPTIMIZERS[optimizer],
-        list(zoo.batches(steps_each * len(STAGES_AND_WORLDS), SAMPLES)),
-        CLIP,
-    )
-    assert losses == pytest.approx(expected_losses, rel=limit)
-    for name, value in expected.items():
-        assert zoo.relative_error(results[0][1][name], value) < limit, name
-
-
-def test_bf16_resume_is_bit_identical():
-    uninterrupted = run_ranks(2, train_steps, 3, "bf16", "adamw", range(6), None)
-    first = run_ranks(2, train_steps, 3, "bf16", "adamw", range(3), None)
-    blocks = [block for block, _, _ in first]
-    second = run_ranks(2, train_steps, 3, "bf16", "adamw", range(3, 6), blocks)
-    assert first[0][2] + second[0][2] == uninterrupted[0][2]
-    for name, value in uninterrupted[0][1].items():
-        assert torch.equal(second[0][1][name], value), name
-
-
-def test_every_element_is_saved_by_one_rank():
-    for stage, world in STAGES_AND_WORLDS:
-        results = run_ranks(world, train_steps, stage, "fp32", "adamw", range(1), None)
-        saved: dict[str, int] = {}
-        numels: dict[str, int] = {}
-        for block, _, _ in results:
-            for part in block.index.ranges:
-                saved[part.name] = saved.get(part.name, 0) + part.stop - part.start
-                numels[part.name] = block.index.tensors[part.name].numel
-        assert saved == numels
-        assert any(name.startswith("optimizer.exp_avg_sq/") for name in saved)
-
-
-def test_state_of_another_model_is_rejected():
-    blocks = [b for b, _, _ in run_ranks(0, train_steps, 0, "fp32", "sgd", range(1), None)]
-    other = nn.Linear(3, 2)
-    with use_session(StateSession(blocks)), pytest.raises(CheckpointMismatchError) as caught:
-        rayzero.initialize(model=other, config=config())
-    assert "2 tensors of the model are not in it: weights/weight, weights/bias" in str(caught.value)
-
-
-def test_incomplete_state_is_rejected():
-    blocks = [b for b, _, _ in run_ranks(2, train_steps, 3, "fp32", "sgd", range(1), None)]
-    index = blocks[1].index
-    blocks[1].index = replace(index, ranges=index.ranges[:-3])
-    with pytest.raises(RankError, match="no source holds") as caught:
-        run_ranks(2, train_steps, 1, "fp32", "sgd", range(1, 2), blocks)
-    assert MissingRangesError.__name__ in str(caught.value)
+from tests.support.ranks import run_ranks
 
 
 def config(**overrides: Any) -> dict[str, Any]:
@@ -256,11 +145,12 @@ def batch_sizes(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "first", "second"),
+    ("sizes", "first", "second", "changes"),
     [
-        ({"train_micro_batch_size_per_gpu": 4}, (12, 4, 1), (12, 4, 2)),
-        ({"train_batch_size": 12}, (12, 4, 1), (12, 6, 1)),
-        ({"train_batch_size": 12, "gradient_accumulation_steps": 2}, (12, 2, 2), (12, 2, 3)),
+        ({"train_micro_batch_size_per_gpu": 4}, (12, 4, 1), (12, 4, 2), {}),
+        ({"train_batch_size": 12}, (12, 4, 1), (12, 6, 1), {}),
+        ({"train_batch_size": 12}, (12, 4, 1), (8, 4, 1), {"train_batch_size": 8}),
+        ({"train_batch_size": 12, "gradient_accumulation_steps": 2}, (12, 2, 2), (12, 2, 3), {}),
         (
             {
                 "train_batch_size": 12,
@@ -269,31 +159,17 @@ def batch_sizes(
             },
             (12, 2, 2),
             (12, 2, 3),
+            {},
         ),
     ],
 )
-def test_global_batch_is_kept_at_another_world_size(sizes, first, second):
-    before = run_ranks(3, batch_sizes, {**sizes, "optimizer": SGD}, None)
+def test_global_batch_is_kept_at_another_world_size_unless_changed(sizes, first, second, changes):
+    optimizer = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    before = run_ranks(3, batch_sizes, sizes | optimizer, None)
     assert before[0][1] == first
-    after = run_ranks(2, batch_sizes, {**sizes, "optimizer": SGD}, [block for block, _ in before])
-    assert after[0][1] == second
-
-
-def test_config_may_change_the_global_batch():
-    before = run_ranks(0, batch_sizes, {"train_batch_size": 12, "optimizer": SGD}, None)
     blocks = [block for block, _ in before]
-    after = run_ranks(0, batch_sizes, {"train_batch_size": 8, "optimizer": SGD}, blocks)
-    assert after[0][1] == (8, 8, 1)
-
-
-def test_metadata_is_json_with_step_and_cursor():
-    block = run_ranks(0, train_steps, 0, "fp32", "adamw", range(3), None)[0][0]
-    metadata = json.loads(block.metadata)
-    assert (metadata["step"], metadata["sample_cursor"], metadata["skipped_steps"]) == (3, 36, 0)
-    assert metadata["groups"][1]["scalars"]["step"]["value"] == 3.0
-    assert metadata["groups"][1]["options"]["lr"] == 3e-3
-    assert metadata["ties"] == {"head.weight": "embed.weight"}
-    assert len(block.metadata) < 32_000
+    after = run_ranks(2, batch_sizes, sizes | optimizer | changes, blocks)
+    assert after[0][1] == second
 
 
 def vote_twice(rank: int, world: int) -> list[StepRequests]:
