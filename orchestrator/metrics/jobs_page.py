@@ -13,13 +13,14 @@ from aiohttp import web
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.job_file import flatten_document
-from rayzero.orchestrator.metrics.csv_export import jobs_csv, steps_csv
 from rayzero.orchestrator.metrics.endpoint import (
     STOP_TIMEOUT_S,
     Page,
+    jobs_csv,
     json_response,
     listen,
     page_answer,
+    steps_csv,
 )
 from rayzero.orchestrator.metrics.run_files import HISTORY_FILE, SNAPSHOT_FILE, Row, RunIndex
 from rayzero.orchestrator.page import page_response

@@ -148,17 +148,16 @@ class Telemetry:
     def _open_endpoint(self, config: MetricsSpec) -> Endpoint | None:
         if config.port is None:
             return None
-        from rayzero.orchestrator.metrics.csv_export import steps_csv
-        from rayzero.orchestrator.metrics.endpoint import Endpoint, json_response  # aiohttp: slow
+        from rayzero.orchestrator.metrics import endpoint as server  # imports aiohttp: slow
         from rayzero.orchestrator.page import page_response
 
         registry = CollectorRegistry()
         registry.register(self)
         pages = {
             "/": page_response,
-            "/snapshot.json": lambda: json_response(self.snapshot()),
-            "/history.json": lambda: json_response(self.history()),
-            "/steps.csv": lambda: steps_csv(self.history()),
+            "/snapshot.json": lambda: server.json_response(self.snapshot()),
+            "/history.json": lambda: server.json_response(self.history()),
+            "/steps.csv": lambda: server.steps_csv(self.history()),
         }
         ports = range(config.port, min(config.port + config.ports, _PORT_LIMIT))
-        return Endpoint(config.host, ports, registry, pages)
+        return server.Endpoint(config.host, ports, registry, pages)

@@ -74,10 +74,12 @@ def test_kill_of_the_first_job_is_repaired_as_shown(folder: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     printed = [_without_numbers(line) for line in done.stdout.splitlines()]
-    for line in shown.splitlines():
+    faults_page = block("docs/faults.md", "text", "repaired in")
+    for line in (*shown.splitlines(), *faults_page.splitlines()):
         beginning = _without_numbers(line.partition(" ...")[0])
         assert any(text.startswith(beginning) for text in printed), (line, done.stdout)
     assert re.search(r"2 -> 1 workers after step (39|40), no step recomputed", done.stdout)
+    assert "raylet" not in done.stderr
     (last,) = re.findall(r"epoch 4: loss ([\d.]+)", done.stdout)
     assert float(last) == pytest.approx(LOSS, rel=0.05)
 

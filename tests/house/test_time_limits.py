@@ -52,7 +52,7 @@ REASONS = {
         orchestrator.job.stop_signals: _SIGNAL_POLL_S
         orchestrator.cluster.actor_pool: _MAX_START_BACKOFF_S
         orchestrator.cluster.ray_api: _PING_INTERVAL_S
-        orchestrator.cluster.probe: _LEAST_WAIT_S
+        orchestrator.cluster.addresses: _LEAST_WAIT_S
         orchestrator.cluster.actor_calls: _MAX_BATCH_DELAY_S _DELAY_PER_WORKER_S
         orchestrator.cluster.worker_group: _ACQUIRE_INTERVAL_S _FILL_INTERVAL_S
             _EXTRA_WORKER_WAIT_S WAITING_INTERVAL_S
@@ -91,7 +91,7 @@ REASONS = {
         orchestrator.control.hang_detector: STACK_TIMEOUT_S INSPECT_TIMEOUT_S
         orchestrator.control.chaos: VAULT_REPLY_TIMEOUT_S
         orchestrator.cli.run: ACCEPT_TIMEOUT_S
-        orchestrator.cluster.probe: DEFAULT_PROBE_S
+        orchestrator.cluster.addresses: DEFAULT_PROBE_S
         orchestrator.cluster.command_client: _REPLY_TIMEOUT_S
         orchestrator.cluster.vault_group: _START_TIMEOUT_S
     """,
@@ -100,7 +100,7 @@ REASONS = {
     """,
     "the largest value of a setting, or of a time in a file": """
         orchestrator.spec: MAX_LEASE_S
-        orchestrator.cluster.probe: MAX_PROBE_S
+        orchestrator.cluster.addresses: MAX_PROBE_S
         orchestrator.numbers: MAX_UNIX_S
     """,
     "one chunk of a fixed size": """

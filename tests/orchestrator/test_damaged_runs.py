@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.cli.app import app
-from rayzero.orchestrator.cli.job_table import job_table
-from rayzero.orchestrator.cli.jobs import _status_fields
+from rayzero.orchestrator.cli.jobs import _status_fields, job_table
 from rayzero.orchestrator.cluster import connect
 from rayzero.orchestrator.job.lookup import status_from_journal
 from rayzero.orchestrator.job_events import (

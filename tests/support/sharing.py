@@ -7,7 +7,6 @@ from xdist.scheduler import LoadScopeScheduling
 # These share one Ray head, a session fixture that costs ten CPU seconds.
 _SHARED_HEAD = (
     "tests/integration/test_command.py",
-    "tests/integration/test_doctor.py",
     "tests/integration/test_job_life.py",
     "tests/integration/test_jobs.py",
     "tests/integration/test_prometheus.py",
