@@ -36,7 +36,7 @@ REASONS = {
         orchestrator.metrics.http_server: CPU_BURST_S _CPU_CHECK_S _MAX_THROTTLE_S
         orchestrator.metrics.endpoint: _POLL_S _SLACK_S
         orchestrator.metrics.trackers: FLUSH_INTERVAL_S
-        orchestrator.metrics.run_files: SNAPSHOT_INTERVAL_S HISTORY_INTERVAL_S
+        orchestrator.metrics.telemetry: SNAPSHOT_INTERVAL_S HISTORY_INTERVAL_S
         orchestrator.console: STEP_INTERVAL_S
         orchestrator.background_writer: RETRY_DELAYS_S _CLOSING_RETRY_S
         orchestrator.control.vaults: VAULT_POLL_S REOPEN_BACKOFF_S CLOSE_UNUSED_AFTER_S

@@ -31,8 +31,7 @@ from rayzero.orchestrator.job_events import (
     StateEntered,
 )
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.metrics.jobs_page import JobsPage
-from rayzero.orchestrator.metrics.run_files import RunIndex
+from rayzero.orchestrator.metrics.jobs_page import JobsPage, RunIndex
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.top.board import render_board, snapshot_line

@@ -21,8 +21,7 @@ from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job_events import RunEnded
 from rayzero.orchestrator.metrics.jobs_page import JobsPage
-from rayzero.orchestrator.metrics.run_files import RunFiles, restore_curves
-from rayzero.orchestrator.metrics.telemetry import Telemetry
+from rayzero.orchestrator.metrics.telemetry import RunFiles, Telemetry
 from rayzero.orchestrator.metrics.trackers import write_json_lines
 from rayzero.orchestrator.progress import StepRecord
 from tests.orchestrator.fake_cluster import FakeCluster
@@ -159,7 +158,7 @@ def test_curves_continue_in_adopted_run(tmp_path: Path) -> None:
     feed(events, losses[:1001], 1)
     (tmp_path / "history.json").write_text(json.dumps(first.history()))
     second, events = open_telemetry(tmp_path)
-    restore_curves(tmp_path, second, warnings.append)
+    second.restore_curves(tmp_path, warnings.append)
     feed(events, losses[900:], 901)  # it goes on from the last checkpoint
     expected, curves = whole.history()["curves"], second.history()["curves"]
     assert warnings == []
@@ -172,7 +171,7 @@ def test_curves_continue_in_adopted_run(tmp_path: Path) -> None:
     assert curves["user/accuracy"][-1][0] > 1590
     for content in ("{", '{"curves": {"loss": [[1]]}}', '{"curves": 3}'):
         (tmp_path / "history.json").write_text(content)
-        restore_curves(tmp_path, second, warnings.append)
+        second.restore_curves(tmp_path, warnings.append)
     assert len(warnings) == 3
     assert "history.json cannot be read" in warnings[0]
     assert second.history()["curves"] == curves

@@ -17,8 +17,8 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.cluster import job_submission
 from rayzero.orchestrator.metrics.endpoint import Endpoint, Page, json_response
-from rayzero.orchestrator.metrics.run_files import SNAPSHOT_FILE
 from rayzero.orchestrator.metrics.snapshot import SNAPSHOT_FORMAT
+from rayzero.orchestrator.metrics.telemetry import SNAPSHOT_FILE
 from rayzero.orchestrator.top import follow
 from rayzero.orchestrator.top.follow import (
     SnapshotUnavailableError,
