@@ -121,7 +121,11 @@ def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> int | None:
         from rayzero.orchestrator.cluster import command_client
-        from rayzero.orchestrator.cluster.addresses import CLIENT_ADDRESS_VARIABLE, named_address
+        from rayzero.orchestrator.cluster.addresses import (
+            CLIENT_ADDRESS_VARIABLE,
+            check_dashboard,
+            named_address,
+        )
 
         given: Any = kwargs.get("address")
         named = named_address(given)
@@ -132,8 +136,6 @@ def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
 
                 start_command_server()  # for the next one; this command is a Ray job
             return command(*args, **kwargs)
-        from rayzero.orchestrator.cluster.probe import check_dashboard
-
         check_dashboard(named)
         words = [command.__name__, *_command_line(command, kwargs)]
         paths = [value for value in kwargs.values() if isinstance(value, Path)]

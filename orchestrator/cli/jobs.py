@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import partial
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,6 +24,14 @@ from rayzero.orchestrator.cli.command import (
     cluster_command,
     new_group,
 )
+from rayzero.orchestrator.top.format import (
+    cut_text,
+    format_duration,
+    format_number,
+    format_time,
+    printable_text,
+    table_lines,
+)
 
 if TYPE_CHECKING:
     from rayzero.orchestrator.job.lookup import RunningJob
@@ -31,6 +40,10 @@ if TYPE_CHECKING:
 commands = new_group()
 
 STOP_POLL_S = 0.1
+PLAIN_WIDTH = 140
+"""Columns where no terminal has a width."""
+
+_HEADS = ("name", "state", "workers", "age", "step", "loss", "")
 
 
 @commands.command(epilog="Example: rayzero ls --json")
@@ -44,7 +57,6 @@ def ls(
     """List jobs, the newest first: those that run, those of the cluster's record that have ended,
     and those with a journal in a folder. `rayzero status NAME` shows one with its whole error."""
     from rayzero.engine.redact import redact_url
-    from rayzero.orchestrator.cli.job_table import job_table, output_width
     from rayzero.orchestrator.job.lookup import list_journaled_jobs
 
     found = {status.name: status for status in _cluster_statuses(address, ended=not running)}
@@ -245,8 +257,6 @@ def _abandon_lost_run(name: str, path: str, not_found: ConfigError) -> None:
 
 def _status_fields(status: JobStatus) -> Iterator[tuple[str, str]]:
     """Yields label and text of each value that `describe` does not show."""
-    from rayzero.orchestrator.top.format import format_duration, format_time
-
     if status.loss is not None:
         yield "loss", f"{status.loss:.6g}"
     if status.is_running:
@@ -267,3 +277,38 @@ def _status_fields(status: JobStatus) -> Iterator[tuple[str, str]]:
     for label, text in (("journal", status.journal), ("log", status.log), ("error", status.error)):
         if text:
             yield label, text
+
+
+def output_width() -> int:
+    """Columns of the terminal; of a pipe or a file `PLAIN_WIDTH`."""
+    return get_terminal_size().columns if sys.stdout.isatty() else PLAIN_WIDTH
+
+
+def job_table(jobs: Sequence[JobStatus], now_s: float, width: int) -> Iterator[str]:
+    """Heads, and a line for each job: the last column is cut so that it fits `width`."""
+    rows = [_row(job, now_s) for job in jobs]
+    for line in table_lines([_HEADS, *rows], left=(0, 1)):
+        yield cut_text(line, width)
+
+
+def _row(job: JobStatus, now_s: float) -> tuple[str, ...]:
+    if job.state is None and job.error:
+        return (job.name, "unreadable", *["-"] * 4, printable_text(job.error))
+    return (
+        job.name,
+        "lost" if job.state is None else str(job.state),
+        str(job.world_size),
+        format_duration(now_s - job.began_at_s if job.began_at_s else None),
+        f"{job.step}/{job.steps}" if job.steps else str(job.step),
+        format_number(job.loss),
+        printable_text(_remark(job)),
+    )
+
+
+def _remark(job: JobStatus) -> str:
+    """Why it failed; of a lost job, what brings it back."""
+    if job.state is None:
+        step = job.checkpoint_step
+        origin = "starts from scratch" if step is None else f"continues from step {step}"
+        return f"`rayzero resume {job.name}` {origin}"
+    return job.error if job.state == "failed" else ""

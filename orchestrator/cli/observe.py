@@ -86,8 +86,7 @@ def top(
     if "://" in job:
         follow_job(endpoint_source(job), as_json, once)
         return 0
-    from rayzero.orchestrator.cluster.addresses import named_address
-    from rayzero.orchestrator.cluster.probe import check_dashboard
+    from rayzero.orchestrator.cluster.addresses import check_dashboard, named_address
 
     named = named_address(address)
     folder = Path(CheckpointSpec().path) / job

@@ -21,7 +21,6 @@ from rayzero.orchestrator.top.format import format_size, plain_class
 commands = new_group()
 
 GIB, MIB = 2**30, 2**20
-PIPE_WIDTH = 200  # columns of other commands' tables where stdout is no terminal
 COLUMNS = {
     "weights": ("model_weights", "main_weights", "second_shards"),
     "gradients": ("main_grads", "unit_grads"),

@@ -1,17 +1,24 @@
-"""Addresses of clusters: which one is meant, and where it was given.
+"""Addresses of clusters: which one is meant, where it was given, and which server listens there.
 
 Imports no Ray, whose import takes a second.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import socket
+import ssl
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-from rayzero.engine.errors import ConfigError
+from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.redact import redact_url
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
@@ -21,6 +28,24 @@ HOST_PORT = re.compile(r"(?P<host>\[[^\]]+\]|[^:/\s]+):(?P<port>\d{1,5})")
 _DASHBOARD_SCHEMES = ("http://", "https://")
 _RAY_CLIENT_SCHEME = "ray://"
 _OVERRIDING_VARIABLES = (ADDRESS_VARIABLE, "RAY_API_SERVER_ADDRESS")
+
+PROBE_VARIABLE = "RAYZERO_PROBE_S"
+"""Allows a busy dashboard, or a head on a busy machine, more than `DEFAULT_PROBE_S`."""
+DEFAULT_PROBE_S = 2.0
+MAX_PROBE_S = 3600.0
+_LEAST_WAIT_S = 0.01
+CHECK_ALIVE_RPC = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty request names no node
+_RAY_CLIENT_RPC = "/ray.rpc.RayletDriver/ClusterInfo"
+_MAX_REPLY_BYTES = 1 << 16
+_SETTINGS_FRAME = b"\x04\x00"  # type and flags of the first frame of a server that speaks HTTP/2
+
+DASHBOARD = "a Ray dashboard"
+CLUSTER = "Ray's own port"
+RAY_CLIENT = "a Ray Client server"
+GRPC = "a gRPC server that is not of Ray's head node"
+TLS = "a server that speaks TLS"
+UNKNOWN = "a server that speaks neither HTTP nor gRPC"
+SILENT = "a server that does not answer"
 
 
 class AddressError(ConfigError):
@@ -125,3 +150,218 @@ def only_given_address() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+class Deadline:
+    """The end of a probe: connection, TLS and answers share its time. How long names are resolved
+    is up to the system's resolver, so it begins after that."""
+
+    def __init__(self) -> None:
+        """Raises ConfigError if the variable has no number of seconds."""
+        text = os.environ.get(PROBE_VARIABLE, str(DEFAULT_PROBE_S))
+        try:
+            self.limit_s = float(text)
+        except ValueError:
+            self.limit_s = 0.0
+        if not 0 < self.limit_s <= MAX_PROBE_S:  # neither is nan
+            raise ConfigError(
+                f"{PROBE_VARIABLE}={text}",
+                allowed=f"how long an address is probed: seconds, more than 0, at most "
+                f"{MAX_PROBE_S:g}",
+                fix=f"`unset {PROBE_VARIABLE}`, for {DEFAULT_PROBE_S:g}",
+            )
+        self._ends_s = time.monotonic() + self.limit_s
+
+    @property
+    def has_passed(self) -> bool:
+        return time.monotonic() >= self._ends_s - _LEAST_WAIT_S  # a timeout may end that early
+
+    @property
+    def left_s(self) -> float:
+        """More than 0, which no timeout may be."""
+        return max(_LEAST_WAIT_S, self._ends_s - time.monotonic())
+
+    @property
+    def extension(self) -> str:
+        """How to allow more, for an error."""
+        return f"{PROBE_VARIABLE}={self.limit_s * 5:g}, if it takes longer"
+
+
+def check_listens(named: Address) -> Deadline:
+    """Checks that Ray's own port may be at host:port: `ray.init` would try for minutes, without a
+    way to interrupt it. Returns the deadline, for what else is to be asked. Raises
+    NothingListensError; ConfigError for a server of another kind."""
+    match = HOST_PORT.fullmatch(named.text)
+    if match is None:
+        return Deadline()
+    host, port = match["host"].strip("[]"), int(match["port"])
+    uses_tls = os.environ.get("RAY_USE_TLS", "0") not in ("", "0")
+    opened, deadline = _open(named, host, port)
+    with closing(opened) as connection:
+        if uses_tls:
+            return deadline
+        head = _ask(connection, host, "", deadline)
+    if _is_http2(head):
+        return deadline
+    found = _found_by_http(head)
+    proposals = [f"http://{named.text}"] if found == DASHBOARD else []
+    raise _other_server_error(named, found, [*proposals, f"{named.host}:6379"], deadline)
+
+
+def check_dashboard(named: Address) -> None:
+    """Checks that a Ray dashboard may be at this URL. Raises NothingListensError; ConfigError for a
+    server of another kind."""
+    try:
+        parts = urlsplit(named.text)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        host, port = "", None
+    if not host:
+        raise named.error("it is not a URL")
+    if parts.scheme in getproxies() and not proxy_bypass(host):
+        return  # the proxy knows
+    port = port or (443 if parts.scheme == "https" else 80)
+    opened, deadline = _open(named, host, port)
+    with closing(opened) as connection:
+        try:
+            stream = connection
+            if parts.scheme == "https":
+                stream = _encrypted(connection, host, deadline)
+        except TimeoutError:
+            raise _other_server_error(named, SILENT, [], deadline) from None
+        except OSError:
+            raise named.error(
+                "the server there does not speak TLS", f"http://{parts.netloc}"
+            ) from None
+        with closing(stream):
+            head = _ask(stream, host, parts.path.rstrip("/"), deadline)
+    if _is_http2(head):
+        found = identify_grpc(f"{_bracketed(host)}:{port}", deadline)
+    else:
+        found = _found_by_http(head)
+    if found == DASHBOARD:
+        return
+    if found == CLUSTER:
+        proposals = [f"{parts.netloc} on a machine of the cluster", f"http://{host}:8265"]
+    else:
+        proposals = [f"http://{host}:8265"]
+    others = [it for it in proposals if it != named.text]
+    raise _other_server_error(named, found, others, deadline)
+
+
+def identify_grpc(target: str, deadline: Deadline) -> str:
+    """Returns which kind of gRPC server is at host:port."""
+    import grpc  # slow to import
+
+    for method, found in ((CHECK_ALIVE_RPC, CLUSTER), (_RAY_CLIENT_RPC, RAY_CLIENT)):
+        with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
+            try:
+                channel.unary_unary(method)(b"", timeout=deadline.left_s)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    continue
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    return SILENT
+            return found
+    return GRPC
+
+
+def other_grpc_error(named: Address, deadline: Deadline) -> ConfigError:
+    """The error for host:port of a gRPC server that is not a head node's."""
+    found = identify_grpc(named.text, deadline)
+    proposals = [f"{named.host}:6379", f"http://{named.host}:8265"]
+    return _other_server_error(named, found, proposals, deadline)
+
+
+def _other_server_error(
+    named: Address, found: str, proposals: list[str], deadline: Deadline
+) -> ConfigError:
+    if found == SILENT and deadline.has_passed:
+        found = f"{SILENT} within {deadline.limit_s:g} s"
+        return named.error(f"{found} is there", *proposals, setting=deadline.extension)
+    return named.error(f"{found} is there", *proposals)
+
+
+def _open(named: Address, host: str, port: int) -> tuple[socket.socket, Deadline]:
+    """A connection, and the end of the probe that has begun. Raises NothingListensError."""
+    reason: Exception = OSError("the host has no address")
+    setting = ""
+    try:
+        places = socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM)
+        deadline = Deadline()
+        for tried, (family, kind, number, _, place) in enumerate(places):
+            connection = socket.socket(family, kind, number)
+            connection.settimeout(deadline.left_s / (len(places) - tried))  # the others' part
+            try:
+                connection.connect(place)
+                return connection, deadline
+            except OSError as error:
+                connection.close()
+                reason = error
+        if isinstance(reason, TimeoutError):
+            reason = OSError(f"no answer within {deadline.limit_s:g} s")
+            setting = deadline.extension
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = error
+    text = reason.strerror if isinstance(reason, OSError) and reason.strerror else str(reason)
+    found = f"nothing listens there ({text or first_line(reason)})"
+    raise named.error(found, kind=NothingListensError, setting=setting) from None
+
+
+def _encrypted(connection: socket.socket, host: str, deadline: Deadline) -> socket.socket:
+    """TLS, without a check of who answers: Ray's client does that, before it sends anything."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    connection.settimeout(deadline.left_s)
+    return context.wrap_socket(connection, server_hostname=host)
+
+
+def _ask(connection: socket.socket, host: str, folder: str, deadline: Deadline) -> bytes:
+    """The beginning of the answer to a dashboard's simplest request. A gRPC server, which speaks
+    HTTP/2, sends its own first frame whatever it gets."""
+    request = f"GET {folder}/api/version HTTP/1.1\r\nHost: {_bracketed(host)}\r\n"
+    reply = b""
+    with suppress(OSError):  # silent, or closed: what was read is the answer
+        connection.sendall(f"{request}Connection: close\r\n\r\n".encode())
+        for part in _parts(connection, deadline):
+            reply += part
+            if len(reply) > _MAX_REPLY_BYTES or not b"HTTP/".startswith(reply[:5]):
+                break
+    return reply
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _parts(connection: socket.socket, deadline: Deadline) -> Iterator[bytes]:
+    while not deadline.has_passed:
+        connection.settimeout(deadline.left_s)
+        if not (part := connection.recv(4096)):
+            return
+        yield part
+
+
+def _is_http2(reply: bytes) -> bool:
+    return reply[:1] == b"\x00" and reply[3:5] == _SETTINGS_FRAME
+
+
+def _found_by_http(reply: bytes) -> str:
+    """Returns which kind of server sent this reply to `_ask`."""
+    head, end, body = reply.partition(b"\r\n\r\n")
+    if not end and b"HTTP/".startswith(reply[:5]):
+        return SILENT
+    status = re.match(rb"HTTP/1\.\d (\d{3})", head)
+    if status is None:
+        return TLS if reply[:2] == b"\x15\x03" else UNKNOWN
+    code = int(status[1])
+    if code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) or 300 <= code < 400:
+        return DASHBOARD  # as far as one can see without its token
+    with suppress(ValueError, TypeError):
+        if "ray_version" in json.loads(body):
+            return DASHBOARD
+    name = re.search(rb"\r\nserver: *([^\r]*)", head, re.IGNORECASE)
+    server = f" ({name[1].decode(errors='replace')})" if name else ""
+    answer = f"{code} {HTTPStatus(code).phrase}" if code in {*HTTPStatus} else str(code)
+    return f"an HTTP server{server} that is no Ray dashboard, with `{answer}` for /api/version,"

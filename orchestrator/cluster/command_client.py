@@ -53,11 +53,10 @@ def run_remotely(
         code = run_at_command_server(dashboard, arguments, show_out)
         if code is not None:
             return code
-    from rayzero.orchestrator.cluster.job_submission import RemoteJobClient  # imports Ray: slow
-    from rayzero.orchestrator.cluster.upload import select_upload
+    from rayzero.orchestrator.cluster import job_submission  # imports Ray: slow
 
-    cluster = RemoteJobClient(dashboard)
-    upload = None if folder is None else select_upload(folder)
+    cluster = job_submission.RemoteJobClient(dashboard)
+    upload = None if folder is None else job_submission.select_upload(folder)
     for line in () if upload is None else upload.describe():
         print(f"warning: {line}", file=sys.stderr, flush=True)
     job = cluster.submit(arguments, upload)

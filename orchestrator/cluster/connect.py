@@ -19,10 +19,11 @@ from rayzero.orchestrator.cluster.addresses import (
     ADDRESS_VARIABLE,
     HOST_PORT,
     Address,
+    check_listens,
     head_address,
+    other_grpc_error,
 )
 from rayzero.orchestrator.cluster.local_cluster import LocalCluster
-from rayzero.orchestrator.cluster.probe import check_listens, other_grpc_error
 from rayzero.orchestrator.cluster.ray_api import (
     AuthRefusedError,
     check_auth,

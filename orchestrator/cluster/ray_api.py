@@ -33,8 +33,7 @@ from ray.experimental.internal_kv import _internal_kv_get
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.cluster.addresses import only_given_address
-from rayzero.orchestrator.cluster.probe import CHECK_ALIVE_RPC
+from rayzero.orchestrator.cluster.addresses import CHECK_ALIVE_RPC, only_given_address
 from rayzero.orchestrator.policies.placement import Capacity
 
 ACTOR_LOST = (RayActorError, ActorUnschedulableError, ActorPlacementGroupRemoved)

@@ -19,8 +19,7 @@ from rayzero.orchestrator.job.lease import Lease
 from rayzero.orchestrator.job.past_runs import PastRuns
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
 from rayzero.orchestrator.job_events import MetricsServed
-from rayzero.orchestrator.metrics.run_files import RunFiles, restore_curves
-from rayzero.orchestrator.metrics.telemetry import Telemetry
+from rayzero.orchestrator.metrics.telemetry import RunFiles, Telemetry
 from rayzero.orchestrator.metrics.trackers import Trackers
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.results import JobResult, write_summary
@@ -59,7 +58,7 @@ async def open_run(
     clock, events = Clock(), EventBus(past.lost)
     telemetry = await asyncio.to_thread(lambda: Telemetry(plan, clock, writer, events))
     if past.lost is not None:
-        await asyncio.to_thread(restore_curves, plan.output_dir, telemetry, warn)
+        await asyncio.to_thread(telemetry.restore_curves, plan.output_dir, warn)
     # After the telemetry, whose wall time its entries include.
     recorder = JobRecorder(plan, buffer, writer, events, telemetry.seconds, lease.check)
     recorder.begin(adopted=past.lost is not None)

@@ -1,7 +1,7 @@
 """The catalog of all Prometheus metrics, and the walk over it at a scrape.
 
-A metric is one row: name, help, where its value is read, and labels; those of training are in
-`catalog_training`. `docs/metrics.md` is generated from the rows. Names follow the Prometheus
+A metric is one row: name, help, where its value is read (a path of `JobMetrics` or a function), and
+labels. `docs/metrics.md` is generated from the rows. Names follow the Prometheus
 conventions: base units, `_total` on counters, times as Unix seconds under `_timestamp_seconds`.
 Every metric has the label `job`, so scrapes must honor labels. Those with the label `rank` have one
 series for each rank of the newest generation.
@@ -10,13 +10,14 @@ series for each rank of the newest generation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from itertools import chain
 
 from prometheus_client.core import Metric
 
-from rayzero.orchestrator.metrics.catalog_training import TRAINING_GROUPS
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, StoredStep
-from rayzero.orchestrator.metrics.rank_metrics import RankMetricsTable
+from rayzero.orchestrator.metrics.rank_metrics import TRAFFIC_PREFIX, RankMetrics, RankMetricsTable
 from rayzero.orchestrator.metrics.series import (
     JobSeries,
     RankSeries,
@@ -25,8 +26,41 @@ from rayzero.orchestrator.metrics.series import (
     counter,
     gauge,
     histogram,
+    rank_gauge,
+    rank_series,
+    step_gauge,
 )
 from rayzero.orchestrator.policies.failure import FaultCause
+
+_MEMORY_PREFIX = "bytes/"
+
+
+def _info(job: JobMetrics) -> Mapping[tuple[str, ...], float]:
+    return {(version("rayzero"), "" if job.stage is None else str(job.stage)): 1}
+
+
+def _traffic(unit: str, ranks: RankMetricsTable) -> Mapping[str, float]:
+    """The traffic of each collective, by its name. `unit`: "bytes" or "calls"."""
+    return {
+        name.removeprefix(TRAFFIC_PREFIX).removesuffix(f"/{unit}"): amount
+        for name, amount in sorted(ranks.traffic().items())
+        if name.endswith(f"/{unit}")
+    }
+
+
+def _compute_s(rank: RankMetrics) -> float | None:
+    step_s, exposed_s = rank.gauge("step_s"), rank.gauge("exposed_comm_s")
+    return None if step_s is None or exposed_s is None else step_s - exposed_s
+
+
+def _memory(ranks: RankMetricsTable) -> Mapping[tuple[str, ...], float]:
+    return {
+        (str(rank), name.removeprefix(_MEMORY_PREFIX)): nbytes
+        for rank, metrics in ranks.by_rank.items()
+        if metrics.report is not None
+        for name, nbytes in sorted(metrics.report.gauges.items())
+        if name.startswith(_MEMORY_PREFIX)
+    }
 
 
 def _replicas(read: Callable[[StoredStep], Sample]) -> Callable[[JobMetrics], Samples]:
@@ -35,23 +69,199 @@ def _replicas(read: Callable[[StoredStep], Sample]) -> Callable[[JobMetrics], Sa
 
 
 CATALOG_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
-    **TRAINING_GROUPS,
+    "The job": (
+        gauge("rayzero_info", "Always 1; version and ZeRO stage.", _info, "version", "stage"),
+        gauge(
+            "rayzero_state",
+            "1 for the job's current state, 0 for the others.",
+            lambda job: {str(state): float(state is job.facts.state) for state in State},
+            "state",
+        ),
+        gauge(
+            "rayzero_state_timestamp_seconds",
+            "When the job entered its current state.",
+            "state_since.unix_s",
+        ),
+        gauge("rayzero_start_timestamp_seconds", "When this run began.", "facts.began_at_s"),
+        gauge("rayzero_world_size", "Ranks of the newest generation.", "facts.world_size"),
+        gauge(
+            "rayzero_generation",
+            "Number of the newest generation (process group).",
+            "facts.generation",
+        ),
+        gauge(
+            "rayzero_workers", "Minimum and maximum number of workers.", "worker_limits", "limit"
+        ),
+    ),
+    "Progress": (
+        gauge("rayzero_step", "Finished steps in the current training state.", "facts.step"),
+        gauge("rayzero_target_steps", "Steps that the job is configured to train.", "spec.steps"),
+        counter("rayzero_steps_total", "Steps finished by this run.", "facts.counters.done"),
+        gauge(
+            "rayzero_last_step_timestamp_seconds",
+            "When the last step finished.",
+            "steps.last_at_unix_s",
+        ),
+        gauge(
+            "rayzero_remaining_seconds",
+            "Estimated time left, at the recent step time.",
+            "remaining_s",
+        ),
+        counter("rayzero_tokens_total", "Tokens in finished steps.", "facts.counters.tokens"),
+        counter("rayzero_samples_total", "Samples in finished steps.", "facts.counters.samples"),
+    ),
+    "Training": (
+        gauge(
+            "rayzero_loss",
+            "Loss of the last step, over the global batch.",
+            lambda job: job.steps.last_record.loss if job.steps.last_record else None,
+        ),
+        counter(
+            "rayzero_nonfinite_losses_total",
+            "Steps whose loss was inf or nan.",
+            "facts.counters.nonfinite",
+        ),
+        step_gauge(
+            "rayzero_learning_rate",
+            "Learning rate of the first parameter group, in the last step.",
+            "lr",
+        ),
+        step_gauge(
+            "rayzero_gradient_norm",
+            "L2 norm of the gradients before clipping, in the last step.",
+            "grad_norm",
+        ),
+        step_gauge("rayzero_loss_scale", "Loss scale after the last step.", "loss_scale"),
+        counter(
+            "rayzero_skipped_steps_total",
+            "Steps that were skipped because a gradient was not finite.",
+            "facts.counters.skipped",
+        ),
+        gauge(
+            "rayzero_user_value",
+            "Last value that the training function passed to `ctx.report`, the mean over ranks.",
+            lambda job: dict(sorted(job.steps.user_values.items())),
+            "name",
+        ),
+        counter(
+            "rayzero_user_metrics_dropped_total",
+            "Values that are not exported because there are too many names.",
+            "steps.user_values_dropped",
+        ),
+    ),
+    "Speed": (
+        histogram(
+            "rayzero_step_seconds", "Duration of a step on its slowest rank.", "steps.step_time"
+        ),
+        histogram(
+            "rayzero_step_phase_seconds",
+            "Duration of a step's phases, the mean over ranks; together they are the step.",
+            lambda job: dict(sorted(job.steps.phase_times.items())),
+            "phase",
+        ),
+        step_gauge(
+            "rayzero_model_flops_utilization_ratio",
+            "Share of the devices' peak flops, the mean over ranks, in the last step.",
+            "mfu",
+        ),
+        rank_series(
+            "rayzero_exposed_communication_seconds_total",
+            "counter",
+            "Time that a rank waited for other ranks in collectives.",
+            lambda rank: None if rank.gauge("exposed_comm_s") is None else rank.exposed_comm_s,
+        ),
+        RankSeries(
+            "rayzero_communication_bytes_total",
+            "counter",
+            "Bytes moved by collectives, the sum over ranks.",
+            lambda ranks: _traffic("bytes", ranks),
+            ("collective",),
+        ),
+        RankSeries(
+            "rayzero_communication_calls_total",
+            "counter",
+            "Collective calls, the sum over ranks.",
+            lambda ranks: _traffic("calls", ranks),
+            ("collective",),
+        ),
+        rank_series(
+            "rayzero_data_wait_seconds_total",
+            "counter",
+            "Time that a rank waited for its data loader.",
+            lambda rank: None if rank.gauge("phases/data") is None else rank.data_wait_s,
+        ),
+    ),
+    "Ranks": (
+        rank_series(
+            "rayzero_rank_step",
+            "gauge",
+            "The step that a rank is working on.",
+            lambda rank: rank.beat.step if rank.beat else None,
+        ),
+        rank_gauge("rayzero_rank_step_seconds", "Duration of its last step.", "step_s"),
+        rank_series(
+            "rayzero_rank_compute_seconds",
+            "gauge",
+            "Duration of its last step without the time that it waited for other ranks.",
+            _compute_s,
+        ),
+        rank_series(
+            "rayzero_rank_silent_seconds",
+            "gauge",
+            "Time since its training thread last made progress, as of its last heartbeat.",
+            lambda rank: rank.beat.silent_s if rank.beat else None,
+        ),
+        rank_gauge(
+            "rayzero_process_cpu_cores",
+            "CPU cores that a rank's process used, the mean over its last step.",
+            "cpu_cores",
+        ),
+        rank_gauge(
+            "rayzero_device_utilization_ratio",
+            "Share of the last second in which a rank's GPU ran a kernel, of any process.",
+            "gpu_utilization",
+        ),
+        gauge(
+            "rayzero_hang_timeout_seconds",
+            "Time without progress after which a rank counts as hung.",
+            "spec.recovery.hang_timeout_s",
+        ),
+    ),
+    "Memory": (
+        RankSeries(
+            "rayzero_memory_bytes",
+            "gauge",
+            "Memory that a rank's engine holds between steps, by class.",
+            _memory,
+            ("rank", "class"),
+        ),
+        rank_gauge(
+            "rayzero_process_resident_memory_bytes",
+            "Resident memory of a rank's process.",
+            "resident_bytes",
+        ),
+        rank_gauge(
+            "rayzero_device_peak_memory_bytes",
+            "Peak memory that torch has allocated on a rank's device.",
+            "device_peak_bytes",
+        ),
+    ),
     "Faults": (
         counter(
             "rayzero_faults_total",
             "Faults that were recorded, by root cause.",
-            lambda job: job.faults_by_cause,
+            "faults_by_cause",
             "cause",
         ),
         gauge(
             "rayzero_faults_in_window",
             "Hardware faults that currently count against the fault budget.",
-            lambda job: job.faults_in_budget,
+            "faults_in_budget",
         ),
         gauge(
             "rayzero_fault_budget",
             "Hardware faults that are allowed within the window.",
-            lambda job: job.spec.recovery.max_faults,
+            "spec.recovery.max_faults",
         ),
         counter(
             "rayzero_repairs_total",
@@ -62,12 +272,12 @@ CATALOG_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         counter(
             "rayzero_resizes_total",
             "Completed changes of membership without a fault.",
-            lambda job: job.facts.resizes,
+            "facts.resizes",
         ),
         histogram(
             "rayzero_recovery_seconds",
             "Time from the first sign of a fault to the next finished step, without that step.",
-            lambda job: job.recovery_times.total,
+            "recovery_times.total",
         ),
         histogram(
             "rayzero_recovery_phase_seconds",
@@ -78,7 +288,7 @@ CATALOG_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         counter(
             "rayzero_steps_redone_total",
             "Finished steps that were lost and had to be trained again.",
-            lambda job: job.facts.steps_redone,
+            "facts.steps_redone",
         ),
         gauge(
             "rayzero_replica_step",
@@ -111,28 +321,24 @@ CATALOG_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         counter(
             "rayzero_checkpoints_total",
             "Checkpoints written by this run.",
-            lambda job: job.facts.checkpoints_written,
+            "facts.checkpoints_written",
         ),
         counter(
             "rayzero_checkpoint_failures_total",
             "Failed attempts to write a checkpoint.",
-            lambda job: job.facts.checkpoints_failed,
+            "facts.checkpoints_failed",
         ),
-        gauge(
-            "rayzero_checkpoint_step",
-            "Step of the newest checkpoint.",
-            lambda job: job.checkpoints.step,
-        ),
+        gauge("rayzero_checkpoint_step", "Step of the newest checkpoint.", "checkpoints.step"),
         gauge(
             "rayzero_checkpoint_timestamp_seconds",
             "When the newest checkpoint was committed, or when the job resumed from it.",
-            lambda job: job.checkpoints.at_unix_s,
+            "checkpoints.at_unix_s",
         ),
         gauge(
             "rayzero_checkpoint_unprotected_since_timestamp_seconds",
             "Training since this time is in no checkpoint: when the newest was committed or, before"
             " there is one, when this run's first step finished. Only with checkpoint.every_steps.",
-            lambda job: job.checkpoints.unprotected_since_unix_s,
+            "checkpoints.unprotected_since_unix_s",
         ),
         gauge(
             "rayzero_checkpoint_bytes",
@@ -142,12 +348,12 @@ CATALOG_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         histogram(
             "rayzero_checkpoint_seconds",
             "Time from the pinned step to the committed manifest, in the background.",
-            lambda job: job.checkpoints.write_time,
+            "checkpoints.write_time",
         ),
         histogram(
             "rayzero_checkpoint_stall_seconds",
             "Time that training was stopped for a checkpoint, on the slowest rank.",
-            lambda job: job.checkpoints.stall_time,
+            "checkpoints.stall_time",
         ),
     ),
     "Goodput": (

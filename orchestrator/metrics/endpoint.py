@@ -8,12 +8,14 @@ end of a job waits, for a limited time, until regular clients have read its fina
 from __future__ import annotations
 
 import asyncio
+import csv
 import gzip
 import json
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from errno import EADDRINUSE
 from http.client import HTTPException
+from io import StringIO
 from itertools import pairwise
 from threading import Lock
 from time import monotonic
@@ -54,6 +56,11 @@ _AWAITED_PATHS = ("/metrics", "/snapshot.json")
 
 Page: TypeAlias = tuple[str, bytes]
 """(content type, body)"""
+_JOB_COLUMNS = (
+    *("name", "state", "error", "began_s", "at_s", "wall_s", "stage", "world_size", "step"),
+    *("steps", "loss", "samples_per_s", "tokens_per_s", "step_s", "cpu_cores"),
+    *("gpu_utilization", "goodput", "faults"),
+)
 
 
 class ScrapeSchedule:
@@ -208,3 +215,37 @@ def json_response(value: Any) -> Page:
     """A value without inf and nan."""
     body = json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     return "application/json; charset=utf-8", body
+
+
+def steps_csv(history: Mapping[str, Any]) -> Page:
+    """The curves in /history.json as CSV (RFC 4180): a column for each, a line for each step
+    at which a row of one begins. A curve whose rows have several steps has the columns NAME_min and
+    NAME_max as well: its own is the mean."""
+    lines: dict[int, dict[str, Any]] = {}
+    columns: dict[str, None] = {"step": None, "elapsed_s": None}
+    for name, rows in history["curves"].items():
+        of_several = any(len(row) > 2 for row in rows)
+        names = (name, f"{name}_min", f"{name}_max") if of_several else (name,)
+        columns |= dict.fromkeys(names)
+        for step, *values in rows:
+            line = lines.setdefault(step, {"step": step})
+            of_names = values[:3] if len(values) > 1 else values * 3
+            numbers = ("nan" if value is None else value for value in of_names)
+            line.update(zip(names, numbers, strict=False))
+    return _to_csv(columns, (lines[step] for step in sorted(lines)))
+
+
+def jobs_csv(rows: Sequence[Mapping[str, Any]]) -> Page:
+    """The rows in /jobs.json as CSV: a column for each value, and for each key of
+    their config."""
+    keys = {key: None for row in rows for key in row["config"]}
+    return _to_csv([*_JOB_COLUMNS, *keys], ({**row, **row["config"]} for row in rows))
+
+
+def _to_csv(columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> Page:
+    """Unknown values are empty."""
+    text = StringIO()
+    writer = csv.DictWriter(text, list(columns), extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    return "text/csv; charset=utf-8", text.getvalue().encode()

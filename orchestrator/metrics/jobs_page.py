@@ -1,27 +1,38 @@
-"""The page of all jobs of a folder, running and ended: its HTTP server."""
+"""The page of all jobs of a folder, running and ended: its HTTP server, and its reads of their
+files."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from time import time
 from typing import Any
 
 from aiohttp import web
 
-from rayzero.engine.errors import ConfigError
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.checkpoint.store_local import LocalStore
+from rayzero.engine.errors import ConfigError, RayzeroError, first_line
+from rayzero.orchestrator.facts import JobFacts
 from rayzero.orchestrator.job_file import flatten_document
-from rayzero.orchestrator.metrics.csv_export import jobs_csv, steps_csv
+from rayzero.orchestrator.journal.files import STATE_FILE, read_journal
 from rayzero.orchestrator.metrics.endpoint import (
     STOP_TIMEOUT_S,
     Page,
+    jobs_csv,
     json_response,
     listen,
     page_answer,
+    steps_csv,
 )
-from rayzero.orchestrator.metrics.run_files import HISTORY_FILE, SNAPSHOT_FILE, Row, RunIndex
+from rayzero.orchestrator.metrics.snapshot import SNAPSHOT_FORMAT
+from rayzero.orchestrator.metrics.snapshot_model import validate_snapshot
+from rayzero.orchestrator.metrics.telemetry import HISTORY_FILE, SNAPSHOT_FILE
 from rayzero.orchestrator.page import page_response
 
 INDEX_FORMAT = 1
@@ -31,6 +42,10 @@ _RUN_FILE = re.compile(
     rf"({re.escape(SNAPSHOT_FILE)}|{re.escape(HISTORY_FILE)}|steps\.csv)"
 )
 """A job's name cannot leave the folder."""
+MAX_FILE_BYTES = 32 * 2**20
+"""Larger files are not of a job."""
+
+Row = dict[str, Any]
 
 
 class JobsPage:
@@ -101,3 +116,179 @@ def _leaves(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in flatten_document(config)
         if key != "name"
     }
+
+
+class RunIndex:
+    """The runs in a folder of jobs (`checkpoint.path`). Files are read again when they change.
+    Thread-safe: a lost update of the cache is read once more."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._cache: dict[Path, tuple[tuple[int, int], Any]] = {}
+
+    def rows(self) -> list[Row]:
+        """Every run, the newest first."""
+        try:
+            names = sorted(entry.name for entry in os.scandir(self._folder) if entry.is_dir())
+        except OSError:
+            names = []
+        rows = [row for name in names if (row := self._row(name)) is not None]
+        return sorted(rows, key=lambda row: -float(row["began_s"]))
+
+    def file(self, job: str, name: str) -> bytes | None:
+        """The content of a run's file; None if there is none. `job` is a name, not a path. Raises
+        StoreError if it cannot be read; ConfigError if it is damaged."""
+        path = self._folder / job / name
+        check = self._read_snapshot if name == SNAPSHOT_FILE else self._check_history
+        if isinstance(damage := self._cached(path, check), Damage):
+            raise ConfigError(damage.text)
+        return self._read(path)
+
+    def _row(self, job: str) -> Row | None:
+        """A damaged file is an error in the row of its run, and in no other's."""
+        snapshot = self._cached(self._folder / job / SNAPSHOT_FILE, self._read_snapshot)
+        past = self._cached(self._folder / job / STATE_FILE, self._read_journal)
+        damaged = next((it for it in (snapshot, past) if isinstance(it, Damage)), None)
+        if isinstance(snapshot, dict):
+            row = _row_of_snapshot(snapshot)
+        elif isinstance(past, JobFacts):
+            row = _row_of_journal(past)
+        elif damaged is not None:
+            row = {"state": "unreadable", "began_s": damaged.at_s, "at_s": damaged.at_s}
+        else:
+            return None
+        if isinstance(past, JobFacts):
+            row |= {
+                "state": past.end_state or row["state"],
+                "error": past.error.partition("\n")[0],
+                "config": _as_json(past.spec),
+            }
+        row |= {"name": job} if damaged is None else {"name": job, "error": damaged.text}
+        return {**_UNKNOWN_ROW, **row}
+
+    def _cached(self, path: Path, read: Callable[[Path], Any]) -> Any:
+        """Returns the result of `read`, or `Damage` if it raises RayzeroError; None without a file.
+        Reads only a file that has changed."""
+        try:
+            status = path.stat()
+        except OSError:
+            return None
+        key = (status.st_mtime_ns, status.st_size)
+        cached = self._cache.get(path)
+        if cached is None or cached[0] != key:
+            try:
+                value = read(path)
+            except RayzeroError as error:
+                value = Damage(first_line(error), status.st_mtime)
+            cached = self._cache[path] = (key, value)
+        return cached[1]
+
+    def _read(self, path: Path) -> bytes | None:
+        """Reads a regular file: anything else, such as a FIFO, would block."""
+        try:
+            return LocalStore(path.parent).read(path.name, MAX_FILE_BYTES)
+        except StoreError as error:
+            if error.kind == "gone":
+                return None
+            raise
+
+    def _read_snapshot(self, path: Path) -> Row | None:
+        content = self._read(path)
+        return None if content is None else _parse_snapshot(content)
+
+    def _check_history(self, path: Path) -> None:
+        content = self._read(path)
+        value = None if content is None else _parse_json(content, path.name)
+        if content is not None and not (isinstance(value, dict) and "curves" in value):
+            raise ConfigError(f"{path.name} has no curves")
+
+    def _read_journal(self, path: Path) -> JobFacts | None:
+        past = read_journal(str(path.parent))
+        if past is None:
+            raise ConfigError(f"{path.name} is not the state of a run")
+        return past
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Why a file cannot be used, and when it was written (Unix time)."""
+
+    text: str
+    at_s: float
+
+
+_UNKNOWN_ROW: Mapping[str, Any] = {
+    **dict.fromkeys(("world_size", "stage", "step", "steps", "step_s", "tokens_per_s")),
+    **dict.fromkeys(("remaining_s", "loss", "goodput", "faults", "wall_s")),
+    **dict.fromkeys(("samples_per_s", "cpu_cores", "gpu_utilization")),
+    "has_curves": False,
+    "config": {},
+}
+
+
+def _parse_json(content: bytes, name: str) -> Any:
+    """Parses JSON as a browser does, without NaN and Infinity. Raises ConfigError."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"it has {constant}")
+
+    try:
+        return json.loads(content, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is not JSON: {first_line(error)}") from None
+
+
+def _parse_snapshot(content: bytes) -> Row | None:
+    """None if it is of another version. Raises ConfigError if it is damaged."""
+    value = _parse_json(content, SNAPSHOT_FILE)
+    if isinstance(value, dict) and value.get("format", SNAPSHOT_FORMAT) != SNAPSHOT_FORMAT:
+        return None
+    validate_snapshot(value, SNAPSHOT_FILE)
+    return dict(value)
+
+
+def _row_of_snapshot(value: Row) -> Row:
+    progress, training = value["progress"], value["training"]
+    usage = value.get("usage", {})  # a run of an earlier version has none
+    return {
+        **{key: value[key] for key in ("state", "began_s", "at_s", "world_size", "stage")},
+        **{
+            key: progress[key] for key in ("step", "steps", "step_s", "tokens_per_s", "remaining_s")
+        },
+        **{key: usage.get(key) for key in ("cpu_cores", "gpu_utilization")},
+        "samples_per_s": progress.get("samples_per_s"),
+        "loss": training["loss"],
+        "goodput": value["goodput"]["ratio"],
+        "faults": len(value["faults"]),
+        "wall_s": value["goodput"]["wall_s"],
+        "has_curves": True,
+    }
+
+
+def _row_of_journal(past: JobFacts) -> Row:
+    """The row of a run of an earlier version, or of one whose other files are elsewhere."""
+    productive_s = past.counters.seconds.get("productive", 0.0)
+    wall_s = max(0.0, past.last_at_s - past.began_at_s)
+    return {
+        "state": past.state,
+        "began_s": past.began_at_s,
+        "at_s": past.last_at_s,
+        "world_size": past.world_size,
+        "step": past.step,
+        "steps": past.steps,
+        "goodput": productive_s / wall_s if wall_s else None,
+        "faults": len(past.faults),
+        "wall_s": wall_s,
+    }
+
+
+def _as_json(value: Any) -> Any:
+    """The value with infinite numbers and NaN as text: a browser's JSON has none."""
+    match value:
+        case dict():
+            return {key: _as_json(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_as_json(item) for item in value]
+        case float() if not isfinite(value):
+            return str(value)
+    return value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 from prometheus_client.core import (
@@ -72,18 +73,24 @@ class RankSeries(Series[RankMetricsTable]):
     """A metric of the ranks, read from a copy of their table outside of the job's lock."""
 
 
-def gauge(name: str, text: str, read: Callable[[JobMetrics], Samples], *labels: str) -> JobSeries:
-    return JobSeries(name, "gauge", text, read, labels)
+JobReader: TypeAlias = str | Callable[[JobMetrics], Samples]
+"""A path of attributes, such as `facts.step`, or a function."""
 
 
-def counter(name: str, text: str, read: Callable[[JobMetrics], Samples], *labels: str) -> JobSeries:
-    return JobSeries(name, "counter", text, read, labels)
+def gauge(name: str, text: str, read: JobReader, *labels: str) -> JobSeries:
+    return JobSeries(name, "gauge", text, _reader(read), labels)
 
 
-def histogram(
-    name: str, text: str, read: Callable[[JobMetrics], Samples], *labels: str
-) -> JobSeries:
-    return JobSeries(name, "histogram", text, read, labels)
+def counter(name: str, text: str, read: JobReader, *labels: str) -> JobSeries:
+    return JobSeries(name, "counter", text, _reader(read), labels)
+
+
+def histogram(name: str, text: str, read: JobReader, *labels: str) -> JobSeries:
+    return JobSeries(name, "histogram", text, _reader(read), labels)
+
+
+def _reader(read: JobReader) -> Callable[[JobMetrics], Samples]:
+    return attrgetter(read) if isinstance(read, str) else read
 
 
 def step_gauge(name: str, text: str, reported: str) -> JobSeries:

@@ -7,8 +7,12 @@ only while they copy the rows of the ranks, of which there may be thousands.
 
 from __future__ import annotations
 
+import json
+import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from threading import Lock
 from time import time
 from typing import TYPE_CHECKING, Any
@@ -16,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client.core import Metric
 from prometheus_client.registry import CollectorRegistry
 
-from rayzero.engine.errors import ConfigError
+from rayzero.engine.errors import ConfigError, first_line
 from rayzero.orchestrator.aio import Clock
-from rayzero.orchestrator.background_writer import BackgroundWriter
+from rayzero.orchestrator.background_writer import BackgroundWriter, WriteQueue
 from rayzero.orchestrator.console import PlainConsole
 from rayzero.orchestrator.facts import EventBus
-from rayzero.orchestrator.job_events import JOB_EVENTS, JobEvent
+from rayzero.orchestrator.job_events import JOB_EVENTS, JobEvent, StateEntered
 from rayzero.orchestrator.metrics.catalog import job_families, rank_families
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.snapshot import (
@@ -40,6 +44,10 @@ if TYPE_CHECKING:
     from rayzero.orchestrator.metrics.endpoint import Endpoint
 
 _PORT_LIMIT = 65536
+SNAPSHOT_FILE = "snapshot.json"
+HISTORY_FILE = "history.json"
+SNAPSHOT_INTERVAL_S = 2.0
+HISTORY_INTERVAL_S = 20.0
 
 
 class Telemetry:
@@ -119,11 +127,21 @@ class Telemetry:
             value, log = make_history(self._metrics), list(self._log)
         return {**value, **history_texts(self._metrics.spec, log)}
 
-    def restore_curves(self, history: Mapping[str, Any]) -> None:
-        """Continues those of `history`, which the adopted run's process has left. Raises KeyError,
-        ValueError, TypeError or AttributeError if it is none."""
-        with self._lock:
-            self._metrics.curves.restore(history["curves"])
+    def restore_curves(self, folder: Path, warn: Callable[[str], None]) -> None:
+        """Continues the curves of a run that is adopted, by the file in its folder. Without that
+        they begin here."""
+        path = folder / HISTORY_FILE
+        try:
+            curves = json.loads(path.read_bytes())["curves"]
+            with self._lock:
+                self._metrics.curves.restore(curves)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            warn(
+                f"the curves of the adopted run start over: {path} cannot be read: "
+                f"{first_line(error)}"
+            )
 
     def outlook(self) -> tuple[float | None, float]:
         """Estimated seconds to the last step (None if unknown), and the goodput so far."""
@@ -148,17 +166,48 @@ class Telemetry:
     def _open_endpoint(self, config: MetricsSpec) -> Endpoint | None:
         if config.port is None:
             return None
-        from rayzero.orchestrator.metrics.csv_export import steps_csv
-        from rayzero.orchestrator.metrics.endpoint import Endpoint, json_response  # aiohttp: slow
+        from rayzero.orchestrator.metrics import endpoint as server  # imports aiohttp: slow
         from rayzero.orchestrator.page import page_response
 
         registry = CollectorRegistry()
         registry.register(self)
         pages = {
             "/": page_response,
-            "/snapshot.json": lambda: json_response(self.snapshot()),
-            "/history.json": lambda: json_response(self.history()),
-            "/steps.csv": lambda: steps_csv(self.history()),
+            "/snapshot.json": lambda: server.json_response(self.snapshot()),
+            "/history.json": lambda: server.json_response(self.history()),
+            "/steps.csv": lambda: server.steps_csv(self.history()),
         }
         ports = range(config.port, min(config.port + config.ports, _PORT_LIMIT))
-        return Endpoint(config.host, ports, registry, pages)
+        return server.Endpoint(config.host, ports, registry, pages)
+
+
+class RunFiles:
+    """Writes what the page shows of a run into its folder, while something happens in it, and at
+    its end. `rayzero page` reads these files, and not the jobs' processes: Ray ends its clients
+    with their cluster."""
+
+    def __init__(self, folder: Path, telemetry: Telemetry, writer: BackgroundWriter) -> None:
+        self._queues: list[WriteQueue] = [
+            writer.add_queue(f"the page's {name}", partial(_replace, folder / name, value), every_s)
+            for name, value, every_s in (
+                (SNAPSHOT_FILE, telemetry.snapshot, SNAPSHOT_INTERVAL_S),
+                (HISTORY_FILE, telemetry.history, HISTORY_INTERVAL_S),
+            )
+        ]
+
+    def subscribe_to(self, events: EventBus) -> None:
+        events.subscribe(self._on_event, (StepRecord, StateEntered, Heartbeat))
+
+    def _on_event(self, event: JobEvent | Heartbeat) -> None:
+        """There are thousands of these a second. The end is written even during another write."""
+        is_end = isinstance(event, StateEntered) and event.state.is_final
+        for queue in self._queues:
+            if queue.is_empty or is_end:
+                queue.put(None)
+
+
+def _replace(path: Path, value: Callable[[], dict[str, Any]], _: Sequence[None]) -> None:
+    """Writes what the value is now; readers see the old file or the new one."""
+    new = path.with_name(f".{path.name}")
+    new.write_bytes(json.dumps(value(), allow_nan=False, separators=(",", ":")).encode())
+    os.replace(new, path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +14,7 @@ from benchmarks.gpu.ranks import RankResult
 from benchmarks.gpu.rows import (
     Row,
     count_flops,
-    find_diverging,
     make_row,
-    unsupported_reason,
     with_ratios,
 )
 from benchmarks.gpu.timeline import exposed_from_timeline
@@ -55,17 +52,6 @@ def test_step_time_is_that_of_the_slowest_rank() -> None:
     )
     rows = with_ratios([replace(combined, system="ddp", median_s=2.0), combined, Row("x")])
     assert [row.ratio for row in rows] == [1.0, 1.5, None]
-
-
-@pytest.mark.parametrize(("loss", "agrees"), [(5.09, True), (5.2, False), (math.nan, False)])
-def test_diverging_loss_is_reported(loss: float, agrees: bool) -> None:
-    rows = [Row("ddp", loss=5.0), Row("rayzero-3", loss=loss), Row("fsdp2", error="skipped")]
-    assert find_diverging(rows) == ([] if agrees else ["rayzero-3"])
-
-
-def test_multiple_ranks_per_gpu_require_recent_nccl() -> None:
-    assert unsupported_reason(1, 1, (2, 10, 0)) == unsupported_reason(2, 1, (2, 30, 4)) == ""
-    assert "NCCL 2.28.9 allows one rank per GPU, 2.30" in unsupported_reason(2, 1, (2, 28, 9))
 
 
 def test_flops_are_counted_on_meta_device() -> None:

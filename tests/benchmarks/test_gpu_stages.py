@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import groups, profiles, runner, transfers, versions
+from benchmarks.gpu import groups, profiles, runner, transfers
 from benchmarks.gpu.child import run_forked
-from benchmarks.gpu.pytests import Recorder
 from benchmarks.gpu.report import Report, Settings
 from benchmarks.gpu.runner import Run, StageProcess
 from benchmarks.gpu.stages import STAGES, Stage
@@ -98,14 +97,6 @@ def test_every_stage_ends_and_its_findings_are_kept(
     assert text[1].endswith(": raising, dying, hanging")
 
 
-def test_run_stops_at_red_and_without_time(tmp_path: Path) -> None:
-    stages = [stage("failing"), stage("passing")]
-    document, _ = run_stages(stages, tmp_path / "red.json", stop_at_red=True)
-    assert document["stages"][1]["error"] == "stopped after failing, which is red"
-    document, _ = run_stages(stages, tmp_path / "late.json", minutes=0.01)
-    assert {result["status"] for result in document["stages"]} == {"not run"}
-
-
 def test_interrupted_run_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handler = signal.signal(signal.SIGTERM, command._interrupt)
     try:
@@ -132,46 +123,6 @@ def test_stages_fill_ten_minutes_and_have_modules() -> None:
     assert sum(stage.minutes for stage in STAGES) == pytest.approx(10.0, abs=0.5)
     for it in STAGES:
         assert Path(*it.module.split(".")).with_suffix(".py").is_file(), it.module
-
-
-def test_systems_are_columns_of_a_table() -> None:
-    rows = {"ddp": {"median_s": 0.5, "loss": 4.0}, "rayzero-3": {"median_s": 0.25, "mfu": 0.4}}
-    result = {"name": "compare", "title": "it", "status": "passed", "seconds": 1.0, "skipped": []}
-    result |= {"error": "", "stage_skipped": "", "checks": [], "values": {"tokens": 8192} | rows}
-    lines = format_run({"stages": [result | {"correctness": False}]}).splitlines()
-    assert [line.split() for line in lines[-4:]] == [
-        ["tokens", "8,192"],
-        ["median_s", "loss", "mfu"],
-        ["ddp", "0.5", "4", "-"],
-        ["rayzero-3", "0.25", "-", "0.4"],
-    ]
-
-
-def test_missing_package_is_named_with_the_way_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "REQUIRED", ("json", "no_such_package"))
-    assert command.main(["--dry-run"]) == 2
-    assert "missing: no_such_package; `pip install --target" in capsys.readouterr().err
-
-
-def test_outcomes_of_tests_become_checks(tmp_path: Path) -> None:
-    report = Report(tmp_path / "report.json", limit_s=60.0)
-    recorder = Recorder(report)
-    trouble = "def test():\nE   assert 1 == 2\nE    +  where 1 = one()"
-    for outcome, details in (("passed", ""), ("failed", trouble), ("skipped", ("f", 1, "no GPU"))):
-        recorder.pytest_runtest_logreport(
-            pytest.TestReport(f"file::{outcome}", ("f", 1, "t"), {}, outcome, details, "call")  # type: ignore[arg-type]
-        )
-    recorder.finish(1)
-    failed, all_tests = report.document["checks"]
-    assert failed["name"] == "failed"
-    assert failed["seen"].startswith("assert 1 == 2 +")
-    assert not all_tests["passed"]
-    assert report.document["values"]["tests"] == {"passed": 1, "failed": 1, "skipped": 1}
-    assert report.document["skipped"] == [{"name": "1 tests", "reason": "no GPU"}]
-    late = Recorder(Report(tmp_path / "late.json", limit_s=1.0))
-    assert late.pytest_runtest_protocol(None) is True  # type: ignore[arg-type]
 
 
 class PretendedGpu(Settings):
@@ -248,14 +199,3 @@ def test_profile_on_a_pretended_gpu(report: Report) -> None:
     assert values["stage 3: idle, share"] == pytest.approx(2 / 8)
     assert values["stage 3: exposed communication_ms"] == pytest.approx(1e3 / profiles.STEPS)
     assert values["stage 3, GPU: gemm_ms"]["total"] == pytest.approx(5e3 / profiles.STEPS)
-
-
-def test_driver_is_asked_for_its_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = ", ".join(f"value {number}" for number in range(versions.QUERY.count(",") + 1))
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f'#!/bin/sh\necho "{answer}"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    facts = versions._query_driver()
-    assert facts["name"] == "value 0"
-    assert facts["power.limit"] == f"value {versions.QUERY.count(',')}"

@@ -21,8 +21,7 @@ def test_total_equals_that_of_two_ranks(family: str, checkpointing: str, stage: 
     assert planned == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
-def test_activations_of_a_compiled_model_equal_those_of_torch(checkpointing: str):
-    planned = planned_peak("GPT-2", checkpointing, "fp32", compiled=True)
-    measured = measured_peak("GPT-2", checkpointing, "fp32", compiled=True)
+def test_activations_of_a_compiled_model_equal_those_of_torch():
+    planned = planned_peak("GPT-2", "none", "fp32", compiled=True)
+    measured = measured_peak("GPT-2", "none", "fp32", compiled=True)
     assert planned == pytest.approx(measured, rel=0.05)

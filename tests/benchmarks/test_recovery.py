@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import rayzero_job
-from benchmarks.faults import FaultCost, process_start_time
-from benchmarks.ray_train import StepEnd, latest_attempt
+from benchmarks.faults import FaultCost
 from benchmarks.recovery import main, summarize
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,23 +23,6 @@ def test_fault_cost_is_time_to_next_step_minus_step_time() -> None:
     assert totals["total_s"] == {"median": 0.5, "max": 0.75}
     assert totals["strict_s"] == {"median": 1.0, "max": 1.5}
     assert (totals["steps_redone"], totals["restarted"]) == (2, 1)
-
-
-def test_process_start_time_distinguishes_processes() -> None:
-    assert process_start_time(os.getpid()) == process_start_time(os.getpid()) is not None
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert process_start_time(child.pid) is not None
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert process_start_time(child.pid) is None, "a zombie has exited"
-    child.communicate()
-    assert process_start_time(child.pid) is None
-
-
-def test_newest_ray_train_attempt_is_the_last_started() -> None:
-    old = {5: [StepEnd("a", 0, 5, 1.0, 11)]}
-    new = {3: [StepEnd("b", 0, 3, 2.0, 12)]}
-    assert latest_attempt({"a": old, "b": new}) == ("b", new)
 
 
 @pytest.mark.slow

@@ -21,21 +21,24 @@ from tests.house.blocks import blocks
 from tests.support.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = re.compile(r"^`([\w.]+)`[^\n]*:\n\n```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-KILL = re.compile(
-    r"^\*\*Kill one now.*?```bash\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL | re.MULTILINE
-)
 LOSS = 0.0959
 NUMBER = re.compile(r"[\d.]+")
 
 
+def block(page: str, language: str, containing: str) -> str:
+    (found,) = [
+        item.text for item in blocks(page) if item.language == language and containing in item.text
+    ]
+    return found
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    files = dict(FILES.findall(README))
-    assert files.keys() == {"first.py", "ds_config.json", "job.yaml"}
-    for name, content in files.items():
-        (tmp_path / name).write_text(content, encoding="utf-8")
+    """With README's files."""
+    for item in blocks("README.md"):
+        if item.file:
+            (tmp_path / item.file).write_text(item.text, encoding="utf-8")
     return tmp_path
 
 
@@ -56,11 +59,9 @@ def test_first_script_reproduces_documented_losses(folder: Path) -> None:
 @pytest.mark.slow
 def test_kill_of_the_first_job_is_repaired_as_shown(folder: Path) -> None:
     """Its command as written; every line shown is in the output, but for its numbers."""
-    found = KILL.search(README)
-    assert found is not None
-    command, shown = found.groups()
-    (program, *words) = shlex.split(command)
+    program, *words = shlex.split(block("README.md", "bash", "'faults=["))
     assert program == "rayzero"
+    shown = block("README.md", "text", "2 -> 1 workers after step 39")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
     env.pop("RAY_ADDRESS", None)
     done = subprocess.run(
@@ -74,10 +75,13 @@ def test_kill_of_the_first_job_is_repaired_as_shown(folder: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     printed = [_without_numbers(line) for line in done.stdout.splitlines()]
-    for line in shown.splitlines():
+    faults_page = block("docs/faults.md", "text", "repaired in")
+    for line in (*shown.splitlines(), *faults_page.splitlines()):
         beginning = _without_numbers(line.partition(" ...")[0])
         assert any(text.startswith(beginning) for text in printed), (line, done.stdout)
-    assert re.search(r"2 -> 1 workers after step (39|40), no step recomputed", done.stdout)
+    # Or later, where the second worker was late.
+    assert re.search(r"2 -> 1 workers after step (39|[4-7]\d), no step recomputed", done.stdout)
+    assert "raylet" not in done.stderr
     (last,) = re.findall(r"epoch 4: loss ([\d.]+)", done.stdout)
     assert float(last) == pytest.approx(LOSS, rel=0.05)
 
@@ -91,13 +95,6 @@ def run_block(code: str, cwd: Path) -> str:
     done = run_script("-c", code, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def block(page: str, language: str, containing: str) -> str:
-    (found,) = [
-        item.text for item in blocks(page) if item.language == language and containing in item.text
-    ]
-    return found
 
 
 def run_lines(page: str, beginning: str, cwd: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

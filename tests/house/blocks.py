@@ -19,10 +19,7 @@ FIRST = f"{README}::test_first_script_reproduces_documented_losses"
 KILL = f"{README}::test_kill_of_the_first_job_is_repaired_as_shown"
 QUICKSTART = "tests/integration/test_guide_sessions.py::test_quickstart_runs_as_written"
 JOBS = "tests/integration/test_guide_sessions.py::test_jobs_in_python_run_as_written"
-FIRST_JOB = (
-    "tests/integration/test_guide_sessions.py::test_readmes_commands_of_a_job_run_as_written"
-)
-COMMANDS = "tests/integration/test_guide_sessions.py::test_guides_commands_of_a_job_run_as_written"
+COMMANDS = "tests/integration/test_guide_sessions.py::test_commands_of_a_job_run_as_written"
 LAUNCHED = "tests/huggingface/test_launched_scripts.py"
 HERE = "tests/house/test_blocks.py"
 NOT_RUN = "not run: "
@@ -37,7 +34,7 @@ PYTHON = {
 }
 BASH = {
     "README.md": {
-        "rayzero": FIRST_JOB,
+        "rayzero": COMMANDS,
         "pip install": f"{NOT_RUN}tests/deploy/test_image.py installs by the same constraints",
         "rayzero launch": LAUNCHED,
         "torchrun --nproc-per-node 2 -m": "tests/huggingface/test_scripts.py",
@@ -55,23 +52,21 @@ BASH = {
         "": QUICKSTART,
         "python3.11": f"{NOT_RUN}Makefile's setup, as CI starts it",
         "pip install": f"{NOT_RUN}tests/deploy/test_image.py installs by the same constraints",
-        "rayzero doctor": "tests/integration/test_doctor.py",
+        "rayzero doctor": "tests/integration/test_command.py",
     },
     "docs/jobs.md": {
         "rayzero": COMMANDS,
-        "rayzero resume": FIRST_JOB,
         "rayzero stop quick": QUICKSTART,
-        "rayzero ls": JOBS,
-        "rayzero status": JOBS,
-        "rayzero scale": JOBS,
-        "rayzero chaos": JOBS,
         "rayzero launch": LAUNCHED,
         "rayzero launch --workers 4 --autotuning": "tests/integration/test_command.py",
         "ray job": "tests/benchmarks/test_end_to_end.py",
     },
     "docs/checkpoints.md": {"rayzero": f"{README}::test_checkpoint_blocks"},
     "docs/config.md": {"rayzero": f"{README}::test_config_block"},
-    "docs/faults.md": {"rayzero": COMMANDS},
+    "docs/faults.md": {
+        "rayzero": COMMANDS,
+        "rayzero run job.yaml --set 'faults": f"{NOT_RUN}README's with another step, run by KILL",
+    },
     "docs/huggingface.md": {
         "rayzero launch": LAUNCHED,
         "torchrun": "tests/huggingface/test_scripts.py",

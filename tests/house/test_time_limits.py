@@ -35,7 +35,7 @@ REASONS = {
         orchestrator.metrics.http_server: CPU_BURST_S _CPU_CHECK_S _MAX_THROTTLE_S
         orchestrator.metrics.endpoint: _POLL_S _SLACK_S
         orchestrator.metrics.trackers: FLUSH_INTERVAL_S
-        orchestrator.metrics.run_files: SNAPSHOT_INTERVAL_S HISTORY_INTERVAL_S
+        orchestrator.metrics.telemetry: SNAPSHOT_INTERVAL_S HISTORY_INTERVAL_S
         orchestrator.console: STEP_INTERVAL_S
         orchestrator.background_writer: RETRY_DELAYS_S _CLOSING_RETRY_S
         orchestrator.control.vaults: VAULT_POLL_S REOPEN_BACKOFF_S CLOSE_UNUSED_AFTER_S
@@ -51,7 +51,7 @@ REASONS = {
         orchestrator.job.stop_signals: _SIGNAL_POLL_S
         orchestrator.cluster.actor_pool: _MAX_START_BACKOFF_S
         orchestrator.cluster.ray_api: _PING_INTERVAL_S
-        orchestrator.cluster.probe: _LEAST_WAIT_S
+        orchestrator.cluster.addresses: _LEAST_WAIT_S
         orchestrator.cluster.actor_calls: _MAX_BATCH_DELAY_S _DELAY_PER_WORKER_S
         orchestrator.cluster.worker_group: _ACQUIRE_INTERVAL_S _FILL_INTERVAL_S
             _EXTRA_WORKER_WAIT_S WAITING_INTERVAL_S
@@ -92,7 +92,7 @@ REASONS = {
         orchestrator.control.hang_detector: STACK_TIMEOUT_S INSPECT_TIMEOUT_S
         orchestrator.control.chaos: VAULT_REPLY_TIMEOUT_S
         orchestrator.cli.run: ACCEPT_TIMEOUT_S
-        orchestrator.cluster.probe: DEFAULT_PROBE_S
+        orchestrator.cluster.addresses: DEFAULT_PROBE_S
         orchestrator.cluster.command_client: _REPLY_TIMEOUT_S
         orchestrator.cluster.vault_group: _START_TIMEOUT_S
     """,
@@ -101,7 +101,7 @@ REASONS = {
     """,
     "the largest value of a setting, or of a time in a file": """
         orchestrator.spec: MAX_LEASE_S
-        orchestrator.cluster.probe: MAX_PROBE_S
+        orchestrator.cluster.addresses: MAX_PROBE_S
         orchestrator.numbers: MAX_UNIX_S
     """,
     "one chunk of a fixed size": """

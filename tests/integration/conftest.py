@@ -2,77 +2,75 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
+import asyncio
+import inspect
 import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import pytest
+import ray
+from ray.util import list_named_actors
+from ray.util.placement_group import placement_group_table
 
 from tests.integration.nodes import Nodes
-from tests.support.ports import free_ports
+from tests.support.token_head import TokenHead
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Tests may be coroutines: each runs in a new event loop."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
+
 
 CPUS = 4  # more than the machine may have: test workers hardly compute
-
-
-@dataclass(frozen=True)
-class Head:
-    """A running Ray head: its GCS address and dashboard URL."""
-
-    address: str
-    dashboard: str
-    pid: int
-
-    def processes(self, *titles: str) -> list[psutil.Process]:
-        """Live child processes whose titles start with one of `titles`."""
-        processes = []
-        for process in psutil.Process(self.pid).children(recursive=True):
-            with suppress(psutil.Error):
-                if " ".join(process.cmdline()).startswith(titles):  # a zombie's is empty
-                    processes.append(process)
-        return processes
+Head = TokenHead
 
 
 @pytest.fixture(scope="session")
-def head() -> Iterator[Head]:
-    # A short path: it holds Ray's sockets, whose paths are limited to 107 characters.
-    folder = Path(tempfile.mkdtemp(prefix="rz-", dir="/tmp"))
-    port, dashboard, client, agent = free_ports(4)
-    command = [
-        str(Path(sys.executable).with_name("ray")),
-        *("start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=true"),
-        "--include-log-monitor=false",  # it scans all log files, for drivers that want them
-        *("--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1"),
-        *(f"--port={port}", f"--dashboard-port={dashboard}", f"--num-cpus={CPUS}"),
-        *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"),
-        *(f"--temp-dir={folder}", f"--object-store-memory={128 * 2**20}"),
-    ]
-    # No drain at SIGTERM: it waits up to 30 s for detached actors, such as Ray Train's.
-    no_drain = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
-    env = {**os.environ, **no_drain, "RAY_AUTH_MODE": "disabled"}
-    with (folder / "start.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    """Without token authentication."""
+    head = TokenHead(tmp_path_factory.mktemp("head"), CPUS, has_token=False)
     try:
-        wait_for_dashboard(f"http://127.0.0.1:{dashboard}/api/version", process, folder)
-        yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", process.pid)
+        head.start()
+        yield head
     finally:
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        for child in psutil.wait_procs(children, timeout=5)[1]:
-            child.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+        head.kill()
+
+
+@pytest.fixture(scope="module")
+def connected(head: Head) -> Iterator[None]:
+    """This process is a driver; the jobs of a module share the connection."""
+    ray.init(address=head.address, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def no_leaks(connected: None, head: Head) -> Iterator[None]:
+    """Check after a test that no actor, placement group, CPU or process is leaked."""
+    yield
+    deadline = time.monotonic() + 60
+    while (leaks := find_leaks(head)) and time.monotonic() < deadline:
+        time.sleep(0.3)
+    for actor in list_named_actors(all_namespaces=True) if leaks else []:
+        ray.kill(ray.get_actor(**actor))  # later tests need the CPUs
+    assert leaks == []
+
+
+def find_leaks(head: Head) -> list[str]:
+    groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
+    actors = list_named_actors(all_namespaces=True)
+    cpus = ray.available_resources().get("CPU")
+    processes = head.processes("ray::JobActor", "ray::WorkerActor", "ray::VaultActor")
+    leaks = [f"group {group['name']}" for group in groups]
+    server = {"name": "command_server", "namespace": "rayzero"}  # lives as long as the cluster
+    leaks += [str(it) for it in actors if it["namespace"] == "rayzero" and it != server]
+    leaks += [str(process) for process in processes]
+    return [*leaks, f"{cpus} CPUs"] if leaks or cpus != CPUS else []
 
 
 @pytest.fixture(scope="module")
@@ -96,16 +94,3 @@ def nodes(node_cluster: Nodes) -> Iterator[Nodes]:
     """The module's cluster of several nodes, for one test."""
     yield node_cluster
     node_cluster.end_test()
-
-
-def wait_for_dashboard(url: str, process: subprocess.Popen[bytes], folder: Path) -> None:
-    deadline = time.monotonic() + 300
-    while True:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-            return
-        except OSError as error:
-            if process.poll() is not None or time.monotonic() > deadline:
-                log = (folder / "start.log").read_text(errors="replace")
-                raise RuntimeError(f"the head did not start:\n{log}") from error
-            time.sleep(0.2)

@@ -22,26 +22,37 @@ START_S = 3.0
 """How long a new worker's function takes to come to its engine."""
 
 
+def steady_job(folder: Path, name: str = "steady", **changes: Any) -> Job:
+    settings: dict[str, Any] = {
+        "engine": ENGINE,
+        "workers": Workers(min=2),
+        "steps": 1_000_000,
+        "checkpoint": {"path": str(folder), "every_steps": 20},
+    }
+    return Job(name, "tests.integration.jobs.steady:train", **(settings | changes))
+
+
+@contextmanager
+def submitted(job: Job, event_log: EventLog) -> Iterator[JobHandle]:
+    """Yield a job's handle; stop the job at the end."""
+    handle = job.submit(observer=event_log)
+    try:
+        yield handle
+    finally:
+        handle.stop()
+        assert handle.wait(120)
+
+
 @contextmanager
 def running_job(folder: Path, event_log: EventLog, **workers: Any) -> Iterator[JobHandle]:
     """Yield a job after its first steps and stop it at the end, after some more."""
-    handle = Job(
-        "steady",
-        "tests.integration.jobs.steady:train",
-        engine=ENGINE,
-        args={"pause_s": 0.1, "start_s": START_S},
-        workers=Workers(**workers),
-        steps=1_000_000,
-        checkpoint={"path": str(folder)},
-    ).submit(observer=event_log)
-    try:
+    args = {"pause_s": 0.1, "start_s": START_S}
+    changes = {"args": args, "workers": Workers(**workers), "checkpoint": {"path": str(folder)}}
+    with submitted(steady_job(folder, **changes), event_log) as handle:
         wait_for(handle, lambda: latest_step(event_log) > 5)
         yield handle
         steps_so_far = latest_step(event_log)
         wait_for(handle, lambda: latest_step(event_log) > steps_so_far + 5)
-    finally:
-        handle.stop()
-        assert handle.wait(120)
     assert_no_step_is_missing(event_log)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,9 +27,14 @@ from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired
-from tests.integration.jobs.steady import ENGINE
 from tests.integration.nodes import Nodes
-from tests.integration.steady_job import latest_step, wait_for, world_size
+from tests.integration.steady_job import (
+    latest_step,
+    steady_job,
+    submitted,
+    wait_for,
+    world_size,
+)
 from tests.orchestrator.support import EventLog
 
 pytestmark = pytest.mark.slow
@@ -44,25 +48,10 @@ STORE_FAULTS = [
 VAULT_FAULT = f"kill_vault(node=0, step={LAST_STEP + 20})"
 
 
-@contextmanager
-def submitted_job(
-    folder: Path, event_log: EventLog, faults: list[str], steps: int = 1_000_000
-) -> Iterator[JobHandle]:
-    """Submit a job with at most two workers and stop it at the end."""
-    handle = Job(
-        "steady",
-        "tests.integration.jobs.steady:train",
-        engine=ENGINE,
-        workers=Workers(min=1, max=2),
-        steps=steps,
-        checkpoint={"path": str(folder), "every_steps": CHECKPOINT_INTERVAL},
-        faults=faults,
-    ).submit(observer=event_log)
-    try:
-        yield handle
-    finally:
-        handle.stop()
-        assert handle.wait(120)
+def faulty_job(folder: Path, faults: list[str], **changes: Any) -> Job:
+    checkpoint = {"path": str(folder), "every_steps": CHECKPOINT_INTERVAL}
+    workers = Workers(min=1, max=2)
+    return steady_job(folder, workers=workers, checkpoint=checkpoint, faults=faults, **changes)
 
 
 def test_job_survives_faults_of_stores_vaults_and_workers(nodes: Nodes, tmp_path: Path):
@@ -71,7 +60,7 @@ def test_job_survives_faults_of_stores_vaults_and_workers(nodes: Nodes, tmp_path
     record = FaultRecord(tmp_path / "steady")
     _assert_store_faults_do_not_interrupt_training(tmp_path, record)
     event_log = EventLog()
-    with submitted_job(tmp_path, event_log, [*STORE_FAULTS, VAULT_FAULT]) as handle:
+    with submitted(faulty_job(tmp_path, [*STORE_FAULTS, VAULT_FAULT]), event_log) as handle:
         wait_for(handle, lambda: latest_step(event_log) > LAST_STEP)
         _assert_torn_checkpoint_is_skipped(event_log)
         _assert_lost_vault_is_restarted_and_refilled(handle, event_log)
@@ -86,7 +75,7 @@ def test_job_survives_faults_of_stores_vaults_and_workers(nodes: Nodes, tmp_path
 
 def _assert_store_faults_do_not_interrupt_training(folder: Path, record: FaultRecord) -> None:
     event_log = EventLog()
-    with submitted_job(folder, event_log, STORE_FAULTS, LAST_STEP) as handle:
+    with submitted(faulty_job(folder, STORE_FAULTS, steps=LAST_STEP), event_log) as handle:
         assert handle.wait(400)
         assert handle.result().steps == LAST_STEP
     assert [event.fault for event in record.read()] == STORE_FAULTS

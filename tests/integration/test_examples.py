@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from examples.multimodal.train import TRAIN_PAIRS
 from rayzero.engine.data.sample_ledger import check_ledger
@@ -19,7 +17,6 @@ from rayzero.orchestrator.job_events import Repaired
 from rayzero.orchestrator.job_file import load_job
 from rayzero.orchestrator.progress import StepRecord
 from tests.house.source import ROOT
-from tests.integration.conftest import Head
 from tests.orchestrator.support import EventLog
 
 pytestmark = pytest.mark.slow
@@ -31,10 +28,7 @@ KILLS = {
         *("steps=130", "ledger=true"),
         """faults=['kill(rank=1, step=50, phase="backward")']""",  # in the gather's backward
     ),
-    "rl": (
-        "steps=640",
-        'faults=["kill(rank=1, step=209)"]',
-    ),  # 208 are 13 rollouts: in the next one
+    "rl": ("steps=640", 'faults=["kill(rank=1, step=209)"]'),  # 208 are 13 rollouts
 }
 """Overrides of the examples' job files. The kills are in the forward if no phase is given."""
 
@@ -50,7 +44,7 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def runs(head: Head, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
+def runs(connected: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """All jobs by their example's name."""
     folder = tmp_path_factory.mktemp("runs")
     common = ("workers.cpus=0.5", f"checkpoint.path={folder}", "recovery.mirror_every=1")
@@ -58,16 +52,14 @@ def runs(head: Head, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
     handles = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        ray.init(address=head.address, log_to_driver=False)
         for name, overrides in KILLS.items():
             spec = load_job(ROOT / f"examples/{name}/job.yaml", [*common, *overrides])
             log = EventLog()
             handles[name] = (spec, log, Job.from_spec(spec).submit(observer=log))
-        yield {
-            name: Run(spec, folder / spec.name, log, handle.result().metrics)
-            for name, (spec, log, handle) in handles.items()
-        }
-        ray.shutdown()
+    return {
+        name: Run(spec, folder / spec.name, log, handle.result().metrics)
+        for name, (spec, log, handle) in handles.items()
+    }
 
 
 @pytest.mark.parametrize("name", KILLS)
@@ -93,14 +85,8 @@ def test_every_sample_is_used_once(name: str, samples: int, runs: dict[str, Run]
     assert check_ledger(run.folder / "ledger", order, run.spec.engine["train_batch_size"]) == []
 
 
-def test_digits_are_read(runs: dict[str, Run]) -> None:
+def test_models_have_learned(runs: dict[str, Run]) -> None:
     assert runs["vision"].metrics["accuracy"] > 0.95
-
-
-def test_pairs_find_each_other(runs: dict[str, Run]) -> None:
-    metrics = runs["multimodal"].metrics
-    assert min(metrics["image_to_caption"], metrics["caption_to_image"]) > 0.9
-
-
-def test_pole_is_balanced(runs: dict[str, Run]) -> None:
+    pairs = runs["multimodal"].metrics
+    assert min(pairs["image_to_caption"], pairs["caption_to_image"]) > 0.9
     assert runs["rl"].metrics["mean_return"] > 300  # 22 with random actions

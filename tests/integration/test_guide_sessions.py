@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import shlex
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from select import select
 from shutil import rmtree
 
 import psutil
@@ -44,16 +40,17 @@ class Terminal:
 
     def text(self) -> str:
         """All that was printed so far."""
-        return "\n".join(path.read_text(encoding="utf-8") for path in self._outputs)
+        return self.new_text({})
 
     def new_text(self, before: dict[Path, int]) -> str:
         """What was printed since `sizes` was called."""
         return "\n".join(
-            path.read_text(encoding="utf-8")[before.get(path, 0) :] for path in self._outputs
+            path.read_text(encoding="utf-8", errors="replace")[before.get(path, 0) :]
+            for path in self._outputs
         )
 
     def sizes(self) -> dict[Path, int]:
-        return {path: len(path.read_text(encoding="utf-8")) for path in self._outputs}
+        return {path: len(path.read_text("utf-8", "replace")) for path in self._outputs}
 
     def run(self, line: str) -> None:
         """Of `run` and `resume`, whatever they print; of `logs -f`, until `close`."""
@@ -70,7 +67,10 @@ class Terminal:
             pids = re.findall(r"worker 1 is ready on node \S+ \(pid (\d+)\)", self.text())
             psutil.Process(int(pids[-1])).kill()
         elif words[1] in ("run", "resume", "page") or words[:3] == ["rayzero", "logs", "-f"]:
-            self._follow(words)
+            self._follow([sys.executable, "-m", *words], self._env(words))
+        elif words[1] == "top" and "--once" not in words:
+            command = shlex.join([sys.executable, "-m", *words])
+            self._follow(["script", "-qfec", command, "/dev/null"], self._env(words))  # has a tty
         elif words[0] == "rayzero":
             self._new_output().write_text(self.rayzero(*words[1:]), encoding="utf-8")
             if "submit" in words:  # a reader waits for it, too
@@ -98,15 +98,11 @@ class Terminal:
     def _env(self, words: Sequence[str]) -> dict[str, str]:
         """A command that names its cluster is given where RAY_ADDRESS names another, lost one."""
         address = "127.0.0.1:1" if "--address" in words else self.head.address
-        return {**self.head.env, "RAY_ADDRESS": address}
+        return {**self.head.env, "RAY_ADDRESS": address, "TERM": "xterm"}
 
     def is_listed(self, name: str, state: str) -> bool:
         rows = self.rayzero("ls").splitlines()
         return [name, state] in [row.split()[:2] for row in rows]
-
-    def lose_cluster(self) -> None:
-        self.wait_running()
-        self.kill_cluster()
 
     def kill_cluster(self) -> None:
         self._end_followers()
@@ -135,34 +131,12 @@ class Terminal:
         except TimeoutError:
             pytest.fail(f"{pattern!r} not in:\n{self.new_text(before)}")
 
-    def look(self, line: str, pattern: str) -> None:
-        """Runs a command in a terminal until it shows the pattern."""
-        screen, child = pty.openpty()
-        env = {**self.head.env, "RAY_ADDRESS": self.head.address, "TERM": "xterm"}
-        words = [sys.executable, "-m", *shlex.split(line, comments=True)]
-        shown = subprocess.Popen(words, cwd=self.folder, env=env, stdout=child, stderr=child)
-        os.close(child)
-        text, deadline_s = "", time.monotonic() + TIMEOUT_S
-        try:
-            while not re.search(pattern, text) and time.monotonic() < deadline_s:
-                if select([screen], [], [], 1.0)[0]:
-                    text += os.read(screen, 4096).decode(errors="replace")
-        except OSError:
-            pass  # it has ended
-        finally:
-            shown.kill()
-            shown.wait(20)
-            os.close(screen)
-        assert re.search(pattern, text), text
-
     def _new_output(self) -> Path:
         self._outputs.append(self.folder / f"output-{len(self._outputs)}")
         return self._outputs[-1]
 
-    def _follow(self, words: list[str]) -> None:
-        env = self._env(words)
+    def _follow(self, command: list[str], env: dict[str, str]) -> None:
         with self._new_output().open("wb") as output:
-            command = [sys.executable, "-m", *words]
             self._followers.append(
                 subprocess.Popen(command, cwd=self.folder, env=env, stdout=output, stderr=output)
             )
@@ -227,15 +201,11 @@ def without_numbers(text: str) -> set[str]:
 def test_quickstart_runs_as_written(terminal: Terminal) -> None:
     """Its kill of a worker and its loss of the cluster included."""
     page = "docs/quickstart.md"
-    for block in blocks(page):
-        if block.file:
-            text = block.text
-            for given, ours in SOONER.items():
-                text = text.replace(given, ours)
-            (terminal.folder / block.file).write_text(text, encoding="utf-8")
+    write_files(terminal, page, *SOONER.items())
     for commands, shown in exchanges(page, after="ray start --head"):
         if any(re.search(r" lost .* resume ", line) for line in shown):
-            terminal.lose_cluster()
+            terminal.wait_running()
+            terminal.kill_cluster()
         before = terminal.sizes()
         for line in commands.lines():
             terminal.run(line)
@@ -269,10 +239,8 @@ ENGINE = {"train_batch_size": 24, "optimizer": {"type": "SGD", "params": {"lr": 
 @pytest.mark.timeout(300)
 def test_jobs_in_python_run_as_written(terminal: Terminal) -> None:
     """README's, the one that was Ray Train's (whose own script takes 35 s: not run), then that of
-    the guide to jobs, with its commands about a running job."""
-    for block in blocks("README.md"):
-        if block.file:
-            (terminal.folder / block.file).write_text(block.text, encoding="utf-8")
+    the guide to jobs."""
+    write_files(terminal, "README.md")
     (code,) = (block.text for block in blocks("README.md") if "rayzero.Job(" in block.text)
     printed, _ = terminal.python(code).communicate(timeout=TIMEOUT_S)
     assert re.search(r"'last': 0\.095\d+}$", printed.strip()), printed
@@ -286,54 +254,53 @@ def test_jobs_in_python_run_as_written(terminal: Terminal) -> None:
     wait_for(lambda: terminal.is_listed("gpt", "running"), TIMEOUT_S, "the job")
     attached, _ = terminal.python(f"import rayzero\n{attach}").communicate(timeout=TIMEOUT_S)
     assert re.search(r"^\d+ (running|resizing)$", attached, re.MULTILINE), attached
-    place = "tests/integration/test_guide_sessions.py::test_jobs_in_python_run_as_written"
-    lines = [line for b in blocks("docs/jobs.md") if b.language == "bash" for line in b.lines()]
-    for line in (line for line in lines if where("docs/jobs.md", line) == place):
-        terminal.run(line)
     printed, _ = job.communicate(timeout=TIMEOUT_S)
     assert job.returncode == 0, printed
     assert "'steps': 500" in printed
-    assert "'faults': {'lost': 1}" in printed  # by `rayzero chaos`
 
 
-FIRST = f"{HERE}::test_readmes_commands_of_a_job_run_as_written"
-COMMANDS = f"{HERE}::test_guides_commands_of_a_job_run_as_written"
-
-
-def lines_of(page: str, place: str) -> Iterator[str]:
-    """The bash lines of a page that the test `place` runs."""
-    for block in blocks(page):
-        for line in block.lines() if block.language == "bash" else ():
-            if where(page, line) == place:
-                yield line
-
-
+COMMANDS = f"{HERE}::test_commands_of_a_job_run_as_written"
+GUIDES = ("README.md", "docs/jobs.md", "docs/kubernetes.md", "docs/faults.md")
+NAMES = ("gpt", "gpt-stdlib", "quick")
 SHOWN = {
-    "ls": "{} +running",
+    "ls": "first +running",
     "status": "running",
     "logs": r"step \d+|epoch \d+",
     "stop": "stop",
-    "submit": "{}",
+    "submit": "first",
     "chaos": r"kill\(rank",
+    "scale": "workers? wanted",
     "page": "http://127.0.0.1:9500/",
+    "top": r"first\b[^$]*step",
 }
-"""What is found in the output of a command about a running job."""
+"""What is found in the output of a command about the running job `first`."""
 
 
-def perform(terminal: Terminal, line: str, name: str) -> None:
-    """One command about the running job `name`, and what is seen of it."""
+def guides_commands() -> dict[str, list[str]]:
+    """README's and the guides' lines by command, each once, about jobs called `first`."""
+    lines: dict[str, list[str]] = {}
+    for page in GUIDES:
+        for block in blocks(page):
+            for line in block.lines() if block.language == "bash" else ():
+                if where(page, line) == COMMANDS:
+                    words = shlex.split(line, comments=True)
+                    line = shlex.join("first" if word in NAMES else word for word in words)
+                    lines.setdefault(words[1], [])
+                    lines[words[1]] += [] if line in lines[words[1]] else [line]
+    return lines
+
+
+def perform(terminal: Terminal, line: str) -> None:
+    """One command about the running job, and what is seen of it."""
     before = terminal.sizes()
     command = line.split()[1]
-    if command == "top":
-        terminal.look(line, rf"{name}\b[^$]*step")
-        return
     terminal.run(line)
-    terminal.wait_printed(SHOWN[command].format(name), before)
+    terminal.wait_printed(SHOWN[command], before)
     if command == "page":
         with urllib.request.urlopen("http://127.0.0.1:9500/", timeout=20) as page:
             assert b"<html" in page.read()
     elif command == "stop":
-        wait_for(lambda: terminal.is_listed(name, "stopped"), TIMEOUT_S, "its end")
+        wait_for(lambda: terminal.is_listed("first", "stopped"), TIMEOUT_S, "its end")
 
 
 def write_files(terminal: Terminal, page: str, *changes: tuple[str, str]) -> None:
@@ -344,73 +311,36 @@ def write_files(terminal: Terminal, page: str, *changes: tuple[str, str]) -> Non
             (terminal.folder / block.file).write_text(text, encoding="utf-8")
 
 
-@pytest.mark.timeout(300)
-def test_readmes_commands_of_a_job_run_as_written(terminal: Terminal) -> None:
+@pytest.mark.timeout(400)
+def test_commands_of_a_job_run_as_written(terminal: Terminal) -> None:
+    """Those of README and of the guides to jobs, Kubernetes and faults, about one job that is lost
+    with its cluster and resumed; then the ones that run it to its end."""
+    rmtree(terminal.folder / "runs", ignore_errors=True)  # of other jobs of that name
     slow = "engine.step(); __import__('time').sleep(0.02)"
     write_files(terminal, "README.md", ("epochs(5)", "epochs(500)"), ("engine.step()", slow))
-    submit, *others = (it for it in lines_of("README.md", FIRST) if it.split()[1] != "run")
-    assert "submit" in submit
-    perform(terminal, submit, "first")
-    for line in others:
-        if line.split()[1] != "resume":
-            perform(terminal, line, "first")
-            continue
-        terminal.run("rayzero submit job.yaml")  # its journal is in a folder that stays
-        terminal.kill_cluster()
-        terminal.run("ray start --head")
+    commands = guides_commands()
+    changed = [line for line in commands["submit"] if "--set" in line]
+    for line in sorted(commands["submit"], key=lambda it: "--address" in it):  # those attach
+        if line not in changed:
+            perform(terminal, line)
+    for command in ("ls", "status", "logs", "top", "page", "chaos"):
+        for line in commands[command]:
+            perform(terminal, line)
+    terminal.wait_printed(r"repaired in [\s\S]*resized in", {})
+    for line in commands["scale"]:
+        perform(terminal, line)
+    terminal.kill_cluster()
+    terminal.run("ray start --head")
+    for line in commands["resume"]:
         before = terminal.sizes()
         terminal.run(line)
         terminal.wait_printed("adopted a lost run", before)
-        perform(terminal, "rayzero stop first", "first")
+    for line in (*commands["stop"], *changed, *commands["stop"]):
+        perform(terminal, line)
     assert re.search(r"was stopped after step \d+\n.* has saved nothing", terminal.text())
     rmtree(terminal.folder / "runs")  # else a job goes on from a checkpoint of its name
     write_files(terminal, "README.md")
-    for line in lines_of("README.md", FIRST):
-        if line.split()[1] == "run":
-            before = terminal.sizes()
-            terminal.run(line)
-            terminal.wait_printed(r"succeeded: 80 steps .* to 0\.095", before)
-
-
-JOB = """
-name: {name}
-entrypoint: train:train
-engine: engine.json
-workers: {{min: 1, max: 2}}
-steps: {steps}
-"""
-
-
-@pytest.mark.timeout(300)
-def test_guides_commands_of_a_job_run_as_written(terminal: Terminal) -> None:
-    """Those of the guides to jobs, Kubernetes and faults, and a fault as that page shows it."""
-    (terminal.folder / "train.py").write_text(TRAIN, encoding="utf-8")
-    (terminal.folder / "engine.json").write_text(json.dumps(ENGINE), encoding="utf-8")
-    file = terminal.folder / "job.yaml"
-    file.write_text(JOB.format(name="gpt", steps=5000), encoding="utf-8")
-    first, *lines = lines_of("docs/jobs.md", COMMANDS)
-    for line in (*lines_of("docs/kubernetes.md", COMMANDS), *lines):
-        if "--set" not in line:
-            perform(terminal, line, "gpt")
-            continue
-        perform(terminal, "rayzero stop gpt", "gpt")  # this is another job of that name
-        perform(terminal, line, "gpt")
-        perform(terminal, "rayzero stop gpt", "gpt")
-        perform(terminal, lines[0], "gpt")
-    perform(terminal, "rayzero stop gpt", "gpt")
-    file.write_text(JOB.format(name="gpt-stdlib", steps=5000), encoding="utf-8")
-    chaos, run, fault_language = lines_of("docs/faults.md", COMMANDS)
-    perform(terminal, fault_language, "")
-    shown = next(it.text for it in blocks("docs/faults.md") if "repaired in" in it.text)
-    before = terminal.sizes()
-    terminal.run(run)
-    terminal.wait_printed("resized in", before)
-    perform(terminal, chaos, "gpt-stdlib")
-    terminal.wait_printed(r"repaired in [\s\S]*repaired in", before)
-    perform(terminal, "rayzero stop gpt-stdlib", "gpt-stdlib")
-    printed = without_numbers(terminal.new_text(before))
-    assert without_numbers(shown) <= printed, printed
-    file.write_text(JOB.format(name="gpt", steps=20), encoding="utf-8")
-    before = terminal.sizes()
-    terminal.run(first)
-    terminal.wait_printed("succeeded: 20 steps", before)
+    for line in commands["run"]:
+        before = terminal.sizes()
+        terminal.run(line)
+        terminal.wait_printed(r"succeeded: 80 steps .* to 0\.095", before)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import yaml
 from rayzero.orchestrator.journal.files import read_journal
 from tests.integration.command_server import CommandServer
 from tests.integration.jobs.steady import ENGINE
-from tests.support.token_head import TokenHead
+from tests.support.token_head import TokenHead, wait_for
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,11 +36,6 @@ class TokenCluster:
     def close(self) -> None:
         self._commands.close()
         self.head.kill()
-
-    def replace_head(self) -> None:
-        """Kill all processes of the head, like a lost machine, and start a new head."""
-        self.head.kill()
-        self.head.start()
 
     def run_outside(self, *words: object, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -80,10 +75,7 @@ class TokenCluster:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.3)
+    wait_for(condition, TIMEOUT_S, "the job")
 
 
 def journal_step(folder: Path) -> int:
@@ -98,11 +90,10 @@ def checkpoint_step(folder: Path) -> int:
     return max((int(path.parent.name.removeprefix("step-")) for path in manifests), default=0)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenCluster]:
-    cluster = TokenCluster(tmp_path_factory.mktemp("cluster"))
-    yield cluster
-    cluster.close()
+    with closing(TokenCluster(tmp_path_factory.mktemp("cluster"))) as cluster:
+        yield cluster
 
 
 def test_job_commands_and_runs_that_survive_a_lost_head(cluster: TokenCluster):
@@ -129,7 +120,11 @@ def test_job_commands_and_runs_that_survive_a_lost_head(cluster: TokenCluster):
     assert "adopted: running at step " in status.stdout
     lost = _assert_head_is_lost(cluster, path)
     _assert_lost_run_is_adopted(cluster, path, lost)
-    _assert_running_job_is_scaled_and_listed(cluster)
+    scaled = cluster.run_inside("scale", "adopted", "1:2").stdout
+    assert scaled == "adopted: 1 to 2 workers wanted; it has 1\n"
+    listed = json.loads(cluster.run_inside("ls", "--json", "--path", cluster.runs).stdout)
+    found = sorted((job["name"], job["state"]) for job in listed)
+    assert found == [("abandoned", "stopped"), ("adopted", "running")]
     _assert_job_is_stopped(cluster)
     files = b"".join(path.read_bytes() for path in cluster.runs.rglob("*") if path.is_file())
     assert b"very-secret" not in files
@@ -165,7 +160,8 @@ def _assert_head_is_lost(cluster: TokenCluster, path: Path) -> dict[str, Any]:
     assert rejected.returncode == 2, rejected.stdout
     assert f"{linked} is in use: the process " in rejected.stderr
     wait_until(lambda: journal_step(cluster.runs / "adopted") >= 40)  # written asynchronously
-    cluster.replace_head()
+    cluster.head.kill()  # like a lost machine
+    cluster.head.start()
     lost = cluster.status("adopted")
     assert (lost["state"], lost["generation"]) == (None, 1)
     assert lost["step"] >= 40
@@ -190,18 +186,6 @@ def _assert_lost_run_is_adopted(cluster: TokenCluster, path: Path, lost: dict[st
     log = cluster.run_inside("logs", "adopted").stdout
     assert f"adopted a lost run at step {lost['step']}, offline for " in log
     assert "state: running\n" in log
-
-
-def _assert_running_job_is_scaled_and_listed(cluster: TokenCluster) -> None:
-    assert (
-        cluster.run_inside("scale", "adopted", "1:2").stdout
-        == "adopted: 1 to 2 workers wanted; it has 1\n"
-    )
-    listed = json.loads(cluster.run_inside("ls", "--json", "--path", cluster.runs).stdout)
-    assert sorted((job["name"], job["state"]) for job in listed) == [
-        ("abandoned", "stopped"),
-        ("adopted", "running"),
-    ]
 
 
 def _assert_job_is_stopped(cluster: TokenCluster) -> None:

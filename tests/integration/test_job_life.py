@@ -7,16 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import ray
-from ray.util import list_named_actors
-from ray.util.placement_group import placement_group_table
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
@@ -34,8 +28,7 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
 from rayzero.workers.chaos.inject import FaultRecord
-from tests.integration.conftest import CPUS, Head
-from tests.integration.jobs.steady import ENGINE
+from tests.integration.conftest import Head
 from tests.integration.scraping import (
     METRICS,
     check_endpoint_is_closed,
@@ -43,60 +36,12 @@ from tests.integration.scraping import (
     files_have_steps,
     has_recovered,
 )
+from tests.integration.steady_job import latest_step, steady_job, wait_for
 from tests.orchestrator.support import EventLog
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_leaks")]
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 200
-
-
-@pytest.fixture(scope="module")
-def connected(head: Head) -> Iterator[None]:
-    ray.init(address=head.address, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def no_leaks(connected: None, head: Head) -> Iterator[None]:
-    """Check after every test that no actor, placement group, CPU or process is leaked."""
-    yield
-    deadline = time.monotonic() + 60
-    while (leaks := find_leaks(head)) and time.monotonic() < deadline:
-        time.sleep(0.3)
-    for actor in list_named_actors(all_namespaces=True) if leaks else []:
-        ray.kill(ray.get_actor(**actor))  # later tests need the CPUs
-    assert leaks == []
-
-
-def find_leaks(head: Head) -> list[str]:
-    groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
-    actors = list_named_actors(all_namespaces=True)
-    cpus = ray.available_resources().get("CPU")
-    processes = head.processes("ray::JobActor", "ray::WorkerActor", "ray::VaultActor")
-    leaks = [f"group {group['name']}" for group in groups]
-    server = {"name": "command_server", "namespace": "rayzero"}  # lives as long as the cluster
-    leaks += [str(it) for it in actors if it["namespace"] == "rayzero" and it != server]
-    leaks += [str(process) for process in processes]
-    return [*leaks, f"{cpus} CPUs"] if leaks or cpus != CPUS else []
-
-
-def make_job(folder: Path, name: str = "steady", **changes: Any) -> Job:
-    settings: dict[str, Any] = {
-        "engine": ENGINE,
-        "workers": Workers(min=2),
-        "steps": 1_000_000,
-        "checkpoint": {"path": str(folder), "every_steps": 20},
-    }
-    return Job(name, "tests.integration.jobs.steady:train", **(settings | changes))
-
-
-def wait_until(handle: JobHandle, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        if handle.wait(0.05):
-            handle.result()
-        assert time.monotonic() < deadline
 
 
 def stop(handle: JobHandle) -> None:
@@ -106,15 +51,11 @@ def stop(handle: JobHandle) -> None:
         handle.result()
 
 
-def latest_step(event_log: EventLog) -> int:
-    return max((record.step for record in event_log.of(StepRecord)), default=0)
-
-
 DRIVER = """
 import sys, time
-from tests.integration.test_job_life import make_job
+from tests.integration.steady_job import steady_job
 from pathlib import Path
-handle = make_job(Path(sys.argv[1])).submit(address=sys.argv[2])
+handle = steady_job(Path(sys.argv[1])).submit(address=sys.argv[2])
 for event in handle.events():
     if type(event).__name__ == "StepRecord" and event.step > 5:
         print("running", flush=True)
@@ -131,16 +72,16 @@ def test_job_outlives_its_driver_and_can_be_attached_to(head: Head, tmp_path: Pa
     driver.wait()
     event_log = EventLog()
     handle = Job.attach("steady", observer=event_log)
-    wait_until(handle, lambda: len(event_log.of(StepRecord)) > 10)
+    wait_for(handle, lambda: len(event_log.of(StepRecord)) > 10)
     status = handle.status()
     assert (status.state, status.world_size, status.is_running) == (State.RUNNING, 2, True)
     # The same spec attaches to the run, other worker limits are applied, other changes rejected.
-    same = make_job(tmp_path).submit()
+    same = steady_job(tmp_path).submit()
     assert same.status().began_at_s == pytest.approx(status.began_at_s, abs=1)
-    scaled = make_job(tmp_path, workers=Workers(min=1, max=2)).submit()
+    scaled = steady_job(tmp_path, workers=Workers(min=1, max=2)).submit()
     assert (scaled.status().workers_min, scaled.status().workers_max) == (1, 2)
     with pytest.raises(ConfigError) as rejected:
-        make_job(tmp_path, seed=7, steps=5).submit()
+        steady_job(tmp_path, seed=7, steps=5).submit()
     assert "    seed: 0 -> 7\n" in str(rejected.value)
     assert "    steps: 1000000 -> 5" in str(rejected.value)
     follower = Job.attach("steady")
@@ -170,23 +111,23 @@ def test_job_outlives_its_driver_and_can_be_attached_to(head: Head, tmp_path: Pa
 def test_all_metrics_are_exposed_and_killed_controller_adopts_its_run(head: Head, tmp_path: Path):
     """A job loses a worker, replaces it, and then loses its controller process."""
     event_log = EventLog()
-    handle = make_job(tmp_path, metrics=METRICS).submit(observer=event_log)
-    wait_until(handle, lambda: len(event_log.of(Checkpointed)) >= 2)
+    handle = steady_job(tmp_path, metrics=METRICS).submit(observer=event_log)
+    wait_for(handle, lambda: len(event_log.of(Checkpointed)) >= 2)
     generation = handle.status().generation
     handle.scale("1:2")
     handle.inject(f"kill(rank=1, step={latest_step(event_log) + 5})")
-    wait_until(handle, lambda: sum(handle.status().faults.values()) == 1)
-    wait_until(handle, lambda: has_recovered(event_log))
+    wait_for(handle, lambda: sum(handle.status().faults.values()) == 1)
+    wait_for(handle, lambda: has_recovered(event_log))
     check_metrics(event_log, "steady", steps=1_000_000)
-    wait_until(handle, lambda: files_have_steps(tmp_path / "steady"))
-    wait_until(handle, lambda: is_journaled(str(tmp_path / "steady"), generation))
+    wait_for(handle, lambda: files_have_steps(tmp_path / "steady"))
+    wait_for(handle, lambda: is_journaled(str(tmp_path / "steady"), generation))
     curves = tmp_path / "steady" / "history.json"
-    wait_until(handle, lambda: curves.exists() and b'"loss"' in curves.read_bytes())
+    wait_for(handle, lambda: curves.exists() and b'"loss"' in curves.read_bytes())
     (controller,) = head.processes("ray::JobActor")
     step_before = latest_step(event_log)
     pids = [worker.pid for event in event_log.of(WorkersReady) for worker in event.workers]
     controller.send_signal(signal.SIGKILL)
-    wait_until(
+    wait_for(
         handle, lambda: bool(event_log.of(RunAdopted)) and latest_step(event_log) > step_before
     )
     (adopted,) = event_log.of(RunAdopted)
@@ -197,7 +138,7 @@ def test_all_metrics_are_exposed_and_killed_controller_adopts_its_run(head: Head
     assert status.generation > adopted.generation
     assert sum(status.faults.values()) == 1, "the fault budget is preserved"
     assert (status.workers_min, status.workers_max) == (1, 2)
-    wait_until(handle, lambda: not any(is_worker(pid) for pid in pids))
+    wait_for(handle, lambda: not any(is_worker(pid) for pid in pids))
     stop(handle)
     handle.end()
     check_endpoint_is_closed(event_log)
@@ -228,7 +169,7 @@ def test_one_job_fails_and_prestop_hook_of_head_stops_the_other(head: Head, tmp_
     pod's preStop hook, the second has a checkpoint of its last step."""
     event_logs = {name: EventLog() for name in ("first", "second")}
     handles = {
-        name: make_job(
+        name: steady_job(
             tmp_path,
             name,
             workers=Workers(min=workers),
@@ -238,11 +179,11 @@ def test_one_job_fails_and_prestop_hook_of_head_stops_the_other(head: Head, tmp_
         for name, workers in (("first", 2), ("second", 1))
     }
     for name, handle in handles.items():
-        wait_until(handle, lambda name=name: latest_step(event_logs[name]) > 5)  # type: ignore[misc]
+        wait_for(handle, lambda name=name: latest_step(event_logs[name]) > 5)  # type: ignore[misc]
     _assert_killed_worker_fails_job(handles["first"], event_logs["first"], tmp_path)
     event_log = event_logs["second"]
     steps_so_far = latest_step(event_log)
-    wait_until(handles["second"], lambda: latest_step(event_log) > steps_so_far + 20)
+    wait_for(handles["second"], lambda: latest_step(event_log) > steps_so_far + 20)
     events = handles["second"].events()
     assert next(event for event in events if isinstance(event, StepRecord)).step == 1
     _assert_prestop_hook_stops_job(head, handles["second"], event_log)

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import ray
 
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job.api import Job
-from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job_events import (
     FaultDetected,
     JobWarning,
@@ -27,7 +21,7 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
 from rayzero.workers.messages import LogLine
-from tests.integration.conftest import CPUS, Head
+from tests.integration.conftest import CPUS
 from tests.orchestrator.support import EventLog
 from tests.support.nccl_like.settings import from_environment
 
@@ -35,43 +29,10 @@ pytestmark = pytest.mark.slow
 JOBS = "tests.integration.jobs.plain"
 
 
-@pytest.fixture(scope="module")
-def connected(head: Head) -> Iterator[None]:
-    """Connect this process as a driver; jobs of the module share the connection."""
-    ray.init(address=head.address, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture
-def event_log(connected: None) -> Iterator[EventLog]:
-    """Observer of a test's jobs. Checks at teardown that they leaked no process or CPU."""
-    event_log = EventLog()
-    yield event_log
-    pids = [worker.pid for event in event_log.of(WorkersReady) for worker in event.workers]
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if not find_running(pids) and ray.available_resources().get("CPU") == CPUS:
-            break
-        time.sleep(0.1)
-    assert find_running(pids) == []
-    assert ray.available_resources()["CPU"] == CPUS
-
-
-def find_running(pids: list[int]) -> list[str]:
-    """Descriptions of the processes that still run; zombies do not count."""
-    running = []
-    for pid in pids:
-        with suppress(psutil.Error):
-            process = psutil.Process(pid)
-            if process.status() != psutil.STATUS_ZOMBIE:
-                running.append(f"{pid} {process.status()} {process.cmdline()}")
-    return running
-
-
-def wait_for_event(handle: JobHandle, event_log: EventLog, kind: type) -> None:
-    while not event_log.of(kind):
-        assert not handle.wait(0.05), "the job has ended"
+def event_log(no_leaks: None) -> EventLog:
+    """Observer of a test's jobs."""
+    return EventLog()
 
 
 def make_job(function: Any, folder: Path, **changes: Any) -> Job:
@@ -124,7 +85,6 @@ def test_engine_of_named_entry_point_reports_to_the_job(event_log: EventLog, tmp
         steps=5,
         checkpoint={"path": str(tmp_path)},
     ).submit(observer=event_log)
-    assert not handle.wait(0.01)
     assert handle.wait(200)
     result = handle.result()
     assert [event.state for event in event_log.of(StateEntered)] == [
@@ -154,7 +114,7 @@ def test_engine_of_named_entry_point_reports_to_the_job(event_log: EventLog, tmp
 def test_start_timeout_without_enough_resources(event_log: EventLog, tmp_path: Path):
     workers = Workers(min=CPUS + 1, start_timeout_s=1.5)
     with pytest.raises(JobFailedError, match=r"room for 4 of at least 5 workers .* after 1\.5 s"):
-        make_job("train", tmp_path, workers=workers).run(observer=event_log)
+        make_job("train_forever", tmp_path, workers=workers).run(observer=event_log)
 
 
 def test_long_call_is_waited_for_and_its_function_called_in_a_new_process(

@@ -16,10 +16,8 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-import ray
 import yaml
 
-from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job_events import Checkpointed, MetricsServed, Repaired
 from rayzero.orchestrator.page import render_page
 from rayzero.orchestrator.progress import StepRecord
@@ -34,37 +32,27 @@ from tests.deploy.prometheus import (
     wait_for,
 )
 from tests.integration.conftest import Head
-from tests.integration.jobs import steady
+from tests.integration.scraping import ABSENT
+from tests.integration.steady_job import steady_job
 from tests.orchestrator.support import EventLog
 from tools.dashboard.grafana import list_expressions
 
 pytestmark = pytest.mark.slow
-# Not reported for a CPU job.
-ABSENT = {
-    "rayzero_model_flops_utilization_ratio",
-    "rayzero_device_peak_memory_bytes",
-    "rayzero_device_utilization_ratio",
-}
 TIMEOUT_S = 200.0
 
 
+@pytest.mark.usefixtures("connected")
 def test_every_panel_and_alert_has_data(head: Head, tmp_path: Path) -> None:
     find_program("prometheus")  # skips the test before it starts a job
-    ray.init(address=head.address, log_to_driver=False)
-    try:
-        scrape_a_job(tmp_path, head.address)
-    finally:
-        ray.shutdown()
+    scrape_a_job(tmp_path, head.address)
 
 
 def scrape_a_job(folder: Path, address: str) -> None:
     event_log = EventLog()
-    job = Job(
-        name="monitored",
-        entrypoint=steady.train,
-        engine=steady.ENGINE,
+    job = steady_job(
+        folder,
+        "monitored",
         workers=Workers(min=1, max=2),
-        steps=100_000,
         checkpoint={"path": str(folder), "every_steps": 50},
         recovery={"max_faults": 1},
         metrics={"port": 0},

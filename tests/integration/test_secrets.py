@@ -12,7 +12,9 @@ from urllib.request import urlopen
 import pytest
 import yaml
 from pyarrow import fs
+from typer.testing import CliRunner
 
+from rayzero.orchestrator.cli.app import app
 from tests.integration.jobs.steady import ENGINE
 from tests.integration.leak_sources import (
     read_command_lines,
@@ -122,22 +124,26 @@ def read_bucket(options: str) -> Iterator[tuple[str, bytes]]:
                 yield info.path, file.readall()
 
 
-def test_failing_commands_do_not_print_secrets(head: TokenHead, options: str):
+def test_failing_commands_do_not_print_secrets(
+    options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A missing bucket and an unsupported scheme, with credentials in the URL."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
     url = f"s3://AKIA:{STORE}@no-such-bucket/runs?{options}"
     unsupported = url.replace("s3:", "ftp:")
     for args in (
         ["ls", "--path", url],
         ["status", "missing", "--path", unsupported],
+        ["ckpt", "ls", url],
+        ["ckpt", "ls", unsupported],
     ):
-        done = head.rayzero(*args)
-        assert STORE not in done.stdout + done.stderr, args
-    for args in (["ckpt", "ls", url], ["doctor", "--checkpoint", unsupported]):
-        done = head.command("rayzero", *args)
-        assert done.returncode != 0
-        assert "***" in done.stdout + done.stderr, done
-        assert STORE not in done.stdout + done.stderr, args
-        assert "Traceback" not in done.stderr
+        result = CliRunner().invoke(app, args)
+        assert STORE not in result.output, args
+        if args[0] == "ckpt":
+            assert isinstance(result.exception, SystemExit)
+            assert result.exit_code != 0
+            assert "***" in result.output
 
 
 def test_command_lines_are_readable() -> None:

@@ -6,69 +6,36 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
 
-from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError, WorkerLostError
-from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerInfo
 from rayzero.workers.vault.records import ConnectionLost
 from rayzero.workers.vault.vault import Vault
 from tests.integration.conftest import CPUS, Head
-from tests.integration.tiny import TinyWorker, make_spec, wait_until_lost
+from tests.integration.tiny import LIMIT_S, groups, next_worker, request, wait_until_lost
 
-pytestmark = pytest.mark.slow
-TIMEOUT_S = 150.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def connected(head: Head) -> Iterator[None]:
-    ray.init(address=head.address, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
-@asynccontextmanager
-async def groups(
-    folder: Path, can_grow: bool = True, **args: str
-) -> AsyncIterator[tuple[WorkerGroup, VaultGroup]]:
-    """Yield both groups. Checks at the end that their resources were released."""
-    spec = make_spec(folder, args=args)
-    vaults = VaultGroup(spec)
-    workers = WorkerGroup(spec, Clock(), can_grow, vaults, TinyWorker)
-    try:
-        yield workers, vaults
-    finally:
-        await workers.release()
-        await vaults.release()
-    await workers.release()  # idempotent
-    await wait_for_free_cpus(CPUS)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_leaks")]
 
 
 async def wait_for_free_cpus(cpus: int) -> None:
     """Wait until this many CPUs are free; Ray's accounting lags behind."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + LIMIT_S
     while (free := ray.available_resources().get("CPU", 0)) != cpus and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
     assert free == cpus
 
 
-def request(min_workers: int, max_workers: int, cpus: float = 1.0) -> ResourceRequest:
-    return ResourceRequest(min_workers, max_workers, cpus, 0.0, TIMEOUT_S)
-
-
 async def wait_for_exit(pid: int) -> None:
     """Wait until the process has exited."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + LIMIT_S
     while is_running(pid):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
@@ -81,168 +48,140 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_pending_worker_starts_when_another_is_released_and_is_replaced_when_lost(tmp_path: Path):
-    async def run() -> None:
-        async with groups(tmp_path) as (workers, _):
-            before = time.monotonic()
-            first = await workers.start_workers(request(1, 3, cpus=CPUS / 2))
-            assert time.monotonic() - before < TIMEOUT_S, "start does not wait for the third worker"
-            assert [worker.index for worker in first] == [0, 1]
-            pending = asyncio.ensure_future(workers.next_worker())
-            await asyncio.sleep(1)
-            assert not pending.done()
-            await workers.release_worker(1)
-            late = await asyncio.wait_for(pending, TIMEOUT_S)
-            assert late.index == 2
-            await wait_for_exit(first[1].pid)
-            assert "released" in (await asyncio.wait_for(wait_until_lost(workers, 1), TIMEOUT_S))[1]
-            await check_replacement(workers, late)
-
-    async def check_replacement(workers: WorkerGroup, lost: WorkerInfo) -> None:
-        """Only the lost worker's reservation has room for the new one."""
-        loss = asyncio.ensure_future(wait_until_lost(workers, lost.index))
-        await asyncio.sleep(0.2)
-        os.kill(lost.pid, signal.SIGKILL)
-        assert "exit" in (await asyncio.wait_for(loss, TIMEOUT_S))[lost.index]
-        workers.replace(lost.index, 1.5, [])
-        before = time.monotonic()
-        new = await asyncio.wait_for(workers.next_worker(), TIMEOUT_S)
-        assert time.monotonic() - before > 1.4
-        assert (new.index, new.node_id) == (lost.index + 1, lost.node_id)
-        assert await workers.call(new.index, WorkerCalls.open_store) == new.pid
-
-    asyncio.run(run())
+async def check_replacement(workers: WorkerGroup, lost: WorkerInfo) -> None:
+    """Only the lost worker's reservation has room for the new one."""
+    loss = asyncio.ensure_future(wait_until_lost(workers, lost.index))
+    await asyncio.sleep(0.2)
+    os.kill(lost.pid, signal.SIGKILL)
+    assert "exit" in (await loss)[lost.index]
+    workers.replace(lost.index, 1.5, [])
+    before = time.monotonic()
+    new = await next_worker(workers)
+    assert time.monotonic() - before > 1.4
+    assert (new.index, new.node_id) == (lost.index + 1, lost.node_id)
+    assert await workers.call(new.index, WorkerCalls.open_store) == new.pid
 
 
-def test_limits_can_be_lowered_while_workers_start(tmp_path: Path):
+async def test_workers_are_added_released_and_replaced(tmp_path: Path):
+    async with groups(tmp_path) as (workers, _):
+        first = await workers.start_workers(request(1, 3, cpus=CPUS / 2))  # two fit
+        assert [worker.index for worker in first] == [0, 1]
+        workers.resize(1, 2)  # removes the pending one
+        await asyncio.sleep(1.5)
+        pids = [await workers.call(index, WorkerCalls.open_store) for index in range(2)]
+        assert pids == [worker.pid for worker in first]
+        await workers.release_worker(1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(workers.next_worker(), 1.5)
+        await wait_for_free_cpus(CPUS // 2)
+        workers.resize(1, 3)
+        assert (await next_worker(workers)).index == 2
+        pending = asyncio.ensure_future(next_worker(workers))
+        await asyncio.sleep(1)
+        assert not pending.done()
+        await workers.release_worker(0)
+        late = await pending
+        assert late.index == 3
+        await wait_for_exit(first[0].pid)
+        assert "released" in (await wait_until_lost(workers, 0))[0]
+        await check_replacement(workers, late)
+
+
+async def test_limits_can_be_lowered_while_workers_start(tmp_path: Path):
     gate = tmp_path / "gate"
 
-    async def run() -> None:
-        async with groups(tmp_path, gate=str(gate)) as (workers, _):
-            starting = asyncio.ensure_future(workers.start_workers(request(1, 2)))
-            deadline = time.monotonic() + TIMEOUT_S
-            while len(list(tmp_path.glob("gate-*"))) < 2 and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)
-            workers.resize(1, 1)
-            await wait_for_free_cpus(CPUS - 1)
-            gate.touch()
-            assert [worker.index for worker in await asyncio.wait_for(starting, TIMEOUT_S)] == [0]
-
-    asyncio.run(run())
+    async with groups(tmp_path, gate=str(gate)) as (workers, _):
+        starting = asyncio.ensure_future(workers.start_workers(request(1, 2)))
+        deadline = time.monotonic() + LIMIT_S
+        while len(list(tmp_path.glob("gate-*"))) < 2 and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        workers.resize(1, 1)
+        await wait_for_free_cpus(CPUS - 1)
+        gate.touch()
+        assert [worker.index for worker in await asyncio.wait_for(starting, LIMIT_S)] == [0]
 
 
-def test_resize_adds_workers_and_removes_only_pending_ones(tmp_path: Path):
-    async def run() -> None:
-        async with groups(tmp_path) as (workers, _):
-            await workers.start_workers(request(1, 1))
-            workers.resize(1, 2)
-            assert (await asyncio.wait_for(workers.next_worker(), TIMEOUT_S)).index == 1
-            workers.resize(1, CPUS + 2)  # more than fit
-            await asyncio.sleep(0.2)
-            workers.resize(1, 1)
-            await asyncio.sleep(1.5)
-            assert [await workers.call(i, WorkerCalls.open_store) > 0 for i in range(2)] == [
-                True
-            ] * 2
-            await workers.release_worker(1)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(workers.next_worker(), 1.5)
-            await wait_for_free_cpus(CPUS - 1)
-
-    asyncio.run(run())
+async def test_fixed_cluster_gets_only_requests_that_fit(tmp_path: Path):
+    async with groups(tmp_path, can_grow=False) as (workers, _):
+        before = time.monotonic()
+        with pytest.raises(JobFailedError, match="room for 4 of at least 5"):
+            await workers.start_workers(request(CPUS + 1, CPUS + 2))
+        assert time.monotonic() - before < LIMIT_S, "fails without waiting"
+        assert len(await workers.start_workers(request(1, CPUS + 2, cpus=CPUS / 2))) == 2
 
 
-def test_fixed_cluster_gets_only_requests_that_fit(tmp_path: Path):
-    async def run() -> None:
-        async with groups(tmp_path, can_grow=False) as (workers, _):
-            before = time.monotonic()
-            with pytest.raises(JobFailedError, match="room for 4 of at least 5"):
-                await workers.start_workers(request(CPUS + 1, CPUS + 2))
-            assert time.monotonic() - before < TIMEOUT_S, "fails without waiting"
-            assert len(await workers.start_workers(request(1, CPUS + 2, cpus=CPUS / 2))) == 2
-
-    asyncio.run(run())
-
-
-def test_workers_that_crash_at_start(tmp_path: Path):
+async def test_workers_that_crash_at_start(tmp_path: Path):
     crash_file = tmp_path / "crash"
 
-    async def run() -> None:
-        async with groups(tmp_path, crash_file=str(crash_file)) as (workers, _):
-            crash_file.touch()
-            with pytest.raises(JobFailedError, match="a worker could not start"):
-                await workers.start_workers(request(1, 1))
-            await workers.release()
-            crash_file.unlink()
+    async with groups(tmp_path, crash_file=str(crash_file)) as (workers, _):
+        crash_file.touch()
+        with pytest.raises(JobFailedError, match="a worker could not start"):
             await workers.start_workers(request(1, 1))
-            crash_file.touch()
-            workers.resize(1, 2)
-            with pytest.raises(WorkerLostError, match=r"did not start, trying again in 1 s"):
-                await asyncio.wait_for(workers.next_worker(), TIMEOUT_S)
-            crash_file.unlink()
-            assert (await asyncio.wait_for(workers.next_worker(), TIMEOUT_S)).index >= 2
-
-    asyncio.run(run())
-
-
-def test_cancelled_start_releases_everything(tmp_path: Path):
-    async def run() -> None:
-        async with groups(tmp_path) as (workers, _):
-            starting = asyncio.ensure_future(workers.start_workers(request(3, 3, cpus=CPUS / 2)))
-            await asyncio.sleep(0.7)
-            starting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await starting
-
-    asyncio.run(run())
+        await workers.release()
+        crash_file.unlink()
+        await workers.start_workers(request(1, 1))
+        crash_file.touch()
+        workers.resize(1, 2)
+        with pytest.raises(WorkerLostError, match=r"did not start, trying again in 1 s"):
+            await next_worker(workers)
+        crash_file.unlink()
+        assert (await next_worker(workers)).index >= 2
 
 
-def test_workers_are_killed_with_and_without_vault_which_is_reopened_when_lost(
+async def test_cancelled_start_releases_everything(tmp_path: Path):
+    async with groups(tmp_path) as (workers, _):
+        starting = asyncio.ensure_future(workers.start_workers(request(3, 3, cpus=CPUS / 2)))
+        await asyncio.sleep(0.7)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+
+async def check_kill_of_hung_worker(
+    workers: WorkerGroup, vaults: VaultGroup, first: WorkerInfo, second: WorkerInfo
+) -> None:
+    """Kill the second worker, which is stopped, through the vault."""
+    node = first.node_id
+    addresses = await vaults.open([node])
+    assignments = {
+        worker.index: RankAssignment(worker.index, worker.index, 2, addresses[node])
+        for worker in (first, second)
+    }
+    await workers.assign(GenerationSpec(1, 2, "", 0), assignments).wait_all()
+    os.kill(second.pid, signal.SIGSTOP)
+    poll = asyncio.ensure_future(vaults.call(node, Vault.poll, LIMIT_S))
+    await asyncio.sleep(0.1)
+    await workers.kill(1)
+    assert await poll == [ConnectionLost(1, second.pid)]
+    await wait_until_lost(workers, 1)
+    assert is_running(first.pid)
+
+
+async def check_lost_vault(head: Head, vaults: VaultGroup, node: str) -> None:
+    first = await vaults.open([node])
+    assert await vaults.open([node, node]) == first
+    assert await vaults.call(node, Vault.inventory) == []
+    (vault,) = head.processes("ray::VaultActor")
+    poll = asyncio.ensure_future(vaults.call(node, Vault.poll, 30))
+    await asyncio.sleep(0.2)
+    vault.kill()
+    with pytest.raises(VaultLostError):
+        await asyncio.wait_for(poll, LIMIT_S)
+    with pytest.raises(VaultLostError, match="has no vault"):
+        await vaults.call(node, Vault.usage)
+    reopened = await vaults.open([node])
+    assert reopened[node] != first[node]
+    assert set(await vaults.call(node, Vault.usage)) >= {"slots", "replicas", "available"}
+
+
+async def test_workers_are_killed_with_and_without_vault_which_is_reopened_when_lost(
     head: Head, tmp_path: Path
 ):
-    async def run() -> None:
-        async with groups(tmp_path) as (workers, vaults):
-            first, second = await workers.start_workers(request(2, 2))
-            await check_kill_of_hung_worker(workers, vaults, first, second)
-            await check_lost_vault(vaults, first.node_id)
-            await vaults.close(first.node_id)
-            await workers.kill(0)
-            await asyncio.wait_for(wait_until_lost(workers, 0), TIMEOUT_S)
-            await wait_for_exit(first.pid)  # Ray kills the process asynchronously
-
-    async def check_kill_of_hung_worker(
-        workers: WorkerGroup, vaults: VaultGroup, first: WorkerInfo, second: WorkerInfo
-    ) -> None:
-        """Kill the second worker, which is stopped, through the vault."""
-        node = first.node_id
-        addresses = await vaults.open([node])
-        assignments = {
-            worker.index: RankAssignment(worker.index, worker.index, 2, addresses[node])
-            for worker in (first, second)
-        }
-        await workers.assign(GenerationSpec(1, 2, "", 0), assignments).wait_all()
-        os.kill(second.pid, signal.SIGSTOP)
-        poll = asyncio.ensure_future(vaults.call(node, Vault.poll, TIMEOUT_S))
-        await asyncio.sleep(0.1)
-        await workers.kill(1)
-        assert await poll == [ConnectionLost(1, second.pid)]
-        await asyncio.wait_for(wait_until_lost(workers, 1), TIMEOUT_S)
-        assert is_running(first.pid)
-
-    async def check_lost_vault(vaults: VaultGroup, node: str) -> None:
-        first = await vaults.open([node])
-        assert await vaults.open([node, node]) == first
-        assert await vaults.call(node, Vault.inventory) == []
-        (vault,) = head.processes("ray::VaultActor")
-        poll = asyncio.ensure_future(vaults.call(node, Vault.poll, 30))
-        await asyncio.sleep(0.2)
-        vault.kill()
-        with pytest.raises(VaultLostError):
-            await asyncio.wait_for(poll, TIMEOUT_S)
-        with pytest.raises(VaultLostError, match="has no vault"):
-            await vaults.call(node, Vault.usage)
-        reopened = await vaults.open([node])
-        assert reopened[node] != first[node]
-        assert set(await vaults.call(node, Vault.usage)) >= {"slots", "replicas", "available"}
-
-    asyncio.run(run())
+    async with groups(tmp_path) as (workers, vaults):
+        first, second = await workers.start_workers(request(2, 2))
+        await check_kill_of_hung_worker(workers, vaults, first, second)
+        await check_lost_vault(head, vaults, first.node_id)
+        await vaults.close(first.node_id)
+        await workers.kill(0)
+        await wait_until_lost(workers, 0)
+        await wait_for_exit(first.pid)  # Ray kills the process asynchronously

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from rayzero.orchestrator.aio import Clock
+from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
+from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.workers.messages import (
     GenerationSpec,
     MirrorPolicy,
@@ -20,6 +26,8 @@ from rayzero.workers.messages import (
     WorkerSpec,
 )
 from rayzero.workers.vault.client import VaultClient
+
+LIMIT_S = 150.0
 
 
 class TinyWorker:
@@ -86,6 +94,31 @@ async def wait_until_lost(workers: WorkerGroup, *indices: int) -> dict[int, str]
     """Wait until all of these workers are lost. Returns the reasons by worker index."""
     lost: dict[int, str] = {}
     workers.subscribe(indices)
-    while not lost.keys() >= set(indices):
-        lost |= (await workers.receive()).lost
+    async with asyncio.timeout(LIMIT_S):
+        while not lost.keys() >= set(indices):
+            lost |= (await workers.receive()).lost
     return lost
+
+
+@asynccontextmanager
+async def groups(
+    folder: Path, can_grow: bool = True, **args: str
+) -> AsyncIterator[tuple[WorkerGroup, VaultGroup]]:
+    """Tiny workers and their vaults."""
+    spec = make_spec(folder, args=args)
+    vaults = VaultGroup(spec)
+    workers = WorkerGroup(spec, Clock(), can_grow, vaults, TinyWorker)
+    try:
+        yield workers, vaults
+    finally:
+        await workers.release()
+        await vaults.release()
+    await workers.release()  # idempotent
+
+
+def request(min_workers: int, max_workers: int, cpus: float = 1.0) -> ResourceRequest:
+    return ResourceRequest(min_workers, max_workers, cpus, 0.0, LIMIT_S)
+
+
+async def next_worker(workers: WorkerGroup) -> WorkerInfo:
+    return await asyncio.wait_for(workers.next_worker(), LIMIT_S)

@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.cli.app import app
-from rayzero.orchestrator.cli.job_table import job_table
-from rayzero.orchestrator.cli.jobs import _status_fields
+from rayzero.orchestrator.cli.jobs import _status_fields, job_table
 from rayzero.orchestrator.cluster import connect
 from rayzero.orchestrator.job.lookup import status_from_journal
 from rayzero.orchestrator.job_events import (
@@ -32,8 +31,7 @@ from rayzero.orchestrator.job_events import (
     StateEntered,
 )
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.metrics.jobs_page import JobsPage
-from rayzero.orchestrator.metrics.run_files import RunIndex
+from rayzero.orchestrator.metrics.jobs_page import JobsPage, RunIndex
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.top.board import render_board, snapshot_line

@@ -7,24 +7,31 @@ from xdist.scheduler import LoadScopeScheduling
 # These share one Ray head, a session fixture that costs ten CPU seconds.
 _SHARED_HEAD = (
     "tests/integration/test_command.py",
-    "tests/integration/test_doctor.py",
+    "tests/integration/test_examples.py",
     "tests/integration/test_job_life.py",
     "tests/integration/test_jobs.py",
     "tests/integration/test_prometheus.py",
     "tests/integration/test_ray_train.py",
     "tests/integration/test_worker_group.py",
 )
-# Slow tests that take minutes, in order: starting one late would prolong the whole run.
+# Slow tests that take minutes, the longest first: starting one late would prolong the whole run.
 _START_ORDER = (
+    "tests/huggingface/test_scripts.py",
+    "tests/workers/launch/test_script.py",
     *_SHARED_HEAD,
-    "tests/integration/test_job_commands.py",
-    "tests/integration/test_jobs_on_nodes.py",
-    "tests/workers/test_recovery.py",
-    "tests/benchmarks/test_end_to_end.py",
-    "tests/integration/test_chaos.py",
+    "tests/huggingface/test_launched_scripts.py",
+    "tests/integration/test_guide_sessions.py",
     "tests/integration/test_two_hosts.py",
-    "tests/integration/test_nodes.py",
-    "tests/examples/test_bert_and_ddp.py",
+    "tests/deploy/test_image.py",
+    "tests/benchmarks/test_end_to_end.py",
+    "tests/integration/test_jobs_on_nodes.py",
+    "tests/integration/test_chaos.py",
+    "tests/benchmarks/test_soak.py",
+    "tests/examples/test_hf.py",
+    "tests/benchmarks/test_plan.py",
+    "tests/engine/test_convergence.py",
+    "tests/engine/planning/test_search.py",
+    "tests/integration/test_job_commands.py",
     "tests/integration/test_secrets.py",
 )
 

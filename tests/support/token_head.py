@@ -1,4 +1,4 @@
-"""A Ray head with dashboard and token authentication, started by `ray start`."""
+"""A Ray head with dashboard, with or without token authentication, started by `ray start`."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class TokenHead:
     Args:
         folder: for logs, and for the temporary files of all processes on the head.
         cpus: number of CPUs that Ray schedules.
+        has_token: whether the cluster has token authentication.
 
     Attributes:
         token: auth token of the cluster.
@@ -57,7 +58,7 @@ class TokenHead:
         session: Ray's temporary folder, new after each start.
     """
 
-    def __init__(self, folder: Path, cpus: int) -> None:
+    def __init__(self, folder: Path, cpus: int, has_token: bool = True) -> None:
         self.token = secrets.token_hex(32)
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
@@ -77,6 +78,8 @@ class TokenHead:
             "TMPDIR": str(self.temporary),
             "OMP_NUM_THREADS": "1",
         }
+        if not has_token:  # it imports nothing but what is installed
+            self.env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
         self._process: subprocess.Popen[bytes] | None = None
         self.session = Path()
 
@@ -107,14 +110,15 @@ class TokenHead:
             _live_nodes(self.get_json("/api/v0/nodes"))
         )
 
-    def processes(self) -> list[psutil.Process]:
-        """The head process and all of its descendants."""
+    def processes(self, *titles: str) -> list[psutil.Process]:
+        """The head process and all of its descendants; with `titles` those that begin so."""
         if self._process is None:
             return []
+        found = []
         with suppress(psutil.Error):
             top = psutil.Process(self._process.pid)
-            return [top, *top.children(recursive=True)]
-        return []
+            found = [top, *top.children(recursive=True)]
+        return [it for it in found if not titles or _title(it).startswith(titles)]
 
     def kill(self) -> None:
         """SIGKILL the head and all of its descendants, like a lost machine."""
@@ -157,6 +161,13 @@ class TokenHead:
             text=True,
             timeout=COMMAND_TIMEOUT_S,
         )
+
+
+def _title(process: psutil.Process) -> str:
+    """Empty if it has ended."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def _live_nodes(response: Any) -> list[str]:

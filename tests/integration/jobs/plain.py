@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from rayzero.workers.context import Context
-
-
-def train(ctx: Context) -> dict[str, Any]:
-    """All-reduce a value in every step and report a decreasing loss."""
-    print(f"hello from {ctx.rank} of {ctx.world_size}")
-    print("to stderr", file=sys.stderr)
-    value = torch.zeros(1)
-    for step in range(1, ctx.steps + 1):
-        value += ctx.rank + 1
-        dist.all_reduce(value)
-        ctx.report(tokens=100)
-        ctx.report(step=step, loss=8.0 / step)
-        time.sleep(ctx.args.get("pause_s", 0.01))
-    return {"answer": {"first": 1.5, "last": torch.tensor(2.5)}, "env": os.environ["RANK"]}
 
 
 def train_forever(ctx: Context) -> None:

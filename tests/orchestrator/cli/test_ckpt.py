@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -50,6 +49,17 @@ def test_ls(job):
     assert rows[1].endswith(f"damaged: {path.name} is missing")
     assert "unfinished: it has no manifest.json" in rows[3]
     assert rows[0].split()[2] == "d"  # of its age
+    (row,) = map(json.loads, ckpt("ls", job / "step-100", "--json").splitlines())
+    assert row == {
+        "step": 100,
+        "folder": str(job / "step-100"),
+        "condition": "whole",
+        "problem": "",
+        "bytes": size_of(job / "step-100"),
+        "world_size": 2,
+        "stage": 2,
+        "created_s": 0.0,
+    }
 
 
 def test_name_of_a_job_is_its_folder_in_runs(tmp_path, monkeypatch):
@@ -59,22 +69,6 @@ def test_name_of_a_job_is_its_folder_in_runs(tmp_path, monkeypatch):
     assert ckpt("verify", "gpt/step-9") == "step 9: intact\n"
     assert "there are no checkpoints at other" in ckpt("ls", "other", code=2)
     assert "the name of a job in runs/" in ckpt("ls", "other", code=2)
-
-
-def test_ls_as_json(job):
-    rows = [json.loads(line) for line in ckpt("ls", job / "step-100", "--json").splitlines()]
-    assert rows == [
-        {
-            "step": 100,
-            "folder": str(job / "step-100"),
-            "condition": "whole",
-            "problem": "",
-            "bytes": size_of(job / "step-100"),
-            "world_size": 2,
-            "stage": 2,
-            "created_s": 0.0,
-        }
-    ]
 
 
 def test_verify(job):
@@ -146,24 +140,5 @@ def test_progress_is_printed_as_lines_without_terminal(capsys):
 @pytest.mark.parametrize("command", [["ls"], ["verify"], ["prune", "--keep", "1"]])
 def test_commands_fail_without_checkpoints(tmp_path, command):
     assert "there are no checkpoints at" in ckpt(*command, tmp_path, code=2)
-    assert "cannot be stored at x://y" in ckpt(*command, "x://y", code=2)
     (tmp_path / "file").write_text("")
     assert "Not a directory" in ckpt(*command, tmp_path / "file", code=1)
-
-
-def test_help_has_example_for_every_command():
-    for command in ("ls", "verify", "prune", "export"):
-        assert f"Example: rayzero ckpt {command}" in ckpt(command, "--help")
-
-
-def test_ls_imports_neither_torch_nor_ray(job):
-    script = (
-        "import sys\n"
-        "from rayzero.orchestrator.cli.app import app\n"
-        f"app(['ckpt', 'ls', {str(job)!r}, '--json'], standalone_mode=False)\n"
-        "sys.exit(repr({'torch', 'ray', 'pyarrow'} & set(sys.modules)))\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
-    )
-    assert result.stderr.strip() == "set()"

@@ -36,9 +36,6 @@ def test_explain_groups_keys_in_effect(engine: Path) -> None:
     assert " ".join(cells["bf16.enabled"][:5]) == "= true (old name bfloat16):"
     assert cells["zero_optimization.stage"][:3] == ["=", "0", "(default):"]
     assert "zero_optimization.contiguous_gradients" not in cells
-
-
-def test_all_shows_every_key(engine: Path) -> None:
     text = config("explain", engine, "--all")
     assert "zero_optimization.contiguous_gradients" in text
     assert "no-op: always so" in text
@@ -79,18 +76,14 @@ def test_job_file_is_explained_by_its_engine_config(engine: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"train_batch_siz": 1}', "did you mean 'train_batch_size'?"),
-        ('{"amp": {"enabled": true}}', "amp: refused: "),
         ("{", "is not JSON or Hjson"),
         ('{"a":' * 3000 + "1" + "}" * 3000, "nested too deeply"),
         ('{"train_batch_size": 1e999}', "train_batch_size: input should be a valid integer"),
-        (None, "cannot be read: No such file"),
     ],
 )
-def test_invalid_file_ends_with_code_2(content: str | None, message: str, tmp_path: Path) -> None:
+def test_invalid_file_ends_with_code_2(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "engine.json"
-    if content is not None:
-        path.write_text(content)
+    path.write_text(content)
     text = config("explain", path, code=2)
     assert text.startswith("error: engine config")
     assert message in text

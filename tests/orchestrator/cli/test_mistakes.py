@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import rayzero
 from rayzero.engine.errors import RayzeroError
@@ -25,8 +25,6 @@ LIMIT_S = 3.0
 FIRST = """
 def train(ctx): ...
 def two(ctx, other): ...
-async def later(ctx): ...
-steps = 3
 """
 JOB = """\
 name: first
@@ -43,34 +41,23 @@ ENGINE: Mapping[str, Any] = {
 # (what is replaced in JOB; "" appends), (what takes its place), (words of the error)
 JOB_FILES: list[tuple[str, str, tuple[str, ...]]] = [
     ("{min: 2}", "16", ("workers: keys and values", '{"min": 16}', "seen: 16")),
-    ("{min: 2}", "'2:8'", ("workers: keys and values", "max, min", "seen: '2:8'")),
-    ("{min: 2}", "{min: 4, max: 2}", ("workers.max", "workers.min, which is 4", "seen: 2")),
     ("{min: 2}", "{count: 2}", ("workers.count: unknown key", "max, min")),
     ("{min: 2}", "{min: 0}", ("workers.min", "greater than or equal to 1", "seen: 0")),
     ("{min: 2}", "{gpus: 8}", ("workers.gpus", "less than or equal to 1", "seen: 8")),
     ("{min: 2}", "{gpu: 1}", ("workers.gpu: unknown key", "'gpus'")),
     ("{min: 2}", "{env: {A: 4}}", ("workers.env.A", 'in quotes, "4"')),
-    ("{min: 2}", "{env: {RANK: '4'}}", ("workers.env", "must not set RANK")),
     ("name: first", "name: my job", ("name: must be letters, digits", "at most 63", "'my job'")),
-    ("name: first", "name: a/b", ("name: must be letters, digits", "'a/b'")),
     ("name: first", "name: 7", ("name: text was expected", 'in quotes, "7"')),
     ("name: first\n", "", ("name: this key is required",)),
-    ("entrypoint: first:train\n", "", ("entrypoint: this key is required",)),
     ("first:train", "first.py", ("module:function, such as first:train", "'first.py'")),
-    ("first:train", "first.train", ("module:function, such as first:train",)),
     ("first:train", "../first.py:train", ("module:function, such as first:train",)),
     ("first:train", "src/first.py:train", ("no module named 'src'",)),
     ("first:train", "first.py:trian", ("entrypoint 'first:trian'", "did you mean 'train'")),
     ("first:train", "first:two", ("two(ctx, other) cannot be called with ctx", "ctx.args")),
-    ("first:train", "first:later", ("later returns a coroutine", "without async")),
-    ("first:train", "first:steps", ("'first:steps' is of type int, which is not callable",)),
-    ("first:train", "broken.py:train", ("broken.py:1: '(' was never closed",)),
-    ("first:train", "first:trian", ("'trian' is not in", "did you mean 'train'")),
     ("first:train", "frist:train", ("no module named 'frist'",)),
     ("", "step: 10", ("step: unknown key", "'steps'")),
     ("", "steps: 0", ("steps", "greater than or equal to 1", "seen: 0")),
     ("", "steps: 10k", ("steps", "valid integer", "seen: '10k'")),
-    ("", "epochs: 3", ("epochs: unknown key", "steps")),
     (
         "",
         "checkpoint: {resume: runs/gone}",
@@ -80,10 +67,8 @@ JOB_FILES: list[tuple[str, str, tuple[str, ...]]] = [
     ("", "checkpoint: {path: 'http://x'}", ("checkpoint.path", "s3://", "'http://x'")),
     ("", "checkpoint: {every: 10}", ("checkpoint.every: unknown key", "'every_steps'")),
     ("", "checkpoint: {keep: 0}", ("checkpoint.keep", "greater than or equal to 1")),
-    ("", "faults: ['kil(rank=1, step=3)']", ("unknown fault 'kil'", "'kill'", "chaos --list")),
     ("", "faults: ['kill(rank=1)']", ("kill needs step=", "kill(rank=, step=")),
     ("", "faults: kill(rank=1, step=3)", ("a list was expected", '["kill(rank=1, step=3)"]')),
-    ("", "metrics: {port: 99999}", ("metrics.port", "65535", "seen: 99999")),
     ("", "recovery: {balance: fast}", ("recovery.balance", "'even' or 'auto'", "'fast'")),
     ("", "\tsteps: 3", ("not YAML: line 5", "a tab; YAML is indented with spaces")),
     ("", "steps: 3\nsteps: 4", ("line 6, column 1: the key 'steps' is given twice",)),
@@ -116,7 +101,6 @@ ENGINES: list[tuple[dict[str, Any] | str, tuple[str, ...]]] = [
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}},
         ("scheduler.params.warmup_steps: unknown key", "'warmup_num_steps'"),
     ),
-    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("fp16 and bf16: both are enabled",)),
     ({"gradient_accumulation_steps": 3}, ("the batch sizes disagree", "is 32", "is 48")),
     ({"gradient_accumulation": 3}, ("unknown key", "'gradient_accumulation_steps'")),
     ({"gradient_clipping": -1}, ("gradient_clipping", "greater than or equal to 0", "seen: -1")),
@@ -131,8 +115,6 @@ ENGINES: list[tuple[dict[str, Any] | str, tuple[str, ...]]] = [
     ({"tensor_parallel": {"autotp_size": 4}}, ("tensor_parallel: refused", "stage 3")),
     ({"amp": {"enabled": True}}, ("amp: refused", "use bf16, fp16 or torch_autocast")),
     ('{"train_batch_size": NaN}', ("train_batch_size: a finite number was expected",)),
-    ('{"seed": 1, "seed": 2}', ("the key 'seed' is given twice",)),
-    ("[]", ("engine config 'ds.json'", "a mapping of keys to values was expected")),
 ]
 
 COMMANDS: list[tuple[str, tuple[str, ...]]] = [
@@ -149,21 +131,15 @@ COMMANDS: list[tuple[str, tuple[str, ...]]] = [
     ("scale first many", ("'many' is not a number of workers", "such as 2:8")),
     ("scale first 4:2", ("'4:2' is not a number of workers", "1 <= MIN <= MAX")),
     ("resume nosuch", ("there is no journal in runs/nosuch", "--path")),
-    ("status a/b", ("'a/b' is not a valid job name", "letters, digits")),
     ("chaos first kill", ("not a call", "kill(rank=1, step=7", "chaos --list")),
-    ("chaos first kill(rnak=1)", ("no argument 'rnak'", "'rank'", "kill(rank=")),
-    ("ckpt ls nope", ("there are no checkpoints at nope", "step-<n>")),
-    ("ckpt verify nope", ("there are no checkpoints at nope", "step-<n>")),
     ("ckpt ls s4://x/y", ("cannot be stored at s4://x/y", "s3", "checkpoint.path")),
     ("ckpt prune runs --keep 0", ("--keep", "greater than or equal to 1")),
     ("config explain nope.json", ("'nope.json' cannot be read", "No such file")),
-    ("plan first.py --batch first:train", ("'first.py' is not the name of a function", "models:")),
     ("plan first:train --batch first:train --gpu h900", ("--gpu 'h900'", "80GB", "h100")),
     ("launch nope.py", ("there is no file 'nope.py'",)),
     ("launch -m frist", ("there is no module 'frist' (did you mean 'first'?)", "launch -m")),
     ("launch -m nosuch.module", ("there is no module 'nosuch'", "can be imported from")),
     ("run job.yaml --set checkpoint.path=ds.json", ("ds.json/first' cannot be created",)),
-    ("run job.yaml --address 127.0.0.1:1", ("no Ray cluster at '127.0.0.1:1'", "nothing listens")),
     ("launch .", ("'.' cannot be read: Is a directory",)),
     ("launch job.yaml", ("job.yaml:2: invalid syntax: entry", "in Python")),
     ("launch --workers 2-4 first.py", ("'2-4' is not a number of workers", "2:8")),
@@ -184,20 +160,12 @@ class Unreadable(Broken):
         return 8
 
 
-async def _later(ctx: object) -> None: ...
-
-
 SMALL = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 
 def _initialize(**given: Any) -> rayzero.engine.api.engine.Engine:
     values = {"model": nn.Linear(4, 1), "config": SMALL} | given
     return rayzero.initialize(**values)[0]
-
-
-def _loader() -> Any:
-    data = TensorDataset(torch.ones(16, 4), torch.ones(16, 1))
-    return _initialize(training_data=data).training_dataloader
 
 
 Turn = Callable[[Any, Any], object]
@@ -216,21 +184,6 @@ def _loss(engine: Any, batch: Any) -> torch.Tensor:
     return nn.functional.mse_loss(engine(batch[0]), batch[1])
 
 
-def _no_step(engine: Any, batch: Any) -> None:
-    engine.backward(_loss(engine, batch))
-
-
-def _optimizer_step(engine: Any, batch: Any) -> None:
-    _no_step(engine, batch)
-    engine.optimizer.step()
-
-
-def _two_steps(engine: Any, batch: Any) -> None:
-    _no_step(engine, batch)
-    engine.step()
-    engine.step()
-
-
 def _detached(engine: Any, batch: Any) -> None:
     engine.backward(_loss(engine, batch).detach())
 
@@ -239,52 +192,25 @@ def _number(engine: Any, batch: Any) -> None:
     engine.backward(_loss(engine, batch).item())
 
 
-def _over_a_lock() -> Callable[[object], object]:
-    lock = threading.Lock()
-    return lambda ctx: lock
-
-
 CALLS: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
-    (lambda: _initialize(model=None), ("got NoneType", "a torch.nn.Module")),
     (lambda: _initialize(model="gpt2"), ("got str", "a torch.nn.Module")),
     (lambda: _initialize(config="nope.json"), ("'nope.json' cannot be read", "`config=`")),
     (
         lambda: _initialize(training_data=DataLoader([1, 2])),  # type: ignore[arg-type]
         ("is a DataLoader", "__len__ and __getitem__", "training_data"),
     ),
-    (
-        lambda: _initialize(training_data=TensorDataset(torch.ones(0, 4))),
-        ("is empty", "one sample or more"),
-    ),
-    (
-        lambda: _initialize(optimizer=torch.optim.SGD(nn.Linear(4, 1).parameters())),
-        ("not a parameter of the model", "model.parameters()"),
-    ),
-    (lambda: _initialize().step(), ("without a backward()", "one backward(), then one step()")),
-    (lambda: _initialize().backward(torch.ones(4)), ("shape (4,)", "a scalar loss")),
     (lambda: _initialize(model=nn.Linear), ("got a class", "'in_features'", "model=Linear(...)")),
     (lambda: _initialize(model_parameters=nn.Linear(4, 1)), ("got Linear", "model.parameters()")),
     (lambda: _initialize(lr_scheduler=3), ("(lr_scheduler=...) got int", "a scheduler over the")),
     (lambda: _initialize(config=[1]), ("a list was given", "a dict, or the path")),
     (lambda: _initialize(training_data=Broken()), ("len() of the training data", "no index file")),
     (lambda: _loop(lambda engine, batch: None, Unreadable()), ("could not be read", "'nope'")),
-    (lambda: _initialize(training_data=iter([1])), ("can only be iterated", "__getitem__")),
-    (lambda: next(_loader().until("10")), ("loader.until('10') was called", "0 or more")),
-    (lambda: next(_loader().epochs(-1)), ("loader.epochs(-1) was called", "0 or more")),
-    (lambda: _loop(_no_step), ("came before the step() of micro-batch 1 of step 1",)),
-    (lambda: _loop(_optimizer_step), ("optimizer.step() was called", "engine.step()")),
-    (lambda: _loop(_two_steps), ("step() was called without a backward()",)),
     (lambda: _loop(_detached), ("without a graph", "with gradients enabled")),
     (lambda: _loop(_number), ("backward() got a float", "a scalar loss")),
     (lambda: rayzero.Job("j", 3), ("of type int, which is not callable",)),  # type: ignore[arg-type]
-    (lambda: rayzero.Job("j", None), ("of type NoneType, which is not callable",)),  # type: ignore[arg-type]
     (lambda: rayzero.Job("j", lambda: None), ("<lambda>() cannot be called with ctx",)),
-    (lambda: rayzero.Job("j", _later), ("_later returns a coroutine instead of training",)),
     (lambda: rayzero.Job("j", "m:f", workers=4), ("workers: keys and values", '{"min": 4}')),  # type: ignore[arg-type]
     (lambda: rayzero.Job("j", "m:f", args=[1]), ("args: keys and values were expected",)),  # type: ignore[arg-type]
-    (lambda: rayzero.Job("j", "m:f", steps=-1), ("steps: input should be greater", "seen: -1")),
-    (lambda: rayzero.Job("j", "m:f", epochs=3), ("epochs: unknown key", "steps")),
-    (lambda: rayzero.Job("j", _over_a_lock()).submit(), ("uses lock, which cannot be sent",)),
     (
         lambda: rayzero.Job("j", "first:train", args={"a": threading.Lock()}).submit(),
         ("job 'j', args", "JSON types"),
@@ -296,7 +222,6 @@ CALLS: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
     (lambda: rayzero.Job("j", "first:two").submit(), ("two(ctx, other) cannot be called",)),
     (lambda: rayzero.Job("j", "frist:train").submit(), ("'frist' (did you mean 'first'?)",)),
     (lambda: rayzero.Workers(mn=3), ("mn: unknown key", "'min'")),
-    (lambda: rayzero.Job("a b", "m:f"), ("name: must be letters, digits", "'a b'")),
 ]
 
 
@@ -317,12 +242,11 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.chdir(tmp_path)
     Path("first.py").write_text(FIRST)
-    Path("broken.py").write_text("def train(ctx:\n")
     Path("job.yaml").write_text(JOB)
     Path("ds.json").write_text(json.dumps(ENGINE))
 
 
-def _refused(command: str, words: tuple[str, ...]) -> None:
+def _refused(command: str, words: tuple[str, ...]) -> Result:
     began_s = time.process_time()
     result = CliRunner().invoke(app, command.split(), env={"COLUMNS": "200"})
     assert time.process_time() - began_s < LIMIT_S
@@ -330,12 +254,15 @@ def _refused(command: str, words: tuple[str, ...]) -> None:
     assert result.exit_code == 2
     assert [word for word in words if word not in result.output] == [], result.output
     assert "Traceback" not in result.output
+    return result
 
 
 @pytest.mark.parametrize(("old", "new", "words"), JOB_FILES, ids=[it[1] for it in JOB_FILES])
 def test_job_file(old: str, new: str, words: tuple[str, ...]) -> None:
     Path("job.yaml").write_text(JOB.replace(old, new) if old else f"{JOB}{new}\n")
-    _refused("run job.yaml", words)
+    result = _refused("run job.yaml", words)
+    assert result.stderr.startswith("error: ")
+    assert result.stdout in ("", "job first\n")
 
 
 @pytest.mark.parametrize(("change", "words"), ENGINES, ids=[str(it[0]) for it in ENGINES])

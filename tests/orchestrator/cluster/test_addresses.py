@@ -7,8 +7,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -16,12 +16,14 @@ import grpc
 import pytest
 import ray
 import typer
+from aiohttp import web
 from typer.testing import CliRunner
 
 import rayzero
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.cli.app import app
-from rayzero.orchestrator.cluster import connect, probe
+from rayzero.orchestrator.cluster import addresses, connect
+from rayzero.orchestrator.metrics.http_server import HttpServer
 
 JOB = "{name: gpt, entrypoint: 'train:train', engine: {train_batch_size: 8}}\n"
 COMMANDS: dict[str, str] = {
@@ -48,24 +50,13 @@ class Server:
     def __init__(self, reply: Callable[[str], tuple[int, bytes]]) -> None:
         self.asked = asked = list[str]()
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                asked.append(f"{self.command} {self.path}")
-                self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                status, body = reply(self.path)
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+        async def answer(request: web.BaseRequest) -> web.Response:
+            asked.append(f"{request.method} {request.path}")
+            status, body = reply(request.path)
+            return web.Response(status=status, body=body)
 
-            do_POST = do_PUT = do_GET  # noqa: N815
-
-            def log_message(self, *_: object) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.address = f"127.0.0.1:{self.server.server_address[1]}"
-        Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+        self.server = HttpServer("127.0.0.1", 0, answer)
+        self.address = f"127.0.0.1:{self.server.port}"
 
 
 def dashboard(path: str) -> tuple[int, bytes]:
@@ -79,8 +70,7 @@ def dashboard(path: str) -> tuple[int, bytes]:
 def serving(reply: Callable[[str], tuple[int, bytes]]) -> Iterator[Server]:
     server = Server(reply)
     yield server
-    server.server.shutdown()
-    server.server.server_close()
+    server.server.stop(10)
 
 
 @pytest.fixture
@@ -229,48 +219,40 @@ def nothing() -> Iterator[str]:
     yield free_address()
 
 
-FOUND = {
-    "dashboard": (web_server, "a Ray dashboard is there", "{option}http://{address}"),
-    "its token": (
-        lambda: web_server(lambda _: (401, b"Unauthorized")),
-        "a Ray dashboard is there",
-        "{option}http://{address}",
-    ),
-    "web": (
-        lambda: web_server(lambda _: (200, b"<html>")),
-        "that is no Ray dashboard, with `200 OK` for /api/version",
-        "{option}127.0.0.1:6379",
-    ),
+def token_needed(path: str) -> tuple[int, bytes]:
+    return 401, b"Unauthorized"
+
+
+def other_page(path: str) -> tuple[int, bytes]:
+    return 200, b"<html>"
+
+
+CLIENT_RPC = "/ray.rpc.RayletDriver/ClusterInfo"
+NO_DASHBOARD = "that is no Ray dashboard, with `200 OK` for /api/version"
+NEITHER = "a server that speaks neither HTTP nor gRPC is there"
+AT_DASHBOARD, AT_CLUSTER = "{option}http://{address}", "{option}127.0.0.1:6379"
+FOUND: dict[str, tuple[Callable[[], AbstractContextManager[str]], str, str]] = {
+    "dashboard": (web_server, "a Ray dashboard is there", AT_DASHBOARD),
+    "token": (partial(web_server, token_needed), "a Ray dashboard is there", AT_DASHBOARD),
+    "web": (partial(web_server, other_page), NO_DASHBOARD, AT_CLUSTER),
     "client": (
-        lambda: grpc_server("/ray.rpc.RayletDriver/ClusterInfo"),
+        partial(grpc_server, CLIENT_RPC),
         "a Ray Client server is there",
         "{option}http://127.0.0.1:8265",
     ),
-    "grpc": (
-        lambda: grpc_server("/other"),
-        "a gRPC server that is not of Ray's head node",
-        "{option}127.0.0.1:6379",
-    ),
-    "redis": (
-        lambda: raw_server(b"-ERR unknown command\r\n"),
-        "a server that speaks neither HTTP nor gRPC is there",
-        "{option}127.0.0.1:6379",
-    ),
+    "grpc": (partial(grpc_server, "/other"), "a gRPC server that is not of Ray's", AT_CLUSTER),
+    "redis": (partial(raw_server, b"-ERR unknown command\r\n"), NEITHER, AT_CLUSTER),
     "tls": (
-        lambda: raw_server(b"\x15\x03\x03\x00\x02\x02\x46"),
-        "a server that speaks TLS is there",
-        "{option}127.0.0.1:6379",
+        partial(raw_server, b"\x15\x03\x03\x00\x02\x02\x46"),
+        "speaks TLS is there",
+        AT_CLUSTER,
     ),
-    "silent": (
-        lambda: raw_server(b""),
-        "a server that does not answer within 0.5 s is there",
-        "{option}127.0.0.1:6379",
-    ),
+    "silent": (partial(raw_server, b""), "does not answer within 0.5 s is there", AT_CLUSTER),
     "nothing": (nothing, "nothing listens there (Connection refused)", ""),
 }
 FOUND_BY_HTTP = {
     "cluster": (
-        lambda: grpc_server(probe.CHECK_ALIVE_RPC),
+        partial(grpc_server, addresses.CHECK_ALIVE_RPC),
         "Ray's own port is there",
         "{option}{address} on a machine of the cluster",
     ),
@@ -278,9 +260,14 @@ FOUND_BY_HTTP = {
 }
 
 
-@pytest.mark.parametrize("origin", ["option", "variable"])
 @pytest.mark.parametrize(
-    ("scheme", "kind"), [*(("", it) for it in FOUND), *(("http://", it) for it in FOUND_BY_HTTP)]
+    ("scheme", "kind", "origin"),
+    [
+        *(("", kind, "option") for kind in FOUND),
+        *(("http://", kind, "option") for kind in FOUND_BY_HTTP),
+        *(("", kind, "variable") for kind in ("dashboard", "client", "silent", "nothing")),
+        *(("http://", kind, "variable") for kind in ("cluster", "web")),
+    ],
 )
 def test_error_says_what_is_at_the_address(
     scheme: str, kind: str, origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

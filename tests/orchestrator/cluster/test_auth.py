@@ -9,9 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cluster import connect, ray_api
-from rayzero.orchestrator.cluster.addresses import Address
 from rayzero.orchestrator.cluster.ray_api import AuthRefusedError, check_auth
 
 TOKEN = "a" * 64
@@ -48,20 +46,16 @@ def with_headers(monkeypatch: pytest.MonkeyPatch, **headers: str) -> None:
     monkeypatch.setattr(ray_api, "get_auth_headers_if_auth_enabled", lambda _: headers)
 
 
-def test_valid_token_is_accepted(head: str, monkeypatch: pytest.MonkeyPatch):
+def test_token_is_checked_at_once(head: str, monkeypatch: pytest.MonkeyPatch):
     with_headers(monkeypatch, Authorization=f"Bearer {TOKEN}")
     assert check_auth(head, LIMIT_S)
-
-
-def test_wrong_or_missing_token_is_rejected_immediately(head: str, monkeypatch: pytest.MonkeyPatch):
     start_s = time.monotonic()
     with_headers(monkeypatch)
     with pytest.raises(AuthRefusedError, match="requires an auth token, and none is set"):
         check_auth(head, LIMIT_S)
     with_headers(monkeypatch, Authorization="Bearer b")
-    with pytest.raises(AuthRefusedError) as error:
+    with pytest.raises(AuthRefusedError, match="rejected the auth token") as error:
         connect.connect(head)
-    assert "rejected the auth token" in str(error.value)
     assert "RAY_AUTH_TOKEN_PATH" in str(error.value)
     assert time.monotonic() - start_s < 15, "Ray's own check takes 20 s each"
 
@@ -73,14 +67,3 @@ def test_rejected_token_is_an_error_without_another_local_cluster(
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: {head, "127.0.0.1:1"})
     with pytest.raises(AuthRefusedError):
         list(connect.connect_each(None))
-
-
-def test_token_check_ignores_other_servers():
-    with ThreadPoolExecutor(1) as pool:
-        server = grpc.server(pool)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        assert not check_auth(f"127.0.0.1:{port}", LIMIT_S)
-        server.stop(None).wait(10)
-    with pytest.raises(ConfigError, match="there is no Ray cluster"):
-        connect.check_reachable(Address("127.0.0.1:1"))

@@ -26,23 +26,11 @@ def failing(error: Exception) -> Any:
     return init
 
 
-def test_local_cluster_start_failure_is_reported(
-    monkeypatch: pytest.MonkeyPatch,
+def test_start_of_a_local_cluster_is_retried_and_its_failure_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "init", failing(Exception("The current node timed out\nduring start")))
-    with pytest.raises(JobFailedError) as caught:
-        connect.connect(None)
-    assert "could not be started on this machine: The current node timed out" in caught.value.seen
-    assert "rayzero doctor" in caught.value.fix
-
-
-def test_slow_start_is_retried(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    outcomes: list[Exception | None] = [
-        Exception("The current node timed out during startup."),
-        Exception("The current node timed out during startup."),
-        None,
-    ]
+    outcomes: list[Exception | None] = [Exception("The current node timed out during startup.")] * 2
+    outcomes += [None, Exception("No space left on device\nduring start")]
 
     def init(**_: object) -> None:
         if (error := outcomes.pop(0)) is not None:
@@ -50,20 +38,19 @@ def test_slow_start_is_retried(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", init)
-    assert connect.connect(None).owned
-    assert not outcomes
+    cluster = connect.connect(None)
+    assert (cluster.owned, cluster.can_grow, len(outcomes)) == (True, False, 1)
     assert "trying again: The current node timed out" in caplog.text
+    with pytest.raises(JobFailedError) as caught:
+        connect.connect(None)
+    assert "could not be started on this machine: No space left on device" in caught.value.seen
+    assert "rayzero doctor" in caught.value.fix
 
 
-def test_error_without_message_shows_its_class(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_error_of_a_connection_names_its_class_or_both_versions(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ray, "init", failing(ConnectionError()))
     with pytest.raises(ConfigError, match="there is no Ray cluster at 'auto': ConnectionError"):
         connect.connect("auto")
-
-
-def test_version_mismatch_names_both_versions(monkeypatch: pytest.MonkeyPatch):
     message = (
         "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\n    Python: 3.10.13\n"
         "This process on node 10.0.0.2 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"

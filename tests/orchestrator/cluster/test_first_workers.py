@@ -1,4 +1,5 @@
-"""The wait for the first workers' reservations, in virtual time and without Ray."""
+"""The wait for the first workers' reservations, in virtual time and without Ray; how a worker is
+started in one."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from rayzero.orchestrator.cluster import ray_api
+from rayzero.orchestrator.cluster.actor_pool import ActorPool, Reservation
 from rayzero.orchestrator.cluster.ray_api import NodeTable
 from rayzero.orchestrator.cluster.worker_group import WAITING_INTERVAL_S, WorkerGroup
 from rayzero.orchestrator.errors import JobFailedError
@@ -19,26 +21,22 @@ from tests.orchestrator.support import VirtualClock, settle
 
 
 class FullPool:
-    """No reservation is granted until `granted`, then all."""
+    """Grants no reservation."""
+
+    workers = ()
 
     def __init__(self) -> None:
-        self.granted = False
         self.jobs = {"a": Capacity(2, 0)}
-        self.workers: list[Any] = []
 
-    async def reserve(self, number: int, need: ResourceRequest) -> None:
-        self.requested = number
+    async def reserve(self, number: int, need: ResourceRequest) -> None: ...
 
-    async def start_in_ready(self, need: ResourceRequest) -> list[Any]:
-        if self.granted:
-            self.workers = [object()] * self.requested
-        return self.workers
+    async def start_in_ready(self, need: ResourceRequest) -> tuple[()]:
+        return ()
 
     async def held_by_other_jobs(self) -> dict[str, Capacity]:
         return self.jobs
 
-    async def remove_all(self) -> None:
-        self.workers = []
+    async def remove_all(self) -> None: ...
 
 
 @pytest.fixture
@@ -51,37 +49,54 @@ def full_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asyncio, "to_thread", inline)
 
 
-def queueing(timeout_s: float) -> tuple[FullPool, VirtualClock, list[tuple[float, str]], Any]:
+@pytest.mark.usefixtures("full_cluster")
+async def test_queueing_is_said_again_and_again_and_ends_with_who_holds_the_resources():
     pool, clock = FullPool(), VirtualClock()
-    said: list[tuple[float, str]] = []
+    said: list[str] = []
     vaults: Any = None
     group = WorkerGroup(make_spec(Path("unused")), clock, False, vaults, object)
     group._pool = pool  # type: ignore[assignment]
-    group._resources = ResourceRequest(2, 2, 1.0, 0.0, timeout_s)
-    waiting = group._acquire(lambda text: said.append((clock.now(), text)))
-    return pool, clock, said, asyncio.ensure_future(waiting)
-
-
-@pytest.mark.usefixtures("full_cluster")
-async def test_queueing_is_said_after_some_seconds_and_again(folder: Path):
-    pool, clock, said, waiting = queueing(timeout_s=300.0)
+    group._resources = ResourceRequest(2, 2, 1.0, 0.0, 12.0)
+    waiting = asyncio.ensure_future(group._acquire(said.append))
     await clock.advance(WAITING_INTERVAL_S - 0.1)
     assert said == []  # a cluster that is only slow says nothing
     await clock.advance(0.2)
-    assert [text for _, text in said] == ["2 CPUs: held by job a (2 CPUs)"]
+    assert said == ["2 CPUs: held by job a (2 CPUs)"]
     pool.jobs = {"b": Capacity(2, 0)}
     await clock.advance(WAITING_INTERVAL_S)
-    assert [text for _, text in said][1:] == ["2 CPUs: held by job b (2 CPUs)"]
-    pool.granted = True
-    await clock.advance(0.1)
-    assert waiting.done()
-
-
-@pytest.mark.usefixtures("full_cluster")
-async def test_error_of_a_queue_that_lasts_says_who_holds_the_resources(folder: Path):
-    _, clock, said, waiting = queueing(timeout_s=4.0)
-    await clock.advance(4.1)
+    assert said[1:] == ["2 CPUs: held by job b (2 CPUs)"]
+    await clock.advance(2.0)
     await settle()
-    assert said == []
-    with pytest.raises(JobFailedError, match=r"it waited for 2 CPUs: held by job a \(2 CPUs\)"):
+    with pytest.raises(JobFailedError, match=r"it waited for 2 CPUs: held by job b \(2 CPUs\)"):
         await waiting
+
+
+class RecordedActor:
+    """Ray's handle of an actor's class."""
+
+    def __init__(self) -> None:
+        self.started: list[dict[str, Any]] = []
+
+    def options(self, **options: Any) -> RecordedActor:
+        self._options = options
+        return self
+
+    def remote(self, spec: Any, index: int) -> None:
+        self.started.append(self._options)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "threads", "expected"),
+    [(208, 8, 0, 26), (26, 8, 0, 3), (4, 8, 0, 1), (6, 0, 0, 6), (208, 8, 4, 4)],
+)
+def test_threads_are_the_nodes_unless_given(
+    tmp_path: Path, cpus: float, gpus: float, threads: int, expected: int
+):
+    env = {"NCCL_DEBUG": "INFO"}
+    pool: Any = ActorPool(make_spec(tmp_path), None, None, object)  # type: ignore[arg-type]
+    pool._actor, pool._capacities = RecordedActor(), {"node": Capacity(cpus, gpus)}
+    need = ResourceRequest(1, 1, 1.0, 1.0, 30.0, threads, env)
+    pool._start(Reservation(None), "node", need)  # type: ignore[arg-type]
+    (options,) = pool._actor.started
+    assert (options["num_cpus"], options["num_gpus"]) == (1, 1)
+    assert options["runtime_env"]["env_vars"] == {**env, "OMP_NUM_THREADS": str(expected)}

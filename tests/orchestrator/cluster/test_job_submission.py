@@ -17,8 +17,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.cluster import command_client
 from rayzero.orchestrator.cluster.connect import connect
-from rayzero.orchestrator.cluster.job_submission import RemoteJobClient
-from rayzero.orchestrator.cluster.upload import select_upload
+from rayzero.orchestrator.cluster.job_submission import RemoteJobClient, select_upload
 
 
 class Client:
@@ -113,7 +112,7 @@ def test_dashboard_address_runs_the_command_in_its_cluster(
 ) -> None:
     monkeypatch.setattr("rayzero.orchestrator.cluster.job_submission.JobSubmissionClient", Client)
     monkeypatch.setattr(command_client, "run_at_command_server", lambda *_: None)
-    monkeypatch.setattr("rayzero.orchestrator.cluster.probe.check_dashboard", lambda _: None)
+    monkeypatch.setattr("rayzero.orchestrator.cluster.addresses.check_dashboard", lambda _: None)
     monkeypatch.setenv("RAY_ADDRESS", "http://head:8265" if given == "variable" else "auto")
     Client.output, Client.cut = "first: running\n", 100
     options = ["--address", "http://head:8265"] if given == "option" else []

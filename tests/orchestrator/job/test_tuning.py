@@ -10,7 +10,7 @@ import pytest
 
 from rayzero.engine.config.autotuning import AutotuningConfig
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.cli.autotuning import tune_and_report
+from rayzero.orchestrator.cli.launch import tune_and_report
 from rayzero.orchestrator.cluster.connect import ClusterConnection
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job.tuning import ScriptTuner, apply, find_batch_flag, script_facts

@@ -53,10 +53,6 @@ def samples(job: SimulatedJob) -> dict[tuple[str, Labels], float]:
     return exported
 
 
-def sample_value(job: SimulatedJob, name: str, /, **labels: str) -> float:
-    return samples(job)[name, tuple(sorted(labels.items()))]
-
-
 def test_exported_series_match_catalog():
     families = text_string_to_metric_families(metrics_text(eventful_job()))
     actual = {family.name + "_total" * (family.type == "counter"): family for family in families}
@@ -103,12 +99,17 @@ communication_calls_total{collective=all_gather} 27
 
 def test_exported_values_match_job():
     """Traffic is summed over two ranks of 200 bytes each, then one of 200 and 300."""
-    exported = samples(eventful_job())
+    job = eventful_job()
+    exported = samples(job)
     for line in VALUES.split("\n")[1:-1]:
         name, key, label, value = re.fullmatch(r"(\w+)(?:{(\w+)=(.*)})? (.*)", line).groups()  # type: ignore[union-attr]
         labels = ((key, label),) if key else ()
         expected = pytest.approx(float(value), rel=1e-12, nan_ok=True)
         assert exported[f"rayzero_{name}", labels] == expected, line
+    job.now_s += 4000
+    exported = samples(job)
+    assert exported["rayzero_faults_in_window", ()] == 0, "the fault budget recovers with time"
+    assert exported["rayzero_faults_total", (("cause", "lost"),)] == 1
 
 
 def test_attributed_and_unattributed_time_sum_to_wall_time():
@@ -120,7 +121,7 @@ def test_attributed_and_unattributed_time_sum_to_wall_time():
     assert len(causes) == len(TimeCategory)
     assert sum(causes) + unattributed == pytest.approx(job.now_s - 100)
     assert unattributed == 0.5
-    productive = sample_value(job, "rayzero_time_seconds_total", cause="productive")
+    productive = samples(job)["rayzero_time_seconds_total", (("cause", "productive"),)]
     assert exported["rayzero_goodput_ratio", ()] == pytest.approx(productive / (job.now_s - 100))
 
 
@@ -144,17 +145,11 @@ def test_series_of_lost_ranks_are_removed():
     assert ranks(job) == {name: {"0", "1"} for name in before}
 
 
-def test_unreported_values_are_omitted():
-    job = SimulatedJob()
-    names = {name for name, _ in samples(job)}
-    assert "rayzero_loss" not in names
-    assert "rayzero_replica_timestamp_seconds" not in names
-    assert {"rayzero_step", "rayzero_goodput_ratio"} <= names
-
-
 def test_counters_with_fixed_label_start_at_zero():
     """Otherwise `rate` and `increase` would miss the first of each."""
     exported = samples(SimulatedJob())
+    names = {name for name, _ in exported}
+    assert not {"rayzero_loss", "rayzero_replica_timestamp_seconds"} & names, "not reported yet"
     faults, times = set(map(str, FaultCause)), set(map(str, TimeCategory))
     for name, label, values in (
         ("rayzero_faults_total", "cause", faults),
@@ -166,7 +161,7 @@ def test_counters_with_fixed_label_start_at_zero():
         of_name = {dict(it)[label]: v for (other, it), v in exported.items() if other == name}
         assert of_name == dict.fromkeys(values, 0.0), name
     counters = {name for name, row in CATALOG.items() if row.kind == "counter" and not row.labels}
-    assert {name for name, _ in exported} >= counters
+    assert names >= counters
 
 
 def test_replicas_on_other_nodes_have_their_own_series():
@@ -177,15 +172,15 @@ def test_replicas_on_other_nodes_have_their_own_series():
         job.step(step, 1, 2)
     unprotected = "rayzero_replica_unprotected_since_timestamp_seconds"
     assert ("rayzero_replica_step", (("place", "other"),)) not in samples(job)
-    assert sample_value(job, unprotected, place="node") == UNIX + 130
+    assert samples(job)[unprotected, (("place", "node"),)] == UNIX + 130
     first_step_s = UNIX + 110  # which no other node has
-    assert sample_value(job, unprotected, place="other") == first_step_s
+    assert samples(job)[unprotected, (("place", "other"),)] == first_step_s
     job.now_s += 1
     job.emit(StepReplicated(2, 4096))
-    assert sample_value(job, "rayzero_replica_step", place="other") == 2
-    assert sample_value(job, "rayzero_replica_timestamp_seconds", place="other") == UNIX + 120
-    assert sample_value(job, unprotected, place="other") == UNIX + 120
-    assert sample_value(job, "rayzero_replica_bytes", place="other") == 4096
+    assert samples(job)["rayzero_replica_step", (("place", "other"),)] == 2
+    assert samples(job)["rayzero_replica_timestamp_seconds", (("place", "other"),)] == UNIX + 120
+    assert samples(job)[unprotected, (("place", "other"),)] == UNIX + 120
+    assert samples(job)["rayzero_replica_bytes", (("place", "other"),)] == 4096
     job.form(2, 1, 3)  # one node remains
     job.step(4, 2, 1)
     assert not [labels for _, labels in samples(job) if ("place", "other") in labels]
@@ -198,9 +193,9 @@ def test_training_is_unprotected_from_first_step_on():
     for step in (1, 2):
         job.now_s += 10
         job.step(step, 1, 1)
-    assert sample_value(job, unprotected) == UNIX + 110
+    assert samples(job)[unprotected, ()] == UNIX + 110
     job.emit(Checkpointed(2, "runs/gpt/step-2", 3000, 0.75, 0.01))
-    assert sample_value(job, unprotected) == UNIX + 120
+    assert samples(job)[unprotected, ()] == UNIX + 120
     job = SimulatedJob(checkpoint=CheckpointSpec())
     job.form(1, 1, 0)
     job.step(1, 1, 1)
@@ -216,17 +211,10 @@ def test_number_of_user_metrics_is_bounded():
     job.step(2, 1, 1, of_step_1=2.0)
     actual = [labels for name, labels in samples(job) if name == "rayzero_user_value"]
     assert len(actual) == MAX_USER_METRICS
-    assert sample_value(job, "rayzero_user_value", name="of_step_1") == 2.0
-    last_reported = sample_value(job, "rayzero_user_value", name="of_step_2")
+    assert samples(job)["rayzero_user_value", (("name", "of_step_1"),)] == 2.0
+    last_reported = samples(job)["rayzero_user_value", (("name", "of_step_2"),)]
     assert last_reported == 1.0
-    assert sample_value(job, "rayzero_user_metrics_dropped_total") == 6
-
-
-def test_fault_budget_recovers_with_time():
-    job = eventful_job()
-    job.now_s += 4000
-    assert sample_value(job, "rayzero_faults_in_window") == 0
-    assert sample_value(job, "rayzero_faults_total", cause="lost") == 1
+    assert samples(job)["rayzero_user_metrics_dropped_total", ()] == 6
 
 
 def test_promtool_accepts_metrics():

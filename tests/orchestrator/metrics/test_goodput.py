@@ -149,14 +149,11 @@ def test_attribution_of_time(calls: list[Call], seconds: dict[str, float]):
     assert spent(account, calls[-1][-1]) == {"starting": 6.0, "productive": 1.0} | seconds
 
 
-def test_job_that_never_started():
-    account = TimeAccounting(0.0)
+def test_no_time_passes_after_final_state():
+    account = TimeAccounting(0.0)  # of a job that never started
     account.on_state(State.STARTING, 0.0)
     account.on_state(State.FAILED, 3.0)
     assert spent(account, 3.0) == {"starting": 3.0}
-
-
-def test_no_time_passes_after_final_state():
     account = running()
     times = account.breakdown_at(114.0)
     assert (times.unattributed_s, times.wall_s, times.goodput) == (7.0, 14.0, 1 / 14)

@@ -125,11 +125,20 @@ def test_wandb_run_has_every_step_and_how_the_job_ended(tmp_path: Path, wandb: F
     assert wandb.exit_codes == [0, 1]
 
 
-def test_unreachable_tracker_costs_a_warning(tmp_path: Path, wandb: FakeWandb):
+def test_unreachable_tracker_costs_a_warning_and_is_waited_for_with_a_limit(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+):
     wandb.failures = 1
     (warning,) = run_job(tmp_path, wandb={})
     assert warning == "the job's run in W&B cannot be written, retrying: no route to host"
     assert [row["step"] for row in wandb.rows] == [1, 2, 3, 2, 3]
+    monkeypatch.setattr(trackers, "END_LIMIT_S", 0.2)
+    wandb.gate.clear()  # it is silent
+    started_s = time.monotonic()
+    (warning,) = run_job(tmp_path, wandb={})
+    assert time.monotonic() - started_s < 10
+    assert warning == "the last values did not reach a tracker within 0.2 s"
+    wandb.gate.set()
 
 
 def test_package_that_cannot_be_imported_is_told_once_and_not_waited_for(
@@ -147,31 +156,17 @@ def test_package_that_cannot_be_imported_is_told_once_and_not_waited_for(
     )
 
 
-def test_end_of_job_waits_for_a_silent_tracker_with_a_limit(
-    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(trackers, "END_LIMIT_S", 0.2)
-    wandb.gate.clear()
-    started_s = time.monotonic()
-    (warning,) = run_job(tmp_path, wandb={})
-    assert time.monotonic() - started_s < 10
-    assert warning == "the last values did not reach a tracker within 0.2 s"
-    wandb.gate.set()
-
-
-@pytest.mark.parametrize("found", [None, SimpleNamespace(origin=None)])
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("wandb", None), ("wandb", SimpleNamespace(origin=None)), ("mlflow", None)],
+    ids=["wandb", "a folder that wandb leaves", "mlflow"],
+)
 def test_missing_package_is_an_error_that_names_the_setting(
     tmp_path: Path, name: str, found: object, monkeypatch: pytest.MonkeyPatch
 ):
-    """A folder of that name, which wandb leaves in a project, is no package."""
     monkeypatch.setattr(writers, "find_spec", lambda _: found)
     with pytest.raises(ConfigError, match=rf"metrics\.{name}: the package {name} is not installed"):
         Trackers(plan(tmp_path, metrics={name: {}}), BEGAN_S, print)
-
-
-def test_no_thread_without_trackers(tmp_path: Path):
-    assert run_job(tmp_path) == []
 
 
 def test_mlflow_holds_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import selectors
@@ -93,10 +92,9 @@ class Browser:
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=9
             )
 
-    def screenshot(self, path: Path) -> None:
-        """Write an image of the whole page."""
-        image = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(image["data"]))
+    def screenshot_size(self) -> int:
+        """Characters of an image of the whole page."""
+        return len(self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"])
 
     def _read(self) -> dict[str, Any]:
         with selectors.DefaultSelector() as selector:
@@ -146,6 +144,12 @@ def start_browser(folder: Path) -> Iterator[Browser]:
         process.kill()
         process.wait(10)
         os.close(response_fd)
+
+
+def check_layout(tab: Browser, width: int) -> None:
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.evaluate(OVERFLOWING) == []
+    assert tab.evaluate(LOW_CONTRAST) == []
 
 
 TEXT = "(document.body?.innerText ?? '')"

@@ -6,6 +6,13 @@ from collections.abc import Callable
 from math import exp, sin
 from typing import Any
 
+from rayzero.orchestrator.facts import (
+    CheckpointEntry,
+    FaultEntry,
+    GenerationEntry,
+    RecoveryEntry,
+)
+
 START_S = 1_700_000_000.0
 PHASES = ("forward", "backward", "reduce", "update", "data", "mirror")
 HTML = "<img src=x onerror=window.broken=1>&amp;\"'"
@@ -13,13 +20,12 @@ HTML = "<img src=x onerror=window.broken=1>&amp;\"'"
 
 def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict[str, Any]:
     """A snapshot with a value for every field, `at_s` seconds after the job's start."""
-    seconds = {
-        "productive": 3610.0,
-        "recovery_load": 12.5,
-        "recovery_detect": 3.1,
-        "starting": 31.0,
-    }
-    seconds |= {"redone": 41.0, "data": 88.0, "waiting": 150.0, "checkpoint": 4.2}
+    seconds = {"productive": 3610.0, "recovery_load": 12.5, "recovery_detect": 3.1}
+    seconds |= {"starting": 31.0, "redone": 41.0, "data": 88.0, "waiting": 150.0, "checkpoint": 4.2}
+    load = {"detect": 0.09, "load": 0.22}
+    few = ranks - 1
+    repair = RecoveryEntry(START_S + 1411, "repair", "lost", 4320, 2, ranks, few, 0.31, load)
+    resize = RecoveryEntry(START_S + 2101, "resize", "it is ready", 6540, 0, few, ranks, 0.52, load)
     pending = max(0.0, at_s - sum(seconds.values()))
     return {
         "format": 2,
@@ -62,47 +68,18 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
         },
         "ranks": [rank(number) for number in range(ranks)],
         "generations": [
-            {"at_s": START_S + 31, "generation": 1, "world_size": ranks},
-            {"at_s": START_S + 1400, "generation": 1, "world_size": ranks - 2},
-            {"at_s": START_S + 1410, "generation": 2, "world_size": ranks - 1},
-            {"at_s": START_S + 2100, "generation": 3, "world_size": ranks},
+            vars(GenerationEntry(START_S + at_s, number, size))
+            for at_s, number, size in (
+                (31, 1, ranks),
+                (1400, 1, ranks - 2),
+                (1410, 2, ranks - 1),
+                (2100, 3, ranks),
+            )
         ],
-        "faults": [
-            {
-                "at_s": START_S + 1400,
-                "cause": "lost",
-                "rank": 1,
-                "step": 4321,
-                "text": f"rank 1 on node worker-7 (pid 23281) was lost in step 4321: {HTML}",
-            }
-        ],
-        "recoveries": [
-            {
-                "at_s": START_S + 1411,
-                "kind": "repair",
-                "cause": "lost",
-                "step": 4320,
-                "steps_redone": 2,
-                "world_size_before": ranks,
-                "world_size": ranks - 1,
-                "total_s": 0.31,
-                "seconds": {"detect": 0.09, "load": 0.22},
-            },
-            {
-                "at_s": START_S + 2101,
-                "kind": "resize",
-                "cause": "a replacement is ready",
-                "step": 6540,
-                "steps_redone": 0,
-                "world_size_before": ranks - 1,
-                "world_size": ranks,
-                "total_s": 0.52,
-                "seconds": {"drain": 0.2, "load": 0.32},
-            },
-        ],
+        "faults": [vars(FaultEntry(START_S + 1400, "lost", 1, 4321, f"rank 1 was lost: {HTML}"))],
+        "recoveries": [vars(repair), vars(resize)],
         "checkpoints": [
-            {"at_s": START_S + 700 * n, "step": 2000 * n, "bytes": 3.2e9, "seconds": 4.2}
-            for n in range(1, 6)
+            vars(CheckpointEntry(START_S + 700 * n, 2000 * n, 3.2e9, 4.2)) for n in range(1, 6)
         ],
         "checkpoint_failures": 1,
         "steps_redone": 2,

@@ -21,19 +21,11 @@ from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job_events import RunEnded
 from rayzero.orchestrator.metrics.jobs_page import JobsPage
-from rayzero.orchestrator.metrics.run_files import RunFiles, restore_curves
-from rayzero.orchestrator.metrics.telemetry import Telemetry
+from rayzero.orchestrator.metrics.telemetry import RunFiles, Telemetry
 from rayzero.orchestrator.metrics.trackers import write_json_lines
 from rayzero.orchestrator.progress import StepRecord
 from tests.orchestrator.fake_cluster import FakeCluster
-from tests.orchestrator.page.browser import (
-    LOW_CONTRAST,
-    OVERFLOWING,
-    SIZES,
-    TEXT,
-    Browser,
-    start_browser,
-)
+from tests.orchestrator.page.browser import SIZES, TEXT, Browser, check_layout
 from tests.orchestrator.page.sample import HTML, START_S, history, sample
 from tests.orchestrator.support import (
     NO_FILES,
@@ -45,12 +37,6 @@ from tests.orchestrator.support import (
 )
 
 LOST_AT_S = START_S + 4000.0
-
-
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with start_browser(tmp_path_factory.mktemp("profile")) as browser:
-        yield browser
 
 
 def write_run(folder: Path, name: str, shift: float = 0.0, **changes: Any) -> None:
@@ -172,7 +158,7 @@ def test_curves_continue_in_adopted_run(tmp_path: Path) -> None:
     feed(events, losses[:1001], 1)
     (tmp_path / "history.json").write_text(json.dumps(first.history()))
     second, events = open_telemetry(tmp_path)
-    restore_curves(tmp_path, second, warnings.append)
+    second.restore_curves(tmp_path, warnings.append)
     feed(events, losses[900:], 901)  # it goes on from the last checkpoint
     expected, curves = whole.history()["curves"], second.history()["curves"]
     assert warnings == []
@@ -185,7 +171,7 @@ def test_curves_continue_in_adopted_run(tmp_path: Path) -> None:
     assert curves["user/accuracy"][-1][0] > 1590
     for content in ("{", '{"curves": {"loss": [[1]]}}', '{"curves": 3}'):
         (tmp_path / "history.json").write_text(content)
-        restore_curves(tmp_path, second, warnings.append)
+        second.restore_curves(tmp_path, warnings.append)
     assert len(warnings) == 3
     assert "history.json cannot be read" in warnings[0]
     assert second.history()["curves"] == curves
@@ -269,12 +255,7 @@ def feed(events: EventBus, losses: list[float], first: int) -> None:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
 def test_list_and_comparison(tab: Browser, url: str, size: str, dark: bool) -> None:
-    tab.set_viewport(*SIZES[size], dark)
-    tab.open("about:blank")  # the page of the last test still polls its closed server
-    tab.wait_for("location.href == 'about:blank'")
-    tab.errors.clear()
-    tab.open(url)
-    tab.wait_for(f"{TEXT}.includes('of-earlier-version')")
+    open_list(tab, url, size, dark)
     text = tab.evaluate(TEXT)
     for part in ("gpt-large", "succeeded", "12,345 of 20,000", "90.3 %", "no news for 5 min", HTML):
         assert part in text, part
@@ -306,11 +287,8 @@ SHOWN_NAMES = "[...document.querySelectorAll('#jobs tbody a')].map((link) => lin
 HEADS = "[...document.querySelectorAll('#jobs thead th')].map((head) => head.textContent)"
 
 
-def open_list(tab: Browser, url: str) -> None:
-    tab.set_viewport(*SIZES["desktop"], dark=False)
-    tab.open("about:blank")
-    tab.wait_for("location.href == 'about:blank'")
-    tab.errors.clear()
+def open_list(tab: Browser, url: str, size: str = "desktop", dark: bool = False) -> None:
+    tab.set_viewport(*SIZES[size], dark)
     tab.open(url)
     tab.wait_for(f"{TEXT}.includes('of-earlier-version')")
 
@@ -327,17 +305,9 @@ def test_list_is_sorted_by_mouse_and_keys(tab: Browser, url: str) -> None:
     assert tab.evaluate(SHOWN_NAMES) == by_rate
     tab.evaluate(f"{head('Samples/s')}.focus()")
     for direction in ("ascending", "descending", "none"):
-        tab.call(
-            "Input.dispatchKeyEvent",
-            type="keyDown",
-            key=" ",
-            code="Space",
-            text=" ",
-            windowsVirtualKeyCode=32,
-        )
-        tab.call(
-            "Input.dispatchKeyEvent", type="keyUp", key=" ", code="Space", windowsVirtualKeyCode=32
-        )
+        space = {"key": " ", "code": "Space", "windowsVirtualKeyCode": 32}
+        tab.call("Input.dispatchKeyEvent", type="keyDown", text=" ", **space)
+        tab.call("Input.dispatchKeyEvent", type="keyUp", **space)
         focused = "document.activeElement.textContent"
         assert tab.evaluate(focused) == "Samples/s"  # though the table was made anew
         sorted_by = "document.activeElement.parentElement.getAttribute('aria-sort')"
@@ -373,14 +343,5 @@ def test_list_is_filtered_and_shows_what_differs(tab: Browser, url: str) -> None
     assert unreadable.startswith("snapshot.json is not JSON: ")
     assert lost == f"rank 1 was lost {HTML}"
     assert tab.errors == []
-
-
-def test_job_without_files_is_named(tab: Browser, url: str) -> None:
     tab.open(url + "#/job/of-earlier-version")
     tab.wait_for(f"{TEXT}.includes('there is no jobs/of-earlier-version/snapshot.json')")
-
-
-def check_layout(tab: Browser, width: int) -> None:
-    assert tab.evaluate("document.documentElement.scrollWidth") <= width
-    assert tab.evaluate(OVERFLOWING) == []
-    assert tab.evaluate(LOW_CONTRAST) == []

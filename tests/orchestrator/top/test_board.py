@@ -20,8 +20,9 @@ def rendered(snapshot: dict[str, Any], width: int = 110, error: str | None = Non
 
 
 def test_board_shows_all_values() -> None:
-    text = rendered(sample())
+    text = rendered(sample(), error="no contact for 5 s: gone")
     for part in (
+        "no contact for 5 s",
         "gpt-stdlib",
         "running",
         "ZeRO stage 2",
@@ -50,14 +51,8 @@ def test_board_fits_width(snapshot: dict[str, Any], width: int) -> None:
     lines = rendered(snapshot, width).splitlines()
     assert max(map(len, lines)) <= width
     assert len(lines) < 100
-
-
-def test_many_ranks_are_counted_by_phase() -> None:
-    assert "backward 167" in rendered(sample(ranks=1000))
-
-
-def test_board_shows_that_it_is_out_of_date() -> None:
-    assert "no contact for 5 s" in rendered(sample(), error="no contact for 5 s: gone")
+    if len(snapshot["ranks"]) == 1000:  # counted by phase
+        assert any("backward 167" in line for line in lines)
 
 
 def test_escape_sequences_and_markup_have_no_effect() -> None:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing
 from io import StringIO
 from pathlib import Path
-from threading import Thread
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+from prometheus_client.registry import CollectorRegistry
 from typer.testing import CliRunner
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.cluster import job_submission
-from rayzero.orchestrator.metrics.run_files import SNAPSHOT_FILE
+from rayzero.orchestrator.metrics.endpoint import Endpoint, Page, json_response
 from rayzero.orchestrator.metrics.snapshot import SNAPSHOT_FORMAT
+from rayzero.orchestrator.metrics.telemetry import SNAPSHOT_FILE
 from rayzero.orchestrator.top import follow
 from rayzero.orchestrator.top.follow import (
     SnapshotUnavailableError,
     endpoint_source,
-    parse_snapshot,
 )
 from tests.orchestrator.page.sample import sample
 
@@ -40,9 +40,11 @@ class Responses:
         return response
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.s = 0.0
+NO_RESPONSE = SnapshotUnavailableError("no response")
+
+
+class VirtualTime:
+    s = 0.0
 
     def now(self) -> float:
         return self.s
@@ -51,64 +53,40 @@ class Clock:
         self.s += seconds
 
 
-NO_RESPONSE = SnapshotUnavailableError("no response")
-
-
-def shown_states(source: Responses, clock: Clock) -> list[str]:
+def shown_states(*responses: dict[str, Any] | Exception, clock: VirtualTime) -> list[str]:
     out = StringIO()
-    follow.follow_job(source, True, False, out, clock.now, clock.wait)
+    follow.follow_job(Responses(*responses), True, False, out, clock.now, clock.wait)
     return [json.loads(line)["state"] for line in out.getvalue().splitlines()]
 
 
-def test_following_ends_with_job() -> None:
-    source = Responses(sample(), NO_RESPONSE, sample(state="recovering"), sample(state="failed"))
-    assert shown_states(source, Clock()) == ["running", "recovering", "failed"]
-
-
-def test_following_fails_when_job_does_not_respond_for_long() -> None:
-    clock = Clock()
+def test_following_ends_with_job_or_without_a_response_for_long() -> None:
+    clock = VirtualTime()
+    responses = (sample(), NO_RESPONSE, sample(state="recovering"), sample(state="failed"))
+    assert shown_states(*responses, clock=clock) == ["running", "recovering", "failed"]
+    clock = VirtualTime()
     with pytest.raises(SnapshotUnavailableError):
-        shown_states(Responses(sample(), NO_RESPONSE), clock)
+        shown_states(sample(), NO_RESPONSE, clock=clock)
     assert follow.LOST_CONTACT_S < clock.s <= follow.LOST_CONTACT_S + 2 * follow.LINE_INTERVAL_S
-
-
-def test_following_fails_immediately_without_first_response() -> None:
-    clock = Clock()
+    clock = VirtualTime()
     with pytest.raises(SnapshotUnavailableError):
-        shown_states(Responses(NO_RESPONSE), clock)
-    assert clock.s == 0
-
-
-class Handler(BaseHTTPRequestHandler):
-    bodies: ClassVar[dict[str, bytes]] = {}
-
-    def do_GET(self) -> None:
-        body = self.bodies.get(self.path)
-        self.send_response(404 if body is None else 200)
-        self.end_headers()
-        self.wfile.write(body or b"")
-
-    def log_message(self, *args: Any) -> None:
-        """Log nothing."""
+        shown_states(NO_RESPONSE, clock=clock)
+    assert clock.s == 0, "at once without a first one"
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
-    Handler.bodies = {"/snapshot.json": json.dumps(sample(state="succeeded")).encode()}
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join(10)
+def pages() -> dict[str, Callable[[], Page]]:
+    return {"/snapshot.json": lambda: json_response(sample(state="succeeded"))}
 
 
-@pytest.mark.parametrize("path", ["", "/", "/metrics", "/snapshot.json?x=1"])
-def test_any_url_of_endpoint_is_accepted(url: str, path: str) -> None:
-    assert endpoint_source(url + path)()["job"] == "gpt-stdlib"
+@pytest.fixture
+def url(pages: dict[str, Callable[[], Page]]) -> Iterator[str]:
+    with closing(Endpoint("127.0.0.1", range(1), CollectorRegistry(), pages)) as endpoint:
+        yield endpoint.url
 
 
 def test_command_shows_job(url: str) -> None:
+    for path in ("", "/", "/metrics", "/snapshot.json?x=1"):
+        assert endpoint_source(url + path)()["job"] == "gpt-stdlib"
     shown = CliRunner().invoke(app, ["top", url, "--once"])
     assert (shown.exit_code, shown.stdout.split(",")[0]) == (0, "gpt-stdlib: succeeded")
     shown = CliRunner().invoke(app, ["top", url, "--once", "--json"])
@@ -117,18 +95,22 @@ def test_command_shows_job(url: str) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b'{"format": 99}'])
-def test_other_responses_are_rejected(url: str, body: bytes) -> None:
-    Handler.bodies = {"/snapshot.json": body}
+def test_other_responses_are_rejected(
+    pages: dict[str, Callable[[], Page]], url: str, body: bytes
+) -> None:
+    pages["/snapshot.json"] = lambda: ("application/json", body)
     with pytest.raises(ConfigError, match=r"did not return a job's snapshot|has format 99"):
         endpoint_source(url)()
     assert CliRunner().invoke(app, ["top", url, "--once"]).exit_code == 2
 
 
-def test_unresponsive_endpoint_is_reported_in_one_line(url: str) -> None:
+def test_unresponsive_endpoint_is_reported_in_one_line(
+    pages: dict[str, Callable[[], Page]], url: str
+) -> None:
     shown = CliRunner().invoke(app, ["top", "http://127.0.0.1:9", "--once"])
     assert shown.exit_code == 1
     assert "no response from http://127.0.0.1:9/snapshot.json" in shown.stderr
-    Handler.bodies = {}
+    pages.clear()
     assert CliRunner().invoke(app, ["top", url, "--once"]).exit_code == 1
 
 
@@ -140,14 +122,6 @@ def test_other_urls_are_rejected(address: str) -> None:
 
 
 RAY_LINE = "2026-01-01 INFO job_manager.py -- Runtime env is set up\n"
-
-
-def test_snapshots_are_parsed_from_lines_of_output() -> None:
-    assert parse_snapshot(json.dumps(sample()), "job 'gpt'") == sample()
-    for line in (RAY_LINE, "error: x", "{}", "[]", ""):
-        assert parse_snapshot(line, "job 'gpt'") is None
-    with pytest.raises(ConfigError, match="format 99"):
-        parse_snapshot(json.dumps({**sample(), "format": 99}), "job 'gpt'")
 
 
 class RemoteCluster:
@@ -180,13 +154,13 @@ class RemoteCluster:
 def remote(monkeypatch: pytest.MonkeyPatch) -> type[RemoteCluster]:
     subclass = type("Made", (RemoteCluster,), {})
     monkeypatch.setattr(job_submission, "RemoteJobClient", subclass)
-    monkeypatch.setattr("rayzero.orchestrator.cluster.probe.check_dashboard", lambda _: None)
+    monkeypatch.setattr("rayzero.orchestrator.cluster.addresses.check_dashboard", lambda _: None)
     RemoteCluster.arguments, RemoteCluster.stopped_job = (), ""
     return subclass
 
 
 def test_job_in_another_cluster_is_followed_by_name(remote: type[RemoteCluster]) -> None:
-    remote.prints = RAY_LINE + json.dumps(sample(state="succeeded")) + "\n"
+    remote.prints = RAY_LINE + "{}\n[]\n" + json.dumps(sample(state="succeeded")) + "\n"
     result = CliRunner().invoke(app, ["top", "gpt", "--address", "http://head:8265"])
     assert result.exit_code == 0
     assert "succeeded" in result.stdout
@@ -243,9 +217,6 @@ def test_terminal_shows_last_state_while_it_connects(
     for damaged in (b"", b"[]", b'{"format": 2}', b'{"format": 99}', b"\xff"):
         (tmp_path / follow.SNAPSHOT_FILE).write_bytes(damaged)
         assert str(follow.connecting_board("gpt", "head", tmp_path)) == "gpt  connecting to head"
+    assert (follow.SNAPSHOT_FILE, follow.SUPPORTED_FORMAT) == (SNAPSHOT_FILE, SNAPSHOT_FORMAT)
     with pytest.raises(SnapshotUnavailableError):
         follow.follow_job(Responses(NO_RESPONSE), False, False, Terminal(), first=first)
-
-
-def test_last_state_is_where_a_run_writes_it() -> None:
-    assert (follow.SNAPSHOT_FILE, follow.SUPPORTED_FORMAT) == (SNAPSHOT_FILE, SNAPSHOT_FORMAT)

@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.orchestrator.top.format import (
-    BLOCKS,
     format_duration,
     format_size,
-    printable_text,
     sparkline,
     split_width,
 )
@@ -35,15 +33,8 @@ def test_duration_has_its_two_largest_units(seconds: float | None, text: str) ->
     assert format_duration(seconds) == text
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "text"), [(None, "-"), (0, "0 B"), (1023, "1023 B"), (2**30 * 1.5, "1.5 GiB")]
-)
-def test_size_has_binary_unit(nbytes: float | None, text: str) -> None:
-    assert format_size(nbytes) == text
-
-
-def test_control_characters_are_removed() -> None:
-    assert printable_text("a\x1b[2Jb\nc\x9bd") == "a [2Jb c d"
+def test_size_has_binary_unit() -> None:
+    assert [*map(format_size, (None, 0, 1023, 2**30 * 1.5))] == ["-", "0 B", "1023 B", "1.5 GiB"]
 
 
 def test_sparkline_scales_from_lowest_to_highest_value() -> None:
@@ -51,13 +42,7 @@ def test_sparkline_scales_from_lowest_to_highest_value() -> None:
     assert sparkline([5.0, 5.0], 10) == "▁▁"
     assert sparkline([1.0, None, 2.0], 3) == "▁ █"
     assert sparkline([], 5) == sparkline([None], 5) == ""
-
-
-@given(st.lists(st.none() | st.floats(-1e9, 1e9), max_size=300), st.integers(1, 80))
-def test_sparkline_fits_width(values: list[float | None], width: int) -> None:
-    text = sparkline(values, width)
-    assert len(text) in (0, min(width, len(values)))
-    assert set(text) <= {*BLOCKS, " "}
+    assert len(sparkline([-1e9, None, 1e9] * 100, 80)) == 80
 
 
 @given(st.lists(st.floats(0, 1e9), max_size=20), st.integers(1, 200))
