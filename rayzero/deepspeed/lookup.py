@@ -12,7 +12,6 @@ from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
-from rayzero.deepspeed.schedule_arguments import CONSTANTS as SCHEDULE_CONSTANTS
 from rayzero.engine.config.checks import DEFAULTS
 from rayzero.engine.config.model import KEYS, EngineConfig
 from rayzero.engine.config.normalize import get_path
@@ -64,7 +63,6 @@ _of_keys = dict(_key_constants())
 CONSTANTS: dict[str, dict[str, Any]] = _NAMES["constants"]
 """{module: {name: value}}."""
 CONSTANTS[""] = CONSTANTS.pop("deepspeed")
-CONSTANTS["runtime.lr_schedules"] = SCHEDULE_CONSTANTS
 CONSTANTS["runtime.constants"] |= {name: _of_keys[name] for name in _NAMES["from_keys"].split()}
 
 
