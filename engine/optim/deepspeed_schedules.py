@@ -7,6 +7,7 @@ from the parameters.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -128,22 +129,31 @@ def _per_group(name: str) -> Any:
     return property(lambda schedule: schedule._of_groups(getattr(schedule.curve, name)))
 
 
-class WarmupLR(ConfiguredSchedule):
+class _Warmup(ConfiguredSchedule):
+    warmup_num_steps = _param("length")
+    inverse_log_warm_up = property(lambda self: 1.0 / math.log(self.warmup_num_steps))
+
+
+class WarmupLR(_Warmup):
     """Warm-up to the maximum, then constant."""
 
-    warmup_num_steps = _param("length")
     min_lrs = _per_group("warmup_min_lr")
     max_lrs = _per_group("warmup_max_lr")
+
+    @property
+    def delta_lrs(self) -> list[float]:
+        """Maximum minus minimum of each group."""
+        return [top - low for top, low in zip(self.max_lrs, self.min_lrs, strict=True)]
 
 
 class WarmupDecayLR(WarmupLR):
     """Warm-up to the maximum, then linear decay to zero."""
 
 
-class WarmupCosineLR(ConfiguredSchedule):
+class WarmupCosineLR(_Warmup):
     """Warm-up to the configured lr, then cosine decay."""
 
-    warmup_num_steps = _param("length")
+    org_lrs = property(lambda self: list(self._base_lrs))
 
     def get_lr_ratio(self) -> float:
         """The rates at this iteration, relative to the configured ones."""
@@ -155,13 +165,23 @@ class OneCycle(ConfiguredSchedule):
 
     min_lrs = _per_group("cycle_min_lr")
     max_lrs = _per_group("cycle_max_lr")
+    min_moms = property(lambda self: [(beta, 0.99) for beta in self._of_groups(self.cycle_min_mom)])
+    max_moms = property(lambda self: [(beta, 0.99) for beta in self._of_groups(self.cycle_max_mom)])
+    first_step_size = _param("cycle_first_step_size")
+    first_stair_count = _param("cycle_first_stair_count")
     cycle_momentum = property(lambda self: self.curve.cycle_momentum and self._has_betas)
+    step_ratio = property(lambda self: self.first_step_size / self.total_size)
+    skip_lr_decay = property(lambda self: 0 in (self.decay_step_size, self.decay_lr_rate))
+    skip_mom_decay = property(lambda self: 0 in (self.decay_step_size, self.decay_mom_rate))
 
 
 class LRRangeTest(ConfiguredSchedule):
     """Increases from the lowest rate without bound."""
 
     min_lr = _per_group("lr_range_test_min_lr")
+    step_size = _param("lr_range_test_step_size")
+    step_rate = _param("lr_range_test_step_rate")
+    staircase = _param("lr_range_test_staircase")
 
 
 DEEPSPEED_SCHEDULES: dict[str, type[ConfiguredSchedule]] = {

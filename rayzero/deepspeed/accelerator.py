@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cache, partial
 from operator import attrgetter
@@ -65,8 +65,6 @@ _VALUES: Mapping[str, tuple[Any, Any]] = {
         (False, True),
     ),
     "communication_backend_name": ("nccl", "gloo"),
-    "visible_devices_envs": (["CUDA_VISIBLE_DEVICES"], []),
-    "export_envs": (["NCCL", "LD_LIBRARY", "PATH"], []),
     "get_compile_backend": ("inductor", "inductor"),  # torch.compile's default
     "random": (torch.random, torch.random),
 }
@@ -135,14 +133,6 @@ class Accelerator:
         """Bytes that are free on the device, on the CPU on the host."""
         return torch.cuda.mem_get_info(device_index)[0] if self._cuda else host_memory("AVPHYS")
 
-    def is_triton_supported(self) -> bool:
-        return self._cuda and torch.cuda.get_device_capability()[0] >= 7
-
-    def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Calls it, on a GPU when CUDA is initialized."""
-        torch.cuda.init() if self._cuda else None
-        return callback()
-
     def default_generator(self, device_index: int) -> torch.Generator:
         return (
             torch.cuda.default_generators[device_index] if self._cuda else torch.default_generator
@@ -156,13 +146,6 @@ class Accelerator:
                 allowed="inductor",
                 fix="compile.backend in the config, or engine.compile(backend=...)",
             )
-
-    def set_visible_devices_envs(
-        self, current_env: dict[str, str], local_accelerator_ids: Sequence[int]
-    ) -> None:
-        """Writes the devices' numbers to an environment."""
-        for name in self.visible_devices_envs():
-            current_env[name] = ",".join(map(str, local_accelerator_ids))
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)

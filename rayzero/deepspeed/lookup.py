@@ -106,11 +106,6 @@ def stand_in(name: str, use: str) -> type:
     return _Refusing(name.rpartition(".")[2], (), {"message": message, "__doc__": message})
 
 
-def is_refused(value: object) -> bool:
-    """Whether a name is bound to a stand-in."""
-    return isinstance(value, _Refusing)
-
-
 def package_refusal(module: str) -> str | None:
     """Returns what to use instead of a module of which everything is refused; else None."""
     parts = module.split(".")

@@ -159,6 +159,14 @@ def test_forward_may_take_the_length_and_the_probability() -> None:
     assert engine.get_pld_theta() == pytest.approx(0.5 * math.exp(-0.2) + 0.5)
 
 
+def test_layer_drop_needs_a_forward_that_takes_it() -> None:
+    engine = make_engine(nn.Linear(3, 1), progressive_layer_drop={"enabled": True})
+    with pytest.raises(
+        ConfigError, match=r"Linear\.forward takes no progressive_layer_drop and no p"
+    ):
+        engine(torch.rand(2, 3))
+
+
 def drop_tokens_on_ranks(rank: int, world: int, stage: int) -> None:
     torch.manual_seed(0)
     model = Net()
@@ -222,11 +230,6 @@ def test_incomplete_sections_are_errors(document: dict[str, Any], message: str) 
         parse_config(document)
 
 
-def test_models_that_do_not_fit_are_errors() -> None:
+def test_convert_needs_its_section() -> None:
     with pytest.raises(ConfigError, match="random_ltd"):
         convert_to_random_ltd(make_engine(Net()), Layer)
-    engine = make_engine(nn.Linear(3, 1), progressive_layer_drop={"enabled": True})
-    with pytest.raises(
-        ConfigError, match=r"Linear\.forward takes no progressive_layer_drop and no p"
-    ):
-        engine(torch.rand(2, 3))

@@ -65,11 +65,17 @@ def test_steps_that_are_done_again_are_there_once(tmp_path: Path) -> None:
     _, again = train(config, range(2, 5), blocks)
     expected = [[str(4 * (step + 1)), str(loss)] for step, loss in enumerate(losses + again)]
     assert rows(tmp_path, "train_loss") == [["step", "train_loss"], *expected]
-    engine.save_checkpoint(tmp_path / "saved")  # of two steps
+
+
+def test_loading_a_checkpoint_rewinds(tmp_path: Path) -> None:
+    engine, _ = train(csv_config(tmp_path), range(1))
+    engine.save_checkpoint(tmp_path / "saved")
+    losses = []
     for _ in range(2):
         engine.load_checkpoint(tmp_path / "saved")
-        zoo.train(engine, zoo.batches(1, SAMPLES))
-    assert [row[0] for row in rows(tmp_path, "train_loss")] == ["step", "4", "8", "12"]
+        losses += zoo.train(engine, zoo.batches(1, SAMPLES))
+    assert losses[0] == losses[1]
+    assert [row[0] for row in rows(tmp_path, "train_loss")] == ["step", "4", "8"]
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -99,54 +105,49 @@ def test_tensorboard(tmp_path: Path) -> None:
     }
 
 
-@pytest.fixture
-def logged(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The arguments with which runs of services were started, and what was logged to them."""
-    started: list[dict[str, Any]] = []
-    values: list[Any] = []
+def fake_wandb(started: list[dict[str, Any]], logged: list[Any]) -> ModuleType:
+    module = ModuleType("wandb")
 
     def init(**arguments: Any) -> Any:
         started.append(arguments)
-        log = lambda values_, step: values.append((step, *values_))  # noqa: E731
-        return SimpleNamespace(id=arguments["id"] or "made", log=log)
+        run = SimpleNamespace(id=arguments["id"] or "made")
+        run.log = lambda values, step: logged.append((step, *values))
+        return run
 
-    def start(**arguments: Any) -> Any:
-        started.append(arguments)
-        return SimpleNamespace(
-            set_name=lambda name: None,
-            get_key=lambda: "key",
-            log_metric=lambda name, value, step: values.append((step, name)),
-        )
+    module.__dict__.update(run=None, init=init)
+    return module
 
-    for name, contents in {
-        "wandb": {"run": None, "init": init},
-        "comet_ml": {"start": start},
-    }.items():
-        module = ModuleType(name)
-        module.__dict__.update(contents)
-        monkeypatch.setitem(sys.modules, name, module)
+
+def test_wandb_continues_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+    logged: list[Any] = []
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb(started, logged))
     monkeypatch.setattr(monitors, "is_installed", lambda _: True)
-    return started, values
-
-
-def test_wandb_continues_its_run(logged: tuple[list[dict[str, Any]], list[Any]]) -> None:
     config = {"wandb": {"enabled": True, "project": "p", "team": "t", "group": "g"}}
     engine, _ = train(config, range(1))
     train(config, range(1, 2), [Block.of(engine)])
-    started, values = logged
     common = {"project": "p", "entity": "t", "group": "g", "resume": "allow"}
     assert started == [common | {"id": None}, common | {"id": "made"}]
-    names = ("Train/Samples/train_loss", "Train/Samples/lr")
-    assert values == [(samples, *names) for samples in (4, 8)]
+    assert logged == [
+        (samples, "Train/Samples/train_loss", "Train/Samples/lr") for samples in (4, 8)
+    ]
 
 
-def test_comet_gets_values_at_its_interval(
-    logged: tuple[list[dict[str, Any]], list[Any]],
-) -> None:
+def test_comet_gets_values_at_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+    logged: list[Any] = []
+    experiment = SimpleNamespace(
+        set_name=lambda name: None,
+        get_key=lambda: "key",
+        log_metric=lambda name, value, step: logged.append((step, name)),
+    )
+    module = ModuleType("comet_ml")
+    module.__dict__["start"] = lambda **arguments: started.append(arguments) or experiment
+    monkeypatch.setitem(sys.modules, "comet_ml", module)
+    monkeypatch.setattr(monitors, "is_installed", lambda _: True)
     config = {"comet": {"enabled": True, "samples_log_interval": 8, "experiment_name": "n"}}
     engine, _ = train(config, range(3))
-    started, values = logged
-    assert [step for step, name in values if name.endswith("lr")] == [4, 12]
+    assert [step for step, name in logged if name.endswith("lr")] == [4, 12]
     train(config, range(3, 4), [Block.of(engine)])
     assert [it["experiment_key"] for it in started] == [None, "key"]
     assert started[1]["mode"] == "get_or_create"
