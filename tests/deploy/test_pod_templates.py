@@ -91,11 +91,9 @@ def test_pod_template_is_merged() -> None:
     # New containers are locked down unless they say otherwise.
     locked = old_ray["securityContext"]
     assert new["initContainers"][0]["securityContext"] == locked
-    assert new["containers"][1]["securityContext"] == {
-        key: 7 if key == "runAsUser" else value
-        for key, value in locked.items()
-        if key != "readOnlyRootFilesystem"
-    }
+    expected = locked | {"runAsUser": 7}
+    del expected["readOnlyRootFilesystem"]
+    assert new["containers"][1]["securityContext"] == expected
 
 
 def test_group_adds_to_pod_template_of_workers() -> None:
