@@ -68,14 +68,6 @@ def move_to_device(
     return map_tensors(item, move)
 
 
-def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Bounds of contiguous parts whose sizes differ by at most one, the larger first."""
-    if num_items <= num_parts:
-        return [min(part, num_items) for part in range(num_parts + 1)]
-    size, larger = divmod(num_items, num_parts)
-    return [part * size + min(part, larger) for part in range(num_parts + 1)]
-
-
 def recursive_getattr(model: Any, module_name: str) -> Any:
     """The attribute at a dotted name."""
     return attrgetter(module_name)(model)

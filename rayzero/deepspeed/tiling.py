@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rayzero.deepspeed.runtime_utils import partition_uniform
 from rayzero.engine.api.params import GatheredParameters
 from rayzero.engine.errors import ConfigError
 
@@ -124,21 +123,14 @@ class TiledLinearReturnBias(TiledLinear):
         return joined, super()._join(biases) if biases else None
 
 
-def split_tensor_along_last_dim(
-    tensor: Tensor, partitions: list[int], contiguous_split_chunks: bool = False
-) -> tuple[Tensor, ...]:
-    """Its parts of these sizes, on request with memory of their own."""
-    parts: tuple[Tensor, ...] = torch.split(tensor, partitions, dim=-1)
-    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
-
-
 def _bounds(name: str, features: int, splits: int) -> list[int]:
     if not 1 <= splits <= features:
         raise ConfigError(
             f"TiledLinear({name}_features={features}, {name}_splits={splits}) was given",
             allowed=f"{name}_splits from 1 to {features}",
         )
-    return partition_uniform(features, splits)
+    size, larger = divmod(features, splits)  # the larger parts first, as in `tensor_split`
+    return [part * size + min(part, larger) for part in range(splits + 1)]
 
 
 def _copy(param: Any, value: Tensor) -> None:
