@@ -77,11 +77,6 @@ class ScheduledInputs:
         self.custom: Callable[[int], int] | None = None
 
     @property
-    def difficulty(self) -> int:
-        """The current step's."""
-        return difficulty(self._curriculum, self._progress.step + 1, self.custom)
-
-    @property
     def keep_probability(self) -> float:
         """The current step's."""
         return keep_probability(self._layer_drop, self._progress.step)
@@ -96,7 +91,7 @@ class ScheduledInputs:
             _check_takes_layer_drop(model)
             kwargs = kwargs | {"progressive_layer_drop": True, "pld_theta": self.keep_probability}
         if self._curriculum.enabled:
-            length = self.difficulty
+            length = difficulty(self._curriculum, self._progress.step + 1, self.custom)
             if "curriculum_seqlen" in inspect.signature(model.forward).parameters:
                 return args, kwargs | {"curriculum_seqlen": length}
             args, kwargs = _cut((args, kwargs), length)

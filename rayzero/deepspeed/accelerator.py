@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,10 +18,22 @@ from rayzero.engine.errors import ConfigError
 __all__ = ["Accelerator", "get_accelerator"]
 
 
-_OF_TORCH: dict[str, tuple[str, Any]] = {
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _set_host_rng_state(state: torch.Tensor, *device: Any) -> None:
+    torch.set_rng_state(state)
+
+
+_OF_CUDA: Mapping[str, tuple[str, Any]] = {
+    **{name: (name, None) for name in ("Event", "Stream", "current_stream", "default_stream")},
     **{name: (name, None) for name in ("set_device", "synchronize", "empty_cache")},
-    **{name: (name, None) for name in ("current_stream", "default_stream")},
-    "is_current_stream_capturing": ("is_current_stream_capturing", 0),
+    **{name: (f"nvtx.{name}", None) for name in ("range_push", "range_pop")},
+    **{
+        f"reset_{name}": ("reset_peak_memory_stats", None)
+        for name in ("peak_memory_stats", "max_memory_allocated", "max_memory_cached")
+    },
     **{
         f"{peak}memory_{name}": (f"{peak}memory_{kind}", 0)  # bytes
         for peak in ("", "max_")
@@ -30,14 +43,33 @@ _OF_TORCH: dict[str, tuple[str, Any]] = {
             ("cached", "reserved"),
         )
     },
-    **{
-        f"reset_{name}": ("reset_peak_memory_stats", None)
-        for name in ("peak_memory_stats", "max_memory_allocated", "max_memory_cached")
-    },
+    "memory_stats": ("memory_stats", {}),
+    "is_current_stream_capturing": ("is_current_stream_capturing", 0),
+    "is_bf16_supported": ("is_bf16_supported", True),
+    "current_device": ("current_device", get_local_rank),
+    "device_count": ("device_count", _local_ranks),
+    "stream": ("stream", lambda stream: nullcontext()),
+    "initial_seed": ("initial_seed", torch.initial_seed),
+    "get_rng_state": ("get_rng_state", lambda *device: torch.get_rng_state()),
+    "set_rng_state": ("set_rng_state", _set_host_rng_state),
 }
-"""{method: (torch.cuda's function, what it returns on the CPU)}."""
-_SYNCHRONIZED = ("use_host_timers", "resolves_data_dependency", "handles_memory_backpressure")
-_ALWAYS = ("is_available", "is_fp16_supported", "is_fp64_supported")
+"""{name: (torch.cuda's, what it returns on the CPU, or a function for it)}."""
+
+_VALUES: Mapping[str, tuple[Any, Any]] = {
+    **dict.fromkeys(("is_available", "is_fp16_supported", "is_fp64_supported"), (True, True)),
+    **dict.fromkeys(  # whether calls return when the work is done
+        (
+            *("is_synchronized_device", "use_host_timers"),
+            *("resolves_data_dependency", "handles_memory_backpressure"),
+        ),
+        (False, True),
+    ),
+    "communication_backend_name": ("nccl", "gloo"),
+    "get_compile_backend": ("inductor", "inductor"),  # torch.compile's default
+    "random": (torch.random, torch.random),
+}
+"""{method: (what it returns on CUDA, and on the CPU)}."""
+
 _DTYPES = {
     "FloatTensor": torch.float32,
     "DoubleTensor": torch.float64,
@@ -49,26 +81,32 @@ _DTYPES = {
 }
 
 
-def _no_object(*args: Any, **options: Any) -> None:
-    return None
-
-
-def total_host_memory() -> int:
-    """Bytes of the host's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def available_host_memory() -> int:
-    """Bytes of the host's memory that are free."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def host_memory(pages: str) -> int:
+    """Bytes of the host's memory: all (`PHYS`), or what is free (`AVPHYS`)."""
+    return os.sysconf(f"SC_{pages}_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class Accelerator:
-    """DeepSpeed's accelerator."""
+    """DeepSpeed's accelerator; most of its methods are in the tables above."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._cuda = name == "cuda"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_CUDA:
+            function, on_cpu = _OF_CUDA[name]
+            if self._cuda:
+                return attrgetter(function)(torch.cuda)
+            return on_cpu if callable(on_cpu) else lambda *_, **__: on_cpu
+        if name in _VALUES:
+            value = _VALUES[name][not self._cuda]
+            return lambda: value
+        if name in _DTYPES:
+            return partial(self._make_tensor, _DTYPES[name])
+        known = (*dir(type(self)), *_OF_CUDA, *_VALUES, *_DTYPES)
+        owner = f"rayzero has no deepspeed.get_accelerator().{name}"
+        raise refused_attribute(owner, "Accelerator", name, known)
 
     def device_name(self, device_index: int | None = None) -> str:
         """`cuda`, `cuda:1` or `cpu`."""
@@ -77,22 +115,8 @@ class Accelerator:
     def device(self, device_index: int | None = None) -> torch.device:
         return torch.device(self.device_name(device_index))
 
-    def current_device(self) -> int:
-        return torch.cuda.current_device() if self._cuda else get_local_rank()
-
     def current_device_name(self) -> str:
         return self.device_name(self.current_device())
-
-    def device_count(self) -> int:
-        """GPUs of this node; on the CPU the ranks of this node."""
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return torch.cuda.device_count() if self._cuda else ranks
-
-    def communication_backend_name(self) -> str:
-        return "nccl" if self._cuda else "gloo"
-
-    def is_bf16_supported(self) -> bool:
-        return torch.cuda.is_bf16_supported() if self._cuda else True
 
     def supported_dtypes(self) -> list[torch.dtype]:
         low = [torch.bfloat16] if self.is_bf16_supported() else []
@@ -101,75 +125,18 @@ class Accelerator:
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._name
 
-    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        return dict(torch.cuda.memory_stats(device_index)) if self._cuda else {}
-
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the device, on the CPU of the host."""
-        if not self._cuda:
-            return total_host_memory()
-        return int(torch.cuda.get_device_properties(device_index or 0).total_memory)
+        return torch.cuda.mem_get_info(device_index)[1] if self._cuda else host_memory("PHYS")
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Bytes that are free on the device, on the CPU on the host."""
-        return torch.cuda.mem_get_info(device_index)[0] if self._cuda else available_host_memory()
-
-    def is_triton_supported(self) -> bool:
-        return self._cuda and torch.cuda.get_device_capability()[0] >= 7
-
-    def is_synchronized_device(self) -> bool:
-        """Whether calls return when the work is done; three other names mean the same."""
-        return not self._cuda
-
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """A context in which work goes to the stream; on the CPU it has no effect."""
-        return torch.cuda.stream(stream) if self._cuda else nullcontext()
-
-    @property
-    def Stream(self) -> Any:  # noqa: N802
-        """torch.cuda's class; on the CPU a function that returns None."""
-        return torch.cuda.Stream if self._cuda else _no_object
-
-    @property
-    def Event(self) -> Any:  # noqa: N802
-        """torch.cuda's class; on the CPU a function that returns None."""
-        return torch.cuda.Event if self._cuda else _no_object
-
-    def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Calls it, on a GPU when CUDA is initialized."""
-        torch.cuda.init() if self._cuda else None
-        return callback()
-
-    def range_push(self, msg: str) -> None:
-        """Begins a range of NVTX."""
-        torch.cuda.nvtx.range_push(msg) if self._cuda else None
-
-    def range_pop(self) -> None:
-        """Ends a range of NVTX."""
-        torch.cuda.nvtx.range_pop() if self._cuda else None
-
-    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        if not self._cuda:
-            return torch.get_rng_state()
-        return torch.cuda.get_rng_state(self.device(device_index))
-
-    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        if self._cuda:
-            torch.cuda.set_rng_state(new_state, self.device(device_index))
-        else:
-            torch.set_rng_state(new_state)
-
-    def initial_seed(self) -> int:
-        return torch.cuda.initial_seed() if self._cuda else torch.initial_seed()
+        return torch.cuda.mem_get_info(device_index)[0] if self._cuda else host_memory("AVPHYS")
 
     def default_generator(self, device_index: int) -> torch.Generator:
         return (
             torch.cuda.default_generators[device_index] if self._cuda else torch.default_generator
         )
-
-    def get_compile_backend(self) -> str:
-        """torch.compile's default."""
-        return "inductor"
 
     def set_compile_backend(self, backend: str) -> None:
         """Raises ConfigError for another backend than the default."""
@@ -180,26 +147,10 @@ class Accelerator:
                 fix="compile.backend in the config, or engine.compile(backend=...)",
             )
 
-    def visible_devices_envs(self) -> list[str]:
-        return ["CUDA_VISIBLE_DEVICES"] if self._cuda else []
-
-    def export_envs(self) -> list[str]:
-        return ["NCCL", "LD_LIBRARY", "PATH"] if self._cuda else []
-
-    def set_visible_devices_envs(
-        self, current_env: dict[str, str], local_accelerator_ids: Sequence[int]
-    ) -> None:
-        """Writes the devices' numbers to an environment."""
-        for name in self.visible_devices_envs():
-            current_env[name] = ",".join(map(str, local_accelerator_ids))
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
-
-    def random(self) -> Any:
-        return torch.random
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         return tensor.pin_memory() if self._cuda else tensor
@@ -213,20 +164,6 @@ class Accelerator:
         if values and all(isinstance(value, int) for value in values):
             return torch.empty(values, dtype=dtype, device=device)
         return torch.tensor(values[0] if values else [], dtype=dtype, device=device)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _OF_TORCH:
-            function, on_cpu = _OF_TORCH[name]
-            return getattr(torch.cuda, function) if self._cuda else lambda *_, **__: on_cpu
-        if name in _DTYPES:
-            return partial(self._make_tensor, _DTYPES[name])
-        if name in _SYNCHRONIZED:
-            return self.is_synchronized_device
-        if name in _ALWAYS:
-            return lambda: True
-        known = (*dir(type(self)), *_OF_TORCH, *_DTYPES, *_SYNCHRONIZED, *_ALWAYS)
-        owner = f"rayzero has no deepspeed.get_accelerator().{name}"
-        raise refused_attribute(owner, "Accelerator", name, known)
 
 
 @cache

@@ -8,15 +8,14 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
-from rayzero.deepspeed.lookup import resolve
+from rayzero.deepspeed.lookup import REFUSED, resolve
 from rayzero.engine.comm.process_group import init_distributed
 
 __all__ = [
@@ -63,58 +62,6 @@ def get_global_rank(group: dist.ProcessGroup | None = None, group_rank: int = 0)
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
-def _supported() -> bool:
-    """True: both backends have it."""
-    return True
-
-
-has_all_gather_into_tensor = has_reduce_scatter_tensor = _supported
-has_all_reduce_coalesced = has_coalescing_manager = _supported
-
-
-class _Works:
-    """Several collectives that are waited for together."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def wait(self, *timeout: Any) -> bool:
-        for work in self._works:
-            work.wait(*timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
-def _each(name: str, rows: Iterable[tuple[Any, ...]], **options: Any) -> Any:
-    """Calls a collective once for each row of arguments; its work if it is asynchronous."""
-    works = [__getattr__(name)(*row, **options) for row in rows]
-    return _Works(works) if options.get("async_op") else None
-
-
-def all_gather_coalesced(
-    output_tensors: Sequence[Tensor],
-    input_tensors: Sequence[Tensor],
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Any:
-    """`all_gather_into_tensor` of each pair."""
-    rows = zip(output_tensors, input_tensors, strict=True)
-    return _each("all_gather_into_tensor", rows, group=group, async_op=async_op)
-
-
-def all_reduce_coalesced(
-    tensors: Sequence[Tensor],
-    op: Any = dist.ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Any:
-    """`all_reduce` of each tensor."""
-    rows = ((tensor,) for tensor in tensors)
-    return _each("all_reduce", rows, op=op, group=group, async_op=async_op)
-
-
 _OTHER_NAMES = {
     "allgather_fn": "all_gather_into_tensor",
     "reduce_scatter_fn": "reduce_scatter_tensor",
@@ -145,7 +92,7 @@ def __getattr__(name: str) -> Any:
     if name == "default_pg_timeout":  # as the environment is when it is asked for
         return timedelta(minutes=int(os.getenv("DEEPSPEED_TIMEOUT", "10")))
     name = _OTHER_NAMES.get(name, name)
-    if name.startswith("_") or not hasattr(dist, name):
+    if name.startswith("_") or not hasattr(dist, name) or name in REFUSED["comm"]:
         return resolve("comm", name)
     value = getattr(dist, name)
     if inspect.isfunction(value) and name not in _COMPARED_BY_TORCH:

@@ -1,34 +1,27 @@
-"""DeepSpeed's config object and typed readers: the config's values under DeepSpeed's names.
+"""DeepSpeed's config object: the config's values under DeepSpeed's names.
 
 Names follow from the config's keys (`PATHS`); what does not is in `_OTHER_PATHS`.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import IntEnum, StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
 from rayzero.engine.config import BatchSizes, EngineConfig, parse_config, resolve_batch_sizes
-from rayzero.engine.config.checks import DEFAULTS
 from rayzero.engine.config.keys import is_enabled
 from rayzero.engine.config.model import KEYS
 from rayzero.engine.config.monitors import MonitorConfig
-from rayzero.engine.config.normalize import get_path, normalize
+from rayzero.engine.config.normalize import normalize
 from rayzero.engine.config.parse import to_plain
-from rayzero.engine.config.sections import Bf16Config, Fp16Config
 from rayzero.engine.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from rayzero.engine.errors import ConfigError, did_you_mean
-
-ParamDict = Mapping[str, Any]
 
 _OTHER_PATHS = {
     "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
@@ -168,15 +161,6 @@ class DeepSpeedConfig:
             return value
         return is_enabled(value) if isinstance(value, dict) else getattr(value, "enabled", False)
 
-    def print_user_config(self) -> None:
-        """Prints the keys that were given."""
-        print(self._config.model_dump_json(exclude_unset=True, indent=2))
-
-    def print(self, name: str) -> None:
-        """Prints the config under a title."""
-        print(f"{name}:")
-        self.print_user_config()
-
 
 class ZeroStageEnum(IntEnum):
     disabled = 0
@@ -200,65 +184,6 @@ OffloadStateTypeEnum = StrEnum(
 """States that DeepSpeed's `offload_states` moves."""
 
 
-class ValidationMode:
-    """Values of `checkpoint.tag_validation`."""
-
-    WARN = "WARN"
-    IGNORE = "IGNORE"
-    FAIL = "FAIL"
-
-
-class DeepSpeedConfigModel(BaseModel):
-    """Base of DeepSpeed's typed sections: unknown keys are errors, assignments are checked, and
-    "auto" means the default, unless `strict`."""
-
-    model_config = ConfigDict(
-        validate_default=True,
-        validate_assignment=True,
-        use_enum_values=True,
-        populate_by_name=True,
-        extra="forbid",
-        arbitrary_types_allowed=True,
-        protected_namespaces=(),
-    )
-
-    def __init__(self, strict: bool = False, **data: Any) -> None:
-        super().__init__(
-            **{name: value for name, value in data.items() if strict or value != "auto"}
-        )
-
-
-def get_scalar_param(param_dict: ParamDict, param_name: str, param_default_value: Any) -> Any:
-    """The value of a key, or a default."""
-    return param_dict.get(param_name, param_default_value)
-
-
-get_list_param = get_dict_param = get_scalar_param
-
-
-def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the pairs as a dict, for `json.load(object_pairs_hook=...)`. Raises ValueError if a
-    key is given twice."""
-    counts = Counter(key for key, _ in ordered_pairs)
-    if twice := [key for key, count in counts.items() if count > 1]:
-        raise ValueError(f"Duplicate keys in DeepSpeed config: {twice}")
-    return dict(ordered_pairs)
-
-
-def load_ds_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """A config as a dict, from a dict or a JSON file."""
-    if isinstance(config, dict):
-        return config
-    try:
-        text = Path(config).read_text()
-        read: dict[str, Any] = json.loads(
-            text, object_pairs_hook=dict_raise_error_on_duplicate_keys
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{config} cannot be read: {error}", allowed="a JSON file") from None
-    return read
-
-
 class DeepSpeedZeroConfig(ZeroConfig):
     """The section `zero_optimization`, also with old names; a section of offloading that is not
     given is None, and `overlap_comm` is DeepSpeed's default."""
@@ -276,42 +201,3 @@ class DeepSpeedZeroConfig(ZeroConfig):
             raise ValueError("; ".join(mistakes))
         current = document["zero_optimization"]
         return {"overlap_comm": current.get("stage") == 3, **current}
-
-
-def get_zero_config(param_dict: ParamDict) -> DeepSpeedZeroConfig:
-    """The section `zero_optimization`, checked."""
-    return DeepSpeedZeroConfig.model_validate(param_dict.get("zero_optimization", {}))
-
-
-def get_monitor_config(param_dict: ParamDict) -> MonitorConfig:
-    """The sections of monitors, checked."""
-    names = MonitorConfig.model_fields
-    return MonitorConfig.model_validate({name: param_dict.get(name, {}) for name in names})
-
-
-def get_bfloat16_config(param_dict: ParamDict) -> Bf16Config:
-    """The section `bf16`, by its old name `bfloat16` too, checked."""
-    section = param_dict.get("bf16")
-    return Bf16Config.model_validate(param_dict.get("bfloat16", {}) if section is None else section)
-
-
-def get_float16_config(param_dict: ParamDict) -> Fp16Config:
-    """The section `fp16`, checked."""
-    return Fp16Config.model_validate(param_dict.get("fp16", {}))
-
-
-def _read(path: str, param_dict: ParamDict) -> Any:
-    """The value as it is written in a dict, or the key's default."""
-    *sections, name = path.split(".")
-    for section in sections:
-        param_dict = param_dict.get(section) or {}
-    return param_dict.get(name, get_path(DEFAULTS, path))
-
-
-def __getattr__(name: str) -> Callable[[ParamDict], Any]:
-    """`get_<name of a value>`, a function of a config's dict."""
-    key = name.removeprefix("get_")
-    path = "optimizer.type" if key == "optimizer_name" else PATHS.get(key)
-    if key == name or path is None:
-        raise AttributeError(name)
-    return partial(_read, path)

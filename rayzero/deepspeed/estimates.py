@@ -7,10 +7,9 @@ this engine needs.
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 from torch import nn
-
-_GIB = 2**30
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
@@ -70,7 +69,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
         host, gpu = estimate_zero2_model_states_mem_needs(
             total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
         )
-        _print_row(host, gpu, f"offload_optimizer={_device(offload)}")
+        _print_row(host, gpu, {"offload_optimizer": _device(offload)})
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -98,37 +97,26 @@ def estimate_zero3_model_states_mem_needs_all_cold(
         _print_row(
             host,
             gpu,
-            f"offload_param={_device(offload_params)}, offload_optimizer={_device(offload)}, "
-            f"zero_init={int(init)}",
+            {
+                "offload_param": _device(offload_params),
+                "offload_optimizer": _device(offload),
+                "zero_init": int(init),
+            },
         )
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
-    model: nn.Module,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
+    model: nn.Module, *where: Any, **options: Any
 ) -> None:
-    """Prints the estimates for a model."""
-    estimate_zero2_model_states_mem_needs_all_cold(
-        _sizes(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
+    """`..._all_cold` for a model, with its other arguments."""
+    estimate_zero2_model_states_mem_needs_all_cold(_sizes(model)[0], *where, **options)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
-    model: nn.Module,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
+    model: nn.Module, *where: Any, **options: Any
 ) -> None:
-    """Prints the estimates for a model."""
-    estimate_zero3_model_states_mem_needs_all_cold(
-        *_sizes(model), num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
-
-
-def _device(offload: bool) -> str:
-    return "cpu " if offload else "none"
+    """`..._all_cold` for a model, with its other arguments."""
+    estimate_zero3_model_states_mem_needs_all_cold(*_sizes(model), *where, **options)
 
 
 def _print_head(total_params: int, gpus: int, nodes: int) -> None:
@@ -138,5 +126,10 @@ def _print_head(total_params: int, gpus: int, nodes: int) -> None:
     )
 
 
-def _print_row(host: int, gpu: int, options: str) -> None:
-    print(f"{host / _GIB:10.2f} | {gpu / _GIB:7.2f} | {options}")
+def _print_row(host: int, gpu: int, options: dict[str, Any]) -> None:
+    listed = ", ".join(f"{name}={value}" for name, value in options.items())
+    print(f"{host / 2**30:10.2f} | {gpu / 2**30:7.2f} | {listed}")
+
+
+def _device(offload: bool) -> str:
+    return "cpu " if offload else "none"

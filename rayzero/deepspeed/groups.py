@@ -29,8 +29,6 @@ _OF_ONE: dict[str, Callable[[], Any]] = {
     "src_rank": get_rank,  # the rank itself, in a group of one
     "group_dict": dict,
 }
-_clone_world_group = get_world_group
-_get_broadcast_src_rank = _OF_ONE["rank"]
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
@@ -40,14 +38,6 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
             f"deepspeed.utils.groups.initialize(ep_size={ep_size}, mpu={mpu!r:.100}) was called",
             allowed="ep_size=1, mpu=None: all ranks are data parallel",
         )
-
-
-def _get_max_expert_size() -> int:
-    """Raises ConfigError: there are no expert groups."""
-    raise ConfigError(
-        "deepspeed.utils.groups has no expert parallel group",
-        allowed="experts as ordinary modules, on every rank",
-    )
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

@@ -12,7 +12,6 @@ from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
-from rayzero.deepspeed.schedule_arguments import CONSTANTS as SCHEDULE_CONSTANTS
 from rayzero.engine.config.checks import DEFAULTS
 from rayzero.engine.config.model import KEYS, EngineConfig
 from rayzero.engine.config.normalize import get_path
@@ -64,7 +63,6 @@ _of_keys = dict(_key_constants())
 CONSTANTS: dict[str, dict[str, Any]] = _NAMES["constants"]
 """{module: {name: value}}."""
 CONSTANTS[""] = CONSTANTS.pop("deepspeed")
-CONSTANTS["runtime.lr_schedules"] = SCHEDULE_CONSTANTS
 CONSTANTS["runtime.constants"] |= {name: _of_keys[name] for name in _NAMES["from_keys"].split()}
 
 
@@ -106,11 +104,6 @@ def stand_in(name: str, use: str) -> type:
     """Returns the class that a refused name is bound to."""
     message = f"{name} is not part of rayzero; use {use}"
     return _Refusing(name.rpartition(".")[2], (), {"message": message, "__doc__": message})
-
-
-def is_refused(value: object) -> bool:
-    """Whether a name is bound to a stand-in."""
-    return isinstance(value, _Refusing)
 
 
 def package_refusal(module: str) -> str | None:

@@ -71,11 +71,12 @@ class DeepSpeedCPUAdam(FusedAdam):
 
     def step_subgroup(self, subgroup_id: int, closure: Any = None) -> None:
         """Raises ConfigError, as `rollback_subgroup`: the engine decides what is updated when."""
-        raise _no_subgroups("step_subgroup")
+        raise ConfigError(
+            "a part of the parameters of DeepSpeedCPUAdam was to be stepped or rolled back",
+            fix="engine.step(), which updates all parameters",
+        )
 
-    def rollback_subgroup(self, sub_group_id: int, closure: Any = None) -> None:
-        """See `step_subgroup`."""
-        raise _no_subgroups("rollback_subgroup")
+    rollback_subgroup = step_subgroup
 
 
 class FusedLion(Lion):
@@ -136,12 +137,6 @@ class FusedLamb(Lamb):
                 fix="gradient_clipping in the config",
             )
         super().__init__(params, lr, **options)
-
-
-def _no_subgroups(method: str) -> ConfigError:
-    return ConfigError(
-        f"DeepSpeedCPUAdam.{method}() was called", fix="engine.step(), which updates all parameters"
-    )
 
 
 def __getattr__(name: str) -> Any:

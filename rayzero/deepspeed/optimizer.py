@@ -19,23 +19,21 @@ if TYPE_CHECKING:
     from rayzero.engine.engine import Engine
 
 
+def _existing(engine: ref[Engine]) -> Engine:
+    if (found := engine()) is None:
+        raise EngineError("the optimizer's engine no longer exists")
+    return found
+
+
 class LossScaler:
-    """DeepSpeed's view of an engine's loss scale."""
+    """DeepSpeed's view of an engine's loss scale: the factor of the loss in the current step."""
 
     dynamic = False
 
     def __init__(self, engine: Engine) -> None:
         self._engine = ref(engine)
 
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the loss in the current step."""
-        engine = self._engine()
-        if engine is None:
-            raise EngineError("the optimizer's engine no longer exists")
-        return engine.loss_scale
-
-    cur_scale = loss_scale
+    loss_scale = cur_scale = property(lambda self: _existing(self._engine).loss_scale)
 
 
 class DynamicLossScaler(LossScaler):
@@ -65,28 +63,21 @@ class DeepSpeedOptimizer:
     loss_scaler: LossScaler
 
     loss_scale = property(lambda self: self.loss_scaler.loss_scale, _refuse_scale)
-    cur_scale = property(lambda self: self.loss_scaler.loss_scale, _refuse_scale)
+    cur_scale = loss_scale
     dynamic_loss_scale = property(lambda self: self.loss_scaler.dynamic)
-
-    @property
-    def _live_engine(self) -> Engine:
-        engine = self._engine()
-        if engine is None:
-            raise EngineError("the optimizer's engine no longer exists")
-        return engine
 
     @property
     def overflow(self) -> bool:
         """Whether the last step was skipped on every rank: a gradient was not finite, or the step
         was lost with a rank."""
-        step = self._live_engine.internals
+        step = _existing(self._engine).internals
         norm = step.meter.last_step.get("grad_norm")
         return step.tracker.lost or (norm is not None and not isfinite(norm))
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
         """Each group's trained parameters, as the model has them."""
-        engine = self._live_engine
+        engine = _existing(self._engine)
         groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
         for unit in engine.internals.runtime.units:
             if unit.main_weights is not None:
@@ -98,11 +89,11 @@ class DeepSpeedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`engine.zero_grad`: gradients are the engine's."""
-        self._live_engine.internals.tracker.zero_grad()
+        _existing(self._engine).internals.tracker.zero_grad()
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """`engine.backward`."""
-        self._live_engine.backward(loss, retain_graph=retain_graph)
+        _existing(self._engine).backward(loss, retain_graph=retain_graph)
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):

@@ -1,25 +1,25 @@
-"""`deepspeed.runtime.utils`, and `deepspeed.utils.module_utils`: helpers that scripts import."""
+"""Helpers that scripts import: `deepspeed.runtime.utils`, `MonitorMaster`, generation."""
 
 from __future__ import annotations
 
 import gc
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rayzero.deepspeed.accelerator import (
-    available_host_memory,
-    get_accelerator,
-    total_host_memory,
-)
+from rayzero.deepspeed.accelerator import get_accelerator, host_memory
 from rayzero.deepspeed.comm import get_rank
-from rayzero.engine.errors import ConfigError
+from rayzero.engine.api.params import GatheredParameters
+from rayzero.engine.config.model import EngineConfig
+from rayzero.engine.config.monitors import MonitorConfig
+from rayzero.engine.monitors import Event, make_monitors
 from rayzero.engine.tensor_tree import map_tensors
 
 _GIB = 2**30
@@ -34,7 +34,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         return
     gc.collect()
     device = get_accelerator()
-    used = total_host_memory() - available_host_memory()
+    used = host_memory("PHYS") - host_memory("AVPHYS")
     print(message)
     print(
         f"allocated {device.memory_allocated() / _GIB:.2f} GiB, "
@@ -53,18 +53,11 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed % 2**63)
 
 
-def copy_to_device(
-    item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] = torch.is_tensor
-) -> Any:
-    """A copy of nested lists, tuples and dicts, whose tensors that fulfil the criterion are on
-    `device`."""
-    return map_tensors(item, lambda one: one.to(device) if criterion_func(one) else one)
-
-
 def move_to_device(
     item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None
 ) -> Any:
-    """`copy_to_device`; tensors that fulfil a given criterion are moved themselves."""
+    """A copy of nested lists, tuples and dicts on `device`; tensors that fulfil a given criterion
+    are moved themselves."""
 
     def move(tensor: Tensor) -> Tensor:
         if criterion_func is None or not criterion_func(tensor):
@@ -73,37 +66,6 @@ def move_to_device(
         return tensor
 
     return map_tensors(item, move)
-
-
-def clip_grad_norm_(
-    parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2, mpu: Any = None
-) -> Tensor:
-    """torch's function of that name, over gradients in `.grad`; an engine's are elsewhere, and
-    `gradient_clipping` clips them."""
-    if mpu is not None:
-        raise ConfigError(
-            "clip_grad_norm_(mpu=...) was called", allowed="None: all ranks are data parallel"
-        )
-    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-
-
-def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Bounds of contiguous parts whose sizes differ by at most one, the larger first."""
-    if num_items <= num_parts:
-        return [min(part, num_items) for part in range(num_parts + 1)]
-    size, larger = divmod(num_items, num_parts)
-    return [part * size + min(part, larger) for part in range(num_parts + 1)]
-
-
-def required_torch_version(
-    min_version: float | str | None = None, max_version: float | str | None = None
-) -> bool:
-    """Whether torch's version is in this range."""
-    if not (min_version or max_version):
-        raise ValueError("required_torch_version() was called without min_version or max_version")
-    version = torch.torch_version.TorchVersion(torch.__version__.partition("+")[0])
-    too_old = min_version and version < str(min_version)
-    return not (too_old or (max_version and version > str(max_version)))
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
@@ -115,3 +77,44 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
     """Sets the attribute at a dotted name."""
     parent, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, parent) if parent else model, name, module)
+
+
+class MonitorMaster:
+    """All monitors of a config that a script makes itself, of rank 0; the engine's are
+    `engine.monitor`."""
+
+    def __init__(self, monitor_config: MonitorConfig) -> None:
+        self.monitor_config = monitor_config
+        self.enabled = monitor_config.enabled
+        sections = {name: getattr(monitor_config, name) for name in MonitorConfig.model_fields}
+        self._monitors = make_monitors(EngineConfig(**sections), {}, max(0, get_rank()))
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Writes `(name, value, samples)` to each of them."""
+        self._monitors.write_events(event_list)
+
+
+# transformers replaces the next two around `zero.Init`, to keep it from changing buffers' dtypes.
+_orig_torch_arange = torch.arange
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Callable[..., Tensor]:
+    """`fn` itself: constructors inside `zero.Init` keep the dtypes that they are given."""
+    return fn
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Around generation by an engine: at stage 3 its weights are gathered once, instead of in every
+    forward, and ranks may generate different lengths. Collective at its beginning."""
+    offload = getattr(model.optimizer, "parameter_offload", None)  # at stage 3 only
+    with GatheredParameters(list(model.parameters())):
+        if offload is not None:
+            offload.remove()
+        try:
+            yield model
+        finally:
+            if offload is not None:
+                offload._register_deepspeed_module(offload.module)

@@ -6,14 +6,14 @@ is gathered at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import reduce
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from rayzero.deepspeed.runtime_utils import partition_uniform
 from rayzero.engine.api.params import GatheredParameters
 from rayzero.engine.errors import ConfigError
 
@@ -56,21 +56,19 @@ class TiledLinear(nn.Module):
         self.combine_out_splits = combine_out_splits
         self.in_parts = _bounds("in", in_features, in_splits)
         self.out_parts = _bounds("out", out_features, out_splits)
-        widths = [stop - start for start, stop in pairwise(self.in_parts)]
-        heights = [stop - start for start, stop in pairwise(self.out_parts)]
-        has_bias = [False] * (in_splits - 1) + [bias]
         self.linears = nn.ModuleList(
             nn.ModuleList(
-                linear_cls(width, height, bias=own_bias, **options)
-                for width, own_bias in zip(widths, has_bias, strict=True)
+                linear_cls(right - left, low - top, bias=bias and right == in_features, **options)
+                for left, right in pairwise(self.in_parts)
             )
-            for height in heights
+            for top, low in pairwise(self.out_parts)
         )
         if init_linear is not None:
             self.copy_params_from(init_linear)
 
     def forward(self, input_: Any) -> Any:
-        parts = input_ if self.input_is_already_split else self._split(input_)
+        split = self.input_is_already_split
+        parts = input_ if split else input_.tensor_split(self.in_parts[1:-1], dim=-1)
         if len(parts) != self.in_splits:
             raise ConfigError(
                 f"TiledLinear got an input of {len(parts)} parts",
@@ -86,15 +84,8 @@ class TiledLinear(nn.Module):
     def _rows(self) -> list[list[Any]]:
         return [list(cast(nn.ModuleList, row)) for row in self.linears]
 
-    def _split(self, value: Tensor) -> Sequence[Tensor]:
-        sizes = [stop - start for start, stop in pairwise(self.in_parts)]
-        return split_tensor_along_last_dim(value, sizes)
-
     def _sum(self, terms: list[Any]) -> Any:
-        total: Tensor = terms[0]
-        for term in terms[1:]:
-            total = total + term
-        return total
+        return reduce(torch.add, terms)
 
     def _join(self, outputs: list[Any]) -> Any:
         return torch.cat(outputs, dim=-1)
@@ -110,12 +101,13 @@ class TiledLinear(nn.Module):
                 f"bias={other.bias is not None}",
                 allowed=f"a weight of {expected}, bias={self.use_bias}",
             )
-        for row, rows in zip(self._rows, pairwise(self.out_parts), strict=True):
-            part = slice(*rows)
-            for tile, columns in zip(row, pairwise(self.in_parts), strict=True):
-                _copy(tile.weight, other.weight[part, slice(*columns)])
+        rows = other.weight.tensor_split(self.out_parts[1:-1])
+        for tiles, part, (top, low) in zip(self._rows, rows, pairwise(self.out_parts), strict=True):
+            columns = part.tensor_split(self.in_parts[1:-1], dim=1)
+            for tile, weight in zip(tiles, columns, strict=True):
+                _copy(tile.weight, weight)
             if self.use_bias:
-                _copy(row[-1].bias, other.bias[part])
+                _copy(tiles[-1].bias, other.bias[top:low])
 
 
 class TiledLinearReturnBias(TiledLinear):
@@ -131,21 +123,14 @@ class TiledLinearReturnBias(TiledLinear):
         return joined, super()._join(biases) if biases else None
 
 
-def split_tensor_along_last_dim(
-    tensor: Tensor, partitions: list[int], contiguous_split_chunks: bool = False
-) -> tuple[Tensor, ...]:
-    """Its parts of these sizes, on request with memory of their own."""
-    parts: tuple[Tensor, ...] = torch.split(tensor, partitions, dim=-1)
-    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
-
-
 def _bounds(name: str, features: int, splits: int) -> list[int]:
     if not 1 <= splits <= features:
         raise ConfigError(
             f"TiledLinear({name}_features={features}, {name}_splits={splits}) was given",
             allowed=f"{name}_splits from 1 to {features}",
         )
-    return partition_uniform(features, splits)
+    size, larger = divmod(features, splits)  # the larger parts first, as in `tensor_split`
+    return [part * size + min(part, larger) for part in range(splits + 1)]
 
 
 def _copy(param: Any, value: Tensor) -> None:

@@ -5,19 +5,15 @@ Messages are printed from INFO on, as in DeepSpeed.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from logging import (  # not `utils.logging`
     INFO,
     Formatter,
     Logger,
     StreamHandler,
-    getLevelNamesMapping,
     getLogger,
 )
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,52 +72,6 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     """A copy of nested dicts, lists and tuples whose tensors have memory of their own on `device`:
     the model's are views of the engine's buffers, and `torch.save` writes a view's whole buffer."""
     return map_tensors(item, lambda tensor: tensor.detach().to(device, copy=True))
-
-
-def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
-    """`log_dist`, the first time that a message is logged."""
-    if message not in _logged:
-        _logged.add(message)
-        log_dist(message, ranks, level)
-
-
-_logged: set[str] = set()
-
-
-def print_json_dist(
-    message: dict[str, Any], ranks: Sequence[int] | None = None, path: str | None = None
-) -> None:
-    """Prints a dict as JSON on these ranks, and writes it to a file if a path is given."""
-    if ranks and -1 not in ranks and get_rank() not in ranks:
-        return
-    text = json.dumps({"rank": get_rank(), **message})
-    print(text)
-    if path is not None:
-        Path(path).write_text(text)
-
-
-def set_log_level_from_string(log_level_str: str, custom_logger: Logger | None = None) -> None:
-    """Sets the level of `logger`, or another one: debug, info, warning, error or critical."""
-    (custom_logger or logger).setLevel(log_level_str.upper())
-
-
-def get_current_level() -> int:
-    """The level of `logger`."""
-    return logger.getEffectiveLevel()
-
-
-def should_log_le(max_log_level_str: str) -> bool:
-    """Whether messages of this level are logged."""
-    return logger.isEnabledFor(getLevelNamesMapping()[max_log_level_str.upper()])
-
-
-@cache
-def warning_once(*args: Any) -> None:
-    """`logger.warning`, the first time that it is called so."""
-    logger.warning(*args)
-
-
-logger.warning_once = warning_once  # type: ignore[attr-defined]  # as in DeepSpeed
 
 
 def instrument_w_nvtx(func: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 
 import rayzero
 from rayzero.deepspeed.config import PATHS, DeepSpeedConfig
-from rayzero.deepspeed.monitor_classes import MonitorMaster, csvMonitor
+from rayzero.deepspeed.runtime_utils import MonitorMaster
 from rayzero.engine.errors import ConfigError
 from tests.deepspeed.make_config_values import CONFIGS, FILE
 
@@ -62,8 +62,7 @@ def test_monitors_of_a_config(tmp_path: Path) -> None:
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     monitors = DeepSpeedConfig({"csv_monitor": section}).monitor_config
     assert (monitors.enabled, monitors.wandb.enabled) == (True, False)
-    csvMonitor(monitors.csv_monitor).write_events([("Train/loss", 0.5, 4)])
-    MonitorMaster(monitors).write_events([("Train/lr", 0.1, 8)])
+    MonitorMaster(monitors).write_events([("Train/loss", 0.5, 4), ("Train/lr", 0.1, 8)])
     written = {file.name: file.read_text().split() for file in (tmp_path / "run").iterdir()}
     assert written == {
         "Train_loss.csv": ["step,loss", "4,0.5"],
@@ -72,14 +71,9 @@ def test_monitors_of_a_config(tmp_path: Path) -> None:
 
 
 def test_batch_sizes_and_parallelism_are_checked() -> None:
+    sizes = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
     with pytest.raises(ConfigError, match="batch sizes disagree"):
-        DeepSpeedConfig(
-            {
-                "train_batch_size": 8,
-                "train_micro_batch_size_per_gpu": 3,
-                "gradient_accumulation_steps": 2,
-            }
-        )
+        DeepSpeedConfig({"train_batch_size": 8} | sizes)
     with pytest.raises(ConfigError, match="all ranks are data parallel"):
         DeepSpeedConfig({}, mpu=object())
     with pytest.raises(AttributeError, match="'zero_config'"):

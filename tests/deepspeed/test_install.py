@@ -43,8 +43,7 @@ def run_torchrun(*command: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def python(code: str) -> str:
-    return run("-c", f"import rayzero.deepspeed; rayzero.deepspeed.install()\n{code}").stdout
+INSTALL = "import rayzero.deepspeed; rayzero.deepspeed.install()\n"
 
 
 @pytest.fixture
@@ -118,8 +117,7 @@ print("ok")
 
 @pytest.mark.slow
 def test_common_imports() -> None:
-    code = f"import rayzero.deepspeed; rayzero.deepspeed.install()\n{COMMON_IMPORTS}"
-    done = run("-c", code)
+    done = run("-c", f"{INSTALL}{COMMON_IMPORTS}")
     assert done.stdout == "ok\n"
     assert "[Rank 0] logged by rank 0" in done.stderr
     assert "[Rank 0] logged by all ranks" in done.stderr
@@ -129,18 +127,12 @@ def test_common_imports() -> None:
 
 UNSUPPORTED = {
     "from deepspeed.moe.layer import MoE; MoE(8)": "deepspeed.moe.layer.MoE is not part of rayzero",
-    "from deepspeed import PipelineModule; PipelineModule()": "use stage 3",
     "from deepspeed.pipe import LayerSpec; LayerSpec(int)": "deepspeed.pipe.LayerSpec is not part",
-    "from deepspeed.runtime.pipe.topology import X; X()": "use stage 3",
     "from deepspeed.ops.missing import X": "rayzero has no deepspeed.ops.missing",
-    "import deepspeed; deepspeed.init_inference()": "use a server for inference",
     "import deepspeed; deepspeed.PipelineModule.forward": "use stage 3",
     "import deepspeed; deepspeed.initialise": "did you mean 'initialize'?",
     "import deepspeed; deepspeed.get_accelerator().create_op_builder": "no kernels to compile",
     "import deepspeed.comm; deepspeed.comm.get_rnk": "'get_rank'",
-    "import deepspeed.comm; deepspeed.comm.TorchBackend()": "use deepspeed.init_distributed",
-    "from deepspeed.runtime.fp16.onebit.adam import OnebitAdam; OnebitAdam()": "optimizer.type",
-    "from deepspeed.utils.timer import ThroughputTimer; ThroughputTimer()": "use engine.metrics",
 }
 
 
@@ -154,23 +146,19 @@ def test_unsupported_names_raise_helpful_errors() -> None:
         "        errors[code] = str(error)\n"
         "print(json.dumps(errors))"
     )
-    errors = json.loads(python(code))
+    errors = json.loads(run("-c", f"{INSTALL}{code}").stdout)
     for line, part in UNSUPPORTED.items():
         assert part in errors[line], line
 
 
 @pytest.mark.slow
-def test_install_fails_if_deepspeed_is_already_imported() -> None:
+def test_mistakes_of_the_start() -> None:
     code = (
         "import sys, types, rayzero.deepspeed as d\n"
         "sys.modules['deepspeed'] = types.ModuleType('deepspeed')\n"
         "d.install()"
     )
     assert "was imported before" in run("-c", code, ok=False).stderr
-
-
-@pytest.mark.slow
-def test_command_usage() -> None:
     assert "usage: " in run("-m", "rayzero.deepspeed", "--help").stdout
     for arguments in ((), ("missing.py",)):
         done = run("-m", "rayzero.deepspeed", *arguments, ok=False)

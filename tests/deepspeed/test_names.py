@@ -11,16 +11,14 @@ from tests.support.scripts import run_script
 CHECK = """
 import importlib, json
 import rayzero.deepspeed; rayzero.deepspeed.install()
-from rayzero.deepspeed.lookup import (
-    MODULES, REFUSED, REFUSED_PACKAGES, is_refused, working_names
-)
+from rayzero.deepspeed.lookup import MODULES, REFUSED, REFUSED_PACKAGES, working_names
 wrong = []
 def get(module, name):
     return getattr(importlib.import_module(".".join(filter(None, ("deepspeed", module)))), name)
 for module in ("", *MODULES):
     for name in working_names(module):
         try:
-            if is_refused(get(module, name)):
+            if type(get(module, name)).__name__ == "_Refusing":
                 wrong.append(f"{module}.{name} is refused")
         except Exception as error:
             wrong.append(f"{module}.{name}: {error!r}")
@@ -37,26 +35,15 @@ for module, names in REFUSED.items():
 for module, use in REFUSED_PACKAGES.items():
     refuses(module, "Anything", use)
     refuses(f"{module}.deeper.still", "Anything", use)
-print(json.dumps(wrong))
 """
 
 
-@pytest.mark.slow
-def test_every_name_works_or_is_refused_as_the_table_says() -> None:
-    done = run_script("-c", CHECK)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == []
-
-
 SURFACE = """
-import importlib, json
-import rayzero, torch
-import rayzero.deepspeed; rayzero.deepspeed.install()
+import torch
 from rayzero.deepspeed.accelerator import get_accelerator
-from rayzero.deepspeed.lookup import REFUSED
 from tools.deepspeed_names import PAGE, render
 from tools.deepspeed_surface import FILE
-surface, wrong = json.loads(FILE.read_text()), []
+surface = json.loads(FILE.read_text())
 for module in surface["modules"]:
     try:
         importlib.import_module(f"deepspeed.{module}")
@@ -95,9 +82,10 @@ print(json.dumps([len(surface["used"] + surface["exported"]), wrong]))
 
 
 @pytest.mark.slow
-def test_every_name_of_deepspeed_is_in_the_table() -> None:
-    """Its modules and constants, what its packages export, and what libraries use."""
-    done = run_script("-c", SURFACE)
+def test_every_name_of_deepspeed_works_or_is_refused_as_the_table_says() -> None:
+    """Its modules and constants, what its packages export, and what libraries use; names of the
+    table."""
+    done = run_script("-c", CHECK + SURFACE)
     assert done.returncode == 0, done.stderr[-3000:]
     count, wrong = json.loads(done.stdout)
     assert count > 161

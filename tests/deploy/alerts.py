@@ -9,10 +9,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import yaml
-
 from rayzero.orchestrator.metrics.catalog import CATALOG
 from tests.deploy.chart import Object, objects_of_kind, render
+from tests.deploy.manifests import yaml_text
 from tests.deploy.prometheus import ALERTS
 
 _HEADER = (
@@ -36,23 +35,7 @@ def alerts_text() -> str:
         group["rules"] = [
             {key: rule[key] for key in _KEY_ORDER if key in rule} for rule in group["rules"]
         ]
-    return _HEADER + yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=10_000)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes multi-line strings as literal blocks."""
-
-
-def _represent_string(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    style = "|" if "\n" in value else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-
-_Dumper.add_representer(str, _represent_string)
-
-
-if __name__ == "__main__":
-    ALERTS.write_text(alerts_text(), encoding="utf-8")
+    return _HEADER + yaml_text(document, width=10_000)
 
 
 def uncataloged_series(exprs: Iterator[str]) -> list[str]:
@@ -64,3 +47,7 @@ def base_series(name: str) -> str:
     """The catalog name of a series: that of the histogram for its buckets, sum and count."""
     base = re.sub(r"_(bucket|sum|count)$", "", name)
     return base if base in CATALOG and CATALOG[base].kind == "histogram" else name
+
+
+if __name__ == "__main__":
+    ALERTS.write_text(alerts_text(), encoding="utf-8")

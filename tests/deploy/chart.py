@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import helm_python
@@ -63,22 +64,31 @@ def render(
     values: Mapping[str, Any], release: str = RELEASE, namespace: str = NAMESPACE
 ) -> list[Object]:
     """All objects that the chart renders for some values."""
-    texts = render_text(values, release, namespace)
+    return parse(render_text(values, release, namespace))
+
+
+def parse(texts: Mapping[str, str]) -> list[Object]:
     files = [text for path, text in sorted(texts.items()) if path.endswith(".yaml")]
     return [item for text in files for item in yaml.load_all(text, yaml.CSafeLoader) if item]
 
 
 @cache
+def scenario_texts(scenario: str) -> dict[str, str]:
+    """`render_text` for a scenario."""
+    return render_text(scenario_values(scenario))
+
+
+@cache
 def render_scenario(scenario: str) -> tuple[Object, ...]:
     """`render` for a scenario. The result is cached: do not modify it."""
-    return tuple(render(scenario_values(scenario)))
+    return tuple(parse(scenario_texts(scenario)))
 
 
-def objects_of_kind(objects: tuple[Object, ...] | list[Object], kind: str) -> list[Object]:
+def objects_of_kind(objects: Sequence[Object], kind: str) -> list[Object]:
     return [item for item in objects if item["kind"] == kind]
 
 
-def cluster_spec(objects: tuple[Object, ...] | list[Object]) -> Object:
+def cluster_spec(objects: Sequence[Object]) -> Object:
     """The spec of the RayCluster, which may be embedded in a RayJob."""
     jobs = objects_of_kind(objects, "RayJob")
     (spec,) = [job["spec"]["rayClusterSpec"] for job in jobs] or [
@@ -87,7 +97,7 @@ def cluster_spec(objects: tuple[Object, ...] | list[Object]) -> Object:
     return spec
 
 
-def pods(objects: tuple[Object, ...] | list[Object]) -> Iterator[Object]:
+def pods(objects: Sequence[Object]) -> Iterator[Object]:
     """Every pod and pod template, as {metadata, spec}."""
     yield from objects_of_kind(objects, "Pod")
     for job in objects_of_kind(objects, "RayJob"):
@@ -98,15 +108,40 @@ def pods(objects: tuple[Object, ...] | list[Object]) -> Iterator[Object]:
     yield from (group["template"] for group in spec["workerGroupSpecs"])
 
 
-def find_pod(objects: tuple[Object, ...] | list[Object], component: str) -> Object:
+def find_pod(objects: Sequence[Object], component: str) -> Object:
     """The first pod with this app.kubernetes.io/component label."""
     label = "app.kubernetes.io/component"
     return next(pod for pod in pods(objects) if pod["metadata"]["labels"][label] == component)
 
 
-def matches(selector: Object, pod: Object) -> bool:
-    return selector["matchLabels"].items() <= pod["metadata"]["labels"].items()
+def container_of(objects: Sequence[Object], component: str) -> Object:
+    """Ray's container of the first pod with this label."""
+    container: Object = find_pod(objects, component)["spec"]["containers"][0]
+    return container
+
+
+def ports_of(some_pods: Sequence[Object]) -> dict[str, int]:
+    """The ports of pods by name."""
+    return {
+        port["name"]: port["containerPort"]
+        for pod in some_pods
+        for container in pod["spec"]["containers"]
+        for port in container.get("ports", ())
+    }
+
+
+def job_files(objects: Sequence[Object], folder: Path) -> None:
+    """Writes the files of the config map with the job file."""
+    config_maps = [item["data"] for item in objects_of_kind(objects, "ConfigMap")]
+    (data,) = [data for data in config_maps if "job.yaml" in data]
+    for name, text in data.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def select_pods(scenario: str, selector: Object) -> list[Object]:
-    return [pod for pod in pods(render_scenario(scenario)) if matches(selector, pod)]
+    labels = selector["matchLabels"].items()
+    return [
+        pod
+        for pod in pods(render_scenario(scenario))
+        if labels <= pod["metadata"]["labels"].items()
+    ]

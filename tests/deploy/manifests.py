@@ -132,8 +132,12 @@ def _represent_string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_string)
 
 
+def yaml_text(value: Any, width: int) -> str:
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=width)
+
+
 def _text(value: Any) -> str:
-    return _HEADER + yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=100)
+    return _HEADER + yaml_text(value, width=100)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.chart import find_pod, objects_of_kind, render_scenario
+from tests.deploy.chart import container_of, job_files, render_scenario
 from tests.house.source import ROOT
 
 UID = 12345
@@ -55,16 +55,10 @@ def run_in_container(
 @pytest.mark.slow
 def test_job_runs_unprivileged_on_read_only_root(tmp_path: Path) -> None:
     objects = render_scenario("cpu-dev")
-    (data,) = [
-        config_map["data"]
-        for config_map in objects_of_kind(objects, "ConfigMap")
-        if "job.yaml" in config_map["data"]
-    ]
     (tmp_path / "job").mkdir(mode=0o755)
     tmp_path.chmod(0o755)
-    for name, text in data.items():
-        (tmp_path / "job" / name).write_text(text, encoding="utf-8")
-    (head,) = find_pod(objects, "head")["spec"]["containers"]
+    job_files(objects, tmp_path / "job")
+    head = container_of(objects, "head")
     environment = {variable["name"]: variable["value"] for variable in head["env"]} | {
         "PATH": f"{sys.prefix}/bin:/usr/bin:/bin",
         "PYTHONPATH": str(ROOT),

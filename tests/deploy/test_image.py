@@ -51,18 +51,14 @@ def test_base_images_are_pinned_and_stages_exist() -> None:
     assert set(INSTALL_STAGES) < set(stages)
 
 
-def test_copied_paths_are_in_build_context() -> None:
-    files = set(context_files(ROOT))
-    for name in copied_paths(INSTRUCTIONS):
+def test_build_context_has_what_is_copied_and_little_else() -> None:
+    files, copied = list(context_files(ROOT)), copied_paths(INSTRUCTIONS)
+    for name in copied:
         path = ROOT / name
         assert path.exists(), name
         assert any(file == path or path in file.parents for file in files), f"{name} is ignored"
-
-
-def test_build_context_is_small() -> None:
-    files = list(context_files(ROOT))
     top_level = {file.relative_to(ROOT).parts[0] for file in files}
-    assert top_level <= {name.partition("/")[0] for name in copied_paths(INSTRUCTIONS)}
+    assert top_level <= {name.partition("/")[0] for name in copied}
     assert not [file for file in files if "__pycache__" in file.parts]
     assert sum(file.stat().st_size for file in files) < MAX_CONTEXT_BYTES
 
@@ -88,15 +84,15 @@ def test_image_provides_what_chart_uses() -> None:
     assert chart_ports == set(map(int, ports.split()))
     (packages,) = [line for line in arguments_of("RUN") if "apt-get" in line]
     assert {"wget", "rdma-core", "libibverbs1", "ibverbs-providers"} <= set(packages.split())
-    (entry,) = {job["spec"]["entrypoint"].split()[0]}
-    assert entry in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-
-
-def test_health_check_command_exists() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert job["spec"]["entrypoint"].split()[0] in scripts
     (check,) = arguments_of("HEALTHCHECK")
-    command = shlex.split(check.partition("CMD ")[2].strip("[]").replace(",", " "))
-    program = Path(sys.executable).with_name(command[0])
-    done = subprocess.run([program, *command[1:], "--help"], capture_output=True, timeout=300)
+    program, *words = shlex.split(check.partition("CMD ")[2].strip("[]").replace(",", " "))
+    done = subprocess.run(
+        [Path(sys.executable).with_name(program), *words, "--help"],
+        capture_output=True,
+        timeout=300,
+    )
     assert done.returncode == 0
 
 

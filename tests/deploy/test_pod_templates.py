@@ -88,38 +88,28 @@ def test_pod_template_is_merged() -> None:
     environment = by_name(ray["env"])
     assert environment["HOME"]["value"] == "/work"
     assert len(environment) == len(old_ray["env"])
-
-
-def test_new_containers_are_locked_down_unless_they_say_otherwise() -> None:
-    spec = worker({"podTemplate": OVERRIDES})["spec"]
-    locked = find_pod(render({}), "worker")["spec"]["containers"][0]["securityContext"]
-    assert spec["initContainers"][0]["securityContext"] == locked
+    # New containers are locked down unless they say otherwise.
+    locked = old_ray["securityContext"]
+    assert new["initContainers"][0]["securityContext"] == locked
     expected = locked | {"runAsUser": 7}
     del expected["readOnlyRootFilesystem"]
-    assert spec["containers"][1]["securityContext"] == expected
+    assert new["containers"][1]["securityContext"] == expected
 
 
 def test_group_adds_to_pod_template_of_workers() -> None:
-    group = {"name": "a", "podTemplate": {"spec": {"schedulerName": None, "hostname": "x"}}}
-    values = {"workers": {"podTemplate": OVERRIDES}, "workerGroups": [group, {"name": "b"}]}
-    first, second = cluster_spec(render(values))["workerGroupSpecs"]
-    assert first["template"]["spec"]["hostname"] == "x"
-    assert "schedulerName" not in first["template"]["spec"]
-    assert second["template"]["spec"]["schedulerName"] == "mine"
-    assert first["template"]["spec"]["containers"] == second["template"]["spec"]["containers"]
-
-
-def test_empty_list_and_texts_replace() -> None:
-    capabilities = {"capabilities": {"drop": []}}
-    template = {
-        "spec": {
-            "tolerations": [],
-            "containers": [{"name": "ray-worker", "securityContext": capabilities}],
-        }
-    }
-    spec = worker({"podTemplate": template, "tolerations": [{"operator": "Exists"}]})["spec"]
-    assert spec["tolerations"] == []
-    assert spec["containers"][0]["securityContext"]["capabilities"] == {"drop": []}
+    """Null removes a key, an empty list and texts replace."""
+    drop: Object = {"name": "ray-worker", "securityContext": {"capabilities": {"drop": []}}}
+    changed = {"schedulerName": None, "hostname": "x", "tolerations": [], "containers": [drop]}
+    groups = [{"name": "a", "podTemplate": {"spec": changed}}, {"name": "b"}]
+    values = {"workers": {"podTemplate": OVERRIDES}, "workerGroups": groups}
+    first, second = (
+        it["template"]["spec"] for it in cluster_spec(render(values))["workerGroupSpecs"]
+    )
+    assert (first["hostname"], second["schedulerName"]) == ("x", "mine")
+    assert "schedulerName" not in first
+    assert first["tolerations"] == []
+    assert first["containers"][0]["securityContext"]["capabilities"]["drop"] == []
+    assert first["containers"][1:] == second["containers"][1:]
 
 
 def submitter(values: Object, **others: Any) -> Object:
@@ -141,15 +131,13 @@ def test_submitter_has_a_pod_like_the_others() -> None:
     assert container["securityContext"] == old["securityContext"] | {"runAsUser": 7}
     assert container["resources"]["limits"] == {"cpu": "1", "memory": "2Gi"}
     assert sidecar["securityContext"] == old["securityContext"]
-
-
-def test_submitter_runs_on_nodes_like_the_heads_unless_it_says_otherwise() -> None:
-    taint, selector = {"key": "head", "operator": "Exists"}, {"pool": "head"}
-    head = {"nodeSelector": selector, "tolerations": [taint]}
-    spec = submitter({}, head=head)["spec"]
-    assert (spec["nodeSelector"], spec["tolerations"]) == (selector, [taint])
-    other = submitter({"nodeSelector": {"pool": "cpu"}}, head=head)["spec"]
-    assert (other["nodeSelector"], other["tolerations"]) == ({"pool": "cpu"}, [taint])
+    # It runs on nodes like the head's unless it says otherwise.
+    taint = {"key": "head", "operator": "Exists"}
+    head = {"nodeSelector": {"pool": "head"}, "tolerations": [taint]}
+    for own in ({}, {"nodeSelector": {"pool": "cpu"}}):
+        spec = submitter(own, head=head)["spec"]
+        expected = ((own or head)["nodeSelector"], [taint])
+        assert (spec["nodeSelector"], spec["tolerations"]) == expected
 
 
 def test_labels_and_annotations_of_all_reach_every_pod() -> None:
@@ -175,9 +163,8 @@ def test_extra_objects_are_templates_with_labels() -> None:
     found = by_name([item["metadata"] for item in objects_of_kind(objects, "ConfigMap")])
     assert {"demo-x", "second"} <= found.keys()
     assert found["demo-x"]["namespace"] == "team"
-    assert (
-        found["demo-x"]["labels"].items() > {"a": "b", "app.kubernetes.io/instance": "demo"}.items()
-    )
+    expected = {"a": "b", "app.kubernetes.io/instance": "demo"}
+    assert found["demo-x"]["labels"].items() > expected.items()
 
 
 def test_labels_and_annotations_of_queues_and_gangs() -> None:
@@ -186,22 +173,18 @@ def test_labels_and_annotations_of_queues_and_gangs() -> None:
         name: objects_of_kind(rendered(name), "RayJob")[0]["metadata"]
         for name in ("volcano", "yunikorn", "kueue-elastic", "default")
     }
-    assert (
-        metadata["volcano"]["labels"].items()
-        > {
-            "ray.io/scheduler-name": "volcano",
-            "volcano.sh/queue-name": "training",
-            "ray.io/priority-class-name": "training",
-        }.items()
-    )
+    expected = {
+        "ray.io/scheduler-name": "volcano",
+        "volcano.sh/queue-name": "training",
+        "ray.io/priority-class-name": "training",
+    }
+    assert metadata["volcano"]["labels"].items() > expected.items()
     yunikorn = metadata["yunikorn"]["labels"]
     assert yunikorn["ray.io/gang-scheduling-enabled"] == "true"
     assert yunikorn["yunikorn.apache.org/queue"] == "root.training"
     other = objects_of_kind(render({"gang": {"scheduler": "yunikorn"}}, namespace="b"), "RayJob")[0]
     application = "yunikorn.apache.org/app-id"
-    assert other["metadata"]["labels"][application] != yunikorn[application], (
-        "unique in the cluster"
-    )
+    assert other["metadata"]["labels"][application] != yunikorn[application], "not unique"
     assert len(yunikorn[application]) <= 63
     elastic = metadata["kueue-elastic"]
     assert elastic["annotations"] == {"kueue.x-k8s.io/elastic-job": "true"}

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from tests.house.source import ROOT
 
 PAGES = ("README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md")))
-PARSED = "tests/house/test_guides.py::test_commands_in_code_blocks_are_valid"
 README = "tests/examples/test_readme.py"
 FIRST = f"{README}::test_first_script_reproduces_documented_losses"
 KILL = f"{README}::test_kill_of_the_first_job_is_repaired_as_shown"
@@ -21,7 +20,7 @@ QUICKSTART = "tests/integration/test_guide_sessions.py::test_quickstart_runs_as_
 JOBS = "tests/integration/test_guide_sessions.py::test_jobs_in_python_run_as_written"
 COMMANDS = "tests/integration/test_guide_sessions.py::test_commands_of_a_job_run_as_written"
 LAUNCHED = "tests/huggingface/test_launched_scripts.py"
-HERE = "tests/house/test_blocks.py"
+INSTALLED = "tests/deploy/test_guide.py"
 NOT_RUN = "not run: "
 PYTHON = {
     "README.md": FIRST,
@@ -46,7 +45,7 @@ BASH = {
         "torchrun --nproc-per-node 8": f"{NOT_RUN}needs 8 devices; with 2 in tests/huggingface",
         "kill -9": f"{NOT_RUN}the demo takes 80 s; test_kill_of_the_first_job is the same",
         "rayzero plan": f"{README}::test_plan_block",
-        "helm": f"{HERE}::test_helm_and_kubectl_commands",
+        "helm": INSTALLED,
     },
     "docs/quickstart.md": {
         "": QUICKSTART,
@@ -73,11 +72,11 @@ BASH = {
         "python": "tests/huggingface/test_scripts.py",
     },
     "docs/kubernetes.md": {
-        "kubectl": f"{HERE}::test_helm_and_kubectl_commands",
-        "helm install": f"{HERE}::test_helm_and_kubectl_commands",
+        "kubectl": INSTALLED,
+        "helm install": INSTALLED,
         "helm repo": f"{NOT_RUN}KubeRay's own chart, from the network",
         "helm install kuberay": f"{NOT_RUN}KubeRay's own chart, from the network",
-        "helm test": f"{NOT_RUN}needs a cluster; tests/deploy/test_objects.py checks its pod",
+        "helm test": f"{NOT_RUN}needs a cluster; tests/deploy/test_scenarios.py checks its pod",
         "docker": f"{NOT_RUN}needs docker; tests/deploy/test_image.py runs its commands",
         "export": f"{NOT_RUN}needs the secret of a cluster",
         "rayzero": COMMANDS,

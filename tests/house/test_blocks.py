@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +12,7 @@ import yaml
 
 from rayzero.engine.config import parse_config
 from rayzero.orchestrator.job_file import load_job
-from tests.deploy.chart import render, render_scenario
-from tests.house.blocks import BASH, HERE, NOT_RUN, PAGES, PYTHON, Block, blocks, where
+from tests.house.blocks import BASH, NOT_RUN, PAGES, PYTHON, Block, blocks, where
 from tests.house.source import ROOT
 
 
@@ -83,52 +79,3 @@ def without_auto(document: Any) -> Any:
     if not isinstance(document, dict):
         return document
     return {key: without_auto(value) for key, value in document.items() if value != "auto"}
-
-
-HELM = argparse.ArgumentParser(exit_on_error=False)
-HELM.add_argument("verb", choices=["install"])
-HELM.add_argument("release")
-HELM.add_argument("chart")
-HELM.add_argument("-f", dest="files", action="append", default=[])
-HELM.add_argument("--set", dest="values", action="append", default=[])
-HELM.add_argument("-n", dest="namespace", default="default")
-
-
-def helm_objects(line: str) -> list[Any]:
-    """What `helm install` of the line makes, its values checked by the chart's schema."""
-    words = HELM.parse_args(shlex.split(line, comments=True)[1:])
-    assert words.chart == "helm/rayzero"
-    values: dict[str, Any] = {}
-    for file in words.files:
-        values |= yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
-    for setting in ",".join(words.values).split(",") if words.values else ():
-        path, _, value = setting.partition("=")
-        section = values
-        *parents, last = path.split(".")
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[last] = value
-    assert values["image"]["repository"]
-    return render(values, words.release, words.namespace)
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/kubernetes.md"])
-def test_helm_and_kubectl_commands(page: str) -> None:
-    """helm's are rendered; what kubectl's name is in what they render."""
-    place = f"{HERE}::test_helm_and_kubectl_commands"
-    found = [block for block in blocks(page) if block.language == "bash"]
-    lines = [
-        line.strip() for block in found for line in block.lines() if where(page, line) == place
-    ]
-    objects = [item for line in lines if line.startswith("helm") for item in helm_objects(line)]
-    objects += render_scenario("s3")  # whose secret the guide creates
-    text = yaml.safe_dump(objects)
-    ended = {"RayCluster", "RayJob"} & {item["kind"] for item in objects}
-    assert ended, lines
-    for line in (line for line in lines if line.startswith("kubectl")):
-        for service in re.findall(r"svc/(\S+)-head-svc", line):
-            assert service in {item["metadata"]["name"] for item in objects}, line
-        for secret in re.findall(r"create secret generic (\S+) ", line):
-            assert secret in text, line
-        for port in re.findall(r"port-forward \S+ (\d+) ", line):
-            assert f"containerPort: {port}" in text, line

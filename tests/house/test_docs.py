@@ -1,4 +1,4 @@
-"""Generated tables of the documentation are up to date, and links between pages are valid.
+"""Tables of the documentation fit the code: those that are generated, journeys, and ordering rules.
 
 `python -m tests.house.test_docs` updates the tables.
 """
@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,17 +29,32 @@ from rayzero.orchestrator.spec import CheckpointSpec, RecoverySpec, Workers
 from rayzero.orchestrator.spec_sections import MetricsSpec
 from rayzero.workers.chaos.spec import FAULT_KINDS, fault_usage
 from rayzero.workers.nccl_settings import NCCL_SETTINGS
-from tests.house.source import PAGES, ROOT, packages
+from tests.house.source import ROOT, packages
+
+DOCS = ROOT / "docs"
+
+
+def table(headings: str, rows: Iterable[Sequence[object]]) -> str:
+    """A table; `headings` are separated by bars."""
+    names = headings.split("|")
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (names, *rows)]
+    lines.insert(1, "|" + "---|" * len(names))
+    return "\n".join(lines)
 
 
 def stage_table() -> str:
-    headings = ("stage", "model weights", "main grads", "optimizer state, main weights")
-    lines = [_row(*headings, "gradients move by", "weights move by"), _row(*["---"] * 6)]
-    for stage in STAGES:
-        places = (stage.model_weights, stage.main_grads, stage.optimizer_state)
-        moves = (stage.gradient_collective, stage.weight_collective)
-        lines.append(_row(str(stage.number), *(item.value for item in (*places, *moves))))
-    return "\n".join(lines)
+    return table(
+        "stage|model weights|main grads|optimizer state, main weights|gradients move by|"
+        "weights move by",
+        (
+            (
+                stage.number,
+                *(stage.model_weights.value, stage.main_grads.value, stage.optimizer_state.value),
+                *(stage.gradient_collective.value, stage.weight_collective.value),
+            )
+            for stage in STAGES
+        ),
+    )
 
 
 def bytes_table() -> str:
@@ -51,8 +64,7 @@ def bytes_table() -> str:
     )
 
 
-def state_table() -> str:
-    lines = [_row("state", "event", "next state", "instructions, in order"), "|---|---|---|---|"]
+def state_rows() -> Iterator[tuple[str, ...]]:
     for state in State:
         ignored = []
         for event in EVENTS:
@@ -61,187 +73,113 @@ def state_table() -> str:
                 ignored.append(event.__name__)
             elif transition is not None:
                 instructions = ", ".join(transition.instructions) or "none"
-                lines.append(_row(state, event.__name__, transition.next_state, instructions))
+                yield state, event.__name__, transition.next_state, instructions
         if len(ignored) == len(EVENTS):
             ignored = ["every event"]
         if ignored:
-            lines.append(_row(state, ", ".join(ignored), state, "ignored"))
-    return "\n".join(lines)
+            yield state, ", ".join(ignored), state, "ignored"
 
 
 def settings_table(section: type[BaseModel], prefix: str) -> str:
     """The settings of a section of the job file, from its model."""
-    lines = [_row("setting", "default", "what it is"), "|---|---|---|"]
-    for key, field in section.model_fields.items():
-        default = "none" if field.default is None else field.default
-        lines.append(_row(f"`{prefix}.{key}`", f"`{default}`", str(field.description)))
-    return "\n".join(lines)
+    return table(
+        "setting|default|what it is",
+        (
+            (
+                f"`{prefix}.{key}`",
+                f"`{'none' if field.default is None else field.default}`",
+                field.description,
+            )
+            for key, field in section.model_fields.items()
+        ),
+    )
 
 
-def fault_table() -> str:
-    """Every fault with its arguments and their defaults."""
-    lines = [_row("fault", "what happens", "where"), "|---|---|---|"]
-    for name, kind in FAULT_KINDS.items():
-        lines.append(_row(f"`{fault_usage(name)}`", kind.description, kind.target))
-    return "\n".join(lines)
-
-
-def nccl_table() -> str:
-    """The environment variables that a worker sets."""
-    lines = [_row("variable", "value", "what follows from another value"), "|---|---|---|"]
-    for setting in NCCL_SETTINGS:
-        value = f"`{setting.value}`{', required' * setting.required}"
-        lines.append(_row(f"`{setting.name}`", value, setting.otherwise))
-    return "\n".join(lines)
-
-
-def key_table() -> str:
+def key_rows() -> Iterator[tuple[str, ...]]:
     """Every key of an engine config, by group."""
-    lines = [_row("key", "status", "what it asks for, and why not"), "|---|---|---|"]
     for group, keys in KEY_GROUPS.items():
-        lines.append(_row(f"**{group}**", "", ""))
+        yield f"**{group}**", "", ""
         for key in keys:
             use = f"; use {key.alternative}" if key.alternative and key.status is REFUSED else ""
             why = f". {key.reason[:1].upper()}{key.reason[1:]}{use}" if key.reason else ""
-            lines.append(_row(f"`{key.path}`", key.status, f"{key.description}{why}"))
-    return "\n".join(lines)
+            yield f"`{key.path}`", key.status, f"{key.description}{why}"
 
 
-def series_table() -> str:
+def series_rows() -> Iterator[tuple[str, ...]]:
     """Every series of /metrics, by group."""
-    lines = [_row("series", "type", "labels", "unit", "what it is"), "|---|---|---|---|---|"]
     for group, members in SERIES.items():
-        lines.append(_row(f"**{group}**", "", "", "", ""))
+        yield f"**{group}**", "", "", "", ""
         for series in members:
             labels = ", ".join(f"`{label}`" for label in series.labels)
-            lines.append(_row(f"`{series.name}`", series.kind, labels, series.unit, series.help))
-    return "\n".join(lines)
+            yield f"`{series.name}`", series.kind, labels, series.unit, series.help
 
 
-def auto_table() -> str:
-    lines = [_row("key", '"auto" becomes', "why"), "|---|---|---|"]
+def auto_rows() -> Iterator[tuple[str, ...]]:
     for path, rule in AUTO_RULES.items():
         value = rule.copied_from or rule.value
         became = "left out" if value is None else f"`{json.dumps(value)}`".replace('"', "")
-        lines.append(_row(f"`{path}`", became, rule.reason.removeprefix("left out: ")))
-    lines.append(_row(f"`{TOTAL_STEPS_PATH}`", "`steps` of the job file", "refused outside a job"))
-    return "\n".join(lines)
+        yield f"`{path}`", became, rule.reason.removeprefix("left out: ")
+    yield f"`{TOTAL_STEPS_PATH}`", "`steps` of the job file", "refused outside a job"
 
 
-def old_name_table() -> str:
-    lines = [_row("old", "is now", "value"), "|---|---|---|"]
-    for name in OLD_NAMES:
-        value = f'`true` is `"{name.true}"`' if name.true else "the same"
-        lines.append(_row(f"`{name.old}`", f"`{name.new}`", value))
-    return "\n".join(lines)
+FAULT_ROWS = [
+    (f"`{fault_usage(name)}`", kind.description, kind.target) for name, kind in FAULT_KINDS.items()
+]
+NCCL_ROWS = [
+    (f"`{it.name}`", f"`{it.value}`{', required' * it.required}", it.otherwise)
+    for it in NCCL_SETTINGS
+]
+OLD_NAME_ROWS = [
+    (f"`{it.old}`", f"`{it.new}`", f'`true` is `"{it.true}"`' if it.true else "the same")
+    for it in OLD_NAMES
+]
+SHORTHAND_ROWS = [
+    (f"`{path}`", *(f"`{json.dumps(meaning)}`" for meaning in meanings))
+    for path, meanings in SHORTHANDS.items()
+]
 
 
-def shorthand_table() -> str:
-    lines = [_row("section", "`true`", "`false`"), "|---|---|---|"]
-    lines += [
-        _row(f"`{path}`", *(f"`{json.dumps(meaning)}`" for meaning in meanings))
-        for path, meanings in SHORTHANDS.items()
-    ]
-    return "\n".join(lines)
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
-    ROOT / "docs/engine.md": {"stages": stage_table, "bytes": bytes_table},
-    ROOT / "docs/control-plane.md": {"states": state_table},
-    ROOT / "docs/faults.md": {
-        "workers": partial(settings_table, Workers, "workers"),
-        "recovery": partial(settings_table, RecoverySpec, "recovery"),
-        "faults": fault_table,
-        "nccl": nccl_table,
+TABLES: Mapping[str, Mapping[str, str]] = {
+    "engine.md": {"stages": stage_table(), "bytes": bytes_table()},
+    "control-plane.md": {
+        "states": table("state|event|next state|instructions, in order", state_rows())
     },
-    ROOT / "docs/config.md": {
-        "shorts": shorthand_table,
-        "autos": auto_table,
-        "old names": old_name_table,
-        "keys": key_table,
+    "faults.md": {
+        "workers": settings_table(Workers, "workers"),
+        "recovery": settings_table(RecoverySpec, "recovery"),
+        "faults": table("fault|what happens|where", FAULT_ROWS),
+        "nccl": table("variable|value|what follows from another value", NCCL_ROWS),
     },
-    ROOT / "docs/metrics.md": {
-        "metrics": partial(settings_table, MetricsSpec, "metrics"),
-        "series": series_table,
+    "config.md": {
+        "shorts": table("section|`true`|`false`", SHORTHAND_ROWS),
+        "autos": table('key|"auto" becomes|why', auto_rows()),
+        "old names": table("old|is now|value", OLD_NAME_ROWS),
+        "keys": table("key|status|what it asks for, and why not", key_rows()),
     },
-    ROOT / "docs/checkpoints.md": {
-        "checkpoint": partial(settings_table, CheckpointSpec, "checkpoint"),
+    "metrics.md": {
+        "metrics": settings_table(MetricsSpec, "metrics"),
+        "series": table("series|type|labels|unit|what it is", series_rows()),
     },
+    "checkpoints.md": {"checkpoint": settings_table(CheckpointSpec, "checkpoint")},
 }
-WITH_TABLES = pytest.mark.parametrize("path", TABLES, ids=lambda path: path.name)
+"""{page: {name between the markers: the table}}."""
 
 
-def update_tables(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
+def update_tables(path: Path) -> str:
     """The page with every table between its markers regenerated."""
-    for name, make in tables.items():
+    page = path.read_text(encoding="utf-8")
+    for name, text in TABLES[path.name].items():
         begin, end = f"<!-- table: {name} -->\n", "<!-- end of table -->"
         parts = re.split(f"({begin}).*?({end})", page, flags=re.DOTALL)
         assert len(parts) == 4, f"the page must have exactly one table marked {name!r}"
-        page = parts[0] + begin + make() + "\n" + end + parts[3]
+        page = f"{parts[0]}{begin}{text}\n{end}{parts[3]}"
     return page
 
 
-@WITH_TABLES
-def test_tables_are_up_to_date(path: Path) -> None:
-    page = path.read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_up_to_date(name: str) -> None:
     hint = "run python -m tests.house.test_docs to update them"
-    assert page == update_tables(page, TABLES[path]), hint
-
-
-@WITH_TABLES
-def test_outdated_table_is_detected(path: Path) -> None:
-    """With a change in the last cell of each table."""
-    page = path.read_text(encoding="utf-8")
-    for name in TABLES[path]:
-        position = page.index(" |\n<!-- end of table -->", page.index(f"<!-- table: {name} -->"))
-        changed = page[:position] + "other" + page[position:]
-        assert update_tables(changed, TABLES[path]) == page
-
-
-# They name GPUs only as resources that Ray schedules, or say that there is none.
-WITHOUT_GPU_STATEMENTS = {"docs/jobs.md", "docs/quickstart.md", "docs/limits.md"}
-
-
-def test_pages_that_speak_of_gpus_link_to_the_evidence() -> None:
-    """Whether it was measured on one: `docs/limits.md` says so for every statement."""
-    pages = {
-        str(page.relative_to(ROOT)): page.read_text()
-        for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
-    }
-    speaking = {name for name, text in pages.items() if re.search(r"\b(GPUs?|NCCL)\b", text)}
-    silent = {name for name in speaking if "limits.md#gpus" not in pages[name]}
-    assert silent == WITHOUT_GPU_STATEMENTS
-    assert "\n## GPUs\n" in pages["docs/limits.md"]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_linked_files_exist(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
-    local = [target for target in targets if "://" not in target]
-    assert [target for target in local if not (page.parent / target).exists()] == []
-
-
-NOT_THIS_PROJECTS = {"first.py", "train.py"}
-"""Files that pages have the reader write."""
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_python_files_that_pages_name_exist(page: Path) -> None:
-    named = set(re.findall(r"`([\w./-]+\.py)`", page.read_text(encoding="utf-8")))
-    files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
-    known = {f"/rayzero/{file}" for file in files.stdout.splitlines()}
-    unknown = {name for name in named if not any(file.endswith(f"/{name}") for file in known)}
-    assert unknown - NOT_THIS_PROJECTS == set()
-
-
-if __name__ == "__main__":
-    for path, tables in TABLES.items():
-        text = path.read_text(encoding="utf-8")
-        path.write_text(update_tables(text, tables), encoding="utf-8")
+    assert (DOCS / name).read_text(encoding="utf-8") == update_tables(DOCS / name), hint
 
 
 RULE = re.compile(r"^- `([a-z0-9-]+)` (?:.|\n  )*?\(`([\w/]+\.py)`;\s", re.MULTILINE)
@@ -259,3 +197,32 @@ def test_rules_of_ordering_are_named_in_their_modules() -> None:
             found |= {(file.removeprefix("engine/"), name) for name in names}
     assert len(stated) == page.count("\n- `", page.index("## Ordering and lifetime rules"))
     assert found == stated
+
+
+JOURNEY_LIMITS = {
+    "a worker dies": 25,
+    "a gradient is reduced": 10,
+    "a checkpoint is committed": 14,
+    "a config key is added": 3,
+    "a metric is added": 3,
+    "an optimizer is added": 3,
+    "a codec is added": 3,
+}
+
+
+def test_journeys_touch_few_files() -> None:
+    """The table in docs/architecture.md: the number of files, which are there."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    table = page.split("<!-- journeys -->")[1].split("<!-- end of journeys -->")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
+    assert len(rows) == len(JOURNEY_LIMITS)
+    for (name, count, text), (start, limit) in zip(rows, JOURNEY_LIMITS.items(), strict=True):
+        files = re.findall(r"`([^`]+)`", text)
+        assert name.startswith(start)
+        assert len(set(files)) == int(count) <= limit
+        assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
+if __name__ == "__main__":
+    for name in TABLES:
+        (DOCS / name).write_text(update_tables(DOCS / name), encoding="utf-8")

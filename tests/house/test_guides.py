@@ -1,10 +1,11 @@
-"""Commands in the documentation are valid, and links to headings resolve."""
+"""Commands, names, files and links in the documentation exist; the help of each command."""
 
 from __future__ import annotations
 
 import ast
 import re
 import shlex
+import subprocess
 import textwrap
 from collections.abc import Iterator
 from functools import cache
@@ -21,7 +22,6 @@ from typer.testing import CliRunner
 from rayzero.orchestrator.cli.app import app
 from tests.house.source import FENCED, PAGES, ROOT, commands
 
-WITH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 USAGE_ERROR: Any = typer.BadParameter.__base__
 ROOT_COMMAND: Any = get_command(app)
 
@@ -99,40 +99,47 @@ def anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@WITH_PAGE
-def test_commands_in_code_blocks_are_valid(page: Path) -> None:
-    errors = {line: command_error(line) for line in commands(page.read_text(encoding="utf-8"))}
-    assert {line: error for line, error in errors.items() if error} == {}
+@cache
+def python_files() -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
+    return [f"/rayzero/{file}" for file in listed.stdout.splitlines()]
 
 
-@WITH_PAGE
-def test_mentioned_commands_are_valid(page: Path) -> None:
-    errors = {text: mention_error(text) for text in mentions(page.read_text(encoding="utf-8"))}
-    assert {text: error for text, error in errors.items() if error} == {}
+READERS_FILES = ("first.py", "train.py")
+"""Files that pages have the reader write."""
 
 
-@WITH_PAGE
-def test_names_that_python_blocks_import_exist(page: Path) -> None:
-    """Of rayzero's own modules."""
-    missing = []
-    for language, block in FENCED.findall(page.read_text(encoding="utf-8")):
+def mistakes(page: Path) -> Iterator[object]:
+    """Commands, names, links and files of a page that do not exist."""
+    text = page.read_text(encoding="utf-8")
+    yield from filter(None, map(command_error, commands(text)))
+    yield from filter(None, map(mention_error, mentions(text)))
+    for language, block in FENCED.findall(text):
         for node in ast.walk(ast.parse(textwrap.dedent(block))) if language == "python" else ():
             module = getattr(node, "module", None) or ""
             if isinstance(node, ast.ImportFrom) and module.split(".")[0] == "rayzero":
                 names = [name.name for name in node.names]
-                missing += [name for name in names if not _can_be_imported(module, name)]
-    assert missing == []
+                yield from (name for name in names if not _can_be_imported(module, name))
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
+        other = page.parent / target if target else page
+        if "://" not in target and not other.exists():
+            yield target
+        elif anchor and "://" not in target and anchor not in anchors(other.read_text()):
+            yield f"{target}#{anchor}"
+    for name in re.findall(r"`([\w./-]+\.py)`", text):
+        if name not in READERS_FILES and not any(it.endswith(f"/{name}") for it in python_files()):
+            yield name
 
 
-@WITH_PAGE
-def test_linked_headings_exist(page: Path) -> None:
-    broken = []
-    for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
-        if "://" not in target:
-            other = page.parent / target if target else page
-            if anchor not in anchors(other.read_text(encoding="utf-8")):
-                broken.append(f"{target}#{anchor}")
-    assert broken == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page: Path) -> None:
+    assert list(mistakes(page)) == []
+
+
+def test_mistakes_are_found(tmp_path: Path) -> None:
+    wrong = "`rayzero lss` [a](b.md) [c](#d) `none.py`\n```python\nfrom rayzero import no\n```\n"
+    (tmp_path / "page.md").write_text(f"# A\n[e](#a)\n{wrong}```bash\nrayzero ls --jsno\n```\n")
+    assert len(list(mistakes(tmp_path / "page.md"))) == 6
 
 
 def test_index_lists_every_page() -> None:
@@ -184,6 +191,3 @@ def test_help_fits_80_columns_and_has_an_example(name: str) -> None:
     assert example is not None or is_group
     for line in re.split(", (?=rayzero)", " ".join(example[1].split())) if example else ():
         assert command_error(line) is None
-    for paragraph in re.split(r"\n\s*\n", text.partition("╭")[0]):
-        lines = paragraph.strip().splitlines()[:-1]
-        assert all(len(line.strip()) > 60 for line in lines), "broken where the source is"

@@ -1,4 +1,4 @@
-"""Rules for imports between packages, and the cost of importing rayzero."""
+"""What modules may import and call, by table; import contracts; the cost of importing rayzero."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import grimp
 import pytest
 
 from tests.house.source import (
     PACKAGES,
     ROOT,
     Module,
+    import_graph,
     imported_names,
     packages,
     parse,
@@ -26,105 +25,195 @@ from tests.house.source import (
     used_names,
 )
 
-# The only modules that import Ray; all others can be tested without it.
-RAY_MODULES = {
-    "rayzero.orchestrator.cluster.ray_api",
-    "rayzero.orchestrator.job.api",
-    "rayzero.orchestrator.cluster.connect",
-    "rayzero.orchestrator.job.actor",
-    "rayzero.orchestrator.job.client",
-    "rayzero.orchestrator.job.command_server",
-    "rayzero.orchestrator.job.ended_jobs",
-    "rayzero.orchestrator.cluster.job_submission",
-    "rayzero.orchestrator.cluster.actor_pool",
-    "rayzero.orchestrator.cluster.vault_group",
-    "rayzero.orchestrator.cluster.worker_group",
-    "rayzero.workers.actor",
-    "rayzero.workers.prestop",
-    "rayzero.workers.vault.actor",
-}
-# The only modules that call collectives; engine/comm/collectives.py counts their calls.
-COLLECTIVE_MODULES = {
-    "rayzero.engine.comm.gloo",
-    "rayzero.engine.comm.gloo_p2p",
-    "rayzero.engine.comm.nccl",
-    "rayzero.engine.comm.process_group",  # where there is no engine yet
-    "rayzero.engine.comm.shared_memory",
-}
 COLLECTIVES = (
     *("all_gather", "all_reduce", "all_to_all", "batch_isend_irecv", "broadcast", "gather"),
     *("irecv", "isend", "recv", "reduce", "scatter", "send"),
 )
 MAX_IMPORT_S = 0.2
+_RAY = """
+orchestrator.cluster.actor_pool orchestrator.cluster.connect orchestrator.cluster.job_submission
+orchestrator.cluster.ray_api orchestrator.cluster.vault_group orchestrator.cluster.worker_group
+orchestrator.job.actor orchestrator.job.api orchestrator.job.client orchestrator.job.command_server
+orchestrator.job.ended_jobs workers.actor workers.prestop workers.vault.actor
+"""
+RAY_MODULES = [f"rayzero.{name}" for name in _RAY.split()]
 
 
-def imports_package(module: Module, package: str) -> bool:
-    return any(name.split(".")[0] == package for _, name in imported_names(module))
+def used(matches: Callable[[str], bool]) -> Callable[[Module], list[str]]:
+    """A check that finds uses of some imported names."""
+    return lambda module: [f"{line} {name}" for line, name in used_names(module) if matches(name)]
 
 
-def collective_calls(module: Module) -> list[str]:
+def found(matches: Callable[[ast.AST], object]) -> Callable[[Module], list[str]]:
+    """A check that finds some nodes of a syntax tree."""
+    return lambda module: [
+        f"{getattr(node, 'lineno', 0)}" for node in ast.walk(module.tree) if matches(node)
+    ]
+
+
+def is_collective(name: str) -> bool:
+    return name.startswith("torch.distributed.") and name.split(".")[-1].startswith(COLLECTIVES)
+
+
+def is_device_call(name: str) -> bool:
+    return name.startswith(("torch.cuda", "torch.accelerator"))
+
+
+def is_blocking_read(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("item", "tolist", "cpu")
+        and not node.args
+    )
+
+
+def compares_device_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Compare) and any(
+        isinstance(part, ast.Constant) and part.value in ("cuda", "nccl")
+        for part in (node.left, *node.comparators)
+    )
+
+
+def has_literal_timeout(node: ast.AST) -> bool:
+    """A limit in a call that is a number, and not a constant whose reason is stated."""
+    return isinstance(node, ast.Call) and any(
+        keyword.arg in ("timeout", "timeout_s", "limit_s")
+        and isinstance(keyword.value, ast.Constant)
+        and isinstance(keyword.value.value, int | float)
+        for keyword in node.keywords
+    )
+
+
+def is_noun_as_fix(node: ast.AST) -> bool:
+    """What an error says to do about it begins with a verb, a setting or a command."""
+    articles = ("a ", "an ", "the ", "another ", "that ", "one ", "no ", "nothing ", "other ")
+    return (
+        isinstance(node, ast.keyword)
+        and node.arg == "fix"
+        and any(
+            isinstance(part, ast.Constant) and str(part.value).startswith(articles)
+            for part in list(ast.walk(node.value))[:2]
+        )
+    )
+
+
+# {what modules do: (how it is found, {which may: why}, sources that do it, one that does not)}
+RULES: dict[str, tuple[Callable[[Module], list[str]], dict[str, str], tuple[str, ...], str]] = {
+    "import ray": (
+        used(lambda name: name.split(".")[0] == "ray"),
+        dict.fromkeys(RAY_MODULES, "all others can be tested without it"),
+        ("import ray", "def f():\n from ray.util import x"),
+        "import rayzero",
+    ),
+    "call collectives": (
+        used(is_collective),
+        {
+            "rayzero.engine.comm.process_group": "where there is no engine yet",
+            **dict.fromkeys(
+                (f"rayzero.engine.comm.{x}" for x in ("gloo", "gloo_p2p", "nccl", "shared_memory")),
+                "collectives.py counts their calls",
+            ),
+        },
+        (
+            "import torch.distributed as d\nd.isend(t)",
+            "import torch\ntorch.distributed.all_reduce(t)",
+            "from torch import distributed\ndistributed.reduce_scatter_single",
+            "from torch.distributed import broadcast",
+        ),
+        "import torch\ntorch.gather(t)\nsend(t)",
+    ),
+    "use devices": (
+        used(is_device_call),
+        {
+            "rayzero.engine.device": "the seam",
+            "rayzero.deepspeed.accelerator": "torch.cuda under DeepSpeed's names",
+        },
+        (
+            "import torch\ntorch.cuda.synchronize()",
+            "import torch\ntorch.accelerator.synchronize()",
+            "from torch.cuda import Stream",
+        ),
+        "from torch import Tensor\nx.cuda_graph",
+    ),
+    "read tensors by methods of torch, which block": (
+        found(is_blocking_read),
+        {
+            "rayzero.engine.device": "Device.read itself, of host memory",
+            "rayzero.engine.comm.collectives": "sums that Device.to_host has copied",
+            "rayzero.engine.comm.gloo_p2p": "gloo's tensors are in host memory",
+            "rayzero.engine.comm.shared_memory": "tensors of locations are in host memory",
+            "rayzero.engine.checkpoint.imports.deepspeed": "files are loaded to host memory",
+            "rayzero.engine.checkpoint_io": "a model for export, outside steps",
+            "rayzero.engine.data.loader": "indices are in host memory",
+            "rayzero.engine.data.sample_ledger": "indices are in host memory",
+            "rayzero.engine.optim.optimizers": "LAMB counts its steps in host memory",
+            "rayzero.engine.state.client_state": "the script's tensors in a checkpoint",
+            "rayzero.engine.state.metadata": "words of a random state in host memory",
+            "rayzero.engine.state.save": "a full state_dict, outside steps",
+            "rayzero.deepspeed.zero_to_fp32": "a model for export, outside steps",
+            "rayzero.workers.function_result": "a result of the user's function",
+        },
+        ("loss.item()", "f(x).cpu()"),
+        "device.read(loss)\nx.cpu",
+    ),
+    "compare names of devices and backends": (
+        found(compares_device_name),
+        {
+            "rayzero.engine.comm.process_group": "a group's backend may be the script's choice",
+            "rayzero.engine.comm.gloo_p2p": "a group that only a GPU can leave stays at exit",
+            "rayzero.engine.state.metadata": "a key of saved states",
+            "rayzero.workers.process_group": "NCCL's settings; a group that the driver must end",
+            "rayzero.deepspeed.accelerator": "DeepSpeed's names of devices",
+        },
+        ("device.type == 'cuda'", "'nccl' in name"),
+        "backend = 'nccl'",
+    ),
+    "have assertions, which `python -O` removes": (
+        found(lambda node: isinstance(node, ast.Assert)),
+        {},
+        ("def f(): assert 1",),
+        "pytest.raises",
+    ),
+    "have a time limit that is a number in a call": (
+        found(has_literal_timeout),
+        {},
+        ("run(timeout=3)", "wait(limit_s=0.5)"),
+        "run(timeout=LIMIT_S, count=3)",
+    ),
+    "fix errors by a noun": (
+        found(is_noun_as_fix),
+        {},
+        ("f(fix='the name')", "f(fix=f'another {x}')"),
+        "f(fix='set x')",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_only_these_modules(rule: str) -> None:
+    check, allowed, bad, good = RULES[rule]
+    does = {module.name: lines for module in packages() if (lines := check(module))}
+    assert {name: lines for name, lines in does.items() if name not in allowed} == {}
+    assert [name for name in allowed if name not in does] == [], "an exception that is not needed"
+    assert all(check(parse("m", text)) for text in bad)
+    assert not check(parse("m", good))
+
+
+def relative_or_bare_imports(module: Module) -> list[str]:
+    """`import engine` works in the checkout's folder only."""
     return [
         f"{module.name}:{line} {name}"
-        for line, name in used_names(module)
-        if name.startswith("torch.distributed.") and name.split(".")[-1].startswith(COLLECTIVES)
+        for line, name in imported_names(module)
+        if name.startswith(".") or name.split(".")[0] in PACKAGES
     ]
 
 
-def relative_imports(module: Module) -> list[str]:
-    names = imported_names(module)
-    return [f"{module.name}:{line}" for line, name in names if name.startswith(".")]
-
-
-def bare_imports(module: Module) -> list[str]:
-    """Imports such as `import engine`, which only work in the checkout's folder."""
-    names = imported_names(module)
-    return [f"{module.name}:{line}" for line, name in names if name.split(".")[0] in PACKAGES]
-
-
-def asserts(module: Module) -> list[str]:
-    """`python -O` removes assertions: errors must be raised."""
-    nodes = ast.walk(module.tree)
-    return [f"{module.name}:{node.lineno}" for node in nodes if isinstance(node, ast.Assert)]
-
-
-def upward_imports(graph: grimp.ImportGraph) -> list[str]:
-    """Imports of a higher layer, including type-only imports, which the layers contract ignores."""
-    levels = {f"rayzero.{package}": number for number, package in enumerate(PACKAGES)}
-
-    def level(name: str) -> int | None:
-        return levels.get(".".join(name.split(".")[:2]))
-
-    return [
-        f"{module} imports {target}"
-        for module in graph.modules
-        for target in graph.find_modules_directly_imported_by(module)
-        if (module_level := level(module)) is not None
-        and (target_level := level(target)) is not None
-        and target_level > module_level
-    ]
-
-
-def find_cycle(graph: grimp.ImportGraph) -> list[str]:
-    """A cycle of imports, including imports inside functions; empty if there is none."""
-    edges = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
-    try:
-        TopologicalSorter(edges).prepare()
-    except CycleError as error:
-        return list(error.args[1])
-    return []
-
-
-@pytest.fixture(scope="module")
-def runtime_graph() -> grimp.ImportGraph:
-    return grimp.build_graph("rayzero", exclude_type_checking_imports=True, cache_dir=None)
-
-
-def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
-    """Run import-linter with the contracts of pyproject.toml on the checkout or a copy."""
-    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
-    return subprocess.run(
-        [*command, "--no-cache"], cwd=root, capture_output=True, text=True, timeout=300
-    )
+def test_imports_are_absolute() -> None:
+    everything = [*packages(), *scripts(), *suite()]
+    assert [wrong for module in everything for wrong in relative_or_bare_imports(module)] == []
+    for text in ("from . import x", "def f():\n from .x import y", "import engine.errors"):
+        assert relative_or_bare_imports(parse("m", text))
 
 
 def test_tests_share_code_by_support_modules_only() -> None:
@@ -142,110 +231,69 @@ def test_tests_share_code_by_support_modules_only() -> None:
     assert wrong == []
 
 
-def test_import_contracts() -> None:
-    done = lint_imports(ROOT)
-    assert done.returncode == 0, done.stdout
+def upward_imports(modules: list[Module]) -> list[str]:
+    """Imports of a higher layer, for type checkers too, which the layers contract ignores."""
+    levels = {f"rayzero.{package}": number for number, package in enumerate(PACKAGES)}
 
+    def level(name: str) -> int | None:
+        return levels.get(".".join(name.split(".")[:2]))
 
-@pytest.mark.parametrize(
-    ("path", "line", "contract"),
-    [
-        ("engine/x.py", "import rayzero.workers", "imports run one way"),
-        ("workers/x.py", "import rayzero.orchestrator", "imports run one way"),
-        ("engine/x.py", "import ray", "the engine has no ray"),
-        ("engine/x.py", "import rayzero.deepspeed", "no adapters"),
-        ("orchestrator/x.py", "from rayzero.engine import x", "no torch, even indirectly"),
-    ],
-)
-def test_import_linter_detects_broken_contract(
-    path: str, line: str, contract: str, tmp_path: Path
-) -> None:
-    """In a copy with symbolic links, in which `engine/x.py` legitimately imports torch at first."""
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for folder in ("rayzero", *PACKAGES):
-        shutil.copytree(
-            ROOT / folder, tmp_path / folder, symlinks=True, ignore=lambda *_: ["__pycache__"]
-        )
-    (tmp_path / "engine/x.py").write_text("import torch\n")
-    assert lint_imports(tmp_path).returncode == 0
-    (tmp_path / path).write_text(line + "\n")
-    done = lint_imports(tmp_path)
-    assert done.returncode == 1
-    assert any(contract in row and "BROKEN" in row for row in done.stdout.splitlines()), done.stdout
-
-
-def test_graph_contains_every_module(runtime_graph: grimp.ImportGraph) -> None:
-    assert {module.name for module in packages()} == runtime_graph.modules
-
-
-def test_no_import_cycle(runtime_graph: grimp.ImportGraph) -> None:
-    assert find_cycle(runtime_graph) == []
-    graph = runtime_graph
-    graph.add_import(importer="rayzero.engine.errors", imported="rayzero.engine.session")
-    graph.add_import(importer="rayzero.engine.session", imported="rayzero.engine.errors")
-    assert len(find_cycle(graph)) == 3
+    return [
+        f"{name} imports {target}"
+        for name, targets in import_graph(modules).items()
+        for target in targets
+        if (own := level(name)) is not None and (level(target) or 0) > own
+    ]
 
 
 def test_type_only_imports_respect_layers() -> None:
-    graph = grimp.build_graph("rayzero", cache_dir=None)
-    assert upward_imports(graph) == []
-    graph.add_import(importer="rayzero.engine.errors", imported="rayzero.workers")
-    assert upward_imports(graph) == ["rayzero.engine.errors imports rayzero.workers"]
+    assert upward_imports(packages()) == []
+    text = "if TYPE_CHECKING:\n from rayzero.workers import x"
+    low, high = parse("rayzero.engine.a", text), parse("rayzero.workers", "x = 1")
+    assert upward_imports([low, high]) == ["rayzero.engine.a imports rayzero.workers"]
 
 
-def test_only_ray_modules_import_ray() -> None:
-    assert {module.name for module in packages() if imports_package(module, "ray")} == RAY_MODULES
-
-
-@pytest.mark.parametrize(
-    ("check", "bad", "good"),
-    [
-        (relative_imports, "from . import errors", "from rayzero.engine import errors"),
-        (relative_imports, "def f():\n from .errors import E", "import rayzero.engine.errors"),
-        (bare_imports, "import engine.errors", "import rayzero.engine.errors"),
-        (bare_imports, "from workers import actor", "from rayzero.workers import actor"),
-        (asserts, "def f(): assert 1", "def f(): pytest.raises"),
-        (collective_calls, "import torch.distributed as d\nd.isend(t)", "send(t)"),
-        (collective_calls, "import torch\ntorch.distributed.all_reduce(t)", "torch.gather(t)"),
-        (collective_calls, "from torch import distributed\ndistributed.reduce_scatter_single", "1"),
-        (collective_calls, "from torch.distributed import broadcast", "import torch.distributed"),
-    ],
-)
-def test_check_detects_violation(check: Callable[[Module], list[str]], bad: str, good: str) -> None:
-    assert len(check(parse("m", bad))) == 1
-    assert check(parse("m", good)) == []
-
-
-def test_only_collective_modules_call_collectives() -> None:
-    callers = {module.name: calls for module in packages() if (calls := collective_calls(module))}
-    assert callers.keys() == COLLECTIVE_MODULES, callers
-
-
-@pytest.mark.parametrize("check", [relative_imports, bare_imports])
-def test_imports_are_absolute(check: Callable[[Module], list[str]]) -> None:
-    modules = [*packages(), *scripts(), *suite()]
-    assert [violation for module in modules for violation in check(module)] == []
-
-
-def test_packages_have_no_assert_statements() -> None:
-    assert [violation for module in packages() for violation in asserts(module)] == []
-
-
-@pytest.mark.parametrize(
-    ("package", "without"), [("orchestrator", "torch"), ("engine", "ray"), ("workers", None)]
-)
-def test_package_imports_without_dependency(package: str, without: str | None) -> None:
-    """Import every module of a package in a new process in which another package is missing."""
-    names = [m.name for m in packages() if m.name.startswith(f"rayzero.{package}")]
-    script = (
-        "import importlib, sys\n"
-        f"if {without!r}: sys.modules[{without!r}] = None\n"
-        f"for name in {names!r}: importlib.import_module(name)\n"
+def test_contracts_find_what_breaks_them(tmp_path: Path) -> None:
+    """`make lint` runs import-linter on the checkout; here it is run on a copy that breaks each
+    contract of pyproject.toml."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    ignore = shutil.ignore_patterns("__pycache__")
+    for folder in ("rayzero", *PACKAGES):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=ignore)
+    engine = "import rayzero.workers\nimport ray\nimport rayzero.deepspeed\nimport torch\n"
+    (tmp_path / "engine/x.py").write_text(engine)
+    (tmp_path / "workers/x.py").write_text("import rayzero.orchestrator\n")
+    (tmp_path / "orchestrator/x.py").write_text("from rayzero.engine import x\n")
+    command = "from importlinter.cli import lint_imports_command as c; c()"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "--no-cache"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
+    assert done.returncode == 1
+    assert "0 kept, 4 broken" in done.stdout, done.stdout
+    for broken in ("engine.x -> rayzero.workers", "workers.x -> rayzero.orchestrator"):
+        assert f"rayzero.{broken}" in done.stdout
+
+
+def run_python(script: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("package", "without"), [("orchestrator", "torch"), ("engine", "ray")])
+def test_package_imports_without_dependency(package: str, without: str) -> None:
+    """Every module of a package, in a new process in which another package is missing."""
+    names = [m.name for m in packages() if m.name.startswith(f"rayzero.{package}")]
+    run_python(
+        f"import importlib, sys\nsys.modules[{without!r}] = None\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+    )
 
 
 def cpu_s(*arguments: str) -> float:
@@ -272,16 +320,13 @@ def test_import_and_help_are_fast(arguments: list[str], library: str) -> None:
 
 
 def test_import_and_help_load_neither_torch_nor_ray() -> None:
-    script = (
+    output = run_python(
         "import sys, rayzero, rayzero.__main__ as cli\n"
         "heavy = {'torch', 'ray', 'numpy', 'pyarrow'}\n"
         "loaded = heavy & set(sys.modules)\n"
         "sys.argv = ['rayzero', '--help']\n"
         "try:\n    cli.main()\nexcept SystemExit as end:\n    loaded |= {end.code} - {0, None}\n"
-        "sys.exit(repr(loaded | (heavy & set(sys.modules))) if loaded else 0)\n"
+        "loaded |= heavy & set(sys.modules)\n"
+        "sys.exit(repr(loaded) if loaded else 0)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Usage" in done.stdout
+    assert "Usage" in output
