@@ -77,7 +77,7 @@ def measure(layers: int, stage: int, world_size: int) -> dict[str, Any]:
             engine.backward(engine(tokens))
             engine.step()
         resting, peak = census.bytes.now, census.bytes.peak
-        grad_slots = census.bytes.made_by("acquire", "zero/grad_buffers.py")
+        grad_slots = census.bytes.made_by("acquire", "zero/gradients.py")
         gather_buffers = census.bytes.made_by("_buffer_for", "zero/gather_buffers.py")
         engine.close()
         del engine, model
