@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import rayzero
-from tests.engine.zero.mixture import Mixture
+from tests.engine.zoo import Mixture
 
 SIZES = {
     "vocab_size": 64,

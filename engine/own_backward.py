@@ -23,14 +23,13 @@ from rayzero.engine.errors import EngineError
 from rayzero.engine.step_tracker import StepTracker
 from rayzero.engine.tensor_tree import iter_tensors
 from rayzero.engine.torch_private import call_after_backward, is_in_backward
-from rayzero.engine.zero.reducer import Running, never
 from rayzero.engine.zero.runtime import ZeroRuntime
 
 
 class GradientPass(Protocol):
     """The step's part in a backward that brings gradients: calls before and after it."""
 
-    def begin_own(self, running: Running) -> None: ...
+    def begin_own(self) -> None: ...
 
     def finish_own(self) -> None: ...
 
@@ -48,11 +47,10 @@ class OwnBackward:
     def __init__(self, runtime: ZeroRuntime, step: GradientPass) -> None:
         self._runtime = runtime
         self._step = step
-        self._running: Running = never
+        self._backward = runtime.reducer.backward
+        self._backward.on_own_block = self._open
+        self._backward.on_own_gradient = self._on_gradient
         self._has_gradients = False
-        runtime.reducer.on_own_backward = self._on_gradient
-        if runtime.unshard_scheduler is not None:
-            runtime.unshard_scheduler.on_own_backward = self._open
 
     def watch(self, output: Any) -> None:
         """Notices a backward from what the model's forward has returned, before any checkpoint in
@@ -60,37 +58,31 @@ class OwnBackward:
         if torch.is_grad_enabled():
             for node in {it.grad_fn for it in iter_tensors(output)}:
                 if node is not None:
-                    node.register_prehook(self._on_output)
+                    node.register_prehook(self._open)
 
     def abandon_failed(self) -> None:
         """Forgets a backward that failed. Called where none of the script can be running, or where
         another one begins."""
-        ended = not is_in_backward() or not self._running()
+        ended = not is_in_backward() or not self._backward.runs
         if self._has_gradients and ended:
             self.abandon()
             self._step.abandon_own()
 
     def abandon(self) -> None:
         """No backward runs: what one has left is gone with the step."""
-        self._running = never
+        self._runtime.end_backward()
         self._has_gradients = False
 
-    def _on_output(self, _: Any) -> None:
-        if not self._running() and not self._runtime.in_backward:
-            self._open()
-
-    def _open(self) -> None:
-        if self._running():
+    def _open(self, _: Any = None) -> None:
+        if self._backward.runs:
             return
         self.abandon_failed()
 
         def end() -> None:
             self._end()
 
-        self._running = weakref.ref(end)
+        self._runtime.begin_backward(weakref.ref(end))
         call_after_backward(end)
-        if (scheduler := self._runtime.unshard_scheduler) is not None:
-            scheduler.begin_backward(self._running)
 
     def _on_gradient(self) -> None:
         if torch.is_grad_enabled():
@@ -100,15 +92,13 @@ class OwnBackward:
                 fix="use torch.autograd.grad(..., create_graph=True) of inputs, at stages 0 to 2",
             )
         self._open()
-        self._step.begin_own(self._running)
+        self._step.begin_own()
         self._has_gradients = True
 
     def _end(self) -> None:
         """Autograd has finished the backward."""
         has_gradients = self._has_gradients
         self.abandon()
-        if (scheduler := self._runtime.unshard_scheduler) is not None:
-            scheduler.end_backward()
         if has_gradients:
             self._step.finish_own()
 

@@ -33,8 +33,7 @@ from rayzero.engine.optim.param_groups import ParamGroups
 from rayzero.engine.precision.norm_buffers import hook_norms
 from rayzero.engine.zero.build_context import BuildContext
 from rayzero.engine.zero.gather_buffers import Block, GatherBuffers
-from rayzero.engine.zero.grad_buffers import GradBufferPool
-from rayzero.engine.zero.gradients import GradStore, PartialGrads, ShardedGrads
+from rayzero.engine.zero.gradients import GradBufferPool, GradStore, PartialGrads, ShardedGrads
 from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
 from rayzero.engine.zero.lazy_weights import LazyWeights
 from rayzero.engine.zero.parameters import (
@@ -92,6 +91,7 @@ def make_runtime(
             blocks,
             GatherBuffers(blocks, rayzero.gather_buffers),
             make_weight_gather(config, context),
+            reducer.backward,
             reshard_after_forward=rayzero.reshard_after_forward,
         )
         hooks += hook_blocks(model, blocks, scheduler)

@@ -29,7 +29,6 @@ from rayzero.engine.settings import Settings
 from rayzero.engine.state.training import TrainingState
 from rayzero.engine.step_tracker import Boundary, StepPhase, StepTracker
 from rayzero.engine.zero.placement import Collective
-from rayzero.engine.zero.reducer import Running
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.step_vote import StepVote
 from rayzero.engine.zero.unused_params import UnusedRanges
@@ -154,7 +153,7 @@ class TrainingStep:
             self._loss_sum.add_(loss.detach(), alpha=weight)
             self.meter.phases.leave()
 
-    def begin_own(self, running: Running) -> None:
+    def begin_own(self) -> None:
         """A backward that the script runs itself has its first gradient. Its loss has no weight
         yet, so its gradients get that."""
         scaler, tracker = self.runtime.precision.scaler, self.tracker
@@ -169,9 +168,7 @@ class TrainingStep:
         tracker.begin_backward()
         self.meter.step_work.count_backward(0.0 if again else weight)
         factor = weight / self.settings.post_reduce_scale
-        self.runtime.reducer.begin_backward(
-            first=first, last=self._reduces, factor=factor, running=running
-        )
+        self.runtime.reducer.begin_backward(first=first, last=self._reduces, factor=factor)
 
     def finish_own(self) -> None:
         """The end of that backward."""

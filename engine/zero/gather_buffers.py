@@ -27,18 +27,9 @@ from rayzero.engine.zero.parameters import ShardedWeights
 class BlockState(Enum):
     """Content of a block's parameters. Each state follows the one before, in a circle."""
 
-    __hash__ = object.__hash__  # Enum's is Python code, and every change of state looks one up
-
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
-
-
-_NEXT_STATE = {
-    BlockState.SHARDED: BlockState.GATHERING,
-    BlockState.GATHERING: BlockState.GATHERED,
-    BlockState.GATHERED: BlockState.SHARDED,
-}
 
 
 @dataclass(eq=False)
@@ -61,12 +52,7 @@ class Block:
     buffers: list[Tensor] = field(default_factory=list)
     pending: list[Work] = field(default_factory=list)
     forward_calls: int = 0
-    state: BlockState = BlockState.SHARDED  # read only
-
-    def enter(self, state: BlockState) -> None:
-        if state is not _NEXT_STATE[self.state]:
-            raise RuntimeError(f"{self.name!r} cannot go from {self.state.name} to {state.name}")
-        self.state = state
+    state: BlockState = BlockState.SHARDED
 
     def abandon(self) -> None:
         """Forgets its buffers, and the gathers in flight of a process group that is gone."""

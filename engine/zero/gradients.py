@@ -1,4 +1,5 @@
-"""Gradient stores: one unit's main gradients, on the device or in host memory.
+"""Gradient stores: one unit's main gradients, on the device or in host memory; and the buffers from
+which they are reduced into shards.
 
 A unit's gradients stay where autograd made them until all of them have arrived. Then one call
 copies (the first of a step) or adds them: into the unit's flat buffer, or, part by part, into a
@@ -11,19 +12,23 @@ waited for.
 
 With offload, gradients are reduced on the device, and this rank's part of the result is copied to
 the host during the rest of backward. When accumulating, the host adds sharded results.
+
+Rule of ordering: `gradient-buffers` (docs/engine.md).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rayzero.engine.comm.backend import (
     ChainableWork,
+    CompletedWork,
     ReduceOp,
     Work,
     rank_chunk,
@@ -31,11 +36,62 @@ from rayzero.engine.comm.backend import (
 from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.layout.parts import Segment, cut_columns, segments
 from rayzero.engine.offload.transfer import HostTransfer, MemoryKind
-from rayzero.engine.zero.grad_buffers import GradBuffer, GradBufferPool
 from rayzero.engine.zero.parameters import param_views
 from rayzero.engine.zero.placement import Collective
 
 Grads = list[Tensor | None]  # by parameter; None for zeros
+
+
+@dataclass(eq=False, slots=True)
+class GradBuffer:
+    """Memory that parts of units are reduced from, one after the other; `reduction` is the last."""
+
+    tensor: Tensor
+    reduction: Work = field(default_factory=CompletedWork)
+
+
+class GradBufferPool:
+    """A few buffers from which parts of units are reduced into shards, used in turn.
+
+    A part holds a buffer from its launch until the buffer's next use, which waits for its
+    reduction: when all are in use, for the oldest in flight.
+
+    Args:
+        make: allocates a buffer of zeros of a number of elements.
+        count: buffers to allocate, if there are as many parts.
+        part_numel: the most elements of a part, without padding.
+
+    Attributes:
+        numel: of a buffer: the longest part that was announced before the first `acquire`.
+        max_count: the most buffers that there will be.
+    """
+
+    def __init__(self, make: Callable[[int], Tensor], count: int, part_numel: int) -> None:
+        self.part_numel = part_numel
+        self.numel = 0
+        self.max_count = 0
+        self._make_buffer = make
+        self._count = count
+        self._ring: deque[GradBuffer] = deque()  # the one used last is the last
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [buffer.tensor for buffer in self._ring]
+
+    def announce(self, parts: int, numel: int) -> None:
+        """A unit will need a buffer for each of `parts`, of `numel` elements."""
+        self.numel = max(self.numel, numel)
+        self.max_count = min(self._count, self.max_count + parts)
+
+    def acquire(self) -> GradBuffer:
+        """A buffer that no rank reads any more."""
+        if len(self._ring) < self.max_count:
+            buffer = GradBuffer(self._make_buffer(self.numel))
+        else:
+            buffer = self._ring.popleft()
+            buffer.reduction.release()
+        self._ring.append(buffer)
+        return buffer
 
 
 class GradStore(ABC):

@@ -95,7 +95,7 @@ class ConstructorRecorder(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operation on values. What it writes to recorded tensors is recorded as copied."""
-        real = self._replay_storages(*filter(is_unmaterialized, iter_tensors((args, kwargs))))
+        real, _ = self._replay_storages(*filter(is_unmaterialized, iter_tensors((args, kwargs))))
         planned: dict[int, Tensor] = {}  # by the id of the value that it has in this call
         values = []
 
@@ -144,28 +144,18 @@ class ConstructorRecorder(TorchDispatchMode):
         """The value of `tensor` after all recorded operations, as a new tensor. Raises ConfigError
         if it is not known."""
         with without_dispatch_modes(), torch.no_grad():
-            real = self._replay_storages(tensor)
+            real, made_elsewhere = self._replay_storages(tensor)
             value = _real_view(tensor, real)
-            made_elsewhere = real.keys() - self._created_storages(tensor)
             if made_elsewhere and value.is_floating_point() and value.isnan().any():
                 raise _no_values(tensor)
             return value.to(device)
 
-    def _created_storages(self, tensor: Tensor) -> set[int]:
-        """Those of its value that were made while recording."""
-        operations = [self._operations[number] for number in self._dependencies(tensor)]
-        return {
-            key
-            for operation in operations
-            for key in _storage_keys(operation.outputs) - _storage_keys(operation.inputs)
-        }
-
-    def _replay_storages(self, *tensors: Tensor) -> dict[int, Tensor]:
-        """Real tensors by the storage of their meta tensors: those given, and what they needed."""
+    def _replay_storages(self, *tensors: Tensor) -> tuple[dict[int, Tensor], bool]:
+        """Real tensors by the storage of their meta tensors: those given, and what they needed; and
+        whether one of these was not made while recording."""
         real: dict[int, Tensor] = {}
-        for number in self._dependencies(*tensors):
-            _replay_op(self._operations[number], real)
-        return real
+        made = [_replay_op(self._operations[it], real) for it in self._dependencies(*tensors)]
+        return real, not all(made)
 
     def forget(self, modules: Iterable[nn.Module]) -> None:
         """Drops the operations that were needed for these modules only, or for none."""
@@ -250,13 +240,15 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _replay_op(operation: _RecordedOp, real: dict[int, Tensor]) -> None:
-    """Runs an operation on real tensors and adds those it creates to `real`, by storage. What it
-    writes to, but was not made while recording, is NaN before: transformers makes resized
+def _replay_op(operation: _RecordedOp, real: dict[int, Tensor]) -> bool:
+    """Runs an operation on real tensors and adds those it creates to `real`, by storage. False if
+    it writes to what was not made while recording: that is NaN before. transformers makes resized
     embeddings so, and writes all of their rows."""
+    known = True
     for written in _written(operation.func, operation.args, operation.kwargs):
         is_known = not is_unmaterialized(written) or storage_id(written) in real
         if not is_known and written.is_floating_point():
+            known = False
             numel = written.untyped_storage().nbytes() // written.dtype.itemsize
             real[storage_id(written)] = torch.full((numel,), torch.nan, dtype=written.dtype)
     if any(_version(source) != version for source, version in operation.sources):
@@ -277,6 +269,7 @@ def _replay_op(operation: _RecordedOp, real: dict[int, Tensor]) -> None:
     generator.set_state(before)
     for planned, result in zip(operation.outputs, iter_tensors(results), strict=True):
         real.setdefault(storage_id(planned), result)
+    return known
 
 
 def _generator(kwargs: dict[str, Any]) -> torch.Generator:

@@ -20,21 +20,39 @@ from rayzero.engine.comm.backend import ReduceOp, Work
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.flat_layout import UnitLayout
-from rayzero.engine.zero.grad_buffers import GradBufferPool
-from rayzero.engine.zero.gradients import GradStore
-
-Running = Callable[[], object]
-"""Whether a backward still runs: falsy from its end on, also where it failed."""
+from rayzero.engine.zero.gradients import GradBufferPool, GradStore
 
 
-def always() -> bool:
-    """A backward that runs until it is finished."""
-    return True
-
-
-def never() -> bool:
-    """No backward runs."""
+def no_backward() -> bool:
     return False
+
+
+class BackwardPass:
+    """The backward that runs, if one does: the engine's, or one that the script runs itself.
+
+    Attributes:
+        collects: it has reached gradients of parameters, which the reducer takes.
+        on_own_block, on_own_gradient: called where a backward that was not begun reaches a block of
+            stage 3, or a gradient: it is begun in them, or they raise.
+    """
+
+    on_own_block: Callable[[], None]
+    on_own_gradient: Callable[[], None]
+
+    def __init__(self) -> None:
+        self.end()
+
+    def begin(self, runs: Callable[[], object]) -> None:
+        """`runs` is falsy from the backward's end on, also where it failed."""
+        self._runs = runs
+        self.collects = False
+
+    def end(self) -> None:
+        self.begin(no_backward)
+
+    @property
+    def runs(self) -> bool:
+        return bool(self._runs())
 
 
 class _UnitProgress:
@@ -82,11 +100,9 @@ class Reducer:
         overlap: continue backward while a reduction is in flight.
 
     Attributes:
-        on_own_backward: called at a gradient outside of these calls, before it is taken: it calls
-            `begin_backward`, or raises.
+        backward: its `on_own_gradient` is called at a gradient outside of these calls, before it is
+            taken: it calls `begin_backward`, or raises.
     """
-
-    on_own_backward: Callable[[], None]
 
     def __init__(
         self,
@@ -97,7 +113,7 @@ class Reducer:
     ) -> None:
         self._overlap = overlap
         self._first_micro_step = True
-        self._running: Running = never
+        self.backward = BackwardPass()
         self.connect(units, buffers)
 
     def connect(
@@ -111,23 +127,17 @@ class Reducer:
         self._in_flight: deque[Work] = deque(maxlen=buffers.max_count if buffers else None)
         self._next_unit = 0
         self._reducing = False
-        self._running = never
+        self.backward.collects = False
 
-    def begin_backward(
-        self, *, first: bool, last: bool, factor: float = 1.0, running: Running = always
-    ) -> None:
+    def begin_backward(self, *, first: bool, last: bool, factor: float = 1.0) -> None:
         """Called before a backward; `first` and `last` of its step. Its gradients are multiplied by
         `factor`."""
-        self._running = running
+        self.backward.collects = True
         self._first_micro_step = first
         self._reducing = last or self.buffer_pool is not None
         self._next_unit = 0
         for unit in self._units:
             unit.begin(factor)
-
-    @property
-    def in_backward(self) -> bool:
-        return bool(self._running())
 
     def on_gradient(self, number: int, index: int, param: Tensor) -> None:
         """Parameter `index` of a unit has a gradient of this micro-step in `.grad`. Raises
@@ -135,8 +145,8 @@ class Reducer:
         grad = param.grad
         if grad is None:
             return
-        if not self._running():
-            self.on_own_backward()
+        if not (self.backward.runs and self.backward.collects):
+            self.backward.on_own_gradient()
         hooks = param._post_accumulate_grad_hooks
         if hooks is not None and len(hooks) > 1:
             _refuse_later_hook(next(reversed(hooks.values())))
@@ -165,11 +175,11 @@ class Reducer:
                 unit.collect(add=False)
         if self._reducing:
             self._launch_ready()
-        self._running = never
+        self.backward.collects = False
 
     def discard(self) -> None:
         """Returns when the gradients of unfinished steps may be overwritten."""
-        self._running = never
+        self.backward.collects = False
         self.wait()
         for unit in self._units:
             unit.grads.release()
@@ -253,7 +263,7 @@ class ErrorFeedback:
         return [self.local] if self.reduced is None else [self.local, self.reduced]
 
     def reset(self) -> None:
-        """A step was skipped: discards residuals, which may not be finite."""
+        """Discards residuals, which may not be finite."""
         for residual in self.tensors:
             residual.zero_()
 
@@ -295,7 +305,7 @@ class GradReduction:
         return limit
 
     def discard_residuals(self) -> None:
-        """A step was skipped: its gradient must not be applied later."""
+        """A step was skipped: its gradient, which may not be finite, must not be applied later."""
         for feedback in self.residuals:
             feedback.reset()
 

@@ -5,7 +5,7 @@ Rule of ordering: `pending-exchanges` (docs/engine.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from rayzero.engine.session import StepRequests
 from rayzero.engine.zero.lazy_weights import LazyWeights
 from rayzero.engine.zero.parameters import ReplicatedWeights
 from rayzero.engine.zero.placement import Collective, Stage
-from rayzero.engine.zero.reducer import GradReduction, Reducer
+from rayzero.engine.zero.reducer import GradReduction, Reducer, no_backward
 from rayzero.engine.zero.step_vote import StepVote, nonfinite_error, vote_on_step
 from rayzero.engine.zero.unit import Unit
 from rayzero.engine.zero.unshard import UnshardScheduler
@@ -81,27 +81,25 @@ class ZeroRuntime:
         scheduler = self.unshard_scheduler
         return nullcontext() if scheduler is None else scheduler.checking_reads(model)
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward is collecting gradients."""
-        return self.reducer.in_backward
-
     @contextmanager
     def backward_pass(self, *, first: bool, last: bool) -> Iterator[None]:
         """Around autograd's backward of one micro-step; `first` and `last` of its step."""
-        running = True
-        self.reducer.begin_backward(first=first, last=last, running=lambda: running)
-        if self.unshard_scheduler is not None:
-            self.unshard_scheduler.begin_backward()
+        self.begin_backward(lambda: True)
+        self.reducer.begin_backward(first=first, last=last)
         try:
             yield
-        except BaseException:
-            running = False
-            raise
         finally:
-            if self.unshard_scheduler is not None:
-                self.unshard_scheduler.end_backward()
+            self.end_backward()
         self.finish_backward()
+
+    def begin_backward(self, runs: Callable[[], object]) -> None:
+        """See `BackwardPass.begin`."""
+        self.reducer.backward.begin(runs)
+        if self.unshard_scheduler is not None:
+            self.unshard_scheduler.change_pass()
+
+    def end_backward(self) -> None:
+        self.begin_backward(no_backward)
 
     def finish_backward(self) -> None:
         """After autograd's part of a backward: what is left to reduce."""

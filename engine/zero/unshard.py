@@ -15,7 +15,7 @@ Rules of ordering: `gather-reuse`, `gather-assignment`, `weights-outside` (docs/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,7 +29,7 @@ from rayzero.engine.tensor_tree import iter_tensors
 from rayzero.engine.torch_private import is_compiled, is_in_functional_transform
 from rayzero.engine.zero.gather_buffers import Block, BlockState, GatherBuffers
 from rayzero.engine.zero.parameters import WeightGather
-from rayzero.engine.zero.reducer import Running, always, never
+from rayzero.engine.zero.reducer import BackwardPass
 from rayzero.engine.zero.shape_only import SHAPE_ONLY, function_name
 
 
@@ -46,22 +46,18 @@ class UnshardScheduler:
 
     Without `reshard_after_forward` every block has its own buffer, so it is gathered once a step:
     it stays from its first forward to the update, also over the micro-steps.
-
-    Attributes:
-        on_own_backward: called where a backward reaches a block that `begin_backward` did not
-            announce: it calls it, or raises.
     """
-
-    on_own_backward: Callable[[], None]
 
     def __init__(
         self,
         blocks: Sequence[Block],
         buffers: GatherBuffers,
         gather: WeightGather,
+        backward: BackwardPass,
         *,
         reshard_after_forward: bool = True,
     ) -> None:
+        self._backward = backward
         self.blocks = blocks
         self.buffers = buffers
         self.paused = False  # the script has gathered all weights itself: no block is gathered
@@ -97,7 +93,6 @@ class UnshardScheduler:
         self._successors: tuple[dict[Block, Block], ...] = ({}, {})  # in forward, in backward
         self._previous: Block | None = None
         self._prefetch_ready = False  # buffers are assigned by the recorded order
-        self._backward_runs: Running = never
         self.buffers.assign(self.blocks, self._own_buffer)
 
     def checking_reads(self, model: nn.Module) -> AbstractContextManager[object]:
@@ -118,7 +113,7 @@ class UnshardScheduler:
         """Called before the model's forward, also when it is recomputed in backward. Raises
         ConfigError if one of the modules `around` blocks was compiled since."""
         refuse_compiled(around or {})
-        if self._in_backward or self.paused:
+        if self._backward.runs or self.paused:
             return
         self._previous = None
         for block in self.blocks:
@@ -135,7 +130,7 @@ class UnshardScheduler:
         if self._running and block.buffer_index is not None:
             self._leave_ring(block)
         self._unshard(block)
-        if not self._in_backward:
+        if not self._backward.runs:
             self._record_order(block)
             self._record_successor(block)
         self._running.append(block)
@@ -147,12 +142,8 @@ class UnshardScheduler:
         if block in self._running:
             self._running.remove(block)
 
-    @property
-    def _in_backward(self) -> bool:
-        return bool(self._backward_runs())
-
-    def begin_backward(self, running: Running = always) -> None:
-        self._backward_runs = running
+    def change_pass(self) -> None:
+        """A backward begins or ends: what follows is no successor of the block before."""
         self._previous = None
 
     def pre_backward(self, block: Block) -> None:
@@ -163,16 +154,12 @@ class UnshardScheduler:
             raise _not_differentiable(
                 f"create_graph: its gradient reached the block {block.name!r}"
             )
-        if not self._in_backward:
-            self.on_own_backward()
+        if not self._backward.runs:
+            self._backward.on_own_block()
         self._unshard(block)
         self._record_successor(block)
         if self._prefetch_ready:
             self._prefetch(block)
-
-    def end_backward(self) -> None:
-        self._backward_runs = never
-        self._previous = None
 
     def state_of(self, unit: object) -> BlockState:
         """The state of the block that one of its units belongs to."""
@@ -212,13 +199,13 @@ class UnshardScheduler:
             unit.unshard(buffer, self.weight_gather.gather_op(unit))
             for unit, buffer in zip(block.units, buffers, strict=True)
         ]
-        block.enter(BlockState.GATHERING)
+        block.state = BlockState.GATHERING
 
     def _wait_all_gather(self, block: Block) -> None:
         for work in block.pending:
             work.wait()
         block.pending = []
-        block.enter(BlockState.GATHERED)
+        block.state = BlockState.GATHERED
 
     def _reshard(self, block: Block) -> None:
         if block.state is BlockState.GATHERING:  # prefetched and not used: still being written
@@ -226,12 +213,12 @@ class UnshardScheduler:
         if block.state is BlockState.GATHERED:
             for unit in block.units:
                 unit.reshard()
-            block.enter(BlockState.SHARDED)
+            block.state = BlockState.SHARDED
 
     def _prefetch(self, block: Block) -> None:
         """Gathers the blocks that followed this one last time, as many as there are other
         buffers."""
-        successors, held = self._successors[self._in_backward], [block]
+        successors, held = self._successors[self._backward.runs], [block]
         for _ in range(self.buffers.count - 1):
             upcoming = successors.get(held[-1])
             if upcoming is None:
@@ -245,7 +232,7 @@ class UnshardScheduler:
 
     def _record_successor(self, block: Block) -> None:
         if self._previous is not None:
-            self._successors[self._in_backward][self._previous] = block
+            self._successors[self._backward.runs][self._previous] = block
         self._previous = block
 
     def _record_order(self, block: Block) -> None:

@@ -1,33 +1,36 @@
-"""The course of a parity test: an engine and plain torch train one model on the same batches, in
+"""The course of a parity test: an engine and plain torch train models on the same batches, in
 float64, and must end with the same weights.
 
-    state = check_equal(Model, batches, script)
+    check_equal([(Model, script, {"stage": 2})], batches)
 
-A script is what one step of the training loop does with a rank's part of the batch.
+A script is what one micro-step of the training loop does with a rank's part of the batch; plain
+torch runs it too, over all ranks' parts, called as an engine (`Plain`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import rayzero
-from tests.engine import zoo
 from tests.support.ranks import run_ranks
 
 Model = Callable[[], nn.Module]
 Script = Callable[[Any, Tensor], None]
+Row = tuple[Model, Script, dict[str, Any]]
+"""A model, a script, and arguments of `start`."""
 
 
 def sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.3, momentum=0.9)
 
 
-def make(cls: Model) -> Any:
-    torch.manual_seed(3)
+def make(cls: Model, seed: int = 3) -> Any:
+    torch.manual_seed(seed)
     return cls().double()
 
 
@@ -37,15 +40,23 @@ def normal_batches(steps: int, width: int) -> list[Tensor]:
     return [torch.randn(8, width, generator=generator, dtype=torch.float64) for _ in range(steps)]
 
 
-def start(model: nn.Module, stage: int = 3, *, samples: int = 8, **more: Any) -> Any:
-    """An engine that trains by `sgd`; `more`: further keys of the config."""
+def start(
+    model: nn.Module,
+    stage: int = 3,
+    *,
+    samples: int = 8,
+    optimizer: Any = sgd,
+    zero: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Any:
+    """An engine; `zero`: further keys of that section, `more`: of the config."""
     config = {
         "gradient_clipping": 0,
         "train_batch_size": samples,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **(zero or {})},
         **more,
     }
-    return rayzero.initialize(model=model, optimizer=sgd, config=config)[0]
+    return rayzero.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def plain(engine: Any, part: Tensor) -> None:
@@ -76,41 +87,101 @@ def accumulating(engine: Any, part: Tensor) -> None:
     engine.step()
 
 
-def train(
-    rank: int, world: int, cls: Model, batches: Sequence[Tensor], script: Script, config: Any
-) -> tuple[dict[str, Tensor], Any]:
-    """The state, and the names of the large modules that are blocks."""
-    engine = start(make(cls), **config)
-    for batch in batches:
-        script(engine, batch.chunk(world)[rank])
-    return engine.state_dict(), large_blocks(engine)
+class Plain:
+    """A model in plain torch, called as an engine. Its steps are those of `train_reference`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = model
+
+    def __call__(self, part: Tensor) -> Tensor:
+        out: Tensor = self.module(part)
+        return out
+
+    def train(self, mode: bool = True) -> Plain:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Plain:
+        return self.train(False)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        return
+
+    def step(self) -> None:
+        return
 
 
-def large_blocks(engine: Any) -> set[str]:
-    scheduler = engine._runtime.unshard_scheduler
-    return {it.name for it in scheduler.blocks if it.large} if scheduler is not None else set()
+def train_rows(
+    rank: int, world: int, rows: Sequence[Row], batches: Sequence[Tensor]
+) -> list[tuple[dict[str, Tensor], set[str]]]:
+    """Of each row the state, and the names of the large modules that are blocks. The ranks' initial
+    weights differ: rank 0's are used."""
+    results = []
+    for cls, script, options in rows:
+        engine = start(make(cls, 3 + rank), **options)
+        for batch in batches:
+            for part in batch.chunk(world)[rank].chunk(micro_steps_of(options)):
+                script(engine, part)
+        state = {name: value.clone() for name, value in engine.state_dict().items()}
+        scheduler = engine._runtime.unshard_scheduler
+        large = {it.name for it in scheduler.blocks if it.large} if scheduler is not None else set()
+        results.append((state, large))
+        engine.close()
+    return results
 
 
-def train_reference(model: nn.Module, batches: Sequence[Tensor]) -> dict[str, Tensor]:
+def micro_steps_of(options: dict[str, Any]) -> int:
+    return int(options.get("gradient_accumulation_steps", 1))
+
+
+def train_reference(
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    script: Script = plain,
+    parts: int = 1,
+    options: Mapping[str, Any] = {},
+) -> dict[str, Tensor]:
+    """Plain torch's weights, where each batch is accumulated over `parts`."""
     trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = sgd([{"params": trained}])
+    optimizer = options.get("optimizer", sgd)([{"params": trained}])
+    keeps_unused = options.get("rayzero", {}).get("unused_gradients") == "none"
     for batch in batches:
         optimizer.zero_grad()
-        model(batch).backward()
-        for param in trained:  # unused ones have a zero gradient in the engine
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        for part in batch.chunk(parts):
+            script(Plain(model), part)
+        for param in trained:
+            if param.grad is not None:
+                param.grad /= parts
+            elif not keeps_unused:
+                param.grad = torch.zeros_like(param)
+        if clip := options.get("gradient_clipping"):
+            nn.utils.clip_grad_norm_(trained, clip)
         optimizer.step()
     return model.state_dict()
 
 
-def assert_equal(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
+def assert_equal(
+    state: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: object = ""
+) -> None:
+    """In float64, to rounding; and of the same dtypes."""
+    for name, value in expected.items():
+        text = partial("{} {}: {}".format, what, name)
+        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11, msg=text)
 
 
 def check_equal(
-    cls: Model, batches: Sequence[Tensor], script: Script = plain, world: int = 2, **config: Any
-) -> list[set[str]]:
-    """Returns the large blocks of each rank."""
-    results = run_ranks(world, train, cls, batches, script, config)
-    assert_equal(results[0][0], train_reference(make(cls), batches))
-    return [large for _, large in results]
+    rows: Sequence[Row], batches: Sequence[Tensor], world: int = 2
+) -> list[list[set[str]]]:
+    """Returns the large blocks of each rank, by row."""
+    results = run_ranks(world, train_rows, rows, batches)
+    for (cls, script, options), (state, _) in zip(rows, results[0], strict=True):
+        parts = world * micro_steps_of(options)
+        expected = train_reference(make(cls), batches, script, parts, options)
+        assert_equal(state, expected, (cls, script, options))
+    return [[large for _, large in result] for result in results]

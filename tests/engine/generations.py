@@ -64,6 +64,12 @@ class Generations:
         return [pickle.loads(self.store.get(key)) for key in keys]
 
 
+def end_together(store: dist.Store, rank: int, world: int) -> None:
+    """No rank's connections end before all have ended."""
+    store.set(f"end-{rank}", b"1")
+    store.wait([f"end-{it}" for it in range(world)])
+
+
 def shared_store(rank: int) -> dist.Store:
     """A store that outlives the groups of its ranks. Collective."""
     port = torch.zeros(1, dtype=torch.int64)

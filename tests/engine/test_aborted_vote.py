@@ -7,8 +7,6 @@ with an undefined result; the worker has set its interrupt before.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -127,8 +125,7 @@ def train_step(engine: rayzero.Engine) -> None:
     engine.step()
 
 
-@pytest.mark.parametrize("garbage", [math.nan, 1.0, 2.0, math.inf])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("stage", "garbage"), [(0, math.nan), (0, 1.0), (3, 2.0), (3, math.inf)])
 def test_aborted_vote_is_not_believed(stage: int, garbage: float) -> None:
     session = StoppedSession()
     device = AbortedRead(session)
@@ -156,6 +153,9 @@ def test_vote_counts_its_ranks(garbage: float) -> None:
         with pytest.raises(CollectiveError, match=r"vote was aborted on rank 0 .* of 2 ranks"):
             train_step(engine)
         assert engine.progress.step == 0
+        device.garbage = None
+        train_step(engine)  # the step can be done again
+        assert engine.progress.step == 1
 
 
 def test_host_read_counts_as_waiting_for_other_ranks() -> None:
@@ -178,39 +178,3 @@ def test_host_read_counts_as_waiting_for_other_ranks() -> None:
         assert run_on_all_ranks(collectives, CPU, lambda: {"a": 1}) == [{"a": 1}] * 2
     assert waiting == [True] * 3  # the lengths, and two ranks' messages
     assert not session.waiting
-
-
-@pytest.fixture
-def reads() -> Iterator[list[int]]:
-    """The elements of each host read."""
-    sizes: list[int] = []
-
-    class Counted(Device):
-        def to_host(self, tensor: Tensor) -> Tensor:
-            sizes.append(tensor.numel())
-            return super().to_host(tensor)
-
-    with replace_device(Counted(CPU)):
-        yield sizes
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_reads_once(stage: int, precision: str, reads: list[int]) -> None:
-    config: dict[str, Any] = {
-        "train_batch_size": 24,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 150},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "bf16": {"enabled": precision == "bf16"},
-        "fp16": {"enabled": precision == "fp16"},
-    }
-    engine = rayzero.initialize(model=zoo.make_model(), config=config)[0]
-    for _ in range(3):
-        reads.clear()
-        (batch,) = zoo.batches(1, 6)
-        for _ in range(2):
-            engine.backward(engine(batch[:, :-1], targets=batch[:, 1:])["loss"])
-            engine.step()
-        assert reads == [6]  # squared norm, loss, three requests, a count of ranks

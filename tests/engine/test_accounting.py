@@ -12,42 +12,39 @@ from examples.gpt.model import GPT, GPTConfig
 from rayzero.engine.accounting import StepWork, flops_per_token, peak_flops
 from tests.support.ranks import run_ranks
 
+FLOPS = 3 * 2 * 4 * 8 * 16  # of a linear layer's three matrix products
 
-def run_micro_step(work: StepWork) -> None:
+
+def run_micro_step(work: StepWork, weight: float = 1.0) -> None:
     layer = nn.Linear(8, 16)
     x = torch.ones(4, 8, requires_grad=True)
     with work.track_forward(layer, x):
         y = layer(x)
-    with work.track_backward(1.0):
+    with work.track_backward(weight):
         y.sum().backward()
 
 
-def test_linear_layer_costs_three_matrix_products():
-    work = StepWork(1, peak=1.0)
-    run_micro_step(work)
-    assert work.micro_step_flops == 0, "the first shows whether torch.compile is used"
-    for _ in range(2):
-        run_micro_step(work)
-        assert work.micro_step_flops == 3 * 2 * 4 * 8 * 16, "counted once"
-
-
-def test_evaluation_before_a_step_is_not_counted():
-    work = StepWork(1, peak=1.0)
-    for _ in range(2):
-        with torch.no_grad(), work.track_forward(nn.Linear(8, 8), ()):
-            nn.Linear(8, 8)(torch.ones(1, 8))
-        run_micro_step(work)
-    assert work.micro_step_flops == 3 * 2 * 4 * 8 * 16
-
-
-def test_a_second_backward_of_the_first_micro_step_is_none_of_the_next():
-    work = StepWork(1, peak=1.0, flops_per_token=1)
-    run_micro_step(work)
-    with work.track_backward(0.0):
-        pass
-    work.count_backward(0.0)
-    run_micro_step(work)
-    assert work.micro_step_flops == 3 * 2 * 4 * 8 * 16
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("second_loss", [False, True])
+def test_flops_are_counted_once_in_the_second_micro_step(evaluates: bool, second_loss: bool):
+    """Without those of an evaluation before it, or of another backward of the first one."""
+    work = StepWork(2, peak=FLOPS * 10.0, flops_per_token=1)
+    for turn in range(3):
+        if evaluates:
+            with torch.no_grad(), work.track_forward(nn.Linear(8, 8), ()):
+                nn.Linear(8, 8)(torch.ones(1, 8))
+        run_micro_step(work, 0.5)
+        if second_loss and not turn:
+            with work.track_backward(0.0):
+                pass
+            work.count_backward(0.0)
+        # The first shows whether torch.compile is used.
+        assert work.micro_step_flops == (FLOPS if turn else 0)
+    assert work.end_step(0.5) == {"flops_per_s": FLOPS * 4.0, "mfu": pytest.approx(0.4)}
+    without = StepWork(1, peak=None)
+    for _ in range(3):
+        run_micro_step(without)
+    assert without.micro_step_flops == 0
 
 
 def test_flops_of_a_compiled_model_are_those_of_its_tokens():
@@ -62,13 +59,6 @@ def test_flops_of_a_compiled_model_are_those_of_its_tokens():
                 pass
         assert work.micro_step_flops == flops
         assert work.end_step(1.0).get("mfu", 0) == flops
-
-
-def test_flops_are_not_counted_without_peak():
-    work = StepWork(1, peak=None)
-    for _ in range(3):
-        run_micro_step(work)
-    assert work.micro_step_flops == 0
 
 
 def test_peak_flops_by_device_name(monkeypatch: pytest.MonkeyPatch):
@@ -91,17 +81,6 @@ def test_tokens_are_those_of_the_global_batch():
             pass
     assert work.end_step(2.0) == {"step_tokens": 8 * 5}
     assert work.end_step(2.0) == {}
-
-
-def test_mfu_is_relative_to_peak():
-    work = StepWork(micro_steps=2, peak=3072 * 10.0)
-    layer, x = nn.Linear(8, 16), torch.ones(4, 8, requires_grad=True)
-    for _ in range(2):
-        with work.track_forward(layer, x):
-            y = layer(x)
-        with work.track_backward(0.5):
-            y.sum().backward()
-    assert work.end_step(0.5) == {"flops_per_s": 3072 * 4.0, "mfu": pytest.approx(0.4)}
 
 
 def test_engine_metrics():

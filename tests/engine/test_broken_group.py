@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 import rayzero
 from rayzero.engine.session import StepRequests, use_session
 from rayzero.workers.group_sockets import _open_sockets
+from tests.engine.generations import end_together, shared_store
 from tests.engine.state.blocks import Block, BlocksSource, StateSession
 from tests.support.ranks import run_ranks
 from tests.workers.recovery_jobs import Data, engine_config, make_model, oracle
@@ -156,12 +156,7 @@ def live_through(
     ahead: int,
 ) -> tuple[dict[str, Tensor], int, int]:
     """Trains through all faults: weights, entries of the function, generations of the last one."""
-    port = torch.zeros(1, dtype=torch.int64)
-    own = None if rank else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    if own is not None:
-        port[0] = own.port
-    dist.broadcast(port, 0)
-    store = own or dist.TCPStore("127.0.0.1", int(port), timeout=timedelta(seconds=60))
+    store = shared_store(rank)
     host, entries = Host(rank, faults, store), 0
     while True:
         entries += 1
@@ -171,8 +166,7 @@ def live_through(
             break
         except LostError:
             host.leave(session.published)
-    store.set(f"end-{rank}", b"")
-    store.wait([f"end-{it}" for it in range(world)])
+    end_together(store, rank, world)
     return weights, entries, session.reformed
 
 
@@ -213,7 +207,7 @@ PHASES = (
 
 @pytest.mark.parametrize(
     ("stage", "micro_batch", "ahead"),
-    [(0, 4, 0), (0, 1, 5), (1, 4, 3), (1, 1, 0), (2, 4, 2), (2, 1, 5), (3, 4, 0), (3, 1, 2)],
+    [(0, 1, 5), (1, 4, 3), (2, 1, 0), (3, 4, 0), (3, 1, 2)],
 )
 def test_survivors_stay_in_their_loop(stage: int, micro_batch: int, ahead: int):
     faults = [(number % 2, 1 + number % 3, phase) for number, phase in enumerate(PHASES, start=1)]

@@ -1,4 +1,4 @@
-"""Communication settings do not change results: overlap, bucket sizes, secondary shards."""
+"""Communication settings do not change results: bucket sizes, secondary shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import use_session
 from tests.engine import zoo
 from tests.engine.state.blocks import StateSession
-from tests.support.covering import covering
 from tests.support.ranks import run_ranks
 
 STEPS, SAMPLES, LIMIT_S = 3, 12, 200.0
@@ -54,22 +53,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-AXES = {"stage": (0, 1, 2, 3), "world": (2, 3), "name": ("none", "sign")}
-
-
-@pytest.mark.parametrize(
-    tuple(AXES), [tuple(row[axis] for axis in AXES) for row in covering(AXES, 2)]
-)
-def test_overlap_is_bit_identical(stage: int, world: int, name: str) -> None:
-    compression = {"rayzero": {"compression": {"gradients": name}}}
-    configs = [zero_config(stage, overlap_comm=on) | compression for on in (True, False)]
-    for overlapped, sequential in run_ranks(world, train, configs, timeout_s=LIMIT_S):
-        assert overlapped[0] == sequential[0]
-        assert equal(overlapped[1], sequential[1])
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 3), (2, 2)])
 def test_bucket_sizes_only_change_traffic(stage: int, world: int) -> None:
     sizes = [{"reduce_bucket_size": size} for size in (1, 150, 10**9)]
     sizes.append({"reduce_bucket_size": 10**9, "allgather_bucket_size": 150})
@@ -143,16 +127,5 @@ def test_elastic_job_uses_largest_valid_group_size(
         assert hpz_group_size(4, 6, elastic=True) == 3
         assert hpz_group_size(2, 3, elastic=True) == 1
     assert "zero_hpz_partition_size 4 does not divide the world size 6: 3 is used" in caplog.text
-    with pytest.raises(ConfigError, match="divides the world size: 1, 2, 3, 6"):
+    with pytest.raises(ConfigError, match="what divides the world size: 1, 2, 3, 6"):
         hpz_group_size(4, 6, elastic=False)
-
-
-def config_error(rank: int, world: int, config: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        rayzero.initialize(model=zoo.make_model(torch.float32), optimizer=zoo.adamw, config=config)
-    return str(caught.value)
-
-
-def test_hpz_must_divide_the_world_size() -> None:
-    message = run_ranks(2, config_error, zero_config(3, zero_hpz_partition_size=3))[0]
-    assert "what divides the world size: 1, 2" in message

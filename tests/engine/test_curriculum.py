@@ -159,14 +159,6 @@ def test_forward_may_take_the_length_and_the_probability() -> None:
     assert engine.get_pld_theta() == pytest.approx(0.5 * math.exp(-0.2) + 0.5)
 
 
-def test_layer_drop_needs_a_forward_that_takes_it() -> None:
-    engine = make_engine(nn.Linear(3, 1), progressive_layer_drop={"enabled": True})
-    with pytest.raises(
-        ConfigError, match=r"Linear\.forward takes no progressive_layer_drop and no p"
-    ):
-        engine(torch.rand(2, 3))
-
-
 def drop_tokens_on_ranks(rank: int, world: int, stage: int) -> None:
     torch.manual_seed(0)
     model = Net()
@@ -230,6 +222,9 @@ def test_incomplete_sections_are_errors(document: dict[str, Any], message: str) 
         parse_config(document)
 
 
-def test_convert_needs_its_section() -> None:
+def test_what_lacks_its_forward_or_section_is_refused() -> None:
+    engine = make_engine(nn.Linear(3, 1), progressive_layer_drop={"enabled": True})
+    with pytest.raises(ConfigError, match=r"forward takes no progressive_layer_drop and no p"):
+        engine(torch.rand(2, 3))
     with pytest.raises(ConfigError, match="random_ltd"):
         convert_to_random_ltd(make_engine(Net()), Layer)

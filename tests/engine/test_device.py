@@ -31,25 +31,6 @@ def test_numbers_arrive_and_come_back() -> None:
     assert device.read(torch.tensor(7)) == [7.0]
 
 
-def test_streams_and_events_of_a_cpu_are_always_reached() -> None:
-    device = get_device(CPU)
-    stream = device.new_stream()
-    stream.wait_stream(device.current_stream())
-    with device.use_stream(stream):
-        event = device.record_event()
-    stream.wait_event(event)
-    event.synchronize()
-    stream.synchronize()
-    assert event.query()
-
-
-def test_there_is_one_device_for_each_of_torch() -> None:
-    assert get_device(CPU) is get_device(torch.device("cpu"))
-    assert not get_device(CPU).asynchronous
-    assert get_device(torch.device("cuda", 1)).torch_device.index == 1
-    assert get_device(torch.device("meta")).separate_memory
-
-
 def test_replaced_device_is_seen_by_all_threads() -> None:
     original, first, second = get_device(CPU), Device(CPU), Device(CPU)
     seen = []

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import rayzero
-from rayzero.engine.errors import ConfigError, DataError, EngineError
+from rayzero.engine.data.sampling import SampleOrder
+from rayzero.engine.errors import ConfigError, DataError, EngineError, RayzeroError
 from tests.engine import zoo
+from tests.engine.equal import assert_equal, normal_batches, start, train_reference
 from tests.support.covering import covering
 from tests.support.ranks import run_ranks
 
@@ -31,50 +33,45 @@ def config(stage: int = 2, **overrides: Any) -> dict[str, Any]:
     }
 
 
+def initialize(model: Any, overrides: Any = (), **options: Any) -> rayzero.Engine:
+    return rayzero.initialize(model=model, config=config(**dict(overrides)), **options)[0]
+
+
 def make_engine(**overrides: Any) -> rayzero.Engine:
-    return rayzero.initialize(model=nn.Linear(3, 1), config=config(**overrides))[0]
+    return initialize(nn.Linear(3, 1), overrides)
 
 
 def compute_loss(engine: rayzero.Engine, batch: Tensor) -> Tensor:
     return engine(batch[:, :-1], targets=batch[:, 1:])["loss"]
 
 
-def train_on_a_second_engine(rank: int, world: int, stage: int, destroyed: bool) -> float:
-    """The greatest difference of the weights from plain torch's; the first engine is gone."""
+def train_on_a_second_engine(rank: int, world: int, stage: int, destroyed: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
-    plain = copy.deepcopy(model)
-    sgd = {"type": "SGD", "params": {"lr": 0.1}}
-    settings = config(stage, optimizer=sgd, train_micro_batch_size_per_gpu=4)
-    engine = rayzero.initialize(model=model, config=settings)[0]
+    other = copy.deepcopy(model)
+    engine = start(model, stage)
     for part in (model, model[0], nn.ModuleList([nn.Linear(2, 2), model[1]])):
         with pytest.raises(ConfigError, match="engine trains: that of Sequential, at stage"):
-            rayzero.initialize(model=part, config=settings)
+            start(part, stage)
     if destroyed:
         engine.destroy()
         kept = engine  # noqa: F841
     del engine
-    engine = rayzero.initialize(model=model, config=settings)[0]
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(3):
-        batch = torch.arange(16.0).reshape(4, 4).double() / (7 + step)
-        optimizer.zero_grad()
-        plain(batch).square().mean().backward()
-        optimizer.step()
-        engine.backward(engine(batch).square().mean())
-        engine.step()
-    trained = engine.state_dict()
-    differences = [
-        (trained[name] - value).abs().max() for name, value in plain.state_dict().items()
-    ]
-    return max(differences).item()
+    engine, batches = start(model, stage), normal_batches(3, 4)
+    for batch in batches:
+        squared(engine, batch)
+    assert_equal(engine.state_dict(), train_reference(other, batches, squared))
+
+
+def squared(engine: Any, batch: Tensor) -> None:
+    engine.backward(engine(batch).square().mean())
+    engine.step()
 
 
 @pytest.mark.parametrize("destroyed", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_engine_trains_a_parameter(stage: int, destroyed: bool) -> None:
     """Two would both take its gradients: a second one is refused, unless the first is gone."""
-    (difference,) = run_ranks(1, train_on_a_second_engine, stage, destroyed)
-    assert difference < 1e-12
+    run_ranks(1, train_on_a_second_engine, stage, destroyed)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +81,8 @@ def test_failed_initialize_leaves_the_model(mistake: dict[str, Any]) -> None:
     """As in a notebook, which keeps the error's frames, and where the cell is run again."""
     model = nn.Linear(3, 1)
     with pytest.raises((ConfigError, DataError)) as kept:
-        rayzero.initialize(model=model, config=config(), **mistake)
-    engine, *_ = rayzero.initialize(model=model, config=config())
+        initialize(model, **mistake)
+    engine = initialize(model)
     engine.backward(engine(torch.ones(2, 3)).mean())
     engine.step()
     assert engine.metrics.grad_norm == pytest.approx(2.0)
@@ -94,150 +91,121 @@ def test_failed_initialize_leaves_the_model(mistake: dict[str, Any]) -> None:
 
 def test_engines_may_share_frozen_parameters() -> None:
     shared = nn.Linear(3, 3).requires_grad_(False)
-    engines = [
-        rayzero.initialize(model=nn.Sequential(shared, nn.Linear(3, 1)), config=config(stage=1))[0]
-        for _ in range(2)
-    ]
-    for engine in engines:
+    for engine in [initialize(nn.Sequential(shared, nn.Linear(3, 1))) for _ in range(2)]:
         engine.backward(engine(torch.ones(2, 3)).mean())
         engine.step()
 
 
-class TestMisuse:
-    def test_step_needs_backward(self) -> None:
-        with pytest.raises(EngineError, match="without a backward"):
-            make_engine().step()
-
-    @pytest.mark.parametrize("transform", [lambda out: out, lambda out: out.sum().detach()])
-    def test_backward_needs_scalar_with_graph(self, transform: Any) -> None:
-        engine = make_engine()
-        with pytest.raises(EngineError, match="a scalar loss"):
-            engine.backward(transform(engine(torch.ones(2, 3))))
-
-    def test_model_without_trainable_parameters(self) -> None:
-        with pytest.raises(ConfigError, match="nothing to train"):
-            rayzero.initialize(model=nn.Linear(3, 1).requires_grad_(False), config=config())
-
-    def test_parameter_of_another_model(self) -> None:
-        with pytest.raises(ConfigError, match="is not a parameter of the model"):
-            rayzero.initialize(
-                model=nn.Linear(3, 1),
-                model_parameters=nn.Linear(2, 2).parameters(),
-                config=config(),
-            )
-
-    def test_used_optimizer(self) -> None:
-        model = nn.Linear(3, 1)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        with pytest.raises(ConfigError, match="has already taken steps"):
-            rayzero.initialize(model=model, optimizer=optimizer, config=config())
-
-    def test_wrong_optimizer_argument(self) -> None:
-        section = {"type": "AdamW", "params": {"learning_rate": 1}}
-        with pytest.raises(ConfigError, match=r"optimizer\.params.*learning_rate"):
-            rayzero.initialize(model=nn.Linear(3, 1), config=config(optimizer=section))
-
-    @pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor"])
-    def test_optimizer_that_needs_whole_parameters(self, name: str) -> None:
-        model = nn.Linear(3, 1, bias=False)
-        with pytest.raises(ConfigError, match=f"{name} does not update each element independently"):
-            rayzero.initialize(model=model, optimizer=getattr(torch.optim, name), config=config())
-        optimizer = getattr(torch.optim, name)(model.parameters())
-        with pytest.raises(ConfigError, match=name):
-            rayzero.initialize(model=model, optimizer=optimizer, config=config())
-
-    @pytest.mark.parametrize("model", [None, 3, lambda: 3])
-    def test_not_a_model(self, model: Any) -> None:
-        with pytest.raises(ConfigError, match=r"torch\.nn\.Module"):
-            rayzero.initialize(model=model, config=config())
+def of_used_optimizer() -> rayzero.Engine:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return initialize(model, optimizer=optimizer)
 
 
-class TestPublicApi:
-    def test_parameters_outside_groups_are_frozen_with_a_warning(self, caplog: Any) -> None:
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-        before = model[0].weight.clone()
-        engine, *_ = rayzero.initialize(
-            model=model, model_parameters=model[1].parameters(), config=config()
-        )
-        engine.backward(engine(torch.ones(2, 3)).sum())
-        engine.step()
-        assert "0.weight, 0.bias" in caplog.text
-        assert torch.equal(model[0].weight, before)
-
-    def test_client_optimizer_keeps_its_scheduler(self) -> None:
-        model = nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-        engine, returned, _, schedule = rayzero.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config(optimizer=None)
-        )
-        for _ in range(3):
-            engine.backward(engine(torch.ones(2, 3)).sum())
-            engine.step()
-        assert returned is engine.optimizer
-        assert returned.optimizer is optimizer
-        assert schedule is scheduler
-        assert optimizer.param_groups[0]["lr"] == 0.125
-        assert engine.metrics.lr == 0.25  # of the last step
-
-    def test_train_and_eval(self) -> None:
-        engine = make_engine()
-        assert not engine.eval().module.training
-        assert engine.train().module.training
-
-    def test_metrics(self) -> None:
-        engine = make_engine()
-        assert engine.metrics.loss is None
-        engine.backward(engine(torch.ones(2, 3)).sum())
-        engine.step()
-        flat = engine.metrics.to_flat_dict()
-        assert flat["step"] == 1
-        assert flat["samples"] == 2
-        assert flat["bytes/optimizer_state"] > 0
-        assert all(isinstance(value, int | float) for value in flat.values())
-
-    def test_close_releases_model(self) -> None:
-        engine = make_engine()
-        engine.close()
-        engine.module(torch.ones(2, 3)).sum().backward()
-        assert engine.module.weight.grad is not None
+def of_linear(name: str) -> rayzero.Engine:
+    model = nn.Linear(3, 1, bias=False)
+    return initialize(model, optimizer=getattr(torch.optim, name)(model.parameters()))
 
 
-def train_with_overflow(
-    rank: int, world: int, stage: int, bf16: bool
-) -> tuple[list[Tensor], list[Tensor], Any]:
-    settings = config(stage, bf16={"enabled": bf16})
-    engine, *_ = rayzero.initialize(model=zoo.make_model(), config=settings)
-    before = engine.state_dict()
-    for step in range(2):
-        for batch in zoo.batches(1, 2):
-            loss = compute_loss(engine, batch)
-            # Only rank 1's gradient overflows, and only in the first step.
-            engine.backward(loss * float("inf") if rank == 1 and step == 0 else loss)
-            engine.step()
-        if step == 0:
-            after_first = engine.state_dict()
-    after_second = engine.state_dict()
-    names = list(before)
-    return (
-        [after_first[name] - before[name] for name in names],
-        [after_second[name] - before[name] for name in names],
-        (engine.metrics.skipped_steps, engine.metrics.step, engine.metrics.loss),
+WHOLE = "Muon does not update each element independently"
+MISUSES: list[tuple[Callable[[], Any], type[RayzeroError], str]] = [
+    (lambda: make_engine().step(), EngineError, "without a backward"),
+    (lambda: (it := make_engine()).backward(it(torch.ones(2, 3))), EngineError, "a scalar loss"),
+    (
+        lambda: (it := make_engine()).backward(it(torch.ones(2, 3)).sum().detach()),
+        EngineError,
+        "a scalar loss",
+    ),
+    (lambda: initialize(nn.Linear(3, 1).requires_grad_(False)), ConfigError, "nothing to train"),
+    (
+        lambda: initialize(nn.Linear(3, 1), model_parameters=nn.Linear(2, 2).parameters()),
+        ConfigError,
+        "is not a parameter of the model",
+    ),
+    (of_used_optimizer, ConfigError, "has already taken steps"),
+    (
+        lambda: make_engine(optimizer={"type": "AdamW", "params": {"learning_rate": 1}}),
+        ConfigError,
+        r"optimizer\.params.*learning_rate",
+    ),
+    (
+        lambda: initialize(nn.Linear(3, 1, bias=False), optimizer=torch.optim.Muon),
+        ConfigError,
+        WHOLE,
+    ),
+    (lambda: of_linear("Muon"), ConfigError, WHOLE),
+    (lambda: of_linear("LBFGS"), ConfigError, "LBFGS"),
+    (lambda: of_linear("Adafactor"), ConfigError, "Adafactor"),
+    (lambda: initialize(None), ConfigError, r"torch\.nn\.Module"),
+    (lambda: initialize(lambda: 3), ConfigError, r"torch\.nn\.Module"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), MISUSES)
+def test_misuse_is_an_error(
+    call: Callable[[], Any], error: type[RayzeroError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_parameters_outside_groups_are_frozen_with_a_warning(caplog: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    before = model[0].weight.clone()
+    engine = initialize(model, model_parameters=model[1].parameters())
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    engine.step()
+    assert "0.weight, 0.bias" in caplog.text
+    assert torch.equal(model[0].weight, before)
+
+
+def test_client_optimizer_keeps_its_scheduler() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    engine, returned, _, schedule = rayzero.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config(optimizer=None)
     )
+    assert engine.metrics.loss is None
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        engine.step()
+    assert returned is engine.optimizer
+    assert returned.optimizer is optimizer
+    assert schedule is scheduler
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    assert engine.metrics.lr == 0.25  # of the last step
+    assert engine.metrics.to_flat_dict()["bytes/model_weights"] > 0
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_public_names_are_few() -> None:
+    assert len([name for name in vars(rayzero.Engine) if not name.startswith("_")]) <= 26
+
+
+def train_with_overflow(rank: int, world: int, stage: int, bf16: bool) -> None:
+    """Only rank 1's gradient overflows, and only in the first step."""
+    engine = initialize(zoo.make_model(), {"stage": stage, "bf16": {"enabled": bf16}})
+    states = [engine.state_dict()]
+    for step in range(2):
+        (batch,) = zoo.batches(1, 2)
+        loss = compute_loss(engine, batch)
+        engine.backward(loss * float("inf") if rank == 1 and step == 0 else loss)
+        engine.step()
+        states.append(engine.state_dict())
+    before, first, second = states
+    assert all(torch.equal(first[name], before[name]) for name in before)
+    assert rank or not all(torch.equal(second[name], before[name]) for name in before)
+    assert (engine.metrics.skipped_steps, engine.metrics.step) == (1, 2)
+    assert math.isfinite(engine.metrics.loss)  # of the second step
+
+
+@pytest.mark.parametrize(
+    ("stage", "bf16"), [(0, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
+)
 def test_overflow_skips_step_on_every_rank(stage: int, bf16: bool) -> None:
-    results = run_ranks(2, train_with_overflow, stage, bf16)
-    first_changes, total_changes, _ = results[0]
-    assert not any(change.any() for change in first_changes)
-    assert any(change.any() for change in total_changes)
-    for _, _, (skipped, step, loss) in results:
-        assert (skipped, step) == (1, 2)
-        assert not math.isnan(loss)  # of the second step
+    run_ranks(2, train_with_overflow, stage, bf16)
 
 
 def train_with_no_sync(
@@ -268,23 +236,8 @@ def test_no_sync_accumulates_at_every_stage(stage: int) -> None:
     assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
     if stage <= 1:  # reduced once per step, not within no_sync
         reductions = traffic["all_reduce" if stage == 0 else "reduce_scatter"]
-        votes = traffic["vote"]["calls"]
-        assert votes == 4
-        assert reductions["calls"] == votes * buckets
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_no_sync_is_refused_where_deepspeed_refuses_it(stage: int) -> None:
-    engine = make_engine(zero_optimization={"stage": stage})
-    if stage > 1:
-        with pytest.raises(EngineError, match=r"(?s)stage \d.*accumulation_boundary"):
-            engine.no_sync()
-        return
-    with engine.no_sync():
-        with pytest.raises(EngineError, match="inside no_sync"), engine.no_sync():
-            pytest.fail("entered twice")
-        assert engine.inside_no_sync_ctxt
-    assert not engine.inside_no_sync_ctxt
+        assert traffic["vote"]["calls"] == 4
+        assert reductions["calls"] == 4 * buckets
 
 
 class TokenDataset(Dataset):
@@ -323,8 +276,6 @@ def test_global_batch_is_independent_of_world_size(
     stage: int, world: int, micro_batch: int
 ) -> None:
     """Two and three ranks cannot split seven samples evenly."""
-    from rayzero.engine.data.sampling import SampleOrder
-
     order, data = SampleOrder(23, 0), TokenDataset()
     global_batches = [
         torch.stack([data[i] for i in order.indices(7 * step, 7).tolist()]) for step in range(10)
@@ -332,42 +283,3 @@ def test_global_batch_is_independent_of_world_size(
     _, expected = zoo.train_reference(zoo.make_model(torch.float64), zoo.adamw, global_batches)
     state = run_ranks(world, train_with_loader, stage, micro_batch)[0]
     assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-9
-
-
-class SkippingModel(nn.Module):
-    """Skips a layer of choice, so that ranks may use different parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
-        self.empty = nn.Parameter(torch.empty(0))
-
-    def forward(self, x: Tensor, skip: int) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            x = x if number == skip else torch.tanh(layer(x))
-        return x.square().mean()
-
-
-def train_with_user_collectives(rank: int, world: int, stage: int) -> None:
-    """Ranks use different parameters; user collectives run between the engine's."""
-    engine, *_ = rayzero.initialize(
-        model=SkippingModel(),
-        config={
-            "gradient_clipping": 0,
-            "optimizer": ADAMW,
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": 4200},
-        },
-    )
-    for _ in range(3):
-        # Stage 3 gathers weights with collectives, so every rank must call every block.
-        loss = engine(torch.randn(2, 64), skip=5 if rank and stage < 3 else -1)
-        dist.all_reduce(loss.detach().clone())
-        engine.backward(loss)
-        dist.all_reduce(loss.detach())
-        engine.step()
-        dist.barrier()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_user_collectives_do_not_interfere(stage: int) -> None:
-    run_ranks(2, train_with_user_collectives, stage, timeout_s=300)

@@ -1,4 +1,4 @@
-"""Phase times of a step: they add up to the step time."""
+"""Phase times of a step, which add up to its time; what is told of skipped steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 import rayzero
 from rayzero.engine import metrics as module
-from rayzero.engine.metrics import PhaseTimer
+from rayzero.engine.metrics import SkippedRun
 
 CONFIG = {
     "train_batch_size": 4,
@@ -40,21 +40,6 @@ class SlowDataset:
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(0.01)
         return torch.ones(3)
-
-
-def test_phase_timer_attributes_all_time():
-    entered: list[str] = []
-    phases = PhaseTimer(entered.append)
-    phases.enter("forward")
-    time.sleep(0.02)
-    phases.leave()
-    time.sleep(0.03)
-    first = phases.end_step(0.01, time.perf_counter())
-    assert entered == ["forward"]
-    assert first["forward"] >= 0.02
-    assert first["data"] == 0.01
-    assert first["other"] >= 0.02
-    assert phases.end_step(5.0, time.perf_counter())["other"] == 0  # it waited less
 
 
 def test_phases_add_up_to_step_time():
@@ -103,3 +88,13 @@ def test_wait_for_other_ranks_is_not_the_next_steps_time(monkeypatch: pytest.Mon
     train()
     assert engine.metrics.step_s < 500.0
     assert sum(engine.metrics.phases.values()) == pytest.approx(engine.metrics.step_s, abs=1e-3)
+
+
+def test_a_run_of_skipped_steps_is_told_at_growing_intervals() -> None:
+    run = SkippedRun()
+    told = {step: text for step in range(1, 101) if (text := run.add(step, finite=step < 3))}
+    assert list(told) == [3, 4, 6, 10, 18, 34, 66]
+    assert told[3] == "step 3 skipped on every rank"
+    assert told[10] == "steps 3 to 10 skipped on every rank, 8 in a row"
+    assert run.add(101, finite=True) == ""
+    assert run.add(102, finite=False) == "step 102 skipped on every rank"

@@ -18,7 +18,7 @@ import rayzero
 from rayzero.engine.offload import plan
 from rayzero.engine.offload.transfer import HostTransfer
 from rayzero.engine.session import use_session
-from tests.engine.generations import Generations, shared_store
+from tests.engine.generations import Generations, end_together, shared_store
 from tests.engine.state.blocks import BlocksSource, StateSession
 from tests.support.ranks import run_ranks
 from tests.workers.recovery_jobs import Data, engine_config, make_model, oracle
@@ -40,17 +40,16 @@ def live_through(
     store = shared_store(rank)
     generations, weights, moved = Generations(rank, sizes, how, store), {}, []
     separate = config["zero_optimization"].get("offload_optimizer")
-    with mock.patch.object(plan, "make_transfer", _separate) if separate else nullcontext():
+    apart = mock.patch.object(
+        plan, "make_transfer", side_effect=lambda device: HostTransfer(separate_memory=True)
+    )
+    with apart if separate else nullcontext():
         while not generations.is_last:
             if generations.form():
                 weights, bytes_of = train_as_member(generations, config, make, steps)
                 moved += bytes_of
-    store.wait([f"end-{it}" for it in range(world)]) if not store.set(f"end-{rank}", b"1") else None
+    end_together(store, rank, world)
     return weights, moved
-
-
-def _separate(device: torch.device) -> HostTransfer:
-    return HostTransfer(separate_memory=True)
 
 
 def train_as_member(
@@ -200,27 +199,34 @@ def optimizer(name: str) -> dict[str, Any]:
 
 
 ROWS = {
-    "bf16": zero(2) | BF16,
-    "fp16, accumulation": zero(1) | FP16 | {"train_micro_batch_size_per_gpu": 2},
-    "schedule, clipping": zero(3) | SCHEDULE | {"gradient_clipping": 0.1},
-    "momentum": zero(2) | optimizer("SGD"),
-    "Adagrad": zero(3) | optimizer("Adagrad"),
-    "Muon": zero(2) | optimizer("Muon"),
-    "LAMB": zero(3) | optimizer("Lamb"),
+    "bf16, momentum, lazy weights": zero(2)
+    | BF16
+    | optimizer("SGD")
+    | {"rayzero": {"overlap_weight_gather": True}},
+    "fp16, accumulation, low rank": zero(1)
+    | FP16
+    | {"train_micro_batch_size_per_gpu": 2}
+    | compressed(gradients="lowrank"),
+    "schedule, clipping, quantized weights, secondary shards": zero(
+        3, zero_quantized_weights=True, zero_hpz_partition_size=3
+    )
+    | SCHEDULE
+    | {"gradient_clipping": 0.1},
+    "Adagrad, every block gathered": zero(3)
+    | optimizer("Adagrad")
+    | {"rayzero": {"reshard_after_forward": False}},
+    "Muon, one reduction a step": zero(2)
+    | optimizer("Muon")
+    | {"rayzero": {"reduce_each_micro_step": False}},
+    "LAMB, large modules": zero(3) | optimizer("Lamb") | {"rayzero": {"unshard_min_numel": 1}},
     "1-bit Adam": zero(0) | optimizer("OneBitAdam"),
     "host memory": zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
-    "host memory in part": zero(1, offload_optimizer={"device": "cpu", "ratio": 0.5}) | BF16,
+    "host memory in part, unused": zero(1, offload_optimizer={"device": "cpu", "ratio": 0.5})
+    | BF16
+    | {"rayzero": {"unused_gradients": "none"}},
     "files": zero(3, offload_optimizer={"device": "nvme"}) | BF16,
     "quantized gradients": zero(2) | compressed(gradients="int8", error_feedback=True),
     "signs": zero(0) | compressed(gradients="sign"),
-    "low rank": zero(1) | compressed(gradients="lowrank"),
-    "quantized weights": zero(3, zero_quantized_weights=True),
-    "secondary shards": zero(3, zero_hpz_partition_size=3),
-    "lazy weights": zero(2) | {"rayzero": {"overlap_weight_gather": True}},
-    "every block gathered": zero(3) | {"rayzero": {"reshard_after_forward": False}},
-    "large modules": zero(3) | {"rayzero": {"unshard_min_numel": 1}},
-    "one reduction a step": zero(2) | {"rayzero": {"reduce_each_micro_step": False}},
-    "unused": zero(2) | {"rayzero": {"unused_gradients": "none"}},
 }
 
 
@@ -230,8 +236,13 @@ def test_re_cut_engine_is_bit_by_bit_one_that_was_built_anew(row: str, tmp_path:
     config = engine_config(0) | copy.deepcopy(ROWS[row])
     if "nvme" in str(config):
         config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path)
+    check_like_built_anew(config, SIZES)
+
+
+def check_like_built_anew(config: dict[str, Any], sizes: Sequence[int]) -> None:
+    steps = STEPS_EACH * len(sizes)
     ends = [
-        run_ranks(3, live_through, config, SIZES, how, make_irregular, STEPS)[0][0]
+        run_ranks(3, live_through, config, sizes, how, make_irregular, steps)[0][0]
         for how in ("own", "rebuild")
     ]
     for name, expected in ends[1].items():
@@ -240,12 +251,6 @@ def test_re_cut_engine_is_bit_by_bit_one_that_was_built_anew(row: str, tmp_path:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_survivors_compile_nothing_again(stage: int):
-    config = engine_config(stage) | {"compile": {"enabled": True, "backend": "eager"}}
-    sizes = (3, 2, 3)
-    steps = STEPS_EACH * len(sizes)
-    ends = [
-        run_ranks(3, live_through, config, sizes, how, make_irregular, steps)[0][0]
-        for how in ("own", "rebuild")
-    ]
-    for name, expected in ends[1].items():
-        assert torch.equal(ends[0][name], expected), name
+    check_like_built_anew(
+        engine_config(stage) | {"compile": {"enabled": True, "backend": "eager"}}, (3, 2, 3)
+    )

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import rayzero
 from rayzero.engine.session import use_session
-from tests.engine.generations import Generations, shared_store
+from tests.engine.generations import Generations, end_together, shared_store
 from tests.engine.state.blocks import Block, BlocksSource, StateSession
 from tests.support.ranks import run_ranks
 
@@ -123,8 +123,7 @@ def bytes_of_recut(
                 train(engine)
                 if survives:
                     found = before, peak, allocated.now - begin
-        generations.store.set(f"end-{rank}", b"1")
-        generations.store.wait([f"end-{it}" for it in range(world)])
+        end_together(generations.store, rank, world)
         return found
 
 

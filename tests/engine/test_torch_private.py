@@ -118,6 +118,12 @@ def test_is_in_backward_and_call_after_backward():
     assert not torch_private.is_in_backward()
 
 
+def run(script: str) -> None:
+    """In a process of its own, in which nothing has imported the compiler."""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 def test_disable_compiler():
     """It is neither traced nor compiled, and does not import the compiler."""
     script = """
@@ -146,8 +152,7 @@ for batch in (2, 3, 4):
 assert torch_private.compiled_graphs() == 1, torch_private.compiled_graphs()
 assert seen, "the hook runs"
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run(script)
 
 
 def test_is_compiler_active():
@@ -163,7 +168,7 @@ def test_is_compiler_active():
 
 
 def test_optimizer_methods_without_compiler():
-    """In a process of its own: the first optimizer of a class replaces its `step`."""
+    """The first optimizer of a class replaces its `step`."""
     script = """
 import torch
 from rayzero.engine import torch_private
@@ -178,15 +183,13 @@ optimizer = torch.optim.SGD([weight], lr=1.0)
 steps[torch.optim.SGD](optimizer)
 assert weight.tolist() == [0.0, 0.0]
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run(script)
 
 
-def test_default_group(group: dist.ProcessGroup):
+def test_default_group_and_its_description(group: dist.ProcessGroup):
     assert torch_private.default_group() is group
-
-
-def test_describe_group(group: dist.ProcessGroup):
+    assert torch_private.nccl_backend([group]) is None
+    assert torch_private.error_reader(group, CPU) is None
     torch_private.describe_group(group, "nccl", 3)
     assert dist.get_process_group_ranks(group) == [0, 1, 2]
     assert (dist.get_backend(), dist.get_backend_config()) == ("nccl", "cuda:nccl")
@@ -201,26 +204,14 @@ def test_use_store_for_groups(group: dist.ProcessGroup):
     assert c10d._world.group_count == 2
 
 
-def test_groups_newest_first_and_abort_groups(group: dist.ProcessGroup):
-    made = [dist.new_group([0]) for _ in range(2)]
+def test_groups_newest_first_abort_and_forget(group: dist.ProcessGroup):
+    made = [dist.new_group([0]) for _ in range(3)]
     assert torch_private.groups_newest_first() == made[::-1]
-    torch_private.abort_groups(made[::-1])
+    torch_private.forget_group(made[0])
+    assert made[0] not in c10d._world.pg_names
+    assert not any(made[0] in tagged for tagged in c10d._world.tags_to_pg.values())
+    torch_private.abort_groups(made[:0:-1])
     assert torch_private.groups_newest_first() == []
     assert list(c10d._world.pg_map) == [group]
-
-
-def test_forget_group(group: dist.ProcessGroup):
-    made = dist.new_group([0])
-    torch_private.forget_group(made)
-    assert made not in c10d._world.pg_names
-    assert not any(made in tagged for tagged in c10d._world.tags_to_pg.values())
-
-
-def test_nccl_backend_and_error_reader(group: dist.ProcessGroup):
-    assert torch_private.nccl_backend([group]) is None
-    assert torch_private.error_reader(group, CPU) is None
-
-
-def test_abort_default_group(group: dist.ProcessGroup):
     torch_private.abort_default_group()
     assert not dist.is_initialized()

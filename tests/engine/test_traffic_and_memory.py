@@ -53,85 +53,70 @@ def train_step(engine: rayzero.Engine, micro_steps: int = 1) -> None:
 
 
 def step_traffic(
-    rank: int, world: int, stage: int, micro_steps: int, section: dict[str, Any] | None = None
-) -> Traffic:
-    """Traffic of the second step, by collective."""
-    document = config(stage, False, micro_steps, **(section or {}))
+    rank: int, world: int, stage: int, micro_steps: int, section: dict[str, Any], bucket: int
+) -> tuple[Traffic, int]:
+    """Traffic of the second step by collective, and bytes of gradient buffers."""
+    document = config(stage, False, micro_steps, **section)
+    document["zero_optimization"]["reduce_bucket_size"] = bucket
     engine, *_ = rayzero.initialize(model=LinearStack(), config=document)
     train_step(engine, micro_steps)
     before = engine.metrics.collectives
     train_step(engine, micro_steps)
     after = engine.metrics.collectives
-    names = {name for name in after if after[name] != before.get(name)}
-    return {
-        name: {
-            key: after[name][key] - before.get(name, {"calls": 0, "bytes": 0})[key]
-            for key in after[name]
-        }
-        for name in names
+    traffic = {
+        name: {key: value - before.get(name, {}).get(key, 0) for key, value in counts.items()}
+        for name, counts in after.items()
+        if counts != before.get(name)
     }
+    return traffic, engine.metrics.bytes["grad_slots"]
 
 
 VOTE = {"calls": 1, "bytes": 48}  # norm, loss, three step requests, a count of ranks
 PARAM_BYTES = PARAMS * 4
+BUCKET, HALF_UNIT = 2 * LARGEST_UNIT, LARGEST_UNIT // 2
+ONCE = {"reduce_each_micro_step": False}
+BLOCKS, ROOT = 6, 1
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_stage_0_all_reduces_gradients_once(world: int) -> None:
-    for traffic in run_ranks(world, step_traffic, 0, 1):
-        assert traffic == {"all_reduce": {"calls": 2, "bytes": 2 * PARAM_BYTES}, "vote": VOTE}
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_stages_1_and_2_reduce_scatter_and_all_gather(stage: int) -> None:
-    for traffic in run_ranks(2, step_traffic, stage, 1):
-        assert traffic == {
-            "reduce_scatter": {"calls": 2, "bytes": PARAM_BYTES},
-            "all_gather": {"calls": 2, "bytes": PARAM_BYTES},
-            "vote": VOTE,
-        }
-
-
-def test_stage_3_traffic_is_at_most_three_times_the_parameters() -> None:
-    for traffic in run_ranks(2, step_traffic, 3, 1):
-        blocks, root = 6, 1
-        assert traffic["reduce_scatter"] == {"calls": blocks + root, "bytes": PARAM_BYTES}
-        # Forward gathers all units; in backward the root and the last two blocks are resident.
-        assert traffic["all_gather"]["calls"] == blocks + root + blocks - 2
-        assert traffic["all_gather"]["bytes"] <= 2 * PARAM_BYTES
-        assert traffic["vote"] == VOTE
-        assert traffic.keys() == {"reduce_scatter", "all_gather", "vote"}
-
-
-def test_only_stage_2_reduces_every_micro_step() -> None:
-    assert run_ranks(2, step_traffic, 0, 3)[0]["all_reduce"]["bytes"] == 2 * PARAM_BYTES
-    assert run_ranks(2, step_traffic, 1, 3)[0]["reduce_scatter"]["bytes"] == PARAM_BYTES
-    assert run_ranks(2, step_traffic, 2, 3)[0]["reduce_scatter"]["bytes"] == 3 * PARAM_BYTES
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_reductions_of_micro_steps_can_wait_for_the_last(stage: int) -> None:
-    section = {"reduce_each_micro_step": False}
-    traffic = run_ranks(2, step_traffic, stage, 3, section)[0]
-    assert traffic["reduce_scatter"]["bytes"] == PARAM_BYTES
-
-
-def test_long_units_are_reduced_in_parts() -> None:
-    for traffic in run_ranks(2, parts_traffic):
-        assert traffic["reduce_scatter"] == {"calls": 6 + 2, "bytes": PARAM_BYTES}
-
-
-def parts_traffic(rank: int, world: int) -> Traffic:
-    """Of a second step at stage 3, where a block is one part and the head is two."""
-    document = config(3)
-    document["zero_optimization"]["reduce_bucket_size"] = LARGEST_UNIT // 2
-    engine, *_ = rayzero.initialize(model=LinearStack(), config=document)
-    train_step(engine)
-    before = engine.metrics.collectives["reduce_scatter"]
-    train_step(engine)
-    after = engine.metrics.collectives["reduce_scatter"]
-    assert engine.metrics.bytes["grad_slots"] <= 3 * 4 * LARGEST_UNIT // 2
-    return {"reduce_scatter": {key: after[key] - before[key] for key in after}}
+@pytest.mark.parametrize(
+    ("world", "stage", "micro_steps", "section", "bucket", "calls", "sent"),
+    [  # calls of the gradients' collective, and how many times the parameters it sends
+        (2, 0, 1, {}, BUCKET, 2, 2),
+        (4, 0, 1, {}, BUCKET, 2, 2),
+        (2, 0, 3, {}, BUCKET, 2, 2),
+        (2, 1, 1, {}, BUCKET, 2, 1),
+        (2, 1, 3, {}, BUCKET, 2, 1),
+        (2, 2, 1, {}, BUCKET, 2, 1),
+        (2, 2, 3, {}, BUCKET, 6, 3),  # in every micro-step
+        (2, 2, 3, ONCE, BUCKET, 2, 1),
+        (2, 3, 1, {}, BUCKET, BLOCKS + ROOT, 1),
+        (2, 3, 3, ONCE, BUCKET, BLOCKS + ROOT, 1),
+        (2, 3, 1, {}, HALF_UNIT, BLOCKS + 2, 1),  # a block is one part, the head is two
+    ],
+)
+def test_traffic_of_a_step(
+    world: int,
+    stage: int,
+    micro_steps: int,
+    section: dict[str, Any],
+    bucket: int,
+    calls: int,
+    sent: int,
+) -> None:
+    for traffic, grad_bytes in run_ranks(world, step_traffic, stage, micro_steps, section, bucket):
+        reduction = "all_reduce" if stage == 0 else "reduce_scatter"
+        assert traffic.pop("vote") == VOTE
+        assert traffic.pop(reduction) == {"calls": calls, "bytes": sent * PARAM_BYTES}
+        if stage in (1, 2):
+            assert traffic.pop("all_gather") == {"calls": 2, "bytes": PARAM_BYTES}
+        elif stage == 3:
+            gathers = traffic.pop("all_gather")
+            # Forward gathers all units; in backward the root and the last two blocks are resident.
+            most = micro_steps * (BLOCKS + ROOT + BLOCKS - 2)
+            assert gathers["calls"] <= most if micro_steps > 1 else gathers["calls"] == most
+            assert gathers["bytes"] <= 2 * micro_steps * PARAM_BYTES
+        assert traffic == {}
+        assert bucket == BUCKET or grad_bytes <= 3 * 4 * HALF_UNIT
 
 
 def resident_bytes(rank: int, world: int, stage: int, bf16: bool) -> tuple[dict[str, int], int]:
@@ -158,9 +143,13 @@ def _live_bytes() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("world", "stage", "bf16"),
+    [
+        *((2, stage, bf16) for stage in range(4) for bf16 in (False, True)),
+        *((world, stage, stage % 2 == 0) for world in (1, 4) for stage in range(4)),
+    ],
+)
 def test_resident_bytes_match_the_formulas(world: int, stage: int, bf16: bool) -> None:
     model, main = (2, 4) if bf16 else (4, 0)
     bytes_per_param = {

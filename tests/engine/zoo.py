@@ -89,6 +89,64 @@ class IrregularModel(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, -2), targets.flatten())}
 
 
+class Tied(nn.Module):
+    """A tied embedding, and a norm with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8, padding_idx=1)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x)).square().mean()
+
+
+class Experts(nn.Module):
+    """Each sample runs the expert that its first element names; none if that is negative."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, nn.ModuleList(nn.Linear(4, 4) for _ in range(4)))
+        self.name = name
+
+    def forward(self, x: Tensor, choice: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(getattr(self, self.name)):
+            rows = (choice == number).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+class MixtureLayer(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.dense = nn.Linear(4, 4)
+        self.moe = Experts(name)
+
+    def forward(self, x: Tensor, choice: Tensor) -> Tensor:
+        x = x + self.dense(x).tanh()
+        return x + self.moe(x, choice)
+
+
+class Mixture(nn.Module):
+    def __init__(self, name: str = "experts") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MixtureLayer(name) for _ in range(3))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = batch[:, 1:]
+        for number, layer in enumerate(self.layers):
+            x = layer(x, (batch[:, 0] + number * (batch[:, 0] >= 0)) % 4 - 5 * (batch[:, 0] < 0))
+        return x.square().mean()
+
+
 def make_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> IrregularModel:
     torch.manual_seed(seed)
     return IrregularModel().to(dtype)
@@ -136,17 +194,8 @@ def train_reference(
     model: nn.Module, make_optimizer: Optimizer, data: list[Tensor], clip: float = 0.0
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Train in one process with plain PyTorch, a whole global batch at once."""
-    optimizer = make_optimizer(two_groups(model))
-    losses = []
-    for batch in data:
-        optimizer.zero_grad()
-        loss = model(batch[:, :-1], batch[:, 1:])["loss"]
-        loss.backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, model.state_dict()
+    dtype = next(model.parameters()).dtype
+    return train_mixed_reference(model, make_optimizer, data, clip, dtype=dtype)
 
 
 def train_mixed_reference(
@@ -159,7 +208,7 @@ def train_mixed_reference(
     scale: float = 1.0,
     make_groups: Callable[[nn.Module], list[dict[str, Any]]] = two_groups,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Like `train_reference`, in 16 bits with fp32 main weights and gradients.
+    """Like `train_reference`, in 16 bits with main weights and gradients of the model's dtype.
 
     A batch is accumulated over `parts`: 16-bit gradients depend on how many samples are summed
     at once, and AdamW turns the sign of a tiny gradient into a whole step. The loss is multiplied
@@ -179,7 +228,7 @@ def train_mixed_reference(
             mean += loss.item() / parts
             for param, main in pairs:
                 if param.grad is not None:
-                    grad = param.grad.float() / (parts * scale)
+                    grad = param.grad.to(main.dtype) / (parts * scale)
                     main.grad = grad if main.grad is None else main.grad + grad
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)

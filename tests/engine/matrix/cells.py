@@ -68,7 +68,7 @@ class Cell:
     offload: str = ""  # a key of OFFLOADS
     separate_memory: bool = False  # copy between device and host memory, as on a GPU
     extra: tuple[tuple[str, Any], ...] = ()  # other top-level config keys
-    shape: Shape = SHAPE
+    shape: Shape | None = SHAPE  # None: `zoo.IrregularModel`
 
     def config(self) -> dict[str, Any]:
         return {
@@ -120,9 +120,10 @@ class SmallModel(nn.Module):
         return {"loss": F.cross_entropy(self.head(x).flatten(0, -2), targets.flatten())}
 
 
-def make_model(precision: str, seed: int = 0, shape: Shape = SHAPE) -> SmallModel:
+def make_model(precision: str, seed: int = 0, shape: Shape | None = SHAPE) -> Any:
     torch.manual_seed(seed)
-    return SmallModel(shape).to(torch.float64 if precision == "fp64" else torch.float32)
+    model = zoo.IrregularModel() if shape is None else SmallModel(shape)
+    return model.to(torch.float64 if precision == "fp64" else torch.float32)
 
 
 def train(rank: int, world: int, cells: list[Cell]) -> list[TrainResult]:
@@ -148,7 +149,7 @@ def _train_cell(rank: int, world: int, cell: Cell) -> TrainResult:
 
 @cache
 def _train_reference(
-    precision: str, optimizer: str, clip: float, parts: int, shape: Shape
+    precision: str, optimizer: str, clip: float, parts: int, shape: Shape | None
 ) -> TrainResult:
     """Train with plain PyTorch in one process, accumulating each batch over `parts` parts."""
     data, model = list(zoo.batches(STEPS, SAMPLES)), make_model(precision, 0, shape)

@@ -7,6 +7,8 @@ its weights, are noted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -77,15 +79,14 @@ class Run:
     """
 
     def __init__(self, engine: Any, batches: Iterable[Batch], gathered: Any) -> None:
-        self.engine, self.batches, self.gathered = engine, batches, gathered
+        self.engine, self.batches, self.gathered = engine, iter(batches), gathered
         self.rows: list[Row] = []
+        self.held: Tensor | None = None  # the loss of a forward before its backward
+        self.contexts = ExitStack()  # of the current turn
 
     def loss(self, batch: Batch) -> Tensor:
-        inputs, targets = batch
-        return nn.functional.mse_loss(self.engine(inputs), targets)
-
-    def backward(self, batch: Batch) -> None:
-        self.engine.backward(self.loss(batch))
+        held, self.held = self.held, None
+        return nn.functional.mse_loss(self.engine(batch[0]), batch[1]) if held is None else held
 
     def note(self) -> None:
         engine = self.engine
@@ -122,473 +123,145 @@ LOOPS: dict[str, tuple[Loop, dict[str, Any]]] = {}
 """{name: (loop, config beside `make_config`'s)}"""
 
 
-def named(**config: Any) -> Callable[[Loop], Loop]:
-    def add(loop: Loop) -> Loop:
-        LOOPS[loop.__name__] = (loop, config)
-        return loop
-
-    return add
-
-
-@named()
-def step_at_each(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        run.backward(batch)
-        run.engine.step()
-        yield
-
-
-@named()
-def step_at_each_and_stop_within_a_step(run: Run) -> Iterator[None]:
-    for turn, batch in enumerate(run.batches):
-        if turn == 5:
-            return
-        run.backward(batch)
-        run.engine.step()
-        yield
-
-
-@named()
-def step_at_the_boundary_only(run: Run) -> Iterator[None]:
-    for turn, batch in enumerate(run.batches):
-        run.backward(batch)
-        if turn % 2 == 1:
-            run.engine.step()
-        yield
-
-
-@named()
-def step_if_the_engine_says_boundary(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        run.backward(batch)
-        if run.engine.is_gradient_accumulation_boundary():
-            run.engine.step()
-        yield
-
-
-@named()
-def declare_the_boundary(run: Run) -> Iterator[None]:
-    """As Accelerate does."""
-    for turn, batch in enumerate(run.batches):
-        run.engine.set_gradient_accumulation_boundary(turn % 2 == 1)
-        run.backward(batch)
-        if turn % 2 == 1:
-            run.engine.step()
-        yield
-
-
-@named()
-def declare_the_boundary_and_step_at_each(run: Run) -> Iterator[None]:
-    for turn, batch in enumerate(run.batches):
-        run.engine.set_gradient_accumulation_boundary(turn % 2 == 1)
-        run.backward(batch)
-        run.engine.step()
-        yield
-
-
-@named()
-def declare_another_accumulation(run: Run) -> Iterator[None]:
-    """Of four batches, where the config says two."""
-    for turn, batch in enumerate(run.batches):
-        run.engine.set_gradient_accumulation_boundary(turn % 4 == 3)
-        run.backward(batch)
-        if turn % 4 == 3:
-            run.engine.step()
-        yield
-
-
-@named(gradient_accumulation_steps=1)
-def no_sync_without_accumulation(run: Run) -> Iterator[None]:
-    for turn, batch in enumerate(run.batches):
-        if turn % 2 == 0:
-            with run.engine.no_sync():
-                run.backward(batch)
-        else:
-            run.backward(batch)
-            run.engine.step()
-        yield
-
-
-@named()
-def no_sync_within_accumulation(run: Run) -> Iterator[None]:
-    for turn, batch in enumerate(run.batches):
-        if turn % 2 == 0:
-            with run.engine.no_sync():
-                run.backward(batch)
-        else:
-            run.backward(batch)
-            run.engine.step()
-        yield
-
-
-@named()
-def no_sync_around_all_but_step(run: Run) -> Iterator[None]:
-    """As FSDP's and DDP's users write it: every micro-step has its step()."""
-    for turn, batch in enumerate(run.batches):
-        if turn % 2 == 0:
-            with run.engine.no_sync():
-                run.backward(batch)
-        else:
-            run.backward(batch)
-        run.engine.step()
-        yield
-
-
-@named()
-def step_inside_no_sync(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        with run.engine.no_sync():
-            run.backward(batch)
-            run.engine.step()
-        yield
-
-
-@named()
-def two_losses_of_a_batch(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        run.engine.backward(run.loss(batch) / 2)
-        run.engine.backward(run.loss(batch) / 2)
-        run.engine.step()
-        yield
-
-
-@named(gradient_accumulation_steps=1)
-def two_losses_without_accumulation(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        run.engine.backward(run.loss(batch) / 2)
-        run.engine.backward(run.loss(batch) / 2)
-        run.engine.step()
-        yield
-
-
-@named()
-def two_losses_of_one_forward(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        loss = run.loss(batch)
-        run.engine.backward(loss / 2, retain_graph=True)
-        run.engine.backward(loss / 2)
-        run.engine.step()
-        yield
-
-
-@named()
-def a_backward_without_step(run: Run) -> Iterator[None]:
-    for turn, batch in enumerate(run.batches):
-        run.backward(batch)
-        if turn != 2:
-            run.engine.step()
-        yield
-
-
-@named()
-def step_without_backward(run: Run) -> Iterator[None]:
-    for turn, batch in enumerate(run.batches):
-        if turn != 3:
-            run.backward(batch)
-        run.engine.step()
-        yield
-
-
-@named(gradient_accumulation_steps=1)
-def step_twice(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        run.backward(batch)
-        run.engine.step()
-        run.engine.step()
-        yield
-
-
-@named()
-def step_the_optimizer(run: Run) -> Iterator[None]:
-    for turn, batch in enumerate(run.batches):
-        run.backward(batch)
-        if turn % 2 == 1:
-            run.engine.optimizer.step()
-        yield
-
-
-@named()
-def step_the_schedule(run: Run) -> Iterator[None]:
-    """As a loop of plain torch does; the engine does it as well."""
-    for batch in run.batches:
-        run.backward(batch)
-        run.engine.step()
-        run.engine.lr_scheduler.step()
-        yield
-
-
-@named()
-def divided_loss(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        run.engine.backward(run.loss(batch) / 2, scale_wrt_gas=False)
-        run.engine.step()
-        yield
-
-
-@named()
-def own_backward(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        run.loss(batch).backward()
-        run.engine.step()
-        yield
-
-
-@named()
-def scaled_own_backward(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        run.engine.scale(run.loss(batch)).backward()
-        run.engine.step()
-        yield
-
-
-@named()
-def own_backward_at_the_boundary_only(run: Run) -> Iterator[None]:
-    for turn, batch in enumerate(run.batches):
-        run.loss(batch).backward()
-        if turn % 2 == 1:
-            run.engine.step()
-        yield
-
-
-@named()
-def zero_grad_before_each_backward(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        loss = run.loss(batch)
-        run.engine.zero_grad()
-        run.engine.backward(loss)
-        run.engine.step()
-        yield
-
-
-@named()
-def optimizer_zero_grad_before_each_backward(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        loss = run.loss(batch)
-        run.engine.optimizer.zero_grad()
-        run.engine.backward(loss)
-        run.engine.step()
-        yield
-
-
-@named()
-def zero_grad_after_each_step_of_the_weights(run: Run) -> Iterator[None]:
-    for turn, batch in enumerate(run.batches):
-        run.backward(batch)
-        run.engine.step()
-        if turn % 2 == 1:
-            run.engine.zero_grad()
-            run.engine.optimizer.zero_grad()
-        yield
-
-
-@named(gradient_accumulation_steps=1)
-def zero_grad_between_two_backwards(run: Run) -> Iterator[None]:
-    for turn, batch in enumerate(run.batches):
-        run.backward(batch)
-        if turn % 2 == 0:
-            run.engine.zero_grad()
-        else:
-            run.engine.step()
-        yield
-
-
-@named()
-def evaluate_between_micro_steps(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        run.backward(batch)
-        run.engine.step()
-        run.engine.eval()
-        with torch.no_grad():
-            run.loss(batch)
-        run.engine.train()
-        yield
-
-
-@named(managed_gradient_accumulation=False)
-def unmanaged(run: Run) -> Iterator[None]:
-    """A step after one, two or three backwards."""
-    for turn, batch in enumerate(run.batches):
-        run.backward(batch)
-        if turn in (0, 2, 5, 7):
-            run.engine.step()
-        yield
-
-
-@named(managed_gradient_accumulation=False, gradient_accumulation_steps=1)
-def unmanaged_without_accumulation(run: Run) -> Iterator[None]:
-    for turn, batch in enumerate(run.batches):
-        run.backward(batch)
-        if turn in (0, 2, 5, 7):
-            run.engine.step()
-        yield
-
-
-@named(managed_gradient_accumulation=False)
-def unmanaged_own_backward(run: Run) -> Iterator[None]:
-    for turn, batch in enumerate(run.batches):
-        run.loss(batch).backward()
-        if turn % 2 == 1:
-            run.engine.step()
-        yield
-
-
-@named(gradient_accumulation_steps=1)
-def coalesced(run: Run) -> Iterator[None]:
-    """Two backwards, one reduction, one step."""
-    batches = iter(run.batches)
-    for batch in batches:
-        with run.engine.coalesce_grad_reduction():
-            run.backward(batch)
-            run.backward(next(batches))
-        run.engine.step()
-        yield
-
-
-@named()
-def coalesced_within_accumulation(run: Run) -> Iterator[None]:
-    batches = iter(run.batches)
-    for batch in batches:
-        with run.engine.coalesce_grad_reduction():
-            run.backward(batch)
-            run.backward(next(batches))
-        run.engine.step()
-        yield
-
-
-@named()
-def coalesced_and_declared(run: Run) -> Iterator[None]:
-    """As Accelerate would, over one more backward outside."""
-    batches = iter(run.batches)
-    for batch in batches:
-        run.engine.set_gradient_accumulation_boundary(True)
-        with run.engine.coalesce_grad_reduction():
-            run.backward(batch)
-            run.backward(next(batches))
-        run.engine.step()
-        yield
-
-
-@named(gradient_accumulation_steps=1)
-def coalesced_losses_of_a_batch(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        with run.engine.coalesce_grad_reduction():
-            run.engine.backward(run.loss(batch) / 2)
-            run.engine.backward(run.loss(batch) / 2)
-        run.engine.step()
-        yield
-
-
-@named(gradient_accumulation_steps=1)
-def step_inside_coalesce(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        with run.engine.coalesce_grad_reduction():
-            run.backward(batch)
-            run.engine.step()
-        yield
-
-
-@named(gradient_accumulation_steps=1)
-def coalesce_inside_coalesce(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        with run.engine.coalesce_grad_reduction(), run.engine.coalesce_grad_reduction():
-            run.backward(batch)
-        run.engine.step()
-        yield
-
-
-@named(gradient_accumulation_steps=1)
-def coalesce_inside_no_sync(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        with run.engine.no_sync(), run.engine.coalesce_grad_reduction():
-            run.backward(batch)
-        run.engine.step()
-        yield
-
-
-@named(managed_gradient_accumulation=False)
-def coalesce_unmanaged(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        with run.engine.coalesce_grad_reduction():
-            run.backward(batch)
-        run.engine.step()
-        yield
-
-
-@named()
-def freeze_on_the_way(run: Run) -> Iterator[None]:
-    """Of a layer that has momentum."""
-    for turn, batch in enumerate(run.batches):
-        if turn == 4:
-            run.engine.module[0].requires_grad_(False)
-        run.backward(batch)
-        run.engine.step()
-        yield
-
-
-@named()
-def freeze_and_unfreeze(run: Run) -> Iterator[None]:
-    for turn, batch in enumerate(run.batches):
-        run.engine.module[0].requires_grad_(turn not in (2, 3))
-        run.backward(batch)
-        run.engine.step()
-        yield
-
-
-@named()
-def halve_gradients_by_tensor_hooks(run: Run) -> Iterator[None]:
-    for turn, batch in enumerate(run.batches):
-        if turn == 0:
-            for param in run.engine.module.parameters():
-                param.register_hook(lambda grad: grad / 2)
-        run.backward(batch)
-        run.engine.step()
-        yield
-
-
-@named()
-def halve_gradients_in_grad(run: Run) -> Iterator[None]:
-    for batch in run.batches:
-        run.backward(batch)
-        for param in run.engine.module.parameters():
-            if param.grad is not None:
-                param.grad.mul_(0.5)
-        run.engine.step()
-        yield
-
-
-@named()
-def halve_gradients_by_accumulation_hooks(run: Run) -> Iterator[None]:
-    def halve(param: Tensor) -> None:
-        param.grad.mul_(0.5)  # type: ignore[union-attr]
-
-    for turn, batch in enumerate(run.batches):
-        if turn == 0:
-            for param in run.engine.module.parameters():
-                param.register_post_accumulate_grad_hook(halve)
-        run.backward(batch)
-        run.engine.step()
-        yield
-
-
-@named()
-def set_lr_on_the_way(run: Run) -> Iterator[None]:
-    for turn, batch in enumerate(run.batches):
-        for group in run.engine.optimizer.param_groups:
-            group["momentum"] = 0.5 + turn / 20
-        run.backward(batch)
-        run.engine.step()
-        yield
-
-
-@named()
-def clamp_weights(run: Run) -> Iterator[None]:
-    """Between two steps; where weights are sharded through GatheredParameters."""
-    for turn, batch in enumerate(run.batches):
-        run.backward(batch)
-        run.engine.step()
-        if turn % 2 == 1:
-            params = list(run.engine.module.parameters())
-            with torch.no_grad(), run.gathered(params, modifier_rank=0):
-                for param in params:
-                    param.clamp_(-0.4, 0.4)
-        yield
+def add(name: str, *turns: str, **config: Any) -> None:
+    """A loop whose turns, one a batch, are these words in a circle; at `stop` it ends."""
+
+    def loop(run: Run) -> Iterator[None]:
+        for batch, turn in zip(run.batches, cycle(turns), strict=False):
+            if turn == "stop":
+                return
+            with ExitStack() as run.contexts:
+                for word in turn.split():
+                    WORDS[word](run, batch)
+            yield
+
+    LOOPS[name] = (loop, config)
+
+
+def evaluate(run: Run, batch: Batch) -> None:
+    run.engine.eval()
+    with torch.no_grad():
+        run.loss(batch)
+    run.engine.train()
+
+
+def two_losses(run: Run, batch: Batch) -> None:
+    loss = run.loss(batch)
+    run.engine.backward(loss / 2, retain_graph=True)
+    run.engine.backward(loss / 2)
+
+
+def halve_grad(run: Run, _: Any) -> None:
+    for param in run.engine.module.parameters():
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+
+
+def hook_accumulation(run: Run, _: Any) -> None:
+    for param in run.engine.module.parameters():
+        param.register_post_accumulate_grad_hook(lambda it: it.grad.mul_(0.5) and None)
+
+
+def hook_tensors(run: Run, _: Any) -> None:
+    for param in run.engine.module.parameters():
+        param.register_hook(lambda grad: grad / 2)
+
+
+def change_momentum(run: Run, _: Any) -> None:
+    for group in run.engine.optimizer.param_groups:
+        group["momentum"] = 0.5 + len(run.rows) / 20
+
+
+def clamp(run: Run, _: Any) -> None:
+    """Where weights are sharded through GatheredParameters."""
+    params = list(run.engine.module.parameters())
+    with torch.no_grad(), run.gathered(params, modifier_rank=0):
+        for param in params:
+            param.clamp_(-0.4, 0.4)
+
+
+WORDS: dict[str, Callable[[Run, Batch], Any]] = {
+    "forward": lambda run, batch: setattr(run, "held", run.loss(batch)),
+    "backward": lambda run, batch: run.engine.backward(run.loss(batch)),
+    "half": lambda run, batch: run.engine.backward(run.loss(batch) / 2),
+    "divided": lambda run, batch: run.engine.backward(run.loss(batch) / 2, scale_wrt_gas=False),
+    "two_losses": two_losses,
+    "next_backward": lambda run, _: run.engine.backward(run.loss(next(run.batches))),
+    "own": lambda run, batch: run.loss(batch).backward(),
+    "scaled": lambda run, batch: run.engine.scale(run.loss(batch)).backward(),
+    "step": lambda run, _: run.engine.step(),
+    "step_if_due": lambda run, _: (
+        run.engine.is_gradient_accumulation_boundary() and run.engine.step()
+    ),
+    "step_optimizer": lambda run, _: run.engine.optimizer.step(),
+    "step_schedule": lambda run, _: run.engine.lr_scheduler.step(),
+    "more_follow": lambda run, _: run.engine.set_gradient_accumulation_boundary(False),
+    "is_last": lambda run, _: run.engine.set_gradient_accumulation_boundary(True),
+    "no_sync": lambda run, _: run.contexts.enter_context(run.engine.no_sync()),
+    "coalesce": lambda run, _: run.contexts.enter_context(run.engine.coalesce_grad_reduction()),
+    "leave": lambda run, _: run.contexts.close(),
+    "zero_grad": lambda run, _: run.engine.zero_grad(),
+    "zero_grad_of_optimizer": lambda run, _: run.engine.optimizer.zero_grad(),
+    "evaluate": evaluate,
+    "freeze": lambda run, _: run.engine.module[0].requires_grad_(False),
+    "unfreeze": lambda run, _: run.engine.module[0].requires_grad_(True),
+    "halve_grad": halve_grad,
+    "hook_tensors": hook_tensors,
+    "hook_accumulation": hook_accumulation,
+    "change_momentum": change_momentum,
+    "clamp": clamp,
+}
+
+EACH = "backward step"
+ONE = {"gradient_accumulation_steps": 1}
+UNMANAGED = {"managed_gradient_accumulation": False}
+
+add("step_at_each", EACH)
+add("step_at_each_and_stop_within_a_step", *5 * [EACH], "stop")
+add("step_at_the_boundary_only", "backward", EACH)
+add("step_if_the_engine_says_boundary", "backward step_if_due")
+add("declare_the_boundary", "more_follow backward", "is_last backward step")  # as Accelerate does
+add("declare_the_boundary_and_step_at_each", "more_follow backward step", "is_last backward step")
+add("declare_another_accumulation", *3 * ["more_follow backward"], "is_last backward step")
+add("no_sync_without_accumulation", "no_sync backward", EACH, **ONE)
+add("no_sync_within_accumulation", "no_sync backward", EACH)
+# As FSDP's and DDP's users write it: every micro-step has its step().
+add("no_sync_around_all_but_step", "no_sync backward leave step", EACH)
+add("step_inside_no_sync", "no_sync backward step")
+add("two_losses_of_a_batch", "half half step")
+add("two_losses_without_accumulation", "half half step", **ONE)
+add("two_losses_of_one_forward", "two_losses step")
+add("a_backward_without_step", *2 * [EACH], "backward", *5 * [EACH])
+add("step_without_backward", *3 * [EACH], "step", *4 * [EACH])
+add("step_twice", "backward step step", **ONE)
+add("step_the_optimizer", "backward", "backward step_optimizer")
+add("step_the_schedule", "backward step step_schedule")  # the engine does it as well
+add("divided_loss", "divided step")
+add("own_backward", "own step")
+add("scaled_own_backward", "scaled step")
+add("own_backward_at_the_boundary_only", "own", "own step")
+add("zero_grad_before_each_backward", "forward zero_grad backward step")
+add("optimizer_zero_grad_before_each_backward", "forward zero_grad_of_optimizer backward step")
+add("zero_grad_after_each_step_of_the_weights", EACH, f"{EACH} zero_grad zero_grad_of_optimizer")
+add("zero_grad_between_two_backwards", "backward zero_grad", EACH, **ONE)
+add("evaluate_between_micro_steps", "backward step evaluate")
+STEP_AFTER = [EACH if turn in (0, 2, 5, 7) else "backward" for turn in range(MICRO_BATCHES)]
+add("unmanaged", *STEP_AFTER, **UNMANAGED)
+add("unmanaged_without_accumulation", *STEP_AFTER, **UNMANAGED, **ONE)
+add("unmanaged_own_backward", "own", "own step", **UNMANAGED)
+TWO_COALESCED = "coalesce backward next_backward leave step"
+add("coalesced", TWO_COALESCED, **ONE)
+add("coalesced_within_accumulation", TWO_COALESCED)
+add("coalesced_and_declared", f"is_last {TWO_COALESCED}")
+add("coalesced_losses_of_a_batch", "coalesce half half leave step", **ONE)
+add("step_inside_coalesce", "coalesce backward step", **ONE)
+add("coalesce_inside_coalesce", "coalesce coalesce backward leave step", **ONE)
+add("coalesce_inside_no_sync", "no_sync coalesce backward leave step", **ONE)
+add("coalesce_unmanaged", "coalesce backward leave step", **UNMANAGED)
+add("freeze_on_the_way", *4 * [EACH], f"freeze {EACH}", *3 * [EACH])  # a layer with momentum
+add("freeze_and_unfreeze", EACH, EACH, f"freeze {EACH}", EACH, f"unfreeze {EACH}", *3 * [EACH])
+add("halve_gradients_by_tensor_hooks", f"hook_tensors {EACH}", *7 * [EACH])
+add("halve_gradients_in_grad", "backward halve_grad step")
+add("halve_gradients_by_accumulation_hooks", f"hook_accumulation {EACH}", *7 * [EACH])
+add("set_lr_on_the_way", f"change_momentum {EACH}")
+add("clamp_weights", EACH, f"{EACH} clamp")

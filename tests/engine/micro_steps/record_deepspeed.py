@@ -7,12 +7,13 @@ Run manually where DeepSpeed and rayzero's dependencies are installed; about thr
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
+
+from torch.multiprocessing import spawn
 
 from tests.engine.micro_steps.loops import (
     LOOPS,
@@ -29,26 +30,8 @@ STAGES = range(4)
 
 
 def main() -> None:
-    recorded = json.loads(FILE.read_text()) if FILE.exists() else {}
-    names = sys.argv[1:] or list(LOOPS)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    spawn = multiprocessing.get_context("spawn")
-    receiver, sender = spawn.Pipe(duplex=False)
-    processes = [
-        spawn.Process(target=_run_rank, args=(rank, port, names, sender)) for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
-    for _ in names:
-        name, outcome = receiver.recv()
-        recorded[name] = outcome
-        ordered = {name: recorded[name] for name in LOOPS if name in recorded}
-        FILE.write_text(_as_lines(ordered))
-    for process in processes:
-        process.join(60)
-        process.kill()
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_run_rank, (f"file://{folder}/store", sys.argv[1:] or list(LOOPS)), RANKS)
 
 
 def _as_lines(recorded: dict[str, Any]) -> str:
@@ -59,25 +42,19 @@ def _as_lines(recorded: dict[str, Any]) -> str:
     return text + "\n"
 
 
-def _run_rank(rank: int, port: int, names: list[str], sender: Any) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "DS_ACCELERATOR": "cpu",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
+def _run_rank(rank: int, store: str, names: list[str]) -> None:
+    os.environ |= {"LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     import deepspeed  # not a dependency of the project
 
     deepspeed.ops.__compatible_ops__.clear()  # its collectives in C++ would be compiled
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed("gloo", init_method=store, rank=rank, world_size=RANKS)
+    recorded = json.loads(FILE.read_text()) if FILE.exists() else {}
     for name in names:
-        outcome = {f"stage {stage}": _record(deepspeed, rank, name, stage) for stage in STAGES}
+        recorded[name] = {
+            f"stage {stage}": _record(deepspeed, rank, name, stage) for stage in STAGES
+        }
         if rank == 0:
-            sender.send((name, outcome))
+            FILE.write_text(_as_lines({it: recorded[it] for it in LOOPS if it in recorded}))
     deepspeed.comm.barrier()
     deepspeed.comm.destroy_process_group()
 

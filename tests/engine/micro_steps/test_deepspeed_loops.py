@@ -7,13 +7,26 @@ is the stage that does as plain torch.
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import TensorDataset
 
-from tests.engine.micro_steps.loops import LOOPS, RANKS, Row
-from tests.engine.micro_steps.training import run_stages
+import rayzero
+from rayzero.deepspeed import zero
+from tests.engine.micro_steps.loops import (
+    LOOPS,
+    MICRO_BATCHES,
+    RANKS,
+    Row,
+    Run,
+    make_config,
+    make_data,
+    make_model,
+    own_batches,
+)
 from tests.support.ranks import run_ranks
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(
@@ -42,33 +55,6 @@ ORACLE = {
     "halve_gradients_by_accumulation_hooks": 2,
 }
 """The stage of DeepSpeed that is the oracle; 0 elsewhere."""
-
-DEEPSPEED_DIFFERS = {
-    "step_at_the_boundary_only": [1, 2],  # of several backwards at the boundary the last counts
-    "own_backward_at_the_boundary_only": [0, 1, 2],
-    "two_losses_of_a_batch": [1, 2],
-    "two_losses_without_accumulation": [1, 2],
-    "two_losses_of_one_forward": [1, 2, 3],
-    "coalesced_within_accumulation": [0, 1, 2],
-    "own_backward": [0],  # refused
-    "scaled_own_backward": [0],
-    "unmanaged_own_backward": [0],
-    "zero_grad_before_each_backward": [0, 1],  # forgets earlier micro-steps
-    "optimizer_zero_grad_before_each_backward": [0, 1, 3],
-    "zero_grad_between_two_backwards": [3],  # forgets nothing
-    "step_without_backward": [1, 2, 3],
-    "step_twice": [1, 2, 3],
-    "step_the_optimizer": [1, 2, 3],
-    "freeze_on_the_way": [0],  # no momentum: torch's optimizer sees no gradient
-    "freeze_and_unfreeze": [0],
-    "halve_gradients_in_grad": [0, 1],  # `grad` is there
-    "halve_gradients_by_accumulation_hooks": [0, 1],  # of the sum of a step, not of a backward
-    "clamp_weights": [1, 2, 3],  # the next step restores them from main weights
-    "coalesced": [0],  # refused
-    "coalesced_and_declared": [0],
-    "coalesced_losses_of_a_batch": [0],
-}
-"""Stages of DeepSpeed whose weights are not the oracle's, or that raise where it does not."""
 
 _BEFORE_STEP = "backward() of micro-batch 2 of step 1 came before the step() of micro-batch 1"
 _NOT_LAST = "a step ended with micro-batch 1 of step 2, which is not the last one of step 1"
@@ -104,21 +90,6 @@ REFUSED_OF_LOADER = {  # batches of the loader: a step has those of the config
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_deepspeed_differs_among_its_stages_where_it_is_said(name: str) -> None:
-    recorded, oracle = RECORDED[name], ORACLE.get(name, 0)
-    stages = [
-        stage
-        for stage in range(4)
-        if "no_sync" not in name and not same(recorded[STAGES[stage]], recorded[STAGES[oracle]])
-    ]
-    assert stages == DEEPSPEED_DIFFERS.get(name, [])
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return bool(one["error"]) == bool(other["error"]) and equal_rows(one["rows"], other["rows"])
-
-
 def equal_rows(rows: list[Row], others: list[Row]) -> bool:
     """Weights to rounding of fp32, the rest exactly."""
     return len(rows) == len(others) and all(
@@ -127,15 +98,51 @@ def equal_rows(rows: list[Row], others: list[Row]) -> bool:
     )
 
 
-@pytest.mark.parametrize("source", ["own batches", "batches of the loader"])
+def run_loops(
+    rank: int, world: int, names: list[str], stages: list[int], from_loader: bool, options: Any
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """{(loop, stage): its error, and its rows}. `options` are added to the config."""
+    outcomes = {}
+    for name in names:
+        loop, more = LOOPS[name]
+        for stage in stages:
+            config = make_config(stage, 2) | more | options
+            accumulation = config["gradient_accumulation_steps"]
+            model = make_model()
+            engine, _, loader, _ = rayzero.initialize(
+                model=model,
+                model_parameters=model.parameters(),
+                config=config,
+                training_data=TensorDataset(*make_data()) if from_loader else None,
+            )
+            batches: Any = own_batches(rank, accumulation)
+            if loader is not None:
+                batches = loader.steps(MICRO_BATCHES // accumulation)
+            run = Run(engine, batches, zero.GatheredParameters)
+            error = run.train(loop)
+            engine.close()
+            outcomes[name, stage] = {"error": error, "rows": run.rows}
+    return outcomes
+
+
+STAGES_OF = {"own batches": [0, 1, 2, 3], "batches of the loader": [1, 3]}
+
+
+@cache
+def outcomes(source: str) -> list[Any]:
+    """Of all loops, by rank."""
+    stages, from_loader = STAGES_OF[source], source != "own batches"
+    return run_ranks(RANKS, run_loops, list(LOOPS), stages, from_loader, {}, timeout_s=600)
+
+
+@pytest.mark.parametrize("source", STAGES_OF)
 @pytest.mark.parametrize("name", LOOPS)
 def test_loop(name: str, source: str) -> None:
     from_loader = source != "own batches"
-    stages = [1, 3] if from_loader else [0, 1, 2, 3]
     refused = (from_loader and REFUSED_OF_LOADER.get(name)) or REFUSED.get(name)
-    for result in run_ranks(RANKS, run_stages, name, stages, from_loader):
-        for stage in stages:
-            got = result[STAGES[stage]]
+    for result in outcomes(source):
+        for stage in STAGES_OF[source]:
+            got = result[name, stage]
             if "no_sync" in name and stage > 1:
                 assert "no_sync() was called at stage" in got["error"]
             elif refused:
@@ -147,11 +154,11 @@ def test_loop(name: str, source: str) -> None:
 
 def test_frozen_parameters_with_the_gradients_of_torch() -> None:
     """What is frozen on the way stays as it is: DeepSpeed's stage 0 is plain torch."""
-    for name in ("freeze_on_the_way", "freeze_and_unfreeze"):
-        options = {"rayzero": {"unused_gradients": "none"}}
-        for result in run_ranks(RANKS, run_stages, name, [0, 3], False, options):
-            for got in result.values():
-                assert equal_rows(got["rows"], RECORDED[name]["stage 0"]["rows"]), got
+    options = {"rayzero": {"unused_gradients": "none"}}
+    names = ["freeze_on_the_way", "freeze_and_unfreeze"]
+    for result in run_ranks(RANKS, run_loops, names, [0, 3], False, options):
+        for (name, _), got in result.items():
+            assert equal_rows(got["rows"], RECORDED[name]["stage 0"]["rows"]), got
 
 
 def oracle_rows(name: str) -> list[Row]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.zero import deferred_init
 from rayzero.engine.zero.deferred_init import Materializer, is_recorded, zero_init
 from tests.engine import zoo
+from tests.engine.equal import assert_equal, make, plain, train_reference, train_rows
 from tests.support.ranks import run_ranks
 
 
@@ -69,13 +72,37 @@ class OwnGenerator(nn.Module):
         self.second = nn.Parameter(torch.rand(4, generator=generator))
 
 
-@pytest.mark.parametrize("make", [zoo.IrregularModel, Rotary, ViewsAndCopies, OwnGenerator])
+class Converted(nn.Module):
+    """Views of other dtypes, lazy conjugates and negatives, data that is exchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        turned = torch.polar(torch.ones(4), torch.randn(4))
+        self.register_buffer("pairs", torch.view_as_real(turned).clone())
+        self.register_buffer("conjugate", turned.conj().clone())
+        self.register_buffer("negative", turned.conj().imag.clone())
+        self.register_buffer("bits", torch.randn(3).view(torch.int32) + 1)
+        torch.view_as_real(turned)[:, 0].fill_(2)
+        self.register_buffer("turned", turned)
+        self.half = nn.Linear(3, 2).half().bfloat16()
+        self.exchanged = nn.Parameter(torch.randn(3))
+        self.exchanged.data = torch.randn(2)
+        self.exchanged.data.mul_(3)
+        known = torch.from_numpy(np.array([1, 2], dtype=np.float32))  # has memory
+        self.picked = nn.Parameter(torch.randn(6)[torch.tensor([0, 2, 4])])
+        known.copy_(self.exchanged.data)
+        self.through = nn.Parameter(torch.zeros(2) + known)
+
+
+@pytest.mark.parametrize(
+    "make", [zoo.IrregularModel, Rotary, ViewsAndCopies, OwnGenerator, Converted]
+)
 def test_values_equal_ordinary_construction(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(11)
     ordinary = make()
     after = torch.rand(1)
     torch.manual_seed(11)
-    with zero_init():
+    with zero_init(), zero_init():  # nested ones record once
         model = make()
     assert torch.equal(torch.rand(1), after)  # the generator is in the same state
     values = Materializer(model, torch.device("cpu"))
@@ -89,51 +116,58 @@ def test_values_equal_ordinary_construction(make: Callable[[], nn.Module]) -> No
     assert not any(map(is_recorded, model.state_dict(keep_vars=True).values()))
 
 
-def test_nested_contexts_record_once() -> None:
-    torch.manual_seed(3)
-    ordinary = nn.Linear(3, 2)
-    torch.manual_seed(3)
+def deferred(cls: Callable[[], nn.Module]) -> nn.Module:
+    """In nested contexts, of a class that is declared there."""
     with zero_init(), zero_init():
-        model = nn.Linear(3, 2)
-    values = Materializer(model, torch.device("cpu"))
-    assert torch.equal(values.initial_value(model.weight), ordinary.weight)
-    values.clear()
+
+        class Declared(cls):  # type: ignore[misc, valid-type]
+            is_meta = Tensor.is_meta
+
+        return Declared().double()
 
 
-def build(rank: int, world: int, source: str, stage: int) -> tuple[dict[str, Tensor], list[float]]:
-    torch.manual_seed(0)
-    if source == "context":
-        with rayzero.zero_init():
-            model: nn.Module | Callable[[], nn.Module] = zoo.IrregularModel()
-    else:
-        model = zoo.IrregularModel
-    engine, *_ = rayzero.initialize(
-        model=model,
-        optimizer=zoo.sgd,
-        config={
-            "gradient_clipping": 0,
-            "train_batch_size": 6,
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": 100},
-        },
+class SlicesItsParameters(nn.Module):
+    """Writes to parts of its parameters, some of which have weak references (`nn.LSTM`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4, padding_idx=0)
+        self.rnn = nn.LSTM(4, 4)
+        self.rnn.bias_hh_l0.data[4:8].fill_(1)
+        with torch.no_grad():
+            self.rnn.bias_ih_l0[4:8].fill_(1)
+        self.head = nn.Linear(4, 1)
+        self.register_buffer("scale", torch.tensor([0.5, 2.0]), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden, _ = self.rnn(self.embed(tokens).transpose(0, 1))
+        return self.head(hidden).mean() * self.scale.sum()
+
+
+def test_trains_like_the_ordinary_model() -> None:
+    model = partial(deferred, SlicesItsParameters)
+    rows = [(model, plain, {"stage": stage}) for stage in range(4)]
+    results = run_ranks(2, train_rows, rows, TOKENS)
+    expected = train_reference(make(SlicesItsParameters), TOKENS)
+    for state, _ in results[0]:
+        assert_equal(state, expected)
+
+
+TOKENS = [torch.arange(8).reshape(8, 1) + step for step in range(2)]
+
+
+def build_by_factory(rank: int, world: int) -> dict[str, Tensor]:
+    torch.manual_seed(rank)
+    config = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 100}}
+    engine = rayzero.initialize(model=zoo.IrregularModel, optimizer=zoo.sgd, config=config)[0]
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize("world", [0, 2])
+def test_a_factory_gives_the_ordinary_model(world: int) -> None:
+    torch.testing.assert_close(
+        run_ranks(world, build_by_factory)[0], dict(zoo.make_model().state_dict()), rtol=0, atol=0
     )
-    losses = zoo.train(engine, zoo.batches(5, 6))
-    return engine.state_dict(), losses
-
-
-@pytest.mark.parametrize("source", ["context", "factory"])
-@pytest.mark.parametrize(("world", "stage"), [(0, 0), (2, 1), (2, 3)])
-def test_trains_like_the_ordinary_model(world: int, stage: int, source: str) -> None:
-    state, losses = run_ranks(world, build, source, stage)[0]
-    model = zoo.make_model()
-    optimizer = zoo.sgd([{"params": [p for p in model.parameters() if p.requires_grad]}])
-    for batch, actual in zip(zoo.batches(5, 6), losses, strict=True):
-        optimizer.zero_grad()
-        loss = model(batch[:, :-1], batch[:, 1:])["loss"]
-        loss.backward()
-        optimizer.step()
-        assert actual == pytest.approx(loss.item(), rel=1e-5)
-    expected = model.state_dict()
-    assert max(zoo.relative_error(state[name], expected[name]) for name in expected) < 1e-5
 
 
 def meta_with_reset(rank: int, world: int) -> dict[str, Tensor]:
@@ -152,9 +186,6 @@ def test_meta_model_is_initialized_by_reset_parameters() -> None:
     assert state["0.weight"].abs().max() > 0
     assert all(value.isfinite().all() for value in state.values())
     assert state["1.num_batches_tracked"] == 1
-
-
-def test_meta_model_without_reset_parameters_is_rejected() -> None:
     with torch.device("meta"):
         model = zoo.PairBlock()
     with pytest.raises(ConfigError, match=r"PairBlock has no reset_parameters.*\n.*zero_init"):
@@ -165,15 +196,9 @@ BLOCKS, WIDTH = 60, 256
 BLOCK_BYTES = WIDTH * WIDTH * 4
 
 
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x.square().mean()
+def make_deep() -> nn.Module:
+    layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS))
+    return nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
 
 
 def peak_allocated(rank: int, world: int) -> int:
@@ -186,12 +211,12 @@ def peak_allocated(rank: int, world: int) -> int:
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
     ):
         engine, *_ = rayzero.initialize(
-            model=Deep,
+            model=make_deep,
             optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
             config={"zero_optimization": {"stage": 3}},
         )
         for _ in range(2):
-            engine.backward(engine(torch.randn(2, WIDTH)))
+            engine.backward(engine(torch.randn(2, WIDTH)).square().mean())
             engine.step()
     out = peak = 0
     for event in profiled.profiler.kineto_results.events():
@@ -212,93 +237,6 @@ def test_full_model_is_never_allocated() -> None:
         assert shards < peak <= shards + live
 
 
-class SlicesItsParameters(nn.Module):
-    """Writes to parts of its parameters, some of which have weak references (`nn.LSTM`)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 4, padding_idx=0)
-        self.rnn = nn.LSTM(4, 4)
-        self.rnn.bias_hh_l0.data[4:8].fill_(1)
-        with torch.no_grad():
-            self.rnn.bias_ih_l0[4:8].fill_(1)
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden, _ = self.rnn(self.embed(tokens))
-        return self.head(hidden).float().mean()
-
-
-class KeepsBuffers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", torch.tensor([0.001, 0.1]), persistent=False)
-        self.norm = nn.BatchNorm1d(2)
-        self.head = nn.Linear(2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x)).float().mean()
-
-
-def slices_and_buffers(rank: int, world: int) -> dict[str, Tensor]:
-    """Models built inside nested `zero.Init`, with a class declared there, trained one step."""
-    result = {}
-    for stage, build in [(2, SlicesItsParameters), (3, SlicesItsParameters), (0, KeepsBuffers)]:
-        torch.manual_seed(2)
-        with zero_init(), zero_init():
-
-            class Declared(build):  # type: ignore[misc, valid-type]
-                is_meta = Tensor.is_meta
-
-            model = Declared()
-        precision = {"bf16": {"enabled": True}} if build is KeepsBuffers else {}
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_clipping": 0,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": stage},
-            **precision,
-        }
-        engine, *_ = rayzero.initialize(model=model, config=config)
-        x = torch.tensor([[0, 3, 1]]).T if build is SlicesItsParameters else torch.eye(3)[:, :2]
-        engine.backward(engine(x))
-        engine.step()
-        state = engine.module_state_dict() if stage else dict(engine.module.named_buffers())
-        result |= {f"{stage} {name}": value.clone() for name, value in state.items()}
-        engine.close()
-    return result
-
-
-def test_sliced_parameters_and_buffers_in_fp32() -> None:
-    torch.manual_seed(2)
-    expected = SlicesItsParameters()
-    expected(torch.tensor([[0, 3, 1]]).T).backward()
-    torch.optim.SGD(expected.parameters(), 0.1).step()
-    norm = nn.BatchNorm1d(2)
-    norm(torch.eye(3)[:, :2].bfloat16())
-    results = run_ranks(2, slices_and_buffers)
-    for stage in (2, 3):
-        for name, value in expected.state_dict().items():
-            torch.testing.assert_close(results[0][f"{stage} {name}"], value)
-    for result in results:
-        assert torch.equal(result["0 inv_freq"], torch.tensor([0.001, 0.1]))
-        assert torch.equal(result["0 norm.running_var"], norm.running_var)
-
-
-def test_a_second_model_keeps_its_values_when_the_first_is_built() -> None:
-    loaded = [torch.randn(3, 4), torch.randn(3, 4)]
-    models = []
-    for value in loaded:
-        with zero_init():
-            models.append(nn.Linear(4, 3, bias=False))
-            models[-1].weight.detach().copy_(value)
-    for number, (model, value) in enumerate(zip(models, loaded, strict=True)):
-        materializer = Materializer(model, torch.device("cpu"))
-        assert torch.equal(materializer.initial_value(model.weight), value)
-        materializer.clear()
-        assert [is_recorded(it.weight) for it in models] == [False, not number]
-
-
 def test_recordings_are_dropped_with_the_last_model_that_needs_them() -> None:
     torch.manual_seed(2)
     shared, ordinary = torch.randn(3), [nn.Linear(4, 3), nn.Linear(4, 3)]
@@ -310,7 +248,7 @@ def test_recordings_are_dropped_with_the_last_model_that_needs_them() -> None:
         for model in models:
             model.bias.data.copy_(shared_later)
     operations = deferred_init._recorder._operations
-    for model, expected in zip(models, ordinary, strict=True):
+    for number, (model, expected) in enumerate(zip(models, ordinary, strict=True)):
         values = Materializer(model, torch.device("cpu"))
         assert torch.equal(values.initial_value(model.weight), expected.weight)
         assert torch.equal(values.initial_value(model.bias), shared)
@@ -318,6 +256,7 @@ def test_recordings_are_dropped_with_the_last_model_that_needs_them() -> None:
         values.clear()
         operations = deferred_init._recorder._operations
         assert len(operations) < kept
+        assert [is_recorded(it.weight) for it in models] == [False, not number]
     assert not is_recorded(shared_later)
 
 

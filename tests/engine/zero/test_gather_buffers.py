@@ -43,62 +43,16 @@ def test_buffers_are_assigned_round_robin(
     assert indices == [position % count for position in range(len(indices))]
 
 
-def test_shared_buffer_has_the_size_of_the_largest_block() -> None:
+def test_blocks_of_an_index_share_a_buffer_as_large_as_the_largest() -> None:
     a, b, c = make_block("a", 64), make_block("b", 320), make_block("c", 128)
     buffers = make_buffers(a, b, c)
     (for_a,), (for_b,) = buffers.acquire(a), buffers.acquire(b)
-    assert for_a.numel() == 128
-    assert for_b.numel() == 320
-    assert buffers.current_block(c) is a
-    assert buffers.current_block(a) is None
+    assert (for_a.numel(), for_b.numel()) == (128, 320)
+    assert (buffers.current_block(c), buffers.current_block(a)) == (a, None)
     assert buffers.acquire(c)[0] is for_a
     assert buffers.current_block(a) is c
     assert buffers.total_bytes == 4 * (128 + 320)
-
-
-def test_each_unit_of_a_block_has_its_own_buffer() -> None:
-    both, single = make_block("both", 64, 128), make_block("single", 192)
-    buffers = make_buffers(both, single, count=1)
-    first, second = buffers.acquire(both)
-    assert (first.numel(), second.numel()) == (192, 128)
-    assert first.data_ptr() != second.data_ptr()
-    assert len(buffers.acquire(single)) == 1
-
-
-def test_other_dtypes_do_not_share() -> None:
-    a, b = make_block("a", 64), make_block("b", 64, dtype=torch.bfloat16)
-    buffers = make_buffers(a, b, count=1)
-    assert buffers.acquire(a)[0].dtype is torch.float32
-    assert buffers.acquire(b)[0].dtype is torch.bfloat16
-
-
-def test_unshared_block_has_its_own_buffer() -> None:
-    a, b, c = make_block("a", 64), make_block("b", 320), make_block("c", 64)
-    buffers = make_buffers(a, b, c, alone=[a, b])
-    (for_a,) = buffers.acquire(a)
-    assert for_a.numel() == 64
-    assert buffers.current_block(a) is buffers.current_block(b) is None
-    assert buffers.acquire(b)[0] is not for_a
-    assert buffers.acquire(a)[0] is for_a
-
-
-def test_own_buffer_frees_the_shared_one() -> None:
-    a, b = make_block("a", 64), make_block("b", 64)
-    buffers = make_buffers(a, b, count=1)
-    (shared,) = buffers.acquire(a)
-    buffers.give_own_buffer(a)
-    assert buffers.current_block(b) is None
-    assert buffers.acquire(a)[0] is not shared
-    assert buffers.acquire(b)[0] is shared
-    buffers.give_own_buffer(a)  # a second call has no effect
-    assert buffers.current_block(b) is None
-
-
-def test_new_assignment_frees_all_buffers() -> None:
-    a, b = make_block("a", 64), make_block("b", 64)
-    buffers = make_buffers(a, b)
-    buffers.acquire(a)
-    buffers.assign([b, a], ())
+    buffers.assign([b, a], ())  # frees all
     assert buffers.total_bytes == 0
     assert buffers.current_block(b) is None
     assert (a.buffer_index, b.buffer_index) == (1, 0)
@@ -106,6 +60,12 @@ def test_new_assignment_frees_all_buffers() -> None:
     buffers.clear()
     b.buffer_index = 1
     assert buffers.current_block(b) is None
+
+
+def test_other_dtypes_do_not_share() -> None:
+    a, b = make_block("a", 64), make_block("b", 64, dtype=torch.bfloat16)
+    buffers = make_buffers(a, b, count=1)
+    assert [buffers.acquire(it)[0].dtype for it in (a, b)] == [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("inference", [False, True])

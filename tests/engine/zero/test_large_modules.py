@@ -17,27 +17,28 @@ from rayzero.engine.api.sharded_params import register_external_parameter
 from rayzero.engine.config import parse_config
 from rayzero.engine.errors import EngineError
 from rayzero.engine.planning.persistent import persistent_bytes
-from tests.engine import equal
-from tests.engine.equal import assert_equal, check_equal, evaluating, make, plain, train_reference
+from tests.engine.equal import (
+    Model,
+    accumulating,
+    assert_equal,
+    check_equal,
+    evaluating,
+    make,
+    plain,
+    start,
+    train_reference,
+)
+from tests.engine.zoo import ResidualBlock
 from tests.support.ranks import run_ranks
 
 TOKENS, WIDTH, STEPS = 61, 12, 3
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.up(x))
 
 
 class Untied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(ResidualBlock(WIDTH) for _ in range(4))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
 
@@ -111,16 +112,22 @@ def batches() -> list[Tensor]:
     return [torch.randint(TOKENS, (4, 6), generator=generator) for _ in range(STEPS)]
 
 
-def config(**more: Any) -> dict[str, Any]:
-    return {
+def options(**section: Any) -> dict[str, Any]:
+    return {"samples": 4, "rayzero": {"unshard_min_numel": 500, **section}}
+
+
+def begin(model: nn.Module, **section: Any) -> Any:
+    return start(model, **options(**section))
+
+
+def planned_slots(cls: Model, **section: Any) -> int:
+    """Bytes of gather buffers on two ranks, as planned."""
+    document = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 3},
-        "rayzero": {"unshard_min_numel": 500, **more},
+        "rayzero": options(**section)["rayzero"],
     }
-
-
-def start(model: nn.Module, **more: Any) -> Any:
-    return equal.start(model, samples=4, rayzero=config(**more)["rayzero"])
+    return persistent_bytes(make(cls).to("meta"), parse_config(document), 2)["slots"]
 
 
 def deferred() -> nn.Module:
@@ -131,7 +138,7 @@ def deferred() -> nn.Module:
     return model
 
 
-MODELS: dict[Callable[[], nn.Module], set[str]] = {  # and the blocks of their own that remain
+MODELS: dict[Model, set[str]] = {  # and the blocks of their own that remain
     Untied: {"embed", "head"},
     Tied: set(),
     FrozenEmbedding: {"embed (frozen)", "head"},
@@ -143,37 +150,13 @@ MODELS: dict[Callable[[], nn.Module], set[str]] = {  # and the blocks of their o
 }
 
 
-@pytest.mark.parametrize("cls", MODELS, ids=lambda cls: cls.__name__)
-def test_equals_pytorch(cls: Callable[[], nn.Module]) -> None:
-    large = check_equal(cls, batches(), evaluating, samples=4, rayzero=config()["rayzero"])
-    assert large == [MODELS[cls]] * 2
+def test_equals_pytorch() -> None:
+    large = check_equal([(cls, evaluating, options()) for cls in MODELS], batches())
+    assert large == [list(MODELS.values())] * 2
 
 
 def penalty(model: Any) -> Tensor:
     return sum(it.square().mean() for it in model.embed.parameters())
-
-
-def read_elsewhere(rank: int, world: int, external: bool) -> dict[str, dict[str, Tensor]]:
-    """Models that read a large module's weight outside its forward."""
-    states = {}
-    for name, logits in READERS.items():
-        model = make(Untied)
-        model.kept, model.logits = [model.head.weight], partial(logits, model)
-        if external:
-            register_external_parameter(model, model.head.weight)
-            register_external_parameter(model, model.embed.weight)
-        engine = start(model)
-        batch = batches()[0].chunk(world)[rank]
-        if not external:
-            for grad in (True, False):
-                with torch.set_grad_enabled(grad), pytest.raises(EngineError, match=READ) as error:
-                    engine(batch)
-                assert "rayzero.unshard_min_numel: 0" in str(error.value)
-            engine.close()
-            continue
-        plain(engine, batch)
-        states[name] = engine.state_dict()
-    return states
 
 
 READ = r"'(head|embed)' was read outside its forward"
@@ -184,39 +167,48 @@ READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-def test_reads_elsewhere_are_refused_or_declared() -> None:
-    run_ranks(2, read_elsewhere, False)
-    states = run_ranks(2, read_elsewhere, True)[0]
-    for name, logits in READERS.items():
-        model = make(Untied)
-        model.kept, model.logits = [model.head.weight], partial(logits, model)
-        assert_equal(states[name], train_reference(model, batches()[:1]))
+def reading(name: str, declares: bool) -> nn.Module:
+    """A model that reads a large module's weight outside its forward."""
+    model: Any = Untied()
+    model.kept, model.logits = [model.head.weight], partial(READERS[name], model)
+    for param in (model.head.weight, model.embed.weight) if declares else ():
+        register_external_parameter(model, param)
+    return model
 
 
-def use_from_outside(rank: int, world: int) -> None:
-    model = make(Untied)
-    head = model.head.weight
-    engine = start(model)
+def test_reads_elsewhere_that_are_declared() -> None:
+    rows = [(partial(reading, name, True), plain, options()) for name in READERS]
+    check_equal(rows, batches()[:1])
+
+
+def refusals(rank: int, world: int) -> None:
     first, second, _ = (batch.chunk(world)[rank] for batch in batches())
-    engine.backward(engine(first))
-    engine.step()
-    model.logits = lambda x: functional.linear(x, head)
-    loss = engine(second)
+    for name in READERS:
+        engine = begin(make(partial(reading, name, False)))
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), pytest.raises(EngineError, match=READ) as error:
+                engine(first)
+            assert "rayzero.unshard_min_numel: 0" in str(error.value)
+        engine.close()
+    model = make(Untied)
+    head, engine = model.head.weight, begin(model)
+    plain(engine, first)
+    model.logits = lambda x: functional.linear(x, head)  # from outside of the model
     with pytest.raises(
         EngineError, match=r"(?s)'head\.weight' of.* gradient.*unshard_min_numel: 0"
     ):
-        engine.backward(loss)
+        engine.backward(engine(second))
 
 
-def test_a_weight_used_from_outside_the_model_is_refused_by_name() -> None:
-    run_ranks(2, use_from_outside)
+def test_reads_elsewhere_are_refused_by_name() -> None:
+    run_ranks(2, refusals)
 
 
 def gathered_bytes(rank: int, world: int) -> list[int]:
     """Bytes of gather buffers after each step, and without blocks of their own."""
     sizes = []
     for min_numel in (500, 0):
-        engine = start(make(Untied), unshard_min_numel=min_numel)
+        engine = begin(make(Untied), unshard_min_numel=min_numel)
         for batch in batches():
             plain(engine, batch.chunk(world)[rank])
             engine(batch.chunk(world)[rank])
@@ -231,26 +223,22 @@ def _padded(numel: int) -> int:
 
 def test_an_embedding_and_a_head_share_one_buffer() -> None:
     sizes = run_ranks(2, gathered_bytes)[0]
-    norm, block, large = (_padded(it) for it in (2 * WIDTH, WIDTH**2 + WIDTH, TOKENS * WIDTH))
+    norm, block, large = (
+        _padded(it) for it in (2 * WIDTH, 4 * WIDTH**2 + 3 * WIDTH, TOKENS * WIDTH)
+    )
     assert sizes[2] == (norm + 2 * block + large) * 8
     assert sizes[5] == (_padded(2 * WIDTH + 2 * TOKENS * WIDTH) + 2 * block) * 8
-    planned = persistent_bytes(make(Untied).to("meta"), parse_config(config()), 2)
-    whole = persistent_bytes(make(Untied).to("meta"), parse_config(config(unshard_min_numel=0)), 2)
-    assert whole["slots"] - planned["slots"] >= sizes[5] - sizes[2]
+    saved = planned_slots(Untied, unshard_min_numel=0) - planned_slots(Untied)
+    assert saved >= sizes[5] - sizes[2]
 
 
 def gathers(rank: int, world: int, reshard: bool) -> tuple[dict[str, Tensor], int, int, int]:
     """State, bytes gathered by all-gathers in the last step of two micro-steps, and of buffers."""
-    engine = start(make(Recomputed), reshard_after_forward=reshard)
+    engine = begin(make(Recomputed), reshard_after_forward=reshard)
     counters = engine._runtime.collectives.counters.by_name
     for batch in batches():
         before = counters["all_gather"].bytes if "all_gather" in counters else 0
-        first, last = batch.chunk(world)[rank].chunk(2)
-        engine.set_gradient_accumulation_boundary(False)
-        engine.backward(engine(first) / 2)
-        engine.set_gradient_accumulation_boundary(True)
-        engine.backward(engine(last) / 2)
-        engine.step()
+        accumulating(engine, batch.chunk(world)[rank])
     moved = counters["all_gather"].bytes - before
     engine(batches()[0].chunk(world)[rank])
     numel = sum(unit.layout.numel for unit in engine._runtime.units) * 8
@@ -268,6 +256,4 @@ def test_without_resharding_weights_are_gathered_once_a_step() -> None:
         else:
             assert moved == model_bytes
             assert buffers == model_bytes
-    settings = parse_config(config(reshard_after_forward=False))
-    planned = persistent_bytes(make(Recomputed).to("meta"), settings, 2)
-    assert planned["slots"] >= model_bytes
+    assert planned_slots(Recomputed, reshard_after_forward=False) >= model_bytes

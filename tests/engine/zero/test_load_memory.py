@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 import rayzero
 from tests.support.ranks import run_ranks
@@ -18,13 +18,8 @@ SMAPS = Path("/proc/self/smaps_rollup")
 WIDTH, LAYERS = 2048, 4
 
 
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[0](x)
+def make_wide() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 
 
 def proportional_set_size() -> int:
@@ -48,7 +43,7 @@ def peak_while_loading(rank: int, world: int, folder: str) -> int:
     sampler.start()
     try:
         with rayzero.zero_init():
-            model = Wide()
+            model = make_wide()
         rayzero.load_pretrained(model, folder)
         config = {
             "train_micro_batch_size_per_gpu": 1,
@@ -68,7 +63,7 @@ def peak_while_loading(rank: int, world: int, folder: str) -> int:
 def test_a_rank_holds_its_half_and_one_tensor(tmp_path: Path) -> None:
     tensor_bytes = WIDTH * WIDTH * 4
     save_file(
-        {f"layers.{at}.weight": torch.zeros(WIDTH, WIDTH) for at in range(LAYERS)},
+        {f"{at}.weight": torch.zeros(WIDTH, WIDTH) for at in range(LAYERS)},
         tmp_path / "model.safetensors",
     )
     peaks = run_ranks(2, peak_while_loading, str(tmp_path))

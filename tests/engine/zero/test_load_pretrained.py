@@ -10,29 +10,19 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import rayzero
 from rayzero.engine.api.params import GatheredParameters, Init
 from rayzero.engine.errors import DataError
 from rayzero.engine.zero.file_values import FileValues
+from tests.engine.zoo import Tied
 from tests.support.ranks import run_ranks
 
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 8, padding_idx=1)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.norm = nn.BatchNorm1d(8)
-        self.head = nn.Linear(8, 50, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(self.norm(x)).square().mean()
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+}
 
 
 def saved_values(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -70,12 +60,7 @@ def build(
             if rank == 0:
                 report = rayzero.load_pretrained(model, folder)
                 assert report.missing == ()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-        **precision,
-    }
+    config = CONFIG | {"zero_optimization": {"stage": stage}} | precision
     count = 0
     read = FileValues.read
 
@@ -143,14 +128,8 @@ def change_file(rank: int, world: int, folder: str) -> dict[str, Tensor]:
         model = Tied()
     rayzero.load_pretrained(model, folder)
     with mock.patch.object(FileValues, "readable", return_value=rank == 0):
-        engine, *_ = rayzero.initialize(
-            model=model,
-            config={
-                "train_micro_batch_size_per_gpu": 2,
-                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-                "zero_optimization": {"stage": 3},
-            },
-        )
+        config = CONFIG | {"zero_optimization": {"stage": 3}}
+        engine, *_ = rayzero.initialize(model=model, config=config)
     state = {name: value.clone() for name, value in engine.module_state_dict().items()}
     engine.close()
     return state

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import rayzero
 from rayzero import deepspeed
+from rayzero.engine import runtime_builder
 from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.session import use_session
 from tests.engine.state.blocks import Block, StateSession
@@ -146,16 +147,9 @@ def test_bits_in_a_floating_point_dtype_are_not_cast(stage: int, zero: dict[str,
 
 
 def count_whole(rank: int, world: int, stage: int) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("rayzero.engine")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    make_engine(stage, Model(seed=0)).close()
-    log.removeHandler(handler)
-    log.setLevel(logging.NOTSET)
-    return [line for line in lines if "not sharded" in line]
+    with mock.patch.object(runtime_builder.log, "info") as info:
+        make_engine(stage, Model(seed=0)).close()
+    return [text % tuple(rest) for text, *rest in (call.args for call in info.call_args_list)]
 
 
 def test_parameters_that_stay_whole_are_told_once() -> None:

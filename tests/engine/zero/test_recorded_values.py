@@ -17,6 +17,7 @@ import rayzero
 from rayzero.engine.api.params import GatheredParameters, Init
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.zero.deferred_init import Materializer, zero_init
+from tests.engine.zoo import Tied
 from tests.support.ranks import run_ranks
 
 
@@ -64,39 +65,6 @@ def test_what_needs_values_has_them(read: Callable[[Tensor], Any]) -> None:
     assert actual == expected
 
 
-class Converted(nn.Module):
-    """Views of other dtypes, lazy conjugates and negatives, data that is exchanged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        turned = torch.polar(torch.ones(4), torch.randn(4))
-        self.register_buffer("pairs", torch.view_as_real(turned).clone())
-        self.register_buffer("conjugate", turned.conj().clone())
-        self.register_buffer("negative", turned.conj().imag.clone())
-        self.register_buffer("bits", torch.randn(3).view(torch.int32) + 1)
-        torch.view_as_real(turned)[:, 0].fill_(2)
-        self.register_buffer("turned", turned)
-        self.half = nn.Linear(3, 2).half().bfloat16()
-        self.exchanged = nn.Parameter(torch.randn(3))
-        self.exchanged.data = torch.randn(2)
-        self.exchanged.data.mul_(3)
-        known = outside([1, 2])
-        self.picked = nn.Parameter(torch.randn(6)[torch.tensor([0, 2, 4])])
-        known.copy_(self.exchanged.data)
-        self.through = nn.Parameter(torch.zeros(2) + known)
-
-
-def test_converted_and_exchanged_values() -> None:
-    torch.manual_seed(4)
-    expected = Converted()
-    torch.manual_seed(4)
-    with zero_init():
-        model = Converted()
-    values, tensors = Materializer(model, torch.device("cpu")), model.state_dict(keep_vars=True)
-    for name, value in expected.state_dict().items():
-        assert torch.equal(values.initial_value(tensors[name]), value), name
-
-
 def test_source_that_changes_and_foreign_meta_tensors_are_errors() -> None:
     source, foreign = torch.ones(3), torch.empty(3, device="meta")
     with zero_init():
@@ -109,18 +77,6 @@ def test_source_that_changes_and_foreign_meta_tensors_are_errors() -> None:
         values.initial_value(model.weight)
     with pytest.raises(ConfigError, match=r"shape \(3,\) on the meta device has no values"):
         values.initial_value(model.bias)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(6, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.head = nn.Linear(4, 6, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.embed(tokens))).square().mean()
 
 
 def make_pair() -> tuple[Tied, Tied]:
@@ -180,7 +136,7 @@ def save_on_each_rank(rank: int, world: int, folder: str) -> None:
     else:
         with pytest.raises(ConfigError, match=r"rank 1 used a weight.*\n.*rank 0"):
             torch.save(state, f"{folder}/other.pt")
-    assert state["embed.weight"].shape == (6, 4)
+    assert state["embed.weight"].shape == (50, 8)
     engine, *_ = rayzero.initialize(
         model=model,
         config={

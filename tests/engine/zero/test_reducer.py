@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from rayzero.engine.comm.backend import CompletedWork
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.flat_layout import ParamSpec, UnitLayout, make_layout
-from rayzero.engine.zero.grad_buffers import GradBufferPool
-from rayzero.engine.zero.gradients import PartialGrads, ShardedGrads
-from rayzero.engine.zero.placement import Collective
+from rayzero.engine.zero.gradients import GradBufferPool, ShardedGrads
 from rayzero.engine.zero.reducer import Reducer
 
 
@@ -78,7 +76,9 @@ def make(
     log = CallLog()
     pool = None if max_buffers is None else GradBufferPool(torch.zeros, max_buffers, 1)
     units: list[Any] = [(FakeStore("abcdef"[i], log, pool, parts), n) for i, n in enumerate(counts)]
-    return Reducer(units, pool, overlap=overlap), log, pool
+    reducer = Reducer(units, pool, overlap=overlap)
+    reducer.backward.begin(lambda: True)
+    return reducer, log, pool
 
 
 def arrive(reducer: Reducer, *which: str) -> None:
@@ -105,155 +105,81 @@ def test_launch_order_is_plan_order(order: list[str], max_buffers: int | None) -
         assert len(pool.buffers) == max_buffers
 
 
-def test_unit_is_launched_when_it_and_its_predecessors_are_complete() -> None:
-    reducer, log, _ = make([1, 2])
-    reducer.begin_backward(first=True, last=True)
-    arrive(reducer, "b0", "b1")
-    assert log.of("launch") == []
-    arrive(reducer, "a0")
-    assert log.of("launch", "wait") == ["launch a", "launch b"]  # without a wait
+def run(reducer: Reducer, script: str) -> None:
+    """Backwards, with the gradients that arrive; "first" and "last" of their step; "..." where one
+    does not end."""
+    for line in script.split("; "):
+        words = line.split()
+        flags = {"first", "last", "..."}.intersection(words)
+        reducer.begin_backward(first="first" in flags, last="last" in flags)
+        arrive(reducer, *(word for word in words if word not in flags))
+        if "..." not in flags:
+            reducer.finish_backward()
 
 
-def test_without_overlap_every_reduction_is_waited_for() -> None:
-    reducer, log, _ = make([1, 1], overlap=False)
-    reducer.begin_backward(first=True, last=True)
-    arrive(reducer, "a0", "b0")
-    assert log.of("launch", "wait", "put") == [
-        *("put a.1", "launch a", "wait a"),
-        *("put b.1", "launch b", "wait b"),
-    ]
+COURSES = [  # parameters by unit, settings, backwards, events: in this order
+    # A unit is launched when it and its predecessors are complete, without a wait.
+    ([1, 2], {}, "first last b0 b1 ...", ""),
+    ([1, 2], {}, "first last b0 b1 a0 ...", "put a.1, launch a, put b.11, launch b"),
+    # Without overlap every reduction is waited for.
+    (
+        [1, 1],
+        {"overlap": False},
+        "first last a0 b0",
+        "put a.1, launch a, wait a, put b.1, launch b, wait b",
+    ),
+    # A full pool waits for the oldest reduction.
+    (
+        [1, 1, 1],
+        {"max_buffers": 2},
+        "first last a0 b0 c0 ...",
+        "put a.1, launch a, put b.1, launch b, put c.1, release a, launch c",
+    ),
+    # Gradients out of order are held, and take no buffer.
+    ([1, 1, 1], {"max_buffers": 2}, "first last c0 b0 ...", ""),
+    # There are no more buffers than parts, and parts are launched in order.
+    (
+        [1],
+        {"max_buffers": 3, "parts": 2},
+        "first a0; last a0",
+        "put a.1, launch a/0, launch a/1, add a.1, release a/0, launch a/0+, release a/1, "
+        "launch a/1+",
+    ),
+    (
+        [1],
+        {"max_buffers": 2, "parts": 3},
+        "first last a0",
+        "put a.1, launch a/0, launch a/1, release a/0, launch a/2",
+    ),
+    # Sharded gradients are reduced in every micro-step.
+    (
+        [1],
+        {"max_buffers": 1},
+        "first a0; a0; last a0",
+        "put a.1, launch a, add a.1, release a, launch a+, add a.1, release a, launch a+",
+    ),
+    # One that arrives again before its unit's launch is added.
+    ([1, 1], {}, "first last b0 b0 a0", "put a.1, launch a, put b.2, launch b"),
+    ([2], {}, "first a0 a1 a1 a1", "put a.11, add a.-2"),
+]
 
 
-def test_full_pool_waits_for_the_oldest_reduction() -> None:
-    reducer, log, pool = make([1, 1, 1, 1], max_buffers=2)
-    reducer.begin_backward(first=True, last=True)
-    arrive(reducer, "a0", "b0")
-    assert log.of("launch", "wait", "release") == ["launch a", "launch b"]
-    arrive(reducer, "c0", "d0")
-    assert log.of("wait", "release", "launch") == [
-        *("launch a", "launch b"),
-        *("release a", "launch c", "release b", "launch d"),
-    ]
-    reducer.wait()
-    assert log.of("wait") == ["wait c", "wait d"]  # released ones have been waited for
-    assert pool is not None
-    assert len(pool.buffers) == 2
+@pytest.mark.parametrize(("counts", "settings", "script", "events"), COURSES)
+def test_courses(counts: list[int], settings: dict[str, Any], script: str, events: str) -> None:
+    reducer, log, pool = make(counts, **settings)
+    run(reducer, script)
+    assert ", ".join(log.events) == events
+    assert pool is None or len(pool.buffers) <= pool.max_count
 
 
-def test_no_more_buffers_than_parts() -> None:
-    reducer, log, pool = make([1], max_buffers=3, parts=2)
-    for micro_step in range(2):
-        reducer.begin_backward(first=micro_step == 0, last=micro_step == 1)
-        arrive(reducer, "a0")
-    assert log.of("release") == ["release a/0", "release a/1"]
-    assert pool is not None
-    assert len(pool.buffers) == 2
-
-
-def test_gradients_out_of_order_are_held_and_take_no_buffer() -> None:
-    reducer, log, pool = make([1, 1, 1, 1], max_buffers=2)
-    reducer.begin_backward(first=True, last=True)
-    arrive(reducer, "d0", "c0", "b0")  # none of them may be launched before a
-    assert pool is not None
-    assert log.events == pool.buffers == []
-    arrive(reducer, "a0")
-    reducer.finish_backward()
-    reducer.wait()
-    assert log.of("launch") == ["launch a", "launch b", "launch c", "launch d"]
-    assert len(pool.buffers) == 2
-
-
-@pytest.mark.parametrize("max_buffers", [1, 2])
-def test_parts_of_a_unit_are_launched_in_order_and_share_the_buffers(max_buffers: int) -> None:
-    reducer, log, pool = make([1, 1], max_buffers=max_buffers, parts=3)
-    reducer.begin_backward(first=True, last=True)
-    arrive(reducer, "a0")
-    assert log.of("launch") == ["launch a/0", "launch a/1", "launch a/2"]
-    assert log.of("release") == [f"release a/{part}" for part in range(3 - max_buffers)]
-    arrive(reducer, "b0")
-    reducer.wait()
-    parts = [f"{unit}/{part}" for unit in "ab" for part in range(3)]
-    assert [event.split()[1] for event in log.of("release", "wait")] == parts
-    assert pool is not None
-    assert len(pool.buffers) == max_buffers
-
-
-def test_full_gradients_are_reduced_once_a_step() -> None:
-    reducer, log, _ = make([1, 1])
-    reducer.begin_backward(first=True, last=False)
-    arrive(reducer, "a0", "b0")
-    reducer.finish_backward()
-    assert log.of("launch") == []
-    reducer.begin_backward(first=False, last=True)
-    arrive(reducer, "a0", "b0")
-    reducer.finish_backward()
-    assert log.events == ["put a.1", "put b.1", "add a.1", "launch a+", "add b.1", "launch b+"]
-
-
-def test_sharded_gradients_are_reduced_every_micro_step() -> None:
-    reducer, log, _ = make([1], max_buffers=1)
-    for micro_step in range(3):
-        reducer.begin_backward(first=micro_step == 0, last=micro_step == 2)
-        arrive(reducer, "a0")
-        reducer.finish_backward()
-    assert log.of("launch") == ["launch a", "launch a+", "launch a+"]
-
-
-def test_gradients_of_a_reused_parameter_are_added_in_the_main_dtype() -> None:
+def test_reused_parameters_are_added_in_the_main_dtype() -> None:
     reducer, log, _ = make([2])
-    reducer.begin_backward(first=True, last=True)
-    arrive(reducer, "a0", "a0", "a1")
-    assert log.events == ["put a.21", "launch a"]
+    run(reducer, "first last a0 a0 a1")
     first, second = reducer._units[0].grads.collected  # type: ignore[attr-defined]
     assert (first.dtype, second.dtype) == (torch.float64, torch.float32)
-
-
-def test_gradient_of_a_complete_unit_before_its_launch_is_added() -> None:
-    reducer, log, _ = make([1, 1], max_buffers=2)
     reducer.begin_backward(first=True, last=True)
-    arrive(reducer, "b0", "b0", "a0")
-    assert log.of("put") == ["put a.1", "put b.2"]
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_gradient_of_a_collected_unit_is_added_where_nothing_is_reduced(first: bool) -> None:
-    reducer, log, _ = make([2])
-    reducer.begin_backward(first=first, last=False)
-    arrive(reducer, "a0", "a1", "a1", "a1")
-    reducer.finish_backward()
-    assert log.events == [f"{'put' if first else 'add'} a.11", "add a.-2"]
-
-
-def test_missing_gradients_are_zero() -> None:
-    reducer, log, _ = make([2, 1])
-    reducer.begin_backward(first=True, last=True)
-    arrive(reducer, "a1")
-    reducer.finish_backward()
-    assert log.events == ["put a.-1", "launch a", "put b.-", "launch b"]
-
-
-def test_missing_gradients_of_a_first_micro_step_are_zero_too() -> None:
-    reducer, log, _ = make([2, 1])
-    reducer.begin_backward(first=True, last=False)
-    arrive(reducer, "a1")
-    reducer.finish_backward()
-    assert log.events == ["put a.-1", "put b.-"]
-
-
-def test_missing_gradient_keeps_earlier_micro_steps() -> None:
-    reducer, log, _ = make([1])
-    reducer.begin_backward(first=True, last=False)
-    arrive(reducer, "a0")
-    reducer.finish_backward()
-    reducer.begin_backward(first=False, last=True)
-    reducer.finish_backward()
-    assert log.events == ["put a.1", "add a.-", "launch a+"]
-
-
-def test_hook_without_gradient_has_no_effect() -> None:
-    reducer, log, _ = make([1])
-    reducer.begin_backward(first=True, last=True)
-    reducer.on_gradient(0, 0, nn.Parameter(torch.zeros(1)))
+    log.events.clear()
+    reducer.on_gradient(0, 0, nn.Parameter(torch.zeros(1)))  # without a gradient
     assert log.events == []
 
 
@@ -276,9 +202,6 @@ def test_failed_backward_resets_the_reducer() -> None:
     assert log.events == ["put a.11", "launch a"]
 
 
-LAYOUT = make_layout("unit", [ParamSpec("a", (3,)), ParamSpec("b", (2, 2))], 2)
-
-
 class RecordingCollectives:
     """Collectives that record their arguments."""
 
@@ -287,31 +210,9 @@ class RecordingCollectives:
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[Tensor], bool]] = []
 
-    def all_reduce(self, full: Tensor) -> None:
-        self.calls.append(("all_reduce", [full], False))
-
     def reduce_scatter(self, full: Tensor, out: Tensor, accumulate: bool = False) -> CompletedWork:
         self.calls.append(("reduce_scatter", [full, out], accumulate))
         return CompletedWork()
-
-
-@pytest.mark.parametrize("collective", [Collective.ALL_REDUCE, Collective.REDUCE_SCATTER])
-def test_full_gradients_are_reduced_in_place(collective: Collective) -> None:
-    flat = torch.zeros(LAYOUT.numel)
-    collectives: Any = RecordingCollectives()
-    shard = LAYOUT.shard(1)
-    store = PartialGrads(LAYOUT, flat, shard, collective, collectives, shard=shard)
-    store.collect([torch.ones(3), torch.ones(2, 2)], add=False)
-    store.collect([torch.ones(3), None], add=True)
-    assert flat[:3].tolist() == [2, 2, 2]
-    assert flat.sum() == 10
-    store.collect([torch.ones(3), None], add=False)
-    assert flat.sum() == 3
-    store.reduce(0, first=True)
-    ((name, tensors, _),) = collectives.calls
-    assert name == collective.value
-    assert tensors[0] is flat
-    assert store.owned().data_ptr() == flat[LAYOUT.shard(1)].data_ptr()
 
 
 def make_sharded(
@@ -324,17 +225,6 @@ def make_sharded(
     store = ShardedGrads(layout, shard, layout.shard(rank), pool, collectives)
     pool.acquire().tensor.fill_(7)
     return store, collectives, pool
-
-
-def test_sharded_gradients_use_a_buffer_with_clean_padding() -> None:
-    store, collectives, _ = make_sharded(LAYOUT, 0, 10**6)
-    store.collect([torch.ones(3), None], add=False)
-    store.reduce(0, first=False)
-    ((name, (full, out), accumulate),) = collectives.calls
-    assert (name, accumulate) == ("reduce_scatter", True)
-    assert full.sum() == 3
-    assert full.numel() == LAYOUT.numel
-    assert out.data_ptr() == store.owned().data_ptr()
 
 
 SHAPES = st.lists(st.sampled_from([(1,), (31,), (33, 7), (64,), (300,)]), min_size=1, max_size=6)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,28 +13,18 @@ from rayzero.engine.comm.shared_memory import MAX_UNREAD
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.zero.gather_buffers import BlockState
 from tests.engine.equal import (
-    assert_equal,
+    Model,
     check_equal,
     evaluating,
     make,
     normal_batches,
     plain,
     start,
-    train_reference,
 )
+from tests.engine.zoo import ResidualBlock
 from tests.support.ranks import run_ranks
 
 WIDTH = 12
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 3 * WIDTH)
-        self.down = nn.Linear(3 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Caller(nn.Module):
@@ -52,7 +42,7 @@ class Base(nn.Module):
     def __init__(self, blocks: int = 5) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(ResidualBlock(WIDTH) for _ in range(blocks))
 
     def run(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -118,19 +108,6 @@ class PartlyUnused(Base):
         return self.blocks[4](self.blocks[0](x)) + 0 * self.blocks[2](x).detach().sum()
 
 
-class Tree(nn.Module):
-    """Blocks in blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(Base(2) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for stage in self.stages:
-            x = stage.run(stage.first(x))
-        return x.square().mean()
-
-
 class Lora(nn.Module):
     """Frozen and trained weights in a block."""
 
@@ -161,7 +138,73 @@ class CheckpointedWhole(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-MODELS: list[Callable[[], nn.Module]] = [
+class Wrapper(nn.Module):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shared(torch.tanh(self.own(x)))
+
+
+class SharedInside(Base):
+    """A module inside every block, gathered with what holds them all."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        shared = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Wrapper(shared) for _ in range(4))
+
+
+class RepeatedBlock(Base):
+    """One block in the list several times."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        once, repeated = (Wrapper(nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+        self.blocks = nn.ModuleList([repeated] * 3 + [once])
+
+
+class Strided(nn.Module):
+    """Tensors in memory that is expanded, transposed, empty, or of unusual types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3)
+        self.register_buffer("turned", torch.randn(3, 4).t())
+        self.register_buffer("expanded", torch.randn(3).double().expand(4, 3))
+        self.register_buffer("complex", torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("mask", torch.rand(3) > 0.5)
+        self.register_buffer("hidden", torch.randn(2), persistent=False)
+        self.frozen = nn.Parameter(torch.randn(5, 3).t(), requires_grad=False)
+        self.trained = nn.Parameter(torch.randn(5, 3).t())
+        self.empty = nn.Parameter(torch.randn(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * self.mask + self.expanded[0] + self.complex.real + self.empty.sum()
+        y = y + self.hidden.sum()
+        return (self.turned @ y.t()).square().mean() + (y @ self.frozen @ self.trained.t()).mean()
+
+
+def batches(steps: int) -> list[Tensor]:
+    return normal_batches(steps, WIDTH)
+
+
+def after_an_error(engine: Any, part: Tensor) -> None:
+    """In the midst of forward."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError("user error")
+
+    hook = engine.module.blocks[1].register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="user error"):
+        engine(part)
+    hook.remove()
+    plain(engine, part)
+
+
+MODELS: list[Model] = [
     Base,
     Checkpointed,
     ReentrantCheckpointed,
@@ -172,17 +215,20 @@ MODELS: list[Callable[[], nn.Module]] = [
     PartlyUnused,
     LoraModel,
     CheckpointedWhole,
+    SharedInside,
+    RepeatedBlock,
 ]
 
 
-def batches(steps: int) -> list[Tensor]:
-    return normal_batches(steps, WIDTH)
+@pytest.mark.parametrize("buffers", [2, 3])
+def test_equals_pytorch(buffers: int) -> None:
+    options = {"rayzero": {"gather_buffers": buffers}}
+    check_equal([(cls, evaluating, options) for cls in MODELS], batches(4))
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("cls", MODELS, ids=lambda cls: cls.__name__)
-def test_equals_pytorch(cls: type[nn.Module], count: int) -> None:
-    check_equal(cls, batches(4), evaluating, rayzero={"gather_buffers": count})
+def test_equals_pytorch_after_errors_and_at_other_stages() -> None:
+    strided = [(Strided, evaluating, {"stage": stage}) for stage in (0, 2, 3)]
+    check_equal([(Base, after_an_error, {}), *strided], batches(3))
 
 
 def check_addresses(rank: int, world: int) -> None:
@@ -190,7 +236,7 @@ def check_addresses(rank: int, world: int) -> None:
     model = engine.module
     names = dict(model.named_parameters())
     assert all(param.isnan().all() for param in names.values())
-    assert names["blocks.0.up.weight"].shape == (3 * WIDTH, WIDTH)
+    assert names["blocks.0.up.weight"].shape == (2 * WIDTH, WIDTH)
     addresses: dict[str, set[int]] = {name: set() for name in names}
     for name, param in names.items():
         owner = model.get_submodule(name.rpartition(".")[0])
@@ -198,8 +244,7 @@ def check_addresses(rank: int, world: int) -> None:
             lambda *_, name=name, param=param: addresses[name].add(param.data_ptr())
         )
     for batch in batches(4):
-        engine.backward(engine(batch.chunk(world)[rank]))
-        engine.step()
+        plain(engine, batch.chunk(world)[rank])
         assert all(param.isnan().all() for param in names.values())
     # An address in the first step, and an address after the new assignment that follows it.
     assert all(len(values) <= 2 for values in addresses.values())
@@ -211,86 +256,30 @@ def test_sharded_weights_read_as_nan_and_are_gathered_at_one_address() -> None:
     run_ranks(2, check_addresses)
 
 
-class LeakingModel(Base):
-    """The loss uses a tensor stored by a block, so no hook runs when backward enters the block."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.run(self.first(x))
-        return self.blocks[0].stored.square().mean()
-
-
-class StoringBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        self.stored = self.up(x)
-        return x
-
-
-def train_leaking(rank: int, world: int) -> None:
-    model = make(LeakingModel)
-    model.blocks[0] = StoringBlock().double()
-    engine = start(model)
-    with pytest.raises(EngineError, match=r"'blocks\.0' got a gradient while it was not gathered"):
-        engine.backward(engine(batches(1)[0].chunk(world)[rank]))
-
-
-def test_gradient_that_bypasses_its_block_is_an_error() -> None:
-    run_ranks(2, train_leaking)
-
-
-def take_second_derivative(rank: int, world: int) -> None:
-    engine = start(make(Base))
-    x = batches(1)[0].chunk(world)[rank].requires_grad_()
-    loss = engine(x)
-    with pytest.raises(EngineError, match=r"create_graph"):
-        torch.autograd.grad(loss, x, create_graph=True)
-
-
-def test_second_derivatives_are_rejected() -> None:
-    run_ranks(2, take_second_derivative)
-
-
-class FailingModel(Base):
-    fail = True
-
-    def run(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        if self.fail:
-            raise ValueError("user error")
-        return super().run(x)
-
-
-def train_after_error(rank: int, world: int) -> dict[str, Tensor]:
-    model = make(FailingModel)
-    engine = start(model)
-    with pytest.raises(ValueError, match="user error"):
-        engine(batches(1)[0].chunk(world)[rank])
-    model.fail = False
-    for batch in batches(4):
-        plain(engine, batch.chunk(world)[rank])
-    return engine.state_dict()
-
-
-def test_engine_is_usable_after_an_error_in_forward() -> None:
-    state = run_ranks(2, train_after_error)[0]
-    FailingModel.fail = False
-    assert_equal(state, train_reference(make(FailingModel), batches(4)))
-    FailingModel.fail = True
-
-
-def unit_names(rank: int, world: int) -> list[str]:
-    engine = start(make(Base), rayzero={"unshard_modules": ["Linear"]})
-    for batch in batches(2):
-        engine.backward(engine(batch.chunk(world)[rank]))
-        engine.step()
-    with pytest.raises(ConfigError, match=r"no module of class 'Blok' \(did you mean 'Block'"):
-        start(make(Base), rayzero={"unshard_modules": ["Blok"]})
-    return [unit.name for unit in engine._runtime.units]
-
-
-def test_unshard_modules_select_blocks() -> None:
-    names = run_ranks(2, unit_names)[0]
+def refusals(rank: int, world: int) -> None:
+    x = batches(1)[0].chunk(world)[rank]
+    selected = start(make(Base), rayzero={"unshard_modules": ["Linear"]})
+    plain(selected, x)
+    names = [unit.name for unit in selected._runtime.units]
     assert len(names) == 11
     assert "blocks.0.up" in names
+    x.requires_grad_()
+    loss = start(make(Base))(x)
+    with pytest.raises(EngineError, match=r"create_graph"):
+        torch.autograd.grad(loss, x, create_graph=True)
+    # The loss uses a tensor stored by a block, so no hook runs when backward enters the block.
+    engine, stored = start(make(Base)), []
+    block = engine.module.blocks[0].up
+    block.register_forward_hook(lambda _, args, output: stored.append(output))
+    engine(x)
+    with pytest.raises(EngineError, match=r"'blocks\.0' got a gradient while it was not gathered"):
+        engine.backward(stored[0].square().mean())
+    with pytest.raises(ConfigError, match=r"no module of class 'Blok'"):
+        start(make(Base), rayzero={"unshard_modules": ["Blok"]})
+
+
+def test_what_would_be_wrong_is_refused_and_modules_are_selected() -> None:
+    run_ranks(2, refusals)
 
 
 def next_block_states(rank: int, world: int) -> list[str]:
@@ -298,12 +287,10 @@ def next_block_states(rank: int, world: int) -> list[str]:
     model = make(Base)
     engine = start(model)
     states: list[str] = []
-    gatherer = engine._runtime.unshard_scheduler
-    blocks = {block.name: block for block in gatherer.blocks}
+    blocks = {block.name: block for block in engine._runtime.unshard_scheduler.blocks}
     data = batches(3)
     for batch in data[:2]:
-        engine.backward(engine(batch.chunk(world)[rank]))
-        engine.step()
+        plain(engine, batch.chunk(world)[rank])
     for index in range(4):
         following = blocks[f"blocks.{index + 1}"]
         model.blocks[index].up.register_forward_hook(
@@ -326,8 +313,7 @@ def unread_exchanges(rank: int, world: int) -> list[int]:
         for batch in batches(60):
             engine(batch.chunk(world)[rank])
             unread.append(len(exchange._not_yet_read))
-    engine.backward(engine(batches(1)[0].chunk(world)[rank]))
-    engine.step()
+    plain(engine, batches(1)[0].chunk(world)[rank])
     return [*unread, len(exchange._not_yet_read)]
 
 
