@@ -12,6 +12,7 @@ from rayzero.orchestrator.aio import (
     BackgroundTasks,
     ChangeNotifier,
     Clock,
+    ObservedState,
     PendingReplies,
     with_timeout,
 )
@@ -22,7 +23,6 @@ from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
 from rayzero.orchestrator.facts import EventBus, JobFacts
 from rayzero.orchestrator.job_events import JobEvent, JobWarning, RankEvent, Rewound
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.observed import ObservedState
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.membership import Selected, WorkerLimits, WorkerRegistry
 from rayzero.orchestrator.policies.placement import assign_ranks
