@@ -605,7 +605,6 @@ class FakeVaultGroup:
         self.not_injectable: dict[str, str] = {}
         self.node_faults: list[tuple[str, str]] = []
         self.still_running: set[int] = set()  # killed processes that have not exited
-        self.writes = 0
         self.releases = 0
         self.may_open = True
         self.may_write = asyncio.Event()
@@ -683,7 +682,6 @@ class FakeVaultGroup:
 
     async def write(self, node_id: str, folder: str, slots: Sequence[SlotRef]) -> list[RankFile]:
         await asyncio.sleep(0)
-        self.writes += 1
         await self.may_write.wait()
         if self.write_errors:
             raise self.write_errors.pop(0)

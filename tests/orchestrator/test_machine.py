@@ -94,44 +94,6 @@ def test_transition(state: State, event: EventType):
     assert after.next_state is ABBREVIATIONS.get(cell, state)
 
 
-BEGIN = [Instruction.PLACE_WORKERS, Instruction.FORM_GENERATION]
-END = [Instruction.RELEASE_WORKERS, Instruction.WRITE_SUMMARY]
-FORMED = [Instruction.RELEASE_NOT_CHOSEN]
-RECOVER = [Instruction.RECOVER]
-
-
-@pytest.mark.parametrize(
-    ("state", "events", "end", "instructions"),
-    [
-        (
-            State.PENDING,
-            [Submitted(), WorkersPlaced(), GenerationFormed(1), AllFinished(1)],
-            State.SUCCEEDED,
-            [*BEGIN, *FORMED, *END],
-        ),
-        (
-            State.RUNNING,
-            [FaultRecoverable(1), FaultRecoverable(1), GenerationFormed(2)],
-            State.RUNNING,
-            [*RECOVER, *RECOVER, *FORMED],
-        ),
-        (
-            State.RUNNING,
-            [ResizeRequested(1, "more workers"), FaultRecoverable(1), GenerationFormed(2)],
-            State.RUNNING,
-            [Instruction.RESIZE, *RECOVER, *FORMED],
-        ),
-    ],
-    ids=["success", "second fault restarts recovery", "fault turns a resize into recovery"],
-)
-def test_path(state: State, events: list[Event], end: State, instructions: list[Instruction]):
-    made: list[Instruction] = []
-    for event in events:
-        state, more = apply_event(state, event)
-        made += more
-    assert (state, made) == (end, instructions)
-
-
 @given(st.lists(st.sampled_from(EVENTS), max_size=40))
 def test_workers_are_released_on_every_path(path: list[EventType]):
     """Placed workers are released before a final state, and final states do not change."""

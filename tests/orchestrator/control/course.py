@@ -18,12 +18,21 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from rayzero.engine.errors import RayzeroError
+from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.orchestrator.control.elastic import DRAIN_POLL_INTERVAL_S, JOIN_BATCH_S
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError, WorkerLostError
-from rayzero.orchestrator.job_events import FaultDetected, JobWarning, Repaired, Resized, Resumed
+from rayzero.orchestrator.job_events import (
+    CheckpointFailed,
+    FaultDetected,
+    JobWarning,
+    Repaired,
+    Resized,
+    Resumed,
+)
 from rayzero.orchestrator.machine import StopRequested
 from rayzero.orchestrator.spec import CheckpointSpec, RecoverySpec, Workers
+from rayzero.workers.chaos.inject import FaultRecord
+from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import Finished, Joined, StepDivided
 from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster, FakeProcess
 from tests.orchestrator.support import Harness, settle
@@ -56,7 +65,7 @@ async def follow(folder: Path, course: str) -> None:
 
 def _settings(words: Iterable[str]) -> dict[str, Any]:
     """`key=value` each, the values in JSON."""
-    return {key: json.loads(value) for key, value in (word.split("=") for word in words)}
+    return {key: json.loads(value) for key, value in (word.split("=", 1) for word in words)}
 
 
 def _compare(expected: Iterable[str], seen: dict[str, Any]) -> None:
@@ -69,6 +78,7 @@ def _compare(expected: Iterable[str], seen: dict[str, Any]) -> None:
 class _Course:
     def __init__(self, folder: Path, setup: str) -> None:
         nodes, *words = setup.split()
+        self.folder = folder
         settings = {"min": 2, **_settings(words)}
         stored = settings.pop("stored", [])
         auto, mirrors, engine = (settings.pop(it, True) for it in ("auto", "mirrors", "engine"))
@@ -191,7 +201,7 @@ class _Course:
     async def fails(self, pattern: str) -> None:
         await self.job.fails(JobFailedError, f"(?s){pattern}")
 
-    async def stopped(self, pattern: str = "") -> None:
+    async def stopped(self, pattern: str | None = None) -> None:
         await self.job.fails(JobStoppedError, pattern)
 
 
@@ -230,6 +240,11 @@ _ACTIONS: dict[str, Callable[..., object]] = {
     "store_fails": lambda it, times, why: it.store.errors.extend(
         RayzeroError(why) for _ in range(int(times))
     ),
+    "writes_fail": lambda it, times: it.vaults.write_errors.extend(
+        RayzeroError("the disk is full") for _ in range(int(times))
+    ),
+    "slot_is_missing": lambda it: it.vaults.write_errors.append(DataError("the slot is gone")),
+    "not_injectable": lambda it, node, why: it.vaults.not_injectable.update({node: why}),
     "scale": lambda it, least, most: it.job.controller.scale(int(least), int(most)),
     "stop": lambda it: it.job.controller.post_event(StopRequested()),
 }
@@ -254,6 +269,21 @@ _READINGS: dict[str, Callable[[_Course], Iterable[object]]] = {
     "vaults_closed": lambda it: it.vaults.closed,
     "vault": lambda it: {assign.vault for assign in it.job.assignments.values()},
     "faults": lambda it: [fault.cause for fault in it.log.of(FaultDetected)],
+    "node_faults": lambda it: [
+        f"{node}:{fault.partition('(')[0]}" for node, fault in it.vaults.node_faults
+    ],
+    "fired": lambda it: [
+        f"{fired.fault.partition('(')[0]}:{fired.rank}:{fired.step}"
+        for fired in FaultRecord(it.folder / "job").read()
+    ],
+    "says_of_faults": lambda it: [len(it.log.of(FaultFired))],
     "stored": lambda it: it.store.steps,
+    "retries": lambda it: [event.again_in_s for event in it.log.of(CheckpointFailed)],
+    "pinned": lambda it: {
+        slot.step
+        for vault in it.vaults.by_node.values()
+        for slot in vault.slots.values()
+        if slot.pinned
+    },
     "marked": lambda it: sorted(it.store.marked),
 }

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.orchestrator.control import reconfigure
 from tests.orchestrator.control.course import follow
 
 LOSSES = {
@@ -265,7 +264,7 @@ NEW_FUNCTIONS = {
     "are called again where functions do not stay": NEWCOMER
     + """leaving 0 1; prepare 2; train 1; retired 0 1 2; wait 1; functions_stay False; size 3""",
 }
-STOPS = {
+CHECKPOINTS_AND_STOPS = {
     "a stop waits for long calls, also without checkpoints": """
         aa; train 1; stuck 0 1; stop; stop; wait 14; commanded stop 0 1; commanded fence
         release 0; commanded fence 1; wait 15; runs; release 1; stopped "after step 1"
@@ -279,6 +278,17 @@ STOPS = {
         aa; no_worker_starts; stop; stopped""",
     "a stop is immediate where a rank has finished": """
         aa; joined; returns 0; stop; stopped""",
+    "a failed write is retried": """
+        aaa max=3 every_steps=2; writes_fail 2; train 3; retries 1.0; wait 1; wait 2; stored 2
+        finish written=2 failed=2""",
+    "a write that always fails is given up": """
+        aaa max=3 every_steps=2; store_fails 7 "the disk is full"; train 3; wait 63
+        retries 1.0 2.0 4.0 8.0 16.0 32.0 None; pinned; train 1; stored 4""",
+    "a write of a missing slot is not retried": """
+        aaa max=3 every_steps=2; slot_is_missing; train 3; retries None""",
+    "training and repairs do not wait for a checkpoint": """
+        aaa max=3 every_steps=2; writes_hang; train 3; kill 1; train 2; pinned 2 4; stored
+        writes_end; stored 2 4; train 4; stored 2 4 6 8; pinned""",
     "the end waits for the last checkpoint": """
         aaa max=3 every_steps=2; train 1; writes_hang; last; wait 30; runs; writes_end
         succeeded written=1""",
@@ -315,13 +325,30 @@ STOPS = {
         aa steps=6 every_steps=5; store_fails 2 "the disk is full"; train 5; last; wait 1
         succeeded written=1 failed=2; stored 6""",
 }
+INJECTED = {
+    "a vault is killed, recorded and opened again, once": """
+        aabb max=4 faults=["kill_vault(node=1,step=3)"]; train 1; fired; train 1
+        node_faults b:kill_vault; fired kill_vault:2:3; says_of_faults 1; vaults_opened a b b
+        train 3; node_faults b:kill_vault""",
+    "a node that is dropped is repaired": """
+        aabb max=4 faults=["drop_node(node=1,step=3)"]; train 4; fired drop_node:2:3
+        members 4 5""",
+    "an impossible fault is told of once, and not recorded": """
+        aabb max=4 faults=["partition(node=0,step=2,seconds=5)"]
+        not_injectable a "the job's controller runs on that node"; train 5; node_faults; fired
+        says_times 1 "was not injected: the job's controller runs on that" """,
+    "a fault of a node waits until the node has ranks": """
+        aabb max=4 faults=["kill_vault(node=2,step=2)"]; train 3; come c; scale 2 5; wait 1
+        train 3; node_faults c:kill_vault""",
+}
 COURSES = {
+    **{f"injected: {name}": course for name, course in INJECTED.items()},
     **{f"loss: {name}": course for name, course in LOSSES.items()},
     **{f"failure: {name}": course for name, course in FAILURES.items()},
     **{f"state: {name}": course for name, course in STATE.items()},
     **{f"resize: {name}": course for name, course in RESIZES.items()},
     **{f"new functions: {name}": course for name, course in NEW_FUNCTIONS.items()},
-    **{f"end: {name}": course for name, course in STOPS.items()},
+    **{f"checkpoints, end: {name}": course for name, course in CHECKPOINTS_AND_STOPS.items()},
 }
 
 
@@ -331,10 +358,6 @@ async def test_course(folder: Path, course: str):
 
 
 @pytest.mark.parametrize("turns", range(30))
-async def test_two_losses_in_quick_succession(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, turns: int
-):
-    # In a large job, forming a generation takes several turns of the event loop.
-    monkeypatch.setattr(reconfigure, "LARGE_JOB_WORKERS", 1)
+async def test_two_losses_in_quick_succession(folder: Path, turns: int):
     course = f"aaa min=1 max=3; train 2; begin_kill 1; turns {turns}; kill 2"
     await follow(folder, f"{course}; finish steps=3 steps_redone=0 faults=lost:2")
