@@ -300,7 +300,7 @@ class Reconfiguration:
         """Lets the members leave; with checkpoints on, writes a last one. All of it takes at most
         `checkpoint.grace_period_s`."""
         ctx, generation = self._context, self._context.generation
-        checkpointing = ctx.plan.worker_spec.mirror.checkpoint_every_steps is not None
+        checkpointing = ctx.plan.writes_checkpoints
         until_s = ctx.now_s() + ctx.plan.spec.checkpoint.grace_period_s
         alive = [worker for worker in generation.assignments if ctx.registry.is_alive(worker)]
         ctx.broadcast(alive, WorkerCalls.end, generation.number)

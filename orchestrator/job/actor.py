@@ -28,7 +28,7 @@ from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.cluster.actor_pool import remove_stale_reservations
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
-from rayzero.orchestrator.control.context import DISK_MARGIN_S, Dependencies
+from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobFailedError, internal_error
 from rayzero.orchestrator.facts import EventBus
@@ -243,7 +243,7 @@ class JobActor:
         if self._stop_requested:
             run.controller.post_event(machine.StopRequested())
         result = await run.controller.run()
-        await save_summary(result, self._clock, self._disk_limit_s, self._warn)
+        await save_summary(result, self._clock, self._plan.disk_limit_s, self._warn)
         return result
 
     async def _open_run(self, past: PastRuns, lease: Lease) -> JobRun:
@@ -288,7 +288,7 @@ class JobActor:
         if self._run is not None:
             self._run.recorder.end(outcome)
             await asyncio.to_thread(self._run.trackers.close)
-        await asyncio.to_thread(self._writer.close, self._disk_limit_s)
+        await asyncio.to_thread(self._writer.close, self._plan.disk_limit_s)
         error = first_line(outcome) if isinstance(outcome, RayzeroError) else ""
         status = replace(await self.status(), state=final_state(outcome), error=error)
         if isinstance(outcome, JobResult):
@@ -310,12 +310,6 @@ class JobActor:
             text = f"the cluster cannot record the end of the job: {error}"
             self._events.on_event(JobWarning(text))
         return ended
-
-    @property
-    def _disk_limit_s(self) -> float:
-        """Limit for writes to the disk: an outage of it is, as for the ledger, shorter than half of
-        a hang."""
-        return self._plan.worker_spec.hang_timeout_s / 2 + DISK_MARGIN_S
 
     async def _wait_log_readers(self) -> None:
         """Waits until no client reads the log any more, with a limit."""

@@ -112,7 +112,8 @@ REASONS = {
         orchestrator.job.handle: STOP_MARGIN_S
         orchestrator.control.inbox: SILENCE_GRACE_S
         orchestrator.control.checkpoints: TRANSFER_GRACE_S
-        orchestrator.control.context: LEAST_COMMAND_TIMEOUT_S DISK_MARGIN_S
+        orchestrator.control.context: LEAST_COMMAND_TIMEOUT_S
+        orchestrator.plan: DISK_MARGIN_S
     """,
     "a choice of what is stored: older by one step, of what the vaults hold": """
         orchestrator.control.reconfigure: LEAVE_DELAY_S

@@ -119,6 +119,17 @@ class _Course:
         """A new worker is ready, and the time that others have to come with it passes."""
         await self.job.join(node, wait_s=JOIN_BATCH_S)
 
+    async def functions_hold(self, step: str) -> None:
+        """When they end: the state of that step instead of the last one; null: none."""
+        for process in self.cluster.processes.values():
+            process.memory_step = json.loads(step)
+            process.holds_state = process.memory_step is not None
+
+    async def folder_removed(self) -> None:
+        """With its checkpoints."""
+        self.store.steps.clear()
+        self.job.controller.on_folder_removed()
+
     async def joined(self, *workers: str) -> None:
         """Workers join one by one, where not `auto`."""
         await settle()

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from rayzero.engine.errors import RayzeroError
-from rayzero.orchestrator.control.checkpoints import WRITE_RETRY_BACKOFF_S
-from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job_events import Checkpointed, CheckpointFailed
 from rayzero.orchestrator.machine import State
 from rayzero.workers.messages import Finished, Joined, Pinned, StepReport
@@ -87,25 +82,6 @@ async def test_lost_node_costs_steps_since_last_replica(folder: Path):
     assert (result.steps, result.metrics["steps_redone"]) == (4, 2)
 
 
-def start_ending_job(folder: Path, cluster: FakeCluster, store: FakeCheckpointStore) -> Harness:
-    """A job of 6 steps with checkpoints of steps 5 and 6; the fake workers pin the first only."""
-    return Harness(folder, cluster, store, steps=6, checkpoint={"every_steps": 5})
-
-
-@pytest.mark.parametrize("memory", ["no state", "another step"])
-async def test_state_that_nobody_holds_fails_the_job(folder: Path, memory: str):
-    """No vault has the last step; the function may have loaded its best model."""
-    cluster = FakeCluster(checkpoint_every=5, mirrors=False)
-    harness = await Harness(folder, cluster, checkpoint={"every_steps": 5}).trained(6)
-    for process in cluster.processes.values():
-        process.holds_state = memory != "no state"
-        process.memory_step = 3
-    cluster.step(last=True)
-    await settle()
-    await harness.fails(JobFailedError, "step 7 is not stored: no complete copy of its state is l")
-    assert harness.store.steps == [5]
-
-
 async def test_function_that_returns_at_once_succeeds(folder: Path):
     """The messages of its whole life arrive together."""
     cluster = FakeCluster(auto=False)
@@ -121,7 +97,8 @@ async def test_function_that_returns_at_once_succeeds(folder: Path):
 
 async def test_checkpoint_is_stored_at_once_after_the_folder_was_removed(folder: Path):
     store = FakeCheckpointStore()
-    harness = await start_ending_job(folder, FakeCluster(checkpoint_every=2), store).trained(3)
+    cluster, checkpoint = FakeCluster(checkpoint_every=2), {"every_steps": 5}
+    harness = await Harness(folder, cluster, store, steps=6, checkpoint=checkpoint).trained(3)
     assert store.steps == [2]
 
     def find_removed() -> None:
@@ -138,15 +115,3 @@ async def test_checkpoint_is_stored_at_once_after_the_folder_was_removed(folder:
     await harness.steps(2)
     await harness.finish()
     assert store.steps == [3, 4, 6]
-
-
-async def test_removed_checkpoint_is_not_the_newest_any_more(folder: Path):
-    store = FakeCheckpointStore()
-    harness = await start_ending_job(folder, FakeCluster(checkpoint_every=5), store).trained(5)
-    store.steps.clear()
-    attempts = len(WRITE_RETRY_BACKOFF_S) + 1
-    store.errors = [RayzeroError("the folder is read-only") for _ in range(2 * attempts)]
-    harness.controller.on_folder_removed()
-    harness.cluster.step(last=True)
-    await harness.clock.advance(2 * sum(WRITE_RETRY_BACKOFF_S))
-    await harness.fails(JobFailedError, "there is no other one")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,11 +109,20 @@ async def test_error_before_first_step_fails_job(
         assert caught.traceback == "the user's frames"
 
 
-async def test_missing_resources_fail_job_at_start(folder: Path):
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [
+        ({"start_error": JobFailedError("no room")}, "no room"),
+        ({"open_store": None}, "rayzero itself failed: TypeError"),
+    ],
+)
+async def test_error_before_the_first_generation_fails_job(
+    folder: Path, broken: dict[str, Any], error: str
+):
     cluster = FakeCluster()
-    cluster.start_error = JobFailedError("no room")
+    vars(cluster).update(broken)
     harness = await Harness(folder, cluster).started()
-    await harness.fails(JobFailedError, "no room")
+    await harness.fails(JobFailedError, error)
     assert harness.states == [State.STARTING, State.FAILED]
 
 
@@ -148,17 +158,6 @@ async def test_job_that_queues_says_what_it_waits_for(folder: Path):
     said = [event.text for event in harness.log.of(ResourcesAwaited)]
     assert said == [text, ""]  # not again while nothing changes
     await harness.steps(1)
-
-
-async def test_internal_error_in_background_task_fails_job(folder: Path):
-    cluster = FakeCluster()
-
-    async def broken(worker: int) -> int:
-        raise KeyError(worker)
-
-    cluster.open_store = broken  # type: ignore[method-assign]
-    harness = await Harness(folder, cluster).started()
-    await harness.fails(JobFailedError, "rayzero itself failed: KeyError")
 
 
 async def test_job_with_nothing_left_says_so_before_workers_start_and_at_the_end(folder: Path):

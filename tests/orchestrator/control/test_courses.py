@@ -116,7 +116,7 @@ FAILURES = {
     "a replacement may take four measured first steps, whatever the limit for a start": """
         aa; wait 20; train 1; kill 0; wait 1; join; wait 0.5; assigned 1 2; stuck 2; beat 2; kill 1
         wait 61; says "it is killed after 80 s, 4 times the longest first step of a process"
-        commanded kill 0 1; wait 22; commanded kill 0 1 2; stop""",
+        commanded kill 0 1; wait 22; commanded kill 0 1 2; stop; stopped""",
     "a rank that stays after a drain is killed": """
         aa min=1 max=3; train 1; join; wait 0.5; state resizing; beat 1 waiting=true; leave 0
         stuck 1; wait 62; commanded kill 1 2; members 0""",
@@ -169,7 +169,7 @@ STATE = {
         finish steps=43 steps_trained=3 resumed_from=/runs/job/step-40; says_times 0 "no step" """,
     "a job trains once all ranks have joined": """
         aa auto=false; joined 0; states starting; joined 1; states starting running
-        stop; wait 30""",
+        stop; wait 30; stopped""",
 }
 RESIZES = {
     "new workers join in one batch at the end of a step": """
@@ -321,6 +321,15 @@ CHECKPOINTS_AND_STOPS = {
         aa steps=6 every_steps=5; train 5; store_fails 7 "the folder is read-only"; last; wait 63
         fails "ended after step 6.*6 is not stored: the folder is read-only.*of step 5 in /runs/job"
         state failed""",
+    "a state that nobody holds fails the job": """
+        aa every_steps=5 mirrors=false; train 6; functions_hold null; last
+        fails "step 7 is not stored: no complete copy of its state is left"; stored 5""",
+    "a state of another step, such as of the best model, is not stored as the last": """
+        aa every_steps=5 mirrors=false; train 6; functions_hold 3; last
+        fails "step 7 is not stored: no complete copy of its state is left"; stored 5""",
+    "a removed checkpoint is not the newest any more": """
+        aa steps=6 every_steps=5; train 5; stored 5; store_fails 14 "it is read-only"
+        folder_removed; last; wait 126; fails "there is no other one" """,
     "a step that is retried gives way to the last one": """
         aa steps=6 every_steps=5; store_fails 2 "the disk is full"; train 5; last; wait 1
         succeeded written=1 failed=2; stored 6""",
