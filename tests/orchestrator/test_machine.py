@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator import machine
 from rayzero.orchestrator.machine import (
     EVENTS,
     FINAL_STATES,
     TABLE,
-    AllFinished,
     Event,
     EventType,
-    FaultFatal,
-    FaultRecoverable,
-    GenerationFormed,
     IllegalEventError,
     Instruction,
-    ResizeRequested,
     State,
-    StopRequested,
-    StopTimedOut,
-    Submitted,
-    TrainingStopped,
-    WorkersPlaced,
     apply_event,
 )
 
 EXAMPLES: dict[EventType, Event] = {
-    Submitted: Submitted(),
-    WorkersPlaced: WorkersPlaced(),
-    GenerationFormed: GenerationFormed(1),
-    AllFinished: AllFinished(1),
-    FaultRecoverable: FaultRecoverable(1),
-    FaultFatal: FaultFatal(RayzeroError("it broke")),
-    ResizeRequested: ResizeRequested(1, "more workers"),
-    StopRequested: StopRequested(),
-    TrainingStopped: TrainingStopped(),
-    StopTimedOut: StopTimedOut(),
+    **{kind: kind() for kind in EVENTS if not dataclasses.fields(kind)},
+    **{kind: kind(1) for kind in (machine.GenerationFormed, machine.AllFinished)},
+    machine.FaultRecoverable: machine.FaultRecoverable(1),
+    machine.FaultFatal: machine.FaultFatal(RayzeroError("it broke")),
+    machine.ResizeRequested: machine.ResizeRequested(1, "more workers"),
 }
 # The table has a row for each state and a column for each event: `-` ignored, `!` illegal, or the
 # next state.
