@@ -21,6 +21,7 @@ from rayzero.workers.messages import MirrorPolicy, WorkerSpec
 _RAY_WORKING_DIR = re.compile(r"/working_dir_files/_ray_pkg_[^/]+")
 """Path of an unpacked `--working-dir`; Ray removes it some time after the job."""
 
+DISK_MARGIN_S = 10.0
 LOG_FILE = "logs/job.log"  # path of a job's log in its output folder
 
 
@@ -56,6 +57,16 @@ class JobPlan:
     def journal_url(self) -> str:
         """Path or URL of the job's state file, for messages."""
         return redact_url(state_url(self.job_folder))
+
+    @property
+    def disk_limit_s(self) -> float:
+        """How long journal and summary wait for their disk: an outage of it is, as for the ledger,
+        shorter than half of a hang."""
+        return self.worker_spec.hang_timeout_s / 2 + DISK_MARGIN_S
+
+    @property
+    def writes_checkpoints(self) -> bool:
+        return self.spec.checkpoint.every_steps is not None
 
     @property
     def updates_on_cpu(self) -> bool:

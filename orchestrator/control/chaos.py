@@ -125,7 +125,7 @@ class ClusterFaultInjector:
                 return await self._why_not_injectable(fault)
             except VaultLostError:
                 return "that node's vault does not respond"
-        if ctx.plan.worker_spec.mirror.checkpoint_every_steps is None:
+        if not ctx.plan.writes_checkpoints:
             return "the job writes no checkpoints (checkpoint.every_steps)"
         if fault.kind == "tear_file" and is_remote(ctx.plan.job_folder):
             return f"{ctx.plan.job_folder} is not on a local or mounted disk"

@@ -70,15 +70,11 @@ class JobCompletion:
                 state = await self._restore.find(1)
             except RayzeroError:
                 state = None
-            if state is None or not self._is_checkpointing:
+            if state is None or not self._context.plan.writes_checkpoints:
                 return
             await self._checkpoints.write_state(state)
             if self._checkpoints.covers(state.step):
                 return
-
-    @property
-    def _is_checkpointing(self) -> bool:
-        return self._context.plan.worker_spec.mirror.checkpoint_every_steps is not None
 
     async def _complete(self) -> None:
         ctx, generation = self._context, self._context.generation
@@ -119,7 +115,7 @@ class JobCompletion:
         """The step that should be the newest checkpoint: the last one. None if there should be
         none."""
         ctx = self._context
-        if not self._is_checkpointing or not ctx.generation.all_restored:
+        if not ctx.plan.writes_checkpoints or not ctx.generation.all_restored:
             return None  # without an engine there is no state
         return ctx.progress.steps or None
 

@@ -12,6 +12,7 @@ from rayzero.orchestrator.aio import (
     BackgroundTasks,
     ChangeNotifier,
     Clock,
+    ObservedState,
     PendingReplies,
     with_timeout,
 )
@@ -22,7 +23,6 @@ from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
 from rayzero.orchestrator.facts import EventBus, JobFacts
 from rayzero.orchestrator.job_events import JobEvent, JobWarning, RankEvent, Rewound
 from rayzero.orchestrator.machine import State
-from rayzero.orchestrator.observed import ObservedState
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.membership import Selected, WorkerLimits, WorkerRegistry
 from rayzero.orchestrator.policies.placement import assign_ranks
@@ -38,10 +38,6 @@ if TYPE_CHECKING:  # they import Ray, without which the controller is tested
 LEAST_COMMAND_TIMEOUT_S = 10.0
 """How long a worker or a vault may take to reply to a command in a job that must not hang for
 long; a quarter of `recovery.hang_timeout_s` if that is more."""
-
-DISK_MARGIN_S = 10.0
-"""For the journal and the summary, beyond an outage of their disk: that is, as for the ledger,
-shorter than half of a hang."""
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -103,8 +99,9 @@ class JobContext(ObservedState):
         self.timer = RecoveryTimer(deps.clock.now)
         self.speeds = SpeedTracker(balance=plan.spec.recovery.balance == "auto")
         self.tasks = BackgroundTasks(on_error)
-        disk_limit_s = plan.worker_spec.hang_timeout_s / 2 + DISK_MARGIN_S
-        self.numbers = GenerationNumbers(deps.events, deps.flush_journal, deps.clock, disk_limit_s)
+        self.numbers = GenerationNumbers(
+            deps.events, deps.flush_journal, deps.clock, plan.disk_limit_s
+        )
         self._on_error = on_error
         self.events: asyncio.Queue[machine.Event] = asyncio.Queue()
 

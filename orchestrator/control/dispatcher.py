@@ -151,8 +151,12 @@ class MessageDispatcher:
     def _on_left(self, worker: int, message: Finished | Stopped | Crashed) -> None:
         ctx, generation = self._context, self._context.generation
         if ctx.registry.is_ahead(worker):
-            if ctx.registry.is_alive(worker):  # else it was left out, or lost
-                self._failures.on_newcomer_ended(worker, message)
+            if not ctx.registry.is_alive(worker):
+                return  # it was left out, or lost
+            told = "the training function returned before it trained", ""
+            if isinstance(message, Crashed):
+                told = message.error, message.traceback
+            self._failures.on_newcomer_failed(worker, *told)
             return
         faults_before = len(generation.pending_faults)
         if not generation.on_left(worker, message, ctx.now_s()):

@@ -159,8 +159,9 @@ class ElasticScaler:
 
         limit_s = ctx.plan.spec.workers.start_timeout_s
         if not await ctx.wait_for(limit_s, is_over):
+            late = f"the training function did not come to its engine within {limit_s:g} s"
             for worker in self._preparing(ahead):
-                self._failures.on_newcomer_late(worker, limit_s)
+                self._failures.on_newcomer_failed(worker, f"{late} (workers.start_timeout_s)")
             return False
         same = ctx.generation is generation and registry.select_members() == selection
         return same and not self._preparing(ahead)

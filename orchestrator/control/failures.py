@@ -19,7 +19,7 @@ from rayzero.orchestrator.policies import failure
 from rayzero.orchestrator.policies.failure import LOSS_CAUSES, Fault, FaultCause
 from rayzero.orchestrator.policies.hang import Hang
 from rayzero.orchestrator.policies.recovery import Excluded
-from rayzero.workers.messages import Crashed, Finished, Stopped
+from rayzero.workers.messages import Crashed
 from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.vault import Vault
 
@@ -42,8 +42,8 @@ class FailureHandler:
         self.excluded = Excluded()
         """States from which no generation resumes again."""
         self._context = context
-        self._hung: dict[int, Hang] = {}
-        self._device_failures: dict[int, Crashed] = {}
+        self._explained: dict[int, tuple[FaultCause, dict[str, str]]] = {}
+        """By worker that is about to be lost, why, and `traceback` and `place` of its fault."""
         self._recorded_dead: set[int] = set()
         """Lost workers in the history: one may be lost to two generations while they change."""
         self._fatal_reported = False
@@ -53,14 +53,16 @@ class FailureHandler:
 
     def kill_hung(self, worker: int, hang: Hang, stacks: Stacks) -> None:
         """Kills a member that hangs, or that does not leave an ended generation."""
-        self._hung[worker] = replace(hang, place=stacks.place)
+        where = {"traceback": stacks.text, "place": stacks.place}
+        self._explained.setdefault(worker, (FaultCause.HANG, where))
         what = f", {stacks.activity}" if stacks.activity else ""
-        where = f"; it is at {stacks.place}{what}" if stacks.place else ""
-        self.on_worker_lost(worker, f"{hang.reason}{where}", stacks.text)
+        at = f"; it is at {stacks.place}{what}" if stacks.place else ""
+        self.on_worker_lost(worker, f"{hang.reason}{at}")
 
     def on_device_failed(self, worker: int, crash: Crashed) -> None:
         """A worker cannot use its device any more: its process, useless now, is lost."""
-        self._device_failures[worker] = crash
+        where = {"traceback": crash.traceback}
+        self._explained.setdefault(worker, (FaultCause.DEVICE, where))
         self.on_worker_lost(worker, crash.error)
 
     def on_fenced(self, generation: GenerationState) -> None:
@@ -111,10 +113,7 @@ class FailureHandler:
         ctx.registry.mark_lost(worker)
         self._kill(worker)  # a process that stopped responding must not come back
         cause = self._loss_cause(worker)
-        crash, hang = self._device_failures.get(worker), self._hung.get(worker)
-        frames = stack if crash is None else crash.traceback
-        place = hang.place if hang and cause is FaultCause.HANG else ""
-        where = {"traceback": frames, "place": place}
+        _, where = self._explained.get(worker, (cause, {"traceback": stack}))
         fault = ctx.generation.on_lost(worker, cause, detail, ctx.now_s(), **where)
         if fault is not None:
             self._announce(fault)
@@ -137,19 +136,8 @@ class FailureHandler:
             text = ", ".join(map(str, sorted(ranks)))
             ctx.warn(f"the training function is called again, in new processes (ranks {text})")
 
-    def on_newcomer_ended(self, worker: int, end: Finished | Stopped | Crashed) -> None:
-        """The function of a new worker has ended before its generation began."""
-        if isinstance(end, Crashed):
-            self._on_newcomer_failed(worker, end.error, end.traceback)
-        else:
-            self._on_newcomer_failed(worker, "the training function returned before it trained")
-
-    def on_newcomer_late(self, worker: int, limit_s: float) -> None:
-        """The function of a new worker does not come to where its generation can begin."""
-        text = f"the training function did not come to its engine within {limit_s:g} s"
-        self._on_newcomer_failed(worker, f"{text} (workers.start_timeout_s)")
-
-    def _on_newcomer_failed(self, worker: int, detail: str, traceback: str = "") -> None:
+    def on_newcomer_failed(self, worker: int, detail: str, traceback: str = "") -> None:
+        """The function of a new worker has ended, or is late, before its generation began."""
         ctx, call = self._context, self._context.registry.calls[worker]
         fault = Fault(
             FaultCause.NEWCOMER,
@@ -182,15 +170,11 @@ class FailureHandler:
         if error := failure.start_error(self.history, self._budget):
             raise error
 
-    def on_member_missing(self, worker: int) -> None:
-        """A worker was lost between its selection as a member and the rendezvous."""
-        ctx = self._context
-        ctx.generation.on_lost(worker, self._loss_cause(worker), "", ctx.now_s())
-        self.evaluate()
-
     def on_early_return(self, worker: int, reason: str) -> None:
         """A member's function returned although other members wait for it."""
-        self._context.generation.on_early_return(worker, reason, self._context.now_s())
+        ctx, generation = self._context, self._context.generation
+        cause, step = FaultCause.EARLY_RETURN, generation.step
+        generation.add_fault(worker, cause, step, reason, ctx.now_s())
         self.on_fault()
 
     def evaluate(self, *, grace_over: bool = False) -> None:
@@ -287,10 +271,8 @@ class FailureHandler:
     def _loss_cause(self, worker: int) -> FaultCause:
         ctx = self._context
         node_id = ctx.registry.info(worker).node_id
-        if worker in self._hung:
-            return FaultCause.HANG
-        if worker in self._device_failures:
-            return FaultCause.DEVICE
+        if worker in self._explained:
+            return self._explained[worker][0]
         if node_id in ctx.registry.draining_nodes:
             return FaultCause.PREEMPTED
         return FaultCause.PROCESS_LOST if node_id in ctx.vault_addresses else FaultCause.NODE_LOST

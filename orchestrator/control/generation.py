@@ -6,11 +6,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
 from typing import Any
 
-from rayzero.orchestrator.aio import Clock
+from rayzero.orchestrator.aio import Clock, ObservedState
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.facts import RESERVED_GENERATIONS, EventBus
 from rayzero.orchestrator.job_events import NumbersReserved
-from rayzero.orchestrator.observed import ObservedState
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.policies.membership import Selected
 from rayzero.workers.messages import (
@@ -166,7 +165,7 @@ class GenerationState(ObservedState):
         if isinstance(message, Crashed) and not self.fenced:
             cause = FaultCause(message.kind)
             where = {"traceback": message.traceback}
-            self._add_fault(worker, cause, message.step, message.error, at_s, **where)
+            self.add_fault(worker, cause, message.step, message.error, at_s, **where)
         return True
 
     def on_lost(
@@ -182,7 +181,7 @@ class GenerationState(ObservedState):
         self._in_process.pop(worker, None)
         if worker not in self.assignments or worker in self.finished:
             return None
-        return self._add_fault(worker, cause, self.step, detail, at_s, **where)
+        return self.add_fault(worker, cause, self.step, detail, at_s, **where)
 
     def notes(self, step: int) -> bytes:
         """The notes for the next function from that of the lowest rank that has left after `step`;
@@ -194,10 +193,6 @@ class GenerationState(ObservedState):
         """A member's process, which has left, is ended: the state in its memory is gone."""
         self._in_process.pop(worker, None)
 
-    def on_early_return(self, worker: int, reason: str, at_s: float) -> None:
-        """A member's function has returned although other members wait for it."""
-        self._add_fault(worker, FaultCause.EARLY_RETURN, self.step, reason, at_s)
-
     def _end(self, at_s: float) -> None:
         if self.ending_since_s is None:
             self.ending_since_s = at_s
@@ -206,9 +201,10 @@ class GenerationState(ObservedState):
         """Whether it is a message of an active member, about this generation."""
         return message.generation == self.number and worker in self.active
 
-    def _add_fault(
+    def add_fault(
         self, worker: int, cause: FaultCause, step: int, detail: str, at_s: float, **where: str
     ) -> Fault:
+        """Adds a member's fault to the pending ones. `where`: its `traceback` and `place`."""
         rank = self.assignments[worker].rank
         trained_s = at_s - max(self.restored.values()) if self.all_restored else 0.0
         member = self.workers[rank]

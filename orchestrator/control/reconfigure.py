@@ -33,9 +33,6 @@ from rayzero.workers.vault.records import Restore
 LEAVE_DELAY_S = 4.0
 """How long a stop waits for the members to leave before it writes the last checkpoint,
 from the vaults: a step that ends meanwhile is included."""
-LARGE_JOB_WORKERS = 500
-"""Number of workers from which the computation of their ranks and the rest of the rendezvous take
-two turns of the event loop, so that the report of a loss does not wait for all of it."""
 
 
 @dataclass(eq=False)
@@ -239,8 +236,6 @@ class Reconfiguration:
         assignments = ctx.assign(selection)
         notes = ctx.generation.notes(restore.step) if restore is not None else b""
         self._vaults.generation_uses(worker.node_id for worker in selection.members)
-        if len(assignments) >= LARGE_JOB_WORKERS:
-            await asyncio.sleep(0)
         generation = ctx.generation = GenerationState(
             number, selection, assignments, restore, ctx.changed.notify
         )
@@ -250,10 +245,6 @@ class Reconfiguration:
             number, generation.world_size, restore.step if restore is not None else 0
         ):
             ctx.emit(record)
-        if lost := [worker for worker in assignments if not ctx.registry.is_alive(worker)]:
-            for worker in lost:
-                self._failures.on_member_missing(worker)
-            return generation  # never joined by all; the fault begins another attempt
         self._inbox.start_generation()
         shares = ctx.speeds.start_generation(tuple(assignments))
         if store is None or store[0] not in assignments:
@@ -309,7 +300,7 @@ class Reconfiguration:
         """Lets the members leave; with checkpoints on, writes a last one. All of it takes at most
         `checkpoint.grace_period_s`."""
         ctx, generation = self._context, self._context.generation
-        checkpointing = ctx.plan.worker_spec.mirror.checkpoint_every_steps is not None
+        checkpointing = ctx.plan.writes_checkpoints
         until_s = ctx.now_s() + ctx.plan.spec.checkpoint.grace_period_s
         alive = [worker for worker in generation.assignments if ctx.registry.is_alive(worker)]
         ctx.broadcast(alive, WorkerCalls.end, generation.number)

@@ -126,18 +126,15 @@ class VaultManager:
                 ctx.warn(f"the vault on node {self._node_name(node)} was lost: {cause}")
                 # Its process may live: without its end, `open` would find it instead of a new one.
                 await ctx.deps.vaults.close(node)
-                await self._reopen(node)
+                # Its slots are lost: a resize with the same members gives them the new address, and
+                # their mirrors fill it again.
+                await self.open_with_retries(node, lambda: node in ctx.registry.nodes)
                 return
             for event in events:
                 if isinstance(event, FaultFired):
                     ctx.emit(event)
                 elif ctx.registry.owns_process(event.worker, event.pid):
                     self._on_lost(event.worker, event.end)
-
-    async def _reopen(self, node: str) -> None:
-        """Retries until it is up again, or its node has no workers. Its slots are lost: a resize
-        with the same members gives them the new address, and their mirrors fill it again."""
-        await self.open_with_retries(node, lambda: node in self._context.registry.nodes)
 
     def _node_name(self, node: str) -> str:
         return next((w.node for w in self._context.registry.ready if w.node_id == node), node)

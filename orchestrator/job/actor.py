@@ -11,9 +11,9 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -22,23 +22,35 @@ from ray.exceptions import RayError
 from rayzero.engine.errors import RayzeroError, first_line
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator import machine
-from rayzero.orchestrator.aio import Clock
+from rayzero.orchestrator.aio import Clock, with_timeout
 from rayzero.orchestrator.background_writer import BackgroundWriter
+from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.cluster.actor_pool import remove_stale_reservations
-from rayzero.orchestrator.control.context import DISK_MARGIN_S
+from rayzero.orchestrator.cluster.vault_group import VaultGroup
+from rayzero.orchestrator.cluster.worker_group import WorkerGroup
+from rayzero.orchestrator.control.context import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobFailedError, internal_error
+from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job.command_server import ensure_command_server
 from rayzero.orchestrator.job.ended_jobs import delete_ended, store_ended
 from rayzero.orchestrator.job.lease import Lease, acquire_lease
 from rayzero.orchestrator.job.log import LogPosition, read_log
-from rayzero.orchestrator.job.past_runs import load_past_runs, repeated_result
-from rayzero.orchestrator.job.recorder import EventBuffer
-from rayzero.orchestrator.job.run import JobRun, open_run, save_summary
-from rayzero.orchestrator.job_events import JobWarning
+from rayzero.orchestrator.job.past_runs import PastRuns, load_past_runs, repeated_result
+from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
+from rayzero.orchestrator.job_events import JobWarning, MetricsServed
 from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.metrics.telemetry import RunFiles, Telemetry
+from rayzero.orchestrator.metrics.trackers import Trackers
 from rayzero.orchestrator.plan import JobPlan
-from rayzero.orchestrator.results import EndedJob, EventPage, JobResult, JobStatus, final_state
+from rayzero.orchestrator.results import (
+    EndedJob,
+    EventPage,
+    JobResult,
+    JobStatus,
+    final_state,
+    write_summary,
+)
 from rayzero.orchestrator.spec import JobSpec
 
 FETCH_LINGER_S = 15.0
@@ -48,12 +60,23 @@ LOG_READ_LINGER_S = 5.0  # how long the process waits for the readers of its log
 RECORD_TIMEOUT_S = 5.0  # limit for recording the end in the cluster
 START_WAIT_S = 10.0  # how long a command waits for a job that is starting
 JOURNAL_WAIT_S = 3.0  # how long `scale` waits for the journal's disk; less than its client does
+SUMMARY_RETRY_S = 1.0  # pause between two attempts to write `summary.json`
 _START_POLL_S = 0.05
 _LOG_READER_IDLE_S = 1.5  # a reader that has not asked for this long has stopped
 _RECENT_POLL_S = 10.0
 _REPLY_FLUSH_S = 0.2  # between the last reply and the end of the process
 _GC_THRESHOLD = 50_000
 _SWITCH_INTERVAL_S = 0.001
+
+
+@dataclass(frozen=True)
+class JobRun:
+    """The parts of a run; complete from the start."""
+
+    recorder: JobRecorder
+    telemetry: Telemetry
+    trackers: Trackers
+    controller: Controller
 
 
 class JobActor:
@@ -215,21 +238,56 @@ class JobActor:
             await asyncio.to_thread(ensure_command_server)
         with suppress(RayError):  # then the record of the last run is shown for a little longer
             await asyncio.to_thread(delete_ended, plan.spec.name)
-        run = self._run = await open_run(
-            plan, self._can_grow, past, lease, self._events, self._writer, self._warn
-        )
+        run = self._run = await self._open_run(past, lease)
         if self._stop_requested:
             run.controller.post_event(machine.StopRequested())
         result = await run.controller.run()
-        await save_summary(result, self._clock, self._disk_limit_s, self._warn)
+        await save_summary(result, self._clock, self._plan.disk_limit_s, self._warn)
         return result
+
+    async def _open_run(self, past: PastRuns, lease: Lease) -> JobRun:
+        """Builds the run. Raises as `Telemetry`."""
+        plan, warn = self._plan, self._warn
+        # It exists if and only if the last run succeeded.
+        await asyncio.to_thread(plan.summary_path.unlink, missing_ok=True)
+        clock, events = Clock(), EventBus(past.lost)
+        telemetry = await asyncio.to_thread(lambda: Telemetry(plan, clock, self._writer, events))
+        if past.lost is not None:
+            await asyncio.to_thread(telemetry.restore_curves, plan.output_dir, warn)
+        # After the telemetry, whose wall time its entries include.
+        recorder = JobRecorder(
+            plan, self._events, self._writer, events, telemetry.seconds, lease.check
+        )
+        recorder.begin(adopted=past.lost is not None)
+        trackers = Trackers(plan, events.facts.began_at_s, warn)
+        trackers.subscribe_to(events)
+        RunFiles(plan.output_dir, telemetry, self._writer).subscribe_to(events)
+        if telemetry.port_note:
+            warn(telemetry.port_note)
+        if telemetry.url is not None:
+            events.emit(MetricsServed(telemetry.url))
+        if plan.output_is_temporary:
+            warn(
+                f"Ray removes {plan.output_dir} some time after the job, with its log and summary: "
+                "checkpoint.path with a shared folder or a URL keeps them"
+            )
+        vaults = VaultGroup(plan.worker_spec)
+        workers = WorkerGroup(plan.worker_spec, clock, self._can_grow, vaults)
+        store = CheckpointStore(plan, warn, adopting=past.lost is not None, check_lease=lease.check)
+
+        async def flush_journal(limit_s: float) -> bool:
+            return await asyncio.to_thread(recorder.flush_journal, limit_s)
+
+        dependencies = Dependencies(workers, vaults, store, events, clock, flush_journal)
+        controller = Controller(plan, dependencies, past.lost, past.last)
+        return JobRun(recorder, telemetry, trackers, controller)
 
     async def _record_end(self, outcome: JobResult | RayzeroError) -> EndedJob:
         """Makes the end durable before clients see it, within limits."""
         if self._run is not None:
             self._run.recorder.end(outcome)
             await asyncio.to_thread(self._run.trackers.close)
-        await asyncio.to_thread(self._writer.close, self._disk_limit_s)
+        await asyncio.to_thread(self._writer.close, self._plan.disk_limit_s)
         error = first_line(outcome) if isinstance(outcome, RayzeroError) else ""
         status = replace(await self.status(), state=final_state(outcome), error=error)
         if isinstance(outcome, JobResult):
@@ -252,18 +310,41 @@ class JobActor:
             self._events.on_event(JobWarning(text))
         return ended
 
-    @property
-    def _disk_limit_s(self) -> float:
-        """Limit for writes to the disk: an outage of it is, as for the ledger, shorter than half of
-        a hang."""
-        return self._plan.worker_spec.hang_timeout_s / 2 + DISK_MARGIN_S
-
     async def _wait_log_readers(self) -> None:
         """Waits until no client reads the log any more, with a limit."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LOG_READ_LINGER_S):
                 while self._clock.now() - self._last_log_read_s < _LOG_READER_IDLE_S:
                     await asyncio.sleep(_REPLY_FLUSH_S)
+
+
+async def save_summary(
+    result: JobResult, clock: Clock, limit_s: float, warn: Callable[[str], None]
+) -> None:
+    """Writes `summary.json`, with retries: an outage of its disk is shorter than the limit. Raises
+    JobFailedError if the disk does not take it, or does not answer."""
+    reasons: list[str] = []
+
+    async def write() -> None:
+        while True:
+            try:
+                return await asyncio.to_thread(write_summary, result)
+            except OSError as error:
+                if not reasons:
+                    warn(f"{result.summary_path} cannot be written, retrying: {error}")
+                reasons.append(str(error))
+            await clock.sleep(SUMMARY_RETRY_S)
+
+    try:
+        await with_timeout(clock, limit_s, write())
+    except TimeoutError:
+        reason = reasons[-1] if reasons else "no answer from the disk"
+        raise JobFailedError(
+            f"training has succeeded, but {result.summary_path} cannot be written for "
+            f"{limit_s:g} s: {reason}",
+            fix="checkpoint.path, the disk it is on, or a longer recovery.hang_timeout_s, of which "
+            "half is waited for",
+        ) from None
 
 
 def tune_gc_and_switch_interval() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from rayzero.orchestrator.aio import ObservedState
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.observed import ObservedState
 from rayzero.orchestrator.policies.placement import CallState, FunctionCall
 from rayzero.workers.messages import WorkerInfo
 

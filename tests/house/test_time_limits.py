@@ -26,12 +26,11 @@ REASONS = {
         orchestrator.aio: WORKER_POLL_S
         orchestrator.job.client: LOG_POLL_S
         orchestrator.job.api: _RETRY_INTERVAL_S
-        orchestrator.job.actor: _SWITCH_INTERVAL_S _REPLY_FLUSH_S _START_POLL_S
+        orchestrator.job.actor: _SWITCH_INTERVAL_S _REPLY_FLUSH_S _START_POLL_S SUMMARY_RETRY_S
         orchestrator.job.prestop: _POLL_S
         orchestrator.job.handle: LONG_POLL_S _RETRY_PAUSE_S
         orchestrator.job.lease: CLAIM_POLL_S
         orchestrator.job.recorder: BATCH_DELAY_S _LOG_FLUSH_INTERVAL_S
-        orchestrator.job.run: SUMMARY_RETRY_S
         orchestrator.metrics.http_server: CPU_BURST_S _CPU_CHECK_S _MAX_THROTTLE_S
         orchestrator.metrics.endpoint: _POLL_S _SLACK_S
         orchestrator.metrics.trackers: FLUSH_INTERVAL_S
@@ -113,7 +112,8 @@ REASONS = {
         orchestrator.job.handle: STOP_MARGIN_S
         orchestrator.control.inbox: SILENCE_GRACE_S
         orchestrator.control.checkpoints: TRANSFER_GRACE_S
-        orchestrator.control.context: LEAST_COMMAND_TIMEOUT_S DISK_MARGIN_S
+        orchestrator.control.context: LEAST_COMMAND_TIMEOUT_S
+        orchestrator.plan: DISK_MARGIN_S
     """,
     "a choice of what is stored: older by one step, of what the vaults hold": """
         orchestrator.control.reconfigure: LEAVE_DELAY_S

@@ -427,8 +427,16 @@ class FakeCluster:
     def broadcast(
         self, workers: Iterable[int], method: Callable[..., None], *args: Any
     ) -> PendingReplies:
-        replies: PendingReplies = getattr(self, method.__name__)(workers, *args)
-        return replies
+        execute: Callable[..., object] = {
+            "stop": lambda worker, generation: self.auto and self._leave(worker, generation),
+            "end": lambda worker, generation: None,
+            "drain": self._drain,
+            "fence": self._leave,
+            "inject": lambda worker, faults: self.injected.append(
+                (worker, tuple(map(str, faults)))
+            ),
+        }[method.__name__]
+        return self._command(method.__name__, workers, lambda worker: execute(worker, *args))
 
     async def open_store(self, worker: int) -> int:
         await self._receive_command("store", worker)
@@ -497,18 +505,6 @@ class FakeCluster:
         if assign and assign.generation == generation:
             self.processes[worker].drain = True
 
-    def stop(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        return self._command("stop", workers, lambda w: self.auto and self._leave(w, generation))
-
-    def end(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        return self._command("end", workers, lambda worker: None)
-
-    def drain(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        return self._command("drain", workers, lambda worker: self._drain(worker, generation))
-
-    def fence(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        return self._command("fence", workers, lambda worker: self._leave(worker, generation))
-
     def _command(
         self, name: str, workers: Iterable[int], execute: Callable[[int], object]
     ) -> PendingReplies:
@@ -532,10 +528,6 @@ class FakeCluster:
                 self.commands.append((name, worker))
                 execute(worker)
             replies.mark_done([worker])
-
-    def inject(self, workers: Iterable[int], faults: Sequence[FaultSpec]) -> PendingReplies:
-        texts = tuple(map(str, faults))
-        return self._command("inject", workers, lambda w: self.injected.append((w, texts)))
 
     async def salvage(self, worker: int, vault: str) -> SlotInfo:
         await self._receive_command("salvage", worker)
@@ -605,7 +597,6 @@ class FakeVaultGroup:
         self.not_injectable: dict[str, str] = {}
         self.node_faults: list[tuple[str, str]] = []
         self.still_running: set[int] = set()  # killed processes that have not exited
-        self.writes = 0
         self.releases = 0
         self.may_open = True
         self.may_write = asyncio.Event()
@@ -683,7 +674,6 @@ class FakeVaultGroup:
 
     async def write(self, node_id: str, folder: str, slots: Sequence[SlotRef]) -> list[RankFile]:
         await asyncio.sleep(0)
-        self.writes += 1
         await self.may_write.wait()
         if self.write_errors:
             raise self.write_errors.pop(0)

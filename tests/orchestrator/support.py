@@ -37,7 +37,7 @@ from rayzero.orchestrator.journal.entries import (
     parse_facts,
 )
 from rayzero.orchestrator.journal.files import JournalFiles
-from rayzero.orchestrator.machine import State, StopRequested
+from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.policies.recovery import CheckpointRef
@@ -288,10 +288,6 @@ class Harness:
         worker = self.cluster.join(node)
         await self.clock.advance(wait_s)
         return worker
-
-    async def stop(self, wait_s: float = 0.0) -> None:
-        self.controller.post_event(StopRequested())
-        await self.clock.advance(wait_s)
 
     async def fails(self, kind: type[E], match: str | None = None) -> E:
         """The error that the job has ended with."""

@@ -1,4 +1,4 @@
-"""Hostile job files, differences of two specs, and the plan of a job; `test_spec` has the rest."""
+"""Job files: keys, overrides, mistakes, hostile ones; differences of two; the plan of a job."""
 
 from __future__ import annotations
 
@@ -23,10 +23,29 @@ from rayzero.orchestrator.job_file import (
     to_document,
 )
 from rayzero.orchestrator.plan import JobPlan, make_plan
-from rayzero.orchestrator.spec import CheckpointSpec, JobSpec
+from rayzero.orchestrator.spec import CheckpointSpec, JobSpec, Workers
+from rayzero.workers.messages import SCRIPT_ENTRYPOINT
 from tests.support.mutations import mutate_text, mutate_tree, read_mutations, to_json
 
 SMALL = "name: job\nentrypoint: m:f\n"
+WHOLE = """
+name: gpt-stdlib
+entrypoint: examples.gpt.train:train
+args: {layers: 4, width: 256}
+engine: engine.json
+workers: {min: 2, max: 4, cpus: 1, gpus: 0}
+steps: 200
+seed: 0
+checkpoint: {path: runs, every_steps: 50, keep: 3, keep_every: 100, resume: auto, grace_period_s:
+30}
+recovery: {replicas: 1, hang_timeout_s: 30, max_faults: 20, fault_window_s: 3600, balance: even}
+metrics: {port: 9400}
+faults: ['kill(rank=1, step=7, phase="reduce")']
+ledger: true
+"""
+MINIMAL = {"name": "job", "entrypoint": "m:f"}
+BATCH_SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+ENGINE = {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
 JOB = {
     "name": "job",
     "entrypoint": "examples.gpt.train:train",
@@ -50,16 +69,170 @@ NAMES = (*JobSpec.model_json_schema()["properties"], "min", "gpus", "resume", "s
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("engine.json").write_text(json.dumps(ENGINE))
 
 
-def load(content: str | bytes, *overrides: str) -> JobSpec:
-    Path("job.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+def load(content: str | bytes | dict[str, Any], *overrides: str) -> JobSpec:
+    text = yaml.safe_dump(content) if isinstance(content, dict) else content
+    Path("job.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     return load_job(Path("job.yaml"), overrides)
 
 
 def levels(count: int, width: int) -> str:
     lines = [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * width)}]" for n in range(1, count + 1)]
     return "\n  ".join(["args:\n  x0: &x0 [lol]", *lines])
+
+
+def test_job_file_of_documentation():
+    spec = load(WHOLE)
+    assert (spec.name, spec.entrypoint) == ("gpt-stdlib", "examples.gpt.train:train")
+    assert spec.args == {"layers": 4, "width": 256}
+    assert spec.engine == ENGINE
+    assert (spec.workers.min, spec.workers.most, spec.steps) == (2, 4, 200)
+    assert spec.recovery.hang_timeout_s == 30
+
+
+def test_overrides_win_and_reach_into_engine_config():
+    changes = ["steps=3", "workers.max=2", "engine.zero_optimization.stage=3", "args.data=/tmp/x"]
+    spec = load(WHOLE, *changes)
+    assert (spec.steps, spec.workers.most) == (3, 2)
+    assert isinstance(spec.engine, dict)
+    assert spec.engine["zero_optimization"]["stage"] == 3
+    assert spec.args["data"] == "/tmp/x"
+
+
+def test_environment_of_workers():
+    env = {"NCCL_DEBUG": "INFO", "NCCL_NVLS_ENABLE": "1", "TORCH_NCCL_BLOCKING_WAIT": "false"}
+    assert load({**MINIMAL, "workers": {"env": env}}).workers.env == env
+    assert load(MINIMAL, "workers.env.NCCL_DEBUG=INFO").workers.env == {"NCCL_DEBUG": "INFO"}
+
+
+def test_exponents_make_numbers():
+    """PyYAML alone reads 1e-4 as a string."""
+    text = "{name: job, entrypoint: 'm:f', args: {a: 1e-4, b: 2E+3, c: .5e1, d: '1e-4', e: 1e-4x}}"
+    assert load(text).args == {"a": 1e-4, "b": 2e3, "c": 5.0, "d": "1e-4", "e": "1e-4x"}
+    assert load(MINIMAL, "args.lr=3e-4").args == {"lr": 3e-4}
+
+
+def test_inline_engine_config():
+    assert load({**MINIMAL, "engine": ENGINE}).engine == ENGINE
+    assert load({**MINIMAL, "engine": ENGINE}, "engine=null").engine is None
+    assert load(MINIMAL, "engine=engine.json").engine == ENGINE
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"step": 5}, ["step: unknown key", "did you mean 'steps'?"]),
+        ({"workers": {"gpu": 1}}, ["workers.gpu: unknown key", "did you mean 'gpus'?"]),
+        ({"steps": "many"}, ["steps:", "valid integer", "'many'"]),
+        ({"steps": 1.5}, ["steps:", "1.5"]),
+        ({"steps": 0}, ["steps:", "greater than or equal to 1"]),
+        ({"workers": {"min": 0}}, ["workers.min:", "(seen: 0)"]),
+        ({"workers": {"min": 3, "max": 2}}, ["workers.max:", "workers.min, which is 3"]),
+        ({"workers": {"gpus": 2}}, ["workers.gpus:", "less than or equal to 1"]),
+        ({"workers": 4}, ["workers:", "(seen: 4)"]),
+        ({"workers": {"env": {"NCCL_DEBUG": 1}}}, ["workers.env.NCCL_DEBUG:", 'in quotes, "1"']),
+        ({"workers": {"env": {"A-B": "1"}}}, ["workers.env:", "'A-B' is not the name"]),
+        ({"workers": {"env": {"A": "\0"}}}, ["workers.env:", "NUL"]),
+        ({"workers": {"env": {"RANK": "1"}}}, ["must not set RANK: each generation sets it"]),
+        ({"workers": {"env": {"OMP_NUM_THREADS": "4"}}}, ["workers.cpus sets it"]),
+        ({"workers": {"env": {"CUDA_VISIBLE_DEVICES": "4"}}}, ["Ray sets it"]),
+        ({"workers": {"env": {"RAY_X": "4"}}}, ["must not set RAY_X: Ray reads it before"]),
+        (
+            {"workers": {"env": {"TORCH_NCCL_BLOCKING_WAIT": "yes"}}},
+            ["not set TORCH_NCCL_BLOCKING_WAIT=yes: the host", "peer's death hangs the survivors"],
+        ),
+        ({"workers": {"env": {"A-B": "1", "WANDB_API_KEY": "key!"}}}, ["'WANDB_API_KEY': '***'"]),
+        ({"name": "a/b"}, ["name:", "'a/b'"]),
+        ({"name": "../up"}, ["name:"]),
+        ({"entrypoint": "train"}, ["entrypoint:", "module:function"]),
+        ({"engine": {"zero_optimization": {"stag": 2}}}, ["zero_optimization.stag", "'stage'"]),
+        ({"engine": {"train_batch_size": "x"}}, ["train_batch_size"]),
+        (
+            {"engine": dict.fromkeys(BATCH_SIZES, 2) | {"train_batch_size": 9}},
+            ["batch sizes disagree"],
+        ),
+        ({"engine": "nowhere.json"}, ["nowhere.json", "cannot be read"]),
+        ({"checkpoint": {"path": "ftp://host/runs"}}, ["checkpoint.path", "s3://"]),
+        ({"checkpoint": {"path": "s3://"}}, ["checkpoint.path", "s3://bucket/runs"]),
+        ({"checkpoint": {"keep": 0}}, ["checkpoint.keep", "greater than or equal to 1"]),
+        ({"recovery": {"balance": "fast"}}, ["recovery.balance", "'even' or 'auto'"]),
+        ({"recovery": {"mirror_every": 0}}, ["recovery.mirror_every"]),
+        ({"workers": {"spares": -1}}, ["workers.spares"]),
+        (
+            {"engine": {"zero_optimization": {"stage": 1}}, "workers": {"min": 2, "max": 4}},
+            ["vary from 2 to 4 samples", "train_batch_size"],
+        ),
+        ({"metrics": {"port": 99999}}, ["metrics.port", "65535"]),
+        ({"seed": -1, "steps": 0}, ["2 mistakes", "seed:", "steps:"]),
+    ],
+)
+def test_each_error_has_a_message_with_path(change: dict[str, Any], words: list[str]):
+    with pytest.raises(ConfigError) as caught:
+        load({**MINIMAL, **change})
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("document", "override", "words"),
+    [
+        ({"entrypoint": "m:f"}, "seed=1", "name: this key is required"),
+        ({"name": "job"}, "seed=1", "entrypoint: this key is required"),
+        ("", "seed=1", "a mapping of keys to values was expected"),
+        ("- a\n- b\n", "seed=1", "a mapping of keys to values was expected, not list"),
+        ("1: x\n", "seed=1", "a key is not text"),
+        ("name: [unclosed\n", "seed=1", "is not YAML: line 2"),
+        ("name: a\n\tsteps: 3\n", "seed=1", "is not YAML: line"),
+        (MINIMAL, "steps", "has no '='"),
+        (MINIMAL, "=3", "has no '='"),
+        (MINIMAL, "steps=[", "is not YAML"),
+        (MINIMAL, "name.x=3", "'name' is not a mapping"),
+        (MINIMAL, "stepz=3", "unknown key"),
+    ],
+)
+def test_file_or_override_is_refused(document: Any, override: str, words: str):
+    with pytest.raises(ConfigError, match=words):
+        load(document, override)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"min": 3, "max": 2}, "workers: max: must not be less than workers.min, which is 3"),
+        ({"mn": 3}, "workers: mn: unknown key (did you mean 'min'?)"),
+    ],
+)
+def test_workers_class_reports_same_errors(values: dict[str, int], words: str):
+    with pytest.raises(ConfigError) as error:
+        Workers(**values)  # type: ignore[arg-type]
+    assert words in str(error.value)
+
+
+def test_old_key_name_is_accepted():
+    spec = load({**MINIMAL, "checkpoint": {"notice_s": 7}})
+    assert spec.checkpoint.grace_period_s == 7
+    with pytest.raises(ConfigError, match="notice_s is the old name of grace_period_s"):
+        load({**MINIMAL, "checkpoint": {"notice_s": 7, "grace_period_s": 8}})
+    of_checkpoint = JobSpec.model_json_schema()["$defs"]["CheckpointSpec"]["properties"]
+    assert "deprecated" in of_checkpoint["notice_s"]
+
+
+def test_json_schema():
+    schema = JobSpec.model_json_schema()
+    assert {*yaml.safe_load(WHOLE), "launch"} == set(schema["properties"])
+    of_recovery = schema["$defs"]["RecoverySpec"]["properties"]
+    assert "seconds" in of_recovery["hang_timeout_s"]["description"]
+
+
+def test_launch_takes_the_place_of_an_entrypoint():
+    spec = JobSpec.model_validate({"name": "a", "launch": {"script": "t.py", "args": ["--n", 3]}})
+    assert (spec.launch.args, spec.entrypoint) == (["--n", "3"], SCRIPT_ENTRYPOINT)
+    assert JobSpec.model_validate(spec.model_dump(mode="json")) == spec  # as the journal has it
+    for wrong in ({"entrypoint": "m:f"}, {"args": {"a": 1}}, {"launch": {}}):
+        with pytest.raises(ValueError, match="launch"):
+            JobSpec.model_validate({"name": "a", "launch": {"script": "t.py"}} | wrong)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +298,11 @@ def test_hostile_override_is_a_config_error(override: str) -> None:
         load(SMALL, override if override[1] == "r" or override[0] == "s" else f"args.{override}")
 
 
-def test_only_regular_files_are_read() -> None:
+def test_only_regular_files_of_text_are_read() -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load_job(Path("missing.yaml"))
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(b"\xff\xfe\x00")
     os.mkfifo("fifo")
     for path in ("fifo", "/dev/zero", "."):
         with pytest.raises(ConfigError, match=r"cannot be read: (it is not a regular|Is a dir)"):

@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator import machine
 from rayzero.orchestrator.machine import (
     EVENTS,
     FINAL_STATES,
     TABLE,
-    AllFinished,
     Event,
     EventType,
-    FaultFatal,
-    FaultRecoverable,
-    GenerationFormed,
     IllegalEventError,
     Instruction,
-    ResizeRequested,
     State,
-    StopRequested,
-    StopTimedOut,
-    Submitted,
-    TrainingStopped,
-    WorkersPlaced,
     apply_event,
 )
 
 EXAMPLES: dict[EventType, Event] = {
-    Submitted: Submitted(),
-    WorkersPlaced: WorkersPlaced(),
-    GenerationFormed: GenerationFormed(1),
-    AllFinished: AllFinished(1),
-    FaultRecoverable: FaultRecoverable(1),
-    FaultFatal: FaultFatal(RayzeroError("it broke")),
-    ResizeRequested: ResizeRequested(1, "more workers"),
-    StopRequested: StopRequested(),
-    TrainingStopped: TrainingStopped(),
-    StopTimedOut: StopTimedOut(),
+    **{kind: kind() for kind in EVENTS if not dataclasses.fields(kind)},
+    **{kind: kind(1) for kind in (machine.GenerationFormed, machine.AllFinished)},
+    machine.FaultRecoverable: machine.FaultRecoverable(1),
+    machine.FaultFatal: machine.FaultFatal(RayzeroError("it broke")),
+    machine.ResizeRequested: machine.ResizeRequested(1, "more workers"),
 }
 # The table has a row for each state and a column for each event: `-` ignored, `!` illegal, or the
 # next state.
@@ -92,44 +80,6 @@ def test_transition(state: State, event: EventType):
     assert after == TABLE[state, event]
     assert (after == (state, ())) == (cell == "-")
     assert after.next_state is ABBREVIATIONS.get(cell, state)
-
-
-BEGIN = [Instruction.PLACE_WORKERS, Instruction.FORM_GENERATION]
-END = [Instruction.RELEASE_WORKERS, Instruction.WRITE_SUMMARY]
-FORMED = [Instruction.RELEASE_NOT_CHOSEN]
-RECOVER = [Instruction.RECOVER]
-
-
-@pytest.mark.parametrize(
-    ("state", "events", "end", "instructions"),
-    [
-        (
-            State.PENDING,
-            [Submitted(), WorkersPlaced(), GenerationFormed(1), AllFinished(1)],
-            State.SUCCEEDED,
-            [*BEGIN, *FORMED, *END],
-        ),
-        (
-            State.RUNNING,
-            [FaultRecoverable(1), FaultRecoverable(1), GenerationFormed(2)],
-            State.RUNNING,
-            [*RECOVER, *RECOVER, *FORMED],
-        ),
-        (
-            State.RUNNING,
-            [ResizeRequested(1, "more workers"), FaultRecoverable(1), GenerationFormed(2)],
-            State.RUNNING,
-            [Instruction.RESIZE, *RECOVER, *FORMED],
-        ),
-    ],
-    ids=["success", "second fault restarts recovery", "fault turns a resize into recovery"],
-)
-def test_path(state: State, events: list[Event], end: State, instructions: list[Instruction]):
-    made: list[Instruction] = []
-    for event in events:
-        state, more = apply_event(state, event)
-        made += more
-    assert (state, made) == (end, instructions)
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=40))

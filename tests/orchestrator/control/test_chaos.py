@@ -25,43 +25,6 @@ async def inject(harness: Harness, *faults: str) -> str:
     return await harness.controller.inject(faults)
 
 
-async def test_killed_vault_is_recorded_and_reopened(folder: Path):
-    harness = await start_job(folder, "kill_vault(node=1, step=3)").trained(1)
-    assert fired_faults(folder) == []
-    await harness.steps(1)
-    vaults = harness.cluster.vaults
-    assert vaults.node_faults == [("b", "kill_vault(node=1, step=3)")]
-    assert fired_faults(folder) == ["kill_vault(node=1, step=3)"]
-    assert harness.log.of(FaultFired) == [FaultFired(2, 3, "kill_vault(node=1, step=3)")]
-    assert vaults.opened.count("b") == 2
-    await harness.steps(3)
-    assert len(vaults.node_faults) == 1
-
-
-async def test_dropped_node_is_repaired(folder: Path):
-    harness = await start_job(folder, "drop_node(node=1, step=3)").trained(4)
-    assert fired_faults(folder) == ["drop_node(node=1, step=3)"]
-    assert {worker.info.node_id for worker in harness.cluster.members} == {"a"}
-
-
-async def test_impossible_node_fault_is_warned_of_once_and_not_recorded(folder: Path):
-    harness = start_job(folder, "partition(node=0, step=2, seconds=5)")
-    harness.cluster.vaults.not_injectable["a"] = "the job's controller runs on that node"
-    await harness.steps(5)
-    assert harness.cluster.vaults.node_faults == []
-    assert fired_faults(folder) == []
-    assert harness.warnings.count("was not injected: the job's controller runs on that") == 1
-
-
-async def test_node_fault_waits_until_node_has_ranks(folder: Path):
-    harness = await start_job(folder, "kill_vault(node=2, step=2)").trained(3)
-    harness.cluster.join("c")
-    harness.controller.scale(2, 5)
-    await harness.clock.advance(1)
-    await harness.steps(3)
-    assert harness.cluster.vaults.node_faults == [("c", "kill_vault(node=2, step=2)")]
-
-
 async def test_worker_fault_reaches_current_and_future_workers(folder: Path):
     harness = await start_job(folder).trained(3)
     reply = await inject(harness, "kill(rank=1)", "hang(rank=2, step=90)")

@@ -4,107 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from rayzero.engine.errors import DataError, RayzeroError
-from rayzero.orchestrator.control.checkpoints import WRITE_RETRY_BACKOFF_S
-from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
 from rayzero.orchestrator.job_events import Checkpointed, CheckpointFailed
 from rayzero.orchestrator.machine import State
 from rayzero.workers.messages import Finished, Joined, Pinned, StepReport
 from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster
 from tests.orchestrator.support import Harness, settle
 
-DISK_FULL = RayzeroError("the disk is full")
-
-
-def start_job(folder: Path, every: int = 2, **changes: object) -> Harness:
-    checkpoint = {"every_steps": every} | dict(changes.pop("checkpoint", {}))  # type: ignore[call-overload]
-    cluster = FakeCluster(3, checkpoint_every=every)
-    return Harness(folder, cluster, workers=(2, 3), checkpoint=checkpoint, **changes)
-
-
-def pinned_steps(harness: Harness) -> set[int]:
-    return {
-        slot.step
-        for vault in harness.cluster.vaults.by_node.values()
-        for slot in vault.slots.values()
-        if slot.pinned
-    }
-
 
 async def test_pinned_step_is_written_and_unpinned(folder: Path):
-    harness = start_job(folder)
-    harness.store.keep = 1
+    cluster, store = FakeCluster(3, checkpoint_every=2), FakeCheckpointStore()
+    store.keep = 1
+    harness = Harness(folder, cluster, store, workers=(2, 3), checkpoint={"every_steps": 2})
     await harness.steps(5)
-    assert harness.store.steps == [4]
-    assert harness.store.prunes == 2
+    assert store.steps == [4]
+    assert store.prunes == 2
     assert [it["step"] for it in harness.telemetry.snapshot()["checkpoints"]] == [4]
-    assert pinned_steps(harness) == set()
+    assert not any(slot.pinned for slot in cluster.vaults.by_node["a"].slots.values())
     events = [(it.step, it.nbytes, it.stopped_s) for it in harness.log.of(Checkpointed)]
     assert events == [(2, 192, 0.01), (4, 192, 0.01)]
-    result = await harness.finish()
-    assert result.metrics["checkpoints"] == {"written": 3, "failed": 0}
-
-
-async def test_job_waits_for_last_checkpoint(folder: Path):
-    harness = await start_job(folder).trained(1)
-    harness.cluster.vaults.may_write.clear()
-    await settle()
-    assert harness.cluster.step(last=True)
-    await harness.clock.advance(30)
-    assert not harness.run.done()
-    harness.cluster.vaults.may_write.set()
-    await settle()
-    assert (await harness.result()).metrics["checkpoints"]["written"] == 1
-
-
-async def test_failed_write_is_reported_and_retried(folder: Path):
-    harness = start_job(folder)
-    harness.cluster.vaults.write_errors = [DISK_FULL, DISK_FULL]
-    await harness.steps(3)
-    (event,) = harness.log.of(CheckpointFailed)
-    assert (event.step, event.text) == (2, "the disk is full")
-    assert (event.tries, event.again_in_s) == (1, 1.0)
-    await harness.clock.advance(WRITE_RETRY_BACKOFF_S[0])
-    await harness.clock.advance(WRITE_RETRY_BACKOFF_S[1])
-    assert harness.store.steps == [2]
-    assert (await harness.finish()).metrics["checkpoints"] == {"written": 2, "failed": 2}
-
-
-async def test_checkpoint_is_abandoned_after_retries(folder: Path):
-    harness = start_job(folder)
-    harness.store.errors = [DISK_FULL] * (len(WRITE_RETRY_BACKOFF_S) + 1)
-    await harness.steps(3)
-    await harness.clock.advance(sum(WRITE_RETRY_BACKOFF_S))
-    events = harness.log.of(CheckpointFailed)
-    assert [event.again_in_s for event in events] == [*WRITE_RETRY_BACKOFF_S, None]
-    assert pinned_steps(harness) == set()
-    await harness.steps(1)
-    assert harness.store.steps == [4]
-
-
-async def test_write_of_missing_slot_is_not_retried(folder: Path):
-    harness = start_job(folder)
-    harness.cluster.vaults.write_errors = [DataError("the slot is gone")]
-    await harness.steps(3)
-    (event,) = harness.log.of(CheckpointFailed)
-    assert (event.step, event.tries, event.again_in_s) == (2, 1, None)
-
-
-async def test_training_and_repairs_do_not_wait_for_a_checkpoint(folder: Path):
-    harness = start_job(folder)
-    harness.cluster.vaults.may_write.clear()
-    await harness.steps(3)
-    harness.cluster.kill(1)
-    await harness.steps(2)
-    assert pinned_steps(harness) >= {2}
-    assert harness.store.steps == []
-    harness.cluster.vaults.may_write.set()
-    await settle()
-    assert harness.store.steps[0] == 2
-    await harness.steps(4)
-    assert pinned_steps(harness) == set()
 
 
 async def test_incomplete_pins_of_lost_generation_are_released(folder: Path):
@@ -165,97 +82,6 @@ async def test_lost_node_costs_steps_since_last_replica(folder: Path):
     assert (result.steps, result.metrics["steps_redone"]) == (4, 2)
 
 
-@pytest.mark.parametrize(("every", "steps"), [(100, 6), (3, 2)], ids=["none is due", "one is due"])
-async def test_stop_writes_one_checkpoint_after_current_step(folder: Path, every: int, steps: int):
-    harness = await start_job(folder, every=every).trained(steps)
-    await harness.stop()
-    assert harness.states[-1] is State.STOPPING
-    await harness.steps(1)
-    assert harness.store.steps == [steps + 1]
-    await harness.fails(JobStoppedError, f"after step {steps + 1}")
-
-
-@pytest.mark.parametrize("problem", ["a long step", "a lost worker"])
-async def test_stop_writes_previous_step_if_current_step_does_not_end(folder: Path, problem: str):
-    checkpoint = {"grace_period_s": 10.0}
-    harness = await start_job(folder, every=100, checkpoint=checkpoint).trained(6)
-    if problem == "a long step":
-        await harness.stop(5)
-    else:
-        await harness.stop()
-        await harness.kill(1)
-    assert harness.store.steps == [6]
-    await harness.fails(JobStoppedError)
-
-
-async def test_stop_ends_within_grace_period(folder: Path):
-    harness = await start_job(folder, every=100, checkpoint={"grace_period_s": 10.0}).trained(6)
-    harness.cluster.vaults.may_write.clear()
-    await harness.stop(9.9)
-    assert not harness.run.done()
-    await harness.clock.advance(0.1)
-    await harness.fails(JobStoppedError)
-    (event,) = harness.log.of(CheckpointFailed)
-    assert event.again_in_s is None
-
-
-def start_ending_job(folder: Path, cluster: FakeCluster, store: FakeCheckpointStore) -> Harness:
-    """A job of 6 steps with checkpoints of steps 5 and 6; the fake workers pin the first only."""
-    return Harness(folder, cluster, store, steps=6, checkpoint={"every_steps": 5})
-
-
-@pytest.mark.parametrize("vault_lost", [False, True])
-async def test_missed_last_checkpoint_is_written(folder: Path, vault_lost: bool):
-    """From the vaults, or from the workers after one was lost."""
-    cluster = FakeCluster(checkpoint_every=5)
-    harness = await start_ending_job(folder, cluster, FakeCheckpointStore()).trained(5)
-    if vault_lost:
-        cluster.vaults.kill("a")
-    assert (await harness.finish()).metrics["checkpoints"] == {"written": 2, "failed": 0}
-    assert [name for name, _ in cluster.commands].count("salvage") == 2 * vault_lost
-    assert harness.store.steps == [5, 6]
-
-
-async def test_last_checkpoint_that_cannot_be_stored_fails_the_job(folder: Path):
-    store = FakeCheckpointStore()
-    harness = await start_ending_job(folder, FakeCluster(checkpoint_every=5), store).trained(5)
-    assert store.steps == [5]
-    attempts = len(WRITE_RETRY_BACKOFF_S) + 1
-    store.errors = [RayzeroError("the folder is read-only") for _ in range(attempts)]
-    harness.cluster.step(last=True)
-    await harness.clock.advance(sum(WRITE_RETRY_BACKOFF_S))
-    failure = await harness.fails(JobFailedError)
-    assert "training has ended after step 6" in str(failure)
-    assert "step 6 is not stored: the folder is read-only" in str(failure)
-    assert "the newest one is of step 5 in /runs/job/step-5" in str(failure)
-    assert harness.states[-1] is State.FAILED
-    assert store.errors == []
-
-
-@pytest.mark.parametrize("mirrors", [True, False])
-async def test_last_step_of_job_without_steps_is_stored(folder: Path, mirrors: bool):
-    """From the vaults, or from the workers if it was not mirrored."""
-
-    cluster = FakeCluster(checkpoint_every=5, mirrors=mirrors)
-    harness = await Harness(folder, cluster, checkpoint={"every_steps": 5}).trained(6)
-    await harness.finish()
-    assert harness.store.steps == [5, 7]
-
-
-@pytest.mark.parametrize("memory", ["no state", "another step"])
-async def test_state_that_nobody_holds_fails_the_job(folder: Path, memory: str):
-    """No vault has the last step; the function may have loaded its best model."""
-    cluster = FakeCluster(checkpoint_every=5, mirrors=False)
-    harness = await Harness(folder, cluster, checkpoint={"every_steps": 5}).trained(6)
-    for process in cluster.processes.values():
-        process.holds_state = memory != "no state"
-        process.memory_step = 3
-    cluster.step(last=True)
-    await settle()
-    await harness.fails(JobFailedError, "step 7 is not stored: no complete copy of its state is l")
-    assert harness.store.steps == [5]
-
-
 async def test_function_that_returns_at_once_succeeds(folder: Path):
     """The messages of its whole life arrive together."""
     cluster = FakeCluster(auto=False)
@@ -269,30 +95,10 @@ async def test_function_that_returns_at_once_succeeds(folder: Path):
     assert harness.states == [State.STARTING, State.RUNNING, State.SUCCEEDED]
 
 
-async def test_function_without_engine_has_nothing_to_store(folder: Path):
-    cluster = FakeCluster()
-    for process in cluster.processes.values():
-        process.engine = False
-    harness = await start_ending_job(folder, cluster, FakeCheckpointStore()).trained(5)
-    await harness.finish()
-    assert harness.store.steps == []
-
-
-async def test_step_that_is_retried_gives_way_to_the_last_one(folder: Path):
-    """The end waits for one checkpoint, not for each that is due."""
-    store = FakeCheckpointStore()
-    harness = start_ending_job(folder, FakeCluster(checkpoint_every=5), store)
-    store.errors = [RayzeroError("the folder is read-only") for _ in range(2)]
-    await harness.steps(5)
-    harness.cluster.step(last=True)
-    await harness.clock.advance(WRITE_RETRY_BACKOFF_S[0])
-    assert (await harness.result()).metrics["checkpoints"] == {"written": 1, "failed": 2}
-    assert store.steps == [6]
-
-
 async def test_checkpoint_is_stored_at_once_after_the_folder_was_removed(folder: Path):
     store = FakeCheckpointStore()
-    harness = await start_ending_job(folder, FakeCluster(checkpoint_every=2), store).trained(3)
+    cluster, checkpoint = FakeCluster(checkpoint_every=2), {"every_steps": 5}
+    harness = await Harness(folder, cluster, store, steps=6, checkpoint=checkpoint).trained(3)
     assert store.steps == [2]
 
     def find_removed() -> None:
@@ -309,15 +115,3 @@ async def test_checkpoint_is_stored_at_once_after_the_folder_was_removed(folder:
     await harness.steps(2)
     await harness.finish()
     assert store.steps == [3, 4, 6]
-
-
-async def test_removed_checkpoint_is_not_the_newest_any_more(folder: Path):
-    store = FakeCheckpointStore()
-    harness = await start_ending_job(folder, FakeCluster(checkpoint_every=5), store).trained(5)
-    store.steps.clear()
-    attempts = len(WRITE_RETRY_BACKOFF_S) + 1
-    store.errors = [RayzeroError("the folder is read-only") for _ in range(2 * attempts)]
-    harness.controller.on_folder_removed()
-    harness.cluster.step(last=True)
-    await harness.clock.advance(2 * sum(WRITE_RETRY_BACKOFF_S))
-    await harness.fails(JobFailedError, "there is no other one")

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rayzero.engine.errors import ConfigError, RayzeroError
-from rayzero.orchestrator import machine
-from rayzero.orchestrator.errors import JobFailedError, JobStoppedError, WorkerStartError
+from rayzero.orchestrator.errors import JobFailedError, WorkerStartError
 from rayzero.orchestrator.event_text import summary_lines
 from rayzero.orchestrator.job_events import (
     FaultDetected,
     JobWarning,
     ResourcesAwaited,
-    Resumed,
     WorkersReady,
 )
 from rayzero.orchestrator.machine import State
@@ -23,10 +22,8 @@ from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import CheckpointSpec
 from rayzero.workers.messages import (
-    Crashed,
     CrashKind,
     Finished,
-    Joined,
     LogLine,
     StepReport,
     WorkerInfo,
@@ -91,15 +88,6 @@ async def test_assignments_have_rank_store_and_vault(folder: Path):
     assert {a.restore for a in assignments} == {None}
 
 
-async def test_job_runs_once_every_rank_has_joined(folder: Path):
-    harness = await Harness(folder, FakeCluster(auto=False)).started()
-    await harness.send(0, Joined(1, 0))
-    assert harness.states == [State.STARTING]
-    await harness.send(1, Joined(1, 1))
-    assert harness.states == [State.STARTING, State.RUNNING]
-    await harness.stop(GRACE_S)
-
-
 @pytest.mark.parametrize(
     ("kind", "text", "error"),
     [
@@ -121,11 +109,20 @@ async def test_error_before_first_step_fails_job(
         assert caught.traceback == "the user's frames"
 
 
-async def test_missing_resources_fail_job_at_start(folder: Path):
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [
+        ({"start_error": JobFailedError("no room")}, "no room"),
+        ({"open_store": None}, "rayzero itself failed: TypeError"),
+    ],
+)
+async def test_error_before_the_first_generation_fails_job(
+    folder: Path, broken: dict[str, Any], error: str
+):
     cluster = FakeCluster()
-    cluster.start_error = JobFailedError("no room")
+    vars(cluster).update(broken)
     harness = await Harness(folder, cluster).started()
-    await harness.fails(JobFailedError, "no room")
+    await harness.fails(JobFailedError, error)
     assert harness.states == [State.STARTING, State.FAILED]
 
 
@@ -146,39 +143,6 @@ async def test_workers_that_end_while_starting_use_the_fault_budget(folder: Path
     assert (await harness.finish()).metrics["faults"] == {"lost": 2}
 
 
-async def test_stop_waits_for_long_calls(folder: Path):
-    """Without checkpoints, too: what the function does at its end belongs to the job."""
-    cluster = FakeCluster()
-    harness = await Harness(folder, cluster).trained(1)
-    for rank in (0, 1):
-        cluster.processes[rank].stuck = True
-    harness.controller.post_event(machine.StopRequested())
-    await harness.stop(GRACE_S / 2 - 1)
-    commands = [command for command in cluster.commands if command[0] in ("stop", "fence")]
-    assert commands == [("stop", 0), ("stop", 1)], "once each"
-    cluster.release_stuck(0)
-    await settle()  # rank 1 may wait for rank 0 in a collective
-    assert ("fence", 1) in cluster.commands
-    await harness.clock.advance(GRACE_S / 2)
-    assert not harness.run.done()
-    cluster.release_stuck(1)
-    await settle()
-    await harness.fails(JobStoppedError, "after step 1")
-    assert harness.states[-2:] == [State.STOPPING, State.STOPPED]
-
-
-@pytest.mark.parametrize("defect", ["stuck", "unresponsive"])
-async def test_stop_ends_after_the_grace_period(folder: Path, defect: str):
-    harness = await Harness(folder).trained(1)
-    setattr(harness.cluster.processes[1], defect, True)
-    await harness.stop(GRACE_S - 0.1)
-    if defect == "stuck":
-        assert not harness.run.done()
-        assert "(the stop takes at most 30 s, checkpoint.grace_period_s)" in harness.warnings
-    await harness.clock.advance(0.1)
-    await harness.fails(JobStoppedError)
-
-
 async def test_job_that_queues_says_what_it_waits_for(folder: Path):
     cluster = FakeCluster()
     cluster.may_start.clear()
@@ -194,48 +158,6 @@ async def test_job_that_queues_says_what_it_waits_for(folder: Path):
     said = [event.text for event in harness.log.of(ResourcesAwaited)]
     assert said == [text, ""]  # not again while nothing changes
     await harness.steps(1)
-
-
-@pytest.mark.parametrize("phase", ["waiting for resources", "a rank has finished"])
-async def test_stop_is_immediate_where_nothing_runs(folder: Path, phase: str):
-    harness = Harness(folder)
-    if phase == "waiting for resources":
-        harness.cluster.may_start.clear()
-    await settle()
-    if phase == "a rank has finished":
-        await harness.send(0, finished(0))
-    await harness.stop()
-    await harness.fails(JobStoppedError)
-
-
-async def test_messages_of_other_generations_are_ignored(folder: Path):
-    harness = await Harness(folder).started()
-    harness.cluster.send(0, Crashed(0, 0, "user", 1, "old", ""), Finished(0, 0, None, {}, 1))
-    await harness.send(1, Finished(0, 1, None, {}, 1))
-    assert not harness.run.done()
-
-
-async def test_internal_error_in_background_task_fails_job(folder: Path):
-    cluster = FakeCluster()
-
-    async def broken(worker: int) -> int:
-        raise KeyError(worker)
-
-    cluster.open_store = broken  # type: ignore[method-assign]
-    harness = await Harness(folder, cluster).started()
-    await harness.fails(JobFailedError, "rayzero itself failed: KeyError")
-
-
-async def test_job_resumes_from_newest_checkpoint(folder: Path):
-    harness = await Harness(folder, store=FakeCheckpointStore(20, 40)).started()
-    assert harness.log.of(Resumed) == [Resumed(40, "/runs/job/step-40")]
-    for assign in harness.assignments.values():
-        assert (assign.restore.step, assign.restore.checkpoint) == (40, "/runs/job/step-40")
-    assert "no step is left" not in str(harness.log.events)
-    await harness.steps(2)
-    result = await harness.finish()
-    assert (result.steps, result.metrics["steps_trained"], result.note) == (43, 3, "")
-    assert result.metrics["resumed_from"] == "/runs/job/step-40"
 
 
 async def test_job_with_nothing_left_says_so_before_workers_start_and_at_the_end(folder: Path):
@@ -298,3 +220,11 @@ async def test_offloaded_update_on_few_threads_is_reported(
     harness = await Harness(folder, cluster, workers=workers, engine=engine).started()
     expected = "1 CPU threads (workers.cpus), and node a has 13 cores for each of its workers"
     assert (expected in harness.warnings, bool(harness.warnings)) == (reported, reported)
+
+
+async def test_scaling_to_invalid_world_size_is_rejected(folder: Path):
+    engine = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}
+    harness = await Harness(folder, engine=engine).trained(1)
+    with pytest.raises(ConfigError, match="train_batch_size 4 is enough for 4 workers"):
+        harness.controller.scale(2, 5)
+    assert harness.cluster.resized == []

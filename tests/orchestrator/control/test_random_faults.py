@@ -16,8 +16,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from rayzero.orchestrator import machine
-from rayzero.orchestrator.control import reconfigure
-from rayzero.orchestrator.control.reconfigure import LARGE_JOB_WORKERS
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
 from rayzero.orchestrator.machine import State
 from tests.orchestrator.fake_cluster import FakeCluster, FakeProcess
@@ -39,14 +37,8 @@ class ControllerStateMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.folder = tempfile.TemporaryDirectory()
 
-    @initialize(
-        size=st.integers(2, 4),
-        every=st.sampled_from([0, 2, 3]),
-        large_job_workers=st.sampled_from([1, 500]),
-    )
-    def start_job(self, size: int, every: int, large_job_workers: int) -> None:
-        reconfigure.LARGE_JOB_WORKERS = large_job_workers
-
+    @initialize(size=st.integers(2, 4), every=st.sampled_from([0, 2, 3]))
+    def start_job(self, size: int, every: int) -> None:
         async def start() -> Harness:
             cluster = FakeCluster("abab"[:size], checkpoint_every=every)
             cluster.other_nodes = "abc"
@@ -198,7 +190,6 @@ class ControllerStateMachine(RuleBasedStateMachine):
         self.run_turns(turns)
 
     def teardown(self) -> None:
-        reconfigure.LARGE_JOB_WORKERS = LARGE_JOB_WORKERS
         try:
             if hasattr(self, "harness"):
                 self.runner.run(self.finish())

@@ -2,98 +2,82 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.job_events import Repaired, Resized
 
-
-class TimerHarness:
-    """A timer with a clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.timer = RecoveryTimer(lambda: self.now_s)
-
-    def enter_phase(self, phase: str, now_s: float) -> None:
-        self.now_s = now_s
-        self.timer.enter_phase(phase)
-
-    def fault_detected(self, cause: str, lost: str, since_s: float, now_s: float) -> None:
-        self.now_s = now_s
-        self.timer.fault_detected(cause, [lost], 3, since_s)
-
-    def completed(self, step_s: float, world_size: int, now_s: float) -> Repaired | Resized | None:
-        self.now_s = now_s
-        return self.timer.completed(step_s, world_size)
-
-
-def test_repair_phases_are_timed():
-    harness = TimerHarness()
-    harness.fault_detected("lost", "rank 1", since_s=10.0, now_s=10.5)
-    phases = {"fence": 10.5, "select_step": 11.0, "load": 13.0, "recompute": 17.0}
-    for phase, now_s in phases.items():
-        harness.enter_phase(phase, now_s)
-    harness.timer.step_selected(41, 2)
-    repaired = harness.completed(0.25, 2, now_s=17.5)
-    seconds = {"detect": 0.5, "fence": 0.5, "select_step": 2.0, "load": 4.0, "recompute": 0.25}
-    assert repaired == Repaired("lost", ("rank 1",), 41, 2, 3, 2, seconds)
-    assert repaired.total_s == 7.25
-
-
-def test_second_fault_extends_repair():
-    harness = TimerHarness()
-    harness.fault_detected("lost", "rank 1", since_s=0.0, now_s=0.0)
-    harness.enter_phase("fence", 0.0)
-    harness.timer.step_selected(41, 1)
-    harness.fault_detected("hang", "rank 2", since_s=1.0, now_s=1.0)
-    harness.enter_phase("fence", 1.0)
-    harness.timer.step_selected(41, 0)
-    harness.enter_phase("load", 3.0)
-    repaired = harness.completed(0.0, 1, 3.0)
-    assert (repaired.cause, repaired.lost) == ("lost", ("rank 1", "rank 2"))
-    assert (repaired.steps_redone, repaired.seconds["fence"]) == (1, 3.0)
-
-
-def test_step_of_previous_generation_does_not_complete_resize():
-    harness = TimerHarness()
-    harness.timer.resize_requested("from 2 to 3 workers", 2)
-    assert harness.completed(0.0, 2, 1.0) is None
-    harness.enter_phase("load", 2.0)
-    resized = harness.completed(0.5, 3, 3.0)
-    assert isinstance(resized, Resized)
-    assert resized.seconds == {"drain": 2.0, "load": 0.5}
-    assert harness.completed(0.5, 3, 4.0) is None
-    harness.timer.resize_requested("from 3 to 4 workers", 3)
-    harness.fault_detected("lost", "rank 1", 5.0, 5.0)
-    harness.enter_phase("load", 6.0)
-    assert isinstance(harness.completed(0.0, 3, 6.0), Repaired), "a fault makes it a repair"
+# Lines of time and what happens: `fault CAUSE RANK SINCE`, `resize WORLD_SIZE`, `from STEP REDONE`,
+# `step SECONDS WORLD_SIZE` (a step was finished), or the name of a phase; the values that the steps
+# return: world sizes, the step, steps redone, seconds.
+COURSES: dict[str, tuple[str, list[Repaired | Resized | None]]] = {
+    "the phases of a repair": (
+        """10.5 fault lost 1 10; 10.5 fence; 11 select_step; 13 load; 17 recompute; 17 from 41 2
+        17.5 step 0.25 2""",
+        [
+            Repaired(
+                *("lost", ("rank 1",), 41, 2, 3, 2),
+                {"detect": 0.5, "fence": 0.5, "select_step": 2.0, "load": 4.0, "recompute": 0.25},
+            )
+        ],
+    ),
+    "a second fault extends a repair": (
+        """0 fault lost 1 0; 0 fence; 0 from 41 1; 1 fault hang 2 1; 1 fence; 1 from 41 0; 3 load
+        3 step 0 1""",
+        [
+            Repaired(
+                *("lost", ("rank 1", "rank 2"), 41, 1, 3, 1),
+                {"detect": 0.0, "fence": 3.0, "load": 0.0},
+            )
+        ],
+    ),
+    "a step of the previous generation does not complete a resize, and the next does once": (
+        "0 resize 2; 1 step 0 2; 2 load; 3 step 0.5 3; 4 step 0.5 3",
+        [None, Resized("more", 0, 2, 3, {"drain": 2.0, "load": 0.5}), None],
+    ),
+    "a fault makes it a repair": (
+        "3 resize 3; 5 fault lost 1 5; 6 load; 6 step 0 3",
+        [Repaired("lost", ("rank 1",), 0, 0, 3, 3, {"drain": 2.0, "detect": 1.0, "load": 0.0})],
+    ),
+    # A replacement is ready while the survivors load.
+    "a resize that is requested before the repair's step is one of its own": (
+        """0 fault lost 1 0; 0 from 41 2; 1 load; 1 resize 2; 1 drain; 2 recompute; 3 step 0.5 2
+        3 select_step; 3 from 42 0; 4 load; 5 step 0.5 3""",
+        [
+            Repaired(
+                *("lost", ("rank 1",), 41, 2, 3, 2), {"detect": 1.0, "load": 1.0, "recompute": 0.5}
+            ),
+            Resized("more", 42, 2, 3, {"drain": 2.0, "select_step": 1.0, "load": 0.5}),
+        ],
+    ),
+    "a resize whose drain finished no step belongs to the repair": (
+        """0 fault lost 1 0; 1 load; 1 resize 2; 2 select_step; 3 load; 4 step 0.5 3
+        5 step 0.5 3""",
+        [
+            Repaired(
+                *("lost", ("rank 1",), 0, 0, 3, 3), {"detect": 1.0, "load": 1.5, "select_step": 1.0}
+            ),
+            None,
+        ],
+    ),
+}
 
 
-def test_resize_requested_before_the_repairs_step_is_one_of_its_own():
-    """A replacement is ready while the survivors load: the repair was told after the resize, as one
-    of 3 -> 3 workers."""
-    harness = TimerHarness()
-    harness.fault_detected("lost", "rank 1", since_s=0.0, now_s=0.0)
-    harness.timer.step_selected(41, 2)
-    harness.enter_phase("load", 1.0)
-    harness.timer.resize_requested("1 joined", 2)
-    harness.enter_phase("drain", 1.0)
-    harness.enter_phase("recompute", 2.0)
-    repaired = harness.completed(0.5, 2, now_s=3.0)
-    assert (repaired.world_size_before, repaired.world_size) == (3, 2)
-    harness.enter_phase("select_step", 3.0)
-    harness.timer.step_selected(42, 0)
-    harness.enter_phase("load", 4.0)
-    resized = harness.completed(0.5, 3, now_s=5.0)
-    assert (resized.world_size_before, resized.world_size, resized.step) == (2, 3, 42)
-    assert resized.seconds == {"drain": 2.0, "select_step": 1.0, "load": 0.5}
-
-
-def test_resize_whose_drain_finished_no_step_belongs_to_the_repair():
-    harness = TimerHarness()
-    harness.fault_detected("lost", "rank 1", since_s=0.0, now_s=0.0)
-    harness.enter_phase("load", 1.0)
-    harness.timer.resize_requested("1 joined", 2)
-    harness.enter_phase("select_step", 2.0)
-    harness.enter_phase("load", 3.0)
-    assert isinstance(harness.completed(0.5, 3, now_s=4.0), Repaired)
-    assert harness.completed(0.5, 3, now_s=5.0) is None
+@pytest.mark.parametrize(("course", "told"), COURSES.values(), ids=COURSES)
+def test_time_is_divided(course: str, told: list[Repaired | Resized | None]):
+    now_s = 0.0
+    timer, returned = RecoveryTimer(lambda: now_s), []
+    for line in course.replace("\n", ";").split(";"):
+        time_s, what, *values = line.split()
+        now_s = float(time_s)
+        if what == "fault":
+            timer.fault_detected(values[0], [f"rank {values[1]}"], 3, float(values[2]))
+        elif what == "resize":
+            timer.resize_requested("more", int(values[0]))
+        elif what == "from":
+            timer.step_selected(int(values[0]), int(values[1]))
+        elif what == "step":
+            returned.append(timer.completed(float(values[0]), int(values[1])))
+        else:
+            timer.enter_phase(what)
+    assert returned == told

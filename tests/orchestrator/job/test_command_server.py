@@ -124,32 +124,23 @@ def test_command_without_proof_is_refused(tmp_path: Path) -> None:
             connection.request("GET", "/nonce")
             return connection.getresponse().read().decode()
 
-        text = '["status", "x"]'
-        good = nonce()
-        proven = f"{good}:{prove(command_server.secret, good, text)}"
-        assert status_of(command_server, proven, text) == 200
-        assert status_of(command_server, proven, text) == 403, "once"
-        other = nonce()
-        assert status_of(command_server, f"{other}:{prove('0' * 64, other, text)}", text) == 403
-        other = nonce()
-        assert (
-            status_of(
-                command_server,
-                f"{other}:{prove(command_server.secret, other, text)}",
-                '["stop", "x"]',
-            )
-            == 403
-        )
-        for nonsense in (
-            "",
-            ":",
-            "ä:ö",
-            f"{nonce()}",
-            f"{'0' * 32}:{prove(command_server.secret, '0' * 32, text)}",
-        ):
-            assert (
-                status_of(command_server, nonsense.encode("latin-1").decode("latin-1"), text) == 403
-            )
+        def proven(secret: str, nonce: str, text: str) -> str:
+            return f"{nonce}:{prove(secret, nonce, text)}"
+
+        text, secret = '["status", "x"]', command_server.secret
+        good = proven(secret, nonce(), text)
+        assert status_of(command_server, good, text) == 200
+        refused = {
+            "a second time": good,
+            "another secret": proven("0" * 64, nonce(), text),
+            "of another command": proven(secret, nonce(), '["stop", "x"]'),
+            "a nonce alone": nonce(),
+            "a nonce of its own": proven(secret, "0" * 32, text),
+        }
+        for case, authorization in refused.items():
+            assert status_of(command_server, authorization, text) == 403, case
+        for nonsense in ("", ":", "\xc3\xa4:\xc3\xb6"):
+            assert status_of(command_server, nonsense, text) == 403
         connection.request("GET", "/command")
         assert connection.getresponse().status == 404
 

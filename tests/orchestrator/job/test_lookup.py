@@ -16,21 +16,8 @@ from rayzero.orchestrator.journal.files import state_url
 from rayzero.orchestrator.spec import JobSpec
 from rayzero.workers.vault.server import make_address
 
-HOSTILE = [
-    "..",
-    ".",
-    "",
-    "../x",
-    "/etc",
-    "a/b",
-    "a\\b/..",
-    "a\0",
-    "a\n",
-    "\u202ea",
-    "\u0430",
-    "x" * 64,
-]
-HOSTILE += ["-a", ".a", " a", "a ", "a%2f", "\uff41", "~", "a?b", "a@b", "\ud800"]
+HOSTILE = ["..", ".", "", "../x", "/etc", "a/b", "a\\b/..", "a\0", "a\n", "\u202ea", "x" * 64]
+HOSTILE += ["-a", ".a", " a", "a ", "a%2f", "\uff41", "~", "a?b", "a@b", "\ud800", "\u0430"]
 NAMES = st.text(max_size=70) | st.lists(
     st.sampled_from(["..", ".", "/", "a", "Z9", "-", "_", "\0", "\n", "é", "@", "?", "\\"]),
     max_size=8,

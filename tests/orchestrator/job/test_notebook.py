@@ -1,8 +1,9 @@
-"""What a person sees who works in Python: Ctrl-C, representations, errors. Without a cluster."""
+"""Ctrl-C, and what a person sees who works in Python: representations, errors. No cluster."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -162,3 +163,22 @@ def test_function_that_cannot_be_pickled_names_the_variable():
     with trainer.output, pytest.raises(ConfigError, match=r"output.*cannot be sent to the workers"):
         api._pickle(lambda ctx: trainer.train(ctx))
     assert api._pickle(train)
+
+
+# Modules with dataclasses are imported by `exec` of strings: Ray's among them.
+_INTERRUPTED_IMPORT = """
+import os, signal, sys
+from rayzero.orchestrator.job.stop_signals import StopSignals
+
+with StopSignals() as signals:
+    try:
+        exec("os.kill(os.getpid(), signal.SIGINT)")
+    except KeyboardInterrupt:
+        sys.exit(signals.exit_code)
+"""
+
+
+def test_interrupt_inside_exec_ends_process_with_the_commands_own_exit_code(tmp_path: Path):
+    (tmp_path / "interrupted.py").write_text(_INTERRUPTED_IMPORT)
+    done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, timeout=60)
+    assert done.returncode == 130

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rayzero.engine.errors import ConfigError, RayzeroError
+from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.errors import JobConfigError, JobFailedError
 from rayzero.orchestrator.policies.failure import (
     HARDWARE_CAUSES,
@@ -36,6 +36,12 @@ COLLECTIVE = Fault(FaultCause.COLLECTIVE, worker(0), 0, 8, "Connection closed", 
 USER = Fault(FaultCause.USER_CODE, worker(2, "c"), 2, 3, "ValueError: hole", 100.0, 1)
 USER = replace(USER, traceback="user frames")
 STATE = Fault(FaultCause.STATE, worker(0), 0, 0, "step-8 is damaged", 100.0, 1)
+
+
+def of_worker_0(cause: FaultCause, detail: str) -> Fault:
+    return Fault(cause, worker(0), 0, 0, detail)
+
+
 NEWCOMER = Fault(FaultCause.NEWCOMER, worker(1), 1, 8, "ZeroDivisionError", 100.0, 3)
 BUDGET = FaultBudget(max_faults=2, window_s=50.0)
 
@@ -84,31 +90,35 @@ def test_failed_collective_waits_for_another_cause_in_any_order(
     assert decided(*faults, grace_over=grace_over) == decision
 
 
-@pytest.mark.parametrize("cause", [FaultCause.CONFIG, FaultCause.ENTRYPOINT])
-def test_config_error_of_worker_keeps_its_message(cause: FaultCause):
-    failure = error(decided(Fault(cause, worker(0), 0, 0, "the batch sizes disagree")))
-    assert isinstance(failure, ConfigError)
-    assert str(failure) == "the batch sizes disagree"
-
-
-def test_user_error_before_first_step_fails_job():
-    text = str(error(decided(USER, steps=0)))
-    assert text.startswith(
-        "the training function failed in step 3 on rank 2 on node node-c (pid 4712): ValueError"
-    )
-    assert text.endswith("user frames")
-    assert "before the first step" in str(error(decided(replace(USER, step=0), steps=0)))
-
-
-def test_data_error_is_reported_without_traceback():
-    failure = error(decided(Fault(FaultCause.DATA, worker(0), 0, 0, "no such file"), steps=0))
-    assert isinstance(failure, JobFailedError)
-    assert str(failure) == "no such file"
-
-
-def test_damaged_state_is_repaired_if_restored():
-    assert decided(STATE) == STATE
-    assert str(error(decided(STATE, restored=False))) == "step-8 is damaged"
+@pytest.mark.parametrize(
+    ("fault", "kind", "text"),
+    [
+        (
+            of_worker_0(FaultCause.CONFIG, "the sizes disagree"),
+            JobConfigError,
+            "the sizes disagree",
+        ),
+        (of_worker_0(FaultCause.ENTRYPOINT, "no such name"), JobConfigError, "no such name"),
+        (of_worker_0(FaultCause.DATA, "no such file"), JobFailedError, "no such file"),
+        (STATE, JobFailedError, "step-8 is damaged"),  # where none was restored
+        (
+            USER,
+            JobFailedError,
+            "the training function failed in step 3 on rank 2 on node node-c (pid 4712): "
+            "ValueError: hole\n\nuser frames",
+        ),
+        (
+            replace(USER, step=0),
+            JobFailedError,
+            "the training function failed before the first step on rank 2 on node node-c (pid "
+            "4712): ValueError: hole\n\nuser frames",
+        ),
+    ],
+)
+def test_error_before_the_first_step(fault: Fault, kind: type[RayzeroError], text: str):
+    failure = error(decided(fault, steps=0, restored=False))
+    assert (type(failure), str(failure)) == (kind, text)
+    assert decided(STATE) == STATE, "a state that was restored may be an older one"
 
 
 def hardware(

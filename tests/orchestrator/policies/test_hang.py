@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.orchestrator.policies.hang import (
-    Hang,
     HangLimits,
     RankProgress,
     abort_limit_s,
@@ -85,30 +84,39 @@ def test_hung_rank(ranks: list[RankProgress], hung: int | None) -> None:
     assert (hang and hang.rank) == hung
 
 
-def test_rank_that_did_not_enter_collective_is_hung() -> None:
-    hung = rank(1, "forward", collective=11, waiting=False, silent_s=31.5)
-    hang = find_hang([rank(0), hung, rank(2)], LIMITS)
-    assert hang == Hang(
-        1,
-        "rank 1 on node node-1 (pid 101) has been silent for 31.5 s in phase forward of step 7, "
-        "after collective 11; 2 ranks wait for it, the furthest in collective 12 of step 7",
-    )
-
-
-def test_no_rank_is_hung_if_all_wait_in_same_collective() -> None:
-    hang = find_hang([rank(0), rank(1), rank(2, silent_s=35)], LIMITS)
-    assert hang.rank is None
-    assert "all 3 ranks" in hang.reason
-    assert "collective 12 of step 7" in hang.reason
-    assert "network" in hang.reason
-
-
-def test_reason_says_what_the_rank_does() -> None:
-    single = find_hang([rank(0, "data", waiting=False, collective=3)], LIMITS)
-    assert single.reason.endswith("in phase data of step 7, after collective 3")
-    silent = find_hang([rank(0), SILENT], LIMITS)
-    assert "rank 2 on node node-2 (pid 102) does not respond" in silent.reason
-    assert "28.0 s late" in silent.reason
+@pytest.mark.parametrize(
+    ("ranks", "hung", "reason"),
+    [
+        (
+            [rank(0), of(HUNG, silent_s=31.5), rank(2)],
+            1,
+            "rank 1 on node node-1 (pid 101) has been silent for 31.5 s in phase forward of step "
+            "7, after collective 11; 2 ranks wait for it, the furthest in collective 12 of step 7",
+        ),
+        (
+            [rank(0, "data", waiting=False, collective=3)],
+            0,
+            "in phase data of step 7, after collective 3",
+        ),
+        (
+            [rank(0), SILENT],
+            2,
+            "node-2 (pid 102) does not respond: its reply is 28.0 s late",
+        ),
+        # All wait in the same collective.
+        (
+            [rank(0), rank(1), rank(2, silent_s=35)],
+            None,
+            "all 3 ranks have been waiting for 35.0 s in collective 12 of step 7",
+        ),
+    ],
+)
+def test_reason_says_what_the_rank_does(
+    ranks: list[RankProgress], hung: int | None, reason: str
+) -> None:
+    hang = find_hang(ranks, LIMITS)
+    assert hang.rank == hung
+    assert reason in hang.reason
 
 
 def test_first_step_is_limited_by_those_measured() -> None:

@@ -175,16 +175,18 @@ def free_resources(**cpus: float) -> dict[str, Capacity]:
     return {node: Capacity(each, 0.0) for node, each in cpus.items()}
 
 
-def test_node_with_most_free_resources_is_filled_first():
-    assert preferred_nodes(4, NEED, free_resources(a=3, b=6, c=2), ()) == ["b", "b", "b", "a"]
-
-
-def test_nodes_in_use_come_first():
-    assert preferred_nodes(3, NEED, free_resources(a=2, b=6, c=2), {"c"}) == ["c", "b", "b"]
-
-
-def test_workers_that_fit_nowhere_have_no_preferred_node():
-    assert preferred_nodes(3, NEED, free_resources(a=2, b=1), ()) == ["a", None, None]
+@pytest.mark.parametrize(
+    ("count", "free", "in_use", "preferred"),
+    [
+        (4, {"a": 3, "b": 6, "c": 2}, "", ["b", "b", "b", "a"]),  # that with most is filled first
+        (3, {"a": 2, "b": 6, "c": 2}, "c", ["c", "b", "b"]),  # after those in use
+        (3, {"a": 2, "b": 1}, "", ["a", None, None]),  # the others fit nowhere
+    ],
+)
+def test_preferred_nodes(
+    count: int, free: dict[str, float], in_use: str, preferred: list[str | None]
+):
+    assert preferred_nodes(count, NEED, free_resources(**free), in_use) == preferred
 
 
 @given(

@@ -31,10 +31,6 @@ def run(
     return [message for message in messages if message]
 
 
-def test_equal_workers_are_not_reported() -> None:
-    assert run(SpeedTracker(), 200, {0: 0.1, 1: 0.11, 2: 0.12}) == []
-
-
 def test_slow_and_recovered_worker_is_reported_once() -> None:
     tracker = SpeedTracker()
     times = {0: 0.10, 1: 0.10, 2: 0.15}
@@ -46,9 +42,17 @@ def test_slow_and_recovered_worker_is_reported_once() -> None:
     assert run(tracker, 200, times) == [slow]
 
 
-def test_slowdown_threshold() -> None:
-    assert run(SpeedTracker(), 200, {0: 1.0, 1: 1.29}) == []
-    assert len(run(SpeedTracker(), 200, {0: 1.0, 1: 1.31})) == 1
+@pytest.mark.parametrize(
+    ("times", "messages"),
+    [
+        ({0: 0.1, 1: 0.11, 2: 0.12}, 0),
+        ({0: 1.0, 1: 1.29}, 0),
+        ({0: 1.0, 1: 1.31}, 1),
+        ({0: 3.0}, 0),
+    ],
+)
+def test_slowdown_threshold(times: dict[int, float], messages: int) -> None:
+    assert len(run(SpeedTracker(), 200, times)) == messages
 
 
 def test_outliers_are_not_reported() -> None:
@@ -56,10 +60,6 @@ def test_outliers_are_not_reported() -> None:
     for _ in range(30):
         assert run(tracker, 9, {0: 0.1, 1: 0.1}) == []
         assert run(tracker, 4, {0: 0.1, 1: 5.0}) == []
-
-
-def test_single_worker_is_never_slow() -> None:
-    assert run(SpeedTracker(), 100, {0: 3.0}) == []
 
 
 def test_new_generation_keeps_reports_and_resets_speeds() -> None:
@@ -88,35 +88,32 @@ def slowest(shares: tuple[float, ...], speeds: list[float]) -> float:
     return max(share / speed for share, speed in zip(shares, speeds, strict=True))
 
 
-def test_shares_follow_speed() -> None:
-    assert balance_shares([100, 50]) == pytest.approx((2 / 3, 1 / 3))
-    assert samples_per_rank(12, 2, balance_shares([100, 50])) == (8, 4)
+SKEWED = balance_shares([100, 50])
 
 
-def test_equal_or_unknown_speeds_give_even_shares() -> None:
-    assert balance_shares([10, 10.2, 9.9]) == ()
-    assert balance_shares([None, None]) == ()
-    assert balance_shares([None, None], (0.6, 0.4)) == (0.6, 0.4)
-    assert balance_shares([7]) == ()
+@pytest.mark.parametrize(
+    ("speeds", "now", "shares"),
+    [
+        ([100, 50], (), (2 / 3, 1 / 3)),  # they follow speed
+        ([10, 10.2, 9.9], (), ()),  # equal
+        ([None, None], (), ()),
+        ([None, None], (0.6, 0.4), (0.6, 0.4)),
+        ([7], (), ()),
+        ([100, None, 100, 50], (), balance_shares([100, 100, 100, 50])),  # unknown: the median
+        ([100, 51], SKEWED, SKEWED),  # a small gain
+        ([100, 80], SKEWED, (5 / 9, 4 / 9)),
+        ([1000, 1, 1, 1], (), (MAX_SHARE / 4, 1 / 6, 1 / 6, 1 / 6)),
+    ],
+)
+def test_shares(
+    speeds: list[float | None], now: tuple[float, ...], shares: tuple[float, ...]
+) -> None:
+    assert balance_shares(speeds, now) == pytest.approx(shares)
 
 
-def test_unknown_speed_defaults_to_median() -> None:
-    assert balance_shares([100, None, 100, 50]) == pytest.approx(
-        balance_shares([100, 100, 100, 50])
-    )
-
-
-def test_small_gain_keeps_shares() -> None:
-    now = balance_shares([100, 50])
-    assert balance_shares([100, 51], now) == now
-    assert balance_shares([100, 80], now) == pytest.approx((5 / 9, 4 / 9))
-
-
-def test_bounds() -> None:
-    shares = balance_shares([1000, 1, 1, 1])
-    assert shares == pytest.approx((MAX_SHARE / 4, 1 / 6, 1 / 6, 1 / 6))
-    shares = balance_shares([100, 100, 100, 0.1])
-    assert shares[3] == pytest.approx(MIN_SHARE / 4)
+def test_samples_follow_shares_of_at_least_the_smallest() -> None:
+    assert samples_per_rank(12, 2, SKEWED) == (8, 4)
+    assert balance_shares([100, 100, 100, 0.1])[3] == pytest.approx(MIN_SHARE / 4)
 
 
 @given(SPEEDS)
