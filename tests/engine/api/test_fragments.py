@@ -167,6 +167,9 @@ def modify_gathered(rank: int, world: int, stage: int, low: bool) -> None:
         plain.load_state_dict(state)
         assert (state["blocks.1.frozen.weight"] == 2.0).all()
         torch.testing.assert_close(logits, plain(tokens)["logits"].float())
+    value = torch.full_like(before[other], 0.3)
+    tensor_fragments.safe_set_full_fp32_param(other, value)
+    assert torch.equal(tensor_fragments.safe_get_full_fp32_param(other), value), "in fp32"
     backward(engine, next(zoo.batches(1, 12)))
     engine.step()
     assert engine.skipped_steps == 0

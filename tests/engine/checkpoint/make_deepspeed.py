@@ -25,6 +25,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tests.engine.zoo import two_groups
+
 ARCHIVE = Path(__file__).with_name("deepspeed.zip")
 STEPS, MICRO_BATCH, VOCAB, WIDTH = 3, 2, 13, 10
 
@@ -87,18 +89,6 @@ class Model(nn.Module):
         x = x + self.shift.to(x.dtype)
         x = x + self.gain * self.down(torch.tanh(self.frozen(self.up(self.norm(x)))))
         return self.head(x).float().square().mean()
-
-
-def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    return [
-        {"params": [param for param in trainable if param.ndim >= 2], "weight_decay": 0.1},
-        {
-            "params": [param for param in trainable if param.ndim < 2],
-            "weight_decay": 0.0,
-            "lr": 3e-3,
-        },
-    ]
 
 
 def make(name: str, folder: Path) -> None:

@@ -9,13 +9,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from rayzero.engine.checkpoint import reader
+from rayzero.engine.checkpoint.export_model import WholeTensors
 from rayzero.engine.checkpoint.manifest import Manifest, RankFile, make_manifest
 from rayzero.engine.checkpoint.store import join_url, open_store
 from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
-from rayzero.engine.layout.state_index import DTYPE_BYTES, BlockIndex, LogicalTensor, TensorRange
+from rayzero.engine.layout.state_index import (
+    DTYPE_BYTES,
+    BlockIndex,
+    LogicalTensor,
+    StateSource,
+    TensorRange,
+)
 
 SHAPES = {"weights/a": ("F32", (50_000, 3)), "weights/b": ("BF16", (77,)), "buffers/n": ("I64", ())}
 
@@ -126,3 +135,22 @@ def with_changes(raw: bytes, **changes: object) -> bytes:
 
 def read_manifest(folder: Path | str) -> Manifest:
     return reader.read_manifest(open_store(str(folder)))
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def read_tensors(source: StateSource) -> dict[str, Tensor]:
+    """All tensors of a source."""
+    whole = WholeTensors(source)
+    return {name: whole.read(name) for name in whole.tensors}
+
+
+def assert_bit_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compares names, shapes, dtypes and bytes."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype, name
+        assert actual[name].shape == value.shape, name
+        assert bytes_of(actual[name]) == bytes_of(value), name

@@ -29,8 +29,8 @@ from rayzero.engine.checkpoint.imports.tensors import TensorSource
 from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.state.load import rename_to_model
 from tests.engine.checkpoint import make_deepspeed
-from tests.engine.checkpoint.tensor_blocks import assert_bit_identical, read_tensors
-from tests.engine.zoo import make_model
+from tests.engine.checkpoint.saving import assert_bit_identical, read_tensors
+from tests.engine.zoo import make_model, two_groups
 
 Damage = Callable[[Path], object]
 NAMES = list(make_deepspeed.CASES)
@@ -107,7 +107,7 @@ def test_training_resumes_from_deepspeed_state(name: str, unpacked: Path) -> Non
 
     model = make_deepspeed.Model()
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAMW, "gradient_clipping": 0}
-    groups = make_deepspeed.two_groups(model)
+    groups = two_groups(model)
     engine, *_ = initialize(model=model, model_parameters=groups, config=config)
     path, _ = engine.load_checkpoint(unpacked / name)
     assert path is not None
@@ -116,7 +116,7 @@ def test_training_resumes_from_deepspeed_state(name: str, unpacked: Path) -> Non
     engine.step()
 
     plain = make_deepspeed.Model()
-    optimizer = torch.optim.AdamW(make_deepspeed.two_groups(plain), **make_deepspeed.OPTIONS)
+    optimizer = torch.optim.AdamW(two_groups(plain), **make_deepspeed.OPTIONS)
     plain.load_state_dict(plain.state_dict() | _select_weights(oracle))
     names = {param: param_name for param_name, param in plain.named_parameters()}
     saved = open_source(unpacked / name).metadata(0)["groups"]

@@ -10,13 +10,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 
 from rayzero.engine.checkpoint import store_local
 from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complete, prune_checkpoints
 from rayzero.engine.checkpoint.verify import verify_checkpoint
-from tests.engine.checkpoint.saving import blocks, check_content, read_manifest, save
+from tests.engine.checkpoint.saving import blocks, bytes_of, check_content, read_manifest, save
 
 CALLS = ("open", "write", "fsync", "close", "link", "rename", "mkdir", "unlink")
 
@@ -106,7 +105,7 @@ def check_complete(folder: str, step: int) -> None:
             for part in block.index.ranges:
                 tensor = opened.get_tensor(f"{part.name}[{part.start}:{part.stop}]")
                 raw = block.data[part.offset : part.offset + tensor.nbytes]
-                assert tensor.view(-1).view(torch.uint8).numpy().tobytes() == raw
+                assert bytes_of(tensor) == raw
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["new step", "existing step"])

@@ -7,8 +7,8 @@ A kind is a config whose state has special parts, which `check_parts` looks for.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,9 @@ from torch import Tensor, nn
 
 import rayzero
 from rayzero.engine.api.params import GatheredParameters
-from rayzero.engine.layout.state_index import TensorRange
-from rayzero.engine.offload import plan
-from rayzero.engine.offload.transfer import HostTransfer
-from rayzero.engine.precision.dtypes import DTYPE_BY_NAME
-from tests.engine.state.blocks import Block
+from tests.engine.checkpoint.saving import read_tensors
+from tests.engine.offload.training import separate_host_memory
+from tests.engine.state.blocks import Block, BlocksSource
 
 SAMPLES, LENGTH, SEED = 12, 50, 3
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-2}}
@@ -34,13 +32,11 @@ class Kind:
     Attributes:
         stage: initial ZeRO stage.
         target_stage: stage that the state is resharded to and loaded at.
-        parts: prefixes of ranges that the state must have, of residuals every rank, and not only
-            zeros.
+        parts: prefixes of tensors that the state must have, and not only zeros.
         zero: other keys of `zero_optimization`.
         extra: other top-level config keys.
         limit: largest relative error of weights, against an uninterrupted run, after a change of
             the world size; None if compression makes the runs incomparable.
-        separate_memory: copy between device and host memory, as on a GPU.
         frozen: two layers are, as a base under LoRA; at step 0 one of them is written.
     """
 
@@ -50,7 +46,6 @@ class Kind:
     zero: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     limit: float | None = 1e-4
-    separate_memory: bool = False
     frozen: bool = False
 
     def config(self, stage: int, nvme_path: str) -> dict[str, Any]:
@@ -92,17 +87,14 @@ def _compressed(name: str) -> dict[str, Any]:
     return {"rayzero": {"compression": {"gradients": name, "block_size": 32, "rank": 1}}}
 
 
+TERMS, SUMS = "residual.terms.{rank}/", "residual.sum"
 ADAM = ("optimizer.exp_avg/", "optimizer.exp_avg_sq/")
 ONE_BIT = _optimizer("OneBitAdam", betas=[0.9, 0.9], freeze_step=2)
 
 KINDS = {
     "loss scale": Kind(2, 3, ADAM, extra=FP16_OVERFLOW, limit=3e-2),
     "fp16 accumulation": Kind(
-        1,
-        2,
-        ADAM,
-        extra=FP16 | {"data_types": {"grad_accum_dtype": "fp16"}},
-        limit=3e-2,
+        1, 2, ADAM, extra=FP16 | {"data_types": {"grad_accum_dtype": "fp16"}}, limit=3e-2
     ),
     "bf16 accumulation, Lion": Kind(
         3,
@@ -111,68 +103,27 @@ KINDS = {
         extra=BF16 | _optimizer("Lion", lr=1e-3) | {"data_types": {"grad_accum_dtype": "bf16"}},
         limit=3e-2,
     ),
-    "bf16 main weights, CPU optimizer": Kind(
-        3, 1, ADAM, zero=CPU, extra=BF16_MAIN, limit=None, separate_memory=True
-    ),
+    "bf16 main weights, CPU optimizer": Kind(3, 1, ADAM, zero=CPU, extra=BF16_MAIN, limit=None),
     "sign, CPU optimizer": Kind(
-        2,
-        0,
-        ("residual.terms.", *ADAM),
-        zero=CPU,
-        extra=_compressed("sign"),
-        limit=None,
-        separate_memory=True,
+        2, 0, (TERMS, *ADAM), zero=CPU, extra=_compressed("sign"), limit=None
     ),
-    "sign, fp16": Kind(
-        0, 1, ("residual.terms.", "residual.sum"), extra=FP16 | _compressed("sign"), limit=None
-    ),
+    "sign, fp16": Kind(0, 1, (TERMS, SUMS), extra=FP16 | _compressed("sign"), limit=None),
     "lowrank, fp16, NVMe": Kind(
-        3,
-        1,
-        ("residual.terms.", "lowrank/"),
-        zero=NVME,
-        extra=FP16 | _compressed("lowrank"),
-        limit=None,
-        separate_memory=True,
+        3, 1, (TERMS, "lowrank/"), zero=NVME, extra=FP16 | _compressed("lowrank"), limit=None
     ),
-    "1-bit Adam": Kind(0, 0, ("residual.terms.", "residual.sum", *ADAM), extra=ONE_BIT, limit=None),
+    "1-bit Adam": Kind(0, 0, (TERMS, SUMS, *ADAM), extra=ONE_BIT, limit=None),
     "1-bit Adam, fp16, CPU optimizer": Kind(
-        0,
-        0,
-        ("residual.terms.", "residual.sum", *ADAM),
-        zero=CPU,
-        extra=FP16 | ONE_BIT,
-        limit=None,
-        separate_memory=True,
+        0, 0, (TERMS, SUMS, *ADAM), zero=CPU, extra=FP16 | ONE_BIT, limit=None
     ),
-    "partial CPU optimizer, LAMB": Kind(
-        2, 1, ADAM, zero=PARTIAL, extra=_optimizer("Lamb"), separate_memory=True
-    ),
+    "partial CPU optimizer, LAMB": Kind(2, 1, ADAM, zero=PARTIAL, extra=_optimizer("Lamb")),
     "NVMe, Adagrad": Kind(1, 3, ("optimizer.sum/",), zero=NVME, extra=_optimizer("Adagrad")),
     "CPU parameters, Muon": Kind(
-        3,
-        2,
-        ("optimizer.momentum_buffer/", *ADAM),
-        zero=CPU | PARAM,
-        extra=_optimizer("Muon"),
-        separate_memory=True,
+        3, 2, ("optimizer.momentum_buffer/", *ADAM), zero=CPU | PARAM, extra=_optimizer("Muon")
     ),
     "secondary shards": Kind(3, 2, ADAM, zero={"zero_hpz_partition_size": 2}),
     "frozen weights": Kind(3, 1, ADAM, frozen=True),
     "int8 weights": Kind(3, 3, ADAM, zero={"zero_quantized_weights": True}, limit=2e-2),
 }
-
-
-@contextmanager
-def host_memory(kind: Kind) -> Iterator[None]:
-    """Separate host memory, if the kind has it."""
-    original = plan.make_transfer
-    if kind.separate_memory:
-        plan.make_transfer = lambda device: HostTransfer(separate_memory=True)
-    try:
-        yield
-    finally:
-        plan.make_transfer = original
 
 
 class RegressionDataset:
@@ -195,7 +146,7 @@ def make_engine(kind: Kind, config: dict[str, Any] | None) -> tuple[rayzero.Engi
     if kind.frozen:
         model[0].requires_grad_(False)
         model[2].requires_grad_(False)
-    with host_memory(kind):
+    with separate_host_memory() if "offload_optimizer" in kind.zero else nullcontext():
         engine, _, loader, _ = rayzero.initialize(
             model=model, training_data=RegressionDataset(), config=config
         )
@@ -225,18 +176,15 @@ class FullState:
 
 
 def merge_blocks(blocks: Sequence[Block]) -> FullState:
+    factor = json.loads(blocks[0].metadata).get("residual_factor", 1.0)
     tensors: dict[str, Tensor] = {}
-    for block in blocks:
-        factor = json.loads(block.metadata).get("residual_factor", 1.0)
-        for part in block.index.ranges:
-            if part.name.startswith("registered."):  # the host's own
-                continue
-            logical = block.index.tensors[part.name]
-            is_residual = part.name.startswith("residual.")
-            name = f"residual/{part.name.partition('/')[2]}" if is_residual else part.name
-            values = _read_range(block, part, DTYPE_BY_NAME[logical.dtype])
-            target = tensors.setdefault(name, torch.zeros(logical.numel, dtype=values.dtype))
-            target[part.start : part.stop] += factor * values if is_residual else values
+    for name, value in read_tensors(BlocksSource(blocks)).items():
+        kind, _, param = name.partition("/")
+        if kind.startswith("residual."):
+            sum_so_far = tensors.get(f"residual/{param}", torch.zeros_like(value))
+            tensors[f"residual/{param}"] = sum_so_far + factor * value
+        elif not kind.startswith("registered."):  # the host's own
+            tensors[name] = value
     documents = [json.loads(block.metadata) for block in blocks]
     keys = ("step", "sample_cursor", "skipped_steps", "loss_scale")
     metadata = {key: documents[0][key] for key in keys}
@@ -247,17 +195,6 @@ def merge_blocks(blocks: Sequence[Block]) -> FullState:
         for groups in groups_by_rank
     ]
     return FullState(tensors, metadata)
-
-
-def _read_ranges(block: Block, prefix: str) -> Iterator[Tensor]:
-    for part in block.index.ranges:
-        if part.name.startswith(prefix):
-            yield _read_range(block, part, DTYPE_BY_NAME[block.index.tensors[part.name].dtype])
-
-
-def _read_range(block: Block, part: TensorRange, dtype: torch.dtype) -> Tensor:
-    count = part.stop - part.start
-    return torch.frombuffer(block.data, dtype=dtype, count=count, offset=part.offset)
 
 
 def assert_states_equal(actual: FullState, expected: FullState, *, exact_residuals: bool) -> None:
@@ -277,9 +214,12 @@ def assert_states_equal(actual: FullState, expected: FullState, *, exact_residua
 
 def check_parts(kind: Kind, blocks: Sequence[Block]) -> None:
     """The state has what is special about its kind: the test would show nothing otherwise."""
-    for prefix in kind.parts:
-        held = [any(map(torch.any, _read_ranges(block, prefix))) for block in blocks]
-        assert all(held) if prefix.startswith("residual.") else any(held), prefix
+    tensors = read_tensors(BlocksSource(blocks))
+    ranks = range(len(blocks))
+    for prefix in {part.format(rank=rank) for part in kind.parts for rank in ranks}:
+        assert any(value.any() for name, value in tensors.items() if name.startswith(prefix)), (
+            prefix
+        )
     metadata = json.loads(blocks[0].metadata)
     if "fp16" in kind.extra:
         scale = metadata["loss_scale"]
