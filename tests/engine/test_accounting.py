@@ -9,8 +9,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rayzero
 from examples.gpt.model import GPT, GPTConfig
+from rayzero.engine import compiling
 from rayzero.engine.accounting import StepWork, flops_per_token, peak_flops
 from tests.support.ranks import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, by an earlier test."""
+    monkeypatch.setattr(compiling, "compiled_graphs", lambda: 0)
+
 
 FLOPS = 3 * 2 * 4 * 8 * 16  # of a linear layer's three matrix products
 
