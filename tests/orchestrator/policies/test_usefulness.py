@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from rayzero.orchestrator.errors import JobFailedError
@@ -29,67 +32,51 @@ def progress(*skipped: float) -> JobProgress:
     return made
 
 
-@pytest.mark.parametrize(
-    ("skipped", "target", "said", "fails"),
-    [
-        ((1.0, 1.0), 2, "all 2 steps of this run were skipped", True),
-        ((1.0, 1.0), None, "all 2 steps of this run were skipped", True),
-        ((), 40, "returned without one of 40 steps: it has called initialize", True),
-        ((), None, "returned without a step: it has called initialize", True),
-        ((1.0, 0.0), 3, "returned before the job's 3 steps: it made 2", False),
-        ((0.0, 0.0), 1, "returned after the job's 1 steps: it made 2", False),
-        ((1.0, 0.0), 2, "", False),
-        ((0.0,), None, "", False),
-    ],
-)
-def test_run_without_a_trained_step_fails_and_others_do_not_succeed_in_silence(
-    skipped: tuple[float, ...], target: int | None, said: str, fails: bool
-):
-    problem = check_trained(progress(*skipped), target, has_engine=True)
-    assert isinstance(problem, JobFailedError) == fails
-    assert said in str(problem) if said else problem is None
-    assert not fails or problem.fix
-
-
 def continued(step: int) -> JobProgress:
     made = JobProgress()
     made.start_generation(1, 1, step=step)
     return made
 
 
-@pytest.mark.parametrize("restored", [0, 40])
-def test_function_without_an_engine_and_a_step_fails(restored: int):
-    """A loop of plain torch, or one that does nothing: also after a resume."""
-    problem = check_trained(continued(restored), None, has_engine=False)
-    assert isinstance(problem, JobFailedError)
-    assert "it has not called initialize" in problem.seen
-    assert "engine.step()" in problem.allowed
-
-
-SAME = LastRun("succeeded", 40)
 OTHER = LastRun("succeeded", 40, ("engine.optimizer.params.lr: 0.001 -> 0.01",))
+FINISHED = "no step was trained: the job had finished its 40 steps before"
+DIFFERS = "lr: 0.001 -> 0.01"
+PLAIN = {"has_engine": False}  # a loop of plain torch, or one that does nothing
 
 
 @pytest.mark.parametrize(
-    ("last", "launched", "fails"),
+    ("made", "target", "options", "said", "fails"),
     [
-        (None, False, False),
-        (SAME, False, False),
-        (OTHER, False, True),
-        (OTHER, True, False),
-        (LastRun("failed", 40, OTHER.differences), False, False),
+        (progress(1.0, 1.0), 2, {}, "all 2 steps of this run were skipped", True),
+        (progress(1.0, 1.0), None, {}, "all 2 steps of this run were skipped", True),
+        (progress(), 40, {}, "returned without one of 40 steps: it has called initialize", True),
+        (progress(), None, {}, "returned without a step: it has called initialize", True),
+        (progress(1.0, 0.0), 3, {}, "returned before the job's 3 steps: it made 2", False),
+        (progress(0.0, 0.0), 1, {}, "returned after the job's 1 steps: it made 2", False),
+        (progress(1.0, 0.0), 2, {}, "", False),
+        (progress(0.0), None, {}, "", False),
+        (continued(0), None, PLAIN, "it has not called initialize", True),
+        (continued(40), None, PLAIN, "it has not called initialize", True),
+        (progress(), None, PLAIN | {"launched": True}, "Accelerator.prepare", False),
+        (continued(40), None, {}, FINISHED, False),
+        (continued(40), None, {"last": LastRun("succeeded", 40)}, FINISHED, False),
+        (continued(40), None, {"last": OTHER}, FINISHED, True),  # it would train other weights
+        (continued(40), None, {"last": OTHER, "launched": True}, FINISHED, False),
+        (continued(40), None, {"last": replace(OTHER, state="failed")}, FINISHED, False),
     ],
 )
-def test_resumed_run_that_had_all_its_steps_says_so(
-    last: LastRun | None, launched: bool, fails: bool
+def test_run_without_a_trained_step_fails_and_others_do_not_succeed_in_silence(
+    made: JobProgress, target: int | None, options: dict[str, Any], said: str, fails: bool
 ):
-    """It fails if what differs would have trained other weights."""
-    problem = check_trained(continued(40), None, has_engine=True, launched=launched, last=last)
+    problem = check_trained(made, target, **{"has_engine": True} | options)
     assert isinstance(problem, JobFailedError) == fails
-    assert "no step was trained: the job had finished its 40 steps before" in str(problem)
-    assert "--restart" in str(problem)
-    is_listed = "lr: 0.001 -> 0.01" in str(problem)
-    assert is_listed == bool(last and last.differences)
+    assert said in str(problem) if said else problem is None
+    assert not fails or problem.fix
+    assert "not called" not in said or "engine.step()" in problem.allowed
+    if said is FINISHED:
+        assert "--restart" in str(problem)
+        last = options.get("last")
+        assert (DIFFERS in str(problem)) == bool(last and last.differences)
 
 
 def test_run_without_a_step_left_says_so_before_it_starts():
@@ -98,11 +85,6 @@ def test_run_without_a_step_left_says_so_before_it_starts():
     text = nothing_left(found, 40)
     assert "runs/job/step-40 is of step 40, and steps is 40" in text
     assert "--restart" in text
-
-
-def test_script_without_a_step_is_told_what_makes_one():
-    problem = check_trained(progress(), None, has_engine=False, launched=True)
-    assert "Accelerator.prepare" in str(problem)
 
 
 def warnings(losses: list[list[float]]) -> list[str]:
