@@ -48,6 +48,15 @@ _OBJECT_FUNCTIONS = ("broadcast_object_list", "scatter_object_list")
 """torch's, which read what they have received as a length."""
 
 
+def _passed_on(name: str) -> Any:
+    """The method `name` of `ProcessGroup`."""
+
+    def call(self: ElasticGroup, *args: Any, **options: Any) -> Any:
+        return self._call(name, args, options)
+
+    return call
+
+
 class CallHost:
     """The host's part in the collectives that a training function calls itself. This one is that of
     no function: they have peers, and fail."""
@@ -255,6 +264,31 @@ class ElasticGroup(dist.ProcessGroup):
 
     # Collectives
 
+    allreduce = _passed_on("allreduce")
+    allreduce_coalesced = _passed_on("allreduce_coalesced")
+    reduce = _passed_on("reduce")
+    broadcast = _passed_on("broadcast")
+    allgather = _passed_on("allgather")
+    all_gather_single = _passed_on("all_gather_single")
+    all_gather_single_coalesced = _passed_on("all_gather_single_coalesced")
+    gather = _passed_on("gather")
+    scatter = _passed_on("scatter")
+    reduce_scatter = _passed_on("reduce_scatter")
+    reduce_scatter_single = _passed_on("reduce_scatter_single")
+    reduce_scatter_single_coalesced = _passed_on("reduce_scatter_single_coalesced")
+    alltoall = _passed_on("alltoall")
+    all_to_all_single = _passed_on("all_to_all_single")
+    barrier = _passed_on("barrier")
+    send = _passed_on("send")
+    recv = _passed_on("recv")
+    recv_anysource = _passed_on("recv_anysource")
+    # Until torch 2.12, and for callers in C++.
+    _allgather_base = _passed_on("_allgather_base")
+    allgather_into_tensor_coalesced = _passed_on("allgather_into_tensor_coalesced")
+    _reduce_scatter_base = _passed_on("_reduce_scatter_base")
+    reduce_scatter_tensor_coalesced = _passed_on("reduce_scatter_tensor_coalesced")
+    alltoall_base = _passed_on("alltoall_base")
+
     def _call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Work:
         host, outputs = self.host, output_tensors(name, args)
         if self._is_local():
@@ -291,27 +325,6 @@ class ElasticGroup(dist.ProcessGroup):
             log.warning("%s completed on rank %d alone, while %s", name, self.rank(), reason)
         complete_locally(name, args, self.rank(), self.size())
         return FinishedCall()
-
-
-def _passed_on(name: str) -> Any:
-    """The method `name` of `ProcessGroup`."""
-
-    def call(self: ElasticGroup, *args: Any, **options: Any) -> Any:
-        return self._call(name, args, options)
-
-    return call
-
-
-for _name in (
-    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "gather", "scatter", "barrier"),
-    *("allgather", "all_gather_single", "all_gather_single_coalesced"),
-    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
-    *("alltoall", "all_to_all_single", "send", "recv", "recv_anysource"),
-    # Until torch 2.12, and for callers in C++.
-    *("_allgather_base", "allgather_into_tensor_coalesced", "alltoall_base"),
-    *("_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
-):
-    setattr(ElasticGroup, _name, _passed_on(_name))
 
 
 def elastic_group() -> ElasticGroup | None:
