@@ -56,7 +56,8 @@ def write_run(runs: Path, name: str) -> Path:
     events = [formed, step, *recorded, repaired, Checkpointed(9, "f", 1, 0.1, 0.0)]
     write_journal(folder, begun(spec), *events, at_s=START_S)
     (folder / "snapshot.json").write_text(json.dumps(sample() | {"job": name}))
-    (folder / "history.json").write_text(json.dumps(history(name, 0.0)))
+    curves = {key: rows[:3] for key, rows in history()["curves"].items()}
+    (folder / "history.json").write_text(json.dumps(history(name) | {"curves": curves}))
     return folder
 
 
