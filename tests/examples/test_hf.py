@@ -23,11 +23,11 @@ pytestmark = [
 
 
 def test_adapter_is_trained_and_saved_though_a_worker_is_killed(tmp_path: Path) -> None:
-    settings = ("faults=['kill(rank=1, step=7)']", f"checkpoint.path={tmp_path / 'runs'}")
+    settings = ("faults=['kill(rank=1, step=12)']", f"checkpoint.path={tmp_path / 'runs'}")
     command = [sys.executable, "-m", "rayzero", "launch", "--json", "--workers", "1:2"]
     command += [part for it in settings for part in ("--set", it)]
     done = subprocess.run(
-        [*command, "examples/hf/train.py", str(tmp_path / "out"), "--steps", "16"],
+        [*command, "examples/hf/train.py", str(tmp_path / "out"), "--steps", "25"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"},
         capture_output=True,
@@ -39,7 +39,7 @@ def test_adapter_is_trained_and_saved_though_a_worker_is_killed(tmp_path: Path) 
     (repaired,) = [it for it in events if it["event"] == "repaired"]
     assert (repaired["world_size_before"], repaired["world_size"]) == (2, 1)
     summary = events[-1]
-    assert (summary["steps"], summary["steps_redone"], summary["faults"]) == (16, 0, {"lost": 1})
+    assert (summary["steps"], summary["steps_redone"], summary["faults"]) == (25, 0, {"lost": 1})
     lines = [it["text"] for it in events if it["event"] == "log"]
     (bits,) = [line for line in lines if line.startswith("held out: ")]
     assert float(bits.split()[2]) < 5  # 8 with random weights
@@ -47,5 +47,5 @@ def test_adapter_is_trained_and_saved_though_a_worker_is_killed(tmp_path: Path) 
     assert "'loss'" not in trained
     saved = tmp_path / "out"
     assert (saved / "adapter_model.safetensors").exists()
-    assert (saved / "checkpoint-16" / "trainer_state.json").exists()
+    assert (saved / "checkpoint-25" / "trainer_state.json").exists()
     assert not (saved / "model.safetensors").exists(), "the frozen base is not saved again"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import shlex
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from select import select
 from shutil import rmtree
 
 import psutil
@@ -68,9 +72,6 @@ class Terminal:
             psutil.Process(int(pids[-1])).kill()
         elif words[1] in ("run", "resume", "page") or words[:3] == ["rayzero", "logs", "-f"]:
             self._follow([sys.executable, "-m", *words], self._env(words))
-        elif words[1] == "top" and "--once" not in words:
-            command = shlex.join([sys.executable, "-m", *words])
-            self._follow(["script", "-qfec", command, "/dev/null"], self._env(words))  # has a tty
         elif words[0] == "rayzero":
             self._new_output().write_text(self.rayzero(*words[1:]), encoding="utf-8")
             if "submit" in words:  # a reader waits for it, too
@@ -130,6 +131,26 @@ class Terminal:
             wait_for(lambda: re.search(pattern, self.new_text(before)), TIMEOUT_S, pattern)
         except TimeoutError:
             pytest.fail(f"{pattern!r} not in:\n{self.new_text(before)}")
+
+    def look(self, line: str, pattern: str) -> None:
+        """Runs a command in a terminal until it shows the pattern."""
+        screen, child = pty.openpty()
+        words = [sys.executable, "-m", *shlex.split(line, comments=True)]
+        env = self._env(words)
+        shown = subprocess.Popen(words, cwd=self.folder, env=env, stdout=child, stderr=child)
+        os.close(child)
+        text, deadline_s = "", time.monotonic() + TIMEOUT_S
+        try:
+            while not re.search(pattern, text) and time.monotonic() < deadline_s:
+                if select([screen], [], [], 1.0)[0]:
+                    text += os.read(screen, 4096).decode(errors="replace")
+        except OSError:
+            pass  # it has ended
+        finally:
+            shown.kill()
+            shown.wait(20)
+            os.close(screen)
+        assert re.search(pattern, text), text
 
     def _new_output(self) -> Path:
         self._outputs.append(self.folder / f"output-{len(self._outputs)}")
@@ -294,6 +315,9 @@ def perform(terminal: Terminal, line: str) -> None:
     """One command about the running job, and what is seen of it."""
     before = terminal.sizes()
     command = line.split()[1]
+    if command == "top":
+        terminal.look(line, SHOWN[command])
+        return
     terminal.run(line)
     terminal.wait_printed(SHOWN[command], before)
     if command == "page":
