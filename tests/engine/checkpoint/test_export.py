@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from rayzero.deepspeed.entry import initialize
+from rayzero.engine.checkpoint import export
 from rayzero.engine.checkpoint.export import export_checkpoint, export_state, write_safetensors
 from rayzero.engine.checkpoint.export_model import ExportedModel
 from rayzero.engine.checkpoint.imports.tensors import FlatTensor, TensorSource
@@ -71,6 +72,29 @@ def test_large_safetensors_export_is_sharded(tmp_path: Path) -> None:
     assert_bit_identical(loaded, expected)
     assert loaded.keys() == index["weight_map"].keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in loaded.values())
+
+
+class CountingModel(ExportedModel):
+    """Counts the bytes of tensors that were read and are still in memory."""
+
+    live = peak = 0
+
+    def read(self, name: str) -> Tensor:
+        tensor = super().read(name)
+        self.live += tensor.nbytes
+        self.peak = max(self.peak, self.live)
+        return tensor
+
+
+def test_sharded_export_holds_one_shard_in_memory(tmp_path: Path, monkeypatch: Any) -> None:
+    model = CountingModel(blocks_of(make_model()))
+
+    def save(tensors: dict[str, Tensor], *_: Any) -> None:
+        model.live -= sum(tensor.nbytes for tensor in tensors.values())
+
+    monkeypatch.setattr(export, "save_safetensors", save)
+    write_safetensors(model, tmp_path, shard_bytes=1000)
+    assert model.peak <= 1000
 
 
 def load_dcp(folder: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
