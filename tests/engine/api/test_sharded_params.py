@@ -20,6 +20,7 @@ from rayzero.engine.api.sharded_params import (
     is_zero_param,
     register_external_parameter,
 )
+from rayzero.engine.api.tensor_fragments import safe_get_full_fp32_param
 from rayzero.engine.errors import EngineError
 from tests.engine import equal, zoo
 from tests.support.ranks import run_ranks
@@ -93,6 +94,22 @@ def use_attributes(rank: int, world: int) -> int:
 def test_attributes_and_idioms() -> None:
     numel = sum(param.numel() for param in make_model().parameters())
     assert sum(run_ranks(2, use_attributes)) == numel
+
+
+def update_gathered_weight(rank: int, world: int) -> None:
+    engine = equal.start(make_model().bfloat16(), 3, samples=world, bf16={"enabled": True})
+    weight: Any = engine.module[0].weight
+    weight.all_gather()
+    with torch.no_grad():
+        weight.add_(1)
+    expected = weight.detach().clone()
+    weight.partition(has_been_updated=True)
+    assert torch.equal(safe_get_full_fp32_param(weight), expected.float())
+    engine.close()
+
+
+def test_partition_updates_the_main_weights_too() -> None:
+    run_ranks(2, update_gathered_weight)
 
 
 def test_an_adapter_moved_to_the_models_device_keeps_its_values() -> None:
