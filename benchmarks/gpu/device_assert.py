@@ -68,7 +68,7 @@ def fail(settings: Settings) -> None:
 
 
 def _fail_in_training(settings: Settings) -> None:
-    member, served = make_member(settings, 1)
+    member = make_member(settings, 1)
     member.join()
     sum_of_ranks(member.device)
     error = _provoke(settings)
@@ -88,7 +88,6 @@ def _fail_in_training(settings: Settings) -> None:
         _tell(abort=f"{type(failure).__name__}: {str(failure).splitlines()[0]}")
     sleep(LIVES_S if settings.on_gpu else 0.0)
     _tell(lived="yes")
-    del served
 
 
 def _provoke(settings: Settings) -> Exception:

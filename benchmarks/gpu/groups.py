@@ -50,14 +50,14 @@ def _make_and_abort(report: Report, settings: Settings, cycles: int) -> None:
     seconds: dict[str, list[float]] = {"join": [], "sum": [], "abort": [], "collect": []}
     counts = []
     for cycle in range(1, cycles + 1):
-        member, served = make_member(settings, cycle)
+        member = make_member(settings, cycle)
         sums: list[float] = []
         _timed(seconds["join"], member.join)
         _timed(seconds["sum"], partial(_append_sum, sums, member.device))
         if sums != [1.0]:
             report.check(f"sum of cycle {cycle}", False, sums, "[1.0]")
         _timed(seconds["abort"], member.abort)
-        del member, served
+        del member
         _timed(seconds["collect"], gc.collect)
         counts.append(count_resources(settings))
         report.value("cycles", cycle)
@@ -93,7 +93,7 @@ def _timed(seconds: list[float], action: Callable[[], object]) -> None:
 def _abort_host_read(report: Report, settings: Settings, generation: int) -> None:
     """The host reads a sum that waits behind a kernel; another thread aborts the group; then both
     threads have aborted it, as in a repair."""
-    member, served = make_member(settings, generation)
+    member = make_member(settings, generation)
     member.join()
     sum_of_ranks(member.device)
     watch = _Watch()
@@ -133,11 +133,10 @@ def _abort_host_read(report: Report, settings: Settings, generation: int) -> Non
     health: list[float] = []
     _timed(health, lambda: get_device(member.device).check_health(2 * STALL_S))
     report.value("health check after that_s", health[0])
-    again, also_served = make_member(settings, generation + 1)
+    again = make_member(settings, generation + 1)
     again.join()
     report.check("a group after that", sum_of_ranks(again.device) == 1.0, "joined", "joined")
     again.abort()
-    del served, also_served
 
 
 class _Watch:

@@ -51,7 +51,7 @@ def run(report: Report, settings: Settings) -> None:
 
 
 def _lose_a_peer(report: Report, settings: Settings) -> None:
-    member, served = make_member(settings, 1, rank=0, world_size=2)
+    member = make_member(settings, 1, rank=0, world_size=2)
     peer = _start_peer(settings, member.assignment.store_port, 1)
     try:
         started_s = monotonic()
@@ -73,11 +73,10 @@ def _lose_a_peer(report: Report, settings: Settings) -> None:
     finally:
         peer.kill()
         peer.wait()
-    del served
 
 
 def _go_on_with_another(report: Report, settings: Settings) -> None:
-    member, served = make_member(settings, 2, rank=0, world_size=2)
+    member = make_member(settings, 2, rank=0, world_size=2)
     other = _start_peer(settings, member.assignment.store_port, 2)
     try:
         started_s = monotonic()
@@ -92,7 +91,6 @@ def _go_on_with_another(report: Report, settings: Settings) -> None:
     finally:
         other.kill()
         other.wait()
-    del served
 
 
 def _read_sums_until_aborted(report: Report, device: torch.device) -> None:
@@ -129,7 +127,7 @@ def serve(settings: Settings, port: int, generation: int) -> None:
     use_nccl_like_device(settings)
 
     def take_part() -> None:
-        member, _ = make_member(settings, generation, rank=1, world_size=2, port=port)
+        member = make_member(settings, generation, rank=1, world_size=2, port=port)
         member.join()
         while True:
             sum_of_ranks(member.device)

@@ -32,11 +32,12 @@ GPU_HZ = 1.8e9  # torch.cuda._sleep counts cycles; the clock only has to be abou
 
 @dataclass
 class Member:
-    """A rank of the group of one generation."""
+    """A rank of the group of one generation, and the store that it serves, if it does."""
 
     assignment: Assignment
     device: torch.device
     sockets: SocketTracker
+    store: StoreServer | None
 
     def join(self) -> None:
         apply_nccl_settings(os.environ)
@@ -50,12 +51,14 @@ class Member:
     def abort(self) -> None:
         """As the training thread does when it has left the training function."""
         abort_default_group(self.device, self.sockets)
+        if self.store is not None:
+            self.store.close()
 
 
 def make_member(
     settings: Settings, generation: int, rank: int = 0, world_size: int = 1, port: int = 0
-) -> tuple[Member, object]:
-    """A rank that has not joined, and what must live as long as its group.
+) -> Member:
+    """A rank that has not joined.
 
     Args:
         port: of the store that another rank serves; 0 serves one here.
@@ -76,7 +79,7 @@ def make_member(
         served.admit(assignment.secret)
     number = rank % torch.cuda.device_count() if settings.on_gpu else 0
     device = torch.device(settings.device, number)
-    return Member(assignment, device, SocketTracker()), served
+    return Member(assignment, device, SocketTracker(), served)
 
 
 def use_nccl_like_device(settings: Settings) -> None:
