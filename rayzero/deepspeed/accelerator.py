@@ -59,8 +59,10 @@ _VALUES: Mapping[str, tuple[Any, Any]] = {
     **dict.fromkeys(("is_available", "is_fp16_supported", "is_fp64_supported"), (True, True)),
     **dict.fromkeys(  # whether calls return when the work is done
         (
-            *("is_synchronized_device", "use_host_timers"),
-            *("resolves_data_dependency", "handles_memory_backpressure"),
+            "is_synchronized_device",
+            "use_host_timers",
+            "resolves_data_dependency",
+            "handles_memory_backpressure",
         ),
         (False, True),
     ),
