@@ -105,8 +105,8 @@ class StoreServer:
                 request = _unpack(await reader.readexactly(size))
                 writer.write(_pack(await self._answer(request)))
                 await writer.drain()
-        except (OSError, EOFError, TimeoutError, PermissionError):
-            pass  # the client has left, or is a stranger
+        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
+            pass  # the client has left, or is a stranger; or the server ends
         finally:
             writer.transport.abort()
 
