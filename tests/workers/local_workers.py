@@ -220,7 +220,8 @@ class LocalWorkers:
         """Runs a generation that trains to the end."""
         self.form(generation, members, restore)
         for index in members:
-            assert isinstance(self.wait_end(index, generation), Finished), self.texts(index)
+            end = self.wait_end(index, generation)
+            assert isinstance(end, Finished), {each: self.texts(each) for each in members}
 
     def read_until_lost(self, index: int) -> None:
         """Poll a worker that is to be killed: what it has told before is then known."""
