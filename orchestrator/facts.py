@@ -17,7 +17,7 @@ from pydantic import FiniteFloat
 
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator import job_events
-from rayzero.orchestrator.job_events import CLIENT_EVENTS, JobEvent, RankEvent, RunBegun
+from rayzero.orchestrator.job_events import CLIENT_EVENTS, JobEvent, JobWarning, RankEvent, RunBegun
 from rayzero.orchestrator.machine import FINAL_STATES, State
 from rayzero.orchestrator.numbers import MAX_COUNT, Amount, Count, UnixTime
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
@@ -370,3 +370,6 @@ class EventBus:
             self.facts = self.facts.apply(event, round(self._unix(), 3))
         for handler in self._handlers.get(type(event), ()):
             handler(event)
+
+    def warn(self, text: str) -> None:
+        self.emit(JobWarning(text))

@@ -9,15 +9,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.checkpoint.store import is_remote
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.control.context import JobContext
+from rayzero.orchestrator.control.calls import Calls
+from rayzero.orchestrator.control.loop import JobLoop
+from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.errors import VaultLostError
+from rayzero.orchestrator.facts import EventBus
+from rayzero.orchestrator.plan import JobPlan
+from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, damage_file
 from rayzero.workers.chaos.spec import FaultSpec, parse_fault
+
+if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
+    from rayzero.orchestrator.cluster.vault_group import VaultGroup
 
 VAULT_REPLY_TIMEOUT_S = 5.0
 """How long a vault may take to reply: a user waits for the result."""
@@ -26,11 +35,28 @@ VAULT_REPLY_TIMEOUT_S = 5.0
 class ClusterFaultInjector:
     """Owns the record of fired faults, from `start` on. Does nothing without faults."""
 
-    def __init__(self, context: JobContext) -> None:
-        self._context = context
-        self._faults = context.plan.worker_spec.faults
-        self._record = FaultRecord(context.plan.output_dir)
-        self._schedule = FaultSchedule(self._record, context.emit)
+    def __init__(
+        self,
+        plan: JobPlan,
+        loop: JobLoop,
+        members: Members,
+        calls: Calls,
+        vaults: VaultGroup,
+        events: EventBus,
+        progress: JobProgress,
+    ) -> None:
+        self.injected: tuple[FaultSpec, ...] = ()
+        """All faults requested while the job runs."""
+        self._plan = plan
+        self._loop = loop
+        self._members = members
+        self._calls = calls
+        self._vaults = vaults
+        self._events = events
+        self._progress = progress
+        self._faults = plan.worker_spec.faults
+        self._record = FaultRecord(plan.output_dir)
+        self._schedule = FaultSchedule(self._record, events.emit)
         self._in_progress: set[FaultSpec] = set()
         self._skipped: set[FaultSpec] = set()
 
@@ -49,21 +75,20 @@ class ClusterFaultInjector:
         Raises:
             ConfigError: one is not valid, or impossible in this job. Then none is scheduled.
         """
-        ctx = self._context
-        current = ctx.progress.steps + 1
+        current = self._progress.steps + 1
         faults = tuple(parse_fault(text, current) for text in texts)
         for fault in faults:
             if why := await self._why_impossible(fault):
                 raise ConfigError(f"fault {str(fault)!r} cannot happen: {why}")
-        ctx.injected_faults += faults
-        self._schedule.set_faults(self._faults + ctx.injected_faults)
+        self.injected += faults
+        self._schedule.set_faults(self._faults + self.injected)
         with suppress(VaultLostError):  # VaultManager handles a vault that does not respond
-            injecting = ctx.deps.vaults.inject_faults(ctx.injected_faults)
-            await ctx.vault_reply(injecting, VAULT_REPLY_TIMEOUT_S)
+            injecting = self._vaults.inject_faults(self.injected)
+            await self._calls.vault_reply(injecting, VAULT_REPLY_TIMEOUT_S)
         # The next generation gets them with its spec.
-        ctx.broadcast(ctx.generation.active, WorkerCalls.inject, ctx.injected_faults)
+        self._calls.broadcast(self._members.generation.active, WorkerCalls.inject, self.injected)
         when = {fault: "" if fault.step <= current else " from that step on" for fault in faults}
-        name = ctx.plan.spec.name
+        name = self._plan.spec.name
         return "\n".join(
             f"{name}: {fault} at the next opportunity{when[fault]}" for fault in faults
         )
@@ -76,7 +101,7 @@ class ClusterFaultInjector:
                 and fault not in self._in_progress | self._skipped
             ):
                 self._in_progress.add(fault)
-                self._context.tasks.spawn(self._inject_node_fault(fault, step + 1))
+                self._loop.spawn(self._inject_node_fault(fault, step + 1))
 
     def on_checkpoint_committed(self, step: int, folder: str, files: Sequence[RankFile]) -> None:
         names = {file.rank: file.name for file in files}
@@ -89,7 +114,6 @@ class ClusterFaultInjector:
                 damage_file(path, fault.how)
 
     async def _inject_node_fault(self, fault: FaultSpec, step: int) -> None:
-        ctx = self._context
         try:
             nodes = self._nodes_by_rank()
             if fault.node >= len(nodes):
@@ -98,10 +122,10 @@ class ClusterFaultInjector:
                 self._skip(fault, why)
                 return
             node = nodes[fault.node]
-            members = ctx.generation.workers
+            members = self._members.generation.workers
             rank = next(rank for rank, w in enumerate(members) if w.node_id == node)
             self._schedule.record_fired(fault, rank, step)
-            await ctx.vault_reply(ctx.deps.vaults.inject_node_fault(node, fault))
+            await self._calls.vault_reply(self._vaults.inject_node_fault(node, fault))
         except VaultLostError:
             pass  # the vault is lost, perhaps before it could act: retried after the next step
         finally:
@@ -110,12 +134,11 @@ class ClusterFaultInjector:
     def _skip(self, fault: FaultSpec, why: str) -> None:
         if fault not in self._skipped:
             self._skipped.add(fault)
-            self._context.warn(f"fault {fault} was not injected: {why}")
+            self._events.warn(f"fault {fault} was not injected: {why}")
 
     async def _why_impossible(self, fault: FaultSpec) -> str:
         """Why a fault is impossible in this job now; empty if it is possible."""
-        ctx = self._context
-        max_workers, nodes = ctx.registry.limits.max, len(self._nodes_by_rank())
+        max_workers, nodes = self._members.registry.limits.max, len(self._nodes_by_rank())
         if fault.target == "worker":
             return f"the job has at most {max_workers} workers" if fault.rank >= max_workers else ""
         if fault.target in ("vault", "cluster"):
@@ -125,18 +148,17 @@ class ClusterFaultInjector:
                 return await self._why_not_injectable(fault)
             except VaultLostError:
                 return "that node's vault does not respond"
-        if not ctx.plan.writes_checkpoints:
+        if not self._plan.writes_checkpoints:
             return "the job writes no checkpoints (checkpoint.every_steps)"
-        if fault.kind == "tear_file" and is_remote(ctx.plan.job_folder):
-            return f"{ctx.plan.job_folder} is not on a local or mounted disk"
+        if fault.kind == "tear_file" and is_remote(self._plan.job_folder):
+            return f"{self._plan.job_folder} is not on a local or mounted disk"
         return ""
 
     async def _why_not_injectable(self, fault: FaultSpec) -> str:
-        ctx = self._context
         node = self._nodes_by_rank()[fault.node]
-        reply = ctx.deps.vaults.why_not_injectable(node, fault)
-        return await ctx.vault_reply(reply, VAULT_REPLY_TIMEOUT_S)
+        reply = self._vaults.why_not_injectable(node, fault)
+        return await self._calls.vault_reply(reply, VAULT_REPLY_TIMEOUT_S)
 
     def _nodes_by_rank(self) -> list[str]:
         """The nodes in the order of their first ranks."""
-        return list(dict.fromkeys(worker.node_id for worker in self._context.generation.workers))
+        return list(dict.fromkeys(worker.node_id for worker in self._members.generation.workers))

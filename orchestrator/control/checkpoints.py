@@ -6,23 +6,31 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.errors import DataError, RayzeroError
-from rayzero.orchestrator.aio import with_timeout
-from rayzero.orchestrator.control.context import JobContext
+from rayzero.orchestrator.checkpoint_store import CheckpointStore
+from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
+from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job_events import (
     Checkpointed,
     CheckpointFailed,
     CheckpointsPruned,
     Resumed,
 )
+from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.pinned_steps import PinnedStep
 from rayzero.orchestrator.policies.recovery import CheckpointRef
+from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.vault.records import Restore, SlotRef
 from rayzero.workers.vault.vault import Vault
+
+if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
+    from rayzero.orchestrator.cluster.vault_group import VaultGroup
 
 TRANSFER_GRACE_S = 600.0
 SLOWEST_TRANSFER_BYTES_PER_S = 10e6
@@ -38,30 +46,29 @@ WRITE_RETRY_BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Wait before each further attempt; after the last one the checkpoint is abandoned."""
 
 
+@dataclass(eq=False)
 class CheckpointWriter:
     """Writes one checkpoint at a time, in order. A failing store never stops training."""
 
-    def __init__(
-        self, context: JobContext, on_committed: Callable[[int, str, Sequence[RankFile]], None]
-    ) -> None:
-        """
-        Args:
-            on_committed: called with the step, folder and files of every committed checkpoint.
-        """
-        self.abandoned: dict[int, str] = {}
-        """Steps given up because the store failed, with the last error."""
-        self._on_committed = on_committed
-        self._context = context
-        self.newest: CheckpointRef | None = None
-        """The newest checkpoint that this run resumed from or wrote."""
-        self.resumed_from: CheckpointRef | None = None
-        """What this run started from; it may be another job's."""
-        self._unreadable: CheckpointRef | None = None
-        self._marking: asyncio.Task[None] | None = None
-        self._write_lock = asyncio.Lock()
-        self._rank_bytes = 0
-        self._newest_wanted = 0
-        """The newest step that is to be written, or was."""
+    _plan: JobPlan
+    _loop: JobLoop
+    _vaults: VaultGroup
+    _store: CheckpointStore
+    _events: EventBus
+    _progress: JobProgress
+    _on_committed: Callable[[int, str, Sequence[RankFile]], None]
+    abandoned: dict[int, str] = field(default_factory=dict)
+    """Steps given up because the store failed, with the last error."""
+    newest: CheckpointRef | None = None
+    """The newest checkpoint that this run resumed from or wrote."""
+    resumed_from: CheckpointRef | None = None
+    """What this run started from; it may be another job's."""
+    _unreadable: CheckpointRef | None = None
+    _marking: asyncio.Task[None] | None = None
+    _write_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _rank_bytes: int = 0
+    _newest_wanted: int = 0
+    """The newest step that is to be written, or was."""
 
     async def resolve_resume(self) -> bool:
         """Finds and announces the checkpoint that this run starts from. False if there is none.
@@ -69,10 +76,10 @@ class CheckpointWriter:
         Raises:
             ConfigError: `checkpoint.resume` names no usable checkpoint.
         """
-        self.newest = await self._context.deps.checkpoint_store.resolve_resume()
+        self.newest = await self._store.resolve_resume()
         self.resumed_from = self.newest
         if self.newest is not None:
-            self._context.emit(Resumed(self.newest.step, self.newest.folder))
+            self._events.emit(Resumed(self.newest.step, self.newest.folder))
         return self.newest is not None
 
     async def select_newest(self, unreadable: Mapping[int, str]) -> CheckpointRef | None:
@@ -82,30 +89,30 @@ class CheckpointWriter:
         Raises:
             JobFailedError: the unreadable one is `checkpoint.resume`.
         """
-        ctx, known = self._context, self.newest
+        known = self.newest
         if known is None or known.step not in unreadable:
             return known
-        if ctx.progress.steps_executed == 0 and ctx.plan.spec.checkpoint.resume != "auto":
+        if self._progress.steps_executed == 0 and self._plan.spec.checkpoint.resume != "auto":
             raise JobFailedError(
                 f"the checkpoint {known.folder} cannot be read",
                 fix="checkpoint.resume in the job file; `rayzero ckpt verify` shows what is wrong",
             )
-        ctx.warn(f"the checkpoint {known.folder} cannot be read and is skipped")
+        self._events.warn(f"the checkpoint {known.folder} cannot be read and is skipped")
         self._unreadable, problem = known, unreadable[known.step]
-        self._marking = ctx.tasks.spawn(self._mark_damaged(known, problem))
+        self._marking = self._loop.spawn(self._mark_damaged(known, problem))
         try:
-            self.newest = await ctx.deps.checkpoint_store.newest(frozenset(unreadable))
+            self.newest = await self._store.newest(frozenset(unreadable))
         except RayzeroError as error:
             self.newest = None
-            ctx.warn(f"checkpoints cannot be listed: {error.seen}")
+            self._events.warn(f"checkpoints cannot be listed: {error.seen}")
         return self.newest
 
     async def _mark_damaged(self, checkpoint: CheckpointRef, problem: str) -> None:
         """Makes later listings show the damage; reads the checkpoint's files to find it."""
         try:
-            await self._context.deps.checkpoint_store.mark_damaged(checkpoint, problem)
+            await self._store.mark_damaged(checkpoint, problem)
         except RayzeroError as error:
-            self._context.warn(
+            self._events.warn(
                 f"{checkpoint.folder} cannot be marked as damaged, and will be tried again by the "
                 f"next run: {error.seen}"
             )
@@ -113,12 +120,11 @@ class CheckpointWriter:
     async def no_state_error(self) -> JobFailedError:
         """All checkpoints are unreadable, and no state is in memory: to start from scratch is the
         user's decision. Waits until the last one is marked, at most `checkpoint.grace_period_s`."""
-        ctx = self._context
         if self._marking is not None:
             with suppress(TimeoutError):
-                limit_s = ctx.plan.spec.checkpoint.grace_period_s
-                await with_timeout(ctx.deps.clock, limit_s, asyncio.wait({self._marking}))
-        folder = self._unreadable.folder if self._unreadable else ctx.plan.job_folder
+                limit_s = self._plan.spec.checkpoint.grace_period_s
+                await self._loop.within(limit_s, asyncio.wait({self._marking}))
+        folder = self._unreadable.folder if self._unreadable else self._plan.job_folder
         return JobFailedError(
             f"the checkpoint {folder} cannot be read, and no other copy of the state is left",
             allowed="a complete checkpoint, or to start from scratch with --restart",
@@ -129,7 +135,7 @@ class CheckpointWriter:
     @property
     def newest_own(self) -> CheckpointRef | None:
         """The newest checkpoint, unless that is another job's."""
-        newest, store = self.newest, self._context.deps.checkpoint_store
+        newest, store = self.newest, self._store
         is_own = newest is not None and newest.folder == store.folder(newest.step)
         return newest if is_own else None
 
@@ -165,12 +171,12 @@ class CheckpointWriter:
                     if not slot_lost:
                         self.abandoned[pin.step] = text
                     return
-                await self._context.wait_for(retry_in_s, partial(self._is_outdated, pin))
+                await self._loop.wait_for(retry_in_s, partial(self._is_outdated, pin))
 
     def expect(self, step: int) -> None:
         """That step is to be written: older ones are not tried again."""
         self._newest_wanted = max(self._newest_wanted, step)
-        self._context.changed.notify()
+        self._loop.changed.notify()
 
     def _is_outdated(self, pin: PinnedStep) -> bool:
         return self._newest_wanted > pin.step
@@ -186,14 +192,13 @@ class CheckpointWriter:
     async def write_final(self, restore: Restore, limit_s: float) -> None:
         """Writes as `write_state` does, in one attempt and within a time limit."""
         try:
-            await with_timeout(self._context.deps.clock, limit_s, self.write_state(restore, ()))
+            await self._loop.within(limit_s, self.write_state(restore, ()))
         except TimeoutError as error:
             self._report_failure(restore.step, error, 1, None)
 
     async def _write(self, pin: PinnedStep) -> None:
-        ctx = self._context
-        store = ctx.deps.checkpoint_store
-        started_s = ctx.now_s()
+        store = self._store
+        started_s = self._loop.now_s()
         folder = store.folder(pin.step)
         await store.check_folder()
         by_node: defaultdict[str, list[SlotRef]] = defaultdict(list)
@@ -212,21 +217,20 @@ class CheckpointWriter:
         await store.commit(pin.step, pin.generation, files)
         self._on_committed(pin.step, folder, files)
         self.newest = CheckpointRef(pin.step, folder)
-        nbytes, seconds = sum(file.nbytes for file in files), ctx.now_s() - started_s
-        ctx.emit(Checkpointed(pin.step, folder, nbytes, seconds, pin.stopped_s))
+        nbytes, seconds = sum(file.nbytes for file in files), self._loop.now_s() - started_s
+        self._events.emit(Checkpointed(pin.step, folder, nbytes, seconds, pin.stopped_s))
         try:
             if removed := await store.prune():
-                ctx.emit(CheckpointsPruned(removed))
+                self._events.emit(CheckpointsPruned(removed))
         except RayzeroError as error:
-            ctx.warn(f"old checkpoints cannot be removed: {error.seen}")
+            self._events.warn(f"old checkpoints cannot be removed: {error.seen}")
 
     async def _write_on_node(
         self, node: str, folder: str, slots: Sequence[SlotRef], pin: PinnedStep
     ) -> list[RankFile]:
-        ctx = self._context
-        command = ctx.deps.vaults.call(node, Vault.write, folder, slots)
+        command = self._vaults.call(node, Vault.write, folder, slots)
         limit_s = transfer_limit_s(len(slots) * pin.rank_bytes)
-        return await with_timeout(ctx.deps.clock, limit_s, command)
+        return await self._loop.within(limit_s, command)
 
     def _report_failure(
         self, step: int, error: Exception, attempts: int, retry_in_s: float | None
@@ -234,5 +238,5 @@ class CheckpointWriter:
         text = error.seen if isinstance(error, RayzeroError) else str(error)
         if isinstance(error, TimeoutError):
             text = "the store did not finish in time"
-        self._context.emit(CheckpointFailed(step, text, attempts, retry_in_s))
+        self._events.emit(CheckpointFailed(step, text, attempts, retry_in_s))
         return text

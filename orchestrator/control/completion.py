@@ -6,61 +6,60 @@ stored from what holds its state now: the vaults, or the memory of the workers.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
-from rayzero.orchestrator.control.context import JobContext
+from rayzero.orchestrator.control.loop import JobLoop, JobMachine
+from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.orchestrator.policies.usefulness import LastRun, check_trained, nothing_left
+from rayzero.orchestrator.progress import JobProgress
 
 STORE_TRIES = 3
 """Attempts to store a state that training replaces."""
 
 
+@dataclass(eq=False)
 class JobCompletion:
     """Stores the last checkpoint, if it is due and not stored, and reports how the job ended."""
 
-    def __init__(
-        self,
-        context: JobContext,
-        replication: Replication,
-        checkpoints: CheckpointWriter,
-        restore: RestoreSelector,
-        last: LastRun | None,
-    ) -> None:
-        """
-        Args:
-            last: the last run, if it has ended.
-        """
-        self._context = context
-        self._replication = replication
-        self._checkpoints = checkpoints
-        self._restore = restore
-        # Which another checkpoint than its own says nothing about.
-        self._last = last if context.plan.spec.checkpoint.resume == "auto" else None
-        self.note = ""
-        """Why no step was trained; empty if one was."""
-        self._has_announced = False
+    _plan: JobPlan
+    _loop: JobLoop
+    _machine: JobMachine
+    _members: Members
+    _events: EventBus
+    _progress: JobProgress
+    _replication: Replication
+    _checkpoints: CheckpointWriter
+    _restore: RestoreSelector
+    _last: LastRun | None
+    """The last run, if it has ended and this one continues it."""
+    note: str = ""
+    """Why no step was trained; empty if one was."""
+    _has_announced: bool = False
 
     def announce(self, found: CheckpointRef | None) -> None:
         """Says what is to be expected of a run that starts from that checkpoint."""
-        ctx = self._context
         if found is None:
             return
         differences = () if self._last is None else self._last.differences
-        if text := nothing_left(found, ctx.plan.spec.steps):
+        if text := nothing_left(found, self._plan.spec.steps):
             self._has_announced = True
-            ctx.warn(text)
+            self._events.warn(text)
         if differences:
-            ctx.warn(f"this job differs from its last run: {'; '.join(differences)}")
+            self._events.warn(f"this job differs from its last run: {'; '.join(differences)}")
 
     def begin(self) -> None:
         """The training function has returned on every rank of the newest generation."""
-        self._context.tasks.spawn(self._complete())
+        self._loop.spawn(self._complete())
 
     async def store_newest(self) -> None:
         """Stores the newest state in memory as a checkpoint, if the job writes checkpoints. Of
@@ -70,77 +69,75 @@ class JobCompletion:
                 state = await self._restore.find(1)
             except RayzeroError:
                 state = None
-            if state is None or not self._context.plan.writes_checkpoints:
+            if state is None or not self._plan.writes_checkpoints:
                 return
             await self._checkpoints.write_state(state)
             if self._checkpoints.covers(state.step):
                 return
 
     async def _complete(self) -> None:
-        ctx, generation = self._context, self._context.generation
+        generation = self._members.generation
         if (last := self._due_step()) is not None:
             self._checkpoints.expect(last)
         await self._replication.wait_idle()
         # A function that returns at once may be faster than the report that all ranks have joined.
         forming = (State.STARTING, State.RECOVERING)
-        await ctx.changed.wait_until(
-            lambda: ctx.state not in forming or ctx.generation is not generation
+        await self._loop.wait_until(
+            lambda: self._machine.state not in forming or self._members.generation is not generation
         )
-        if ctx.generation is not generation:
+        if self._members.generation is not generation:
             return
-        spec = ctx.plan.spec
+        spec = self._plan.spec
         problem = check_trained(
-            ctx.progress,
+            self._progress,
             spec.steps,
             has_engine=generation.all_restored,
             launched=spec.launch is not None,
             last=self._last,
         )
         if isinstance(problem, RayzeroError):
-            ctx.post_event(machine.FaultFatal(problem))
+            self._machine.post(machine.FaultFatal(problem))
             return
-        if not ctx.progress.steps_executed:
+        if not self._progress.steps_executed:
             self.note = problem or ""
         if problem is not None and not self._has_announced:
-            ctx.warn(problem)
+            self._events.warn(problem)
         step = self._due_step()
         if step is not None and not self._checkpoints.covers(step):
             await self._store(step)
             if not self._checkpoints.covers(step):
-                ctx.post_event(machine.FaultFatal(self._error(step)))
+                self._machine.post(machine.FaultFatal(self._error(step)))
                 return
-        ctx.post_event(machine.AllFinished(generation.number))
+        self._machine.post(machine.AllFinished(generation.number))
 
     def _due_step(self) -> int | None:
         """The step that should be the newest checkpoint: the last one. None if there should be
         none."""
-        ctx = self._context
-        if not ctx.plan.writes_checkpoints or not ctx.generation.all_restored:
+        if not self._plan.writes_checkpoints or not self._members.generation.all_restored:
             return None  # without an engine there is no state
-        return ctx.progress.steps or None
+        return self._progress.steps or None
 
     async def _store(self, step: int) -> None:
-        ctx = self._context
         if step in self._checkpoints.abandoned:
             return  # the store failed for as long as it may
-        nodes = {worker.node_id for worker in ctx.generation.workers}
-        limit_s = ctx.plan.spec.workers.start_timeout_s
+        nodes = {worker.node_id for worker in self._members.generation.workers}
+        limit_s = self._plan.spec.workers.start_timeout_s
         # A lost vault is being opened again.
-        await ctx.wait_for(limit_s, lambda: nodes <= ctx.vault_addresses.keys())
+        await self._loop.wait_for(limit_s, lambda: nodes <= self._members.vault_addresses.keys())
         try:
             state = await self._restore.find(step)
         except RayzeroError as error:
-            ctx.warn(f"the state of step {step} cannot be copied: {error.seen}")
+            self._events.warn(f"the state of step {step} cannot be copied: {error.seen}")
             return
         if state is not None and state.step >= step:
             await self._checkpoints.write_state(state)
 
     def _error(self, step: int) -> JobFailedError:
-        ctx, newest = self._context, self._checkpoints.newest_own
+        newest = self._checkpoints.newest_own
         cause = self._checkpoints.abandoned.get(step, "no complete copy of its state is left")
         stored = f"the newest one is of step {newest.step} in {newest.folder}" if newest else ""
         return JobFailedError(
-            f"training has ended after step {ctx.progress.steps}, but the checkpoint of step "
+            f"training has ended after step {self._progress.steps}, but the checkpoint of step "
             f"{step} is not stored: {cause}; {stored or 'there is no other one'}",
             fix="checkpoint.path, or the storage it names; the same job continues from the newest "
             "checkpoint with checkpoint.resume: auto",

@@ -10,21 +10,9 @@ from typing import Any
 from rayzero.engine.config import parse_config
 from rayzero.engine.errors import RayzeroError, first_line
 from rayzero.orchestrator import machine
-from rayzero.orchestrator.control.chaos import ClusterFaultInjector
-from rayzero.orchestrator.control.checkpoints import CheckpointWriter
-from rayzero.orchestrator.control.completion import JobCompletion
-from rayzero.orchestrator.control.context import Dependencies, JobContext, WorkerUnavailableError
-from rayzero.orchestrator.control.dispatcher import MessageDispatcher
-from rayzero.orchestrator.control.elastic import ElasticScaler
-from rayzero.orchestrator.control.failures import FailureHandler
+from rayzero.orchestrator.control.components import Components, Dependencies
 from rayzero.orchestrator.control.generation import GenerationState
-from rayzero.orchestrator.control.hang_detector import HangDetector
-from rayzero.orchestrator.control.inbox import WorkerInbox
-from rayzero.orchestrator.control.reconfigure import Reconfiguration
-from rayzero.orchestrator.control.replication import Replication
-from rayzero.orchestrator.control.restore import RestoreSelector
-from rayzero.orchestrator.control.vaults import VaultManager
-from rayzero.orchestrator.errors import JobStoppedError, internal_error
+from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.facts import JobFacts
 from rayzero.orchestrator.job_events import ResourcesAwaited, RunAdopted, StateEntered, WorkersReady
 from rayzero.orchestrator.job_file import check_batch_sizes
@@ -34,7 +22,6 @@ from rayzero.orchestrator.policies.placement import spare_cores
 from rayzero.orchestrator.policies.usefulness import LastRun
 from rayzero.orchestrator.results import JobResult, JobStatus
 from rayzero.workers.messages import WorkerInfo
-from rayzero.workers.vault.process_end import ProcessEnd
 
 
 class Controller:
@@ -56,24 +43,16 @@ class Controller:
             past: facts of a run that lost its controller and is to be continued.
             last: the last run, if it has ended.
         """
-        ctx = self._context = JobContext(plan, deps, self._on_task_error)
-        failures = self._failures = FailureHandler(ctx)
-        vaults = self._vaults = VaultManager(ctx, self._on_process_died)
-        injector = self._fault_injector = ClusterFaultInjector(ctx)
-        checkpoints = self._checkpoints = CheckpointWriter(ctx, injector.on_checkpoint_committed)
-        replication = Replication(ctx, checkpoints)
-        restore = RestoreSelector(ctx, failures, vaults, checkpoints)
-        completion = self._completion = JobCompletion(ctx, replication, checkpoints, restore, last)
-        dispatcher = MessageDispatcher(
-            ctx, failures, replication, vaults, injector, completion.begin
-        )
-        inbox = self._inbox = WorkerInbox(ctx, dispatcher.dispatch, failures.on_worker_lost)
-        self._reconfiguration = Reconfiguration(ctx, failures, vaults, restore, inbox, checkpoints)
-        self._hang_detector = HangDetector(ctx, inbox, failures)
-        self._scaler = ElasticScaler(ctx, failures, vaults, inbox)
+        self._plan = plan
+        self._deps = deps
+        parts = self._parts = Components(plan, deps, last)
+        self._loop = parts.loop
+        self._machine = parts.machine
+        self._members = parts.members
+        self._progress = parts.progress
         self._error: RayzeroError | None = None
         self._summary: dict[str, Any] = {}
-        self._started_at_s = ctx.now_s()
+        self._started_at_s = self._loop.now_s()
         if past is not None:
             self._adopt(past)
 
@@ -84,23 +63,22 @@ class Controller:
             JobFailedError, ConfigError: the job failed.
             JobStoppedError: it was stopped.
         """
-        ctx = self._context
         self.post_event(machine.Submitted())
         try:
-            while not ctx.state.is_final:
-                await self._handle_event(await ctx.events.get())
+            while not self._machine.state.is_final:
+                await self._handle_event(await self._machine.next_event())
         finally:
             await self._release()
         return self._result()
 
     def post_event(self, event: machine.Event) -> None:
         """Queues an event. From another thread: `loop.call_soon_threadsafe(post_event, event)`."""
-        self._context.post_event(event)
+        self._machine.post(event)
 
     def on_folder_removed(self) -> None:
         """The job's folder was removed, with its checkpoints, and made again."""
-        self._checkpoints.forget_own()
-        self._context.tasks.spawn(self._completion.store_newest())
+        self._parts.checkpoints.forget_own()
+        self._loop.spawn(self._parts.completion.store_newest())
 
     async def inject(self, faults: Sequence[str]) -> str:
         """Schedules faults; returns a message about the result.
@@ -108,7 +86,7 @@ class Controller:
         Raises:
             ConfigError: a fault is invalid, or impossible in this job.
         """
-        return await self._fault_injector.inject(faults)
+        return await self._parts.injector.inject(faults)
 
     def scale(self, min_workers: int, max_workers: int) -> str:
         """Changes the limits for the number of workers; returns a message about the result.
@@ -116,69 +94,69 @@ class Controller:
         Raises:
             ConfigError: the batch sizes of the engine config do not fit one of these numbers.
         """
-        ctx = self._context
-        if isinstance(engine := ctx.plan.spec.engine, dict):
+        if isinstance(engine := self._plan.spec.engine, dict):
             check_batch_sizes(parse_config(engine), min_workers, max_workers)
-        self._scaler.set_limits(min_workers, max_workers)
-        name, now = ctx.plan.spec.name, ctx.generation.world_size
+        self._parts.scaler.set_limits(min_workers, max_workers)
+        name, now = self._plan.spec.name, self._members.generation.world_size
         wanted = f"{min_workers} to {max_workers}" if min_workers != max_workers else max_workers
         return f"{name}: {wanted} worker{'s' * (max_workers != 1)} wanted; it has {now}"
 
     def status(self) -> JobStatus:
         """A snapshot of the job."""
-        ctx = self._context
-        spec = ctx.plan.spec
-        facts, newest = ctx.facts, self._checkpoints.newest_own
+        spec = self._plan.spec
+        facts, newest = self._deps.events.facts, self._parts.checkpoints.newest_own
+        generation, limits = self._members.generation, self._members.registry.limits
         return JobStatus(
             name=spec.name,
-            state=ctx.state,
-            step=ctx.progress.steps,
+            state=self._machine.state,
+            step=self._progress.steps,
             steps=spec.steps,
-            generation=ctx.generation.number,
-            world_size=ctx.generation.world_size,
-            workers_min=ctx.registry.limits.min,
-            workers_max=ctx.registry.limits.max,
-            loss=ctx.progress.last_loss,
+            generation=generation.number,
+            world_size=generation.world_size,
+            workers_min=limits.min,
+            workers_max=limits.max,
+            loss=self._progress.last_loss,
             began_at_s=facts.began_at_s,
             at_s=time.time(),
             faults=dict(sorted(facts.faults_by_cause.items())),
             repairs=facts.total_repairs,
             checkpoint_step=newest.step if newest is not None else None,
-            journal=ctx.plan.journal_url,
-            log=str(ctx.plan.log_path),
-            waiting_for="" if ctx.state.is_final else facts.waiting_for,
+            journal=self._plan.journal_url,
+            log=str(self._plan.log_path),
+            waiting_for="" if self._machine.state.is_final else facts.waiting_for,
             error="" if self._error is None else first_line(self._error),
         )
 
     def _adopt(self, past: JobFacts) -> None:
         """Continues an earlier controller's run, whose facts are this one's."""
-        ctx = self._context
-        now_s = ctx.now_s()
+        now_s = self._loop.now_s()
         unix_s = time.time()
         self._started_at_s = now_s - max(0.0, unix_s - past.began_at_s)
-        ctx.generation = GenerationState(past.generation, on_change=ctx.changed.notify)
-        ctx.progress.steps = past.step  # steps after the checkpoint will count as redone
-        self._failures.history = past.faults_on_clock(now_s, unix_s)
+        self._members.generation = GenerationState(
+            past.generation, on_change=self._loop.changed.notify
+        )
+        self._progress.steps = past.step  # steps after the checkpoint will count as redone
+        self._parts.failures.history = past.faults_on_clock(now_s, unix_s)
         if past.scaled_limits is not None:
             least, most = past.scaled_limits
-            ctx.registry.limits = replace(ctx.registry.limits, min=least, max=most)
-        ctx.emit(RunAdopted(past.step, past.generation, unix_s - past.last_at_s))
+            registry = self._members.registry
+            registry.limits = replace(registry.limits, min=least, max=most)
+        self._deps.events.emit(RunAdopted(past.step, past.generation, unix_s - past.last_at_s))
 
     async def _handle_event(self, event: machine.Event) -> None:
-        ctx, before = self._context, self._context.state
-        if getattr(event, "generation", ctx.generation.number) < ctx.generation.number:
+        before = self._machine.state
+        newest = self._members.generation
+        if getattr(event, "generation", newest.number) < newest.number:
             return  # about a generation that has been replaced
-        ctx.state, instructions = machine.apply_event(before, event)
-        if isinstance(event, machine.FaultFatal) and ctx.state is State.FAILED:
+        self._machine.state, instructions = machine.apply_event(before, event)
+        if isinstance(event, machine.FaultFatal) and self._machine.state is State.FAILED:
             self._error = self._error or event.error
-        if isinstance(event, machine.ResizeRequested) and ctx.state is State.RESIZING:
-            ctx.timer.resize_requested(event.reason, ctx.generation.world_size)
-        if ctx.state is not before:
-            generation, trigger = ctx.generation, type(event).__name__
-            ctx.emit(
-                StateEntered(
-                    ctx.state, generation.number, generation.world_size, ctx.progress.steps, trigger
-                )
+        if isinstance(event, machine.ResizeRequested) and self._machine.state is State.RESIZING:
+            self._parts.timer.resize_requested(event.reason, self._members.generation.world_size)
+        if self._machine.state is not before:
+            trigger, step = type(event).__name__, self._progress.steps
+            self._deps.events.emit(
+                StateEntered(self._machine.state, newest.number, newest.world_size, step, trigger)
             )
         for instruction in instructions:
             await self._execute(instruction)
@@ -186,52 +164,52 @@ class Controller:
     async def _execute(self, instruction: Instruction) -> None:
         match instruction:
             case Instruction.PLACE_WORKERS:
-                self._context.tasks.spawn(self._place_workers())
+                self._loop.spawn(self._place_workers())
             case Instruction.FORM_GENERATION:
-                self._reconfiguration.form_first()
+                self._parts.reconfiguration.form_first()
             case Instruction.RECOVER:
-                self._reconfiguration.recover()
+                self._parts.reconfiguration.recover()
             case Instruction.RESIZE:
-                self._reconfiguration.resize()
+                self._parts.reconfiguration.resize()
             case Instruction.RELEASE_NOT_CHOSEN:
-                self._scaler.release_not_chosen()
+                self._parts.scaler.release_not_chosen()
             case Instruction.STOP_TRAINING:
-                self._reconfiguration.stop()
+                self._parts.reconfiguration.cancel()
+                self._loop.spawn(self._parts.stop.run())
             case Instruction.RELEASE_WORKERS:
                 await self._release()
             case Instruction.WRITE_SUMMARY:
                 self._write_summary()
 
     async def _place_workers(self) -> None:
-        ctx = self._context
         # First: a run that cannot start needs no workers, and workers read the record of faults.
-        self._fault_injector.start(resumed=await self._checkpoints.resolve_resume())
-        self._completion.announce(self._checkpoints.newest)
-        began_at_s = ctx.now_s()
-        workers = await ctx.deps.workers.start_workers(
-            ctx.plan.resources, self._failures.on_start_failed, self._on_waiting
+        self._parts.injector.start(resumed=await self._parts.checkpoints.resolve_resume())
+        self._parts.completion.announce(self._parts.checkpoints.newest)
+        began_at_s = self._loop.now_s()
+        workers = await self._deps.workers.start_workers(
+            self._plan.resources, self._parts.failures.on_start_failed, self._on_waiting
         )
-        await self._vaults.ensure_open(worker.node_id for worker in workers)
-        ctx.registry.start_s = ctx.now_s() - began_at_s
-        ctx.registry.add(workers)
-        ctx.emit(WorkersReady(workers))
+        await self._parts.vaults.ensure_open(worker.node_id for worker in workers)
+        self._members.registry.start_s = self._loop.now_s() - began_at_s
+        self._members.registry.add(workers)
+        self._deps.events.emit(WorkersReady(workers))
         self._check_cores(workers)
-        self._inbox.start(worker.index for worker in workers)
-        self._scaler.start()
-        ctx.tasks.spawn(self._hang_detector.run())
+        self._parts.inbox.start(worker.index for worker in workers)
+        self._parts.scaler.start()
+        self._loop.spawn(self._parts.hang_detector.run())
         self.post_event(machine.WorkersPlaced())
 
     def _on_waiting(self, text: str) -> None:
-        if text != self._context.facts.waiting_for:
-            self._context.emit(ResourcesAwaited(text, self._context.plan.resources.timeout_s))
+        if text != self._deps.events.facts.waiting_for:
+            self._deps.events.emit(ResourcesAwaited(text, self._plan.resources.timeout_s))
 
     def _check_cores(self, workers: Sequence[WorkerInfo]) -> None:
-        cpus = self._context.plan.spec.workers.cpus
-        if cpus is None or not self._context.plan.updates_on_cpu:
+        cpus = self._plan.spec.workers.cpus
+        if cpus is None or not self._plan.updates_on_cpu:
             return
         node, share = spare_cores(workers, cpus)
         if share:
-            self._context.warn(
+            self._deps.events.warn(
                 f"offload_optimizer: each worker updates its weights with {cpus:g} CPU threads "
                 f"(workers.cpus), and node {node} has {share} cores for each of its workers: "
                 "without workers.cpus it would use the node's CPUs / its GPUs"
@@ -239,39 +217,24 @@ class Controller:
 
     async def _release(self) -> None:
         """Tasks first: they use the workers, and workers use the vaults."""
-        await self._context.tasks.cancel_all()
-        await self._context.deps.workers.release()
-        await self._context.deps.vaults.release()
-
-    def _on_process_died(self, worker: int, end: ProcessEnd) -> None:
-        """A vault saw a worker's process end; its earlier messages are dispatched first."""
-        self._inbox.deliver(worker)
-        self._failures.on_worker_lost(worker, end.status, end.stack)
-
-    def _on_task_error(self, error: Exception) -> None:
-        """Turns every error of a background task into an event."""
-        if isinstance(error, WorkerUnavailableError):
-            self._failures.on_worker_lost(error.worker, error.cause)
-        elif isinstance(error, RayzeroError):
-            self.post_event(machine.FaultFatal(error))
-        else:
-            self.post_event(machine.FaultFatal(internal_error(error)))
+        await self._loop.tasks.cancel_all()
+        await self._deps.workers.release()
+        await self._deps.vaults.release()
 
     def _write_summary(self) -> None:
         """The training function's return value is merged in, and takes precedence over all but
         `steps`, by which clients see how far the job came."""
-        ctx = self._context
-        facts = ctx.facts
-        progress = ctx.progress
-        newest = self._checkpoints.newest_own
-        resumed_from = self._checkpoints.resumed_from
+        facts = self._deps.events.facts
+        progress = self._progress
+        newest = self._parts.checkpoints.newest_own
+        resumed_from = self._parts.checkpoints.resumed_from
         self._summary = {
-            "job": ctx.plan.spec.name,
-            "world_size": ctx.generation.world_size,
-            "stage": ctx.plan.stage,
+            "job": self._plan.spec.name,
+            "world_size": self._members.generation.world_size,
+            "stage": self._plan.stage,
             "loss": {"first": progress.first_loss, "last": progress.last_loss},
             "tokens_per_s": progress.tokens_per_s,
-            "seconds": ctx.now_s() - self._started_at_s,
+            "seconds": self._loop.now_s() - self._started_at_s,
             "peak_bytes": dict(sorted(progress.peak_bytes.items())),
             "world_sizes": list(progress.world_sizes),
             "faults": dict(sorted(facts.faults_by_cause.items())),
@@ -284,23 +247,22 @@ class Controller:
             "newest_checkpoint": None if newest is None else newest.folder,
             "resumed_from": None if resumed_from is None else resumed_from.folder,
             "steps_trained": progress.steps_executed,
-            **({"note": self._completion.note} if self._completion.note else {}),
-            **ctx.generation.return_value,
+            **({"note": self._parts.completion.note} if self._parts.completion.note else {}),
+            **self._members.generation.return_value,
             "steps": progress.steps,
         }
 
     def _result(self) -> JobResult:
-        ctx = self._context
-        name = ctx.plan.spec.name
-        if ctx.state is State.SUCCEEDED:
-            returned = {**ctx.generation.return_value}
+        name = self._plan.spec.name
+        if self._machine.state is State.SUCCEEDED:
+            returned = {**self._members.generation.return_value}
             returned.pop("steps", None)  # always the job's
-            return JobResult(name, self._summary, ctx.plan.summary_path, returned)
+            return JobResult(name, self._summary, self._plan.summary_path, returned)
         if self._error is not None:
             raise self._error
-        newest = self._checkpoints.newest_own
+        newest = self._parts.checkpoints.newest_own
         raise JobStoppedError(
-            f"job {name!r} was stopped after step {ctx.progress.steps}"
+            f"job {name!r} was stopped after step {self._progress.steps}"
             + (f"; its newest checkpoint is {newest.folder}" if newest else ""),
             fix="" if newest else "checkpoint.every_steps; without it the job has saved nothing",
         )

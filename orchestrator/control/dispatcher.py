@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rayzero.orchestrator.control.chaos import ClusterFaultInjector
-from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.control.failures import FailureHandler
+from rayzero.orchestrator.control.loop import JobLoop
+from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.replication import Replication
-from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.control.steps import StepReports
+from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.policies.placement import CallState
-from rayzero.orchestrator.policies.usefulness import EqualLosses
-from rayzero.orchestrator.progress import StepRecord
+from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import (
     Crashed,
@@ -37,19 +38,22 @@ class MessageDispatcher:
     """Calls the handler of each message. Messages may be late: from a worker that is lost by now,
     or about an older generation."""
 
-    _context: JobContext
+    _loop: JobLoop
+    _members: Members
+    _events: EventBus
+    _progress: JobProgress
+    _timer: RecoveryTimer
+    _steps: StepReports
     _failures: FailureHandler
     _replication: Replication
-    _vaults: VaultManager
-    _fault_injector: ClusterFaultInjector
+    _rewind: Callable[[int], int]
     _on_all_finished: Callable[[], None]
-    _equal_losses: EqualLosses = field(default_factory=EqualLosses)
 
     def __post_init__(self) -> None:
         # A table, not a chain of tests: a large job sends thousands of these a second.
         self._handlers: dict[type[WorkerMessage], Callable[[int, Any], None]] = {
-            Heartbeat: self._on_heartbeat,
-            StepReport: self._on_report,
+            Heartbeat: self._steps.on_heartbeat,
+            StepReport: self._steps.on_report,
             Joined: self._on_joined,
             Restored: self._on_restored,
             Prepared: self._on_prepared,
@@ -68,55 +72,25 @@ class MessageDispatcher:
 
     def _forward(self, worker: int, message: LogLine | FaultFired) -> None:
         del worker
-        self._context.emit(message)
-
-    def _on_report(self, worker: int, report: StepReport) -> None:
-        ctx = self._context
-        if report.generation == ctx.generation.number:
-            ctx.generation.advance_to(report.step + 1)
-            ctx.emit(report)
-            if text := ctx.speeds.add_report(worker, report):
-                ctx.warn(text)
-            if text := self._equal_losses.add_report(report, ctx.generation.world_size):
-                ctx.warn(text)
-        record = ctx.progress.add_report(report)
-        if record is not None:
-            ctx.emit(record)
-            self._on_step_finished(record)
-
-    def _on_step_finished(self, record: StepRecord) -> None:
-        ctx = self._context
-        ctx.changed.notify()  # JobProgress
-        if recovery := ctx.timer.completed(record.step_s, record.world_size):
-            ctx.emit(recovery)
-        self._replication.on_step_finished(record.generation)
-        self._vaults.on_step_finished()
-        self._fault_injector.on_step_finished(record.step)
-
-    def _on_heartbeat(self, worker: int, beat: Heartbeat) -> None:
-        ctx = self._context
-        if ctx.generation.on_heartbeat(worker, beat):
-            ctx.emit(beat)
+        self._events.emit(message)
 
     def _on_joined(self, worker: int, message: Joined) -> None:
-        ctx = self._context
-        if ctx.generation.on_joined(worker, message):
-            ctx.timer.enter_phase("load")
+        if self._members.generation.on_joined(worker, message):
+            self._timer.enter_phase("load")
 
     def _on_restored(self, worker: int, message: Restored) -> None:
-        ctx = self._context
-        if ctx.generation.on_restored(worker, message, ctx.now_s()):
-            ctx.timer.enter_phase("recompute")
+        if self._members.generation.on_restored(worker, message, self._loop.now_s()):
+            self._timer.enter_phase("recompute")
 
     def _on_went_back(self, worker: int, message: WentBack) -> None:
         """The training function continues from its own checkpoint instead of the state restored."""
         del worker
-        ctx, generation = self._context, self._context.generation
+        generation = self._members.generation
         if message.generation != generation.number or generation.fenced:
             return
         generation.step = message.step + 1
-        redone = ctx.rewind(message.step)
-        ctx.warn(
+        redone = self._rewind(message.step)
+        self._events.warn(
             f"the script has loaded its own checkpoint of step {message.step}, with a client state "
             f"that tells its place: {redone} finished step{'s' * (redone != 1)} will be done again "
             "(none, if it loads only `if engine.global_steps == 0`, and skips the data of those)"
@@ -125,13 +99,13 @@ class MessageDispatcher:
     def _on_step_divided(self, worker: int, message: StepDivided) -> None:
         """Limits the next generations to numbers of ranks that divide the parts."""
         del worker
-        registry, parts = self._context.registry, message.parts
+        registry, parts = self._members.registry, message.parts
         limits = replace(registry.limits, parts=parts)
         if limits == registry.limits:
             return
         registry.limits = limits
         if (most := limits.size(limits.max)) != limits.max:
-            self._context.warn(
+            self._events.warn(
                 f"a step has {parts} micro-batches, which the script's loader gives to ranks in "
                 f"equal parts: of up to {limits.max} workers (workers.max) {most or 'none'} can "
                 "train; gradient_accumulation_steps decides it"
@@ -139,8 +113,8 @@ class MessageDispatcher:
 
     def _on_prepared(self, worker: int, message: Prepared) -> None:
         del message
-        if self._context.registry.is_ahead(worker):
-            self._context.registry.set_state(worker, CallState.PREPARED)
+        if self._members.registry.is_ahead(worker):
+            self._members.registry.set_state(worker, CallState.PREPARED)
 
     def _on_crashed(self, worker: int, message: Crashed) -> None:
         if message.kind == "device":  # of any generation: the process ends
@@ -149,9 +123,9 @@ class MessageDispatcher:
             self._on_left(worker, message)
 
     def _on_left(self, worker: int, message: Finished | Stopped | Crashed) -> None:
-        ctx, generation = self._context, self._context.generation
-        if ctx.registry.is_ahead(worker):
-            if not ctx.registry.is_alive(worker):
+        generation = self._members.generation
+        if self._members.registry.is_ahead(worker):
+            if not self._members.registry.is_alive(worker):
                 return  # it was left out, or lost
             told = "the training function returned before it trained", ""
             if isinstance(message, Crashed):
@@ -159,14 +133,14 @@ class MessageDispatcher:
             self._failures.on_newcomer_failed(worker, *told)
             return
         faults_before = len(generation.pending_faults)
-        if not generation.on_left(worker, message, ctx.now_s()):
+        if not generation.on_left(worker, message, self._loop.now_s()):
             return
         if not isinstance(message, Finished) and message.stays:
             keeps_rank = message.keeps_rank
-            ctx.registry.set_state(worker, CallState.WAITING, keeps_rank=keeps_rank)
+            self._members.registry.set_state(worker, CallState.WAITING, keeps_rank=keeps_rank)
         if len(generation.pending_faults) > faults_before:
             self._failures.on_fault()
         if isinstance(message, Finished):
-            ctx.progress.update_peaks({"process": message.peak_rss_bytes})
+            self._progress.update_peaks({"process": message.peak_rss_bytes})
             if generation.all_finished:
                 self._on_all_finished()

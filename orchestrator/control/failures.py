@@ -5,23 +5,30 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator import machine
-from rayzero.orchestrator.aio import with_timeout
-from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
+from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
 from rayzero.orchestrator.control.generation import GenerationState
-from rayzero.orchestrator.errors import VaultLostError, WorkerStartError
+from rayzero.orchestrator.control.loop import JobLoop, JobMachine
+from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
+from rayzero.orchestrator.errors import WorkerStartError
+from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job_events import FaultDetected, FaultRecorded
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies import failure
 from rayzero.orchestrator.policies.failure import LOSS_CAUSES, Fault, FaultCause
 from rayzero.orchestrator.policies.hang import Hang
 from rayzero.orchestrator.policies.recovery import Excluded
+from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.messages import Crashed
 from rayzero.workers.stacks import Stacks
-from rayzero.workers.vault.vault import Vault
+
+if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
+    from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 
 COLLECTIVE_GRACE_S = 3.0
 """How long the decision about a failed collective waits for its cause, such as a dead worker."""
@@ -29,27 +36,31 @@ KILL_TIMEOUT_S = 2.0
 """How long a recovery waits for killed processes to exit."""
 _RAY_KILLED_FOR_MEMORY = "running low on memory"
 """In the report of Ray's memory monitor, which kills with SIGKILL."""
-EXIT_POLL_S = 0.1
-"""How often a vault is asked whether a killed process has exited."""
 
 
+@dataclass(eq=False)
 class FailureHandler:
     """Keeps the job's fault history, and reports to the state machine whether the job survives."""
 
-    def __init__(self, context: JobContext) -> None:
-        self.history: list[Fault] = []
-        """Every fault recovered from, and every lost worker that was no member."""
-        self.excluded = Excluded()
-        """States from which no generation resumes again."""
-        self._context = context
-        self._explained: dict[int, tuple[FaultCause, dict[str, str]]] = {}
-        """By worker that is about to be lost, why, and `traceback` and `place` of its fault."""
-        self._recorded_dead: set[int] = set()
-        """Lost workers in the history: one may be lost to two generations while they change."""
-        self._fatal_reported = False
-        self._pending_kills: set[asyncio.Task[None]] = set()
-        spec = context.plan.spec.recovery
-        self._budget = failure.FaultBudget(spec.max_faults, spec.fault_window_s)
+    _budget: failure.FaultBudget
+    _loop: JobLoop
+    _machine: JobMachine
+    _members: Members
+    _calls: Calls
+    _workers: WorkerGroup
+    _events: EventBus
+    _progress: JobProgress
+    _timer: RecoveryTimer
+    history: list[Fault] = field(default_factory=list)
+    """Every fault recovered from, and every lost worker that was no member."""
+    excluded: Excluded = field(default_factory=Excluded)
+    """States from which no generation resumes again."""
+    _explained: dict[int, tuple[FaultCause, dict[str, str]]] = field(default_factory=dict)
+    """By worker that is about to be lost, why, and `traceback` and `place` of its fault."""
+    _recorded_dead: set[int] = field(default_factory=set)
+    """Lost workers in the history: one may be lost to two generations while they change."""
+    _fatal_reported: bool = False
+    _pending_kills: set[asyncio.Task[None]] = field(default_factory=set)
 
     def kill_hung(self, worker: int, hang: Hang, stacks: Stacks) -> None:
         """Kills a member that hangs, or that does not leave an ended generation."""
@@ -73,31 +84,14 @@ class FailureHandler:
             error = failure.repeated_loss(history, generation.number)
             if error is not None and not self._fatal_reported:
                 self._fatal_reported = True
-                self._context.post_event(machine.FaultFatal(error))
+                self._machine.post(machine.FaultFatal(error))
 
     async def wait_killed(self) -> None:
         """Waits up to `KILL_TIMEOUT_S` until all killed processes have exited."""
         if self._pending_kills:
             exits = asyncio.wait(set(self._pending_kills))
             with suppress(TimeoutError):
-                await with_timeout(self._context.deps.clock, KILL_TIMEOUT_S, exits)
-
-    async def wait_device_free(self, worker: int) -> None:
-        """Waits until the process of a lost worker has exited, if it may have used a GPU: that
-        memory is freed before the end, which takes seconds for tens of GB, and a replacement needs
-        it. At most `workers.start_timeout_s`: nothing ends a process that hangs in the kernel."""
-        ctx, info = self._context, self._context.registry.info(worker)
-        if not ctx.plan.spec.workers.gpus:
-            return
-        until_s = ctx.now_s() + ctx.plan.spec.workers.start_timeout_s
-        with suppress(VaultLostError):  # then its node is lost, too, or cannot be asked
-            while await ctx.vault_reply(ctx.deps.vaults.call(info.node_id, Vault.runs, info.pid)):
-                if ctx.now_s() > until_s:
-                    ctx.warn(
-                        f"the process {info.pid} on node {info.node} was killed, and still runs"
-                    )
-                    return
-                await ctx.deps.clock.sleep(EXIT_POLL_S)
+                await self._loop.within(KILL_TIMEOUT_S, exits)
 
     def on_worker_lost(self, worker: int, detail: str, stack: str = "") -> None:
         """A worker's process ended, or does not respond and counts as lost.
@@ -106,47 +100,50 @@ class FailureHandler:
             detail: the cause, if it is known; empty when it may still be reported.
             stack: of a crash in native code.
         """
-        ctx = self._context
-        if not ctx.registry.is_alive(worker):
+        if not self._members.registry.is_alive(worker):
             self._add_detail(worker, detail)
             return
-        ctx.registry.mark_lost(worker)
+        self._members.registry.mark_lost(worker)
         self._kill(worker)  # a process that stopped responding must not come back
         cause = self._loss_cause(worker)
         _, where = self._explained.get(worker, (cause, {"traceback": stack}))
-        fault = ctx.generation.on_lost(worker, cause, detail, ctx.now_s(), **where)
+        fault = self._members.generation.on_lost(worker, cause, detail, self._loop.now_s(), **where)
         if fault is not None:
             self._announce(fault)
             self.evaluate()
-        elif not ctx.generation.finished and ctx.state is not State.STOPPING:
-            fault = Fault(cause, ctx.registry.info(worker), None, 0, detail, ctx.now_s())
+        elif not self._members.generation.finished and self._machine.state is not State.STOPPING:
+            fault = Fault(
+                cause, self._members.registry.info(worker), None, 0, detail, self._loop.now_s()
+            )
             self._record(fault)
             self._announce(fault)
 
     def retire(self, workers: Iterable[int]) -> None:
         """Ends processes whose training functions do not continue; new ones take their places."""
-        ctx, ranks = self._context, list[int]()
+        ranks = list[int]()
         for worker in workers:
-            if (member := ctx.generation.assignments.get(worker)) is not None:
+            if (member := self._members.generation.assignments.get(worker)) is not None:
                 ranks.append(member.rank)
-            ctx.registry.mark_lost(worker)
-            ctx.generation.forget(worker)
+            self._members.registry.mark_lost(worker)
+            self._members.generation.forget(worker)
             self._kill(worker)
         if ranks:
             text = ", ".join(map(str, sorted(ranks)))
-            ctx.warn(f"the training function is called again, in new processes (ranks {text})")
+            self._events.warn(
+                f"the training function is called again, in new processes (ranks {text})"
+            )
 
     def on_newcomer_failed(self, worker: int, detail: str, traceback: str = "") -> None:
         """The function of a new worker has ended, or is late, before its generation began."""
-        ctx, call = self._context, self._context.registry.calls[worker]
+        call = self._members.registry.calls[worker]
         fault = Fault(
             FaultCause.NEWCOMER,
-            ctx.registry.info(worker),
+            self._members.registry.info(worker),
             call.rank,
-            ctx.generation.step,
+            self._members.generation.step,
             detail,
-            ctx.now_s(),
-            ctx.generation.number,
+            self._loop.now_s(),
+            self._members.generation.number,
             traceback,
         )
         self._record(fault)
@@ -163,7 +160,7 @@ class FailureHandler:
         Raises:
             JobFailedError: more than `recovery.max_faults` did within the fault window.
         """
-        at_s = self._context.now_s()
+        at_s = self._loop.now_s()
         fault = Fault(FaultCause.PROCESS_LOST, lost.worker, None, 0, lost.cause, at_s)
         self._record(fault)
         self._announce(fault)
@@ -172,28 +169,32 @@ class FailureHandler:
 
     def on_early_return(self, worker: int, reason: str) -> None:
         """A member's function returned although other members wait for it."""
-        ctx, generation = self._context, self._context.generation
+        generation = self._members.generation
         cause, step = FaultCause.EARLY_RETURN, generation.step
-        generation.add_fault(worker, cause, step, reason, ctx.now_s())
+        generation.add_fault(worker, cause, step, reason, self._loop.now_s())
         self.on_fault()
 
     def evaluate(self, *, grace_over: bool = False) -> None:
         """Asks the policy about the generation's pending faults."""
-        ctx, generation = self._context, self._context.generation
-        if not generation.pending_faults or ctx.state is State.STOPPING or ctx.state.is_final:
+        generation = self._members.generation
+        if (
+            not generation.pending_faults
+            or self._machine.state is State.STOPPING
+            or self._machine.state.is_final
+        ):
             return
         decision = self._decide(generation, grace_over=grace_over)
         if isinstance(decision, Fault):
             self._start_recovery(generation, decision)
         elif decision is None:
-            ctx.tasks.spawn(self._evaluate_after_grace(generation))
+            self._loop.spawn(self._evaluate_after_grace(generation))
         else:
             # It may be evaluated again before the machine handles the event.
             if not self._fatal_reported:
                 root = failure.root_cause(generation.pending_faults)
-                ctx.emit(FaultRecorded(root, is_fatal=True))
+                self._events.emit(FaultRecorded(root, is_fatal=True))
             self._fatal_reported = True
-            ctx.post_event(machine.FaultFatal(decision))
+            self._machine.post(machine.FaultFatal(decision))
 
     def _decide(
         self, generation: GenerationState, *, grace_over: bool = False
@@ -202,14 +203,14 @@ class FailureHandler:
             generation.pending_faults,
             self.history,
             self._budget,
-            steps=self._context.progress.steps_executed,
+            steps=self._progress.steps_executed,
             restored=generation.restore is not None,
             grace_over=grace_over,
         )
 
     def on_fault(self) -> None:
         """A member's fault was added to the pending ones."""
-        generation, calls = self._context.generation, self._context.registry.calls
+        generation, calls = self._members.generation, self._members.registry.calls
         restored_step = 0 if generation.restore is None else generation.restore.step
         called_in = {it: calls[it].generation for it in generation.assignments if it in calls}
         *others, newest = generation.pending_faults
@@ -219,36 +220,37 @@ class FailureHandler:
         self.evaluate()
 
     def _start_recovery(self, generation: GenerationState, root: Fault) -> None:
-        ctx = self._context
-        generation.fence(ctx.now_s())
+        generation.fence(self._loop.now_s())
         faults, generation.pending_faults = generation.pending_faults, []
         losses = [fault for fault in faults if fault.cause in LOSS_CAUSES]
         for fault in losses if root in losses else [*losses, root]:
             self._record(fault)
         if root.cause is FaultCause.STATE and generation.restore is not None:
             self.excluded.add(generation.restore, root.detail)
-        lost = [fault for fault in faults if not ctx.registry.is_alive(fault.worker.index)]
-        ctx.timer.fault_detected(
+        lost = [
+            fault for fault in faults if not self._members.registry.is_alive(fault.worker.index)
+        ]
+        self._timer.fault_detected(
             root.cause,
             [f"rank {f.rank} on node {f.worker.node} (pid {f.worker.pid})" for f in lost],
             generation.world_size,
             min(fault.at_s for fault in faults),
         )
         if losses:
-            ctx.registry.try_again()
+            self._members.registry.try_again()
         for fault in faults:
             if fault.cause is FaultCause.NEWCOMER:
                 self._leave_out(fault)
-        ctx.post_event(machine.FaultRecoverable(generation.number))
+        self._machine.post(machine.FaultRecoverable(generation.number))
 
     def _leave_out(self, fault: Fault) -> None:
         """Ends a new worker whose function failed: it would fail again. The others continue."""
-        ctx, worker = self._context, fault.worker.index
-        if not ctx.registry.is_alive(worker):
+        worker = fault.worker.index
+        if not self._members.registry.is_alive(worker):
             return
-        ctx.registry.leave_out(worker)
+        self._members.registry.leave_out(worker)
         self._kill(worker)
-        ctx.warn(
+        self._events.warn(
             f"the job continues without rank {fault.rank}, whose function failed before its first "
             "step; the next fault or resize tries again with a new worker\n  fix: change "
             f"what the function does before step {fault.step} of a job: a loader yields nothing in "
@@ -261,53 +263,56 @@ class FailureHandler:
         if not detail:
             return
         better = _RAY_KILLED_FOR_MEMORY in detail
-        for faults in (self._context.generation.pending_faults, self.history):
+        for faults in (self._members.generation.pending_faults, self.history):
             for index, fault in enumerate(faults):
                 if fault.worker.index == worker and (better or not fault.detail):
                     faults[index] = replace(fault, detail=detail)
-                    self._context.warn(failure.describe_fault(faults[index]))
+                    self._events.warn(failure.describe_fault(faults[index]))
         self.evaluate()
 
     def _loss_cause(self, worker: int) -> FaultCause:
-        ctx = self._context
-        node_id = ctx.registry.info(worker).node_id
+        node_id = self._members.registry.info(worker).node_id
         if worker in self._explained:
             return self._explained[worker][0]
-        if node_id in ctx.registry.draining_nodes:
+        if node_id in self._members.registry.draining_nodes:
             return FaultCause.PREEMPTED
-        return FaultCause.PROCESS_LOST if node_id in ctx.vault_addresses else FaultCause.NODE_LOST
+        return (
+            FaultCause.PROCESS_LOST
+            if node_id in self._members.vault_addresses
+            else FaultCause.NODE_LOST
+        )
 
     async def _evaluate_after_grace(self, generation: GenerationState) -> None:
-        await self._context.deps.clock.sleep(COLLECTIVE_GRACE_S)
-        if generation is self._context.generation:
+        await self._loop.sleep(COLLECTIVE_GRACE_S)
+        if generation is self._members.generation:
             self.evaluate(grace_over=True)
 
     def _kill(self, worker: int) -> None:
-        killing = self._context.tasks.spawn(self._kill_worker(worker))
+        killing = self._loop.spawn(self._kill_worker(worker))
         self._pending_kills.add(killing)
         killing.add_done_callback(self._pending_kills.discard)
 
     async def _kill_worker(self, worker: int) -> None:
         with suppress(WorkerUnavailableError):
-            await self._context.worker_reply(worker, self._context.deps.workers.kill(worker))
+            await self._calls.worker_reply(worker, self._workers.kill(worker))
 
     def _record(self, fault: Fault) -> None:
         worker = fault.worker.index
-        if fault.cause in LOSS_CAUSES and not self._context.registry.is_alive(worker):
+        if fault.cause in LOSS_CAUSES and not self._members.registry.is_alive(worker):
             if worker in self._recorded_dead:
                 return
             self._recorded_dead.add(worker)
         self.history.append(fault)
-        self._context.emit(FaultRecorded(fault))
+        self._events.emit(FaultRecorded(fault))
 
     def _announce(self, fault: Fault) -> None:
         text = failure.describe_fault(fault)
         has_frames = fault.cause in (FaultCause.PROCESS_LOST, FaultCause.NEWCOMER)
         if has_frames and fault.traceback:
             text = f"{text}\n{fault.traceback}"
-        generation = self._context.generation
+        generation = self._members.generation
         is_fatal = fault in generation.pending_faults and isinstance(
             self._decide(generation), RayzeroError
         )
         event = FaultDetected(fault.cause, fault.worker, fault.rank, fault.step, text, is_fatal)
-        self._context.emit(event)
+        self._events.emit(event)

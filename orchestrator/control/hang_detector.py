@@ -10,12 +10,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from rayzero.orchestrator.aio import WORKER_POLL_S
-from rayzero.orchestrator.control.context import JobContext, WorkerUnavailableError
+from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.inbox import WorkerInbox
+from rayzero.orchestrator.control.loop import JobLoop, JobMachine
+from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.errors import VaultLostError
+from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.hang import (
     Hang,
     HangLimits,
@@ -45,7 +49,12 @@ INSPECT_TIMEOUT_S = 6.0
 class HangDetector:
     """Checks the newest generation for as long as the job runs."""
 
-    _context: JobContext
+    _plan: JobPlan
+    _loop: JobLoop
+    _machine: JobMachine
+    _members: Members
+    _calls: Calls
+    _events: EventBus
     _inbox: WorkerInbox
     _failures: FailureHandler
     _warned_generation: int = 0
@@ -55,7 +64,7 @@ class HangDetector:
 
     @property
     def _limits(self) -> HangLimits:
-        spec, generation = self._context.plan.spec, self._context.generation
+        spec, generation = self._plan.spec, self._members.generation
         abort_s = 0.0
         if spec.workers.gpus:
             beats = (self._inbox.last_heartbeat(worker)[0] for worker in generation.assignments)
@@ -70,15 +79,15 @@ class HangDetector:
 
     async def run(self) -> None:
         while True:
-            await self._context.deps.clock.sleep(CHECK_INTERVAL_S)
+            await self._loop.sleep(CHECK_INTERVAL_S)
             self._inbox.expire_silent()
-            generation = self._context.generation
+            generation = self._members.generation
             if not generation.active:
                 continue
             if generation.ending_since_s is None:
                 await self._check_running(generation)
             else:
-                ending_s = self._context.now_s() - generation.ending_since_s
+                ending_s = self._loop.now_s() - generation.ending_since_s
                 await self._check_ending(generation, ending_s)
 
     async def _check_running(self, generation: GenerationState) -> None:
@@ -95,7 +104,7 @@ class HangDetector:
             await self._kill_culprit(generation, hang.rank, hang)
         elif self._warned_generation != generation.number:
             self._warned_generation = generation.number
-            self._context.warn(hang.reason)
+            self._events.warn(hang.reason)
 
     async def _check_ending(self, generation: GenerationState, ending_s: float) -> None:
         """Members leave at their next check for a stop, which may be after a long call."""
@@ -108,10 +117,10 @@ class HangDetector:
             first = staying[0]
             others = f", and {len(staying) - 1} more" if len(staying) > 1 else ""
             limit = f"it is killed after {self._limits.describe(first)}"
-            if self._context.state is State.STOPPING:
-                grace_s = self._context.plan.spec.checkpoint.grace_period_s
+            if self._machine.state is State.STOPPING:
+                grace_s = self._plan.spec.checkpoint.grace_period_s
                 limit = f"the stop takes at most {grace_s:g} s, checkpoint.grace_period_s"
-            self._context.warn(
+            self._events.warn(
                 f"waiting since {ending_s:.0f} s for {first} to leave: {first.activity}{others} "
                 f"({limit})"
             )
@@ -126,7 +135,7 @@ class HangDetector:
         return [self._rank_progress(worker) for worker in workers]
 
     def _rank_progress(self, worker: int) -> RankProgress:
-        generation, info = self._context.generation, self._context.registry.info(worker)
+        generation, info = self._members.generation, self._members.registry.info(worker)
         rank = generation.assignments[worker].rank
         beat, age_s = self._inbox.last_heartbeat(worker)
         return RankProgress(
@@ -142,17 +151,19 @@ class HangDetector:
         worker = generation.workers[rank].index
         stacks = await self._dump_stacks(worker)
         self._inbox.deliver(worker)
-        if generation is self._context.generation and worker in generation.active:
-            self._context.warn(f"{hang.reason}\n{stacks.text}".rstrip())
+        if generation is self._members.generation and worker in generation.active:
+            self._events.warn(f"{hang.reason}\n{stacks.text}".rstrip())
             self._failures.kill_hung(worker, hang, stacks)
 
     async def _dump_stacks(self, worker: int) -> Stacks:
         """Its Python stacks; if it does not respond, what its node's vault sees of the process."""
-        ctx, info = self._context, self._context.registry.info(worker)
+        info = self._members.registry.info(worker)
         with suppress(WorkerUnavailableError):
-            stacks = ctx.deps.workers.call(worker, WorkerCalls.dump_stack)
-            return await ctx.worker_reply(worker, stacks, STACK_TIMEOUT_S)
+            dump = WorkerCalls.dump_stack
+            return await self._calls.worker(worker, dump, limit_s=STACK_TIMEOUT_S)
         with suppress(VaultLostError):
-            inspection = ctx.deps.vaults.call(info.node_id, Vault.inspect, info.pid)
-            return Stacks(await ctx.vault_reply(inspection, INSPECT_TIMEOUT_S))
+            inspection = self._calls.vault(
+                info.node_id, Vault.inspect, info.pid, limit_s=INSPECT_TIMEOUT_S
+            )
+            return Stacks(await inspection)
         return Stacks("(its process could not be inspected)")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 from rayzero.orchestrator.aio import WORKER_POLL_S
-from rayzero.orchestrator.control.context import JobContext, timeout_reason
+from rayzero.orchestrator.control.calls import timeout_reason
+from rayzero.orchestrator.control.loop import JobLoop
+from rayzero.orchestrator.control.members import Members
 from rayzero.workers.messages import (
     Heartbeat,
     LogLine,
@@ -16,6 +19,9 @@ from rayzero.workers.messages import (
     WorkerMessage,
 )
 from rayzero.workers.output import dropped_lines_text
+
+if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
+    from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 
 SILENCE_GRACE_S = 10.0
 """Extra silence allowed beyond `hang_timeout_s`, so that the hang detector, which has diagnostics,
@@ -26,6 +32,7 @@ MAX_UNDELIVERED_CHARACTERS = 16 * 2**20
 """Of log lines from all workers; those of a worker that prints beyond it are dropped."""
 
 
+@dataclass(eq=False)
 class WorkerInbox:
     """Delivers the workers' messages, and records when each worker was last heard from.
 
@@ -34,43 +41,40 @@ class WorkerInbox:
     all of them before its loss.
     """
 
-    def __init__(
-        self,
-        context: JobContext,
-        dispatch: Callable[[int, WorkerMessage], None],
-        on_lost: Callable[[int, str], None],
-    ) -> None:
-        self._context = context
-        self._dispatch = dispatch
-        self._on_lost = on_lost
-        self._last_heard_s: dict[int, float] = {}
-        self._heartbeats: dict[int, Heartbeat] = {}
-        self.reported: set[int] = set()
-        """Workers that have finished a step, in any generation."""
-        self.longest_first_step_s = 0.0
-        """Of a new process, from its loaded state to the report."""
-        self._undelivered: dict[int, list[WorkerMessage]] = {}
-        self._undelivered_characters = 0
-        self._delivery_queue: deque[int] = deque()
-        """Workers with undelivered messages, in order; those of some may be delivered already."""
-        self._has_undelivered = asyncio.Event()
+    _loop: JobLoop
+    _members: Members
+    _workers: WorkerGroup
+    _hang_timeout_s: float
+    _dispatch: Callable[[int, WorkerMessage], None]
+    _on_lost: Callable[[int, str], None]
+    _last_heard_s: dict[int, float] = field(default_factory=dict)
+    _heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
+    reported: set[int] = field(default_factory=set)
+    """Workers that have finished a step, in any generation."""
+    longest_first_step_s: float = 0.0
+    """Of a new process, from its loaded state to the report."""
+    _undelivered: dict[int, list[WorkerMessage]] = field(default_factory=dict)
+    _undelivered_characters: int = 0
+    _delivery_queue: deque[int] = field(default_factory=deque)
+    """Workers with undelivered messages, in order; those of some may be delivered already."""
+    _has_undelivered: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start(self, workers: Iterable[int]) -> None:
         """Starts receiving, from these workers at first."""
         self.subscribe(workers)
-        self._context.tasks.spawn(self._receive_loop())
-        self._context.tasks.spawn(self._deliver_all())
+        self._loop.spawn(self._receive_loop())
+        self._loop.spawn(self._deliver_all())
 
     def subscribe(self, workers: Iterable[int]) -> None:
         """Receives from more workers."""
-        new = dict.fromkeys(workers, self._context.now_s())
+        new = dict.fromkeys(workers, self._loop.now_s())
         self._last_heard_s |= new
-        self._context.deps.workers.subscribe(new)
+        self._workers.subscribe(new)
 
     def start_generation(self) -> None:
         """Forgets the heartbeats of the generation before."""
         self._heartbeats.clear()
-        members, now_s = self._context.registry.members, self._context.now_s()
+        members, now_s = self._members.registry.members, self._loop.now_s()
         self._last_heard_s |= dict.fromkeys(members, now_s)
 
     def deliver(self, worker: int) -> None:
@@ -88,19 +92,19 @@ class WorkerInbox:
 
     def _on_first_step(self, worker: int) -> None:
         self.reported.add(worker)
-        now_s = self._context.now_s()
-        step_s = now_s - self._context.generation.restored.get(worker, now_s)
+        now_s = self._loop.now_s()
+        step_s = now_s - self._members.generation.restored.get(worker, now_s)
         self.longest_first_step_s = max(self.longest_first_step_s, step_s)
 
     def last_heartbeat(self, worker: int) -> tuple[Heartbeat | None, float]:
         """Its last heartbeat in this generation, and how long ago it was last heard from."""
-        now_s = self._context.now_s()
+        now_s = self._loop.now_s()
         return self._heartbeats.get(worker), now_s - self._last_heard_s.get(worker, now_s)
 
     def longest_silence_s(self, workers: Iterable[int]) -> float:
         """The longest that any of these may have made no progress: a cheap test before the thorough
         one of the hang policy."""
-        now_s = self._context.now_s()
+        now_s = self._loop.now_s()
         beats = self._heartbeats
         heard_at_s = self._last_heard_s
         longest_s = 0.0
@@ -112,18 +116,18 @@ class WorkerInbox:
 
     def expire_silent(self) -> None:
         """Reports workers as lost whose processes have been silent for too long."""
-        limit_s = WORKER_POLL_S + self._context.plan.worker_spec.hang_timeout_s + SILENCE_GRACE_S
-        since_s = self._context.now_s() - limit_s
+        limit_s = WORKER_POLL_S + self._hang_timeout_s + SILENCE_GRACE_S
+        since_s = self._loop.now_s() - limit_s
         silent = [worker for worker, at_s in self._last_heard_s.items() if at_s <= since_s]
         for worker in silent:
             self._mark_lost(worker, timeout_reason(limit_s))
 
     async def _receive_loop(self) -> None:
-        group, heard_at_s = self._context.deps.workers, self._last_heard_s
+        group, heard_at_s = self._workers, self._last_heard_s
         pending = self._undelivered
         while True:
             reports = await group.receive()
-            now_s = self._context.now_s()
+            now_s = self._loop.now_s()
             for worker, messages in reports.messages:
                 if worker in heard_at_s:
                     heard_at_s[worker] = now_s
@@ -167,7 +171,7 @@ class WorkerInbox:
                 await asyncio.sleep(0)
 
     def _deliver_slice(self) -> None:
-        order, now = self._delivery_queue, self._context.deps.clock.now
+        order, now = self._delivery_queue, self._loop.now_s
         until_s = now() + DISPATCH_SLICE_S
         while order and now() < until_s:
             self.deliver(order.popleft())

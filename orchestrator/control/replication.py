@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
 
 from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.control.calls import Calls
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter, transfer_limit_s
-from rayzero.orchestrator.control.context import JobContext
+from rayzero.orchestrator.control.loop import JobLoop
+from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.errors import VaultLostError
+from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job_events import StepReplicated
 from rayzero.orchestrator.policies.pinned_steps import PinnedStep, PinnedSteps
 from rayzero.orchestrator.policies.recovery import replica_targets
@@ -22,39 +26,42 @@ RETRY_BACKOFF_S = (1.0, 4.0, 16.0, 60.0)
 """Wait before each further attempt to replicate to another node; the last value repeats."""
 
 
+@dataclass(eq=False)
 class Replication:
     """Owns the work on pinned steps, which continues during recoveries: they do not change."""
 
-    def __init__(self, context: JobContext, checkpoints: CheckpointWriter) -> None:
-        self._context = context
-        self._checkpoints = checkpoints
-        self._pins = PinnedSteps()
-        self._in_progress = 0
+    _replicas: int
+    _loop: JobLoop
+    _members: Members
+    _calls: Calls
+    _events: EventBus
+    _checkpoints: CheckpointWriter
+    _pins: PinnedSteps = field(default_factory=PinnedSteps)
+    _in_progress: int = 0
 
     def on_pinned(self, worker: int, message: Pinned) -> None:
         """A rank pinned a step."""
-        ctx = self._context
-        generation = ctx.generation
-        if message.generation != generation.number or not ctx.registry.is_alive(worker):
+        generation = self._members.generation
+        if message.generation != generation.number or not self._members.registry.is_alive(worker):
             return  # of an ended generation: freed with all of its pins
-        node_id = ctx.registry.info(worker).node_id
+        node_id = self._members.registry.info(worker).node_id
         pin = self._pins.add_rank(message, node_id, generation.world_size)
         if pin is not None:
             self._in_progress += 1
-            ctx.tasks.spawn(self._process(pin))
+            self._loop.spawn(self._process(pin))
 
     def on_step_finished(self, generation: int) -> None:
         """A step was finished by all ranks of a generation."""
-        if not self._context.replicates:
+        if not self._members.replicates:
             self._pins.release_older(generation)
         self._release()
 
     async def wait_idle(self) -> None:
         """Returns once no pinned step is being processed."""
-        await self._context.changed.wait_until(lambda: self._in_progress == 0)
+        await self._loop.wait_until(lambda: self._in_progress == 0)
 
     async def _process(self, pin: PinnedStep) -> None:
-        remote = self._context.replicates
+        remote = self._members.replicates
         work: list[Awaitable[bool | None]] = [self._replicate(pin)] if remote else []
         if pin.checkpoint:
             work.append(self._checkpoints.write(pin))
@@ -65,13 +72,12 @@ class Replication:
         else:
             self._pins.complete(pin, hold=remote)
         self._release()
-        self._context.changed.notify()
+        self._loop.changed.notify()
 
     async def _replicate(self, pin: PinnedStep) -> bool:
         """Copies each node's slots to the next nodes in the ring, with retries for as long as its
         generation lasts. True once all copies exist."""
-        ctx = self._context
-        targets = replica_targets(pin.slots, ctx.plan.spec.recovery.replicas)
+        targets = replica_targets(pin.slots, self._replicas)
         nbytes = 0
         for tries in count():
             results = await asyncio.gather(
@@ -80,22 +86,20 @@ class Replication:
             errors = [result for result in results if isinstance(result, str)]
             nbytes += sum(result for result in results if isinstance(result, int))
             if not errors:
-                ctx.emit(StepReplicated(pin.step, nbytes))
+                self._events.emit(StepReplicated(pin.step, nbytes))
                 return True
-            if pin.generation != ctx.generation.number or ctx.generation.fenced:
+            if pin.generation != self._members.generation.number or self._members.generation.fenced:
                 break
             text = f"step {pin.step} is not replicated to other nodes yet: {errors[0]}"
-            ctx.warn(text)
-            await ctx.deps.clock.sleep(RETRY_BACKOFF_S[min(tries, len(RETRY_BACKOFF_S) - 1)])
+            self._events.warn(text)
+            await self._loop.sleep(RETRY_BACKOFF_S[min(tries, len(RETRY_BACKOFF_S) - 1)])
         return False
 
     async def _replicate_to(self, node: str, slots: list[SlotRef], pin: PinnedStep) -> int | str:
         """The bytes copied, or why it failed."""
-        ctx = self._context
         try:
-            copying = ctx.deps.vaults.call(node, Vault.replicate, slots)
             limit_s = transfer_limit_s(len(slots) * pin.rank_bytes)
-            return await ctx.vault_reply(copying, limit_s)
+            return await self._calls.vault(node, Vault.replicate, slots, limit_s=limit_s)
         except VaultLostError as lost:
             return str(lost) or "a vault was lost"
         except RayzeroError as error:
@@ -103,10 +107,9 @@ class Replication:
 
     def _release(self) -> None:
         for generation, step in self._pins.releasable():
-            for node in self._context.vault_addresses:
-                self._context.tasks.spawn(self._unpin(node, generation, step))
+            for node in self._members.vault_addresses:
+                self._loop.spawn(self._unpin(node, generation, step))
 
     async def _unpin(self, node: str, generation: int, step: int) -> None:
-        ctx = self._context
         with suppress(VaultLostError):  # then there is nothing to free
-            await ctx.vault_reply(ctx.deps.vaults.call(node, Vault.unpin, generation, step))
+            await self._calls.vault(node, Vault.unpin, generation, step)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from itertools import repeat
 
 from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.control.calls import Calls
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
-from rayzero.orchestrator.control.context import JobContext
 from rayzero.orchestrator.control.failures import FailureHandler
+from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.facts import EventBus
+from rayzero.orchestrator.job_events import Rewound
 from rayzero.orchestrator.policies.recovery import (
     Excluded,
     FromWorkers,
@@ -20,6 +23,7 @@ from rayzero.orchestrator.policies.recovery import (
     select_recovery_step,
     slot_refs,
 )
+from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.vault.records import Restore
 
@@ -29,7 +33,12 @@ class RestoreSelector:
     """Selects the newest step of which every part of the state exists: in vaults, in the memory of
     workers that have left their generation, or in a checkpoint."""
 
-    _context: JobContext
+    _members: Members
+    _calls: Calls
+    _events: EventBus
+    _progress: JobProgress
+    _timer: RecoveryTimer
+    _hang_timeout_s: float
     _failures: FailureHandler
     _vaults: VaultManager
     _checkpoints: CheckpointWriter
@@ -40,14 +49,14 @@ class RestoreSelector:
         Raises:
             JobFailedError: the configured checkpoint cannot be read, or none of those that exist.
         """
-        ctx, excluded = self._context, self._failures.excluded
+        excluded = self._failures.excluded
         held = await self._vaults.inventory()
         stored = await self._checkpoints.select_newest(excluded.checkpoints)
-        generation, vaults = ctx.generation, ctx.vault_addresses
+        generation, vaults = self._members.generation, self._members.vault_addresses
         in_process = {  # what can still be copied into a vault
             worker: state
             for worker, state in generation.in_process_states().items()
-            if ctx.registry.info(worker).node_id in vaults
+            if self._members.registry.info(worker).node_id in vaults
         }
         source = select_recovery_step(held, in_process, generation.world_size, stored, excluded)
         if isinstance(source, FromWorkers):
@@ -55,8 +64,15 @@ class RestoreSelector:
         if source is None and excluded.checkpoints:
             raise await self._checkpoints.no_state_error()
         step = source.step if source is not None else 0
-        self._warn_lost_steps(source, ctx.rewind(step))
+        self._warn_lost_steps(source, self.rewind(step))
         return source
+
+    def rewind(self, step: int) -> int:
+        """Training continues from `step`. Returns the number of finished steps to redo."""
+        redone = self._progress.rewind(step)
+        self._events.emit(Rewound(step, redone))
+        self._timer.step_selected(step, redone)
+        return redone
 
     async def find(self, step: int) -> Restore | None:
         """The state of that step, or of a newer one, in memory: without changing the job's step."""
@@ -64,7 +80,7 @@ class RestoreSelector:
         newest = newest_complete_in_vaults(held)
         if newest is not None and newest.step >= step:
             return newest
-        generation = self._context.generation
+        generation = self._members.generation
         states = generation.in_process_states()
         source = select_recovery_step((), states, generation.world_size, None, Excluded())
         return await self._salvage(source) if isinstance(source, FromWorkers) else None
@@ -73,19 +89,20 @@ class RestoreSelector:
         """Copies the states in workers' memories into vaults. None if that fails, or if they turn
         out not to be one state: a generation that was fenced before it had loaded its state still
         holds parts that were cut for an older one."""
-        ctx = self._context
-        nodes = [ctx.registry.info(worker).node_id for worker in source.workers]
-        calls = [
-            ctx.deps.workers.call(worker, WorkerCalls.salvage, ctx.vault_addresses.get(node, ""))
+        registry = self._members.registry
+        nodes = [registry.info(worker).node_id for worker in source.workers]
+        addresses, limit_s = self._members.vault_addresses, self._hang_timeout_s
+        # A large state takes long to copy: as long as a rank may be without progress.
+        salvages = [
+            self._calls.worker(
+                worker, WorkerCalls.salvage, addresses.get(node, ""), limit_s=limit_s
+            )
             for worker, node in zip(source.workers, nodes, strict=True)
         ]
         try:
-            # A large state takes long to copy: as long as a rank may be without progress.
-            limit_s = ctx.plan.worker_spec.hang_timeout_s
-            replies = map(ctx.worker_reply, source.workers, calls, repeat(limit_s))
-            copies = await asyncio.gather(*replies)
+            copies = await asyncio.gather(*salvages)
         except RayzeroError as error:
-            ctx.warn(f"the state in a worker's memory cannot be copied: {error.seen}")
+            self._events.warn(f"the state in a worker's memory cannot be copied: {error.seen}")
             return None
         held = [StoredSlot(slot, node) for slot, node in zip(copies, nodes, strict=True)]
         if len(held) == 1:
@@ -102,7 +119,7 @@ class RestoreSelector:
             text = f"the checkpoint of step {source.step} ({source.checkpoint})"
         else:
             return
-        self._context.warn(
+        self._events.warn(
             f"no complete copy of the state is left in memory: going back to {text}; "
             f"{redone} finished step{'s' * (redone != 1)} will be done again"
         )

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import count
+from typing import TYPE_CHECKING
 
-from rayzero.orchestrator.control.context import JobContext
+from rayzero.orchestrator.control.calls import Calls
+from rayzero.orchestrator.control.loop import JobLoop
+from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
+from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.policies.recovery import StoredSlot, newest_complete_in_vaults
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.vault.process_end import ProcessEnd
 from rayzero.workers.vault.records import VaultGoneError
 from rayzero.workers.vault.vault import Vault
+
+if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
+    from rayzero.orchestrator.cluster.vault_group import VaultGroup
 
 VAULT_POLL_S = 2.0
 """How long a poll waits at the vault for an event. One that takes `recovery.hang_timeout_s` longer
@@ -23,15 +31,20 @@ REOPEN_BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """Wait after each failed attempt to open a vault; the last value repeats."""
 
 
+@dataclass(eq=False)
 class VaultManager:
     """Owns one poll task per vault. While a node has no vault, mirroring there fails softly."""
 
-    def __init__(self, context: JobContext, on_lost: Callable[[int, ProcessEnd], None]) -> None:
-        self._context = context
-        self._on_lost = on_lost
-        self._used_addresses: dict[str, str] = {}
-        """By node, as the members of the newest generation know them."""
-        self._unused_since_s: dict[str, float] = {}
+    _loop: JobLoop
+    _members: Members
+    _calls: Calls
+    _group: VaultGroup
+    _events: EventBus
+    _hang_timeout_s: float
+    _on_lost: Callable[[int, ProcessEnd], None]
+    _used_addresses: dict[str, str] = field(default_factory=dict)
+    """By node, as the members of the newest generation know them."""
+    _unused_since_s: dict[str, float] = field(default_factory=dict)
 
     async def ensure_open(self, nodes: Iterable[str]) -> None:
         """Makes sure that these nodes have a vault.
@@ -39,105 +52,110 @@ class VaultManager:
         Raises:
             JobFailedError: one did not start, or was lost at once.
         """
-        ctx = self._context
-        missing = [node for node in dict.fromkeys(nodes) if node not in ctx.vault_addresses]
+        missing = [
+            node for node in dict.fromkeys(nodes) if node not in self._members.vault_addresses
+        ]
         if not missing:
             return
         try:
-            opened = await ctx.deps.vaults.open(missing)
+            opened = await self._group.open(missing)
         except VaultLostError as lost:
             raise JobFailedError(f"a vault did not start: {lost}") from None
         for node in missing:
-            if node not in ctx.vault_addresses:  # a concurrent call may have opened it
-                ctx.vault_addresses = {**ctx.vault_addresses, node: opened[node]}
-                ctx.tasks.spawn(self._poll_loop(node))
+            if node not in self._members.vault_addresses:  # a concurrent call may have opened it
+                self._members.vault_addresses = {
+                    **self._members.vault_addresses,
+                    node: opened[node],
+                }
+                self._loop.spawn(self._poll_loop(node))
 
     async def open_with_retries(self, node: str, needed: Callable[[], bool]) -> bool:
         """Retries until that node has a vault. False once it is no longer needed."""
-        ctx = self._context
         for tries in count():
             if not needed():
                 break
             try:
                 await self.ensure_open([node])
             except JobFailedError as error:
-                ctx.warn(f"no vault on node {self._node_name(node)}: {error.seen}")
-                await ctx.deps.clock.sleep(REOPEN_BACKOFF_S[min(tries, len(REOPEN_BACKOFF_S) - 1)])
+                self._events.warn(f"no vault on node {self._node_name(node)}: {error.seen}")
+                await self._loop.sleep(REOPEN_BACKOFF_S[min(tries, len(REOPEN_BACKOFF_S) - 1)])
             else:
                 return True
         return False
 
     async def inventory(self) -> list[StoredSlot]:
         """The slots of all vaults; one that is lost or does not reply in time counts as empty."""
-        nodes = await asyncio.gather(*map(self._inventory, self._context.vault_addresses))
+        nodes = await asyncio.gather(*map(self._inventory, self._members.vault_addresses))
         return [stored for slots in nodes for stored in slots]
 
     async def _inventory(self, node: str) -> list[StoredSlot]:
-        ctx = self._context
         try:
-            slots = await ctx.vault_reply(ctx.deps.vaults.call(node, Vault.inventory))
+            slots = await self._calls.vault(node, Vault.inventory)
         except VaultLostError:
             return []
         return [StoredSlot(slot, node) for slot in slots]
 
     def generation_uses(self, nodes: Iterable[str]) -> None:
         """A generation is formed that uses the current vaults of these nodes."""
-        self._used_addresses = {node: self._context.vault_addresses.get(node, "") for node in nodes}
+        self._used_addresses = {node: self._members.vault_addresses.get(node, "") for node in nodes}
 
     def address_changed(self) -> bool:
         """Whether the generation's members use an outdated address of a vault that is up again."""
-        current = self._context.vault_addresses
+        current = self._members.vault_addresses
         return any(current.get(node, used) != used for node, used in self._used_addresses.items())
 
     def on_step_finished(self) -> None:
         """The newest generation progresses: after a while, closes vaults on nodes without
         workers, so that the autoscaler can remove these nodes. Called once a step."""
-        ctx, now_s = self._context, self._context.now_s()
-        unused = ctx.vault_addresses.keys() - set(ctx.registry.nodes)
+        now_s = self._loop.now_s()
+        unused = self._members.vault_addresses.keys() - set(self._members.registry.nodes)
         self._unused_since_s = {node: self._unused_since_s.get(node, now_s) for node in unused}
         for node, since_s in self._unused_since_s.items():
             if now_s - since_s >= CLOSE_UNUSED_AFTER_S:
                 self._unused_since_s[node] = now_s
-                ctx.tasks.spawn(self._close_unused(node))
+                self._loop.spawn(self._close_unused(node))
 
     async def _close_unused(self, node: str) -> None:
         """Closes a vault, unless the newest step that all vaults hold needs its slots: of long
         steps, the next mirror may be far away."""
-        ctx, held = self._context, await self.inventory()
+        held = await self.inventory()
         newest = newest_complete_in_vaults(held)
         others = newest_complete_in_vaults([stored for stored in held if stored.node_id != node])
         is_needed = newest is not None and (others is None or others.step < newest.step)
-        if not is_needed and node not in ctx.registry.nodes and node in ctx.vault_addresses:
-            ctx.vault_addresses = _without(ctx.vault_addresses, node)
-            await ctx.deps.vaults.close(node)
+        if (
+            not is_needed
+            and node not in self._members.registry.nodes
+            and node in self._members.vault_addresses
+        ):
+            self._members.vault_addresses = _without(self._members.vault_addresses, node)
+            await self._group.close(node)
 
     async def _poll_loop(self, node: str) -> None:
-        ctx = self._context
-        limit_s = VAULT_POLL_S + ctx.plan.worker_spec.hang_timeout_s
         while True:
             try:
-                poll = ctx.deps.vaults.call(node, Vault.poll, VAULT_POLL_S)
-                events = await ctx.vault_reply(poll, limit_s)
+                events = await self._calls.vault(
+                    node, Vault.poll, VAULT_POLL_S, limit_s=VAULT_POLL_S + self._hang_timeout_s
+                )
             except (VaultLostError, VaultGoneError) as lost:
-                if node not in ctx.vault_addresses:
+                if node not in self._members.vault_addresses:
                     return  # it was closed on purpose
-                ctx.vault_addresses = _without(ctx.vault_addresses, node)
+                self._members.vault_addresses = _without(self._members.vault_addresses, node)
                 cause = str(lost) or "its process ended"
-                ctx.warn(f"the vault on node {self._node_name(node)} was lost: {cause}")
+                self._events.warn(f"the vault on node {self._node_name(node)} was lost: {cause}")
                 # Its process may live: without its end, `open` would find it instead of a new one.
-                await ctx.deps.vaults.close(node)
+                await self._group.close(node)
                 # Its slots are lost: a resize with the same members gives them the new address, and
                 # their mirrors fill it again.
-                await self.open_with_retries(node, lambda: node in ctx.registry.nodes)
+                await self.open_with_retries(node, lambda: node in self._members.registry.nodes)
                 return
             for event in events:
                 if isinstance(event, FaultFired):
-                    ctx.emit(event)
-                elif ctx.registry.owns_process(event.worker, event.pid):
+                    self._events.emit(event)
+                elif self._members.registry.owns_process(event.worker, event.pid):
                     self._on_lost(event.worker, event.end)
 
     def _node_name(self, node: str) -> str:
-        return next((w.node for w in self._context.registry.ready if w.node_id == node), node)
+        return next((w.node for w in self._members.registry.ready if w.node_id == node), node)
 
 
 def _without(addresses: Mapping[str, str], node: str) -> Mapping[str, str]:

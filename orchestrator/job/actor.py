@@ -28,7 +28,7 @@ from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.cluster.actor_pool import remove_stale_reservations
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
-from rayzero.orchestrator.control.context import Dependencies
+from rayzero.orchestrator.control.components import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobFailedError, internal_error
 from rayzero.orchestrator.facts import EventBus

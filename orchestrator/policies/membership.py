@@ -188,6 +188,10 @@ class WorkerRegistry(ObservedState):
         calls = {it.index: self.calls[it.index] for it in self.ready if it.index in self.calls}
         return [it for it, call in calls.items() if not stays or call.state is CallState.RUNNING]
 
+    def calls_of(self, workers: Iterable[int]) -> list[FunctionCall]:
+        """The calls of their training functions, of those in which one was called."""
+        return [self.calls[worker] for worker in workers if worker in self.calls]
+
     def set_state(self, worker: int, state: CallState, *, keeps_rank: bool = False) -> None:
         """Its function has come there."""
         call = replace(self.calls[worker], state=state, keeps_rank=keeps_rank)

@@ -20,7 +20,7 @@ REASONS = {
         workers.process_group: POLL_INTERVAL_S
         workers.ledger_writer: RETRY_S
         workers.step_report: GPU_INTERVAL_S
-        orchestrator.control.failures: EXIT_POLL_S
+        orchestrator.control.replacements: EXIT_POLL_S
         orchestrator.top.follow: REFRESH_S LINE_INTERVAL_S
         orchestrator.journal.entries: DEFAULT_STEP_INTERVAL_S
         orchestrator.aio: WORKER_POLL_S
@@ -42,7 +42,8 @@ REASONS = {
         orchestrator.control.inbox: DISPATCH_SLICE_S
         orchestrator.control.generation: FLUSH_SLICE_S
         orchestrator.control.hang_detector: CHECK_INTERVAL_S REPORT_AFTER_S
-        orchestrator.control.elastic: JOIN_BATCH_S REPLACE_DELAY_S DRAIN_POLL_INTERVAL_S
+        orchestrator.control.elastic: JOIN_BATCH_S DRAIN_POLL_INTERVAL_S
+        orchestrator.control.replacements: REPLACE_DELAY_S
         orchestrator.control.checkpoints: WRITE_RETRY_BACKOFF_S
         orchestrator.policies.placement: MAX_BACKOFF_S
         orchestrator.cli.jobs: STOP_POLL_S
@@ -112,11 +113,11 @@ REASONS = {
         orchestrator.job.handle: STOP_MARGIN_S
         orchestrator.control.inbox: SILENCE_GRACE_S
         orchestrator.control.checkpoints: TRANSFER_GRACE_S
-        orchestrator.control.context: LEAST_COMMAND_TIMEOUT_S
+        orchestrator.control.calls: LEAST_REPLY_LIMIT_S
         orchestrator.plan: DISK_MARGIN_S
     """,
     "a choice of what is stored: older by one step, of what the vaults hold": """
-        orchestrator.control.reconfigure: LEAVE_DELAY_S
+        orchestrator.control.job_stop: LEAVE_DELAY_S
     """,
     "tells causes apart, of what has failed already; no failure follows from it": """
         workers.group_sockets: _SELF_CONNECT_S

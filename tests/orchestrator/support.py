@@ -23,8 +23,8 @@ from rayzero.engine.validation import validate_document
 from rayzero.orchestrator.aio import ChangeNotifier
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
-from rayzero.orchestrator.control import context
-from rayzero.orchestrator.control.context import Dependencies
+from rayzero.orchestrator.control import loop
+from rayzero.orchestrator.control.components import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.control.elastic import JOIN_BATCH_S
 from rayzero.orchestrator.facts import EventBus, JobFacts
@@ -237,7 +237,7 @@ class Harness:
         ports = Dependencies(
             group, self.cluster.vaults, self.store, self.events, self.clock, flush_journal
         )
-        with patch.object(context, "ChangeNotifier", CheckedNotifier):
+        with patch.object(loop, "ChangeNotifier", CheckedNotifier):
             self.controller = Controller(self.plan, ports, past)
         self.clock.on_idle = self.check_waiters
         self.run = asyncio.ensure_future(self.controller.run())
@@ -245,7 +245,7 @@ class Harness:
 
     def check_waiters(self) -> None:
         """Fails if a state change did not wake a coroutine that waits for it."""
-        assert self.controller._context.changed.forgotten() == []
+        assert self.controller._loop.changed.forgotten() == []
 
     async def steps(self, count: int) -> None:
         """Train that many steps."""

@@ -239,7 +239,7 @@ _ACTIONS: dict[str, Callable[..., object]] = {
     "switch": lambda it, *to: vars(it.cluster).update(_settings(to)),
     "slow": lambda it, command, turns: it.cluster.delays.update({command: int(turns)}),
     "starts_took": lambda it, seconds: setattr(
-        it.job.controller._context.registry, "start_s", float(seconds)
+        it.job.controller._members.registry, "start_s", float(seconds)
     ),
     "lose_node": lambda it, node: it.cluster.lose_node(node),
     "kill_vault": lambda it, node: it.vaults.kill(node),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
-from pathlib import Path
+from functools import partial
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ray.exceptions import ActorUnschedulableError
@@ -15,13 +15,15 @@ from rayzero.engine.errors import EngineError
 from rayzero.orchestrator.aio import WORKER_POLL_S, WorkerReports
 from rayzero.orchestrator.cluster.actor_calls import ActorPoller, FutureBatcher
 from rayzero.orchestrator.control import inbox as inbox_module
-from rayzero.orchestrator.control.context import Dependencies, JobContext
 from rayzero.orchestrator.control.inbox import DISPATCH_SLICE_S, WorkerInbox
+from rayzero.orchestrator.control.loop import JobLoop
+from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.errors import WorkerLostError
-from rayzero.orchestrator.facts import EventBus
+from rayzero.orchestrator.policies.membership import WorkerLimits
 from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerMessage
-from tests.orchestrator.fake_cluster import FakeCheckpointStore
-from tests.orchestrator.support import VirtualClock, is_durable, plan, settle
+from tests.orchestrator.support import VirtualClock, settle
+
+HANG_TIMEOUT_S = 120.0
 
 
 class SlowClock(VirtualClock):
@@ -35,18 +37,14 @@ class SlowClock(VirtualClock):
 class InboxHarness:
     """An inbox with a fake worker group; `delivered` records what the inbox delivers."""
 
-    def __init__(self, folder: Path, clock: VirtualClock) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         self.delivered: list[str] = []
         self.reports: asyncio.Queue[WorkerReports] = asyncio.Queue()
         self.clock = clock
-        group: Any = self
-        dependencies = Dependencies(
-            group, group, FakeCheckpointStore(), EventBus(), clock, is_durable
-        )
-        self.context = JobContext(
-            plan(folder), dependencies, lambda error: self.delivered.append(str(error))
-        )
-        self.inbox = WorkerInbox(self.context, self._on_message, self._on_lost)
+        loop = JobLoop(clock, lambda error: self.delivered.append(str(error)))
+        members, group = Members(WorkerLimits(1, 1), 0), cast(Any, self)
+        self.make = partial(WorkerInbox, loop, members, group, HANG_TIMEOUT_S)
+        self.inbox = self.make(self._on_message, self._on_lost)
 
     def _on_message(self, worker: int, message: WorkerMessage) -> None:
         self.delivered.append(f"{worker} {type(message).__name__}")
@@ -64,9 +62,9 @@ class InboxHarness:
 HEARTBEAT = Heartbeat(0, 1, "forward", 0.0)
 
 
-async def test_undelivered_log_lines_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_undelivered_log_lines_are_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inbox_module, "MAX_UNDELIVERED_CHARACTERS", 250)
-    harness = InboxHarness(folder, SlowClock())
+    harness = InboxHarness(SlowClock())
     lines: list[str] = []
 
     def dispatch(worker: int, message: WorkerMessage) -> None:
@@ -74,7 +72,7 @@ async def test_undelivered_log_lines_are_bounded(folder: Path, monkeypatch: pyte
         if isinstance(message, LogLine):
             lines.append(message.text)
 
-    harness.inbox = WorkerInbox(harness.context, dispatch, harness._on_lost)
+    harness.inbox = harness.make(dispatch, harness._on_lost)
     harness.inbox.start(range(5))
     line = LogLine(7, "stdout", "x" * 100)
     for _ in range(2):
@@ -86,8 +84,8 @@ async def test_undelivered_log_lines_are_bounded(folder: Path, monkeypatch: pyte
     assert sum("(1 lines" in text for text in lines) == 6
 
 
-async def test_lost_worker_is_delivered_before_queued_messages(folder: Path):
-    harness = InboxHarness(folder, SlowClock())
+async def test_lost_worker_is_delivered_before_queued_messages():
+    harness = InboxHarness(SlowClock())
     harness.inbox.start(range(100))
     harness.reports.put_nowait(WorkerReports([(worker, [HEARTBEAT]) for worker in range(100)]))
     while not harness.delivered:
@@ -101,8 +99,8 @@ async def test_lost_worker_is_delivered_before_queued_messages(folder: Path):
     assert len(harness.delivered) == 101
 
 
-async def test_messages_of_worker_are_delivered_in_order(folder: Path):
-    harness = InboxHarness(folder, SlowClock())
+async def test_messages_of_worker_are_delivered_in_order():
+    harness = InboxHarness(SlowClock())
     harness.inbox.start(range(50))
     harness.reports.put_nowait(WorkerReports([(worker, [HEARTBEAT]) for worker in range(50)]))
     harness.reports.put_nowait(WorkerReports([(49, [StepReport(1, 0, 1)]), (49, [HEARTBEAT])]))
@@ -113,10 +111,10 @@ async def test_messages_of_worker_are_delivered_in_order(folder: Path):
     assert 48 not in harness.inbox.reported
 
 
-async def test_silent_worker_is_reported_lost_once(folder: Path):
-    harness = InboxHarness(folder, VirtualClock())
+async def test_silent_worker_is_reported_lost_once():
+    harness = InboxHarness(VirtualClock())
     harness.inbox.start(range(2))
-    timeout_s = WORKER_POLL_S + harness.context.plan.worker_spec.hang_timeout_s + 10
+    timeout_s = WORKER_POLL_S + HANG_TIMEOUT_S + 10
     await harness.clock.advance(timeout_s - 1)
     harness.inbox.expire_silent()
     assert harness.inbox.longest_silence_s([0, 1]) == timeout_s - 1

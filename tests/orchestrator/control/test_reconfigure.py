@@ -161,7 +161,7 @@ async def test_worker_is_fenced_only_after_its_assignment(folder: Path):
     harness = await Harness(folder, 4, workers=(2, 4)).trained(3)
     harness.cluster.delays["assign"] = 60
     harness.cluster.kill(0)
-    while harness.controller._context.generation.number == 1:
+    while harness.controller._members.generation.number == 1:
         await asyncio.sleep(0)
     harness.cluster.kill(1)  # while the assignments of generation 2 are in progress
     await settle()
@@ -192,10 +192,10 @@ async def test_generation_that_loses_member_while_joining_never_runs(folder: Pat
     await harness.kill(0)
     harness.cluster.auto = True
     await harness.join(wait_s=0)
-    generation = harness.controller._context.generation
+    generation = harness.controller._members.generation
     generation.on_joined(2, Joined(2, generation.assignments[2].rank))
     generation.on_joined(1, Joined(2, generation.assignments[1].rank))
-    harness.controller._failures.on_worker_lost(2, "killed")
+    harness.controller._parts.failures.on_worker_lost(2, "killed")
     await harness.kill(2, reported=False)
     running = [e.generation for e in harness.log.of(StateEntered) if e.state is State.RUNNING]
     assert running == [1, 3]
@@ -212,7 +212,7 @@ async def test_member_lost_while_another_store_opens_is_not_waited_for(folder: P
             await asyncio.sleep(0)
         await run_turns(6)
         cluster.kill(0, reported=False)
-        while not harness.controller._context.generation.number:
+        while not harness.controller._members.generation.number:
             await asyncio.sleep(0)
         await run_turns(turns)
         await harness.kill(2, wait_s=1)

@@ -1,0 +1,180 @@
+"""The components of a controller, each made from what it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.aio import Clock
+from rayzero.orchestrator.checkpoint_store import CheckpointStore
+from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
+from rayzero.orchestrator.control.chaos import ClusterFaultInjector
+from rayzero.orchestrator.control.checkpoints import CheckpointWriter
+from rayzero.orchestrator.control.completion import JobCompletion
+from rayzero.orchestrator.control.dispatcher import MessageDispatcher
+from rayzero.orchestrator.control.elastic import ElasticScaler
+from rayzero.orchestrator.control.failures import FailureHandler
+from rayzero.orchestrator.control.generation import GenerationNumbers
+from rayzero.orchestrator.control.hang_detector import HangDetector
+from rayzero.orchestrator.control.inbox import WorkerInbox
+from rayzero.orchestrator.control.job_stop import JobStop
+from rayzero.orchestrator.control.loop import JobLoop, JobMachine
+from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.control.newcomers import Newcomers
+from rayzero.orchestrator.control.reconfigure import MemberSelection, Reconfiguration, Rendezvous
+from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
+from rayzero.orchestrator.control.replacements import Replacements
+from rayzero.orchestrator.control.replication import Replication
+from rayzero.orchestrator.control.restore import RestoreSelector
+from rayzero.orchestrator.control.steps import StepReports
+from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.errors import internal_error
+from rayzero.orchestrator.facts import EventBus
+from rayzero.orchestrator.machine import FaultFatal
+from rayzero.orchestrator.plan import JobPlan
+from rayzero.orchestrator.policies.failure import FaultBudget
+from rayzero.orchestrator.policies.membership import WorkerLimits
+from rayzero.orchestrator.policies.stragglers import SpeedTracker
+from rayzero.orchestrator.policies.usefulness import LastRun
+from rayzero.orchestrator.progress import JobProgress
+from rayzero.workers.vault.process_end import ProcessEnd
+
+if TYPE_CHECKING:  # they import Ray, without which the controller is tested
+    from rayzero.orchestrator.cluster.vault_group import VaultGroup
+    from rayzero.orchestrator.cluster.worker_group import WorkerGroup
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """Everything outside the controller; tests pass fakes."""
+
+    workers: WorkerGroup
+    vaults: VaultGroup
+    checkpoint_store: CheckpointStore
+    events: EventBus
+    clock: Clock
+    flush_journal: Callable[[float], Awaitable[bool]]
+    """Waits up to so many seconds until all events so far are durable in the journal; returns
+    whether they are."""
+
+
+class Components:
+    """Those that the controller calls; the others are known only to their users."""
+
+    def __init__(self, plan: JobPlan, deps: Dependencies, last: LastRun | None) -> None:
+        """
+        Args:
+            last: the last run, if it has ended.
+        """
+        recovery, hang_timeout_s = plan.spec.recovery, plan.worker_spec.hang_timeout_s
+        events, workers, groups = deps.events, deps.workers, deps.vaults
+        loop = self.loop = JobLoop(deps.clock, self._on_task_error)
+        least, spec = plan.resources.min_workers, plan.spec.workers
+        limits = WorkerLimits(least, spec.most, spec.spares)
+        members = self.members = Members(limits, recovery.replicas, loop.changed.notify)
+        machine = self.machine = JobMachine(members, loop.changed.notify)
+        progress = self.progress = JobProgress()
+        timer = self.timer = RecoveryTimer(loop.now_s)
+        calls = Calls(loop, workers, groups, hang_timeout_s)
+        budget = FaultBudget(recovery.max_faults, recovery.fault_window_s)
+        failures = self.failures = FailureHandler(
+            budget, loop, machine, members, calls, workers, events, progress, timer
+        )
+        vaults = self.vaults = VaultManager(
+            loop, members, calls, groups, events, hang_timeout_s, self._on_process_died
+        )
+        injector = self.injector = ClusterFaultInjector(
+            plan, loop, members, calls, groups, events, progress
+        )
+        committed = injector.on_checkpoint_committed
+        checkpoints = self.checkpoints = CheckpointWriter(
+            plan, loop, groups, deps.checkpoint_store, events, progress, committed
+        )
+        replication = Replication(recovery.replicas, loop, members, calls, events, checkpoints)
+        restore = RestoreSelector(
+            members, calls, events, progress, timer, hang_timeout_s, failures, vaults, checkpoints
+        )
+        # About another checkpoint than its own the last run says nothing.
+        past = last if plan.spec.checkpoint.resume == "auto" else None
+        self.completion = JobCompletion(
+            plan, loop, machine, members, events, progress, replication, checkpoints, restore, past
+        )
+        speeds = SpeedTracker(balance=recovery.balance == "auto")
+        steps = StepReports(
+            loop, members, events, progress, timer, speeds, replication, vaults, injector
+        )
+        self._build_generations(plan, deps, calls, steps, replication, restore)
+
+    def _build_generations(
+        self,
+        plan: JobPlan,
+        deps: Dependencies,
+        calls: Calls,
+        steps: StepReports,
+        replication: Replication,
+        restore: RestoreSelector,
+    ) -> None:
+        """Makes what forms generations, watches them, and ends them."""
+        events, workers, timer = deps.events, deps.workers, self.timer
+        loop, machine, members = self.loop, self.machine, self.members
+        failures, vaults, injector = self.failures, self.vaults, self.injector
+        start_timeout_s = plan.spec.workers.start_timeout_s
+        dispatcher = MessageDispatcher(
+            loop,
+            members,
+            events,
+            self.progress,
+            timer,
+            steps,
+            failures,
+            replication,
+            restore.rewind,
+            self.completion.begin,
+        )
+        inbox = self.inbox = WorkerInbox(
+            loop,
+            members,
+            workers,
+            plan.worker_spec.hang_timeout_s,
+            dispatcher.dispatch,
+            failures.on_worker_lost,
+        )
+        numbers = GenerationNumbers(events, deps.flush_journal, deps.clock, plan.disk_limit_s)
+        rendezvous = Rendezvous(
+            loop, members, calls, workers, events, numbers, steps, injector, inbox, vaults
+        )
+        selection = MemberSelection(loop, members, events, failures, plan.resources.timeout_s)
+        self.reconfiguration = Reconfiguration(
+            loop, machine, members, calls, timer, failures, restore, selection, rendezvous
+        )
+        self.stop = JobStop(
+            plan, loop, machine, members, calls, rendezvous, vaults, self.checkpoints
+        )
+        self.hang_detector = HangDetector(
+            plan, loop, machine, members, calls, events, inbox, failures
+        )
+        newcomers = Newcomers(
+            loop, machine, members, calls, workers, failures, injector, start_timeout_s
+        )
+        replacements = Replacements(
+            plan, loop, machine, members, calls, workers, events, self.progress, failures
+        )
+        self.scaler = ElasticScaler(
+            loop, machine, members, workers, events, vaults, inbox, newcomers, replacements
+        )
+
+    def _on_process_died(self, worker: int, end: ProcessEnd) -> None:
+        """A vault saw a worker's process end; its earlier messages are dispatched first."""
+        self.inbox.deliver(worker)
+        self.failures.on_worker_lost(worker, end.status, end.stack)
+
+    def _on_task_error(self, error: Exception) -> None:
+        """Turns every error of a background task into an event."""
+        if isinstance(error, WorkerUnavailableError):
+            self.failures.on_worker_lost(error.worker, error.cause)
+        elif isinstance(error, RayzeroError):
+            self.machine.post(FaultFatal(error))
+        else:
+            self.machine.post(FaultFatal(internal_error(error)))

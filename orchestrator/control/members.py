@@ -1,0 +1,40 @@
+"""The workers of a job, and where their states are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rayzero.orchestrator.aio import ObservedState
+from rayzero.orchestrator.control.generation import GenerationState
+from rayzero.orchestrator.policies.membership import Selected, WorkerLimits, WorkerRegistry
+from rayzero.orchestrator.policies.placement import assign_ranks
+from rayzero.workers.messages import RankAssignment
+
+
+class Members(ObservedState):
+    """All workers of the job (`registry`), those that train (`generation`), and their vaults.
+
+    Args:
+        replicas: `recovery.replicas`.
+    """
+
+    def __init__(
+        self, limits: WorkerLimits, replicas: int, on_change: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(on_change)
+        self.registry = WorkerRegistry(limits, on_change)
+        self.generation = GenerationState(on_change=on_change)
+        """The newest one. Its only writer is Rendezvous, and before the start the controller."""
+        self.vault_addresses: Mapping[str, str] = {}
+        """The address of each live vault, by node. Its only writer is VaultManager."""
+        self._replicas = replicas
+
+    @property
+    def replicates(self) -> bool:
+        """Whether this generation's steps are replicated to other nodes' vaults."""
+        return self._replicas > 0 and self.generation.multi_node
+
+    def assign(self, selection: Selected) -> dict[int, RankAssignment]:
+        """The ranks of selected workers in the next generation, by worker, in their order."""
+        nodes = [worker.node_id for worker in self.generation.workers]
+        return assign_ranks(selection.members, self.vault_addresses, self.registry.calls, nodes)

@@ -1,0 +1,69 @@
+"""The steps of the ranks: their reports become the job's progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rayzero.orchestrator.control.chaos import ClusterFaultInjector
+from rayzero.orchestrator.control.generation import GenerationState
+from rayzero.orchestrator.control.loop import JobLoop
+from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
+from rayzero.orchestrator.control.replication import Replication
+from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.facts import EventBus
+from rayzero.orchestrator.policies.stragglers import SpeedTracker
+from rayzero.orchestrator.policies.usefulness import EqualLosses
+from rayzero.orchestrator.progress import JobProgress, StepRecord
+from rayzero.workers.messages import Heartbeat, StepReport
+
+
+@dataclass(eq=False)
+class StepReports:
+    """Adds up the ranks' reports of a step; a step that all ranks have finished is announced to
+    those whose work depends on it."""
+
+    _loop: JobLoop
+    _members: Members
+    _events: EventBus
+    _progress: JobProgress
+    _timer: RecoveryTimer
+    _speeds: SpeedTracker
+    _replication: Replication
+    _vaults: VaultManager
+    _injector: ClusterFaultInjector
+    _equal_losses: EqualLosses = field(default_factory=EqualLosses)
+
+    def start_generation(self, generation: GenerationState) -> tuple[float, ...]:
+        """A generation begins. Returns its ranks' shares of a step."""
+        step = 0 if generation.restore is None else generation.restore.step
+        for record in self._progress.start_generation(
+            generation.number, generation.world_size, step
+        ):
+            self._events.emit(record)
+        return self._speeds.start_generation(tuple(generation.assignments))
+
+    def on_report(self, worker: int, report: StepReport) -> None:
+        if report.generation == self._members.generation.number:
+            self._members.generation.advance_to(report.step + 1)
+            self._events.emit(report)
+            if text := self._speeds.add_report(worker, report):
+                self._events.warn(text)
+            if text := self._equal_losses.add_report(report, self._members.generation.world_size):
+                self._events.warn(text)
+        record = self._progress.add_report(report)
+        if record is not None:
+            self._events.emit(record)
+            self._on_step_finished(record)
+
+    def _on_step_finished(self, record: StepRecord) -> None:
+        self._loop.changed.notify()  # JobProgress
+        if recovery := self._timer.completed(record.step_s, record.world_size):
+            self._events.emit(recovery)
+        self._replication.on_step_finished(record.generation)
+        self._vaults.on_step_finished()
+        self._injector.on_step_finished(record.step)
+
+    def on_heartbeat(self, worker: int, beat: Heartbeat) -> None:
+        if self._members.generation.on_heartbeat(worker, beat):
+            self._events.emit(beat)
