@@ -43,11 +43,7 @@ TOLERANCE = 1e-9
 # At the learning rate of the script's test (1e-2) training is chaotic: a difference of 1e-15 after
 # 120 steps is 2e-11 after 240, and 0.05 after 600.
 EXAMPLES = {
-    "trainer": (
-        "hf_trainer.py",
-        *("--every", "25", "--width", "128", "--layers", "4"),
-        "--lr=1e-3",
-    ),
+    "trainer": tuple(("hf_trainer.py --every 25 --width 128 --layers 4 --lr=1e-3").split()),
     "accelerate": ("accelerated_loop.py", "--width", "512"),
     "loader": ("own_loader.py", "--dropout", "0"),
 }

@@ -31,10 +31,20 @@ from rayzero.engine.errors import EngineError, RayzeroError
 T = TypeVar("T")
 
 _POISONED = (
-    *("uncorrectable", "nvlink", "illegal memory access", "launch timed out", "assert triggered"),
-    *("hardware stack error", "illegal instruction", "misaligned address", "address space"),
-    *("invalid program counter", "unspecified launch failure", "unknown error"),
-    *("busy or unavailable", "execution_failed"),
+    "uncorrectable",
+    "nvlink",
+    "illegal memory access",
+    "launch timed out",
+    "assert triggered",
+    "hardware stack error",
+    "illegal instruction",
+    "misaligned address",
+    "address space",
+    "invalid program counter",
+    "unspecified launch failure",
+    "unknown error",
+    "busy or unavailable",
+    "execution_failed",
 )
 """In CUDA's texts of errors after which every later call of the process fails."""
 

@@ -13,10 +13,9 @@ _URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s@\"']+@")
 _SECRET_URL_OPTIONS = re.compile(
     r"(?i)([?&][^=&\s\"]*(?:key|secret|token|signature|password)[^=&\s\"]*=)[^&\s\"]+"
 )
-_SECRET_WORDS = {
-    *("password", "passwd", "secret", "secrets", "token", "credential", "credentials"),
-    *("apikey", "auth"),
-}
+_SECRET_WORDS = set(
+    "password passwd secret secrets token credential credentials apikey auth".split()
+)
 _SECRET_WORD_PAIRS = {(word, "key") for word in ("api", "access", "private", "account")}
 _VOCABULARY_TOKENS = {"bos", "eos", "pad", "unk", "mask", "sep", "cls"}
 

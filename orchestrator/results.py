@@ -14,11 +14,10 @@ from rayzero.orchestrator.job_events import JobEvent
 from rayzero.orchestrator.machine import State
 
 OWN_KEYS = frozenset(
-    {
-        *("job", "world_size", "stage", "loss", "tokens_per_s", "seconds", "peak_bytes"),
-        *("world_sizes", "faults", "repairs", "steps_redone", "checkpoints", "newest_checkpoint"),
-        *("resumed_from", "steps", "steps_trained", "note"),
-    }
+    (
+        "job world_size stage loss tokens_per_s seconds peak_bytes world_sizes faults repairs "
+        "steps_redone checkpoints newest_checkpoint resumed_from steps steps_trained note"
+    ).split()
 )
 """Keys of `summary.json` that are not of the training function, unless it returns them."""
 

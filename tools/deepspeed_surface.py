@@ -18,8 +18,20 @@ from typing import Any
 
 FILE = Path(__file__).with_name("deepspeed_surface.json")
 PACKAGES = (
-    *("", "checkpoint", "linear", "module_inject", "ops", "ops.adagrad", "ops.adam", "ops.lamb"),
-    *("ops.lion", "ops.transformer", "pipe", "runtime.zero", "sequence", "utils"),
+    "",
+    "checkpoint",
+    "linear",
+    "module_inject",
+    "ops",
+    "ops.adagrad",
+    "ops.adam",
+    "ops.lamb",
+    "ops.lion",
+    "ops.transformer",
+    "pipe",
+    "runtime.zero",
+    "sequence",
+    "utils",
 )
 MODULES = ("comm.comm", "moe.layer", "moe.utils", "runtime.config_utils", "runtime.lr_schedules")
 LIBRARIES = ("transformers", "accelerate", "trl", "peft", "lightning")

@@ -53,14 +53,24 @@ _ERRNOS: Mapping[StoreErrorKind, set[int]] = {
 # Parts of messages of pyarrow and the services, in lower case; the first match decides.
 _MESSAGES: Mapping[StoreErrorKind, tuple[str, ...]] = {
     "forbidden": (
-        *("access_denied", "access denied", "invalid_access_key", "signature_does_not_match"),
-        *("invalid_signature", "invalid_client_token", "unrecognized_client", "expired"),
+        "access_denied",
+        "access denied",
+        "invalid_access_key",
+        "signature_does_not_match",
+        "invalid_signature",
+        "invalid_client_token",
+        "unrecognized_client",
+        "expired",
         "permission",
     ),
     "gone": ("no_such_bucket", "bucket does not exist", "resource_not_found", "not found"),
     "full": ("quota", "space"),
     "slow": (
-        *("slow_down", "throttling", "timeout", "timed out", "network_connection"),
+        "slow_down",
+        "throttling",
+        "timeout",
+        "timed out",
+        "network_connection",
         "service_unavailable",
     ),
 }

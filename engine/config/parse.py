@@ -252,8 +252,13 @@ def parse_with_provenance(source: ConfigSource | None, steps: int | None = None)
 
 
 _IGNORING_SECTIONS = (
-    *("", "optimizer", "scheduler", "torch_autocast", "data_types"),
-    *("activation_checkpointing", "checkpoint"),
+    "",
+    "optimizer",
+    "scheduler",
+    "torch_autocast",
+    "data_types",
+    "activation_checkpointing",
+    "checkpoint",
 )
 """What DeepSpeed reads key by key; it validates the other sections as a whole."""
 

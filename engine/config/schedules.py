@@ -247,9 +247,11 @@ LR_CURVES: dict[str, type[LRCurve]] = {
     curve.__name__: curve
     for curve in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
-TORCH_SCHEDULES = (
-    *("ConstantLR", "LinearLR", "PolynomialLR", "ExponentialLR", "StepLR", "MultiStepLR"),
-    *("CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR"),
+TORCH_SCHEDULES = tuple(
+    (
+        "ConstantLR LinearLR PolynomialLR ExponentialLR StepLR MultiStepLR CosineAnnealingLR "
+        "CosineAnnealingWarmRestarts CyclicLR OneCycleLR"
+    ).split()
 )
 """Schedules of torch.optim.lr_scheduler with JSON-compatible arguments; torch checks them."""
 

@@ -50,11 +50,12 @@ def _read(tensor: Tensor) -> Tensor:
 
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 _IN_PLACE |= {"__iand__", "__ior__", "__ixor__", "__ifloordiv__", "__imod__"}
-SHAPE_ONLY = {
-    *("shape", "size", "numel", "nelement", "ndim", "dim", "__len__", "dtype", "element_size"),
-    *("is_floating_point", "is_complex", "device", "layout", "is_sparse", "is_quantized"),
-    *("is_meta", "requires_grad", "__hash__"),
-}
+SHAPE_ONLY = set(
+    (
+        "shape size numel nelement ndim dim __len__ dtype element_size is_floating_point "
+        "is_complex device layout is_sparse is_quantized is_meta requires_grad __hash__"
+    ).split()
+)
 """Names of a tensor's methods and properties that do not need its values."""
 
 

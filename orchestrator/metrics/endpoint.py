@@ -56,10 +56,11 @@ _AWAITED_PATHS = ("/metrics", "/snapshot.json")
 
 Page: TypeAlias = tuple[str, bytes]
 """(content type, body)"""
-_JOB_COLUMNS = (
-    *("name", "state", "error", "began_s", "at_s", "wall_s", "stage", "world_size", "step"),
-    *("steps", "loss", "samples_per_s", "tokens_per_s", "step_s", "cpu_cores"),
-    *("gpu_utilization", "goodput", "faults"),
+_JOB_COLUMNS = tuple(
+    (
+        "name state error began_s at_s wall_s stage world_size step steps loss samples_per_s "
+        "tokens_per_s step_s cpu_cores gpu_utilization goodput faults"
+    ).split()
 )
 
 

@@ -17,9 +17,8 @@ import yaml
 
 KUBERNETES = tuple(f"1.{minor}" for minor in range(27, 38))
 CRDS = Path(os.environ["RAYZERO_CRDS"]) if "RAYZERO_CRDS" in os.environ else None
-BUILT_IN_GROUPS = (
-    *("apps", "batch", "networking.k8s.io", "policy", "rbac.authorization.k8s.io"),
-    "resource.k8s.io",
+BUILT_IN_GROUPS = tuple(
+    ("apps batch networking.k8s.io policy rbac.authorization.k8s.io resource.k8s.io").split()
 )
 
 _METADATA = {

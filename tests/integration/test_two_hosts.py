@@ -40,7 +40,14 @@ ENV = {
 }
 # With a separate /dev/shm. The command follows: the folder first, then the words.
 _ON_REMOTE = (
-    *("ip", "netns", "exec", "remote", "unshare", "--mount", "sh", "-c"),
+    "ip",
+    "netns",
+    "exec",
+    "remote",
+    "unshare",
+    "--mount",
+    "sh",
+    "-c",
     'ip link set lo up; mount -t tmpfs tmpfs /dev/shm; mkdir -p "$0"; exec "$@"',
 )
 

@@ -177,7 +177,11 @@ def test_returned_values_of_any_form_are_shown():
     returned = {"seconds": "soon", "loss": 2.5, "tokens_per_s": None, "faults": [1]}
     result = JobResult("job", {"steps": 1, **returned}, Path("s.json"), returned)
     assert list(summary_lines(result)) == [
-        *("succeeded: 1 step", "seconds: soon", "loss: 2.5", "faults: 1", "summary: s.json")
+        "succeeded: 1 step",
+        "seconds: soon",
+        "loss: 2.5",
+        "faults: 1",
+        "summary: s.json",
     ]
 
 
@@ -189,9 +193,9 @@ def test_json_lines_are_json_and_end_with_summary():
         console.on_event(shown_event)
     console.finish_ok(RESULT)
     events = [json.loads(line) for line in lines]
-    assert [event["event"] for event in events] == [
-        *("job", "workers", "state", "warning", "log", "step", "summary")
-    ]
+    assert [event["event"] for event in events] == (
+        "job workers state warning log step summary"
+    ).split()
     assert events[2]["state"] == "running"
     assert (events[5]["step"], events[5]["tokens_per_s"]) == (1, 4000)
     assert events[-1]["loss"] == {"first": 8.0, "last": 2.5}

@@ -81,8 +81,10 @@ RUNS: dict[str, list[tuple[str, ...] | list[str]]] = {
     "ds_zero3_generate": [("--folder", "{out}")],
     "ds_megatron": [
         ("--deepspeed", "--deepspeed_config", "{configs}/megatron.json", "--save", "{out}"),
-        (*("--deepspeed_config", "{configs}/megatron.json", "--save", "{out}", "--load", "{out}"),
-         "--train-iters", "14"),
+        tuple((
+            "--deepspeed_config {configs}/megatron.json --save {out} --load {out} --train-iters "
+            "14"
+        ).split()),
     ],
     "hf_run_clm": [
         [*CLM, "--max_steps", "6", "--save_steps", "4", "--gradient_checkpointing"],

@@ -172,12 +172,11 @@ def _buffer_tensors(model: dict[str, Any]) -> Iterator[FlatTensor]:
 # Entries of a model file that are DeepSpeed's; it keeps those of `client_state` next to them.
 _OWN_ENTRIES = frozenset(
     (
-        *("buffer_names", "checkpoint_parallel_dimensions", "csr_tensor_module_names"),
-        *("data_sampler", "dp_world_size", "ds_config", "ds_version", "frozen_param_fragments"),
-        *("frozen_param_shapes", "global_samples", "global_steps", "lr_scheduler", "module"),
-        *("mp_world_size", "num_experts", "optimizer", "param_shapes", "random_ltd"),
-        *("shared_params", "skipped_steps", "sparse_tensor_module_names"),
-    )
+        "buffer_names checkpoint_parallel_dimensions csr_tensor_module_names data_sampler "
+        "dp_world_size ds_config ds_version frozen_param_fragments frozen_param_shapes "
+        "global_samples global_steps lr_scheduler module mp_world_size num_experts optimizer "
+        "param_shapes random_ltd shared_params skipped_steps sparse_tensor_module_names"
+    ).split()
 )
 
 

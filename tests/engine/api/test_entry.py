@@ -30,10 +30,11 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
 }
 # DeepSpeed 0.19's, in its order: scripts pass some of them by position.
-ARGUMENTS = (
-    *("args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler"),
-    *("distributed_port", "mpu", "dist_init_required", "collate_fn", "config", "mesh_param"),
-    "config_params",
+ARGUMENTS = tuple(
+    (
+        "args model optimizer model_parameters training_data lr_scheduler distributed_port mpu "
+        "dist_init_required collate_fn config mesh_param config_params"
+    ).split()
 )
 
 

@@ -58,10 +58,18 @@ def test_chunks_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     log.extend(f"update {index}" for index in store.update_chunks(chunks, {}))
     store.close()
     assert log == [
-        *("read 0", "read 1", "update 0", "write 0"),
-        *("read 2", "update 1", "write 1"),
-        *("read 3", "update 2", "write 2"),
-        *("update 3", "write 3"),
+        "read 0",
+        "read 1",
+        "update 0",
+        "write 0",
+        "read 2",
+        "update 1",
+        "write 1",
+        "read 3",
+        "update 2",
+        "write 2",
+        "update 3",
+        "write 3",
     ]
     assert all(
         torch.equal(chunk.targets[0], value) for chunk, value in zip(chunks, values, strict=True)

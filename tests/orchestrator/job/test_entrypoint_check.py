@@ -67,10 +67,9 @@ def folder(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("train", "train_slowly", "Trainer.run", "evaluate", "Shape", "chosen", "rest", "plain"),
-        *("wrapped", "replaced", "either"),
-    ],
+    (
+        "train train_slowly Trainer.run evaluate Shape chosen rest plain wrapped replaced either"
+    ).split(),
 )
 def test_defined_names_are_accepted(folder: str, name: str):
     check_entrypoint(f"jobs.gpt:{name}", folder, only_here=True)

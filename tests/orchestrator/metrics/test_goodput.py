@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.goodput import TimeAccounting, TimeCategory
 
-PHASES = (
-    *("detect", "drain", "fence", "select_step", "select_members"),
-    *("rendezvous", "load", "recompute"),
-)
+PHASES = tuple(("detect drain fence select_step select_members rendezvous load recompute").split())
 Call = tuple[Any, ...]
 """A method's name, and its arguments; the last one is the time."""
 

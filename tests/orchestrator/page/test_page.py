@@ -330,9 +330,7 @@ def test_thin_phases_are_one_visible_layer(tab: Browser, open_page: OpenPage) ->
     assert tab.evaluate(f"{layers}.at(-1).classList.contains('thin') && {box} >= 1")
     items = "[...document.querySelectorAll('#chart-phases .legend li')].map((one) => one.innerText)"
     legend = [item.split() for item in tab.evaluate(items)]
-    assert [item[0] for item in legend] == [
-        *("data", "forward", "backward", "reduce", "update", "mirror")
-    ]
+    assert [item[0] for item in legend] == ("data forward backward reduce update mirror").split()
     assert legend[-1][-2:] == ["0.35", "%"]
     widths = "[...document.querySelectorAll('.share > span')].map((one) => one.offsetWidth)"
     assert min(tab.evaluate(widths)) >= 2  # recovery: 0.4 % of 4,000 s
