@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Condition, Thread
 from typing import Any
 
 from rayzero.engine.errors import first_line
 from rayzero.orchestrator.top.format import format_size
-from rayzero.workers.bounded_queue import BoundedQueue
+from rayzero.workers.bounded_queue import MAX_ITEMS, BoundedQueue
 
 RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Pause after each consecutive failure; the last one repeats."""
@@ -27,7 +27,7 @@ class WriteQueue:
     subject: str
     write: Callable[[Sequence[Any]], None]
     interval_s: float
-    items: BoundedQueue[Any] = field(default_factory=BoundedQueue)
+    items: BoundedQueue[Any]
     failures: int = 0
     due_s: float = 0.0
     written: int = 0
@@ -70,15 +70,22 @@ class BackgroundWriter:
     retried with the same items.
     """
 
-    def __init__(self, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, warn: Callable[[str], None], retry_delays_s: Sequence[float] = RETRY_DELAYS_S
+    ) -> None:
         self._warn = warn
+        self._retry_delays_s = retry_delays_s
         self._queues: list[WriteQueue] = []
         self._changed = Condition()
         self._deadline_s: float | None = None
         self._thread = Thread(target=self._run, name="rayzero-writer", daemon=True)
 
     def add_queue(
-        self, subject: str, write: Callable[[Sequence[Any]], None], interval_s: float
+        self,
+        subject: str,
+        write: Callable[[Sequence[Any]], None],
+        interval_s: float,
+        max_items: int = MAX_ITEMS,
     ) -> WriteQueue:
         """
         Args:
@@ -86,7 +93,8 @@ class BackgroundWriter:
             write: writes items in order, or raises; called in the thread.
             interval_s: how long items are collected before they are written.
         """
-        queue = WriteQueue(self._changed, subject, write, interval_s)
+        items: BoundedQueue[Any] = BoundedQueue(max_items=max_items)
+        queue = WriteQueue(self._changed, subject, write, interval_s, items)
         with self._changed:
             self._queues.append(queue)
             if len(self._queues) == 1:
@@ -156,7 +164,8 @@ class BackgroundWriter:
         if queue.failures == 0:
             self._warn(f"{queue.subject} cannot be written, retrying: {first_line(error)}")
         with self._changed:
-            delay_s = RETRY_DELAYS_S[min(queue.failures, len(RETRY_DELAYS_S) - 1)]
+            last = len(self._retry_delays_s) - 1
+            delay_s = self._retry_delays_s[min(queue.failures, last)]
             closing = self._deadline_s is not None
             queue.due_s = time.monotonic() + (_CLOSING_RETRY_S if closing else delay_s)
             queue.failures += 1

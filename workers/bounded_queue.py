@@ -18,8 +18,8 @@ class BoundedQueue(Generic[T]):
     """Keeps the newest items that fit, but at least one; not thread-safe. `end` is the number of
     items ever appended."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_items = MAX_ITEMS
+    def __init__(self, max_bytes: int = MAX_BYTES, max_items: int = MAX_ITEMS) -> None:
+        self._max_items = max_items
         self._max_bytes = max_bytes
         self._items: deque[tuple[T, int]] = deque()
         self._nbytes = 0

@@ -12,7 +12,7 @@ from operator import itemgetter
 from threading import Condition, Lock
 from typing import TYPE_CHECKING, TextIO
 
-from rayzero.workers.bounded_queue import BoundedQueue
+from rayzero.workers.bounded_queue import MAX_ITEMS, BoundedQueue
 from rayzero.workers.messages import Crashed, LogLine, StepReport, WorkerMessage
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ class Outbox:
     or a step report a poll lingers briefly, so that fast steps share a round trip.
     """
 
-    def __init__(self, linger_s: float = 0.05) -> None:
+    def __init__(self, linger_s: float = 0.05, max_lines: int = MAX_ITEMS) -> None:
         self._numbered: list[tuple[int, WorkerMessage]] = []
-        self._lines: BoundedQueue[tuple[int, LogLine]] = BoundedQueue(MAX_LINES_BYTES)
+        self._lines: BoundedQueue[tuple[int, LogLine]] = BoundedQueue(MAX_LINES_BYTES, max_lines)
         self._ready = Condition()
         self._linger_s = linger_s
         self._count = 0

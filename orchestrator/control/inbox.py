@@ -47,6 +47,7 @@ class WorkerInbox:
     _hang_timeout_s: float
     _dispatch: Callable[[int, WorkerMessage], None]
     _on_lost: Callable[[int, str], None]
+    _max_characters: int = MAX_UNDELIVERED_CHARACTERS
     _last_heard_s: dict[int, float] = field(default_factory=dict)
     _heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
@@ -149,7 +150,7 @@ class WorkerInbox:
         """These messages, with a line in place of log lines for which there is no room."""
         lines = [message for message in messages if type(message) is LogLine]
         count = sum(len(line.text) for line in lines)
-        if lines and self._undelivered_characters + count > MAX_UNDELIVERED_CHARACTERS:
+        if lines and self._undelivered_characters + count > self._max_characters:
             text = dropped_lines_text(len(lines), count, f"worker {worker}")
             lines = [LogLine(lines[0].rank, "stderr", text)]
             messages = [*lines, *(m for m in messages if type(m) is not LogLine)]

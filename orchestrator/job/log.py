@@ -26,8 +26,11 @@ class LogPosition:
     offset: int = 0
 
 
-def read_log(path: Path, position: LogPosition) -> tuple[bytes, LogPosition]:
-    """The next part after a position, and the position after it; empty at the log's end.
+def read_log(
+    path: Path, position: LogPosition, max_bytes: int = _READ_BYTES
+) -> tuple[bytes, LogPosition]:
+    """The next part after a position, of at most `max_bytes`, and the position after it; empty at
+    the log's end.
 
     When the file of that position has been deleted by rotation, the part begins with a line that
     says so, and continues with the oldest file that is left.
@@ -45,19 +48,22 @@ def read_log(path: Path, position: LogPosition) -> tuple[bytes, LogPosition]:
         for inode in inodes[start:]:
             offset = position.offset if inode == position.inode else 0
             files[inode].seek(offset)
-            if part := files[inode].read(_READ_BYTES):
+            if part := files[inode].read(max_bytes):
                 return _GAP_MESSAGE * has_gap + part, LogPosition(inode, offset + len(part))
     return b"", position
 
 
-def append_log(path: Path, lines: Sequence[str], *, parents: bool = True) -> None:
+def append_log(
+    path: Path, lines: Sequence[str], *, parents: bool = True, max_bytes: int = LOG_MAX_BYTES
+) -> None:
     """Appends lines, with credentials in URLs redacted. May raise OSError.
 
     Args:
         parents: make not only the log's folder, but also those that hold it.
+        max_bytes: a larger log is rotated first.
     """
     path.parent.mkdir(parents=parents, exist_ok=True)
-    if path.exists() and path.stat().st_size > LOG_MAX_BYTES:
+    if path.exists() and path.stat().st_size > max_bytes:
         _rotate(path)
     with path.open("a", encoding="utf-8", errors="replace") as file:
         file.writelines(f"{redact_url(line)}\n" for line in lines)

@@ -34,7 +34,7 @@ from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import EndedJob, EventPage, JobResult, final_state
 from rayzero.orchestrator.top.format import format_time
-from rayzero.workers.bounded_queue import BoundedQueue
+from rayzero.workers.bounded_queue import MAX_ITEMS, BoundedQueue
 
 MAX_PAGE_EVENTS = 500  # events in one reply
 MAX_PAGE_BYTES = 2**20  # of one reply, beyond its first event
@@ -47,10 +47,11 @@ class EventBuffer:
     """An observer that keeps the newest events for clients to poll; the reply to a client that is
     further behind has the number that it misses. Used from one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_events: int = MAX_ITEMS, max_page_events: int = MAX_PAGE_EVENTS) -> None:
         self.run = secrets.token_hex(8)
         self.ended: EndedJob | None = None
-        self._events: BoundedQueue[JobEvent] = BoundedQueue()
+        self._events: BoundedQueue[JobEvent] = BoundedQueue(max_items=max_events)
+        self._max_page_events = max_page_events
         self._latest_by_type: dict[type[JobEvent], JobEvent] = {}
         self._changed = ChangeNotifier()
 
@@ -85,7 +86,7 @@ class EventBuffer:
         if self._events.end > since and self.ended is None:
             await asyncio.sleep(BATCH_DELAY_S)
         begin = max(since, self._events.end - len(self._events))
-        page = tuple(islice(self._events.since(begin, MAX_PAGE_BYTES), MAX_PAGE_EVENTS))
+        page = tuple(islice(self._events.since(begin, MAX_PAGE_BYTES), self._max_page_events))
         next_index = begin + len(page)
         ended = self.ended if next_index == self._events.end else None
         return EventPage(self.run, page, next_index, begin - since, ended)

@@ -87,9 +87,15 @@ class JournalFiles:
     """Writes one process's journal. `fence` is called before each write, and raises when another
     process owns the folder."""
 
-    def __init__(self, job_folder: str, fence: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        job_folder: str,
+        fence: Callable[[], None] = lambda: None,
+        max_events_bytes: int = MAX_EVENTS_BYTES,
+    ) -> None:
         self._job_folder = job_folder
         self._fence = fence
+        self._max_events_bytes = max_events_bytes
         remote = is_remote(job_folder)
         self._segments = _Segments(job_folder) if remote else None
         # Requests to a store cost more than writes to a disk.
@@ -111,7 +117,8 @@ class JournalFiles:
         if lines and self._segments is not None:
             self._segments.write(lines)
         elif lines:
-            _append_events(Path(self._job_folder.removeprefix("file://")) / EVENTS_FILE, lines)
+            path = Path(self._job_folder.removeprefix("file://")) / EVENTS_FILE
+            _append_events(path, lines, self._max_events_bytes)
 
 
 def write_end(job_folder: str, facts: JobFacts, state: str, error: str) -> None:
@@ -127,8 +134,8 @@ def write_end(job_folder: str, facts: JobFacts, state: str, error: str) -> None:
     JournalFiles(job_folder).write(updates)
 
 
-def _append_events(path: Path, lines: Sequence[str]) -> None:
-    if path.exists() and path.stat().st_size > MAX_EVENTS_BYTES:
+def _append_events(path: Path, lines: Sequence[str], max_bytes: int) -> None:
+    if path.exists() and path.stat().st_size > max_bytes:
         os.replace(path, path.with_suffix(".jsonl.1"))
     with path.open("a", encoding="utf-8") as file:
         file.writelines(f"{line}\n" for line in lines)

@@ -108,21 +108,22 @@ class Endpoint:
         ports: range,
         registry: CollectorRegistry,
         pages: dict[str, Callable[[], Page]],
+        further_ports: int = FURTHER_PORTS,
     ) -> None:
         self.port_note = ""
         """Says that another port than those is used, and why."""
         self._registry = registry
         self._pages = pages
         self._scrapes = ScrapeSchedule()
-        self._server = self._listen(host, ports)
+        self._server = self._listen(host, ports, further_ports)
         self.port = self._server.port
         self.url = self._server.url
 
-    def _listen(self, host: str, ports: range) -> HttpServer:
+    def _listen(self, host: str, ports: range, further_ports: int) -> HttpServer:
         """Listens on one of the ports, or, as Ray's dashboard does, on the next free one: a page is
         no reason to fail a job."""
         last = ports[-1]
-        further = range(last + 1, min(last + FURTHER_PORTS, _MAX_PORT) + 1)
+        further = range(last + 1, min(last + further_ports, _MAX_PORT) + 1)
         settings = "metrics.port, metrics.ports and metrics.host in the job file"
         answer = page_answer(self._find_page, ", ".join(["/metrics", *self._pages]))
         server = listen(host, [*ports, *further], answer, "metrics.port", settings)

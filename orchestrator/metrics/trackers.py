@@ -140,7 +140,15 @@ class Trackers:
         warn: called in the trackers' thread.
     """
 
-    def __init__(self, plan: JobPlan, began_s: float, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        plan: JobPlan,
+        began_s: float,
+        warn: Callable[[str], None],
+        flush_interval_s: float = FLUSH_INTERVAL_S,
+        end_limit_s: float = END_LIMIT_S,
+    ) -> None:
+        self._end_limit_s = end_limit_s
         self._plan = plan
         self._key = f"{plan.spec.name}-{int(began_s)}"
         self._warn = warn
@@ -157,7 +165,7 @@ class Trackers:
                 )
         self._queues = [
             self._writer.add_queue(
-                f"the job's run in {_NAMES[it]}", partial(self._write, it), FLUSH_INTERVAL_S
+                f"the job's run in {_NAMES[it]}", partial(self._write, it), flush_interval_s
             )
             for it in packages
         ]
@@ -167,11 +175,14 @@ class Trackers:
             events.subscribe(self._on_event, (StepRecord, StateEntered))
 
     def close(self) -> None:
-        """Waits, `END_LIMIT_S` at most, until the trackers have everything."""
+        """Waits, `end_limit_s` at most, until the trackers have everything."""
         if any(queue.failures for queue in self._queues):
-            self._warn(f"waiting up to {END_LIMIT_S:g} s for a tracker to take the last values")
-        if not self._writer.close(END_LIMIT_S):
-            self._warn(f"the last values did not reach a tracker within {END_LIMIT_S:g} s")
+            self._warn(
+                f"waiting up to {self._end_limit_s:g} s for a tracker to take the last values"
+            )
+        if not self._writer.close(self._end_limit_s):
+            limit = f"{self._end_limit_s:g} s"
+            self._warn(f"the last values did not reach a tracker within {limit}")
 
     def _on_event(self, event: StepRecord | StateEntered) -> None:
         if isinstance(event, StateEntered) and not event.state.is_final:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from rayzero.engine.checkpoint.errors import StoreError
-from rayzero.orchestrator import background_writer
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.workers import bounded_queue
 
@@ -18,9 +17,8 @@ from rayzero.workers import bounded_queue
     "failure", [StoreError("full", "disk", "No space left on device"), ValueError("odd")]
 )
 def test_failed_write_is_reported_once_and_retried(
-    failure: Exception, monkeypatch: pytest.MonkeyPatch
+    failure: Exception,
 ):
-    monkeypatch.setattr(background_writer, "RETRY_DELAYS_S", (0.01,))
     warnings: list[str] = []
     written: list[str] = []
     failures = iter([True, True, True])
@@ -32,7 +30,7 @@ def test_failed_write_is_reported_once_and_retried(
         written.extend(lines)
         done.set()
 
-    writer = BackgroundWriter(warnings.append)
+    writer = BackgroundWriter(warnings.append, retry_delays_s=(0.01,))
     queue = writer.add_queue("the journal", write, 0.01)
     queue.put("a")
     queue.put("b")
@@ -79,14 +77,13 @@ def test_flush_writes_at_once_and_gives_up_in_time():
     assert writer.close(10)
 
 
-def test_failing_queue_does_not_delay_others(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(background_writer, "RETRY_DELAYS_S", (60.0,))
+def test_failing_queue_does_not_delay_others():
     written: list[str] = []
 
     def fail(lines: Sequence[str]) -> None:
         raise OSError("full")
 
-    writer = BackgroundWriter(lambda _: None)
+    writer = BackgroundWriter(lambda _: None, retry_delays_s=(60.0,))
     bad = writer.add_queue("bad", fail, 0.0)
     good = writer.add_queue("good", written.extend, 0.0)
     bad.put("x")
@@ -98,8 +95,7 @@ def test_failing_queue_does_not_delay_others(monkeypatch: pytest.MonkeyPatch):
     assert not bad.is_empty
 
 
-def test_items_beyond_bound_are_dropped_with_warning(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bounded_queue, "MAX_ITEMS", 4)
+def test_items_beyond_bound_are_dropped_with_warning():
     release, written, warnings = threading.Event(), [], []
 
     def write(numbers: Sequence[int]) -> None:
@@ -107,7 +103,7 @@ def test_items_beyond_bound_are_dropped_with_warning(monkeypatch: pytest.MonkeyP
         written.extend(numbers)
 
     writer = BackgroundWriter(warnings.append)
-    queue = writer.add_queue("the metrics files", write, 0.0)
+    queue = writer.add_queue("the metrics files", write, 0.0, max_items=4)
     for number in range(1, 11):
         queue.put(number)
     release.set()

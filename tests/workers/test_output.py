@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray.experimental import tqdm_ray
 
-from rayzero.workers import bounded_queue, output
+from rayzero.workers import output
 from rayzero.workers.messages import Crashed, Joined, LogLine, StepReport
 from rayzero.workers.output import LineTee, Outbox, tee_output
 
@@ -49,9 +49,8 @@ def test_urgent_message_ends_linger():
     assert monotonic() - start_s < 5
 
 
-def test_only_oldest_lines_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bounded_queue, "MAX_ITEMS", 2)
-    outbox = Outbox(linger_s=0)
+def test_only_oldest_lines_are_dropped_and_counted():
+    outbox = Outbox(linger_s=0, max_lines=2)
     outbox.post(StepReport(1, 0, 1))
     for text in "abcd":
         outbox.post(line(text))

@@ -14,7 +14,6 @@ from ray.exceptions import ActorUnschedulableError
 from rayzero.engine.errors import EngineError
 from rayzero.orchestrator.aio import WORKER_POLL_S, WorkerReports
 from rayzero.orchestrator.cluster.actor_calls import ActorPoller, FutureBatcher
-from rayzero.orchestrator.control import inbox as inbox_module
 from rayzero.orchestrator.control.inbox import DISPATCH_SLICE_S, WorkerInbox
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
@@ -62,8 +61,7 @@ class InboxHarness:
 HEARTBEAT = Heartbeat(0, 1, "forward", 0.0)
 
 
-async def test_undelivered_log_lines_are_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(inbox_module, "MAX_UNDELIVERED_CHARACTERS", 250)
+async def test_undelivered_log_lines_are_bounded():
     harness = InboxHarness(SlowClock())
     lines: list[str] = []
 
@@ -72,7 +70,7 @@ async def test_undelivered_log_lines_are_bounded(monkeypatch: pytest.MonkeyPatch
         if isinstance(message, LogLine):
             lines.append(message.text)
 
-    harness.inbox = harness.make(dispatch, harness._on_lost)
+    harness.inbox = harness.make(dispatch, harness._on_lost, 250)
     harness.inbox.start(range(5))
     line = LogLine(7, "stdout", "x" * 100)
     for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.orchestrator.job import log as log_module
 from rayzero.orchestrator.job.log import LogPosition, append_log, iter_log_lines, read_log
+
+append_small = partial(append_log, max_bytes=20)
 
 
 def read_all(path: Path, position: LogPosition) -> tuple[bytes, LogPosition]:
@@ -34,14 +36,12 @@ def test_log_is_read_from_position(tmp_path: Path):
     assert read_all(path, position)[0] == b"three\n"
 
 
-def test_rotation_loses_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(log_module, "LOG_MAX_BYTES", 20)
-    monkeypatch.setattr(log_module, "_READ_BYTES", 8)
+def test_rotation_loses_no_lines(tmp_path: Path):
     path = tmp_path / "logs" / "job.log"
     position, content = LogPosition(), b""
     for number in range(12):
-        append_log(path, [f"line {number}"])
-        part, position = read_log(path, position)  # falls behind by less than a file
+        append_small(path, [f"line {number}"])
+        part, position = read_log(path, position, max_bytes=8)  # falls behind by less than a file
         content += part
     rest, _ = read_all(path, position)
     assert (content + rest).decode().splitlines() == [f"line {number}" for number in range(12)]
@@ -53,12 +53,11 @@ def test_rotation_loses_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_rotation_while_log_is_opened_loses_no_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(log_module, "LOG_MAX_BYTES", 20)
     path = tmp_path / "logs" / "job.log"
-    append_log(path, ["the oldest, to be deleted"])
-    append_log(path, ["one"])
+    append_small(path, ["the oldest, to be deleted"])
+    append_small(path, ["one"])
     _, position = read_all(path, LogPosition())
-    append_log(path, ["two, and now it is long enough"])
+    append_small(path, ["two, and now it is long enough"])
     opened, opening = [], Path.open
 
     def open_(file: Path, mode: str) -> Any:
@@ -67,7 +66,7 @@ def test_rotation_while_log_is_opened_loses_no_lines(
         if len(opened) == 1:  # between the two files that a reader opens
             with monkeypatch.context() as real:
                 real.setattr(Path, "open", opening)
-                append_log(path, ["three"])
+                append_small(path, ["three"])
         return content
 
     with monkeypatch.context() as patch:
@@ -77,16 +76,13 @@ def test_rotation_while_log_is_opened_loses_no_lines(
     assert part + read_all(path, position)[0] == b"two, and now it is long enough\nthree\n"
 
 
-def test_new_log_file_does_not_reuse_inode_of_deleted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_new_log_file_does_not_reuse_inode_of_deleted_one(tmp_path: Path):
     """File systems reuse the inode numbers of deleted files."""
-    monkeypatch.setattr(log_module, "LOG_MAX_BYTES", 20)
     path = tmp_path / "logs" / "job.log"
-    append_log(path, ["the oldest, to be deleted"])
+    append_small(path, ["the oldest, to be deleted"])
     _, position = read_all(path, LogPosition())
-    append_log(path, ["one, to be rotated only"])
-    append_log(path, ["two"])
+    append_small(path, ["one, to be rotated only"])
+    append_small(path, ["two"])
     assert path.stat().st_ino != position.inode
     content, _ = read_all(path, position)
     gap, rest = content.strip().split(b"\n", 1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.job import recorder as recorder_module
 from rayzero.orchestrator.job.recorder import LATEST, EventBuffer
@@ -16,9 +14,8 @@ from rayzero.workers import bounded_queue
 from rayzero.workers.messages import LogLine
 
 
-async def test_event_pages_are_ordered_and_end(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(recorder_module, "MAX_PAGE_EVENTS", 3)
-    buffer = EventBuffer()
+async def test_event_pages_are_ordered_and_end():
+    buffer = EventBuffer(max_page_events=3)
     for number in range(7):
         buffer.on_event(JobWarning(str(number)))
     buffer.finish(EndedJob(JobStatus("job", State.STOPPED), JobStoppedError("s")))
@@ -32,9 +29,8 @@ async def test_event_pages_are_ordered_and_end(monkeypatch: pytest.MonkeyPatch):
     assert (texts, pages) == ([str(number) for number in range(7)], 3)
 
 
-async def test_slow_client_receives_number_of_dropped_events(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bounded_queue, "MAX_ITEMS", 4)
-    buffer = EventBuffer()
+async def test_slow_client_receives_number_of_dropped_events():
+    buffer = EventBuffer(max_events=4)
     for number in range(10):
         buffer.on_event(JobWarning(str(number)))
     page = await buffer.fetch_since("", 1, 1.0)

@@ -37,7 +37,6 @@ from rayzero.orchestrator.job_file import (
     not_covered_by,
     to_document,
 )
-from rayzero.orchestrator.journal import files as files_module
 from rayzero.orchestrator.journal.entries import (
     JournalUpdate,
     JournalWriter,
@@ -168,13 +167,12 @@ def test_journal_is_state_file_and_event_list(tmp_path: Path):
     assert not has_journal(str(tmp_path / "other"))
 
 
-def test_event_list_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(files_module, "MAX_EVENTS_BYTES", 1000)
+def test_event_list_is_bounded(tmp_path: Path):
     updates: list[JournalUpdate] = []
     events = start_journal(tmp_path, updates.append)
     for generation in range(1, 60):
         events.emit(running(generation, 1))
-        JournalFiles(str(tmp_path)).write(updates)
+        JournalFiles(str(tmp_path), max_events_bytes=1000).write(updates)
         updates.clear()
     assert (tmp_path / "events.jsonl").stat().st_size < 1500
     assert (tmp_path / "events.jsonl.1").stat().st_size < 1500

@@ -20,7 +20,6 @@ from prometheus_client import Gauge
 from prometheus_client.registry import CollectorRegistry
 
 from rayzero.engine.errors import ConfigError
-from rayzero.orchestrator.metrics import endpoint as module
 from rayzero.orchestrator.metrics.endpoint import MAX_END_WAIT_S, Endpoint, ScrapeSchedule
 from rayzero.orchestrator.metrics.http_server import (
     CPU_BURST_S,
@@ -41,14 +40,14 @@ def endpoint() -> Iterator[Endpoint]:
     endpoint.close()
 
 
-def open_endpoint(port: int = 0, ports: int = 1) -> Endpoint:
+def open_endpoint(port: int = 0, ports: int = 1, **options: int) -> Endpoint:
     registry = CollectorRegistry()
     Gauge("rayzero_step", "Steps.", registry=registry).set(7)
     pages = {
         "/snapshot.json": lambda: ("application/json", b'{"job": "demo", "step": 7}'),
         "/history.json": lambda: ("application/json", b"[" + b"1," * 9999 + b"1]"),
     }
-    return Endpoint("127.0.0.1", range(port, port + ports), registry, pages)
+    return Endpoint("127.0.0.1", range(port, port + ports), registry, pages, **options)
 
 
 def get(endpoint: Endpoint, path: str, **headers: str) -> bytes:
@@ -251,10 +250,9 @@ def test_ports_that_are_all_in_use_are_named_and_the_next_one_is_taken(endpoint:
             listener.close()
 
 
-def test_no_free_port_is_an_error(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "FURTHER_PORTS", 0)
+def test_no_free_port_is_an_error(endpoint: Endpoint):
     with pytest.raises(ConfigError, match=rf"metrics\.port: .*127\.0\.0\.1:{endpoint.port}"):
-        open_endpoint(port=endpoint.port)
+        open_endpoint(port=endpoint.port, further_ports=0)
 
 
 def test_close_waits_for_regular_clients(endpoint: Endpoint):

@@ -25,6 +25,7 @@ from rayzero.orchestrator.job_events import StateEntered
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics import trackers
 from rayzero.orchestrator.metrics.trackers import (
+    END_LIMIT_S,
     JSON_LINES_FILE,
     TENSORBOARD_FOLDER,
     TensorBoardFile,
@@ -82,15 +83,17 @@ class FakeWandb(ModuleType):
 def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(trackers, "FLUSH_INTERVAL_S", 0.01)
     return fake
 
 
-def run_job(folder: Path, state: State = State.SUCCEEDED, **metrics: Any) -> list[str]:
+def run_job(
+    folder: Path, state: State = State.SUCCEEDED, end_limit_s: float = END_LIMIT_S, **metrics: Any
+) -> list[str]:
     """Emits a job's steps and its end. Returns the warnings."""
     warnings: list[str] = []
     job_plan = plan(folder, metrics=metrics, steps=3, args={"api_key": "hunter2", "depth": 4})
-    opened, events = Trackers(job_plan, BEGAN_S, warnings.append), EventBus()
+    opened = Trackers(job_plan, BEGAN_S, warnings.append, 0.01, end_limit_s)
+    events = EventBus()
     opened.subscribe_to(events)
     for step, loss in LOSSES:
         gauges = {"lr": 0.125, "accuracy": step / 4, "bytes/model_weights": 64.0}
@@ -126,16 +129,15 @@ def test_wandb_run_has_every_step_and_how_the_job_ended(tmp_path: Path, wandb: F
 
 
 def test_unreachable_tracker_costs_a_warning_and_is_waited_for_with_a_limit(
-    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wandb: FakeWandb
 ):
     wandb.failures = 1
     (warning,) = run_job(tmp_path, wandb={})
     assert warning == "the job's run in W&B cannot be written, retrying: no route to host"
     assert [row["step"] for row in wandb.rows] == [1, 2, 3, 2, 3]
-    monkeypatch.setattr(trackers, "END_LIMIT_S", 0.2)
     wandb.gate.clear()  # it is silent
     started_s = time.monotonic()
-    (warning,) = run_job(tmp_path, wandb={})
+    (warning,) = run_job(tmp_path, end_limit_s=0.2, wandb={})
     assert time.monotonic() - started_s < 10
     assert warning == "the last values did not reach a tracker within 0.2 s"
     wandb.gate.set()
@@ -150,7 +152,7 @@ def test_package_that_cannot_be_imported_is_told_once_and_not_waited_for(
     monkeypatch.setattr(trackers, "import_module", fail)
     started_s = time.monotonic()
     (warning,) = run_job(tmp_path, wandb={})
-    assert time.monotonic() - started_s < trackers.END_LIMIT_S / 2
+    assert time.monotonic() - started_s < END_LIMIT_S / 2
     assert warning.startswith(
         "W&B does not get this job's steps: its package fails: AttributeError"
     )
