@@ -21,7 +21,7 @@ from threading import Lock
 
 from rayzero.workers.vault.buffers import BufferPool, SharedBuffer
 from rayzero.workers.vault.images import copy_bytes, require_version
-from rayzero.workers.vault.records import SlotGoneError, SlotInfo, SlotRef
+from rayzero.workers.vault.records import SlotGoneError, SlotInfo, SlotRef, VaultGoneError
 from rayzero.workers.vault.slots import (
     SlotHeader,
     checksum_of,
@@ -68,6 +68,7 @@ class SlotRegistry:
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
         self._entries: list[_Entry] = []
+        self._is_closed = False
         self._current_generation = 0  # older generations are over
         self._lock = Lock()  # guards the entries; held briefly
 
@@ -80,7 +81,7 @@ class SlotRegistry:
         write_pin(buffer.fd, False)
         write_header(buffer.fd, header)
         with self._lock:
-            self._entries.append(_Entry(buffer, header.generation, header.rank, owner))
+            self._add(_Entry(buffer, header.generation, header.rank, owner))
             return os.dup(buffer.fd)
 
     def open_version(self, ref: SlotRef) -> int:
@@ -125,7 +126,7 @@ class SlotRegistry:
             self._pool.release([buffer])
             raise
         with self._lock:
-            self._entries.append(_Entry(buffer, header.generation, header.rank, None))
+            self._add(_Entry(buffer, header.generation, header.rank, None))
 
     def copy_constants(self, header: SlotHeader, into: memoryview) -> bool:
         """Fills `into` with the constants of that version, of the image of another replica that has
@@ -226,6 +227,7 @@ class SlotRegistry:
     def close(self) -> None:
         """Releases all memory; pages that a worker still has mapped stay until it unmaps them."""
         with self._lock:
+            self._is_closed = True
             self._drop_entries(self._entries)
         self._pool.trim()
 
@@ -241,6 +243,14 @@ class SlotRegistry:
                     self._release([entry])
 
     # The methods below are called with the lock held.
+
+    def _add(self, entry: _Entry) -> None:
+        """Adds a buffer. Raises VaultGoneError, and frees it, if the vault was closed during its
+        allocation."""
+        if self._is_closed:
+            self._pool.free([entry.buffer])
+            raise VaultGoneError("the vault is closed")
+        self._entries.append(entry)
 
     def _complete_versions(self) -> list[tuple[_Entry, SlotHeader]]:
         return [(entry, version) for entry in self._entries if (version := entry.version)]
