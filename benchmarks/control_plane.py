@@ -26,7 +26,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.request import urlopen
 
-from rayzero.orchestrator.control.context import Dependencies
 from rich.console import Console
 from rich.table import Table
 
@@ -37,6 +36,7 @@ from rayzero.engine.validation import validate_document
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.background_writer import BackgroundWriter
+from rayzero.orchestrator.control.components import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.facts import EventBus
