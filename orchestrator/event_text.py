@@ -30,7 +30,7 @@ def event_lines(event: job_events.JobEvent) -> Iterator[str]:
     """The lines for an event; none for an event that a console shows in another way."""
     match event:
         case LogLine():
-            yield f"[rank {event.rank}] {event.text}"
+            yield f"[{event.speaker}] {event.text}"
         case job_events.JobWarning():
             yield f"warning: {event.text}"
         case job_events.MetricsServed():
@@ -48,6 +48,13 @@ def event_lines(event: job_events.JobEvent) -> Iterator[str]:
         case job_events.RunAdopted():
             yield f"adopted a lost run at step {event.step}, offline for {event.offline_s:.0f} s"
         case job_events.FaultDetected():
+            yield f"fault: {event.text}"
+        case job_events.RoleWorkerReady():
+            worker = event.worker
+            yield f"{event.role} {event.number} is ready on node {worker.node} (pid {worker.pid})"
+        case job_events.RoleWorkerEnded():
+            yield f"{event.role} {event.number} has ended"
+        case job_events.RoleFault():
             yield f"fault: {event.text}"
         case FaultFired():
             yield f"injected fault: {event.fault} on rank {event.rank} in step {event.step}"

@@ -82,6 +82,16 @@ class CheckpointEntry:
 
 
 @dataclass(frozen=True)
+class RoleFacts:
+    """The facts of one role: its `workers` now, its faults by cause, and the least and the most
+    workers, if they were changed while the job ran (`scaled`)."""
+
+    workers: Count = 0
+    faults: Mapping[str, Count] = field(default_factory=dict)
+    scaled: tuple[Count, Count] | None = None
+
+
+@dataclass(frozen=True)
 class Counters:
     """Totals of the run, in which recomputed steps count again. A step that finished but was never
     reported, because no rank survived, counts like the next one.
@@ -136,6 +146,7 @@ class JobFacts:
         generations, seen_faults, recoveries, checkpoints: the newest `MAX_ENTRIES` of each, oldest
             first; without checkpoints that were removed.
         lost_ranks: of the newest generation.
+        roles: its other workers, by role.
     """
 
     began_at_s: UnixTime = 0.0
@@ -172,6 +183,7 @@ class JobFacts:
     recoveries: tuple[RecoveryEntry, ...] = ()
     checkpoints: tuple[CheckpointEntry, ...] = ()
     lost_ranks: tuple[int, ...] = ()
+    roles: Mapping[str, RoleFacts] = field(default_factory=dict)
 
     @property
     def steps(self) -> int | None:
@@ -219,6 +231,7 @@ class JobFacts:
             end_state="",
             error="",
             generations=past._generations_with(at_s=past.last_at_s, world_size=0),
+            roles={name: replace(role, workers=0) for name, role in past.roles.items()},
         )
 
     def _changes(self, event: JobEvent | RankEvent, at_s: float) -> dict[str, Any]:
@@ -263,6 +276,16 @@ class JobFacts:
                 return {"checkpoint_step": None, "checkpoints": ()}
             case job_events.LimitsChanged():
                 return {"scaled_limits": (event.min_workers, event.max_workers)}
+            case job_events.RoleWorkerReady(role):
+                return self._role(role, workers=self._of_role(role).workers + 1)
+            case job_events.RoleWorkerEnded(role):
+                return self._role(role, workers=max(0, self._of_role(role).workers - 1))
+            case job_events.RoleFault(role):
+                known = self._of_role(role)
+                counts = _plus_one(known.faults, event.cause)
+                return self._role(role, workers=max(0, known.workers - 1), faults=counts)
+            case job_events.RoleLimitsChanged(role):
+                return self._role(role, scaled=(event.min_workers, event.max_workers))
             case job_events.NumbersReserved():
                 return {"reserved_generations": max(self.reserved_generations, event.last)}
             case job_events.ResourcesAwaited():
@@ -270,6 +293,12 @@ class JobFacts:
             case job_events.RunEnded():
                 return {"end_state": event.state, "error": redact_url(event.error)}
         return {}
+
+    def _of_role(self, role: str) -> RoleFacts:
+        return self.roles.get(role, RoleFacts())
+
+    def _role(self, role: str, **changes: Any) -> dict[str, Any]:
+        return {"roles": {**self.roles, role: replace(self._of_role(role), **changes)}}
 
     def _enter(self, event: job_events.StateEntered, at_s: float) -> dict[str, Any]:
         changes: dict[str, Any] = {
@@ -317,7 +346,7 @@ def _longer(entries: tuple[T, ...], entry: T) -> tuple[T, ...]:
 
 
 def _plus_one(counts: Mapping[str, int], cause: str) -> Mapping[str, int]:
-    return Counter(counts) + Counter([str(cause)])
+    return dict(Counter(counts) + Counter([str(cause)]))
 
 
 def _recovery(event: job_events.Repaired | job_events.Resized, at_s: float) -> RecoveryEntry:

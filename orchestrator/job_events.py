@@ -217,6 +217,45 @@ class LimitsChanged:
 
 
 @dataclass(frozen=True)
+class RoleWorkerReady:
+    """A worker of a role has begun; `number` is its own in the role."""
+
+    role: str
+    number: int
+    worker: WorkerInfo
+
+
+@dataclass(frozen=True)
+class RoleWorkerEnded:
+    """The function of a role's worker has returned, or the worker was ended: it is not needed."""
+
+    role: str
+    number: int
+
+
+@dataclass(frozen=True)
+class RoleFault:
+    """A role lost a worker, or its function failed. It is started again, unless the fault is fatal:
+    then the job fails. `text` is the full description."""
+
+    role: str
+    number: int
+    cause: str
+    worker: WorkerInfo
+    text: str
+    is_fatal: bool = False
+
+
+@dataclass(frozen=True)
+class RoleLimitsChanged:
+    """A role may have this many workers from now on."""
+
+    role: str
+    min_workers: int
+    max_workers: int
+
+
+@dataclass(frozen=True)
 class StepReplicated:
     """Other nodes hold replicas of a step; `nbytes` were copied for it."""
 
@@ -248,6 +287,9 @@ ClientEvent: TypeAlias = (
     | RunAdopted
     | FaultDetected
     | FaultFired
+    | RoleWorkerReady
+    | RoleWorkerEnded
+    | RoleFault
     | Repaired
     | Resized
     | Checkpointed
@@ -265,6 +307,7 @@ ControlEvent: TypeAlias = (
     | FaultRecorded
     | Rewound
     | LimitsChanged
+    | RoleLimitsChanged
     | StepReplicated
     | GenerationStarted
     | CheckpointsPruned

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import time_ns
 
@@ -14,7 +15,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.journal.files import state_url
 from rayzero.orchestrator.policies.placement import ResourceRequest
-from rayzero.orchestrator.spec import JobSpec
+from rayzero.orchestrator.spec import JobSpec, RoleSpec, Workers
 from rayzero.workers.chaos.spec import parse_fault
 from rayzero.workers.messages import MirrorPolicy, WorkerSpec
 
@@ -23,6 +24,16 @@ _RAY_WORKING_DIR = re.compile(r"/working_dir_files/_ray_pkg_[^/]+")
 
 DISK_MARGIN_S = 10.0
 LOG_FILE = "logs/job.log"  # path of a job's log in its output folder
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """The workers of one role, ready to be requested; `resources` includes spares."""
+
+    name: str
+    spec: RoleSpec
+    worker_spec: WorkerSpec
+    resources: ResourceRequest
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,7 @@ class JobPlan:
     job_folder: str
     stage: int | None
     source: str = ""
+    roles: tuple[RolePlan, ...] = ()
 
     @property
     def log_path(self) -> Path:
@@ -84,6 +96,7 @@ def make_plan(
     entrypoint: str | bytes,
     import_paths: tuple[str, ...] = (),
     source: str = "",
+    role_functions: Mapping[str, bytes] | None = None,
 ) -> JobPlan:
     """Plans a run from the current working directory. Raises ConfigError if the output folder
     cannot be created or will be removed by Ray, or a fault is invalid.
@@ -93,6 +106,7 @@ def make_plan(
         entrypoint: the spec's entrypoint, or a callable pickled by value.
         import_paths: where the workers import from, after the working directory.
         source: see `JobPlan`.
+        role_functions: by role, callables pickled by value, in place of the entry points.
     """
     cwd = os.getcwd()
     path = spec.checkpoint.path
@@ -108,26 +122,49 @@ def make_plan(
             fix="checkpoint.path in the job file",
         ) from None
     engine = spec.engine if isinstance(spec.engine, dict) else None
-    workers = spec.workers
-    resources = ResourceRequest(
+    worker_spec = _worker_spec(spec, entrypoint, import_paths, output_dir)
+    functions = role_functions or {}
+    roles = (
+        _plan_role(name, role, worker_spec, functions.get(name, role.entrypoint))
+        for name, role in spec.roles.items()
+    )
+    stage = None if engine is None else parse_config(engine).zero_optimization.stage
+    return JobPlan(
+        spec,
+        worker_spec,
+        _request(spec.workers, _threads(spec)),
+        output_dir,
+        job_folder,
+        stage,
+        source,
+        tuple(roles),
+    )
+
+
+def _request(workers: Workers, threads: int) -> ResourceRequest:
+    return ResourceRequest(
         workers.min,
         workers.most + workers.spares,
         workers.reserved_cpus,
         workers.gpus,
         workers.start_timeout_s,
-        _threads(spec),
+        threads,
         workers.env,
     )
-    stage = None if engine is None else parse_config(engine).zero_optimization.stage
-    return JobPlan(
-        spec,
-        _worker_spec(spec, entrypoint, import_paths, output_dir),
-        resources,
-        output_dir,
-        job_folder,
-        stage,
-        source,
+
+
+def _plan_role(name: str, role: RoleSpec, trainer: WorkerSpec, entrypoint: str | bytes) -> RolePlan:
+    cpus = role.workers.reserved_cpus
+    worker_spec = replace(
+        trainer,
+        entrypoint=entrypoint,
+        args=role.args,
+        cpus=cpus,
+        gpus=role.workers.gpus,
+        faults=(),
+        role=name,
     )
+    return RolePlan(name, role, worker_spec, _request(role.workers, max(1, int(cpus))))
 
 
 def _worker_spec(

@@ -65,6 +65,23 @@ def final_state(outcome: JobResult | RayzeroError) -> State:
     return State.STOPPED if isinstance(outcome, JobStoppedError) else State.FAILED
 
 
+@dataclass(frozen=True)
+class RoleStatus:
+    """A snapshot of a role.
+
+    Args:
+        workers: whose function runs; `finished`: whose function has returned.
+        workers_min, workers_max: its limits.
+        faults: number of faults by cause.
+    """
+
+    workers: int
+    workers_min: int
+    workers_max: int
+    finished: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, repr=False)
 class JobStatus:
     """A snapshot of a job.
@@ -80,6 +97,7 @@ class JobStatus:
         remaining_s: estimated time to its last step; None if unknown.
         goodput: fraction of the time so far that went into steps that count.
         waiting_for: resources that its first workers wait for, and who holds them; else empty.
+        roles: its other workers, by role.
     """
 
     name: str
@@ -102,6 +120,7 @@ class JobStatus:
     remaining_s: float | None = None
     goodput: float | None = None
     waiting_for: str = ""
+    roles: dict[str, RoleStatus] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         loss = "" if self.loss is None else f", loss {self.loss:.6g}"

@@ -7,6 +7,7 @@ import sys
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -27,6 +28,8 @@ _ENTRYPOINT = re.compile(r"[\w.]+:[\w.<>]+")
 _FILE_ENTRYPOINT = re.compile(r"^(?:\./)?((?:\w+/)*\w+)\.py(?=:)")
 
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_ROLE_NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
+_RESERVED_ROLES = ("rank", "trainer", "worker")
 JOB_NAME_RULE = "letters, digits, '.', '_' and '-', at most 63, a letter or digit first"
 
 
@@ -225,6 +228,47 @@ class RecoverySpec(SpecSection):
     )
 
 
+def _check_entrypoint(value: str) -> str:
+    """The entry point with a module in place of a file."""
+    value = _FILE_ENTRYPOINT.sub(_name_module, value)
+    if not _ENTRYPOINT.fullmatch(value):
+        path, _, function = value.partition(":")
+        path, is_file = path.removesuffix(".py"), path.endswith(".py")
+        if not function and not is_file:
+            path, _, function = path.rpartition(".")
+        near = f"{path.strip('./').replace('/', '.')}:{function or 'train'}"
+        example = near if _ENTRYPOINT.fullmatch(near) else "examples.gpt.train:train"
+        raise ValueError(f"must be module:function, such as {example}")
+    return value
+
+
+_EntryPoint = Annotated[str, AfterValidator(_check_entrypoint)]
+
+
+class RoleRecovery(SpecSection):
+    """Fault tolerance of a role: each of its workers is started again alone."""
+
+    max_faults: int = Field(
+        default=20, ge=0, description="maximum number of hardware faults in the fault window"
+    )
+    fault_window_s: _Seconds = Field(
+        default=3600, description="length of the fault window in seconds"
+    )
+
+
+class RoleSpec(SpecSection):
+    """Workers beside the ranks, without ranks and rendezvous."""
+
+    entrypoint: _EntryPoint = Field(
+        description="module:function, called once in each worker with its ctx"
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="passed to the function as ctx.args"
+    )
+    workers: Workers = Workers()
+    recovery: RoleRecovery = RoleRecovery()
+
+
 def _need_no_entrypoint(schema: dict[str, Any]) -> None:
     schema["required"].remove("entrypoint")  # `launch` takes its place
 
@@ -238,7 +282,7 @@ class JobSpec(SpecSection):
         description="letters, digits, '.', '_' and '-'; also the name of the job's output folder",
         json_schema_extra={"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$", "maxLength": 63},
     )
-    entrypoint: str = Field(
+    entrypoint: _EntryPoint = Field(
         description="module:function, imported on the workers; or file.py:function, from the "
         "working directory"
     )
@@ -253,6 +297,11 @@ class JobSpec(SpecSection):
         description="DeepSpeed config: a file relative to the job file, or its contents inline",
     )
     workers: Workers = Workers()
+    roles: dict[str, RoleSpec] = Field(
+        default_factory=dict,
+        description="other workers of the job, by the name of their role: generators, rewards, "
+        "servers; each is started again alone",
+    )
     steps: int | None = Field(
         default=None, ge=1, le=sys.maxsize, description="number of optimizer steps, as ctx.steps"
     )
@@ -284,18 +333,15 @@ class JobSpec(SpecSection):
             raise ValueError(f"must be {JOB_NAME_RULE}")
         return value
 
-    @field_validator("entrypoint")
+    @field_validator("roles")
     @classmethod
-    def _check_entrypoint(cls, value: str) -> str:
-        value = _FILE_ENTRYPOINT.sub(_name_module, value)
-        if not _ENTRYPOINT.fullmatch(value):
-            path, _, function = value.partition(":")
-            path, is_file = path.removesuffix(".py"), path.endswith(".py")
-            if not function and not is_file:
-                path, _, function = path.rpartition(".")
-            near = f"{path.strip('./').replace('/', '.')}:{function or 'train'}"
-            example = near if _ENTRYPOINT.fullmatch(near) else "examples.gpt.train:train"
-            raise ValueError(f"must be module:function, such as {example}")
+    def _check_roles(cls, value: dict[str, RoleSpec]) -> dict[str, RoleSpec]:
+        for name in value:
+            if not _ROLE_NAME.fullmatch(name) or name in _RESERVED_ROLES:
+                raise ValueError(
+                    f"{name!r:.100} is not the name of a role: lower-case letters, digits and '-',"
+                    f" at most 32, a letter first, and none of {', '.join(_RESERVED_ROLES)}"
+                )
         return value
 
 

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from rayzero.engine.engine import Engine
     from rayzero.engine.errors import ConfigError, EngineError, RayzeroError
     from rayzero.engine.zero.deferred_init import zero_init
-    from rayzero.orchestrator.job.api import Job
+    from rayzero.orchestrator.job.api import Job, Role
     from rayzero.orchestrator.job.handle import JobHandle
     from rayzero.orchestrator.results import JobResult
     from rayzero.orchestrator.spec import Workers
     from rayzero.workers.context import Context
+    from rayzero.workers.roles.context import RoleContext
 
 __version__ = "0.1.0"
 
@@ -34,9 +35,11 @@ _HOMES = {
     "ConfigError": "rayzero.engine.errors",
     "EngineError": "rayzero.engine.errors",
     "Context": "rayzero.workers.context",
+    "RoleContext": "rayzero.workers.roles.context",
     "Job": "rayzero.orchestrator.job.api",
     "JobHandle": "rayzero.orchestrator.job.api",
     "JobResult": "rayzero.orchestrator.job.api",
+    "Role": "rayzero.orchestrator.job.api",
     "Workers": "rayzero.orchestrator.job.api",
 }
 
@@ -50,6 +53,8 @@ __all__ = [
     "JobResult",
     "ParquetTokens",
     "RayzeroError",
+    "Role",
+    "RoleContext",
     "Workers",
     "__version__",
     "initialize",

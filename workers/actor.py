@@ -17,6 +17,7 @@ from rayzero.workers.nccl_settings import use_interface
 from rayzero.workers.vault.process_end import enable_crash_report
 
 if TYPE_CHECKING:
+    from rayzero.workers.roles.process import RoleProcess
     from rayzero.workers.worker import WorkerProcess
 
 COMMAND_THREADS = 4
@@ -31,9 +32,12 @@ class WorkerActor:
     def __init__(self, spec: WorkerSpec, index: int) -> None:
         enable_crash_report()
         gc.disable()  # until `describe`: imports with collections take a quarter more CPU time
-        process: type[WorkerProcess] = import_module("rayzero.workers.worker").WorkerProcess
-        self._process = process(spec, index)
+        self._process = self._make_process(spec, index)
         self._index = index
+
+    def _make_process(self, spec: WorkerSpec, index: int) -> WorkerProcess | RoleProcess:
+        process: WorkerProcess = import_module("rayzero.workers.worker").WorkerProcess(spec, index)
+        return process
 
     def describe(self) -> WorkerInfo:
         """Returns where this worker runs, once its process is ready for a generation."""
@@ -56,6 +60,15 @@ class WorkerActor:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls one of `WorkerCalls` in this process."""
         return getattr(self._process, method)(*args, **kwargs)
+
+
+class RoleActor(WorkerActor):
+    """The process of one worker of a role."""
+
+    def _make_process(self, spec: WorkerSpec, index: int) -> RoleProcess:
+        module = import_module("rayzero.workers.roles.process")
+        process: RoleProcess = module.RoleProcess(spec, index)
+        return process
 
 
 def interface_for(ip: str) -> str | None:

@@ -46,6 +46,7 @@ class WorkerSpec:
         run: id of this run of the job; ids of later runs sort after it.
         working_dir: the submitter's; used on the worker, if it exists there, and imported from.
         import_paths: the submitter's `sys.path`, added to the worker's.
+        role: of a worker that is no rank; else empty.
     """
 
     name: str
@@ -64,6 +65,7 @@ class WorkerSpec:
     faults: tuple[FaultSpec, ...] = ()
     ledger: bool = False
     run: str = ""
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -205,11 +207,18 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of the worker's output; `stream` is stdout or stderr."""
+    """One line of a worker's output; `stream` is stdout or stderr. With a `role`, `rank` is the
+    worker's number in it."""
 
     rank: int
     stream: str
     text: str
+    role: str = ""
+
+    @property
+    def speaker(self) -> str:
+        """`rank 0`, or `rollout 0` for a role's worker."""
+        return f"{self.role or 'rank'} {self.rank}"
 
 
 @dataclass(frozen=True)

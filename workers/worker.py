@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import resource
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
@@ -16,8 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from rayzero.engine.comm.elastic_group import calls_of
-from rayzero.engine.compiling import defer_dynamo_import
-from rayzero.engine.device import device_count, get_device
+from rayzero.engine.device import get_device
 from rayzero.engine.errors import ConfigError, EngineError, RayzeroError
 from rayzero.engine.session import use_session
 from rayzero.workers import process_group
@@ -36,20 +34,19 @@ from rayzero.workers.messages import (
     GenerationSpec,
     InProcessStateInfo,
     Joined,
-    LogLine,
     Notes,
     RankAssignment,
     Stopped,
     WorkerMessage,
     WorkerSpec,
 )
-from rayzero.workers.nccl_settings import apply_nccl_settings, check_nccl_settings, contradictions
-from rayzero.workers.output import Outbox, tee_output
+from rayzero.workers.nccl_settings import apply_nccl_settings, contradictions
 from rayzero.workers.rendezvous_store import StoreServer
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import JobSession
 from rayzero.workers.stacks import Stacks, read_stacks
 from rayzero.workers.training_thread import GenerationChannel, TrainingThread
+from rayzero.workers.user_process import UserProcess
 from rayzero.workers.vault.records import SlotInfo
 
 FENCE_INTERVAL_S = 0.1
@@ -61,7 +58,7 @@ DEVICE_EXIT_CODE = 70
 """EX_SOFTWARE: of a process that ended itself."""
 
 
-class WorkerProcess(WorkerCalls):
+class WorkerProcess(UserProcess, WorkerCalls):
     """One worker process. Its methods are called by the command threads; none of them waits long
     for the training thread, so the worker always answers.
 
@@ -70,9 +67,8 @@ class WorkerProcess(WorkerCalls):
     """
 
     def __init__(self, spec: WorkerSpec, index: int) -> None:
-        self._spec = spec
+        super().__init__(spec)
         apply_nccl_settings(os.environ)
-        self._outbox = Outbox()
         self._device = torch.device("cpu")  # until the first generation
         # Half of the time after which a rank that is silent counts as hung, and is killed.
         self._device_timeout_s = spec.hang_timeout_s / 2
@@ -87,10 +83,7 @@ class WorkerProcess(WorkerCalls):
         self._store: StoreServer | None = None
         self.node_address = "127.0.0.1"
         """Where the store listens."""
-        self._tees = tee_output(self._post_log)
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, int(spec.cpus)))))
-        defer_dynamo_import()
-        self._enter_working_dir()
+        self.begin_output()
 
     def open_store(self) -> int:
         """Begins to serve a store, in place of the previous one; returns its port."""
@@ -354,19 +347,6 @@ class WorkerProcess(WorkerCalls):
             ending.daemon = True
             ending.start()
 
-    def _select_device(self) -> torch.device:
-        if self._spec.gpus <= 0:
-            return torch.device("cpu")
-        check_nccl_settings(os.environ)
-        if not device_count():
-            raise ConfigError(
-                f"workers.gpus: {self._spec.gpus:g}, but torch {torch.__version__} finds no CUDA"
-                " device on the worker's node",
-                allowed="`workers.gpus: 0`, or nodes with a CUDA device and a torch built for CUDA",
-                fix="workers.gpus in the job file, or torch on the nodes",
-            )
-        return torch.device("cuda", 0)  # Ray makes only the worker's own device visible
-
     def _json_result(self, result: Any) -> dict[str, Any] | None:
         """The function's result as JSON; None, with a log line, if it is large or not encodable."""
         try:
@@ -378,18 +358,6 @@ class WorkerProcess(WorkerCalls):
             self._post_log("stderr", text)
             return None
 
-    def _enter_working_dir(self) -> None:
-        folder = self._spec.working_dir
-        try:
-            os.chdir(folder)
-        except OSError as error:
-            self._post_log(
-                "stderr",
-                f"the submitter's working directory {folder} does not exist on this node "
-                f"({error.strerror}): relative paths start at {os.getcwd()}",
-            )
-        sys.path.insert(0, folder)
-        sys.path.extend(path for path in self._spec.import_paths if path not in sys.path)
-
-    def _post_log(self, stream: str, text: str) -> None:
-        self._outbox.post(LogLine(self._channel.rank, stream, text))
+    @property
+    def log_number(self) -> int:
+        return self._channel.rank

@@ -22,6 +22,9 @@ from rayzero.engine.errors import ConfigError, RayzeroError
 P = ParamSpec("P")
 
 JobName: TypeAlias = Annotated[str, typer.Argument(help="Name of the job.", metavar="NAME")]
+RoleName: TypeAlias = Annotated[
+    str, typer.Option("--role", help="A role of the job, instead of its ranks.", metavar="ROLE")
+]
 JobFile: TypeAlias = Annotated[Path, typer.Argument(help="Job file (YAML).", metavar="JOB.yaml")]
 _ADDRESS_HELP = (
     "host:port of a Ray cluster; from outside the cluster http://HOST:8265, the address of its "

@@ -21,10 +21,12 @@ from rayzero.orchestrator.cli.command import (
     JobsPath,
     JsonValueFlag,
     OptionalJobsPath,
+    RoleName,
     cluster_command,
     new_group,
 )
 from rayzero.orchestrator.top.format import (
+    count_of,
     cut_text,
     format_duration,
     format_number,
@@ -153,9 +155,10 @@ def scale(
             help="Minimum and maximum number of workers, or one number.", metavar="MIN:MAX"
         ),
     ],
+    role: RoleName = "",
     address: ClusterAddress = None,
 ) -> None:
-    """Change the number of workers of a running job, at a step boundary.
+    """Change the number of workers of a running job, at a step boundary; or of a role of it.
 
     Exit code 0: accepted. 1: the job did not respond. 2: no such job, or a number of workers that
     the job cannot have.
@@ -167,7 +170,7 @@ def scale(
     limits = parse_worker_limits(workers)
     job = find_running(name, address)
     with closing(job.cluster):
-        print(job.process.call(JobActor.scale, *limits))
+        print(job.process.call(JobActor.scale, *limits, role))
 
 
 def find_job(name: str, address: str | None, path: str | None) -> RunningJob | EndedJob | JobStatus:
@@ -261,6 +264,14 @@ def _status_fields(status: JobStatus) -> Iterator[tuple[str, str]]:
         yield "loss", f"{status.loss:.6g}"
     if status.is_running:
         yield "workers", f"{status.world_size} (of {status.workers_min} to {status.workers_max})"
+    for name, role in status.roles.items():
+        if status.is_running:
+            ended = f", {role.finished} finished" if role.finished else ""
+            limits = f"(of {role.workers_min} to {role.workers_max})"
+            yield f"role {name}", f"{count_of(role.workers, 'worker')} {limits}{ended}"
+        if role.faults:
+            counts = ", ".join(f"{cause} {count}" for cause, count in role.faults.items())
+            yield f"faults of {name}", counts
     if status.remaining_s is not None:
         yield "time left", format_duration(status.remaining_s)
     if status.goodput is not None:

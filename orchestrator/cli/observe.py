@@ -17,6 +17,7 @@ from rayzero.orchestrator.cli.command import (
     JobName,
     JsonLinesFlag,
     OptionalJobsPath,
+    RoleName,
     cluster_command,
     local_command,
     new_group,
@@ -41,8 +42,12 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Follow until the job ends.")
     ] = False,
     rank: Annotated[
-        int | None, typer.Option(min=0, help="Only what this rank prints.", metavar="RANK")
+        int | None,
+        typer.Option(
+            min=0, help="Only what this rank prints, or this worker of --role.", metavar="RANK"
+        ),
     ] = None,
+    role: RoleName = "",
     address: ClusterAddress = None,
     path: OptionalJobsPath = None,
 ) -> None:
@@ -54,7 +59,7 @@ def logs(
     from rayzero.orchestrator.job.log import iter_log_lines
 
     job = find_job(name, address, path)
-    for line in iter_log_lines(_log_parts(job, address, follow), rank):
+    for line in iter_log_lines(_log_parts(job, address, follow), rank, role):
         print(line, flush=True)
 
 

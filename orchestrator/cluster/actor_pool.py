@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import ray
@@ -86,7 +85,12 @@ class ActorPool:
     """
 
     def __init__(
-        self, setup: WorkerSpec, clock: Clock, vaults: VaultGroup, actor: type[Any]
+        self,
+        setup: WorkerSpec,
+        clock: Clock,
+        vaults: VaultGroup,
+        indices: Iterator[int],
+        actor: type[Any],
     ) -> None:
         self._worker_spec = setup
         self._clock = clock
@@ -94,7 +98,7 @@ class ActorPool:
         self._actor = ray.remote(actor)
         self._reservations: list[Reservation] = []
         self._workers: dict[int, WorkerHandle] = {}
-        self._indices = count()
+        self._indices = indices
         self._capacities: dict[str, Capacity] = {}  # of the nodes that were alive when last asked
 
     def __contains__(self, worker: WorkerHandle) -> bool:

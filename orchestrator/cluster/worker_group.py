@@ -6,9 +6,10 @@ Rule of ordering: `reservation-after-death` (docs/engine.md).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 import ray
@@ -67,6 +68,7 @@ class WorkerGroup:
     Args:
         can_grow: whether nodes may join the cluster; if not, no more is requested than can fit.
         vaults: started on the workers' nodes, and used to kill workers.
+        indices: of its workers; other groups of the job take theirs from the same.
         actor: the workers' class.
     """
 
@@ -76,12 +78,13 @@ class WorkerGroup:
         clock: Clock,
         can_grow: bool,
         vaults: VaultGroup,
+        indices: Iterator[int] | None = None,
         actor: type[Any] = WorkerActor,
     ) -> None:
         self._clock = clock
         self._can_grow = can_grow
         self._vaults = vaults
-        self._pool = ActorPool(setup, clock, vaults, actor)
+        self._pool = ActorPool(setup, clock, vaults, indices or count(), actor)
         self._resources = ResourceRequest(1, 1, 1.0, 0.0, 0.0)  # replaced by `start_workers`
         self._started: asyncio.Queue[WorkerHandle | Exception] = asyncio.Queue()
         self._free_reservation = asyncio.Event()

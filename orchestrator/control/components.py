@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rayzero.engine.errors import RayzeroError
@@ -58,6 +58,8 @@ class Dependencies:
     flush_journal: Callable[[float], Awaitable[bool]]
     """Waits up to so many seconds until all events so far are durable in the journal; returns
     whether they are."""
+    role_groups: Mapping[str, WorkerGroup] = field(default_factory=dict)
+    """By role."""
 
 
 class Components:

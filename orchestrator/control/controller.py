@@ -12,6 +12,7 @@ from rayzero.engine.errors import RayzeroError, first_line
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.components import Components, Dependencies
 from rayzero.orchestrator.control.generation import GenerationState
+from rayzero.orchestrator.control.roles import RolePools
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.facts import JobFacts
 from rayzero.orchestrator.job_events import ResourcesAwaited, RunAdopted, StateEntered, WorkersReady
@@ -50,6 +51,17 @@ class Controller:
         self._machine = parts.machine
         self._members = parts.members
         self._progress = parts.progress
+        self._roles = RolePools(
+            plan.roles,
+            deps.role_groups,
+            parts.loop,
+            parts.machine,
+            parts.members,
+            deps.vaults,
+            deps.events,
+            parts.vaults,
+            plan.worker_spec.hang_timeout_s,
+        )
         self._error: RayzeroError | None = None
         self._summary: dict[str, Any] = {}
         self._started_at_s = self._loop.now_s()
@@ -88,18 +100,25 @@ class Controller:
         """
         return await self._parts.injector.inject(faults)
 
-    def scale(self, min_workers: int, max_workers: int) -> str:
-        """Changes the limits for the number of workers; returns a message about the result.
+    def scale(self, min_workers: int, max_workers: int, role: str = "") -> str:
+        """Changes the limits for the number of workers, or of a role's; returns a message about the
+        result.
 
         Raises:
-            ConfigError: the batch sizes of the engine config do not fit one of these numbers.
+            ConfigError: the batch sizes of the engine config do not fit one of these numbers; or
+                there is no such role.
         """
+        name = self._plan.spec.name
+        wanted = f"{min_workers} to {max_workers}" if min_workers != max_workers else max_workers
+        what = f"worker{'s' * (max_workers != 1)} wanted"
+        if role:
+            pool = self._roles.find(role)
+            pool.scale(min_workers, max_workers)
+            return f"{name}, role {role}: {wanted} {what}; it has {len(pool.workers)}"
         if isinstance(engine := self._plan.spec.engine, dict):
             check_batch_sizes(parse_config(engine), min_workers, max_workers)
         self._parts.scaler.set_limits(min_workers, max_workers)
-        name, now = self._plan.spec.name, self._members.generation.world_size
-        wanted = f"{min_workers} to {max_workers}" if min_workers != max_workers else max_workers
-        return f"{name}: {wanted} worker{'s' * (max_workers != 1)} wanted; it has {now}"
+        return f"{name}: {wanted} {what}; it has {self._members.generation.world_size}"
 
     def status(self) -> JobStatus:
         """A snapshot of the job."""
@@ -125,6 +144,7 @@ class Controller:
             log=str(self._plan.log_path),
             waiting_for="" if self._machine.state.is_final else facts.waiting_for,
             error="" if self._error is None else first_line(self._error),
+            roles=self._roles.status(),
         )
 
     def _adopt(self, past: JobFacts) -> None:
@@ -186,6 +206,7 @@ class Controller:
         self._parts.injector.start(resumed=await self._parts.checkpoints.resolve_resume())
         self._parts.completion.announce(self._parts.checkpoints.newest)
         began_at_s = self._loop.now_s()
+        self._roles.start()
         workers = await self._deps.workers.start_workers(
             self._plan.resources, self._parts.failures.on_start_failed, self._on_waiting
         )
@@ -217,8 +238,10 @@ class Controller:
 
     async def _release(self) -> None:
         """Tasks first: they use the workers, and workers use the vaults."""
+        await self._roles.end()
         await self._loop.tasks.cancel_all()
         await self._deps.workers.release()
+        await self._roles.release()
         await self._deps.vaults.release()
 
     def _write_summary(self) -> None:

@@ -27,7 +27,14 @@ class Members(ObservedState):
         """The newest one. Its only writer is Rendezvous, and before the start the controller."""
         self.vault_addresses: Mapping[str, str] = {}
         """The address of each live vault, by node. Its only writer is VaultManager."""
+        self.role_nodes: frozenset[str] = frozenset()
+        """The nodes of the roles' workers. Its only writer is RolePools."""
         self._replicas = replicas
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """The nodes that need a vault: those of ready workers, and of the roles'."""
+        return self.role_nodes.union(self.registry.nodes)
 
     @property
     def replicates(self) -> bool:

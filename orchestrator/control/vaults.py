@@ -42,6 +42,8 @@ class VaultManager:
     _events: EventBus
     _hang_timeout_s: float
     _on_lost: Callable[[int, ProcessEnd], None]
+    on_other_process_ended: Callable[[int, int, ProcessEnd], None] = lambda *_: None
+    """Called for a process that is no rank's, with its worker's index and its pid."""
     _used_addresses: dict[str, str] = field(default_factory=dict)
     """By node, as the members of the newest generation know them."""
     _unused_since_s: dict[str, float] = field(default_factory=dict)
@@ -108,7 +110,7 @@ class VaultManager:
         """The newest generation progresses: after a while, closes vaults on nodes without
         workers, so that the autoscaler can remove these nodes. Called once a step."""
         now_s = self._loop.now_s()
-        unused = self._members.vault_addresses.keys() - set(self._members.registry.nodes)
+        unused = self._members.vault_addresses.keys() - self._members.nodes
         self._unused_since_s = {node: self._unused_since_s.get(node, now_s) for node in unused}
         for node, since_s in self._unused_since_s.items():
             if now_s - since_s >= CLOSE_UNUSED_AFTER_S:
@@ -124,7 +126,7 @@ class VaultManager:
         is_needed = newest is not None and (others is None or others.step < newest.step)
         if (
             not is_needed
-            and node not in self._members.registry.nodes
+            and node not in self._members.nodes
             and node in self._members.vault_addresses
         ):
             self._members.vault_addresses = _without(self._members.vault_addresses, node)
@@ -146,13 +148,15 @@ class VaultManager:
                 await self._group.close(node)
                 # Its slots are lost: a resize with the same members gives them the new address, and
                 # their mirrors fill it again.
-                await self.open_with_retries(node, lambda: node in self._members.registry.nodes)
+                await self.open_with_retries(node, lambda: node in self._members.nodes)
                 return
             for event in events:
                 if isinstance(event, FaultFired):
                     self._events.emit(event)
                 elif self._members.registry.owns_process(event.worker, event.pid):
                     self._on_lost(event.worker, event.end)
+                else:
+                    self.on_other_process_ended(event.worker, event.pid, event.end)
 
     def _node_name(self, node: str) -> str:
         return next((w.node for w in self._members.registry.ready if w.node_id == node), node)

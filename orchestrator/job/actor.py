@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import ray
@@ -52,6 +53,7 @@ from rayzero.orchestrator.results import (
     write_summary,
 )
 from rayzero.orchestrator.spec import JobSpec
+from rayzero.workers.actor import RoleActor
 
 FETCH_LINGER_S = 15.0
 """How long the process waits for its end to be fetched, if a client polled recently."""
@@ -133,10 +135,10 @@ class JobActor:
         """Returns `Telemetry.snapshot`; raises JobFailedError while the job is starting."""
         return self._started().telemetry.snapshot()
 
-    async def scale(self, min_workers: int, max_workers: int) -> str:
+    async def scale(self, min_workers: int, max_workers: int, role: str = "") -> str:
         """Calls `Controller.scale`, and returns once the limits are in the journal: a job that is
         adopted keeps them. Raises JobFailedError if the job is not running."""
-        reply = (await self._running_controller()).scale(min_workers, max_workers)
+        reply = (await self._running_controller()).scale(min_workers, max_workers, role)
         if await asyncio.to_thread(self._started().recorder.flush_journal, JOURNAL_WAIT_S):
             return reply
         return f"{reply}; not in the journal yet: if the head is lost now, repeat this command"
@@ -272,13 +274,20 @@ class JobActor:
                 "checkpoint.path with a shared folder or a URL keeps them"
             )
         vaults = VaultGroup(plan.worker_spec)
-        workers = WorkerGroup(plan.worker_spec, clock, self._can_grow, vaults)
+        indices = count()  # of all workers, by which vaults report the ends of their processes
+        workers = WorkerGroup(plan.worker_spec, clock, self._can_grow, vaults, indices)
+        roles = {
+            role.name: WorkerGroup(
+                role.worker_spec, clock, self._can_grow, vaults, indices, RoleActor
+            )
+            for role in plan.roles
+        }
         store = CheckpointStore(plan, warn, adopting=past.lost is not None, check_lease=lease.check)
 
         async def flush_journal(limit_s: float) -> bool:
             return await asyncio.to_thread(recorder.flush_journal, limit_s)
 
-        dependencies = Dependencies(workers, vaults, store, events, clock, flush_journal)
+        dependencies = Dependencies(workers, vaults, store, events, clock, flush_journal, roles)
         controller = Controller(plan, dependencies, past.lost, past.last)
         return JobRun(recorder, telemetry, trackers, controller)
 

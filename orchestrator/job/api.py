@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -44,9 +45,34 @@ from rayzero.workers.entrypoint import check_function
 EXIT_TIMEOUT_S = 60.0  # limit for the exit of the process of a job that has ended
 _RETRY_INTERVAL_S = 0.05
 
-__all__ = ["Job", "JobHandle", "JobResult", "Workers"]
+__all__ = ["Job", "JobHandle", "JobResult", "Role", "Workers"]
 
 EntryPoint: TypeAlias = str | Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Role:
+    """Workers of a job beside its ranks, which run a function of their own: generators, rewards,
+    servers. Each is started again alone.
+
+    Args:
+        entrypoint: `module:function`, or a function of one argument, `RoleContext`.
+        workers: number and resources of the workers.
+        args: available to the function as ctx.args.
+        recovery: `max_faults` and `fault_window_s`, as in `roles:` of a job file.
+    """
+
+    entrypoint: EntryPoint
+    workers: Workers | dict[str, Any] | None = None
+    args: dict[str, Any] | None = None
+    recovery: dict[str, Any] | None = None
+
+    def document(self) -> dict[str, Any]:
+        """The role as in a job file, with the function's name."""
+        if not isinstance(self.entrypoint, str):
+            check_function(self.entrypoint)
+        values = {**vars(self), "entrypoint": _entrypoint_name(self.entrypoint)}
+        return {key: value for key, value in values.items() if value is not None}
 
 
 class Job:
@@ -59,6 +85,7 @@ class Job:
         workers: number and resources of the workers.
         args: available to the function as ctx.args.
         steps: optimizer steps, available as ctx.steps.
+        roles: other workers of the job, by the name of their role.
         restart: start from scratch, and set the files of the last run of this name aside, in NAME.1
             or the next number (checkpoint.resume: scratch).
         settings: any other key of the job file, such as seed, checkpoint, recovery.
@@ -76,10 +103,16 @@ class Job:
         workers: Workers | dict[str, Any] | None = None,
         args: dict[str, Any] | None = None,
         steps: int | None = None,
+        roles: dict[str, Role] | None = None,
         restart: bool = False,
         **settings: Any,
     ) -> None:
         self._function = None if isinstance(entrypoint, str) else entrypoint
+        self._role_functions = {
+            name: role.entrypoint
+            for name, role in (roles or {}).items()
+            if not isinstance(role.entrypoint, str)
+        }
         if not isinstance(entrypoint, str):
             check_function(entrypoint)
         settings = {
@@ -89,6 +122,7 @@ class Job:
             "workers": workers,
             "args": args,
             "steps": steps,
+            "roles": {name: role.document() for name, role in (roles or {}).items()},
             **settings,
         }
         document = {key: value for key, value in settings.items() if value is not None}
@@ -100,7 +134,7 @@ class Job:
     def from_spec(cls, spec: JobSpec) -> Job:
         """A job from a validated spec, as `job_file` loads it."""
         job = cls.__new__(cls)
-        job._function, job.spec = None, spec
+        job._function, job._role_functions, job.spec = None, {}, spec
         return job
 
     def __repr__(self) -> str:
@@ -240,9 +274,12 @@ class Job:
 
     def _make_plan(self) -> JobPlan:
         source = hash_source(self.spec, os.getcwd(), self._function)
-        if self._function is None:
-            return make_plan(self.spec, self.spec.entrypoint, source=source)
-        return make_plan(self.spec, _pickle(self._function), tuple(sys.path), source)
+        functions = {name: _pickle(it) for name, it in self._role_functions.items()}
+        function = self._function
+        entrypoint = self.spec.entrypoint if function is None else _pickle(function)
+        by_value = function is not None or bool(functions)
+        paths = tuple(sys.path) if by_value else ()
+        return make_plan(self.spec, entrypoint, paths, source, functions)
 
 
 def start_or_attach(plan: JobPlan, can_grow: bool) -> JobProcess:

@@ -114,12 +114,14 @@ class JobHandle:
         """The effect on the job when this process no longer waits for it, for messages."""
         return "kills it" if self._cluster.is_local else "leaves that to the cluster"
 
-    def logs(self, follow: bool = False, rank: int | None = None) -> Iterator[str]:
-        """The output of the workers from the beginning, as lines `[rank 0] text`.
+    def logs(self, follow: bool = False, rank: int | None = None, role: str = "") -> Iterator[str]:
+        """The output of the workers from the beginning, as lines `[rank 0] text`; that of a role's
+        as `[rollout 0] text`.
 
         Args:
             follow: until the job's end, instead of the current end of the log.
-            rank: only this rank's lines.
+            rank: only this rank's lines; with a `role`, those of the worker with this number.
+            role: the workers of this role instead of the ranks.
 
         Raises:
             JobFailedError: the job does not answer, or its log cannot be read from this machine.
@@ -131,8 +133,8 @@ class JobHandle:
             if not status.log:
                 raise JobFailedError(status.error)  # the process was lost
             process = self._process if self._ended is None else None
-            lines = iter_log_lines(read_job_log(status.log, process, follow), rank)
-            yield from (line for line in lines if line.startswith("[rank "))
+            lines = iter_log_lines(read_job_log(status.log, process, follow), rank, role)
+            yield from (line for line in lines if line.startswith(f"[{role or 'rank'} "))
         finally:
             with self._log_readers_changed:
                 self._log_readers -= 1
@@ -178,20 +180,23 @@ class JobHandle:
         if self._thread.is_alive():
             self._process.request_stop()
 
-    def scale(self, workers: int | tuple[int, int] | str) -> str:
-        """Changes the limits for the number of workers, at the next step boundary.
+    def scale(self, workers: int | tuple[int, int] | str, role: str = "") -> str:
+        """Changes the limits for the number of workers, at the next step boundary; for a role's,
+        at once.
 
         Args:
             workers: a number, or the least and the most: 4, (2, 4), "2:4".
+            role: whose workers, instead of the ranks.
 
         Returns:
             A description of the new limits.
 
         Raises:
-            ConfigError: the engine config does not work with these numbers.
+            ConfigError: the engine config does not work with these numbers; no such role.
             JobFailedError: the job has ended, or does not answer.
         """
-        return self._running_process().call(JobActor.scale, *parse_worker_limits(workers))
+        limits = parse_worker_limits(workers)
+        return self._running_process().call(JobActor.scale, *limits, role)
 
     def inject(self, *faults: str) -> str:
         """Injects faults into the running job, such as `kill(rank=1)`.

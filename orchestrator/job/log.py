@@ -69,10 +69,13 @@ def append_log(
         file.writelines(f"{redact_url(line)}\n" for line in lines)
 
 
-def iter_log_lines(parts: Iterable[bytes], rank: int | None = None) -> Iterator[str]:
-    """Complete lines without their line ends; of one rank, or of all. `parts` are those of a log in
-    order; an empty one when there is nothing new."""
-    prefix = "" if rank is None else f"[rank {rank}] "
+def iter_log_lines(
+    parts: Iterable[bytes], rank: int | None = None, role: str = ""
+) -> Iterator[str]:
+    """Complete lines without their line ends; of one rank or one role, or of all. `parts` are those
+    of a log in order; an empty one when there is nothing new."""
+    prefix = f"[{role or 'rank'} " if role or rank is not None else ""
+    prefix += "" if rank is None else f"{rank}] "
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     rest = ""
     for part in parts:

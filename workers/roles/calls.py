@@ -1,0 +1,29 @@
+"""The calls that the controller makes in the process of a role's worker. Free of torch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from rayzero.workers.messages import WorkerMessage
+from rayzero.workers.stacks import Stacks
+
+
+class RoleCalls(Protocol):
+    """Called by `WorkerGroup.call`, as `WorkerCalls` in a rank's process."""
+
+    def begin(self, number: int, vault: str) -> None:
+        """Calls the role's function, once. `Finished` or `Crashed` follows.
+
+        Args:
+            number: of the worker in its role, from 0; a replacement has that of the lost one.
+            vault: the address of its node's vault, which sees the process end.
+        """
+
+    def poll(self, timeout_s: float) -> list[WorkerMessage]:
+        """The messages since the last poll, and a heartbeat at the end; waits for the first."""
+
+    def end(self) -> None:
+        """The job ends: the context's waits and checks raise SystemExit from now on."""
+
+    def dump_stack(self) -> Stacks:
+        """Returns what the threads of the process do."""

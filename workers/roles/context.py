@@ -1,0 +1,48 @@
+"""`ctx` of a role's function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Event
+
+import torch
+
+from rayzero.workers.messages import WorkerSpec
+
+
+class RoleContext:
+    """The argument of a role's function: one worker's view of its role.
+
+    Attributes:
+        name: of the job.
+        role: of the worker; `number`: in its role, from 0. A replacement has that of the lost one.
+        args: the role's `args`.
+        seed: the job's.
+        device: the worker's own.
+        output_dir: the folder of the job's local files.
+    """
+
+    def __init__(self, spec: WorkerSpec, number: int, device: torch.device, ending: Event) -> None:
+        self.name = spec.name
+        self.role = spec.role
+        self.number = number
+        self.args = spec.args
+        self.seed = spec.seed
+        self.device = device
+        self.output_dir = Path(spec.output_dir)
+        self._ending = ending
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the job ends."""
+        return self._ending.is_set()
+
+    def check(self) -> None:
+        """Raises SystemExit if the job ends."""
+        if self._ending.is_set():
+            raise SystemExit("the job ends")
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps for so long, in seconds. Raises SystemExit at once if the job ends."""
+        self._ending.wait(seconds)
+        self.check()

@@ -1,0 +1,100 @@
+"""The process of a role's worker, without Ray: executes the controller's commands."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from contextlib import suppress
+from threading import Event, Thread
+
+from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.workers.crash import describe_crash
+from rayzero.workers.entrypoint import TrainFunction, call_function, load_train_function
+from rayzero.workers.messages import Finished, WorkerMessage, WorkerSpec
+from rayzero.workers.process_group import warm_up_torch
+from rayzero.workers.roles.calls import RoleCalls
+from rayzero.workers.roles.context import RoleContext
+from rayzero.workers.stacks import TRAINING_THREAD, Stacks, read_stacks
+from rayzero.workers.training_thread import ProgressRecord
+from rayzero.workers.user_process import UserProcess
+from rayzero.workers.vault.client import VaultClient
+from rayzero.workers.vault.records import VaultGoneError
+
+log = logging.getLogger("rayzero.workers")
+
+
+class RoleProcess(UserProcess, RoleCalls):
+    """One worker of a role. Its methods are called by the command threads; the function runs, once,
+    in a daemon thread that ends with it, or with the process."""
+
+    def __init__(self, spec: WorkerSpec, index: int) -> None:
+        super().__init__(spec)
+        self.node_address = "127.0.0.1"  # set with those of ranks
+        self._index = index
+        self._number = index
+        self._progress = ProgressRecord(index)
+        self._ending = Event()
+        self._function: TrainFunction | None = None
+        self._thread: Thread | None = None
+        self._vault: VaultClient | None = None
+        self.begin_output()
+
+    @property
+    def log_number(self) -> int:
+        return self._number
+
+    def warm_up(self) -> None:
+        """Imports what the function needs. A mistake is reported when it is called."""
+        with suppress(ConfigError):
+            self._function = load_train_function(self._spec.entrypoint)
+        with suppress(ConfigError):
+            warm_up_torch(self._select_device())
+
+    def begin(self, number: int, vault: str) -> None:
+        """See `RoleCalls`.
+
+        Raises:
+            EngineError: the function has been called in this process.
+        """
+        if self._thread is not None:
+            raise EngineError(f"the function of {self._spec.role} {number} has been called")
+        self._number = number
+        self._progress = ProgressRecord(number)
+        # Before the function: its end must be seen from its first line on.
+        if vault:
+            try:
+                self._vault = VaultClient(vault, self._index)
+            except VaultGoneError as error:  # the controller opens another one; polls see the end
+                log.warning("%s", error.seen)
+        self._thread = Thread(target=self._run, name=TRAINING_THREAD, daemon=True)
+        self._thread.start()
+
+    def poll(self, timeout_s: float) -> list[WorkerMessage]:
+        return [*self._outbox.poll(timeout_s), self._progress.heartbeat()]
+
+    def end(self) -> None:
+        self._ending.set()
+
+    def dump_stack(self) -> Stacks:
+        return read_stacks()
+
+    def _run(self) -> None:
+        message: WorkerMessage
+        try:
+            function = self._function or load_train_function(self._spec.entrypoint)
+            device = self._select_device()
+            self._progress.enter_phase("run")
+            call_function(function, RoleContext(self._spec, self._number, device, self._ending))
+            message = self._finished()
+        except BaseException as error:  # noqa: BLE001  # the thread's last frame: report everything
+            if self._ending.is_set() and isinstance(error, SystemExit):
+                message = self._finished()
+            else:
+                message = describe_crash(error, 0, self._number, self._progress.step)
+        for tee in self._tees:
+            tee.finish_line()
+        self._outbox.post(message)
+
+    def _finished(self) -> Finished:
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return Finished(0, self._number, None, {}, peak_bytes)
