@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from unittest.mock import patch
 
 import pytest
@@ -45,6 +45,7 @@ from rayzero.orchestrator.results import JobResult
 from rayzero.orchestrator.spec import JobSpec
 from rayzero.workers.messages import Assignment, CrashKind, WorkerMessage
 from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster, FakeWorkerGroup
+from tests.orchestrator.fake_roles import FakeRoleGroup
 
 N = TypeVar("N")
 
@@ -234,8 +235,15 @@ class Harness:
         self.journal: list[JournalUpdate] = []
         JournalWriter(put or self.journal.append, self.events, self.telemetry.seconds)
         self.events.emit(begun(self.plan, "1" if past is None else "2", adopted=past is not None))
+        self.roles = {role.name: FakeRoleGroup() for role in self.plan.roles}
         ports = Dependencies(
-            group, self.cluster.vaults, self.store, self.events, self.clock, flush_journal
+            group,
+            self.cluster.vaults,
+            self.store,
+            self.events,
+            self.clock,
+            flush_journal,
+            cast(Any, self.roles),
         )
         with patch.object(loop, "ChangeNotifier", CheckedNotifier):
             self.controller = Controller(self.plan, ports, past)

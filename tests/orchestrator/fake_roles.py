@@ -1,0 +1,94 @@
+"""The processes of a role, as the controller sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+from rayzero.orchestrator.aio import WorkerReports
+from rayzero.orchestrator.errors import WorkerStartError
+from rayzero.workers.messages import Finished, WorkerInfo, WorkerMessage
+
+
+class FakeRoleGroup:
+    """The processes of one role. `start` is a process that starts; the test calls it."""
+
+    def __init__(self) -> None:
+        self.began: dict[int, tuple[int, str]] = {}
+        """By worker, its number and its vault."""
+        self.replaced: list[tuple[int, float]] = []
+        self.killed: list[int] = []
+        self.released: list[int] = []
+        self.ended: list[int] = []
+        self.draining: frozenset[str] = frozenset()
+        self.wanted = (0, 0)
+        self._index = 100
+        self._started: asyncio.Queue[WorkerInfo | Exception] = asyncio.Queue()
+        self._reports: asyncio.Queue[WorkerReports] = asyncio.Queue()
+
+    def start(self, node: str = "a") -> int:
+        self._index += 1
+        self._started.put_nowait(self.info(self._index, node))
+        return self._index
+
+    def info(self, index: int, node: str = "a") -> WorkerInfo:
+        return WorkerInfo(index, node, f"node-{node}", "10.0.0.1", 5000 + index)
+
+    def fail_start(self, *, repeats: bool = False) -> None:
+        info = self.info(0)
+        self._started.put_nowait(WorkerStartError("no memory", info, repeats, 1.0))
+
+    def post(self, index: int, *messages: WorkerMessage) -> None:
+        self._reports.put_nowait(WorkerReports([(index, list(messages))]))
+
+    def lose(self, index: int, cause: str = "killed") -> None:
+        self._reports.put_nowait(WorkerReports(lost=[(index, cause)]))
+
+    async def start_workers(self, need: Any, on_failure: Any, on_waiting: Any) -> Any:
+        self.wanted = need.min_workers, need.max_workers
+        started = []
+        while len(started) < need.min_workers:
+            event = await self._started.get()
+            if isinstance(event, WorkerStartError):
+                on_failure(event)
+            else:
+                started.append(event)
+        return tuple(started)
+
+    async def next_worker(self) -> WorkerInfo:
+        event = await self._started.get()
+        if isinstance(event, Exception):
+            raise event
+        return cast(WorkerInfo, event)
+
+    async def call(self, worker: int, method: Callable[..., Any], *args: Any) -> Any:
+        if method.__name__ == "begin":
+            self.began[worker] = args  # type: ignore[assignment]
+        elif method.__name__ == "end":
+            self.ended.append(worker)
+            self.post(worker, Finished(0, self.began[worker][0], None, {}, 0))
+
+    async def receive(self) -> WorkerReports:
+        return await self._reports.get()
+
+    async def draining_nodes(self) -> frozenset[str]:
+        return self.draining
+
+    async def kill(self, worker: int) -> None:
+        self.killed.append(worker)
+
+    def replace(self, worker: int, delay_s: float, avoid: list[str]) -> None:
+        self.replaced.append((worker, delay_s))
+
+    def resize(self, least: int, most: int) -> None:
+        self.wanted = least, most
+
+    async def release_worker(self, worker: int) -> None:
+        self.released.append(worker)
+
+    def subscribe(self, workers: Any) -> None:
+        """All are."""
+
+    async def release(self) -> None:
+        """Nothing is left."""
