@@ -22,6 +22,7 @@ from rayzero.orchestrator.machine import FINAL_STATES, State
 from rayzero.orchestrator.numbers import MAX_COUNT, Amount, Count, UnixTime
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.progress import StepRecord
+from rayzero.orchestrator.role_facts import RoleFacts, fold_role_event
 from rayzero.workers.messages import Heartbeat, LogLine, StepReport
 
 MAX_ENTRIES = 256
@@ -79,16 +80,6 @@ class CheckpointEntry:
     step: Count
     bytes: Amount
     seconds: Amount
-
-
-@dataclass(frozen=True)
-class RoleFacts:
-    """The facts of one role: its `workers` now, its faults by cause, and the least and the most
-    workers, if they were changed while the job ran (`scaled`)."""
-
-    workers: Count = 0
-    faults: Mapping[str, Count] = field(default_factory=dict)
-    scaled: tuple[Count, Count] | None = None
 
 
 @dataclass(frozen=True)
@@ -276,16 +267,13 @@ class JobFacts:
                 return {"checkpoint_step": None, "checkpoints": ()}
             case job_events.LimitsChanged():
                 return {"scaled_limits": (event.min_workers, event.max_workers)}
-            case job_events.RoleWorkerReady(role):
-                return self._role(role, workers=self._of_role(role).workers + 1)
-            case job_events.RoleWorkerEnded(role):
-                return self._role(role, workers=max(0, self._of_role(role).workers - 1))
-            case job_events.RoleFault(role):
-                known = self._of_role(role)
-                counts = _plus_one(known.faults, event.cause)
-                return self._role(role, workers=max(0, known.workers - 1), faults=counts)
-            case job_events.RoleLimitsChanged(role):
-                return self._role(role, scaled=(event.min_workers, event.max_workers))
+            case (
+                job_events.RoleWorkerReady()
+                | job_events.RoleWorkerEnded()
+                | job_events.RoleFault()
+                | job_events.RoleLimitsChanged()
+            ):
+                return {"roles": fold_role_event(self.roles, event)}
             case job_events.NumbersReserved():
                 return {"reserved_generations": max(self.reserved_generations, event.last)}
             case job_events.ResourcesAwaited():
@@ -293,12 +281,6 @@ class JobFacts:
             case job_events.RunEnded():
                 return {"end_state": event.state, "error": redact_url(event.error)}
         return {}
-
-    def _of_role(self, role: str) -> RoleFacts:
-        return self.roles.get(role, RoleFacts())
-
-    def _role(self, role: str, **changes: Any) -> dict[str, Any]:
-        return {"roles": {**self.roles, role: replace(self._of_role(role), **changes)}}
 
     def _enter(self, event: job_events.StateEntered, at_s: float) -> dict[str, Any]:
         changes: dict[str, Any] = {

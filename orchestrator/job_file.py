@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,15 @@ def resolve_engine_config(spec: JobSpec, engine_folder: Path) -> JobSpec:
 
 def _check_args(spec: JobSpec) -> None:
     """Checks that a journal, which is JSON, can hold the args."""
-    name = f"job {spec.name!r}, args"
-    try:
-        to_plain(to_jsonable_python(spec.args), name, MAX_DEPTH, allow_infinity=False)
-    except ConfigError:
-        raise
-    except ValueError as error:  # of another type, or endless
-        raise ConfigError(f"{name}: {first_line(error)}", allowed="JSON types") from None
+    every = {"args": spec.args} | {f"roles.{name}.args": it.args for name, it in spec.roles.items()}
+    for key, args in every.items():
+        name = f"job {spec.name!r}, {key}"
+        try:
+            to_plain(to_jsonable_python(args), name, MAX_DEPTH, allow_infinity=False)
+        except ConfigError:
+            raise
+        except ValueError as error:  # of another type, or endless
+            raise ConfigError(f"{name}: {first_line(error)}", allowed="JSON types") from None
 
 
 def check_batch_sizes(config: EngineConfig, min_workers: int, max_workers: int) -> None:
@@ -130,10 +133,12 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     section[last] = value
 
 
-LIVE_KEYS = ("workers.min", "workers.max")
+LIVE_KEYS = ("workers.min", "workers.max", "roles.*.workers.min", "roles.*.workers.max")
 """Keys that can be changed while a job runs."""
 ADOPTABLE_KEYS = (
     "workers",
+    "roles.*.workers",
+    "roles.*.recovery",
     "steps",
     "checkpoint.every_steps",
     "checkpoint.keep",
@@ -163,6 +168,8 @@ def to_document(spec: JobSpec) -> dict[str, Any]:
     """A spec as JSON data, with all defaults filled in."""
     document: dict[str, Any] = spec.model_dump(mode="json")
     document["workers"]["max"] = spec.workers.most
+    for name, role in spec.roles.items():
+        document["roles"][name]["workers"]["max"] = role.workers.most
     return document
 
 
@@ -182,7 +189,7 @@ def not_covered_by(diffs: Mapping[str, str], allowed: Sequence[str]) -> list[str
     return [
         line
         for key, line in diffs.items()
-        if not any(key == covered or key.startswith(covered + ".") for covered in allowed)
+        if not any(fnmatchcase(f"{key}.", f"{covered}.*") for covered in allowed)
     ]
 
 

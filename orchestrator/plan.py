@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from time import time_ns
 
@@ -17,7 +17,7 @@ from rayzero.orchestrator.journal.files import state_url
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.orchestrator.spec import JobSpec, RoleSpec, Workers
 from rayzero.workers.chaos.spec import parse_fault
-from rayzero.workers.messages import MirrorPolicy, WorkerSpec
+from rayzero.workers.messages import MirrorPolicy, RoleWorkerSpec, WorkerSpec
 
 _RAY_WORKING_DIR = re.compile(r"/working_dir_files/_ray_pkg_[^/]+")
 """Path of an unpacked `--working-dir`; Ray removes it some time after the job."""
@@ -32,7 +32,7 @@ class RolePlan:
 
     name: str
     spec: RoleSpec
-    worker_spec: WorkerSpec
+    worker_spec: RoleWorkerSpec
     resources: ResourceRequest
 
 
@@ -155,15 +155,15 @@ def _request(workers: Workers, threads: int) -> ResourceRequest:
 
 def _plan_role(name: str, role: RoleSpec, trainer: WorkerSpec, entrypoint: str | bytes) -> RolePlan:
     cpus = role.workers.reserved_cpus
-    worker_spec = replace(
-        trainer,
-        entrypoint=entrypoint,
-        args=role.args,
-        cpus=cpus,
-        gpus=role.workers.gpus,
-        faults=(),
-        role=name,
-    )
+    common = {it.name: getattr(trainer, it.name) for it in fields(trainer)}
+    own = {
+        "entrypoint": entrypoint,
+        "args": role.args,
+        "cpus": cpus,
+        "gpus": role.workers.gpus,
+        "faults": (),
+    }
+    worker_spec = RoleWorkerSpec(**{**common, **own}, role=name)
     return RolePlan(name, role, worker_spec, _request(role.workers, max(1, int(cpus))))
 
 

@@ -46,7 +46,6 @@ class WorkerSpec:
         run: id of this run of the job; ids of later runs sort after it.
         working_dir: the submitter's; used on the worker, if it exists there, and imported from.
         import_paths: the submitter's `sys.path`, added to the worker's.
-        role: of a worker that is no rank; else empty.
     """
 
     name: str
@@ -65,6 +64,12 @@ class WorkerSpec:
     faults: tuple[FaultSpec, ...] = ()
     ledger: bool = False
     run: str = ""
+
+
+@dataclass(frozen=True)
+class RoleWorkerSpec(WorkerSpec):
+    """The settings of a role's worker: those of the job, with the role's function and resources."""
+
     role: str = ""
 
 

@@ -23,6 +23,9 @@ class UserProcess:
         self._outbox = Outbox()
         self._tees: tuple[LineTee, ...] = ()
 
+    log_role = ""
+    """Of this process in the log; empty for a rank."""
+
     @property
     def log_number(self) -> int:
         """Of this process in the log: its rank, or its number in its role."""
@@ -63,4 +66,4 @@ class UserProcess:
         sys.path.extend(path for path in self._spec.import_paths if path not in sys.path)
 
     def _post_log(self, stream: str, text: str) -> None:
-        self._outbox.post(LogLine(self.log_number, stream, text, self._spec.role))
+        self._outbox.post(LogLine(self.log_number, stream, text, self.log_role))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from rayzero.orchestrator.aio import PendingReplies
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
+from rayzero.workers.vault.vault import Vault
 
 if TYPE_CHECKING:  # they import Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.vault_group import VaultGroup
@@ -16,6 +18,9 @@ if TYPE_CHECKING:  # they import Ray, without which the controller is tested
 LEAST_REPLY_LIMIT_S = 10.0
 """How long a worker or a vault may take to reply to a command in a job that must not hang for
 long; a quarter of `recovery.hang_timeout_s` if that is more."""
+
+EXIT_POLL_S = 0.1
+"""How often a vault is asked whether a killed process has exited."""
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -98,6 +103,18 @@ class Calls:
             return await self._loop.within(limit_s, reply)
         except TimeoutError:
             raise VaultLostError(timeout_reason(limit_s)) from None
+
+    async def wait_exited(self, node: str, pid: int, limit_s: float) -> bool:
+        """Waits until a killed process has exited; False if it still runs after the limit. Of a
+        process with a GPU the memory is freed before the end, which takes seconds for tens of GB,
+        and a replacement needs it."""
+        until_s = self._loop.now_s() + limit_s
+        with suppress(VaultLostError):  # then its node is lost, too, or cannot be asked
+            while await self.vault(node, Vault.runs, pid):
+                if self._loop.now_s() > until_s:
+                    return False
+                await self._loop.sleep(EXIT_POLL_S)
+        return True
 
     def broadcast(
         self, workers: Iterable[int], method: Callable[[Any, *Ts], None], *args: *Ts

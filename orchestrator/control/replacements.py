@@ -11,22 +11,18 @@ from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
-from rayzero.orchestrator.errors import VaultLostError
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies import placement
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.messages import WorkerInfo
-from rayzero.workers.vault.vault import Vault
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 
 REPLACE_DELAY_S = 10.0
 """Longest wait of a replacement for the first step after a recovery."""
-EXIT_POLL_S = 0.1
-"""How often a vault is asked whether a killed process has exited."""
 
 
 @dataclass(eq=False)
@@ -69,21 +65,14 @@ class Replacements:
         self._replace(worker)
 
     async def _wait_device_free(self, worker: WorkerInfo) -> None:
-        """Waits until the process of a lost worker has exited, if it may have used a GPU: that
-        memory is freed before the end, which takes seconds for tens of GB, and a replacement needs
-        it. At most `workers.start_timeout_s`: nothing ends a process that hangs in the kernel."""
+        """At most `workers.start_timeout_s`: nothing ends a process that hangs in the kernel."""
         spec = self._plan.spec.workers
         if not spec.gpus:
             return
-        until_s = self._loop.now_s() + spec.start_timeout_s
-        with suppress(VaultLostError):  # then its node is lost, too, or cannot be asked
-            while await self._calls.vault(worker.node_id, Vault.runs, worker.pid):
-                if self._loop.now_s() > until_s:
-                    self._events.warn(
-                        f"the process {worker.pid} on node {worker.node} was killed, and still runs"
-                    )
-                    return
-                await self._loop.sleep(EXIT_POLL_S)
+        if not await self._calls.wait_exited(worker.node_id, worker.pid, spec.start_timeout_s):
+            self._events.warn(
+                f"the process {worker.pid} on node {worker.node} was killed, and still runs"
+            )
 
     @property
     def _may_replace(self) -> bool:

@@ -20,7 +20,8 @@ REASONS = {
         workers.process_group: POLL_INTERVAL_S
         workers.ledger_writer: RETRY_S
         workers.step_report: GPU_INTERVAL_S
-        orchestrator.control.replacements: EXIT_POLL_S
+        orchestrator.control.calls: EXIT_POLL_S
+        orchestrator.control.role_pool: CHECK_INTERVAL_S
         orchestrator.top.follow: REFRESH_S LINE_INTERVAL_S
         orchestrator.journal.entries: DEFAULT_STEP_INTERVAL_S
         orchestrator.aio: WORKER_POLL_S
@@ -57,6 +58,7 @@ REASONS = {
             _EXTRA_WORKER_WAIT_S WAITING_INTERVAL_S
     """,
     "the end of a thread or process that has nothing left to do; it is left behind otherwise": """
+        orchestrator.control.roles: END_LIMIT_S
         workers.rendezvous_store: _CLOSE_S
         engine.comm.elastic_group: END_LIMIT_S
         engine.data.prefetch: _JOIN_TIMEOUT_S

@@ -7,7 +7,7 @@ from threading import Event
 
 import torch
 
-from rayzero.workers.messages import WorkerSpec
+from rayzero.workers.messages import RoleWorkerSpec
 
 
 class RoleContext:
@@ -22,7 +22,9 @@ class RoleContext:
         output_dir: the folder of the job's local files.
     """
 
-    def __init__(self, spec: WorkerSpec, number: int, device: torch.device, ending: Event) -> None:
+    def __init__(
+        self, spec: RoleWorkerSpec, number: int, device: torch.device, ending: Event
+    ) -> None:
         self.name = spec.name
         self.role = spec.role
         self.number = number

@@ -10,7 +10,7 @@ from threading import Event, Thread
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.workers.crash import describe_crash
 from rayzero.workers.entrypoint import TrainFunction, call_function, load_train_function
-from rayzero.workers.messages import Finished, WorkerMessage, WorkerSpec
+from rayzero.workers.messages import Finished, RoleWorkerSpec, WorkerMessage
 from rayzero.workers.process_group import warm_up_torch
 from rayzero.workers.roles.calls import RoleCalls
 from rayzero.workers.roles.context import RoleContext
@@ -27,8 +27,10 @@ class RoleProcess(UserProcess, RoleCalls):
     """One worker of a role. Its methods are called by the command threads; the function runs, once,
     in a daemon thread that ends with it, or with the process."""
 
-    def __init__(self, spec: WorkerSpec, index: int) -> None:
+    def __init__(self, spec: RoleWorkerSpec, index: int) -> None:
         super().__init__(spec)
+        self._role_spec = spec
+        self.log_role = spec.role
         self.node_address = "127.0.0.1"  # set with those of ranks
         self._index = index
         self._number = index
@@ -57,7 +59,7 @@ class RoleProcess(UserProcess, RoleCalls):
             EngineError: the function has been called in this process.
         """
         if self._thread is not None:
-            raise EngineError(f"the function of {self._spec.role} {number} has been called")
+            raise EngineError(f"the function of {self.log_role} {number} has been called")
         self._number = number
         self._progress = ProgressRecord(number)
         # Before the function: its end must be seen from its first line on.
@@ -84,7 +86,9 @@ class RoleProcess(UserProcess, RoleCalls):
             function = self._function or load_train_function(self._spec.entrypoint)
             device = self._select_device()
             self._progress.enter_phase("run")
-            call_function(function, RoleContext(self._spec, self._number, device, self._ending))
+            call_function(
+                function, RoleContext(self._role_spec, self._number, device, self._ending)
+            )
             message = self._finished()
         except BaseException as error:  # noqa: BLE001  # the thread's last frame: report everything
             if self._ending.is_set() and isinstance(error, SystemExit):

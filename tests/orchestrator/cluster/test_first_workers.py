@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -93,7 +94,7 @@ def test_threads_are_the_nodes_unless_given(
     tmp_path: Path, cpus: float, gpus: float, threads: int, expected: int
 ):
     env = {"NCCL_DEBUG": "INFO"}
-    pool: Any = ActorPool(make_spec(tmp_path), None, None, object)  # type: ignore[arg-type]
+    pool: Any = ActorPool(make_spec(tmp_path), cast(Any, None), cast(Any, None), count(), object)
     pool._actor, pool._capacities = RecordedActor(), {"node": Capacity(cpus, gpus)}
     need = ResourceRequest(1, 1, 1.0, 1.0, 30.0, threads, env)
     pool._start(Reservation(None), "node", need)  # type: ignore[arg-type]

@@ -152,7 +152,7 @@ async def test_scaling_and_spares(folder: Path):
     assert group.began[new] == (1, "vault-a-1")
     assert harness.events.facts.roles["rollout"].scaled == (1, 4)
     assert reread(harness.events.facts).roles == harness.events.facts.roles
-    with pytest.raises(ConfigError, match="no role .rolout. .did you mean .rollout"):
+    with pytest.raises(ConfigError, match=r"no role .rolout. .did you mean .rollout"):
         harness.controller.scale(1, 1, "rolout")
 
 

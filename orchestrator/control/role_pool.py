@@ -1,0 +1,333 @@
+"""A role: a pool of independent workers beside the ranks, each started again alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+from rayzero.orchestrator.aio import WORKER_POLL_S
+from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError, timeout_reason
+from rayzero.orchestrator.control.inbox import SILENCE_GRACE_S
+from rayzero.orchestrator.control.loop import JobLoop, JobMachine
+from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.errors import JobFailedError, WorkerLostError, WorkerStartError
+from rayzero.orchestrator.facts import EventBus
+from rayzero.orchestrator.job_events import (
+    ResourcesAwaited,
+    RoleFault,
+    RoleLimitsChanged,
+    RoleWorkerEnded,
+    RoleWorkerReady,
+)
+from rayzero.orchestrator.machine import FaultFatal
+from rayzero.orchestrator.plan import RolePlan
+from rayzero.orchestrator.policies import placement, role_faults
+from rayzero.orchestrator.policies.failure import Fault, FaultBudget, FaultCause
+from rayzero.orchestrator.results import RoleStatus
+from rayzero.workers.messages import Crashed, Finished, LogLine, WorkerInfo, WorkerMessage
+from rayzero.workers.roles.calls import RoleCalls
+from rayzero.workers.vault.process_end import ProcessEnd
+
+if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
+    from rayzero.orchestrator.cluster.worker_group import WorkerGroup
+
+CHECK_INTERVAL_S = 1.0
+"""How often a role's workers are counted, and those that are silent looked for."""
+
+
+@dataclass(eq=False)
+class RoleWorker:
+    """A worker whose function was called, until it returns or its process is lost."""
+
+    info: WorkerInfo
+    number: int
+    heard_at_s: float
+    step: int = 0
+
+
+@dataclass(eq=False)
+class RolePool:
+    """Keeps the workers of one role running, for as long as the job lives.
+
+    Args:
+        _hang_timeout_s: `recovery.hang_timeout_s` of the job.
+        _on_change: called when the nodes that the workers are on may have changed.
+    """
+
+    plan: RolePlan
+    _loop: JobLoop
+    _machine: JobMachine
+    _members: Members
+    _calls: Calls
+    _group: WorkerGroup
+    _events: EventBus
+    _vaults: VaultManager
+    _hang_timeout_s: float
+    _on_change: Callable[[], None]
+    workers: dict[int, RoleWorker] = field(default_factory=dict)
+    """By index."""
+    finished: int = 0
+    """Workers whose function has returned."""
+    _spares: list[WorkerInfo] = field(default_factory=list)
+    _faults: list[Fault] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        workers = self.plan.spec.workers
+        self.least, self.most = workers.min, workers.most
+        limits = self._events.facts.roles.get(self.plan.name)
+        if limits is not None and limits.scaled is not None:  # of the run that is adopted
+            self.least, self.most = limits.scaled
+        recovery = self.plan.spec.recovery
+        self._budget = FaultBudget(recovery.max_faults, recovery.fault_window_s)
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def nodes(self) -> set[str]:
+        return {it.node_id for it in (*self._spares, *(w.info for w in self.workers.values()))}
+
+    def status(self) -> RoleStatus:
+        facts = self._events.facts.roles.get(self.name)
+        faults = {} if facts is None else dict(sorted(facts.faults.items()))
+        return RoleStatus(len(self.workers), self.least, self.most, self.finished, faults)
+
+    async def run(self) -> None:
+        """Starts the workers, and replacements. Returns only with the job.
+
+        Raises:
+            JobFailedError: fewer than the least number could start.
+        """
+        self._loop.spawn(self._receive())
+        try:
+            first = await self._group.start_workers(
+                self.plan.resources, self._on_start_failed, self._on_waiting
+            )
+        except JobFailedError as error:
+            fix = error.fix.replace("workers.", f"roles.{self.name}.workers.")
+            raise JobFailedError(f"role {self.name}: {error.seen}", error.allowed, fix) from None
+        for worker in first:
+            self._place(worker)
+        self._loop.spawn(self._watch())
+        while True:
+            try:
+                self._place(await self._group.next_worker())
+            except WorkerStartError as failure:
+                self._on_start_failed(failure)
+            except WorkerLostError as lost:
+                self._events.warn(f"role {self.name}: {lost}")
+
+    def scale(self, least: int, most: int) -> None:
+        """Changes the limits. Workers beyond them, those with the highest numbers, are ended."""
+        self.least, self.most = least, most
+        self._events.emit(RoleLimitsChanged(self.name, least, most))
+        self._group.resize(least, most + self.plan.spec.workers.spares)
+        surplus = sorted(self.workers.values(), key=lambda it: it.number)[most:]
+        for worker in surplus:
+            del self.workers[worker.info.index]
+            self._events.emit(RoleWorkerEnded(self.name, worker.number))
+            self._loop.spawn(self._release(worker.info))
+        self._begin_spares()
+
+    async def end(self, limit_s: float) -> None:
+        """Tells the functions that the job ends, and waits until they have returned, or the limit
+        is over."""
+        for worker in tuple(self.workers):
+            self._loop.spawn(self._suppress_loss(self._calls.worker(worker, RoleCalls.end)))
+        await self._loop.wait_for(limit_s, lambda: not self.workers)
+
+    def on_process_ended(self, index: int, pid: int, end: ProcessEnd) -> None:
+        """A vault saw a process end, of any role."""
+        if (worker := self.workers.get(index)) is not None and worker.info.pid == pid:
+            self._on_lost(index, end.status, end.stack)
+
+    def _place(self, info: WorkerInfo) -> None:
+        """Calls the function in a new worker's process; beyond the most workers it is a spare."""
+        self._spares.append(info)
+        self._begin_spares()
+        self._on_change()
+
+    def _begin_spares(self) -> None:
+        while self._spares and len(self.workers) + self.finished < self.most:
+            info = self._spares.pop(0)
+            taken = {worker.number for worker in self.workers.values()}
+            number = next(it for it in count(self.finished) if it not in taken)
+            worker = RoleWorker(info, number, self._loop.now_s())
+            self.workers[info.index] = worker
+            self._loop.spawn(self._begin(worker))
+
+    async def _begin(self, worker: RoleWorker) -> None:
+        info = worker.info
+        # The vault sees the process end, at once.
+        if not await self._vaults.open_with_retries(info.node_id, lambda: self._has(worker)):
+            return
+        self._group.subscribe([info.index])
+        vault = self._members.vault_addresses.get(info.node_id, "")
+        try:
+            await self._calls.worker(info.index, RoleCalls.begin, worker.number, vault)
+        except WorkerUnavailableError as lost:
+            self._on_lost(info.index, lost.cause)
+            return
+        if self._has(worker):
+            self._events.emit(RoleWorkerReady(self.name, worker.number, info))
+
+    def _has(self, worker: RoleWorker) -> bool:
+        return self.workers.get(worker.info.index) is worker
+
+    async def _receive(self) -> None:
+        while True:
+            reports = await self._group.receive()
+            for index, messages in reports.messages:
+                if (worker := self.workers.get(index)) is not None:
+                    worker.heard_at_s = self._loop.now_s()
+                    for message in messages:
+                        self._on_message(worker, message)
+                await asyncio.sleep(0)  # a fault of the trainer may be waiting
+            for index, cause in reports.lost:
+                self._on_lost(index, cause)
+
+    def _on_message(self, worker: RoleWorker, message: WorkerMessage) -> None:
+        match message:
+            case LogLine():
+                self._events.emit(message)
+            case Finished():
+                if self.workers.pop(worker.info.index, None) is not None:
+                    self.finished += 1
+                    self._loop.changed.notify()
+                    self._events.emit(RoleWorkerEnded(self.name, worker.number))
+                    self._loop.spawn(self._release(worker.info))
+            case Crashed():
+                cause = FaultCause(message.kind)
+                if cause is FaultCause.COLLECTIVE:  # of the function's own
+                    cause = FaultCause.USER_CODE
+                self._on_fault(worker, cause, message.error, message.traceback)
+
+    def _on_lost(self, index: int, detail: str, stack: str = "") -> None:
+        """A worker's process ended, or does not respond and counts as lost."""
+        for spare in [it for it in self._spares if it.index == index]:
+            self._spares.remove(spare)
+            self._loop.spawn(self._replace(spare, 0.0))
+        if (worker := self.workers.get(index)) is None:
+            return
+        node = worker.info.node_id
+        cause = FaultCause.PROCESS_LOST
+        if node in self._members.registry.draining_nodes:
+            cause = FaultCause.PREEMPTED
+        elif node not in self._members.vault_addresses:
+            cause = FaultCause.NODE_LOST
+        self._on_fault(worker, cause, detail, stack)
+
+    def _on_fault(
+        self, worker: RoleWorker, cause: FaultCause, detail: str, traceback: str = ""
+    ) -> None:
+        info = worker.info
+        if self.workers.pop(info.index, None) is None:
+            return
+        self._loop.changed.notify()
+        delay_s = self._record(
+            Fault(
+                cause,
+                info,
+                worker.number,
+                worker.step,
+                detail or "its process ended",
+                self._loop.now_s(),
+                traceback=traceback,
+            )
+        )
+        if delay_s is not None:
+            self._loop.spawn(self._replace(info, delay_s))
+            self._begin_spares()
+
+    def _record(self, fault: Fault) -> float | None:
+        """Records a fault. Returns the delay of the replacement; None if the job fails."""
+        self._faults.append(fault)
+        error = role_faults.decide(self.name, self._faults, self._budget)
+        window_s = self._budget.window_s
+        delay_s = placement.restart_backoff_s(
+            self._faults, fault.worker.node_id, window_s, fault.at_s
+        )
+        text = f"{role_faults.describe_worker(self.name, fault)}: {fault.detail}"
+        if fault.traceback and error is None:
+            text = f"{text}\n{fault.traceback}"
+        self._events.emit(
+            RoleFault(
+                self.name, fault.rank or 0, fault.cause, fault.worker, text, error is not None
+            )
+        )
+        if error is not None:
+            self._machine.post(FaultFatal(error))
+            return None
+        return delay_s
+
+    def _on_start_failed(self, failure: WorkerStartError) -> None:
+        """A process ended before its function was called; the group starts another one.
+
+        Raises:
+            JobFailedError: it would fail again, or the role's budget is spent.
+        """
+        at_s = self._loop.now_s()
+        fault = Fault(FaultCause.PROCESS_LOST, failure.worker, 0, 0, failure.cause, at_s)
+        if failure.repeats:
+            text = f"role {self.name}: a worker could not start: {failure.cause}"
+            raise JobFailedError(text)
+        self._record(fault)
+
+    def _on_waiting(self, text: str) -> None:
+        if text:
+            text = f"role {self.name}: {text}"
+            limit_s = self.plan.resources.timeout_s
+            self._events.emit(ResourcesAwaited(text, limit_s))
+        elif self._events.facts.waiting_for.startswith(f"role {self.name}:"):
+            self._events.emit(ResourcesAwaited("", 0.0))
+
+    async def _replace(self, info: WorkerInfo, delay_s: float) -> None:
+        """Starts a worker in the reservation of one whose process is used up."""
+        await self._suppress_loss(
+            self._calls.worker_reply(info.index, self._group.kill(info.index))
+        )
+        if self.plan.spec.workers.gpus:
+            limit_s = self.plan.resources.timeout_s
+            await self._calls.wait_exited(info.node_id, info.pid, limit_s)
+        window_s, now_s = self._budget.window_s, self._loop.now_s()
+        nodes = {*self.nodes, info.node_id}
+        bad = placement.quarantined_nodes(self._faults, nodes, window_s, now_s)
+        avoid = sorted(bad | self._members.registry.draining_nodes)
+        with suppress(WorkerLostError):  # it was released meanwhile
+            self._group.replace(info.index, delay_s, avoid)
+        self._on_change()
+
+    async def _release(self, info: WorkerInfo) -> None:
+        ending = self._group.release_worker(info.index)
+        await self._suppress_loss(self._calls.worker_reply(info.index, ending))
+        self._on_change()
+
+    @staticmethod
+    async def _suppress_loss(call: Awaitable[object]) -> None:
+        with suppress(WorkerUnavailableError):
+            await call
+
+    async def _watch(self) -> None:
+        """Reports silent processes, workers on draining nodes, and a lack of workers."""
+        limit_s = WORKER_POLL_S + self._hang_timeout_s + SILENCE_GRACE_S
+        enough_at_s = self._loop.now_s()
+        while True:
+            await self._loop.sleep(CHECK_INTERVAL_S)
+            now_s = self._loop.now_s()
+            draining = await self._group.draining_nodes()
+            for index, worker in tuple(self.workers.items()):
+                if now_s - worker.heard_at_s > limit_s:
+                    self._on_lost(index, timeout_reason(limit_s))
+                elif worker.info.node_id in draining:
+                    self._on_fault(worker, FaultCause.PREEMPTED, "its node is draining")
+            if len(self.workers) + self.finished >= self.least:
+                enough_at_s = now_s
+            elif now_s - enough_at_s > self.plan.resources.timeout_s:
+                ready, waited_s = len(self.workers), self.plan.resources.timeout_s
+                raise role_faults.too_few_error(self.name, ready, self.least, waited_s)
