@@ -207,9 +207,14 @@ class Controller:
         self._parts.completion.announce(self._parts.checkpoints.newest)
         began_at_s = self._loop.now_s()
         self._roles.start()
+        need = self._plan.resources
+        if self._roles.by_name:
+            need = replace(need, max_workers=need.min_workers)
         workers = await self._deps.workers.start_workers(
-            self._plan.resources, self._parts.failures.on_start_failed, self._on_waiting
+            need, self._parts.failures.on_start_failed, self._on_waiting
         )
+        if self._roles.by_name:
+            self._loop.spawn(self._grow())
         await self._parts.vaults.ensure_open(worker.node_id for worker in workers)
         self._members.registry.start_s = self._loop.now_s() - began_at_s
         self._members.registry.add(workers)
@@ -219,6 +224,11 @@ class Controller:
         self._parts.scaler.start()
         self._loop.spawn(self._parts.hang_detector.run())
         self.post_event(machine.WorkersPlaced())
+
+    async def _grow(self) -> None:
+        await self._roles.grow()
+        limits = self._members.registry.limits
+        self._deps.workers.resize(limits.min, limits.max + limits.spares)
 
     def _on_waiting(self, text: str) -> None:
         if text != self._deps.events.facts.waiting_for:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -73,6 +73,8 @@ class RolePool:
     """By index."""
     finished: int = 0
     """Workers whose function has returned."""
+    has_least: bool = False
+    """Whether its least number of workers has started."""
     _spares: list[WorkerInfo] = field(default_factory=list)
     _faults: list[Fault] = field(default_factory=list)
 
@@ -106,14 +108,15 @@ class RolePool:
         """
         self._loop.spawn(self._receive())
         try:
-            first = await self._group.start_workers(
-                self.plan.resources, self._on_start_failed, self._on_waiting
-            )
+            need = replace(self.plan.resources, min_workers=self.least, max_workers=self.least)
+            first = await self._group.start_workers(need, self._on_start_failed, self._on_waiting)
         except JobFailedError as error:
             fix = error.fix.replace("workers.", f"roles.{self.name}.workers.")
             raise JobFailedError(f"role {self.name}: {error.seen}", error.allowed, fix) from None
         for worker in first:
             self._place(worker)
+        self.has_least = True
+        self._loop.changed.notify()
         self._loop.spawn(self._watch())
         while True:
             try:
@@ -127,13 +130,17 @@ class RolePool:
         """Changes the limits. Workers beyond them, those with the highest numbers, are ended."""
         self.least, self.most = least, most
         self._events.emit(RoleLimitsChanged(self.name, least, most))
-        self._group.resize(least, most + self.plan.spec.workers.spares)
+        self.grow()
         surplus = sorted(self.workers.values(), key=lambda it: it.number)[most:]
         for worker in surplus:
             del self.workers[worker.info.index]
             self._events.emit(RoleWorkerEnded(self.name, worker.number))
             self._loop.spawn(self._release(worker.info))
         self._begin_spares()
+
+    def grow(self) -> None:
+        """Requests workers up to the limit, and spares."""
+        self._group.resize(self.least, self.most + self.plan.spec.workers.spares)
 
     async def end(self, limit_s: float) -> None:
         """Tells the functions that the job ends, and waits until they have returned, or the limit

@@ -75,6 +75,14 @@ class RolePools:
         for pool in self.by_name.values():
             self._loop.spawn(pool.run())
 
+    async def grow(self) -> None:
+        """Requests more than the least numbers of workers, once each role has its own: a role, or
+        the ranks, would take what another one needs to begin."""
+        pools = self.by_name.values()
+        await self._loop.wait_until(lambda: all(pool.has_least for pool in pools))
+        for pool in pools:
+            pool.grow()
+
     def status(self) -> dict[str, RoleStatus]:
         return {name: pool.status() for name, pool in self.by_name.items()}
 

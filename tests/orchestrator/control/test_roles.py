@@ -179,3 +179,18 @@ async def test_limits_stay_when_another_controller_continues(folder: Path):
     second = Harness(folder, past=reread(harness.events.facts), roles={"rollout": ROLE})
     role = second.controller.status().roles["rollout"]
     assert (role.workers, role.workers_min, role.workers_max) == (0, 2, 5)
+
+
+async def test_each_role_has_its_least_number_before_one_has_more(folder: Path):
+    reward = {"entrypoint": "m:score", "workers": {"min": 2, "max": 3}}
+    harness = Harness(folder, roles={"rollout": ROLE, "reward": reward})
+    first, second = harness.roles["rollout"], harness.roles["reward"]
+    await settle()
+    first.start()
+    second.start()
+    await settle()
+    assert (first.wanted, second.wanted) == ((1, 1), (2, 2))
+    second.start()
+    await settle()
+    assert (first.wanted, second.wanted) == ((1, 2), (2, 3))
+    await harness.finish()
