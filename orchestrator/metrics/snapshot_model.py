@@ -90,6 +90,11 @@ class _Rank(_Row):
     silent_s: Amount | None
 
 
+class _Role(_Limits):
+    workers: Count
+    faults: dict[str, Count]
+
+
 class _Snapshot(_Row):
     """`rayzero.orchestrator.metrics.snapshot.make_snapshot` makes it."""
 
@@ -102,6 +107,7 @@ class _Snapshot(_Row):
     generation: Count
     world_size: Count
     workers: _Limits
+    roles: dict[str, _Role] = Field(default_factory=dict)
     progress: _Progress
     training: _Training
     usage: _Usage = _Usage()

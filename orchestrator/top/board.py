@@ -128,6 +128,8 @@ def _progress_panel(now: Snapshot) -> RenderableType:
         "tokens/s": format_number(progress["tokens_per_s"], ",.0f"),
         "ranks": f"{now['world_size']} (of {limits['min']} to {limits['max']})",
     }
+    for name, role in now.get("roles", {}).items():
+        facts[printable_text(name)] = f"{role['workers']} (of {role['min']} to {role['max']})"
     if not progress["steps"]:
         return _labelled_values(facts)
     bar = Table.grid()

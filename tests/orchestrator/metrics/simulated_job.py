@@ -15,6 +15,8 @@ from rayzero.orchestrator.job_events import (
     Repaired,
     Resized,
     Rewound,
+    RoleFault,
+    RoleWorkerReady,
     StateEntered,
     StepReplicated,
 )
@@ -22,7 +24,7 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.progress import JobProgress, StepRecord
-from rayzero.orchestrator.spec import CheckpointSpec, JobSpec, RecoverySpec, Workers
+from rayzero.orchestrator.spec import CheckpointSpec, JobSpec, RecoverySpec, RoleSpec, Workers
 from rayzero.workers.messages import Heartbeat, StepReport, WorkerInfo
 
 SPEC = JobSpec(
@@ -107,8 +109,12 @@ class SimulatedJob:
 
 
 def eventful_job() -> SimulatedJob:
-    """Two steps, a fault, a repair with one rank less, a resize, a checkpoint, a failed one."""
-    job = SimulatedJob()
+    """A role with a fault; two steps, a fault, a repair, a resize, a checkpoint, a failed one."""
+    roles = {"rollout": RoleSpec(entrypoint="m:generate", workers=Workers(min=1, max=4))}
+    job = SimulatedJob(roles=roles)
+    for number in (0, 1):
+        job.emit(RoleWorkerReady("rollout", number, WORKER))
+    job.emit(RoleFault("rollout", 1, "lost", WORKER, "killed"))
     job.enter(State.STARTING, 0, 0)
     job.now_s += 5
     job.form(1, 2, 0)

@@ -83,6 +83,9 @@ faults_total{cause=lost} 1
 faults_in_window 1
 steps_redone_total 1
 recovery_seconds_sum 1.5
+role_workers{role=rollout} 1
+role_worker_limits{limit=max,role=rollout} 4
+role_faults_total{cause=lost,role=rollout} 1
 recovery_phase_seconds_sum{phase=load} 1
 checkpoint_bytes 3000
 checkpoint_failures_total 1
