@@ -155,15 +155,16 @@ def _request(workers: Workers, threads: int) -> ResourceRequest:
 
 def _plan_role(name: str, role: RoleSpec, trainer: WorkerSpec, entrypoint: str | bytes) -> RolePlan:
     cpus = role.workers.reserved_cpus
-    common = {it.name: getattr(trainer, it.name) for it in fields(trainer)}
-    own = {
+    settings = {it.name: getattr(trainer, it.name) for it in fields(trainer)}
+    settings |= {
         "entrypoint": entrypoint,
         "args": role.args,
         "cpus": cpus,
         "gpus": role.workers.gpus,
         "faults": (),
+        "role": name,
     }
-    worker_spec = RoleWorkerSpec(**{**common, **own}, role=name)
+    worker_spec = RoleWorkerSpec(**settings)
     return RolePlan(name, role, worker_spec, _request(role.workers, max(1, int(cpus))))
 
 

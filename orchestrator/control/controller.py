@@ -53,12 +53,10 @@ class Controller:
         self._progress = parts.progress
         self._roles = RolePools(
             plan.roles,
-            deps.role_groups,
+            deps,
             parts.loop,
             parts.machine,
             parts.members,
-            deps.vaults,
-            deps.events,
             parts.vaults,
             plan.worker_spec.hang_timeout_s,
         )

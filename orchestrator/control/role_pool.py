@@ -30,7 +30,7 @@ from rayzero.orchestrator.policies import placement, role_faults
 from rayzero.orchestrator.policies.failure import Fault, FaultBudget, FaultCause
 from rayzero.orchestrator.results import RoleStatus
 from rayzero.workers.messages import Crashed, Finished, LogLine, WorkerInfo, WorkerMessage
-from rayzero.workers.roles.calls import RoleCalls
+from rayzero.workers.roles.role_calls import RoleCalls
 from rayzero.workers.vault.process_end import ProcessEnd
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested

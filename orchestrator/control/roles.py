@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from rayzero.engine.errors import ConfigError, did_you_mean
 from rayzero.orchestrator.control.calls import Calls
+from rayzero.orchestrator.control.components import Dependencies
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.role_pool import RolePool
 from rayzero.orchestrator.control.vaults import VaultManager
-from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.plan import RolePlan
 from rayzero.orchestrator.results import RoleStatus
 from rayzero.workers.vault.process_end import ProcessEnd
-
-if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
-    from rayzero.orchestrator.cluster.vault_group import VaultGroup
-    from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 
 END_LIMIT_S = 5.0
 """How long the end of a job waits for functions that see it; others end with their process."""
@@ -31,23 +26,21 @@ class RolePools:
     def __init__(
         self,
         plans: Iterable[RolePlan],
-        groups: Mapping[str, WorkerGroup],
+        deps: Dependencies,
         loop: JobLoop,
         machine: JobMachine,
         members: Members,
-        vault_group: VaultGroup,
-        events: EventBus,
         vaults: VaultManager,
         hang_timeout_s: float,
     ) -> None:
         self.by_name: dict[str, RolePool] = {}
         self._loop = loop
         self._members = members
-        self._groups = groups
+        self._groups = deps.role_groups
         vaults.on_other_process_ended = self._on_process_ended
         for plan in plans:
-            group = groups[plan.name]
-            calls = Calls(loop, group, vault_group, hang_timeout_s)
+            group = deps.role_groups[plan.name]
+            calls = Calls(loop, group, deps.vaults, hang_timeout_s)
             self.by_name[plan.name] = RolePool(
                 plan,
                 loop,
@@ -55,7 +48,7 @@ class RolePools:
                 members,
                 calls,
                 group,
-                events,
+                deps.events,
                 vaults,
                 hang_timeout_s,
                 self._note_nodes,

@@ -12,8 +12,8 @@ from rayzero.workers.crash import describe_crash
 from rayzero.workers.entrypoint import TrainFunction, call_function, load_train_function
 from rayzero.workers.messages import Finished, RoleWorkerSpec, WorkerMessage
 from rayzero.workers.process_group import warm_up_torch
-from rayzero.workers.roles.calls import RoleCalls
 from rayzero.workers.roles.context import RoleContext
+from rayzero.workers.roles.role_calls import RoleCalls
 from rayzero.workers.stacks import TRAINING_THREAD, Stacks, read_stacks
 from rayzero.workers.training_thread import ProgressRecord
 from rayzero.workers.user_process import UserProcess

@@ -105,8 +105,8 @@ def test_exported_values_match_job():
     job = eventful_job()
     exported = samples(job)
     for line in VALUES.split("\n")[1:-1]:
-        name, key, label, value = re.fullmatch(r"(\w+)(?:{(\w+)=(.*)})? (.*)", line).groups()  # type: ignore[union-attr]
-        labels = ((key, label),) if key else ()
+        name, text, value = re.fullmatch(r"(\w+)(?:{(.*)})? (.*)", line).groups()  # type: ignore[union-attr]
+        labels = tuple(tuple(it.split("=")) for it in text.split(",")) if text else ()
         expected = pytest.approx(float(value), rel=1e-12, nan_ok=True)
         assert exported[f"rayzero_{name}", labels] == expected, line
     job.now_s += 4000
