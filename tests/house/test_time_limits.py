@@ -15,6 +15,7 @@ REASONS = {
     "how often something is looked at, or how long changes are collected: only a delay": """
         workers.worker: FENCE_INTERVAL_S
         workers.authenticated: _CHECK_S
+        engine.data.loader: _SIGN_INTERVAL_S
         workers.vault.server: _PING_INTERVAL_S
         workers.vault.mappings: _POLL_S
         workers.state_copy: _POLL_S
