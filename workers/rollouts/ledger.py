@@ -1,0 +1,336 @@
+"""Which prompt is where: the buffer of rollouts without I/O and without a clock.
+
+A prompt is issued with its content, and its task goes through the stages: at each it waits, is
+leased to a worker, and done; lost and expired leases are leased again, and what comes late of an
+old lease is refused. After the last stage it is ready, and stands in the log from when the trainer
+asks for more. The log is a cache: the trainer's state tells what was consumed.
+
+Staleness. The batch of step s trains on the weights of s finished steps. Prompt number p may be
+begun once p // prompts_per_batch <= published + max_version_lag; so `published`, the steps of the
+newest weights that generators can have, alone paces them, and nothing is thrown away. A task that
+was begun at version v is due in the batch of step v + max_version_lag at the latest. The log is in
+the order of prompts, but for those that are not ready: these are passed over as long as every due
+task still has its place, which is one inequality for each step d: at most
+(d + 1) * prompts_per_batch - len(log) tasks that are not in the log are due by d. It holds when a
+task is begun, because only so many prompts could be begun by then; and the log keeps it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from rayzero.engine.data.consumption import Consumed
+from rayzero.engine.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """The sizes and limits of a job's rollouts.
+
+    Args:
+        prompts_per_batch: prompts of a training step; each has `group` samples.
+        max_version_lag: steps that a sample's weights may be older than those it is trained on; 0:
+            generators and trainer take turns.
+        lease_s: for each stage, how long a task may be held without a sign.
+        max_bytes: no further prompt is begun beyond it, but for the batch that is read next.
+        prompts: of the whole job; None: without end.
+    """
+
+    prompts_per_batch: int
+    group: int
+    max_version_lag: int = 1
+    lease_s: tuple[float, ...] = (600.0,)
+    max_bytes: int = 2**30
+    prompts: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = (self.prompts_per_batch, self.group, self.max_version_lag + 1, len(self.lease_s))
+        if min(sizes) < 1 or min(self.lease_s) <= 0:
+            raise ConfigError(
+                f"{self}",
+                "prompts_per_batch and group 1 or more, max_version_lag 0 or more, lease_s above 0",
+            )
+
+
+@dataclass(frozen=True)
+class TaskLease:
+    """A task that a worker works on. `content` is what the stage before made of the prompt: its
+    samples; empty at the first one."""
+
+    number: int
+    attempt: int  # no two leases of a ledger have the same
+    worker: int
+    stage: int
+    until_s: float
+    prompt: bytes
+    content: tuple[bytes, ...]
+
+
+@dataclass
+class _Task:
+    number: int
+    prompt: bytes
+    stage: int = 0
+    content: tuple[bytes, ...] = ()
+    lease: TaskLease | None = None
+    begun: int | None = None  # the version published when its samples were begun
+    done_attempt: int = -1  # the last one that counted
+    in_log: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.prompt) + sum(map(len, self.content))
+
+
+class RolloutLedger:
+    """The prompts of one buffer. Times are seconds of any clock.
+
+    Attributes:
+        published: finished steps of the newest weights that generators can have.
+    """
+
+    def __init__(self, plan: RolloutPlan, first_attempt: int = 0) -> None:
+        self.plan = plan
+        self.published = 0
+        self._generation = -1
+        self._attempts = count(first_attempt)
+        self._tasks: dict[int, _Task] = {}  # all issued ones whose samples are still here
+        self._base = Consumed()  # stand before the log
+        self._log: list[_Task] = []
+        self._next = 0  # no prompt below is missing
+        self._nbytes = 0
+        self._sizes = Counter[str]()  # of the tasks that became ready: tasks, bytes
+
+    # The generators' side
+
+    def take(
+        self, stage: int, worker: int, count: int, held: Iterable[int], now_s: float
+    ) -> list[TaskLease]:
+        """Leases up to `count` tasks, the oldest first. Those that this worker has of this stage,
+        and are not among the attempts that it says it has, are leased again: the reply with them
+        was lost, or the tasks were dropped."""
+        known = set(held)
+        for task in self._tasks.values():
+            lease = task.lease
+            if lease is None or lease.attempt in known:
+                continue
+            if (lease.worker, lease.stage) == (worker, stage):
+                self._return(task)
+        leases: list[TaskLease] = []
+        for task in sorted(self._tasks.values(), key=lambda it: it.number):
+            if len(leases) == count:
+                break
+            if task.stage == stage and task.lease is None and self._may_begin(task):
+                if stage == 0:
+                    task.begun = self.published
+                until_s = now_s + self.plan.lease_s[stage]
+                task.lease = TaskLease(
+                    task.number,
+                    next(self._attempts),
+                    worker,
+                    stage,
+                    until_s,
+                    task.prompt,
+                    task.content,
+                )
+                leases.append(task.lease)
+        return leases
+
+    def done(self, number: int, attempt: int, samples: Sequence[bytes]) -> bool:
+        """Ends a lease with the group's samples. Returns False, and changes nothing, if the task
+        has been leased again since; True also for what has counted already, if it is sent twice."""
+        if len(samples) != self.plan.group:
+            raise DataError(f"{len(samples)} samples of prompt {number}", f"{self.plan.group}")
+        task = self._tasks.get(number)
+        if task is None or task.lease is None or task.lease.attempt != attempt:
+            return task is not None and task.done_attempt == attempt
+        self._nbytes -= task.nbytes
+        task.content = tuple(samples)
+        self._nbytes += task.nbytes
+        task.stage += 1
+        task.lease = None
+        task.done_attempt = attempt
+        if self._is_ready(task):
+            self._sizes.update(tasks=1, nbytes=task.nbytes)
+        return True
+
+    def extend(self, attempts: Iterable[int], now_s: float) -> None:
+        """A sign of life from the leases with these attempts: their limit begins anew."""
+        alive = set(attempts)
+        for task in self._tasks.values():
+            if task.lease and task.lease.attempt in alive:
+                until_s = now_s + self.plan.lease_s[task.stage]
+                task.lease = replace(task.lease, until_s=until_s)
+
+    def lose(self, worker: int) -> None:
+        """The worker is gone: others get its tasks."""
+        for task in self._tasks.values():
+            if task.lease and task.lease.worker == worker:
+                self._return(task)
+
+    def expire(self, now_s: float) -> list[TaskLease]:
+        """Ends the leases whose limit has passed, and returns them."""
+        late = [it for it in self._tasks.values() if it.lease and it.lease.until_s <= now_s]
+        leases = [task.lease for task in late if task.lease]
+        for task in late:
+            self._return(task)
+        return leases
+
+    def publish(self, generation: int, version: int) -> None:
+        """Generators can have the weights of that many finished steps, and the trainer does not go
+        back behind them: what was consumed before is dropped."""
+        if generation < self._generation:
+            return
+        self.published = max(self.published, version)
+        drop = min(version * self.plan.prompts_per_batch, self.end) - self.start
+        if drop > 0:
+            self._base = self._base.add(task.number for task in self._log[:drop])
+            for task in self._log[:drop]:
+                self._nbytes -= self._tasks.pop(task.number).nbytes
+            del self._log[:drop]
+
+    # The trainer's side. Positions are in prompts.
+
+    @property
+    def start(self) -> int:
+        """The position before which the log's samples are gone."""
+        return len(self._base)
+
+    @property
+    def end(self) -> int:
+        return len(self._base) + len(self._log)
+
+    def open(self, generation: int, consumed: Consumed) -> None:
+        """The trainer's ranks of this generation read on from where exactly `consumed` stand
+        before. A log that does not have that beginning is written anew from there: of what it had,
+        all that is not consumed is used. Raises DataError for a generation that has ended."""
+        if generation < self._generation:
+            raise DataError(f"rollouts for generation {generation}", f"{self._generation}")
+        self._generation = generation
+        if not (self.start <= len(consumed) <= self.end) or self._at(len(consumed)) != consumed:
+            self._begin_log(consumed)
+
+    def wanted(self) -> list[int]:
+        """The numbers of the prompts to issue, a batch ahead of what may be begun."""
+        stop = self._admitted + self.plan.prompts_per_batch
+        if self.plan.prompts is not None:
+            stop = min(stop, self.plan.prompts)
+        while self._next < stop and self._is_known(self._next):
+            self._next += 1
+        return [number for number in range(self._next, stop) if not self._is_known(number)]
+
+    def issue(self, number: int, prompt: bytes) -> None:
+        """The content of a prompt that is wanted; any other is ignored."""
+        stop = self._admitted + self.plan.prompts_per_batch
+        if self._next <= number < stop and not self._is_known(number):
+            self._tasks[number] = _Task(number, prompt)
+            self._nbytes += len(prompt)
+
+    def read(self, start: int, stop: int) -> list[tuple[int, tuple[bytes, ...]]] | None:
+        """(number, samples) of the prompts at these positions; None if too few are ready. Raises
+        DataError if the samples are gone."""
+        if start < self.start:
+            raise DataError(f"rollouts from position {start}", f"{self.start} or later")
+        self._extend_log(stop)
+        if stop > self.end:
+            return None
+        entries = self._log[start - self.start : stop - self.start]
+        return [(task.number, task.content) for task in entries]
+
+    def consumed_at(self, position: int) -> Consumed | None:
+        """The prompts before a position; None if too few are ready. Raises DataError as `read`."""
+        return None if self.read(position, position) is None else self._at(position)
+
+    def counts(self) -> dict[str, int]:
+        """For people: tasks by what they wait for, and what the buffer holds."""
+        open_tasks = [task for task in self._tasks.values() if not task.in_log]
+        return {
+            "waiting": sum(not it.lease and not self._is_ready(it) for it in open_tasks),
+            "leased": sum(it.lease is not None for it in open_tasks),
+            "ready": sum(self._is_ready(it) for it in open_tasks),
+            "read": self.end,
+            "published": self.published,
+            "bytes": self._nbytes,
+        }
+
+    @property
+    def _admitted(self) -> int:
+        """The prompts below may be begun."""
+        plan = self.plan
+        return (self.published + plan.max_version_lag + 1) * plan.prompts_per_batch
+
+    def _is_known(self, number: int) -> bool:
+        return number in self._tasks or number in self._base
+
+    def _is_ready(self, task: _Task) -> bool:
+        return task.stage == len(self.plan.lease_s)
+
+    def _may_begin(self, task: _Task) -> bool:
+        """Whether a task may be leased. The next batch always may, or trainer and generators would
+        wait for each other."""
+        if task.stage:
+            return True
+        if task.number >= self._admitted:
+            return False
+        begun = [it for it in self._tasks.values() if it.begun is not None and not it.in_log]
+        batch = self.plan.prompts_per_batch
+        if len(begun) < batch - self.end % batch:
+            return True
+        mean = self._sizes["nbytes"] / max(1, self._sizes["tasks"])
+        unfinished = sum(not self._is_ready(it) for it in begun)
+        return self._nbytes + (unfinished + 1) * mean <= self.plan.max_bytes
+
+    def _return(self, task: _Task) -> None:
+        """Ends a lease without a result."""
+        task.lease = None
+        if task.stage == 0:
+            task.begun = None
+
+    def _at(self, position: int) -> Consumed:
+        return self._base.add(task.number for task in self._log[: position - self.start])
+
+    def _extend_log(self, stop: int) -> None:
+        """Appends ready tasks up to position `stop`, as many as there may be. One pass is enough:
+        a task that has to give way to due ones still has to after others were appended."""
+        if stop <= self.end:
+            return
+        lag = self.plan.max_version_lag
+        open_tasks = [it for it in self._tasks.values() if not it.in_log]
+        due = Counter(it.begun + lag for it in open_tasks if it.begun is not None)
+        ready = [it for it in open_tasks if self._is_ready(it)]
+        for task in sorted(ready, key=lambda it: it.number):
+            deadline = (task.begun or 0) + lag
+            if self.end < stop and self._leaves_room(due, deadline):
+                due[deadline] -= 1
+                task.in_log = True
+                self._log.append(task)
+
+    def _leaves_room(self, due: Counter[int], deadline: int) -> bool:
+        """Whether all that is due before `deadline` has its place if the next one is another's."""
+        batch = self.plan.prompts_per_batch
+        earlier = 0
+        for by in range(self.end // batch, deadline):
+            earlier += due[by]
+            if earlier >= (by + 1) * batch - self.end:
+                return False
+        return True
+
+    def _begin_log(self, consumed: Consumed) -> None:
+        """An empty log behind `consumed`. A trainer that is behind the published version continues
+        a state that is older: the versions since do not count any more."""
+        self._log = []
+        self._base = consumed
+        self._next = consumed.frontier
+        self.published = min(self.published, len(consumed) // self.plan.prompts_per_batch)
+        kept = [
+            task
+            for task in self._tasks.values()
+            if task.number not in consumed and task.number < self._admitted
+        ]
+        for task in kept:
+            task.in_log = False
+        self._tasks = {task.number: task for task in kept}
+        self._nbytes = sum(task.nbytes for task in kept)
