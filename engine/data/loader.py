@@ -66,14 +66,14 @@ class DatasetSource(SampleSource):
 
     def __init__(self, dataset: MapDataset, seed: int) -> None:
         self._dataset = dataset
-        self._order = SampleOrder(_dataset_length(dataset), seed)
+        self._order = SampleOrder(dataset_length(dataset), seed)
         self.length = self._order.length
 
     def read(
         self, step: int, part: MicroBatch, *, is_last: bool, check: Callable[[], None]
     ) -> tuple[list[int], list[Any]]:
         indices = self._order.indices(step + part.start, part.read_count).tolist()
-        return indices, _fetch_samples(self._dataset, indices)
+        return indices, fetch_samples(self._dataset, indices)
 
 
 _SIGN_INTERVAL_S = 0.1
@@ -314,7 +314,7 @@ def _check_count(call: str, count: Any) -> None:
         raise EngineError(f"{call} was called", "a number, 0 or more", "the call")
 
 
-def _dataset_length(dataset: object) -> int:
+def dataset_length(dataset: object) -> int:
     name = type(dataset).__name__
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not map_style:
@@ -333,7 +333,7 @@ def _dataset_length(dataset: object) -> int:
     return length
 
 
-def _fetch_samples(dataset: MapDataset, indices: list[int]) -> list[Any]:
+def fetch_samples(dataset: MapDataset, indices: list[int]) -> list[Any]:
     """The samples at `indices`; errors of the dataset name the failing sample."""
     failing = f"samples {indices}"
     try:

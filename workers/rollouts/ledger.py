@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from heapq import nsmallest
 from itertools import count
 
 from rayzero.engine.data.consumption import Consumed
@@ -75,7 +76,6 @@ class _Task:
     prompt: bytes
     stage: int = 0
     content: tuple[bytes, ...] = ()
-    lease: TaskLease | None = None
     begun: int | None = None  # the version published when its samples were begun
     done_attempt: int = -1  # the last one that counted
     in_log: bool = False
@@ -98,46 +98,44 @@ class RolloutLedger:
         self._generation = -1
         self._attempts = count(first_attempt)
         self._tasks: dict[int, _Task] = {}  # all issued ones whose samples are still here
+        self._waiting: list[set[int]] = [set() for _ in plan.lease_s]  # by stage
+        self._leases: dict[int, TaskLease] = {}  # by attempt
         self._base = Consumed()  # stand before the log
         self._log: list[_Task] = []
+        self._may_grow = True  # something has changed since no more could be appended
         self._next = 0  # no prompt below is missing
         self._nbytes = 0
         self._sizes = Counter[str]()  # of the tasks that became ready: tasks, bytes
 
     # The generators' side
 
-    def take(
-        self, stage: int, worker: int, count: int, held: Iterable[int], now_s: float
-    ) -> list[TaskLease]:
-        """Leases up to `count` tasks, the oldest first. Those that this worker has of this stage,
-        and are not among the attempts that it says it has, are leased again: the reply with them
-        was lost, or the tasks were dropped."""
-        known = set(held)
-        for task in self._tasks.values():
-            lease = task.lease
-            if lease is None or lease.attempt in known:
-                continue
-            if (lease.worker, lease.stage) == (worker, stage):
-                self._return(task)
+    def take(self, stage: int, worker: int, count: int, now_s: float) -> list[TaskLease]:
+        """Leases up to `count` tasks, the oldest first."""
         leases: list[TaskLease] = []
-        for task in sorted(self._tasks.values(), key=lambda it: it.number):
-            if len(leases) == count:
-                break
-            if task.stage == stage and task.lease is None and self._may_begin(task):
-                if stage == 0:
-                    task.begun = self.published
-                until_s = now_s + self.plan.lease_s[stage]
-                task.lease = TaskLease(
-                    task.number,
-                    next(self._attempts),
-                    worker,
-                    stage,
-                    until_s,
-                    task.prompt,
-                    task.content,
-                )
-                leases.append(task.lease)
+        for number in nsmallest(count, self._waiting[stage]):
+            task = self._tasks[number]
+            if stage == 0:
+                if not self._may_begin(number):
+                    break
+                task.begun = self.published
+            until_s = now_s + self.plan.lease_s[stage]
+            lease = TaskLease(
+                number, next(self._attempts), worker, stage, until_s, task.prompt, task.content
+            )
+            self._waiting[stage].remove(number)
+            self._leases[lease.attempt] = lease
+            leases.append(lease)
         return leases
+
+    def keep(self, stage: int, worker: int, held: Iterable[int]) -> bool:
+        """The worker says which attempts of this stage it has. Its others are leased again: the
+        reply with them was lost, or the tasks were dropped. Returns whether there are any."""
+        known = set(held)
+        return self._return(
+            it
+            for it in self._leases.values()
+            if (it.worker, it.stage) == (worker, stage) and it.attempt not in known
+        )
 
     def done(self, number: int, attempt: int, samples: Sequence[bytes]) -> bool:
         """Ends a lease with the group's samples. Returns False, and changes nothing, if the task
@@ -145,39 +143,34 @@ class RolloutLedger:
         if len(samples) != self.plan.group:
             raise DataError(f"{len(samples)} samples of prompt {number}", f"{self.plan.group}")
         task = self._tasks.get(number)
-        if task is None or task.lease is None or task.lease.attempt != attempt:
+        if self._leases.pop(attempt, None) is None or task is None:
             return task is not None and task.done_attempt == attempt
         self._nbytes -= task.nbytes
         task.content = tuple(samples)
         self._nbytes += task.nbytes
         task.stage += 1
-        task.lease = None
         task.done_attempt = attempt
-        if self._is_ready(task):
-            self._sizes.update(tasks=1, nbytes=task.nbytes)
+        if not self._is_ready(task):
+            self._waiting[task.stage].add(number)
+            return True
+        self._sizes.update(tasks=1, nbytes=task.nbytes)
+        self._may_grow = True
         return True
 
     def extend(self, attempts: Iterable[int], now_s: float) -> None:
         """A sign of life from the leases with these attempts: their limit begins anew."""
-        alive = set(attempts)
-        for task in self._tasks.values():
-            if task.lease and task.lease.attempt in alive:
-                until_s = now_s + self.plan.lease_s[task.stage]
-                task.lease = replace(task.lease, until_s=until_s)
+        for attempt in attempts:
+            if (lease := self._leases.get(attempt)) is not None:
+                until_s = now_s + self.plan.lease_s[lease.stage]
+                self._leases[attempt] = replace(lease, until_s=until_s)
 
     def lose(self, worker: int) -> None:
         """The worker is gone: others get its tasks."""
-        for task in self._tasks.values():
-            if task.lease and task.lease.worker == worker:
-                self._return(task)
+        self._return(it for it in self._leases.values() if it.worker == worker)
 
-    def expire(self, now_s: float) -> list[TaskLease]:
-        """Ends the leases whose limit has passed, and returns them."""
-        late = [it for it in self._tasks.values() if it.lease and it.lease.until_s <= now_s]
-        leases = [task.lease for task in late if task.lease]
-        for task in late:
-            self._return(task)
-        return leases
+    def expire(self, now_s: float) -> bool:
+        """Ends the leases whose limit has passed. Returns whether there are any."""
+        return self._return(it for it in self._leases.values() if it.until_s <= now_s)
 
     def publish(self, generation: int, version: int) -> None:
         """Generators can have the weights of that many finished steps, and the trainer does not go
@@ -227,6 +220,7 @@ class RolloutLedger:
         stop = self._admitted + self.plan.prompts_per_batch
         if self._next <= number < stop and not self._is_known(number):
             self._tasks[number] = _Task(number, prompt)
+            self._waiting[0].add(number)
             self._nbytes += len(prompt)
 
     def read(self, start: int, stop: int) -> list[tuple[int, tuple[bytes, ...]]] | None:
@@ -246,11 +240,11 @@ class RolloutLedger:
 
     def counts(self) -> dict[str, int]:
         """For people: tasks by what they wait for, and what the buffer holds."""
-        open_tasks = [task for task in self._tasks.values() if not task.in_log]
+        ready = sum(self._is_ready(it) and not it.in_log for it in self._tasks.values())
         return {
-            "waiting": sum(not it.lease and not self._is_ready(it) for it in open_tasks),
-            "leased": sum(it.lease is not None for it in open_tasks),
-            "ready": sum(self._is_ready(it) for it in open_tasks),
+            "waiting": sum(map(len, self._waiting)),
+            "leased": len(self._leases),
+            "ready": ready,
             "read": self.end,
             "published": self.published,
             "bytes": self._nbytes,
@@ -268,12 +262,10 @@ class RolloutLedger:
     def _is_ready(self, task: _Task) -> bool:
         return task.stage == len(self.plan.lease_s)
 
-    def _may_begin(self, task: _Task) -> bool:
-        """Whether a task may be leased. The next batch always may, or trainer and generators would
-        wait for each other."""
-        if task.stage:
-            return True
-        if task.number >= self._admitted:
+    def _may_begin(self, number: int) -> bool:
+        """Whether a prompt may be begun. Those of the next batch always may, or trainer and
+        generators would wait for each other."""
+        if number >= self._admitted:
             return False
         begun = [it for it in self._tasks.values() if it.begun is not None and not it.in_log]
         batch = self.plan.prompts_per_batch
@@ -283,11 +275,16 @@ class RolloutLedger:
         unfinished = sum(not self._is_ready(it) for it in begun)
         return self._nbytes + (unfinished + 1) * mean <= self.plan.max_bytes
 
-    def _return(self, task: _Task) -> None:
-        """Ends a lease without a result."""
-        task.lease = None
-        if task.stage == 0:
-            task.begun = None
+    def _return(self, leases: Iterable[TaskLease]) -> bool:
+        """Ends leases without a result. Returns whether there are any."""
+        ended = list(leases)
+        for lease in ended:
+            del self._leases[lease.attempt]
+            self._waiting[lease.stage].add(lease.number)
+            if lease.stage == 0:
+                self._tasks[lease.number].begun = None
+                self._may_grow = True
+        return bool(ended)
 
     def _at(self, position: int) -> Consumed:
         return self._base.add(task.number for task in self._log[: position - self.start])
@@ -295,7 +292,7 @@ class RolloutLedger:
     def _extend_log(self, stop: int) -> None:
         """Appends ready tasks up to position `stop`, as many as there may be. One pass is enough:
         a task that has to give way to due ones still has to after others were appended."""
-        if stop <= self.end:
+        if stop <= self.end or not self._may_grow:
             return
         lag = self.plan.max_version_lag
         open_tasks = [it for it in self._tasks.values() if not it.in_log]
@@ -307,6 +304,7 @@ class RolloutLedger:
                 due[deadline] -= 1
                 task.in_log = True
                 self._log.append(task)
+        self._may_grow = self.end >= stop
 
     def _leaves_room(self, due: Counter[int], deadline: int) -> bool:
         """Whether all that is due before `deadline` has its place if the next one is another's."""
@@ -333,4 +331,8 @@ class RolloutLedger:
         for task in kept:
             task.in_log = False
         self._tasks = {task.number: task for task in kept}
+        self._leases = {it.attempt: it for it in self._leases.values() if it.number in self._tasks}
+        for waiting in self._waiting:
+            waiting.intersection_update(self._tasks)
         self._nbytes = sum(task.nbytes for task in kept)
+        self._may_grow = True
