@@ -16,7 +16,7 @@ REASONS = {
         workers.worker: FENCE_INTERVAL_S
         workers.authenticated: _CHECK_S
         engine.data.loader: _SIGN_INTERVAL_S
-        workers.rollouts.client: POLL_S _CONNECT_S _RETRY_S
+        workers.rollouts.buffer_client: POLL_S _CONNECT_S _RETRY_S
         workers.rollouts.server: _EXPIRY_S _ASK_AGAIN_S
         workers.vault.server: _PING_INTERVAL_S
         workers.vault.mappings: _POLL_S

@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakSet
 
 from rayzero.engine.errors import EngineError
-from rayzero.workers.rollouts.client import (
+from rayzero.workers.rollouts.buffer_client import (
     POLL_S,
     BufferAddress,
     RolloutClient,

@@ -18,7 +18,7 @@ from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.sampling import SampleOrder, StepSplit, TrainingProgress, assign_step
 from rayzero.engine.errors import DataError, EngineError
-from rayzero.workers.rollouts.client import BufferAddress, RolloutClient, RolloutLog, encode
+from rayzero.workers.rollouts.buffer_client import BufferAddress, RolloutClient, RolloutLog, encode
 from rayzero.workers.rollouts.ledger import RolloutPlan
 from rayzero.workers.rollouts.server import RolloutServer
 from rayzero.workers.rollouts.tasks import Task, Tasks

@@ -1,4 +1,7 @@
-"""The clients of a buffer of rollouts, and the trainer's view of it: a log of samples."""
+"""The clients of a buffer of rollouts, and the trainer's view of it: a log of samples.
+
+Rule of ordering: `one-log` (docs/engine.md).
+"""
 
 from __future__ import annotations
 
