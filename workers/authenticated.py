@@ -63,8 +63,9 @@ class MessageServer(ABC):
         self._thread.start()
 
     @abstractmethod
-    async def answer(self, request: list[bytes]) -> Sequence[bytes]:
-        """The reply to a request; on the server's thread."""
+    async def answer(self, request: list[bytes], is_lost: Callable[[], bool]) -> Sequence[bytes]:
+        """The reply to a request; on the server's thread. `is_lost`: whether nobody is there any
+        more to get it."""
 
     def admit(self, secret: bytes) -> None:
         """Serves the clients that know `secret`; those that have connected before wait for this."""
@@ -100,10 +101,14 @@ class MessageServer(ABC):
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._authenticate(reader, writer)
+
+            def is_lost() -> bool:
+                return reader.at_eof() or writer.is_closing()
+
             while True:
                 (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
                 request = _unpack(await reader.readexactly(size))
-                writer.write(_pack(await self.answer(request)))
+                writer.write(_pack(await self.answer(request, is_lost)))
                 await writer.drain()
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
             pass  # the client has left, or is a stranger; or the server ends

@@ -35,7 +35,7 @@ class StoreServer(MessageServer):
         self._waiting: dict[str, asyncio.Event] = {}  # set once the key has a value
         super().__init__("the rendezvous store", STORE_THREAD, address, timeout_s)
 
-    async def answer(self, request: list[bytes]) -> list[bytes]:
+    async def answer(self, request: list[bytes], is_lost: Callable[[], bool]) -> list[bytes]:
         operation, *fields = request
         if operation == b"read":  # limit, keys: their values, or the keys that have none
             limit, *names = fields

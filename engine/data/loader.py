@@ -77,6 +77,8 @@ class DatasetSource(SampleSource):
 
 
 _SIGN_INTERVAL_S = 0.1
+"""How often a training thread that waits for a source shows that it lives, and looks if it is to
+leave its generation."""
 
 
 class StepLoader:

@@ -100,18 +100,22 @@ class RolloutLedger:
         self._tasks: dict[int, _Task] = {}  # all issued ones whose samples are still here
         self._waiting: list[set[int]] = [set() for _ in plan.lease_s]  # by stage
         self._leases: dict[int, TaskLease] = {}  # by attempt
+        self._lost = set[int]()  # workers
         self._base = Consumed()  # stand before the log
         self._log: list[_Task] = []
-        self._may_grow = True  # something has changed since no more could be appended
+        self._may_grow = False  # something has changed since no more could be appended
         self._next = 0  # no prompt below is missing
         self._nbytes = 0
-        self._sizes = Counter[str]()  # of the tasks that became ready: tasks, bytes
+        self._ready: set[int] = set()  # not in the log
+        self._finished = Counter[str]()  # tasks that became ready, and their bytes
 
     # The generators' side
 
     def take(self, stage: int, worker: int, count: int, now_s: float) -> list[TaskLease]:
         """Leases up to `count` tasks, the oldest first."""
         leases: list[TaskLease] = []
+        if worker in self._lost:
+            return leases
         for number in nsmallest(count, self._waiting[stage]):
             task = self._tasks[number]
             if stage == 0:
@@ -143,17 +147,18 @@ class RolloutLedger:
         if len(samples) != self.plan.group:
             raise DataError(f"{len(samples)} samples of prompt {number}", f"{self.plan.group}")
         task = self._tasks.get(number)
-        if self._leases.pop(attempt, None) is None or task is None:
+        if task is None or self._leases.pop(attempt, None) is None:
             return task is not None and task.done_attempt == attempt
         self._nbytes -= task.nbytes
         task.content = tuple(samples)
         self._nbytes += task.nbytes
         task.stage += 1
         task.done_attempt = attempt
-        if not self._is_ready(task):
+        if task.stage < len(self.plan.lease_s):
             self._waiting[task.stage].add(number)
             return True
-        self._sizes.update(tasks=1, nbytes=task.nbytes)
+        self._ready.add(number)
+        self._finished.update(tasks=1, nbytes=task.nbytes)
         self._may_grow = True
         return True
 
@@ -165,7 +170,8 @@ class RolloutLedger:
                 self._leases[attempt] = replace(lease, until_s=until_s)
 
     def lose(self, worker: int) -> None:
-        """The worker is gone: others get its tasks."""
+        """The worker is gone: others get its tasks, and it gets none that it still waits for."""
+        self._lost.add(worker)
         self._return(it for it in self._leases.values() if it.worker == worker)
 
     def expire(self, now_s: float) -> bool:
@@ -240,11 +246,10 @@ class RolloutLedger:
 
     def counts(self) -> dict[str, int]:
         """For people: tasks by what they wait for, and what the buffer holds."""
-        ready = sum(self._is_ready(it) and not it.in_log for it in self._tasks.values())
         return {
             "waiting": sum(map(len, self._waiting)),
             "leased": len(self._leases),
-            "ready": ready,
+            "ready": len(self._ready),
             "read": self.end,
             "published": self.published,
             "bytes": self._nbytes,
@@ -259,20 +264,16 @@ class RolloutLedger:
     def _is_known(self, number: int) -> bool:
         return number in self._tasks or number in self._base
 
-    def _is_ready(self, task: _Task) -> bool:
-        return task.stage == len(self.plan.lease_s)
-
     def _may_begin(self, number: int) -> bool:
         """Whether a prompt may be begun. Those of the next batch always may, or trainer and
         generators would wait for each other."""
         if number >= self._admitted:
             return False
-        begun = [it for it in self._tasks.values() if it.begun is not None and not it.in_log]
         batch = self.plan.prompts_per_batch
-        if len(begun) < batch - self.end % batch:
+        unfinished = len(self._leases) + sum(map(len, self._waiting[1:]))
+        if unfinished + len(self._ready) < batch - self.end % batch:
             return True
-        mean = self._sizes["nbytes"] / max(1, self._sizes["tasks"])
-        unfinished = sum(not self._is_ready(it) for it in begun)
+        mean = self._finished["nbytes"] / max(1, self._finished["tasks"])
         return self._nbytes + (unfinished + 1) * mean <= self.plan.max_bytes
 
     def _return(self, leases: Iterable[TaskLease]) -> bool:
@@ -295,15 +296,16 @@ class RolloutLedger:
         if stop <= self.end or not self._may_grow:
             return
         lag = self.plan.max_version_lag
-        open_tasks = [it for it in self._tasks.values() if not it.in_log]
-        due = Counter(it.begun + lag for it in open_tasks if it.begun is not None)
-        ready = [it for it in open_tasks if self._is_ready(it)]
-        for task in sorted(ready, key=lambda it: it.number):
+        begun = [it.begun for it in self._tasks.values() if not it.in_log]
+        due = Counter(version + lag for version in begun if version is not None)
+        for number in sorted(self._ready):
+            task = self._tasks[number]
             deadline = (task.begun or 0) + lag
             if self.end < stop and self._leaves_room(due, deadline):
                 due[deadline] -= 1
                 task.in_log = True
                 self._log.append(task)
+                self._ready.remove(number)
         self._may_grow = self.end >= stop
 
     def _leaves_room(self, due: Counter[int], deadline: int) -> bool:
@@ -335,4 +337,5 @@ class RolloutLedger:
         for waiting in self._waiting:
             waiting.intersection_update(self._tasks)
         self._nbytes = sum(task.nbytes for task in kept)
+        self._ready = {task.number for task in kept if task.stage == len(self.plan.lease_s)}
         self._may_grow = True

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rayzero.engine.data.consumption import Consumed
 from rayzero.engine.errors import DataError, RayzeroError
@@ -31,6 +31,11 @@ _EXPIRY_S = 1.0
 _ASK_AGAIN_S = 5.0
 """After which another rank is asked for prompts that one was asked for and has not sent."""
 _ISSUED_AT_ONCE = 256
+
+
+class _Request(NamedTuple):
+    contents: list[bytes]
+    is_lost: Callable[[], bool]  # nobody is there any more to get the reply
 
 
 class RolloutServer(MessageServer):
@@ -79,13 +84,13 @@ class RolloutServer(MessageServer):
 
     # The methods below run on the server's thread.
 
-    async def answer(self, request: list[bytes]) -> list[bytes]:
+    async def answer(self, request: list[bytes], is_lost: Callable[[], bool]) -> list[bytes]:
         head, *contents = request
         call, arguments = json.loads(head)
         try:
             if call not in self._calls:
                 raise DataError(f"rollout request {call!r}", f"one of {[*self._calls]}")
-            reply, found = await self._calls[call](contents, *arguments)
+            reply, found = await self._calls[call](_Request(contents, is_lost), *arguments)
         except RayzeroError as error:
             reply, found = {"error": error.args}, []
         return [json.dumps(reply).encode(), *found]
@@ -99,14 +104,17 @@ class RolloutServer(MessageServer):
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _when(self, find: Callable[[], T | None], limit_s: float) -> T | None:
-        """What `find` returns, once that is something; None after the limit."""
+    async def _when(
+        self, request: _Request, find: Callable[[], T | None], limit_s: float
+    ) -> T | None:
+        """What `find` returns, once that is something; None after the limit, and where nobody waits
+        for it any more: that would be lost."""
         now_s = asyncio.get_running_loop().time
         until_s = now_s() + limit_s
         while True:
             self._expire()
             changed = self._changed
-            found = find()
+            found = None if request.is_lost() else find()
             left_s = until_s - now_s()
             if found or left_s <= 0:
                 return found
@@ -123,7 +131,7 @@ class RolloutServer(MessageServer):
 
     async def _take(
         self,
-        contents: list[bytes],
+        request: _Request,
         stage: int,
         worker: int,
         count: int,
@@ -133,38 +141,40 @@ class RolloutServer(MessageServer):
         if self._ledger.keep(stage, worker, held):
             self._wake()
         found = await self._when(
-            lambda: self._ledger.take(stage, worker, count, self._clock()), limit_s
+            request, lambda: self._ledger.take(stage, worker, count, self._clock()), limit_s
         )
         leases = found or []
         heads = [[lease.number, lease.attempt] for lease in leases]
         return {"leases": heads}, [it for task in leases for it in (task.prompt, *task.content)]
 
-    async def _done(self, contents: list[bytes], leases: list[list[int]]) -> Reply:
+    async def _done(self, request: _Request, leases: list[list[int]]) -> Reply:
         group = self._ledger.plan.group
         counted = [
-            self._ledger.done(number, attempt, contents[place * group : (place + 1) * group])
+            self._ledger.done(
+                number, attempt, request.contents[place * group : (place + 1) * group]
+            )
             for place, (number, attempt) in enumerate(leases)
         ]
         self._wake()
         return {"counted": counted}, []
 
-    async def _extend(self, contents: list[bytes], attempts: list[int]) -> Reply:
+    async def _extend(self, request: _Request, attempts: list[int]) -> Reply:
         self._ledger.extend(attempts, self._clock())
         return {}, []
 
     async def _open(
-        self, contents: list[bytes], generation: int, frontier: int, extras: list[int]
+        self, request: _Request, generation: int, frontier: int, extras: list[int]
     ) -> Reply:
         consumed = Consumed(frontier, frozenset(extras))
         self._change(partial(self._ledger.open, generation, consumed))
         self._asked_stop = 0
         return {}, []
 
-    async def _read(self, contents: list[bytes], start: int, count: int, limit_s: float) -> Reply:
+    async def _read(self, request: _Request, start: int, count: int, limit_s: float) -> Reply:
         """Samples from position `start`, in samples."""
         group = self._ledger.plan.group
         first, last = start // group, -(-(start + count) // group)
-        reply = await self._when_ready(lambda: self._ledger.read(first, last), limit_s)
+        reply = await self._when_ready(request, lambda: self._ledger.read(first, last), limit_s)
         entries = reply.pop("found") or []
         numbered = [
             (number * group + member, sample)
@@ -173,15 +183,17 @@ class RolloutServer(MessageServer):
         ][start - first * group :][:count]
         return reply | {"numbers": [number for number, _ in numbered]}, [it for _, it in numbered]
 
-    async def _consumed(self, contents: list[bytes], position: int, limit_s: float) -> Reply:
+    async def _consumed(self, request: _Request, position: int, limit_s: float) -> Reply:
         """The prompts before `position`, in samples."""
         place = position // self._ledger.plan.group
-        reply = await self._when_ready(lambda: self._ledger.consumed_at(place), limit_s)
+        reply = await self._when_ready(request, lambda: self._ledger.consumed_at(place), limit_s)
         if (consumed := reply.pop("found")) is not None:
             reply |= {"frontier": consumed.frontier, "extras": sorted(consumed.extras)}
         return reply, []
 
-    async def _when_ready(self, find: Callable[[], Any], limit_s: float) -> dict[str, Any]:
+    async def _when_ready(
+        self, request: _Request, find: Callable[[], Any], limit_s: float
+    ) -> dict[str, Any]:
         """What the trainer asks for, if it is there within the limit, and the prompts that it is to
         send: returns early for these."""
         reply: dict[str, Any] = {}
@@ -191,7 +203,7 @@ class RolloutServer(MessageServer):
             reply.update(found=found, ready=found is not None, wanted=wanted)
             return found is not None or bool(wanted)
 
-        await self._when(look, limit_s)
+        await self._when(request, look, limit_s)
         return reply
 
     def _unasked(self) -> list[int]:
@@ -204,8 +216,8 @@ class RolloutServer(MessageServer):
         self._asked_until_s = now_s + _ASK_AGAIN_S
         return wanted
 
-    async def _issue(self, contents: list[bytes], numbers: list[int]) -> Reply:
-        for number, prompt in zip(numbers, contents, strict=True):
+    async def _issue(self, request: _Request, numbers: list[int]) -> Reply:
+        for number, prompt in zip(numbers, request.contents, strict=True):
             self._ledger.issue(number, prompt)
         self._wake()
         return {}, []

@@ -6,10 +6,12 @@ ledger tells what each step has trained on; the weights' oracle is plain torch o
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import Random
 from threading import Event, Thread
 
 import pytest
@@ -23,13 +25,14 @@ from rayzero.workers.rollouts.ledger import RolloutPlan
 from rayzero.workers.rollouts.server import RolloutServer
 from rayzero.workers.rollouts.tasks import Tasks
 from rayzero.workers.vault.records import Restore
-from tests.workers.local_controller import LocalController
+from tests.workers.local_controller import LOST, LocalController
 from tests.workers.local_workers import LocalWorkers
 from tests.workers.recovery_jobs import SAMPLES, engine_config
 from tests.workers.rollouts.jobs import GROUP, LIMIT_S, make_sample, plain_torch, write_address
 from tests.workers.support import mirrored_setup
 
 STEPS, LAG, HOST = 8, 1, "127.0.0.1"
+COURSES = int(os.environ.get("RAYZERO_ROLLOUT_COURSES", "3"))
 pytestmark = pytest.mark.slow
 
 
@@ -109,6 +112,12 @@ class RolloutController(LocalController):
     def _choose_members(self, restore: Restore | None) -> None:
         self._start_step = restore.step if restore else 0
 
+    def _newest(self, generation: int, world_size: int, before: Restore | None) -> Restore | None:
+        """Also of a generation that has not mirrored a step."""
+        if self._local.newest_step(generation, world_size) is None:
+            return before
+        return super()._newest(generation, world_size, before)
+
     def _act(self, generation: int) -> None:
         steps = [
             max(
@@ -126,9 +135,11 @@ class RolloutController(LocalController):
 
 
 class Job:
-    """Two workers on rollouts."""
+    """Some workers on rollouts."""
 
-    def __init__(self, folder: Path, stage: int, faults: tuple[str, ...]) -> None:
+    def __init__(
+        self, folder: Path, stage: int, faults: tuple[str, ...] = (), workers: int = 2
+    ) -> None:
         spec = mirrored_setup(
             folder,
             "tests.workers.rollouts.jobs:train",
@@ -141,7 +152,7 @@ class Job:
         self.buffer = Buffer(folder)
         self.may_work = Event()
         self.may_work.set()
-        self.local = LocalWorkers(spec, 2)
+        self.local = LocalWorkers(spec, workers)
 
     def run(self, act: Callable[[int, int], None] = lambda generation, step: None) -> None:
         try:
@@ -167,6 +178,11 @@ class Job:
         for name, expected in plain_torch(log, self.local.setup.seed).items():
             torch.testing.assert_close(weights[name], expected, rtol=1e-9, atol=1e-12)
 
+    def fence(self, generation: int) -> None:
+        for worker in self.local.workers.values():
+            with suppress(*LOST):
+                worker.call("fence", generation)
+
     def phases(self) -> list[str]:
         """What the ranks do, by their last signs of life."""
         beats = [
@@ -191,7 +207,7 @@ def test_a_rank_is_lost(tmp_path: Path, stage: int, faults: tuple[str, ...]) -> 
 def test_ranks_that_wait_for_samples_leave_when_they_are_fenced(tmp_path: Path) -> None:
     """Generators make nothing any more; a rank is lost; the other one waits in the next generation,
     and goes on with the generators."""
-    job = Job(tmp_path, 2, ())
+    job = Job(tmp_path, 2)
     was_killed = Event()
 
     def act(generation: int, step: int) -> None:
@@ -212,7 +228,7 @@ def test_ranks_that_wait_for_samples_leave_when_they_are_fenced(tmp_path: Path) 
 @pytest.mark.parametrize("with_rank", [True, False])
 def test_the_buffer_is_lost(tmp_path: Path, with_rank: bool) -> None:
     """With the node of rank 0, or alone: then the trainer's generation ends with it."""
-    job = Job(tmp_path, 1, ())
+    job = Job(tmp_path, 1)
 
     def act(generation: int, step: int) -> None:
         if step >= 3 and job.buffer.started == 1:
@@ -220,8 +236,35 @@ def test_the_buffer_is_lost(tmp_path: Path, with_rank: bool) -> None:
             if with_rank:
                 job.local.kill(0)
             else:
-                for worker in job.local.workers.values():
-                    worker.call("fence", generation)
+                job.fence(generation)
 
     job.run(act)
     assert job.buffer.started == 2
+
+
+@pytest.mark.parametrize("seed", range(COURSES))
+def test_random_courses(tmp_path: Path, seed: int) -> None:
+    """Ranks, the buffer and a generator are lost at random steps, several at once."""
+    rng = Random(seed)
+    job = Job(tmp_path, stage=seed % 4, workers=3)
+    kinds = rng.choices(["rank", "rank", "buffer", "fence", "generator"], k=5)
+    events = sorted((rng.randint(1, STEPS - 1), kind) for kind in kinds)
+    killed = 0
+
+    def act(generation: int, step: int) -> None:
+        nonlocal killed
+        while events and events[0][0] <= step:
+            match events.pop(0)[1]:
+                case "rank" if killed < 2:
+                    killed += 1
+                    job.local.kill(killed)
+                case "buffer":
+                    job.buffer.replace()
+                    job.fence(generation)
+                case "fence":
+                    job.fence(generation)
+                case "generator":
+                    job.buffer.server.lose(0)
+
+    job.run(act)
+    assert events == []

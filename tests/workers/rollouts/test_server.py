@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event, Thread
@@ -293,23 +294,68 @@ def issued(buffer: Buffer) -> RolloutLog:
     """The log of a rank whose prompts the buffer has."""
     log = buffer.log()
     log.open(Consumed(), go_on)
-    stop = Event()
+    issue_more(buffer, log)
+    return log
+
+
+def issue_more(buffer: Buffer, log: RolloutLog) -> None:
+    """Reads what is not there until the buffer has got more prompts, and is interrupted then."""
+    stop, before = Event(), buffer.server.counts(LIMIT_S)["waiting"]
 
     def check() -> None:
         if stop.is_set():
             raise Stopped
 
-    def ask() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(log.read, 0, 1, check)
+        until_s = monotonic() + LIMIT_S
+        while buffer.server.counts(LIMIT_S)["waiting"] == before and monotonic() < until_s:
+            pass
+        stop.set()
         with pytest.raises(Stopped):
-            log.read(0, 1, check)
+            reading.result(LIMIT_S)
+    assert buffer.server.counts(LIMIT_S)["waiting"] > before
 
-    thread = Thread(target=ask)
-    thread.start()
-    while buffer.server.counts(LIMIT_S)["waiting"] == 0:
-        pass
-    stop.set()
-    thread.join(LIMIT_S)
-    return log
+
+def test_prompts_are_not_asked_of_a_rank_that_is_gone() -> None:
+    with buffer_of(max_version_lag=0) as buffer:
+        issued(buffer)  # its interrupted request still waits at the buffer
+        log = buffer.log()
+        log.open(Consumed(), go_on)
+        buffer.publish(1)
+        issue_more(buffer, log)
+
+
+def test_prompts_are_asked_of_one_rank_at_a_time() -> None:
+    with buffer_of(max_version_lag=0) as buffer:
+        client = RolloutClient(lambda: buffer.address, LIMIT_S)
+
+        def wanted() -> list[int]:
+            values, _ = client.call("read", 0, 1, 0.0, check=go_on)
+            return list(values["wanted"])
+
+        assert wanted() == [0, 1, 2, 3]
+        assert wanted() == []
+        client.call("open", 1, 0, [], check=go_on)  # by the next generation's rank
+        assert wanted() == [0, 1, 2, 3]
+        client.call("issue", [0, 1], contents=[b"a", b"b"], check=go_on)
+        assert wanted() == []
+        buffer.now_s = 100.0  # it is slow, or gone
+        assert wanted() == [2, 3]
+
+
+def test_leases_of_an_earlier_buffer_do_not_count() -> None:
+    with buffer_of(batch=1, max_version_lag=0) as buffer:
+        issued(buffer)
+        tasks = buffer.tasks()
+        earlier, server = next(tasks), buffer.server
+        buffer.start()
+        issued(buffer)
+        other = next(buffer.tasks(1))
+        assert earlier.prompts == other.prompts
+        assert not earlier.done([["x", "x"]])
+        assert other.done([["a", "b"]])
+        server.close()
 
 
 def test_expired_and_lost_tasks_go_to_others() -> None:
@@ -354,6 +400,33 @@ def test_tasks_of_a_lost_reply_are_taken_again() -> None:
         assert first.done([["a", "b"]])
         assert next(tasks).done([["c", "d"]])
         assert [it for _, it in log.read(0, 4, go_on)] == ["a", "b", "c", "d"]
+
+
+def test_a_request_whose_connection_was_lost_takes_nothing() -> None:
+    """It waits at the buffer: for tasks that its worker, or one in its place, gets."""
+    with buffer_of(lease_s=(LIMIT_S,), max_version_lag=0) as buffer:
+
+        def interrupted(worker: int) -> Tasks:
+            checks = iter(range(2))
+
+            def check() -> None:
+                if next(checks, None) is None:
+                    raise Stopped
+
+            tasks = buffer.tasks(worker, check=check)
+            with pytest.raises(Stopped):
+                next(tasks)
+            tasks._check = go_on
+            return tasks
+
+        again, _ = interrupted(0), interrupted(1)
+        buffer.server.lose(1)
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(next, again)
+            issued(buffer)
+            assert first.result(LIMIT_S).done([["a", "b"]])
+        assert buffer.server.counts(LIMIT_S)["leased"] == 0
+        assert next(buffer.tasks(2)).done([["a", "b"]])
 
 
 def test_generators_wait_for_a_buffer_that_is_being_started() -> None:
