@@ -22,7 +22,7 @@ from rayzero.engine.compiling import (
 )
 from rayzero.engine.compression.gradients import OneBitAdamReduction
 from rayzero.engine.config import EngineConfig, resolve_batch_sizes
-from rayzero.engine.data.loader import MapDataset, StepLoader
+from rayzero.engine.data.loader import DatasetSource, MapDataset, SampleSource, StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.sampling import StepSplit, TrainingProgress, assign_step
 from rayzero.engine.errors import ConfigError
@@ -229,14 +229,15 @@ def split_step(settings: Settings, collectives: Collectives) -> StepSplit:
 
 def make_loader(
     step: TrainingStep,
-    data: MapDataset,
+    data: MapDataset | SampleSource,
     collate_fn: Callable[[list[Any]], Any] | None,
     session: HostSession | None,
 ) -> StepLoader:
     """The loader of this rank's part of every step."""
+    if not isinstance(data, SampleSource):
+        data = DatasetSource(data, session.seed if session is not None else 0)
     return StepLoader(
         data,
-        session.seed if session is not None else 0,
         step.micro_batches,
         collate_fn,
         step.settings.device,

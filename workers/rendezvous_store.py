@@ -2,12 +2,9 @@
 
 torch's TCPStore is not used. Its server admits any client that reaches its port. Its client asks
 the resolver for the name of the server's address each time it connects (`getnameinfo`), so that one
-lost query makes a repair 5 seconds longer, and a cluster without reverse DNS every repair. Here a
-connection is authenticated in both directions, by a secret that the controller sends with each
-assignment, before anything else is read from it. What is sent afterwards is neither encrypted nor
-authenticated.
-
-A message is a list of fields, each preceded by its length. Requests: set, read, add, delete.
+lost query makes a repair 5 seconds longer, and a cluster without reverse DNS every repair. Here
+connections are authenticated (`authenticated.py`), by a secret that the controller sends with each
+assignment. Requests: set, read, add, delete.
 
 Rule of ordering: `stale-generation` (docs/engine.md).
 """
@@ -15,114 +12,30 @@ Rule of ordering: `stale-generation` (docs/engine.md).
 from __future__ import annotations
 
 import asyncio
-import hmac
-import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from struct import Struct
-from threading import Lock, Thread
 
 import torch.distributed as dist
 
-from rayzero.engine.errors import ConfigError
 from rayzero.engine.torch_private import Store
+from rayzero.workers.authenticated import MessageConnection, MessageServer
 
 STORE_THREAD = "rayzero-store"
-_PROOF_BYTES = 32
-_CLOSE_S = 5.0
-"""Limit for the end of the server's thread, whose callbacks never wait."""
-_LENGTH = Struct(">Q")
 _SECONDS = Struct(">d")
 
 
-class StoreServer:
-    """Serves the keys of one generation on a free port of `address`, on a thread of its own.
-
-    Args:
-        address: of this node; the store listens there only.
-        timeout_s: for a client to prove that it knows the secret.
-
-    Raises:
-        ConfigError: no interface of this node has that address.
-    """
+class StoreServer(MessageServer):
+    """Serves the keys of one generation. Arguments and errors as of `MessageServer`."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            listener = socket.create_server((address, 0), family=family)
-        except OSError as error:
-            raise ConfigError(
-                f"the rendezvous store cannot listen on {address}, Ray's address of this node: "
-                f"{error}",
-                allowed="an address of one of the node's interfaces",
-                fix="--node-ip-address of `ray start` on that node",
-            ) from None
-        self.port: int = listener.getsockname()[1]
-        self._timeout_s = timeout_s
-        self._loop = asyncio.new_event_loop()
-        self._secret = b""
-        self._admits = asyncio.Event()
-        self._closed = asyncio.Event()
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, asyncio.Event] = {}  # set once the key has a value
-        self._thread = Thread(target=self._run, args=(listener,), name=STORE_THREAD, daemon=True)
-        self._thread.start()
+        super().__init__("the rendezvous store", STORE_THREAD, address, timeout_s)
 
-    def admit(self, secret: bytes) -> None:
-        """Serves the clients that know `secret`; those that have connected before wait for this."""
-        self._secret = secret
-        self._loop.call_soon_threadsafe(self._admits.set)
-
-    def close(self) -> None:
-        """Ends the server and its connections. Idempotent."""
-        with suppress(RuntimeError):  # its loop has been closed
-            self._loop.call_soon_threadsafe(self._closed.set)
-        self._thread.join(_CLOSE_S)
-
-    def _run(self, listener: socket.socket) -> None:
-        self._loop.run_until_complete(self._serve(listener))
-        self._loop.close()
-
-    async def _serve(self, listener: socket.socket) -> None:
-        server = await asyncio.start_server(self._serve_client, sock=listener)
-        await self._closed.wait()
-        server.close()
-        clients = asyncio.all_tasks() - {asyncio.current_task()}
-        for client in clients:
-            client.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
-
-    async def _serve_client(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._authenticate(reader, writer)
-            while True:
-                (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-                request = _unpack(await reader.readexactly(size))
-                writer.write(_pack(await self._answer(request)))
-                await writer.drain()
-        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
-            pass  # the client has left, or is a stranger; or the server ends
-        finally:
-            writer.transport.abort()
-
-    async def _authenticate(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Raises PermissionError if the client does not know the secret."""
-        own = os.urandom(_PROOF_BYTES)
-        writer.write(own)
-        other, proof = [await reader.readexactly(_PROOF_BYTES) for _ in range(2)]
-        await self._admits.wait()
-        if not hmac.compare_digest(proof, _prove(self._secret, b"client", own + other)):
-            raise PermissionError
-        writer.write(_prove(self._secret, b"server", own + other))
-
-    async def _answer(self, request: list[bytes]) -> list[bytes]:
+    async def answer(self, request: list[bytes], is_lost: Callable[[], bool]) -> list[bytes]:
         operation, *fields = request
         if operation == b"read":  # limit, keys: their values, or the keys that have none
             limit, *names = fields
@@ -176,14 +89,10 @@ class StoreClient(Store):
         self._arguments = (host, port, secret, timeout_s, on_connect, on_value)
         self._timeout_s = timeout_s
         self._on_value = on_value
-        self._lock = Lock()  # of a request and its answer
         self._clones: list[StoreClient] = []  # C++ does not keep their Python objects
         self._name = f"the rendezvous store at {host}:{port}"
         try:
-            self._connection = socket.create_connection((host, port), timeout_s)
-            on_connect(self._connection)
-            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._authenticate(secret)
+            self._connection = MessageConnection(host, port, secret, timeout_s, on_connect)
         except (OSError, EOFError) as error:
             raise dist.DistNetworkError(f"{self._name}: {error}") from None
 
@@ -228,44 +137,6 @@ class StoreClient(Store):
 
     def _request(self, *fields: bytes, limit_s: float = 0.0) -> list[bytes]:
         try:
-            with self._lock:
-                self._connection.settimeout(limit_s + self._timeout_s)
-                self._connection.sendall(_pack(fields))
-                size = _LENGTH.unpack(self._receive(_LENGTH.size))[0]
-                return _unpack(self._receive(size))
+            return self._connection.request(*fields, limit_s=limit_s)
         except (OSError, EOFError) as error:
             raise dist.DistNetworkError(f"{self._name}: {error}") from None
-
-    def _authenticate(self, secret: bytes) -> None:
-        other, own = self._receive(_PROOF_BYTES), os.urandom(_PROOF_BYTES)
-        self._connection.sendall(own + _prove(secret, b"client", other + own))
-        expected = _prove(secret, b"server", other + own)
-        if not hmac.compare_digest(self._receive(_PROOF_BYTES), expected):
-            raise PermissionError("the server does not know this generation's secret")
-
-    def _receive(self, size: int) -> bytes:
-        content = bytearray()
-        while len(content) < size:
-            if not (part := self._connection.recv(min(size - len(content), 2**20))):
-                raise EOFError("the connection was closed")
-            content += part
-        return bytes(content)
-
-
-def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(secret, role + nonces, "sha256")
-
-
-def _pack(fields: Sequence[bytes]) -> bytes:
-    content = b"".join(_LENGTH.pack(len(field)) + field for field in fields)
-    return _LENGTH.pack(len(content)) + content
-
-
-def _unpack(content: bytes) -> list[bytes]:
-    fields, start = [], 0
-    while start < len(content):
-        start += _LENGTH.size
-        end = start + _LENGTH.unpack_from(content, start - _LENGTH.size)[0]
-        fields.append(content[start:end])
-        start = end
-    return fields

@@ -19,7 +19,7 @@ _PACKAGE = str(Path(__file__).parents[1])  # as in the names of code's files
 _LIBRARIES = (_PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
 """Where the code is that the user did not write."""
 _COLLECTIVES = str(Path(sysconfig.get_path("purelib"), "torch", "distributed"))
-_PREFETCH, _READ = "rayzero-prefetch", "_fetch_samples"
+_PREFETCH, _READ = "rayzero-prefetch", "fetch_samples"
 """The loader's thread, and its function that calls the dataset."""
 _frames_lock = Lock()
 

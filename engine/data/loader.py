@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from queue import Empty
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from rayzero.engine.data.micro_batches import MicroBatches, YieldedBatch
-from rayzero.engine.data.prefetch import Prefetch, batch_to_device
-from rayzero.engine.data.sampling import SampleOrder, StepSplit
+from rayzero.engine.data.prefetch import Prefetch, batch_to_device, closed_error
+from rayzero.engine.data.sampling import MicroBatch, SampleOrder, StepSplit
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import CollectiveError, DataError, EngineError
 from rayzero.engine.tensor_tree import map_tensors
@@ -29,6 +31,56 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+class SampleSource(ABC):
+    """The job's samples by their positions, which are sample cursors. Used by the thread that reads
+    ahead.
+
+    Attributes:
+        length: samples of an epoch.
+        may_wait: reading may have to wait for what others make, for any time: the training thread
+            shows signs of life meanwhile.
+    """
+
+    length: int
+    may_wait = False
+
+    def begin(self, cursor: int, check: Callable[[], None]) -> None:  # noqa: B027 -- a default
+        """Reading begins with the step at that cursor."""
+
+    @abstractmethod
+    def read(
+        self, step: int, part: MicroBatch, *, is_last: bool, check: Callable[[], None]
+    ) -> tuple[list[int], list[Any]]:
+        """The numbers of the samples of a micro-batch, and the samples.
+
+        Args:
+            step: the cursor at which its step begins.
+            is_last: of its step, on this rank.
+            check: raises where reading is to stop; to be called while waiting.
+        """
+
+
+class DatasetSource(SampleSource):
+    """The samples of a dataset in their global order. Raises DataError if it is not map-style, or
+    empty."""
+
+    def __init__(self, dataset: MapDataset, seed: int) -> None:
+        self._dataset = dataset
+        self._order = SampleOrder(dataset_length(dataset), seed)
+        self.length = self._order.length
+
+    def read(
+        self, step: int, part: MicroBatch, *, is_last: bool, check: Callable[[], None]
+    ) -> tuple[list[int], list[Any]]:
+        indices = self._order.indices(step + part.start, part.read_count).tolist()
+        return indices, fetch_samples(self._dataset, indices)
+
+
+_SIGN_INTERVAL_S = 0.1
+"""How often a training thread that waits for a source shows that it lives, and looks if it is to
+leave its generation."""
+
+
 class StepLoader:
     """This rank's micro-batches, step after step, read ahead in a thread.
 
@@ -42,11 +94,9 @@ class StepLoader:
 
     The loop may read ahead, by any number of batches and in a thread of its own; it trains on them
     in their order, each once (`micro_batches`). There is one iteration at a time: a new one closes
-    the previous one. Its thread ends when it is exhausted, closed or garbage-collected. Raises
-    DataError if the dataset is not map-style, or empty.
+    the previous one. Its thread ends when it is exhausted, closed or garbage-collected.
 
     Args:
-        seed: of the order of samples.
         micro_batches: the engine's, with its progress, this rank's micro-batches of every step, and
             its session, which gets the phase "data".
         collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
@@ -56,18 +106,16 @@ class StepLoader:
 
     def __init__(
         self,
-        dataset: MapDataset,
-        seed: int,
+        source: SampleSource,
         micro_batches: MicroBatches,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         device: torch.device | None = None,
         before_read: Callable[[], None] = lambda: None,
     ) -> None:
-        self.dataset = dataset
         self.progress = micro_batches.progress
         self._micro_batches = micro_batches
         self.device = device or torch.device("cpu")
-        self._order = SampleOrder(_dataset_length(dataset), seed)
+        self._source = source
         self._session = micro_batches.session
         self._training_thread = threading.get_ident()
         self._collate = collate_fn or default_collate
@@ -84,7 +132,7 @@ class StepLoader:
     def __len__(self) -> int:
         """Number of micro-batches of the current epoch, from its first step."""
         cursor, batch = self.progress.sample_cursor, self.progress.global_batch
-        into_epoch = cursor % self._order.length
+        into_epoch = cursor % self._source.length
         first = cursor - into_epoch // batch * batch
         return self._steps_to_epoch_end(first) * self.micro_steps
 
@@ -129,8 +177,8 @@ class StepLoader:
         """
         _check_count(f"loader.epochs({count!r})", count)
         previous = None
-        while (cursor := self._micro_batches.next_place()[0]) < count * self._order.length:
-            epoch = cursor // self._order.length
+        while (cursor := self._micro_batches.next_place()[0]) < count * self._source.length:
+            epoch = cursor // self._source.length
             if cursor == previous:
                 raise EngineError(
                     f"the loop over epoch {epoch} ended without a finished step",
@@ -169,14 +217,15 @@ class StepLoader:
         if self._micro_batches.split is not split:
             return
         steps = (end - cursor) // self.progress.global_batch
-        feed = Prefetch(self._read_ahead(split, cursor, done, steps))
+        closed = threading.Event()
+        feed = Prefetch(self._read_ahead(split, cursor, done, steps, closed), closed=closed)
         self._prefetch = weakref.ref(feed)
         try:
-            for yielded, loaded in feed:
-                self.progress.data_wait_s += feed.wait_s
+            while (item := self._next_item(feed, split, end)) is not None:
+                yielded, loaded = item
                 batch = batch_to_device(loaded, self.device)
                 self._micro_batches.add(iteration, yielded, batch)
-                del yielded, loaded  # the batch in host memory
+                del item, yielded, loaded  # the batch in host memory
                 yield batch
                 del batch
                 self._enter_phase(end)
@@ -184,6 +233,22 @@ class StepLoader:
                     return
         finally:
             feed.close()
+
+    def _next_item(
+        self, feed: Prefetch[tuple[YieldedBatch, Any]], split: StepSplit, end: int
+    ) -> tuple[YieldedBatch, Any] | None:
+        """The next item; None at the end, or once steps are split differently."""
+        while True:
+            try:
+                return feed.next_within(_SIGN_INTERVAL_S if self._source.may_wait else None)
+            except StopIteration:
+                return None
+            except Empty:
+                self._enter_phase(end)  # leaves the generation, or joins the next, if it has ended
+                if self._micro_batches.split is not split:
+                    return None
+            finally:
+                self.progress.data_wait_s += feed.wait_s
 
     def _enter_phase(self, end: int) -> None:
         """The training thread is about to read, unless all steps until `end` are finished: not
@@ -196,35 +261,42 @@ class StepLoader:
 
     def _steps_to_epoch_end(self, cursor: int) -> int:
         """Steps from `cursor` to the first end of a step at or after the end of its epoch."""
-        remaining = self._order.length - cursor % self._order.length
+        remaining = self._source.length - cursor % self._source.length
         return -(-remaining // self.progress.global_batch)
 
     def _read_ahead(
-        self, split: StepSplit, cursor: int, done: int, steps: int
+        self, split: StepSplit, cursor: int, done: int, steps: int, closed: threading.Event
     ) -> Iterator[tuple[YieldedBatch, Any]]:
         """Runs in the thread: batches in host memory, skipping `done` of the first step."""
+
+        def check() -> None:
+            if closed.is_set():
+                raise closed_error()
+
         device = get_device(self.device)
         device.make_current()  # or pinning uses device 0
+        self._source.begin(cursor, check)
         for step in range(steps):
             start = cursor + step * self.progress.global_batch
             for turn in range(done if step == 0 else 0, len(split)):
                 part = split[turn]
-                indices = self._order.indices(start + part.start, part.read_count).tolist()
-                batch = self._collate_samples(indices)
+                is_last = turn == len(split) - 1
+                indices, samples = self._source.read(start, part, is_last=is_last, check=check)
+                batch = self._collate_samples(indices, samples)
+                del samples
                 if device.asynchronous:
                     batch = map_tensors(batch, device.pin)
                 yielded = YieldedBatch(
                     (start, turn),
                     part.weight,
                     own_indices=indices[: part.count],
-                    is_last=turn == len(split) - 1,
+                    is_last=is_last,
                     owner=self._micro_batches,
                     split=split,
                 )
                 yield yielded, batch
 
-    def _collate_samples(self, indices: list[int]) -> Any:
-        samples = _fetch_samples(self.dataset, indices)
+    def _collate_samples(self, indices: list[int], samples: list[Any]) -> Any:
         try:
             return self._collate(samples)
         except Exception as error:
@@ -244,7 +316,7 @@ def _check_count(call: str, count: Any) -> None:
         raise EngineError(f"{call} was called", "a number, 0 or more", "the call")
 
 
-def _dataset_length(dataset: object) -> int:
+def dataset_length(dataset: object) -> int:
     name = type(dataset).__name__
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not map_style:
@@ -263,7 +335,7 @@ def _dataset_length(dataset: object) -> int:
     return length
 
 
-def _fetch_samples(dataset: MapDataset, indices: list[int]) -> list[Any]:
+def fetch_samples(dataset: MapDataset, indices: list[int]) -> list[Any]:
     """The samples at `indices`; errors of the dataset name the failing sample."""
     failing = f"samples {indices}"
     try:

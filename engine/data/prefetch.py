@@ -36,12 +36,18 @@ class Prefetch(Generic[Item]):
     at that time is completed and dropped. Raises EngineError if it is advanced after `close`.
     """
 
-    def __init__(self, source: Iterator[Item], depth: int = 3) -> None:
+    def __init__(
+        self, source: Iterator[Item], depth: int = 3, closed: threading.Event | None = None
+    ) -> None:
+        """
+        Args:
+            closed: is set when the thread is to end: for a source that waits.
+        """
         # `SimpleQueue.put` may interrupt itself: the garbage collector may close this object in a
         # thread that is in the middle of one.
         self._items: SimpleQueue[Item | _EndOfStream] = SimpleQueue()
         self._permits: SimpleQueue[None] = SimpleQueue()  # one for each item that may be read
-        closed = threading.Event()
+        closed = closed or threading.Event()
         self.wait_s = 0.0
         """Seconds that the consumer waited for the last item."""
         self._ended = False
@@ -60,15 +66,23 @@ class Prefetch(Generic[Item]):
         return self
 
     def __next__(self) -> Item:
+        return self.next_within(None)
+
+    def next_within(self, timeout_s: float | None) -> Item:
+        """The next item. Raises queue.Empty if there is none after `timeout_s`; StopIteration at
+        the end."""
         since_s = perf_counter()
+        self.wait_s = 0.0
         if self._ended:
             raise StopIteration
         if not self._stop.alive:
             raise closed_error()
-        item = self._items.get()
+        try:
+            item = self._items.get(timeout=timeout_s)
+        finally:
+            self.wait_s = perf_counter() - since_s
         if not isinstance(item, _EndOfStream):
             self._permits.put(None)
-            self.wait_s = perf_counter() - since_s
             return item
         self._ended = True
         self._thread.join(_JOIN_TIMEOUT_S)

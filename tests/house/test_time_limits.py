@@ -14,6 +14,10 @@ from tests.house.source import packages
 REASONS = {
     "how often something is looked at, or how long changes are collected: only a delay": """
         workers.worker: FENCE_INTERVAL_S
+        workers.authenticated: _CHECK_S
+        engine.data.loader: _SIGN_INTERVAL_S
+        workers.rollouts.buffer_client: POLL_S _CONNECT_S _RETRY_S
+        workers.rollouts.server: _EXPIRY_S _ASK_AGAIN_S
         workers.vault.server: _PING_INTERVAL_S
         workers.vault.mappings: _POLL_S
         workers.state_copy: _POLL_S
@@ -59,7 +63,7 @@ REASONS = {
     """,
     "the end of a thread or process that has nothing left to do; it is left behind otherwise": """
         orchestrator.control.roles: END_LIMIT_S
-        workers.rendezvous_store: _CLOSE_S
+        workers.authenticated: _CLOSE_S
         engine.comm.elastic_group: END_LIMIT_S
         engine.data.prefetch: _JOIN_TIMEOUT_S
         engine.comm.gloo_p2p: EXIT_LIMIT_S

@@ -4,6 +4,7 @@ That shutting them down ends a wait for a stopped peer is tested in test_recover
 
 from __future__ import annotations
 
+import gc
 import socket
 import sys
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from rayzero.workers.group_sockets import SocketTracker
 def test_reused_descriptor_is_not_shut_down(monkeypatch: pytest.MonkeyPatch):
     """A tracked socket is closed, and its number reused, between the listing and the shutdown."""
     listing = group_sockets._open_sockets
+    gc.collect()  # what earlier tests have left would free lower numbers meanwhile
     with socket.create_server(("127.0.0.1", 0)) as listener:
         tracker = SocketTracker()
         tracked = socket.create_connection(listener.getsockname())

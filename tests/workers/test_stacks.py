@@ -7,7 +7,7 @@ from threading import Event, Thread
 
 import torch
 
-from rayzero.engine.data.loader import _fetch_samples
+from rayzero.engine.data.loader import fetch_samples
 from rayzero.engine.data.prefetch import Prefetch
 from rayzero.workers.stacks import TRAINING_THREAD, Stacks, read_stacks
 
@@ -48,7 +48,7 @@ def test_dataset_that_hangs_is_named_with_its_sample() -> None:
 
     def source() -> Iterator[list[int]]:
         for first in range(0, 40, 2):
-            yield _fetch_samples(stuck, [first, first + 1])
+            yield fetch_samples(stuck, [first, first + 1])
 
     stacks = stacks_of(lambda: list(Prefetch(source())), stuck)
     assert stacks.place.startswith(f"{__file__}:")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from rayzero.engine.data.loader import StepLoader
+from rayzero.engine.data.loader import DatasetSource, StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.prefetch import Prefetch, batch_to_device
 from rayzero.engine.data.sampling import SampleOrder, StepSplit, TrainingProgress, assign_step
@@ -49,13 +49,15 @@ def make_loader(
     """A loader whose samples are their indices."""
     step_plan = assign_step(global_batch, *world, micro_batch, shares)
     progress = progress or TrainingProgress(global_batch=global_batch)
-    return StepLoader(list(range(length)), 1, MicroBatches(progress, StepSplit(step_plan), session))
+    own = MicroBatches(progress, StepSplit(step_plan), session)
+    return StepLoader(DatasetSource(list(range(length)), 1), own)
 
 
 def make_single_loader(data: Any, batch: int = 1, seed: int = 0, **options: Any) -> StepLoader:
     """A loader for one rank with one micro-batch per step."""
     progress, step_plan = TrainingProgress(global_batch=batch), assign_step(batch, 1, 0, batch)
-    return StepLoader(data, seed, MicroBatches(progress, StepSplit(step_plan)), **options)
+    own = MicroBatches(progress, StepSplit(step_plan))
+    return StepLoader(DatasetSource(data, seed), own, **options)
 
 
 def consume(step_loader: StepLoader, batches: Iterator) -> list[tuple[list[int], float]]:

@@ -1,0 +1,142 @@
+"""Training on the samples of a log that others write while the job runs: rollouts.
+
+The log is read by position, as a dataset is. What stands at a position is not known in advance, so
+the training state has, beside the sample cursor, which prompts were consumed up to there: whoever
+has lost the log writes the rest of it again from that. Each prompt is trained on exactly once, in
+whatever way the job went back and the log was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rayzero.engine.data.loader import SampleSource
+from rayzero.engine.data.sampling import MicroBatch, TrainingProgress
+from rayzero.engine.errors import ConfigError, DataError, EngineError
+
+STATE_NAME = "rayzero.rollouts"
+"""Of the consumed prompts, among the registered state."""
+
+Register = Callable[[str, Callable[[], Any], Callable[[Any], object]], None]
+"""`TrainingState.register`."""
+
+
+@dataclass(frozen=True)
+class Consumed:
+    """A set of prompts by their numbers, from 0 over all epochs: those below `frontier`, and
+    `extras`, which are above it."""
+
+    frontier: int = 0
+    extras: frozenset[int] = frozenset()
+
+    def __len__(self) -> int:
+        return self.frontier + len(self.extras)
+
+    def __contains__(self, number: int) -> bool:
+        return number < self.frontier or number in self.extras
+
+    def add(self, numbers: Iterable[int]) -> Consumed:
+        """The set with these in it. Raises DataError if one of them is there already."""
+        extras, frontier = set(self.extras), self.frontier
+        for number in numbers:
+            if number < frontier or number in extras:
+                raise DataError(f"prompt {number} stands in the log of rollouts twice")
+            extras.add(number)
+        while frontier in extras:
+            extras.remove(frontier)
+            frontier += 1
+        return Consumed(frontier, frozenset(extras))
+
+
+class SampleLog(Protocol):
+    """A log of groups of samples, each group of one prompt. All positions are in samples.
+
+    Every method may wait for what others write; it calls `check` at least every second meanwhile,
+    which raises where reading is to stop.
+
+    Attributes:
+        length: samples of an epoch: its prompts times `group`.
+        group: samples of one prompt, which are adjacent.
+    """
+
+    length: int
+    group: int
+
+    def open(self, consumed: Consumed, check: Callable[[], None]) -> None:
+        """Reads from where exactly `consumed` stand before: at `len(consumed)` groups. If the log
+        does not have that beginning, it is written anew from there."""
+
+    def read(self, start: int, count: int, check: Callable[[], None]) -> list[tuple[int, Any]]:
+        """The samples at these positions, each with a number that no other one has: that of its
+        prompt times `group`, plus its own in the group."""
+
+    def consumed_at(self, position: int, check: Callable[[], None]) -> Consumed:
+        """The prompts before that position, which is a multiple of `group`."""
+
+
+class LogSource(SampleSource):
+    """A log as the source of a `StepLoader`. The consumed prompts are registered with the training
+    state, so they are mirrored, saved, and loaded at any world size with it.
+
+    `_at` is filled by the thread that reads ahead, and read where a step has ended: a step ends
+    after its last micro-batch was read.
+
+    Args:
+        register: the training state's.
+
+    Raises:
+        ConfigError: a step has no whole number of groups.
+    """
+
+    may_wait = True
+
+    def __init__(self, log: SampleLog, progress: TrainingProgress, register: Register) -> None:
+        if progress.global_batch % log.group:
+            raise ConfigError(
+                f"train_batch_size is {progress.global_batch} samples, with {log.group} samples of "
+                "each prompt",
+                allowed="a multiple of the samples of a prompt",
+                fix="train_batch_size, or `group` of the rollouts",
+            )
+        self.length = log.length
+        self._log = log
+        self._progress = progress
+        self._at: dict[int, Consumed] = {0: Consumed()}  # by sample cursors at which steps end
+        register(STATE_NAME, self._get, self._set)
+
+    def begin(self, cursor: int, check: Callable[[], None]) -> None:
+        self._log.open(self._consumed(cursor), check)
+
+    def read(
+        self, step: int, part: MicroBatch, *, is_last: bool, check: Callable[[], None]
+    ) -> tuple[list[int], list[Any]]:
+        samples = self._log.read(step + part.start, part.read_count, check)
+        if is_last:
+            batch = self._progress.global_batch
+            self._at[step + batch] = self._log.consumed_at(step + batch, check)
+            oldest = self._progress.sample_cursor - batch  # a step may be lost after it has ended
+            for cursor in [it for it in self._at if it < oldest]:
+                del self._at[cursor]
+        return [number for number, _ in samples], [sample for _, sample in samples]
+
+    def _consumed(self, cursor: int) -> Consumed:
+        consumed = self._at.get(cursor)
+        if consumed is None or len(consumed) * self._log.group != cursor:
+            seen = "no prompts" if consumed is None else f"{len(consumed)} prompts"
+            raise EngineError(
+                f"the training state counts {cursor} samples, and {seen} of these rollouts, with "
+                f"{self._log.group} samples of each",
+                allowed="to continue a run of the same rollouts, or to begin with step 0",
+                fix="load only the weights of another run's checkpoint",
+            )
+        return consumed
+
+    def _get(self) -> dict[str, Any]:
+        consumed = self._consumed(self._progress.sample_cursor)
+        return {"frontier": consumed.frontier, "extras": sorted(consumed.extras)}
+
+    def _set(self, value: dict[str, Any]) -> None:
+        consumed = Consumed(value["frontier"], frozenset(value["extras"]))
+        self._at = {self._progress.sample_cursor: consumed}

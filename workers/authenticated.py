@@ -1,0 +1,221 @@
+"""Requests and replies between the processes of a job, on any nodes, over authenticated TCP.
+
+A connection is authenticated in both directions, by a secret that the controller has given to both
+sides, before anything else is read from it. What is sent afterwards is neither encrypted nor
+authenticated. A message is a list of fields, each preceded by its length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from select import POLLIN, poll
+from struct import Struct
+from threading import Lock, Thread
+from time import monotonic
+
+from rayzero.engine.errors import ConfigError
+
+_PROOF_BYTES = 32
+_CLOSE_S = 5.0
+"""Limit for the end of the server's thread, whose callbacks never wait."""
+_CHECK_S = 0.05
+"""How often a wait for a reply looks if it is to end."""
+_LENGTH = Struct(">Q")
+
+
+class MessageServer(ABC):
+    """Answers on a free port of `address`, on an event loop in a thread of its own, from
+    construction until `close`.
+
+    Args:
+        name: of what it serves, for errors.
+        thread: name of its thread.
+        address: of this node; it listens there only.
+        timeout_s: for a client to prove that it knows the secret.
+
+    Raises:
+        ConfigError: no interface of this node has that address.
+    """
+
+    def __init__(self, name: str, thread: str, address: str, timeout_s: float) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            listener = socket.create_server((address, 0), family=family)
+        except OSError as error:
+            raise ConfigError(
+                f"{name} cannot listen on {address}, Ray's address of this node: {error}",
+                allowed="an address of one of the node's interfaces",
+                fix="--node-ip-address of `ray start` on that node",
+            ) from None
+        self.port: int = listener.getsockname()[1]
+        self._timeout_s = timeout_s
+        self._loop = asyncio.new_event_loop()
+        self._secret = b""
+        self._admits = asyncio.Event()
+        self._closed = asyncio.Event()
+        self._thread = Thread(target=self._run, args=(listener,), name=thread, daemon=True)
+        self._thread.start()
+
+    @abstractmethod
+    async def answer(self, request: list[bytes], is_lost: Callable[[], bool]) -> Sequence[bytes]:
+        """The reply to a request; on the server's thread. `is_lost`: whether nobody is there any
+        more to get it."""
+
+    def admit(self, secret: bytes) -> None:
+        """Serves the clients that know `secret`; those that have connected before wait for this."""
+        self._secret = secret
+        self.call_soon(self._admits.set)
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Calls it on the server's thread; never, if that has ended. By any thread."""
+        with suppress(RuntimeError):  # its loop has been closed
+            self._loop.call_soon_threadsafe(function)
+
+    def close(self) -> None:
+        """Ends the server and its connections. Idempotent."""
+        self.call_soon(self._closed.set)
+        self._thread.join(_CLOSE_S)
+
+    def _run(self, listener: socket.socket) -> None:
+        self._loop.run_until_complete(self._serve(listener))
+        self._loop.close()
+
+    async def _serve(self, listener: socket.socket) -> None:
+        server = await asyncio.start_server(self._serve_client, sock=listener)
+        await self._closed.wait()
+        server.close()
+        clients = asyncio.all_tasks() - {asyncio.current_task()}
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+
+    async def _serve_client(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._authenticate(reader, writer)
+
+            def is_lost() -> bool:
+                return reader.at_eof() or writer.is_closing()
+
+            while True:
+                (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+                request = _unpack(await reader.readexactly(size))
+                writer.write(_pack(await self.answer(request, is_lost)))
+                await writer.drain()
+        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
+            pass  # the client has left, or is a stranger; or the server ends
+        finally:
+            writer.transport.abort()
+
+    async def _authenticate(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Raises PermissionError if the client does not know the secret."""
+        own = os.urandom(_PROOF_BYTES)
+        writer.write(own)
+        other, proof = [await reader.readexactly(_PROOF_BYTES) for _ in range(2)]
+        await self._admits.wait()
+        if not hmac.compare_digest(proof, _prove(self._secret, b"client", own + other)):
+            raise PermissionError
+        writer.write(_prove(self._secret, b"server", own + other))
+
+
+class MessageConnection:
+    """A client's connection; one request at a time, by any thread. Every method may raise OSError
+    or EOFError, after which the connection is of no use.
+
+    Args:
+        timeout_s: for an answer, in addition to the time that a request says it may take.
+        on_connect: called with the connection, which another thread may shut down.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: bytes,
+        timeout_s: float,
+        on_connect: Callable[[socket.socket], None] = lambda connection: None,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._lock = Lock()  # of a request and its answer
+        self._connection = socket.create_connection((host, port), timeout_s)
+        try:
+            on_connect(self._connection)
+            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._authenticate(secret)
+        except BaseException:
+            self.close()
+            raise
+
+    def request(
+        self,
+        *fields: bytes,
+        limit_s: float = 0.0,
+        check: Callable[[], None] | None = None,
+    ) -> list[bytes]:
+        """The reply, which may take `limit_s` to make. `check` is called while waiting for it, and
+        raises where the wait is to end."""
+        with self._lock:
+            self._connection.settimeout(limit_s + self._timeout_s)
+            self._connection.sendall(_pack(fields))
+            if check is not None:
+                self._wait(monotonic() + limit_s + self._timeout_s, check)
+            size = _LENGTH.unpack(self._receive(_LENGTH.size))[0]
+            return _unpack(self._receive(size))
+
+    def close(self) -> None:
+        """Ends a request in flight on another thread, too. Idempotent."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _wait(self, until_s: float, check: Callable[[], None]) -> None:
+        readable = poll()
+        readable.register(self._connection, POLLIN)
+        while not readable.poll(_CHECK_S * 1000):
+            check()
+            if monotonic() > until_s:
+                raise TimeoutError("no answer")
+
+    def _authenticate(self, secret: bytes) -> None:
+        other, own = self._receive(_PROOF_BYTES), os.urandom(_PROOF_BYTES)
+        self._connection.sendall(own + _prove(secret, b"client", other + own))
+        expected = _prove(secret, b"server", other + own)
+        if not hmac.compare_digest(self._receive(_PROOF_BYTES), expected):
+            raise PermissionError("the server does not know this generation's secret")
+
+    def _receive(self, size: int) -> bytes:
+        content = bytearray()
+        while len(content) < size:
+            if not (part := self._connection.recv(min(size - len(content), 2**20))):
+                raise EOFError("the connection was closed")
+            content += part
+        return bytes(content)
+
+
+def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret, role + nonces, "sha256")
+
+
+def _pack(fields: Sequence[bytes]) -> bytes:
+    content = b"".join(_LENGTH.pack(len(field)) + field for field in fields)
+    return _LENGTH.pack(len(content)) + content
+
+
+def _unpack(content: bytes) -> list[bytes]:
+    fields, start = [], 0
+    while start < len(content):
+        start += _LENGTH.size
+        end = start + _LENGTH.unpack_from(content, start - _LENGTH.size)[0]
+        fields.append(content[start:end])
+        start = end
+    return fields

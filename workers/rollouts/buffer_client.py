@@ -1,0 +1,208 @@
+"""The clients of a buffer of rollouts, and the trainer's view of it: a log of samples.
+
+Rule of ordering: `one-log` (docs/engine.md).
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic, sleep
+from typing import Any
+
+from torch import Tensor
+
+from rayzero.engine.data.consumption import Consumed
+from rayzero.engine.data.loader import MapDataset, dataset_length, fetch_samples
+from rayzero.engine.data.sampling import SampleOrder
+from rayzero.engine.device import get_device
+from rayzero.engine.errors import DataError, EngineError
+from rayzero.engine.tensor_tree import map_tensors
+from rayzero.workers.authenticated import MessageConnection
+
+POLL_S = 10.0
+"""How long the buffer waits for what is asked for, before it is asked again."""
+_CONNECT_S = 5.0
+"""Of one attempt, of which there are as many as the limit allows."""
+_RETRY_S = 0.1
+
+
+@dataclass(frozen=True)
+class BufferAddress:
+    """Where a buffer of rollouts listens, and the secret that it admits."""
+
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
+
+
+class RolloutClient:
+    """Calls a buffer, and connects anew where that is restarted, at another address too. One call
+    at a time.
+
+    Args:
+        find: the present buffer's address; None: there is none at the moment.
+        timeout_s: for a buffer that answers; for a reply, beyond the time that it may take.
+    """
+
+    def __init__(self, find: Callable[[], BufferAddress | None], timeout_s: float) -> None:
+        self._find = find
+        self._timeout_s = timeout_s
+        self._address: BufferAddress | None = None
+        self._connection: MessageConnection | None = None
+
+    def call(
+        self,
+        name: str,
+        *arguments: Any,
+        contents: Sequence[bytes] = (),
+        limit_s: float = 0.0,
+        check: Callable[[], None],
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        """The reply, and its contents. A call that has failed is made again: each is one that may
+        be made twice.
+
+        Args:
+            limit_s: that the buffer may take.
+            check: called while waiting; raises where the call is to end.
+
+        Raises:
+            DataError: the buffer refuses the call, or none answers within the limit.
+        """
+        head = json.dumps([name, arguments]).encode()
+        failed_s: float | None = None
+        while True:
+            check()
+            try:
+                connection = self._connect()
+                reply, *found = connection.request(head, *contents, limit_s=limit_s, check=check)
+                break
+            except (OSError, EOFError) as error:
+                self.close()
+                failed_s = monotonic() if failed_s is None else failed_s
+                if monotonic() - failed_s > self._timeout_s:
+                    raise DataError(
+                        f"the buffer of rollouts ({self._address or 'there is none'}) has not "
+                        f"answered {name!r} for {self._timeout_s:g} s: {error}"
+                    ) from error
+                sleep(_RETRY_S)
+            except BaseException:  # `check` has ended it: the reply is still to come
+                self.close()
+                raise
+        values: dict[str, Any] = json.loads(reply)
+        if "error" in values:
+            raise DataError(*values["error"])
+        return values, found
+
+    def close(self) -> None:
+        """Closes the connection; the next call makes another. Idempotent."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _connect(self) -> MessageConnection:
+        address = self._find()
+        if address is None:
+            raise OSError("it is being started")
+        if self._connection is None or address != self._address:
+            self.close()
+            self._address = address
+            limit_s = min(_CONNECT_S, self._timeout_s)
+            self._connection = MessageConnection(
+                address.host, address.port, address.secret, limit_s
+            )
+        return self._connection
+
+
+class RolloutLog:
+    """The buffer's log of one trainer, as a `SampleLog`: gives it the prompts that it wants, too.
+
+    The ranks of a generation read from one buffer, so that they train on the same samples; if that
+    is lost, the next generation reads from another one. `open` binds what is read to both.
+
+    Args:
+        prompts: a map-style dataset of values that can be pickled, the same on every rank.
+        seed: of their order.
+        group: samples of each.
+        find: the number of this rank's generation, and the buffer of that.
+        timeout_s: for a buffer that answers.
+
+    Raises:
+        DataError: the dataset is not map-style, or empty.
+    """
+
+    def __init__(
+        self,
+        prompts: MapDataset,
+        seed: int,
+        group: int,
+        find: Callable[[], tuple[int, BufferAddress | None]],
+        timeout_s: float,
+    ) -> None:
+        self._prompts = prompts
+        self._order = SampleOrder(dataset_length(prompts), seed)
+        self.length = self._order.length * group
+        self.group = group
+        self._find = find
+        self._timeout_s = timeout_s
+        self._client = RolloutClient(lambda: None, timeout_s)
+
+    def open(self, consumed: Consumed, check: Callable[[], None]) -> None:
+        generation, address = self._find()
+        self._client.close()
+        self._client = RolloutClient(lambda: address, self._timeout_s)
+        extras = sorted(consumed.extras)
+        self._client.call("open", generation, consumed.frontier, extras, check=check)
+
+    def read(self, start: int, count: int, check: Callable[[], None]) -> list[tuple[int, Any]]:
+        values, contents = self._ask("read", start, count, check=check)
+        return list(zip(values["numbers"], map(decode, contents), strict=True))
+
+    def consumed_at(self, position: int, check: Callable[[], None]) -> Consumed:
+        values, _ = self._ask("consumed", position, check=check)
+        return Consumed(values["frontier"], frozenset(values["extras"]))
+
+    def _ask(
+        self, call: str, *arguments: int, check: Callable[[], None]
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        client = self._client
+        while True:
+            values, contents = client.call(call, *arguments, POLL_S, limit_s=POLL_S, check=check)
+            if numbers := values["wanted"]:
+                indices = [int(self._order.indices(it, 1)[0]) for it in numbers]
+                prompts = [encode(it) for it in fetch_samples(self._prompts, indices)]
+                client.call("issue", numbers, contents=prompts, check=check)
+            if values["ready"]:
+                return values, contents
+
+
+def encode(value: Any) -> bytes:
+    """A prompt or a sample for other processes; its tensors in host memory, without what else is in
+    the memory that they are views of. Raises EngineError if it cannot be pickled."""
+    try:
+        return pickle.dumps(map_tensors(value, _to_host), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise EngineError(
+            f"a {type(value).__name__} cannot be sent to other processes: "
+            f"{type(error).__name__}: {error}",
+            allowed="what can be pickled: numbers, text, tensors, containers and dataclasses of "
+            "them",
+            fix="define its class at the level of a module that all workers import",
+        ) from error
+
+
+def decode(content: bytes) -> Any:
+    """The value of `encode`. Only of processes that have proved to be the job's."""
+    try:
+        return pickle.loads(content)
+    except Exception as error:
+        raise DataError(
+            f"a rollout of another process cannot be read: {type(error).__name__}: {error}",
+            fix="define its class at the level of a module that all workers import",
+        ) from error
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return get_device(tensor.device).to_host(tensor.detach()).clone()
