@@ -240,7 +240,7 @@ def make_loader(
         step.micro_batches,
         collate_fn,
         step.settings.device,
-        step.reforming.reform_if_broken,
+        step.reforming,
     )
 
 

@@ -20,6 +20,7 @@ from rayzero.engine.device import get_device
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.recut import GroupSurvival
 from rayzero.engine.state.registry import StateRegistry, read_value
+from rayzero.workers.job_engines import JobEngines
 from rayzero.workers.process_group import is_collective_failure
 
 _STATE = "rayzero.collectives"
@@ -45,7 +46,8 @@ class FunctionCollectives(CallHost):
             it starts from, for which it may wait.
 
     Attributes:
-        survival: of an engine that outlives its generations.
+        survival: of the engines, if they outlive their generations.
+        has_begun: whether the first step has.
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class FunctionCollectives(CallHost):
         is_generation_ended: Callable[[], bool],
         read_calls: Callable[[], dict[str, Any] | None] | None = None,
     ) -> None:
-        self.survival: GroupSurvival | None = None
-        self._own_survival: GroupSurvival | None = None  # until the first step
-        self._engine_called = 0  # collectives, when it was ready
+        self.survival: JobEngines | None = None
+        self.has_begun = False
+        self._engines: JobEngines | None = None  # until the first step
+        self._engine_called = 0  # collectives, until each was ready
         self._is_generation_ended = is_generation_ended
         self._rank = rank
         self._calls: dict[str, Any] = {"rank": rank, "results": []}
@@ -66,28 +69,29 @@ class FunctionCollectives(CallHost):
         self._replayed = 0
         self._has_groups = False
 
-    def engine_is_ready(self, survival: GroupSurvival) -> None:
-        """The function has built its first engine."""
-        self._own_survival = survival
+    def engine_is_ready(self, engines: JobEngines, survival: GroupSurvival) -> None:
+        """The function has built an engine, before its first step."""
+        if self.has_begun:
+            return
+        self._engines = engines
         self._read_first_calls()
-        self._engine_called = survival.collectives_called
+        self._engine_called += survival.collectives_called
 
-    def begin_step(self) -> GroupSurvival | None:
+    def begin_step(self) -> bool:
         """Called where a training step begins. In the first one, from which on all ranks make the
-        same calls, returns the engine that may outlive its group: None if that has gathered weights
-        before, or the function has made groups, for which a new member would find no peers."""
-        survival, self._own_survival = self._own_survival, None
-        if survival is None:
-            return None
-        self._before_first_step = False
+        same calls, returns whether the engines may outlive their group: not if one has gathered
+        weights before, or the function has made groups, for which a new member would find no
+        peers."""
+        if self.has_begun or self._engines is None:
+            return False
+        self.has_begun, self._before_first_step = True, False
         self._is_member = True
-        waits = self._has_groups or survival.collectives_called != self._engine_called
-        return None if waits else survival
+        return not self._has_groups and self._engines.collectives_called == self._engine_called
 
-    def outlive(self, survival: GroupSurvival, registry: StateRegistry) -> None:
+    def outlive(self, registry: StateRegistry) -> None:
         """The function outlives its generations. The results of its calls are kept for later new
         members, with the training state."""
-        self.survival = survival
+        self.survival = self._engines
         registry.register(_STATE, lambda: self._calls, lambda _: None)
 
     def _read_first_calls(self) -> None:
