@@ -76,11 +76,13 @@ class HostSession:
         engine_config: the job's engine config as a dict; None if the job has none.
         seed: the job's, which determines the data order.
         shares: each rank's share of a step's samples; empty for even shares.
+        builds_alone: the other ranks have the engine that is about to be built, and are elsewhere.
     """
 
     engine_config: dict[str, Any] | None = None
     seed: int = 0
     shares: Sequence[float] = ()
+    builds_alone: bool = False
 
     def adapt_config(self, config: ConfigSource | None) -> ConfigSource | None:
         """The config of an engine that is about to be built, of the one that was given."""
@@ -157,11 +159,22 @@ class BesideSession(HostSession):
     """The session of an engine that only evaluates: a reference or a reward model. The host hears
     of its phases and waits, as signs of life; it has no state to preserve."""
 
-    def __init__(self, host: HostSession) -> None:
+    def __init__(
+        self,
+        host: HostSession,
+        on_ready: Callable[[Any], None] = lambda _: None,
+        *,
+        alone: bool = False,
+    ) -> None:
+        self.builds_alone = alone
+        self._on_ready = on_ready
         self.engine_config = host.engine_config
         self.seed = host.seed
         self.shares = host.shares
         self._host = host
+
+    def on_engine_ready(self, engine: Any) -> None:
+        self._on_ready(engine)
 
     def on_phase(self, name: str) -> None:
         self._host.on_phase(name)

@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from rayzero.engine.comm.elastic_group import CallHost
 from rayzero.engine.device import get_device
+from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.recut import GroupSurvival
 from rayzero.engine.state.registry import StateRegistry, read_value
@@ -66,7 +68,7 @@ class FunctionCollectives(CallHost):
         self._read_calls = read_calls
         self._is_member = read_calls is None
         self._before_first_step = True
-        self._replayed = 0
+        self._replayed = self._checked = 0
         self._has_groups = False
 
     def engine_is_ready(self, engines: JobEngines, survival: GroupSurvival) -> None:
@@ -87,6 +89,28 @@ class FunctionCollectives(CallHost):
         self.has_begun, self._before_first_step = True, False
         self._is_member = True
         return not self._has_groups and self._engines.collectives_called == self._engine_called
+
+    @property
+    def is_ahead_of_peers(self) -> bool:
+        """Whether the function of a new member has not come to where the others are."""
+        return not self._is_member
+
+    def check_model(self, checksum: int) -> None:
+        """Keeps the checksum of a model that only evaluates. Raises ConfigError on a new member
+        that has built another one than its peers."""
+        if self._is_member:
+            self._calls.setdefault("models", []).append(checksum)
+            return
+        self._read_first_calls()
+        models, number = self._calls.get("models", []), self._checked
+        self._checked += 1
+        if number >= len(models) or models[number] != checksum:
+            raise ConfigError(
+                f"model {number + 1} of those that only evaluate has other weights on the new rank "
+                f"{self._rank} than on the others",
+                allowed="the same weights in every call of the training function",
+                fix="read them from a file, or set a seed before the model is made",
+            )
 
     def outlive(self, registry: StateRegistry) -> None:
         """The function outlives its generations. The results of its calls are kept for later new
@@ -142,3 +166,18 @@ class FunctionCollectives(CallHost):
             return False
         survival.break_group(f"a collective of the training function failed: {error}")
         return True
+
+
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum_of_model(model: nn.Module) -> int:
+    """A number that differs where a weight or a buffer does. One small copy from the device for
+    each tensor."""
+    total = 0
+    for tensor in (*model.parameters(), *model.buffers()):
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        bits = flat.view(_INTEGER_OF_SIZE.get(tensor.element_size(), torch.uint8))
+        (added,) = get_device(bits.device).read(bits.sum(dtype=torch.int64).reshape(1))
+        total = (total * 31 + int(added)) % 2**53
+    return total

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
+from rayzero.engine.comm.process_group import LateBackend
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.recut import GroupSurvival
@@ -36,6 +38,7 @@ class JobEngines:
         self.step = JobStep()
         self.first_name: str | None = None
         self._engines: dict[str, Engine] = {}
+        self._evaluating: WeakSet[Engine] = WeakSet()
         self._unread: set[str] = set()  # parts of the restored state, whose engines are not built
 
     def __len__(self) -> int:
@@ -134,6 +137,13 @@ class JobEngines:
         self.state.first_name = self.first_name
         self.step.engines.append(name)
 
+    def add_evaluating(self, engine: Engine) -> None:
+        """One that only evaluates: its collectives, if it makes any, are of the present group."""
+        self._evaluating.add(engine)
+        collectives = engine.internals.runtime.collectives
+        if collectives.detached:
+            collectives.reconnect(LateBackend())
+
     def close(self, name: str) -> None:
         """An engine cannot be used any more: steps end without it. Its state stays."""
         if name in self.step.engines:
@@ -189,6 +199,8 @@ class JobEngines:
                     raise EngineError(f"the state of step {source.step} has no engine {name!r}")
                 part = open_part(source, found)
                 engine.survival.recut(part, keep=keep, shares=shares, undoes=undoes)
+        for engine in self._evaluating:
+            engine.internals.runtime.collectives.reconnect(LateBackend())
         for survival in self._survivals:
             survival.begin_step()
         self.step.begin_again()

@@ -13,7 +13,7 @@ from torch import nn
 from rayzero.engine.errors import CollectiveError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.session import OTHER_LOADER, BesideSession, HostSession, StepRequests
-from rayzero.workers.function_collectives import FunctionCollectives
+from rayzero.workers.function_collectives import FunctionCollectives, checksum_of_model
 from rayzero.workers.generation_session import GenerationSession
 from rayzero.workers.membership import Membership, SessionHost
 from rayzero.workers.messages import StepDivided, WorkerSpec
@@ -65,13 +65,30 @@ class JobSession(GenerationSession):
 
     def session_for(self, name: str | None, *, trains: bool) -> HostSession:
         if not trains:
-            return BesideSession(self)
+            if self._own_collectives is None:
+                return BesideSession(self)
+            alone = self._own_collectives.is_ahead_of_peers
+            return BesideSession(self, self._on_evaluating_engine, alone=alone)
         own = self.engines.choose_name(name)
         if not own:
             return self
         if self._own_collectives is not None and self._own_collectives.has_begun:
             self.engines.enable(None)  # a new rank would build it where others are in their loops
         return EngineSession(self, own)
+
+    def _on_evaluating_engine(self, engine: Engine) -> None:
+        """An engine that only evaluates is ready. It has no state, so a new rank builds it alone,
+        of the same weights; if these are sharded, the function does not outlive its generation."""
+        own = self._own_collectives
+        if own is None:
+            return
+        if own.has_begun:
+            self.engines.enable(None)  # as of one that trains
+        self.engines.add_evaluating(engine)
+        if engine.internals.runtime.stage.shards_weights:
+            own.makes_group()
+        else:
+            own.check_model(checksum_of_model(engine.module))
 
     @contextmanager
     def resume_from(self) -> Iterator[StateSource | None]:

@@ -45,6 +45,11 @@ def make_models() -> tuple[nn.Module, nn.Module]:
     return critic.double(), generator.double()
 
 
+def make_reference() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6)).double()
+
+
 def config(stage: int, lr: float) -> dict[str, Any]:
     return {
         "gradient_clipping": 0,
@@ -84,9 +89,15 @@ def gan(ctx: Any) -> None:
 
 
 def ppo(ctx: Any) -> None:
-    """Two engines over batches that the function makes, each of which sees the other's model."""
+    """Two engines over batches that the function makes, each of which sees the other's model, and a
+    reference that only evaluates, built first, if `reference` is its stage."""
     watch(ctx)
     critic, generator = make_models()
+    reference: Callable[[Tensor], Tensor] = make_reference()
+    if "reference" in ctx.args:
+        plain = {"train_batch_size": SAMPLES}
+        stage = {"zero_optimization": {"stage": ctx.args["reference"]}}
+        reference, *_ = ctx.initialize(model=make_reference(), config=plain | stage)
     second_config = config(ctx.args["stages"][1], 3e-3)
     first, *_ = ctx.initialize(
         model=generator, config=config(ctx.args["stages"][0], 1e-2), name="actor"
@@ -98,7 +109,9 @@ def ppo(ctx: Any) -> None:
         own = slice(*(SAMPLES * (ctx.rank + it) // ctx.world_size for it in (0, 1)))
         real, noise = real[own], noise[own]
         action, value = first(noise), second(real)
-        first.backward((action - real).square().mean() - (value.detach() * action).mean())
+        with torch.no_grad():
+            wanted = real + reference(noise)
+        first.backward((action - wanted).square().mean() - (value.detach() * action).mean())
         first.step()
         second.backward((second(real) - action.detach().sum(1, keepdim=True)).square().mean())
         second.step()
@@ -167,6 +180,7 @@ def plain_gan(critic_steps: int = 1) -> Oracle:
 
 def plain_ppo() -> Oracle:
     critic, generator = make_models()
+    reference = make_reference()
     optimizers = [
         torch.optim.AdamW(model.parameters(), lr=lr)
         for model, lr in ((generator, 1e-2), (critic, 3e-3))
@@ -176,7 +190,8 @@ def plain_ppo() -> Oracle:
         real, noise = batch_of(step)
         step += 1
         action, value = generator(noise), critic(real)
-        losses = [(action - real).square().mean() - (value.detach() * action).mean()]
+        wanted = real + reference(noise).detach()
+        losses = [(action - wanted).square().mean() - (value.detach() * action).mean()]
         update(optimizers[0], losses[0])
         losses.append((critic(real) - action.detach().sum(1, keepdim=True)).square().mean())
         update(optimizers[1], losses[1])

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from rayzero.workers.chaos.inject import FaultRecord
-from rayzero.workers.messages import StepReport
-from tests.workers.engine_jobs import SECOND, WEIGHTS, Oracle, kill_name, plain_gan
-from tests.workers.event_controller import MOST, SPACING, Event, EventController
-from tests.workers.local_workers import LocalWorkers
+from rayzero.workers.messages import Finished, StepReport
+from tests.workers.engine_jobs import SECOND, WEIGHTS, Oracle, kill_name, plain_gan, plain_ppo
+from tests.workers.event_controller import MOST, SPACING, Event, EventController, Kind
+from tests.workers.local_workers import ENDED, LocalWorkers
 from tests.workers.support import mirrored_setup
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
@@ -71,7 +71,66 @@ def kill_event(rank: int, step: int, point: int) -> Event:
     return Event(step, "replace", (kill_name(rank, step, point),))
 
 
-def test_gan_survives(tmp_path: Path) -> None:
-    kills = [(1, 3, 10)]
-    local, _ = run_job(tmp_path, "gan", [kill_event(*it) for it in kills], kills, stages=[1, 2])
-    check(local, plain_gan())
+def points(*numbers: int) -> list[tuple[int, int, int]]:
+    """A kill of the last rank at each of these points, one after the other."""
+    return [(MOST - 1, SPACING * turn, point) for turn, point in enumerate(numbers, 1)]
+
+
+def ends_of(local: LocalWorkers) -> list[Any]:
+    """Of all generations but the last, on the ranks that were not killed."""
+    ends = [it for messages in local.seen.values() for it in messages if isinstance(it, ENDED)]
+    return [it for it in ends if not isinstance(it, Finished)]
+
+
+@pytest.mark.parametrize(
+    ("stages", "critic_steps", "at"),
+    [
+        ([0, 1], 1, (1, 5, 8, 12)),
+        ([1, 3], 1, (2, 6, 10, 15)),
+        ([2, 0], 1, (4, 7, 11, 14)),
+        ([3, 2], 3, (9, 10, 19, 27)),
+    ],
+)
+def test_adversaries_are_repaired_in_their_loop(
+    tmp_path: Path, stages: list[int], critic_steps: int, at: tuple[int, ...]
+) -> None:
+    """Killed in each engine's part of a step, and between the two: survivors stay."""
+    kills, args = points(*at), {"stages": stages, "critic_steps": critic_steps}
+    local, _ = run_job(tmp_path, "gan", [kill_event(*it) for it in kills], kills, **args)
+    check(local, plain_gan(critic_steps))
+    assert [it.stays for it in ends_of(local)] == [True] * (MOST - 1) * len(kills)
+
+
+@pytest.mark.parametrize(
+    ("stages", "args", "stays"),
+    [
+        ([3, 1], {}, [True, True, False]),
+        ([2, 3], {"reference": 0}, [True, True, False]),
+        ([0, 2], {"reference": 3}, [False, False, False]),
+    ],
+)
+def test_policy_and_critic_are_repaired(
+    tmp_path: Path, stages: list[int], args: dict[str, int], stays: list[bool]
+) -> None:
+    """Their batches are made by the function: it stays where the policy has not stepped. Not with a
+    reference whose weights are sharded."""
+    kills = points(2, 4, 9)
+    events = [kill_event(*it) for it in kills]
+    local, _ = run_job(tmp_path, "ppo", events, kills, stages=stages, **args)
+    check(local, plain_ppo())
+    assert [it.stays for it in sorted(ends_of(local), key=lambda it: it.generation)] == [
+        it for it in stays for _ in range(MOST - 1)
+    ]
+
+
+@pytest.mark.parametrize(("function", "stages"), [("gan", [1, 2]), ("ppo", [3, 0])])
+def test_ranks_come_and_go(tmp_path: Path, function: str, stages: list[int]) -> None:
+    """3, 2, 1, 2, 3 ranks, with a kill in a grown job."""
+    kinds: list[Kind] = ["shrink", "shrink", "grow", "grow"]
+    events = [Event(SPACING * turn, kind) for turn, kind in enumerate(kinds, 1)]
+    kill = (1, SPACING * 5, 10)
+    local, controller = run_job(
+        tmp_path, function, [*events, kill_event(*kill)], [kill], stages=stages
+    )
+    assert [ranks for ranks, _ in controller.starts][:6] == [3, 2, 1, 2, 3, 3]
+    check(local, plain_gan() if function == "gan" else plain_ppo())
