@@ -120,6 +120,7 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
                 parsed.config, module, optimizer, model_parameters, lr_scheduler, session, undo
             )
             engine = cls(module, step)
+            engine.state.engine_name = name
             if training_data is not None:
                 engine.training_dataloader = make_loader(step, training_data, collate_fn, session)
             if session is not None:

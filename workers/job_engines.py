@@ -13,9 +13,10 @@ from weakref import WeakSet
 
 from rayzero.engine.comm.process_group import LateBackend
 from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.engine.layout.engine_parts import engines_of, find_part, open_part
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.recut import GroupSurvival
-from rayzero.engine.state.composite import CompositeState, engines_of, find_part, open_part
+from rayzero.engine.state.composite import CompositeState
 from rayzero.workers.job_step import JobStep
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class JobEngines:
 
     def add(self, name: str, engine: Engine) -> None:
         self._engines[name] = engine
+        engine.state.engine_name = name or self.first_name
         self.state.add(name, engine.state)
         self.state.first_name = self.first_name
         self.step.engines.append(name)

@@ -14,21 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
-
-from torch import Tensor
 
 from rayzero.engine.device import Device
-from rayzero.engine.layout.state_index import BlockIndex, StateSource
+from rayzero.engine.layout.engine_parts import ENGINES, MARK, NAME
 from rayzero.engine.state import metadata
 from rayzero.engine.state.ranges import StateBlock, StateRange, pack_block
 from rayzero.engine.state.training import RunningCopy, TrainingState
-
-ENGINES = "engines"
-"""The key of the JSON parts of all engines but the first, by name; missing if there are none."""
-NAME = "engine"
-"""The key of the first engine's name, if it was given one."""
-_MARK = ":"
 
 
 class CompositeState:
@@ -167,82 +158,9 @@ def _differ(one: object, other: object) -> bool:
 def _named(part: StateRange, engine: str) -> StateRange:
     if not engine:
         return part
-    start = engine + _MARK
+    start = engine + MARK
     return replace(
         part,
         ranges=tuple(replace(it, name=start + it.name) for it in part.ranges),
         shapes={start + name: shape for name, shape in part.shapes.items()},
     )
-
-
-def engines_of(source: StateSource) -> list[str]:
-    """The names of the engines whose state a source has; the first one's is empty."""
-    return ["", *source.metadata(0).get(ENGINES, ())]
-
-
-def find_part(source: StateSource, name: str | None, *, is_first: bool) -> str | None:
-    """The name in a state of an engine's part; None if there is none.
-
-    Args:
-        name: the engine's own; None for the first one, if it was given none.
-        is_first: whether it is the first one that trains.
-    """
-    document = source.metadata(0)
-    if name in document.get(ENGINES, ()):
-        return name
-    known = document.get(NAME)
-    is_bare = name is None or name == known or (is_first and known is None)
-    return "" if is_bare else None
-
-
-def open_part(source: StateSource, found: str) -> StateSource:
-    """The part of a state that `find_part` has found."""
-    return _Part(source, found) if source.metadata(0).get(ENGINES) else source
-
-
-class _Part(StateSource):
-    """One engine's part. The source stays its owner's."""
-
-    def __init__(self, source: StateSource, name: str) -> None:
-        self._source = source
-        self._name = name
-        self.step = int(self.metadata(0)["step"])
-        self.block_indexes = [_index_of(index, name) for index in source.block_indexes]
-
-    def metadata(self, rank: int) -> dict[str, Any]:
-        document = self._source.metadata(rank)
-        if not self._name:
-            return document
-        return {**document[ENGINES][self._name], "rng": document["rng"]}
-
-    def read(self, block: int, offset: int, into: memoryview) -> None:
-        self._source.read(block, offset, into)
-
-    def registered_block(self, block: int) -> memoryview | None:
-        return self._source.registered_block(block)
-
-    def verify(self, block: int) -> None:
-        self._source.verify(block)
-
-    def tensor(self, block: int, offset: int, nbytes: int) -> Tensor | None:
-        return self._source.tensor(block, offset, nbytes)
-
-
-def _index_of(index: BlockIndex, engine: str) -> BlockIndex:
-    """The index of one engine's tensors in a block, under their own names."""
-    names = {full: name for full in index.tensors if (name := _own_name(full, engine)) is not None}
-    return replace(
-        index,
-        tensors={name: index.tensors[full] for full, name in names.items()},
-        ranges=tuple(replace(it, name=names[it.name]) for it in index.ranges if it.name in names),
-    )
-
-
-def _own_name(full: str, engine: str) -> str | None:
-    """A tensor's name in its engine's state; None if it is another's. What a module is called may
-    contain the mark, too."""
-    before, mark, name = full.partition(_MARK)
-    is_others = bool(mark) and "/" not in before
-    if engine:
-        return name if is_others and before == engine else None
-    return None if is_others else full

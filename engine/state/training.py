@@ -54,6 +54,7 @@ class TrainingState:
             the last update.
         copied_by: the newest copy that may still be running. Between updates forward and backward
             change only the ranges that are `volatile`.
+        engine_name: of one of several engines; None if it has none.
         registry: the caller's own state.
     """
 
@@ -71,6 +72,7 @@ class TrainingState:
         self.altered = False
         self._constants_writes = 0
         self.copied_by: RunningCopy | None = None
+        self.engine_name: str | None = None
         self.registry = StateRegistry()
         self._model = model
         self._runtime = runtime
