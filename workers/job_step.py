@@ -14,6 +14,8 @@ finished step. A loop that comes to neither place is not followed: see `is_astra
 
 Where it begins with a forward, the loop has made the batch before: for the engines' steps, the rank
 and the number of ranks that it knew. It continues only if all of these are the same.
+
+Rule of ordering: `job-step` (docs/engine.md).
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def choose_part(source: StateSource, name: str | None) -> StateSource:
         raise DataError(
             f"the state of step {source.step} has no engine {name!r}",
             allowed=", ".join([first, *names[1:]]),
-            fix="the name that the engine had: initialize(name=...), or --engine",
+            fix="use the name that the engine had: initialize(name=...), or --engine",
         )
     return open_part(source, found)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import rayzero
 from rayzero.engine.checkpoint.export import export_checkpoint
 from rayzero.engine.checkpoint.manifest import make_manifest
 from rayzero.engine.checkpoint.writer import commit_checkpoint
@@ -22,7 +23,16 @@ from rayzero.engine.errors import DataError
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.messages import Finished, Restored, StepReport
 from rayzero.workers.vault.records import Restore
-from tests.workers.engine_jobs import SECOND, WEIGHTS, Oracle, kill_name, plain_gan, plain_ppo
+from tests.workers.engine_jobs import (
+    SECOND,
+    WEIGHTS,
+    Oracle,
+    config,
+    kill_name,
+    make_models,
+    plain_gan,
+    plain_ppo,
+)
 from tests.workers.event_controller import MOST, SPACING, Event, EventController, Kind
 from tests.workers.local_workers import ENDED, LocalWorkers
 from tests.workers.support import mirrored_setup
@@ -156,6 +166,11 @@ def test_checkpoint_is_resumed_at_other_stages_and_exported(tmp_path: Path) -> N
         export_checkpoint(folder, str(tmp_path / f"out-{engine}"), "safetensors", engine=engine)
         exported = load_file(tmp_path / f"out-{engine}" / "model.safetensors")
         torch.testing.assert_close(exported, weights, **TOLERANCE)
+    _, generator = make_models()
+    loaded, *_ = rayzero.initialize(model=generator, config=config(2, 3e-3), name=SECOND)
+    assert loaded.load_checkpoint(str(tmp_path), "step-6")[0]
+    assert loaded.global_steps == steps
+    torch.testing.assert_close(loaded.state_dict(), done[-1][1][1], **TOLERANCE)
     with pytest.raises(DataError, match=r"no engine 'other'\n  allowed: .*, second"):
         export_checkpoint(folder, str(tmp_path / "out"), "safetensors", engine="other")
     local = start(tmp_path / "after", 2, 2 * steps, [3, 0])

@@ -403,3 +403,11 @@ def test_job_goes_back_to_a_checkpoint_that_tells_its_place(tmp_path: Path):
     assert report_of(posted[-1:]).step == 3
     assert engine.load_checkpoint(str(tmp_path), "told")[0]
     assert sum(isinstance(message, WentBack) for message in posted) == 1
+
+
+def test_ranks_that_step_different_engines_change_nothing() -> None:
+    alike = [StepRequests(engine=2).to_scalars() for _ in range(3)]
+    assert StepRequests.from_sums([sum(it) for it in zip(*alike, strict=True)], 3).engine == 2
+    apart = [StepRequests(engine=it).to_scalars() for it in (1, 3, 2)]  # their mean is 2, too
+    with pytest.raises(EngineError, match="different engines at one time"):
+        StepRequests.from_sums([sum(it) for it in zip(*apart, strict=True)], 3)
