@@ -233,8 +233,6 @@ class GenerationSession(HostSession):
         if len(self.engines) > 1 and was_at != self.reporter.last_step:
             return
         if step >= self.reporter.start_step or self._is_trained:
-            if len(self.engines) > 1 and not self._is_trained:
-                self.reporter.start_at(step)
             return
         self._mirror.go_back(step)
         self.reporter.start_at(step, self.engine.progress.skipped_steps)

@@ -114,10 +114,21 @@ class JobEngines:
                 allowed="to go back, a new job, which loads it before its first step",
             )
 
+    @property
+    def fewest_steps(self) -> int:
+        """Of one engine: the job's, where each has loaded a checkpoint of its own."""
+        return min(engine.progress.step for engine in self._engines.values())
+
     def check_end(self) -> None:
-        """See `MicroBatches.check_end`."""
+        """See `MicroBatches.check_end`. Warns if the function has ended within a step of the job,
+        which nothing has of it."""
         for engine in self._engines.values():
             engine.internals.micro_batches.check_end()
+        if self._engines and self.state.step is None:
+            log.warning(
+                "the training function ended where some of its engines had stepped and others had "
+                "not: what they did since the last step of the job is in no copy or checkpoint"
+            )
 
     def warn_of_idle(self, rank: int) -> None:
         """Names engines that do not step, while others do."""

@@ -220,7 +220,7 @@ class JobSession(GenerationSession):
             return
         step = int(metrics["step"])
         if several:
-            step = self.reporter.last_step + 1
+            step = max(self.reporter.last_step + 1, self.engines.fewest_steps)
             metrics = self._merger.take(step, self.reporter.elapsed_s)
         self.engines.state.finish(step)
         with suppress(CollectiveError):

@@ -75,22 +75,49 @@ def gan(ctx: Any) -> None:
         model=generator, config=config(ctx.args["stages"][1], 3e-3), name=SECOND
     )
     each = ctx.args.get("critic_steps", 1)
+    total = Total(ctx, first)
     for real, noise in loader.until(ctx.steps * each):
         await_gate(ctx, 1 + first.global_steps // each)
         critic.zero_grad()  # what the generator's loss has brought
         fake = second(noise)
         first.backward(critic_loss(first, real, fake.detach()))
         first.step()
+        total.follow()
         if first.was_step_applied() and first.global_steps % each:
             continue
         second.backward(first(fake).square().mean())
         second.step()
+    total.follow()
+    assert total.sum == sum(range(first.global_steps + 1)), total.sum
     save(ctx, first, second)
+
+
+class Total:
+    """The sum of the numbers of an engine's finished steps: state of the function's own, which goes
+    back where a step is undone."""
+
+    def __init__(self, ctx: Any, engine: Any) -> None:
+        self.step = self.sum = 0
+        self._engine = engine
+        ctx.state("total", self._get, self._set)
+
+    def follow(self) -> None:
+        if self._engine.global_steps > self.step:
+            self.step = self._engine.global_steps
+            self.sum += self.step
+
+    def _get(self) -> list[int]:
+        self.follow()
+        return [self.step, self.sum]
+
+    def _set(self, value: list[int]) -> None:
+        self.step, self.sum = value
 
 
 def ppo(ctx: Any) -> None:
     """Two engines over batches that the function makes, each of which sees the other's model, and a
-    reference that only evaluates, built first, if `reference` is its stage."""
+    reference that only evaluates, built first, if `reference` is its stage. The critic steps after
+    `actor_steps` steps of the policy, which is counted by the policy's steps."""
     watch(ctx)
     critic, generator = make_models()
     reference: Callable[[Tensor], Tensor] = make_reference()
@@ -103,8 +130,9 @@ def ppo(ctx: Any) -> None:
         model=generator, config=config(ctx.args["stages"][0], 1e-2), name="actor"
     )
     second, *_ = ctx.initialize(model=critic, config=second_config, name=SECOND)
-    while first.global_steps < ctx.steps:
-        await_gate(ctx, 1 + first.global_steps)
+    each = ctx.args.get("actor_steps", 1)
+    while second.global_steps < ctx.steps:
+        await_gate(ctx, 1 + second.global_steps)
         real, noise = batch_of(first.global_steps)
         own = slice(*(SAMPLES * (ctx.rank + it) // ctx.world_size for it in (0, 1)))
         real, noise = real[own], noise[own]
@@ -113,6 +141,8 @@ def ppo(ctx: Any) -> None:
             wanted = real + reference(noise)
         first.backward((action - wanted).square().mean() - (value.detach() * action).mean())
         first.step()
+        if first.global_steps % each:
+            continue
         second.backward((second(real) - action.detach().sum(1, keepdim=True)).square().mean())
         second.step()
     save(ctx, first, second)
@@ -178,7 +208,7 @@ def plain_gan(critic_steps: int = 1) -> Oracle:
         yield [loss.item() for loss in losses], (weights_of(critic), weights_of(generator))
 
 
-def plain_ppo() -> Oracle:
+def plain_ppo(actor_steps: int = 1) -> Oracle:
     critic, generator = make_models()
     reference = make_reference()
     optimizers = [
@@ -187,12 +217,13 @@ def plain_ppo() -> Oracle:
     ]
     step = 0
     while True:
-        real, noise = batch_of(step)
-        step += 1
-        action, value = generator(noise), critic(real)
-        wanted = real + reference(noise).detach()
-        losses = [(action - wanted).square().mean() - (value.detach() * action).mean()]
-        update(optimizers[0], losses[0])
+        for _ in range(actor_steps):
+            real, noise = batch_of(step)
+            step += 1
+            action, value = generator(noise), critic(real)
+            wanted = real + reference(noise).detach()
+            losses = [(action - wanted).square().mean() - (value.detach() * action).mean()]
+            update(optimizers[0], losses[0])
         losses.append((critic(real) - action.detach().sum(1, keepdim=True)).square().mean())
         update(optimizers[1], losses[1])
         yield [loss.item() for loss in losses], (weights_of(generator), weights_of(critic))

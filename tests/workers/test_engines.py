@@ -124,17 +124,18 @@ def test_adversaries_are_repaired_in_their_loop(
         ([3, 1], {}, [True, True, False]),
         ([2, 3], {"reference": 0}, [True, True, False]),
         ([0, 2], {"reference": 3}, [False, False, False]),
+        ([1, 0], {"actor_steps": 3}, [True, True, False]),
     ],
 )
 def test_policy_and_critic_are_repaired(
     tmp_path: Path, stages: list[int], args: dict[str, int], stays: list[bool]
 ) -> None:
     """Their batches are made by the function: it stays where the policy has not stepped. Not with a
-    reference whose weights are sharded."""
+    reference whose weights are sharded, nor if it waits for steps that are lost."""
     kills = points(2, 4, 9)
     events = [kill_event(*it) for it in kills]
     local, _ = run_job(tmp_path, "ppo", events, kills, stages=stages, **args)
-    check(local, plain_ppo())
+    check(local, plain_ppo(args.get("actor_steps", 1)))
     assert [it.stays for it in sorted(ends_of(local), key=lambda it: it.generation)] == [
         it for it in stays for _ in range(MOST - 1)
     ]
