@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -65,6 +66,28 @@ class SingleRankBackend(Backend):
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         return CompletedWork()
+
+
+class LateBackend(SingleRankBackend):
+    """The backend over all ranks of the present group, made where it is first needed: the ranks
+    come there at one time, but not to where an engine is built or the ranks change. Buffers of
+    `zeros` are this rank's alone."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    @cached_property
+    def _made(self) -> Backend:
+        return connect_backend()[0]
+
+    def all_reduce(self, full: Tensor) -> Work:
+        return self._made.all_reduce(full)
+
+    def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
+        return self._made.gather(full, part, target)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        return self._made.broadcast(tensor, source)
 
 
 def all_gather_objects(value: T) -> list[T]:
@@ -135,10 +158,15 @@ def _connect_to_group(group: dist.ProcessGroup, *, nccl: bool) -> Backend:
     return make_gloo_backend(group, share_memory=shares_memory)
 
 
-def connect_collectives() -> tuple[Collectives, torch.device]:
-    """New collectives over all ranks, and this rank's device: see `connect_backend`."""
-    backend, device = connect_backend()
-    return Collectives(backend), device
+def connect_collectives(*, alone: bool = False) -> tuple[Collectives, torch.device]:
+    """New collectives over all ranks, and this rank's device: see `connect_backend`. `alone`: the
+    other ranks are elsewhere, and until `Collectives.reconnect` this one goes without them."""
+    if not alone:
+        backend, device = connect_backend()
+        return Collectives(backend), device
+    collectives = Collectives(LateBackend())
+    collectives.detached = collectives.in_step = True
+    return collectives, _make_current(local_device())
 
 
 def _make_current(device: torch.device) -> torch.device:
