@@ -68,8 +68,8 @@ class WorkerGroup:
     Args:
         can_grow: whether nodes may join the cluster; if not, no more is requested than can fit.
         vaults: started on the workers' nodes, and used to kill workers.
-        indices: of its workers; other groups of the job take theirs from the same.
         actor: the workers' class.
+        indices: of its workers; other groups of the job take theirs from the same.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class WorkerGroup:
         clock: Clock,
         can_grow: bool,
         vaults: VaultGroup,
-        indices: Iterator[int] | None = None,
         actor: type[Any] = WorkerActor,
+        indices: Iterator[int] | None = None,
     ) -> None:
         self._clock = clock
         self._can_grow = can_grow

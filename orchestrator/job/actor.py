@@ -275,10 +275,10 @@ class JobActor:
             )
         vaults = VaultGroup(plan.worker_spec)
         indices = count()  # of all workers, by which vaults report the ends of their processes
-        workers = WorkerGroup(plan.worker_spec, clock, self._can_grow, vaults, indices)
+        workers = WorkerGroup(plan.worker_spec, clock, self._can_grow, vaults, indices=indices)
         roles = {
             role.name: WorkerGroup(
-                role.worker_spec, clock, self._can_grow, vaults, indices, RoleActor
+                role.worker_spec, clock, self._can_grow, vaults, RoleActor, indices
             )
             for role in plan.roles
         }

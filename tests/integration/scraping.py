@@ -23,6 +23,9 @@ ABSENT = {
     "rayzero_model_flops_utilization_ratio",
     "rayzero_device_peak_memory_bytes",
     "rayzero_device_utilization_ratio",
+    "rayzero_role_workers",
+    "rayzero_role_worker_limits",
+    "rayzero_role_faults_total",
 }
 
 

@@ -270,7 +270,7 @@ def test_jobs_in_python_run_as_written(terminal: Terminal) -> None:
     assert re.search(r"^{'first': 12\.611\d+, 'last': 0\.0958\d+}$", printed, re.MULTILINE), printed
     (terminal.folder / "train.py").write_text(TRAIN, encoding="utf-8")
     (terminal.folder / "engine.json").write_text(json.dumps(ENGINE), encoding="utf-8")
-    start, attach = (b.text for b in blocks("docs/jobs.md") if "rayzero.Job" in b.text)
+    start, _, attach = (b.text for b in blocks("docs/jobs.md") if "rayzero.Job" in b.text)
     job = terminal.python(start)
     wait_for(lambda: terminal.is_listed("gpt", "running"), TIMEOUT_S, "the job")
     attached, _ = terminal.python(f"import rayzero\n{attach}").communicate(timeout=TIMEOUT_S)

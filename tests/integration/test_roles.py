@@ -14,6 +14,7 @@ import pytest
 import rayzero
 from rayzero.orchestrator.job_events import FaultDetected, Repaired, RoleFault, RoleWorkerReady
 from rayzero.orchestrator.progress import StepRecord
+from rayzero.workers.messages import LogLine
 from tests.orchestrator.support import EventLog
 
 pytestmark = pytest.mark.slow
@@ -56,6 +57,7 @@ def test_role_beside_the_ranks(no_leaks: None, tmp_path: Path):
         checkpoint={"path": str(tmp_path)},
     ).submit(observer=log)
     wait_for(lambda: len(log.of(RoleWorkerReady)) == 2 and len(log.of(StepRecord)) > 2)
+    wait_for(lambda: sum("begins" in line.text for line in log.of(LogLine)) == 2)
     first, second = log.of(RoleWorkerReady)
     killed_s = time.monotonic()
     os.kill(second.worker.pid, signal.SIGKILL)
