@@ -158,12 +158,15 @@ def _connect_to_group(group: dist.ProcessGroup, *, nccl: bool) -> Backend:
     return make_gloo_backend(group, share_memory=shares_memory)
 
 
-def connect_collectives(*, alone: bool = False) -> tuple[Collectives, torch.device]:
-    """New collectives over all ranks, and this rank's device: see `connect_backend`. `alone`: the
-    other ranks are elsewhere, and until `Collectives.reconnect` this one goes without them."""
-    if not alone:
-        backend, device = connect_backend()
-        return Collectives(backend), device
+def connect_collectives() -> tuple[Collectives, torch.device]:
+    """New collectives over all ranks, and this rank's device: see `connect_backend`."""
+    backend, device = connect_backend()
+    return Collectives(backend), device
+
+
+def connect_alone() -> tuple[Collectives, torch.device]:
+    """As `connect_collectives`, where the other ranks are elsewhere: until `Collectives.reconnect`
+    this one goes without them."""
     collectives = Collectives(LateBackend())
     collectives.detached = collectives.in_step = True
     return collectives, _make_current(local_device())
