@@ -13,7 +13,7 @@ from torch import nn
 
 from rayzero.engine.accounting import StepWork, flops_per_token, peak_flops
 from rayzero.engine.comm.collectives import Collectives
-from rayzero.engine.comm.process_group import connect_collectives
+from rayzero.engine.comm.process_group import connect_alone, connect_collectives
 from rayzero.engine.compiling import (
     compile_in_place,
     keep_batch_size_dynamic,
@@ -73,7 +73,8 @@ def build_training_step(
             apply_leaf_names(model, config.zero_optimization.leaf_module)
             refuse_compiled(modules_around(model, _find_blocks(model, config)))
         groups = _resolve_param_groups(config, model, model_parameters, optimizer)
-        collectives, device = connect_collectives()
+        alone = session is not None and session.builds_alone
+        collectives, device = connect_alone() if alone else connect_collectives()
         if session is not None:
             collectives.wait_observer = session.on_collective_wait
         restoring = source is not None
@@ -241,7 +242,7 @@ def make_loader(
         step.micro_batches,
         collate_fn,
         step.settings.device,
-        step.reforming.reform_if_broken,
+        step.reforming,
     )
 
 

@@ -19,6 +19,7 @@ from rayzero.engine.checkpoint.store import join_url, open_store
 from rayzero.engine.comm.collectives import run_on_all_ranks
 from rayzero.engine.data.sampling import TrainingProgress
 from rayzero.engine.errors import ConfigError, DataError
+from rayzero.engine.layout.engine_parts import choose_part
 from rayzero.engine.layout.packed import plain_tensors
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.state.client_state import decode_client_state, encode_client_state
@@ -96,7 +97,8 @@ def load_checkpoint(
         return None, None
 
     def read() -> Any:
-        with closing(open_checkpoint(path)) as source:
+        with closing(open_checkpoint(path)) as whole:
+            source = choose_part(whole, step.state.engine_name)
             encoded = source.metadata(0).get("client_state", {})
             keys = list(encoded)
             loads = not options.progress or step.meter.admits_load(source.step, keys)

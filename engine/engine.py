@@ -85,6 +85,7 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
         training_data: MapDataset | None = None,
         lr_scheduler: SchedulerLike | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        name: str | None = None,
     ) -> Self:
         """Builds an engine. Collective: every rank calls it with the same arguments.
 
@@ -101,6 +102,9 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
             training_data: a map-style dataset; None if the script makes its own batches.
             lr_scheduler: a scheduler of the optimizer, or a function that makes one: of each step.
             collate_fn: makes a batch from a list of samples.
+            name: of one of several engines that a job trains, such as `critic`: its state is stored
+                under this name, and found again by it. By default the order of construction tells
+                them apart: the first has no name, the next is `engine2`.
 
         Raises:
             ConfigError: config, model, optimizer and ranks do not fit together.
@@ -108,7 +112,7 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
         """
         session = current_session()
         parsed = resolve_config(config, optimizer, lr_scheduler, session)
-        session = session_of_engine(session, optimizer, parsed.config.optimizer)
+        session = session_of_engine(session, name, optimizer, parsed.config.optimizer)
         module = make_model(model)
         check_unclaimed(module)
         with ExitStack() as undo:
@@ -116,6 +120,7 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
                 parsed.config, module, optimizer, model_parameters, lr_scheduler, session, undo
             )
             engine = cls(module, step)
+            engine.state.engine_name = name
             if training_data is not None:
                 engine.training_dataloader = make_loader(step, training_data, collate_fn, session)
             if session is not None:
@@ -302,6 +307,8 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
     def close(self) -> None:
         """Removes the model's hooks and closes files. The engine cannot be used afterwards."""
         self._step.close()
+        if (session := self._step.micro_batches.session) is not None:
+            session.on_engine_closed()
 
     @property
     def metrics(self) -> StepMetrics:

@@ -12,6 +12,8 @@ Inside another backward (reentrant checkpoints) hooks find the pass running, and
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -24,6 +26,25 @@ from rayzero.engine.step_tracker import StepTracker
 from rayzero.engine.tensor_tree import iter_tensors
 from rayzero.engine.torch_private import call_after_backward, is_in_backward
 from rayzero.engine.zero.runtime import ZeroRuntime
+
+_put_in: list[float] = []
+"""Of the `engine.backward(loss)` that runs: what it has multiplied the loss by, besides the weight
+of its micro-batch. Other engines whose models the loss has gone through get gradients of that."""
+
+
+@contextmanager
+def scaled_by(factor: float) -> Iterator[None]:
+    """Around the backward of an engine's loss that was multiplied by this, and its weight."""
+    _put_in.append(factor)
+    try:
+        yield
+    finally:
+        _put_in.pop()
+
+
+def factor_of_other() -> float | None:
+    """What another engine whose loss brings gradients has put in; None if none does."""
+    return _put_in[-1] if _put_in else None
 
 
 class GradientPass(Protocol):

@@ -49,6 +49,7 @@ from rayzero.engine.layout.state_index import LogicalTensor, StateSource, Tensor
 from rayzero.engine.layout.units import UnitPlan
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, optimizer_shards
 from rayzero.engine.runtime_builder import make_grad_buffers, make_unit
+from rayzero.engine.session import OTHER_LOADER
 from rayzero.engine.state.error_feedback import load_residuals
 from rayzero.engine.state.load import make_optimizer_state
 from rayzero.engine.state.ranges import (
@@ -97,13 +98,19 @@ class GroupSurvival:
 
     def await_group(self) -> None:
         """Asks the host for another group, if this one is broken and no step is running."""
-        if not self._step.tracker.has_gradients:
-            self._step.reforming.reform_if_broken()
+        reforming = self._step.reforming
+        if reforming.begins_step(OTHER_LOADER, within=self._step.tracker.has_gradients):
+            reforming.reform_if_broken()
 
     @property
     def local_reason(self) -> str:
         """Why this rank computes on its own; empty if it does not."""
         return self._collectives.broken or (DETACHED if self._collectives.detached else "")
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the loop has read batches that it has not come to."""
+        return self._step.micro_batches.is_read_where_steps_begin
 
     def can_continue(self, *, replays_epochs: bool) -> bool:
         """Whether the script's loop gets the samples again of a step that is lost with its group:
@@ -129,7 +136,9 @@ class GroupSurvival:
         """The ranks of another process group begin a step: its time starts here."""
         self._step.meter.restart_step()
 
-    def recut(self, source: StateSource, *, keep: bool, shares: Sequence[float] = ()) -> KeptSource:
+    def recut(
+        self, source: StateSource, *, keep: bool, shares: Sequence[float] = (), undoes: bool = False
+    ) -> KeptSource:
         """Continues on the ranks of the present process group, from the state of `source`, after
         those of the previous one are gone. Collective.
 
@@ -138,6 +147,7 @@ class GroupSurvival:
             keep: this rank's memory holds its part of that state, unchanged: it is the first
                 source.
             shares: each rank's share of a step's samples; empty for even shares.
+            undoes: a step of another engine is undone.
 
         Returns:
             The counts of bytes that were moved, copied and read; closed.
@@ -171,7 +181,7 @@ class GroupSurvival:
             precision=precision,
         )
         step.settings = resolve_settings(config, precision, collectives, device, shares)
-        step.state.recut(kept, lambda: _Recut(step, self._model, context, kept).run())
+        step.state.recut(kept, _Recut(step, self._model, context, kept).run, undoes=undoes)
         micro_steps = step.settings.batches.micro_steps
         step.meter.step_work.micro_steps = micro_steps
         step.meter.open_monitors()

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rayzero.engine.errors import CollectiveError
+from rayzero.engine.errors import CollectiveError, EngineError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,19 +36,36 @@ class StepRequests:
     pin: bool = False
     # Steps between two mirrors, by this rank's measurements. Agreed is the mean.
     mirror_interval: float = 1.0
+    # The number of the engine that steps, from 1, where the function has several; 0: it has one.
+    engine: int = 0
 
     def to_scalars(self) -> list[float]:
         """Numbers that are summed over the ranks."""
-        return [float(self.drain), float(self.pin), self.mirror_interval]
+        number = float(self.engine)
+        numbers = [number, number**2] if self.engine else []
+        return [float(self.drain), float(self.pin), self.mirror_interval, *numbers]
 
     @classmethod
     def from_sums(cls, sums: Sequence[float], ranks: int) -> StepRequests:
-        """The agreement of `ranks` ranks from their summed requests."""
-        drain, pin, interval = sums
-        return cls(drain > 0, pin == ranks, interval / ranks)
+        """The agreement of `ranks` ranks from their summed requests. Raises EngineError if they
+        step different engines: only equal numbers have a variance of zero."""
+        drain, pin, interval, *numbers = sums
+        if numbers and numbers[1] * ranks != numbers[0] ** 2:
+            raise EngineError(
+                "the ranks called step() of different engines at one time: nothing was changed",
+                allowed="the same calls in the same order on every rank, also on one that has "
+                "just been started and continues at the job's step",
+                fix="decide which engine steps by engine.global_steps, not by a count of the loop",
+            )
+        number = int(numbers[0] / ranks) if numbers else 0
+        return cls(drain > 0, pin == ranks, interval / ranks, number)
 
 
 NO_REQUESTS = StepRequests()
+
+
+OTHER_LOADER = object()
+"""In place of a loader of the engine's: one whose batches the host yields."""
 
 
 class HostSession:
@@ -59,11 +76,13 @@ class HostSession:
         engine_config: the job's engine config as a dict; None if the job has none.
         seed: the job's, which determines the data order.
         shares: each rank's share of a step's samples; empty for even shares.
+        builds_alone: the other ranks have the engine that is about to be built, and are elsewhere.
     """
 
     engine_config: dict[str, Any] | None = None
     seed: int = 0
     shares: Sequence[float] = ()
+    builds_alone: bool = False
 
     def adapt_config(self, config: ConfigSource | None) -> ConfigSource | None:
         """The config of an engine that is about to be built, of the one that was given."""
@@ -72,10 +91,10 @@ class HostSession:
     def on_model(self, model: nn.Module) -> None:
         """An engine is about to be built of this model."""
 
-    def admits_engine(self, *, trains: bool) -> bool:
-        """Whether the engine that is about to be built is the host's. Others are additional: their
-        state is neither restored nor preserved. Raises ConfigError if there can be no other."""
-        return True
+    def session_for(self, name: str | None, *, trains: bool) -> HostSession:
+        """The session of an engine that is about to be built, and that the caller may have named.
+        One that only evaluates has no state. Raises ConfigError if the name cannot be used."""
+        return self
 
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
         """The state to restore into a new engine; None for a fresh start. Where the engine is built
@@ -99,6 +118,24 @@ class HostSession:
         Returns when there is another one, and the engine was re-cut for its ranks. Raises
         CollectiveError if that one is broken, too."""
 
+    def begins_step(self, loader: object | None, *, within: bool) -> bool:
+        """Whether a step may begin, with all ranks, where a loader is about to be read
+        (`OTHER_LOADER` if it is not the engine's), or the forward is called (None). `within`: the
+        engine has gradients of this step."""
+        return not within
+
+    @property
+    def undoes_step(self) -> bool:
+        """Whether the engine's last step is to be undone: others of the function have not made
+        theirs, and cannot any more in a broken process group."""
+        return False
+
+    def on_step_lost(self) -> None:
+        """A `step()` has ended that changed nothing, because the process group is broken."""
+
+    def on_engine_closed(self) -> None:
+        """The engine cannot be used any more."""
+
     def on_phase(self, name: str) -> None:
         """The training thread entered a phase: data, forward, backward, reduce, update, gather."""
 
@@ -119,14 +156,25 @@ class HostSession:
 
 
 class BesideSession(HostSession):
-    """The session of an engine in addition to the host's own: a GAN's second one, DPO's reference
-    model. The host hears of its phases and waits, as signs of life, not of its state and steps."""
+    """The session of an engine that only evaluates: a reference or a reward model. The host hears
+    of its phases and waits, as signs of life; it has no state to preserve."""
 
-    def __init__(self, host: HostSession) -> None:
+    def __init__(
+        self,
+        host: HostSession,
+        on_ready: Callable[[Any], None] = lambda _: None,
+        *,
+        alone: bool = False,
+    ) -> None:
+        self.builds_alone = alone
+        self._on_ready = on_ready
         self.engine_config = host.engine_config
         self.seed = host.seed
         self.shares = host.shares
         self._host = host
+
+    def on_engine_ready(self, engine: Any) -> None:
+        self._on_ready(engine)
 
     def on_phase(self, name: str) -> None:
         self._host.on_phase(name)
@@ -157,6 +205,29 @@ class Reforming:
         """Whether the process group is broken."""
         return bool(self._collectives.broken)
 
+    def begins_step(self, loader: object | None = None, *, within: bool = False) -> bool:
+        """See `HostSession.begins_step`."""
+        session = self._session
+        return not within if session is None else session.begins_step(loader, within=within)
+
+    def lose_step(self) -> bool:
+        """A `step()` ends that changes nothing. Tells the host, and returns whether that is because
+        the process group is broken."""
+        is_due = self.is_due()
+        if is_due and self._session is not None:
+            self._session.on_step_lost()
+        return is_due
+
+    @property
+    def undoes_step(self) -> bool:
+        """See `HostSession.undoes_step`."""
+        return self._session is not None and self.is_due() and self._session.undoes_step
+
+    def before_read(self, loader: object) -> None:
+        """The training thread is about to read a micro-batch of that loader."""
+        if self.begins_step(loader):
+            self.reform_if_broken()
+
     def reform_if_broken(self) -> None:
         """If the process group is broken: returns when the engine was re-cut for the ranks of
         another one. What was made of the current step is lost, and its samples are read again.
@@ -184,10 +255,12 @@ class Reforming:
         return result
 
 
-def session_of_engine(host: HostSession | None, *optimizers: object) -> HostSession | None:
+def session_of_engine(
+    host: HostSession | None, name: str | None, *optimizers: object
+) -> HostSession | None:
     """The session of an engine that is about to be built; it trains if any of these is not None."""
     trains = any(it is not None for it in optimizers)
-    return host if host is None or host.admits_engine(trains=trains) else BesideSession(host)
+    return None if host is None else host.session_for(name, trains=trains)
 
 
 _current_session: ContextVar[HostSession | None] = ContextVar("rayzero_session", default=None)

@@ -61,17 +61,15 @@ def resolve_config(
         )
     if optimizer is None and parsed.config.optimizer is None:
         has_scheduler = lr_scheduler is not None or parsed.config.scheduler is not None
-        in_job = session is not None and session.admits_engine(trains=False)
-        _check_evaluation_only(in_job=in_job, has_scheduler=has_scheduler)
+        _check_evaluation_only(has_scheduler=has_scheduler)
     return parsed
 
 
-def _check_evaluation_only(*, in_job: bool, has_scheduler: bool) -> None:
+def _check_evaluation_only(*, has_scheduler: bool) -> None:
     """Without an optimizer the engine only evaluates: refuses what only training has a use for."""
-    seen = "a rayzero job, which trains" if in_job else "a scheduler" if has_scheduler else None
-    if seen is not None:
+    if has_scheduler:
         raise ConfigError(
-            f"there is no optimizer, but {seen}",
+            "there is no optimizer, but a scheduler",
             allowed='"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}} in the engine '
             "config, or initialize(optimizer=...)",
         )

@@ -21,7 +21,7 @@ from rayzero.engine.metrics import StepMeter
 from rayzero.engine.optim.build import NoOptimizer, no_optimizer_error
 from rayzero.engine.optim.schedule import Scheduler
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
-from rayzero.engine.own_backward import OwnBackward, check_loss
+from rayzero.engine.own_backward import OwnBackward, check_loss, factor_of_other, scaled_by
 from rayzero.engine.precision.loss_scale import NO_SCALER
 from rayzero.engine.precision.policy import clamp_to_dtype
 from rayzero.engine.session import Reforming
@@ -100,15 +100,16 @@ class TrainingStep:
         self.meter.enter_phase("forward")
         if not torch.is_grad_enabled():
             return self.reforming.with_peers(lambda: self._forward(module, args, kwargs))
-        if not self.tracker.has_gradients:
-            self._begin_step()
+        self._begin_step()
         self.runtime.collectives.in_step = True
         return self._forward(module, args, kwargs)
 
     def _begin_step(self) -> None:
-        """Before the first forward of a step. In a broken group: another one is asked for when the
-        loader is read; here, if nothing is read from it by this thread."""
-        if not (self.reforming.by_host or self.micro_batches.is_read_where_steps_begin):
+        """Before a forward, which may be the first of a step. In a broken group: another one is
+        asked for when the loader is read; here, if nothing is read from it by this thread."""
+        begins = self.reforming.begins_step(within=self.tracker.has_gradients)
+        is_read_now = self.reforming.by_host or self.micro_batches.is_read_where_steps_begin
+        if begins and not is_read_now:
             self.reforming.reform_if_broken()
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -146,28 +147,30 @@ class TrainingStep:
                 # Infinite if a 16-bit loss cannot represent it. A tensor as the initial gradient
                 # makes torch import sympy, half a second.
                 settings = self.settings
-                weighted = weight * settings.gradient_factor / settings.post_reduce_scale
-                scale = weighted * self.loss_scale
-                scaled = loss * clamp_to_dtype(scale, loss.dtype)
-                scaled.backward(retain_graph=retain_graph)
+                factor = settings.gradient_factor / settings.post_reduce_scale * self.loss_scale
+                scaled = loss * clamp_to_dtype(weight * factor, loss.dtype)
+                with scaled_by(factor):
+                    scaled.backward(retain_graph=retain_graph)
             self._loss_sum.add_(loss.detach(), alpha=weight)
             self.meter.phases.leave()
 
     def begin_own(self) -> None:
         """A backward that the script runs itself has its first gradient. Its loss has no weight
-        yet, so its gradients get that."""
+        yet, so its gradients get that; not if it is another engine's, which has put it in."""
         scaler, tracker = self.runtime.precision.scaler, self.tracker
-        if scaler is not NO_SCALER and not self._scaled:
+        others = factor_of_other()
+        if others is None and scaler is not NO_SCALER and not self._scaled:
             raise EngineError(
                 f"a loss that was not scaled began backward(), and the loss scale is "
                 f"{scaler.value:g}",
                 allowed="engine.scale(loss).backward(), or engine.backward(loss)",
             )
-        self._own_weight = weight = self._begin_micro_batch()
+        self._own_weight = weight = self._begin_micro_batch() if others is None else 1.0
         first, again = self._prepare_backward()
         tracker.begin_backward()
-        self.meter.step_work.count_backward(0.0 if again else weight)
+        self.meter.step_work.count_backward(0.0 if again or others else weight)
         factor = weight / self.settings.post_reduce_scale
+        factor = factor if others is None else factor * self.loss_scale / others
         self.runtime.reducer.begin_backward(first=first, last=self._reduces, factor=factor)
 
     def finish_own(self) -> None:
@@ -265,7 +268,7 @@ class TrainingStep:
         if self.runtime.unshard_scheduler is not None:
             self.runtime.unshard_scheduler.abandon()  # its gathered weights are of no rank
         self.micro_batches.stale.end_step()
-        if not self.reforming.is_due():
+        if not self.reforming.lose_step():
             return
         if self.micro_batches.can_read_again:
             self.micro_batches.recut(StepSplit(self.micro_batches.split))

@@ -13,13 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from rayzero.engine.comm.elastic_group import CallHost
 from rayzero.engine.device import get_device
+from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.recut import GroupSurvival
 from rayzero.engine.state.registry import StateRegistry, read_value
+from rayzero.workers.job_engines import JobEngines
 from rayzero.workers.process_group import is_collective_failure
 
 _STATE = "rayzero.collectives"
@@ -45,7 +48,8 @@ class FunctionCollectives(CallHost):
             it starts from, for which it may wait.
 
     Attributes:
-        survival: of an engine that outlives its generations.
+        survival: of the engines, if they outlive their generations.
+        has_begun: whether the first step has.
     """
 
     def __init__(
@@ -54,40 +58,64 @@ class FunctionCollectives(CallHost):
         is_generation_ended: Callable[[], bool],
         read_calls: Callable[[], dict[str, Any] | None] | None = None,
     ) -> None:
-        self.survival: GroupSurvival | None = None
-        self._own_survival: GroupSurvival | None = None  # until the first step
-        self._engine_called = 0  # collectives, when it was ready
+        self.survival: JobEngines | None = None
+        self.has_begun = False
+        self._engines: JobEngines | None = None  # until the first step
+        self._engine_called = 0  # collectives, until each was ready
         self._is_generation_ended = is_generation_ended
         self._rank = rank
         self._calls: dict[str, Any] = {"rank": rank, "results": []}
         self._read_calls = read_calls
         self._is_member = read_calls is None
         self._before_first_step = True
-        self._replayed = 0
+        self._replayed = self._checked = 0
         self._has_groups = False
 
-    def engine_is_ready(self, survival: GroupSurvival) -> None:
-        """The function has built its first engine."""
-        self._own_survival = survival
+    def engine_is_ready(self, engines: JobEngines, survival: GroupSurvival) -> None:
+        """The function has built an engine, before its first step."""
+        if self.has_begun:
+            return
+        self._engines = engines
         self._read_first_calls()
-        self._engine_called = survival.collectives_called
+        self._engine_called += survival.collectives_called
 
-    def begin_step(self) -> GroupSurvival | None:
+    def begin_step(self) -> bool:
         """Called where a training step begins. In the first one, from which on all ranks make the
-        same calls, returns the engine that may outlive its group: None if that has gathered weights
-        before, or the function has made groups, for which a new member would find no peers."""
-        survival, self._own_survival = self._own_survival, None
-        if survival is None:
-            return None
-        self._before_first_step = False
+        same calls, returns whether the engines may outlive their group: not if one has gathered
+        weights before, or the function has made groups, for which a new member would find no
+        peers."""
+        if self.has_begun or self._engines is None:
+            return False
+        self.has_begun, self._before_first_step = True, False
         self._is_member = True
-        waits = self._has_groups or survival.collectives_called != self._engine_called
-        return None if waits else survival
+        return not self._has_groups and self._engines.collectives_called == self._engine_called
 
-    def outlive(self, survival: GroupSurvival, registry: StateRegistry) -> None:
+    @property
+    def is_ahead_of_peers(self) -> bool:
+        """Whether the function of a new member has not come to where the others are."""
+        return not self._is_member
+
+    def check_model(self, checksum: int) -> None:
+        """Keeps the checksum of a model that only evaluates. Raises ConfigError on a new member
+        that has built another one than its peers."""
+        if self._is_member:
+            self._calls.setdefault("models", []).append(checksum)
+            return
+        self._read_first_calls()
+        models, number = self._calls.get("models", []), self._checked
+        self._checked += 1
+        if number >= len(models) or models[number] != checksum:
+            raise ConfigError(
+                f"model {number + 1} of those that only evaluate has other weights on the new rank "
+                f"{self._rank} than on the others",
+                allowed="the same weights in every call of the training function",
+                fix="read them from a file, or set a seed before the model is made",
+            )
+
+    def outlive(self, registry: StateRegistry) -> None:
         """The function outlives its generations. The results of its calls are kept for later new
         members, with the training state."""
-        self.survival = survival
+        self.survival = self._engines
         registry.register(_STATE, lambda: self._calls, lambda _: None)
 
     def _read_first_calls(self) -> None:
@@ -138,3 +166,18 @@ class FunctionCollectives(CallHost):
             return False
         survival.break_group(f"a collective of the training function failed: {error}")
         return True
+
+
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum_of_model(model: nn.Module) -> int:
+    """A number that differs where a weight or a buffer does. One small copy from the device for
+    each tensor."""
+    total = 0
+    for tensor in (*model.parameters(), *model.buffers()):
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        bits = flat.view(_INTEGER_OF_SIZE.get(tensor.element_size(), torch.uint8))
+        (added,) = get_device(bits.device).read(bits.sum(dtype=torch.int64).reshape(1))
+        total = (total * 31 + int(added)) % 2**53
+    return total

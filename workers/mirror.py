@@ -18,7 +18,7 @@ from time import perf_counter
 
 from rayzero.engine.layout.state_index import BlockIndex
 from rayzero.engine.session import StepRequests
-from rayzero.engine.state.training import TrainingState
+from rayzero.engine.state.composite import CompositeState
 from rayzero.workers.messages import Assignment, MirrorPolicy, Pinned, WorkerMessage
 from rayzero.workers.state_copy import SlotWrite, StateCopier, smooth
 from rayzero.workers.training_thread import StopFlag
@@ -92,13 +92,13 @@ class Mirror:
             mirror_interval=self._policy.every_steps or self._copier.cost.interval_steps,
         )
 
-    def begin(self, state: TrainingState) -> None:
+    def begin(self, state: CompositeState) -> None:
         """Mirrors the state before the job's first step, so that a rank that is lost in it can be
         replaced."""
         if self._vault is not None and self._policy.replicas > 0:
             self._write_mirror(self._vault, 0, False, state)
 
-    def step_done(self, step: int, agreed: StepRequests, state: TrainingState) -> None:
+    def step_done(self, step: int, agreed: StepRequests, state: CompositeState) -> None:
         """Mirrors the state if due. All ranks passed the vote; this one has updated its state."""
         started = perf_counter()
         copier = self._copier
@@ -112,7 +112,7 @@ class Mirror:
             copier.confirm(state)
         self.stopped_s = perf_counter() - started
 
-    def finish(self, step: int, state: TrainingState) -> None:
+    def finish(self, step: int, state: CompositeState) -> None:
         """Mirrors the last step, which a checkpoint is to be written of, if it has not been: that
         it is the last one was not known in its vote. Returns when it is settled."""
         checkpoints = self._policy.checkpoint_every_steps is not None
@@ -134,7 +134,9 @@ class Mirror:
         """Called at the end of the generation, however it ended. Raises nothing."""
         self._copier.close()
 
-    def _write_mirror(self, vault: VaultClient, step: int, pin: bool, state: TrainingState) -> None:
+    def _write_mirror(
+        self, vault: VaultClient, step: int, pin: bool, state: CompositeState
+    ) -> None:
         started = perf_counter()
         copier = self._copier
         copier.begin(state.device)
@@ -184,7 +186,7 @@ class Mirror:
             1, round(self._interval_steps)
         )
 
-    def _copy_state(self, vault: VaultClient, step: int, state: TrainingState, pin: bool) -> bool:
+    def _copy_state(self, vault: VaultClient, step: int, state: CompositeState, pin: bool) -> bool:
         """Whether it was copied into a new slot."""
         block, assignment = state.pack(), self._assignment
         buffer = self._oldest_unpinned(block.index)

@@ -1,4 +1,4 @@
-"""The vault connection and the last engine that a worker's process keeps between generations."""
+"""The vault connection and the engines' state that a worker's process keeps between generations."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rayzero.engine.device import get_device
-from rayzero.engine.errors import ConfigError, DataError, EngineError, RayzeroError
+from rayzero.engine.errors import DataError, EngineError, RayzeroError
 from rayzero.engine.layout.state_index import StateSource
-from rayzero.workers.messages import Assignment, InProcessStateInfo, WorkerSpec
+from rayzero.workers.messages import Assignment, InProcessStateInfo
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import Restore, SlotInfo, VaultGoneError
 
 if TYPE_CHECKING:
-    from rayzero.engine.engine import Engine
+    from rayzero.engine.state.composite import CompositeState
 
 log = logging.getLogger("rayzero.workers")
 
@@ -37,42 +36,43 @@ class RetainedState:
         self.vault: VaultClient | None = None
         self._worker = worker
         self._device_timeout_s = device_timeout_s
-        self._engine: Engine | None = None
+        self._state: CompositeState | None = None
         self._assignment: Assignment | None = None
         self.holds_state = False
-        """Whether this process has an engine, of the previous generation, that holds its part of
-        the state that this one starts from."""
+        """Whether this process has engines, of the previous generation, that hold their part of the
+        state that this one starts from."""
 
     def begin_generation(self, assignment: Assignment) -> None:
-        """Starts a generation, with the engine of the previous one if there is one.
+        """Starts a generation, with the engines of the previous one if there are any.
 
         Continues without a vault that cannot be reached: death detection and replicas are then
         missing until the controller has started another one.
         """
         before, self._assignment = self._assignment, assignment
-        if self._engine is not None and before is not None:
-            left, altered = self.in_process_state(), self._engine.state.altered
+        if self._state is not None and before is not None:
+            left, altered = self.in_process_state(), self._state.altered
             reason = why_not_held(left, before, assignment.restore, altered=altered)
             if reason:
                 log.info("the state is read from the vaults, not from the engine: %s", reason)
             self.holds_state = not reason
         self._connect(assignment.vault)
 
-    def retain(self, engine: Engine) -> None:
-        """Keeps the generation's engine, so that its state can be salvaged later."""
-        self._engine = engine
+    def retain(self, state: CompositeState) -> None:
+        """Keeps the state of the generation's engines, so that it can be salvaged later."""
+        self._state = state
 
     def in_process_state(self) -> InProcessStateInfo | None:
-        """The state in this process's memory; None if there is none, or it is mid-update.
+        """The state in this process's memory; None if there is none, or it is
+        within an update, or within a step of several engines.
 
         Returns when the device has finished what is queued on it: until then, the memory of the
         state may still be written. Raises DeviceError if that takes too long.
         """
-        engine = self._engine
-        if engine is None or not engine.state.consistent:
+        state = self._state
+        if state is None or not state.consistent or (step := state.step) is None:
             return None
-        get_device(engine.device).synchronize(self._device_timeout_s)
-        return InProcessStateInfo(engine.progress.step, engine.state.complete_on_rank)
+        state.device.synchronize(self._device_timeout_s)
+        return InProcessStateInfo(step, state.complete_on_rank)
 
     @contextmanager
     def open_source(self, restore: Restore | None) -> Iterator[StateSource | None]:
@@ -103,12 +103,11 @@ class RetainedState:
             VaultGoneError: the vault does not answer.
         """
         self._connect(vault)
-        memory_state, assignment = self.in_process_state(), self._assignment
-        if memory_state is None or assignment is None or self._engine is None or self.vault is None:
+        memory_state, assignment, state = self.in_process_state(), self._assignment, self._state
+        if memory_state is None or assignment is None or state is None or self.vault is None:
             raise EngineError(
                 "this process has no training state to salvage, or no vault to copy it to"
             )
-        state = self._engine.state
         block = state.pack(whole=state.complete_on_rank)
         world_size = 1 if state.complete_on_rank else assignment.world_size
         buffer = self.vault.reserve(assignment.generation, assignment.rank, world_size, block.index)
@@ -162,7 +161,7 @@ def why_not_held(
     if restore is None or not restore.slots:
         return "it is read from a checkpoint"
     if left is None:
-        return "it was left within an update"
+        return "it was left within an update, or within a step of several engines"
     if left.step != restore.step:
         return f"it is of step {left.step}, restored is {restore.step}"
     if altered:
@@ -175,33 +174,3 @@ def why_not_held(
     if {slot.generation for slot in restore.slots} <= generations:
         return ""
     return f"step {left.step} is restored from another generation"
-
-
-def check_second_engine(spec: WorkerSpec, assignment: Assignment, *, has_steps: bool) -> None:
-    """Before a second engine that trains: its state is not retained, and in no checkpoint. Raises
-    ConfigError where the job could not continue without it; else rank 0 warns.
-
-    `has_steps`: whether the first engine has taken a step, which is not thrown away.
-    """
-    fix = "one model that holds both, with parameter groups"
-    if spec.mirror.checkpoint_every_steps is not None and not has_steps:
-        raise ConfigError(
-            "a second engine that trains, in a job with checkpoint.every_steps: a checkpoint "
-            "has the state of the first only, and no job can resume from it",
-            allowed="one engine, for a job that writes checkpoints",
-            fix=f"{fix}; or checkpoint.every_steps: leave it out, and call save_checkpoint of "
-            "both engines",
-        )
-    if assignment.restore is not None and assignment.restore.step:
-        raise ConfigError(
-            "a second engine that trains, in a job that continues at step "
-            f"{assignment.restore.step}: the state of the first only is preserved",
-            allowed="one engine, for a job that is to survive faults",
-            fix=fix,
-        )
-    if assignment.rank == 0:
-        log.warning(
-            "the state of a second engine that trains is not preserved: this job ends with an "
-            "error at its first fault or resize\n  fix: %s",
-            fix,
-        )

@@ -43,8 +43,8 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from rayzero.engine.device import Device, Event
+from rayzero.engine.state.composite import CompositeState
 from rayzero.engine.state.ranges import StateBlock, StateRange
-from rayzero.engine.state.training import TrainingState
 from rayzero.workers.messages import WorkerMessage
 from rayzero.workers.training_thread import StopFlag
 from rayzero.workers.vault.client import VaultClient
@@ -93,7 +93,7 @@ class _Job:
     """
 
     write: SlotWrite | None
-    state: TrainingState
+    state: CompositeState
     groups: list[tuple[int, Event]]
     abortable: bool
     on_host: list[tuple[StateRange, Tensor]] = field(default_factory=list)
@@ -154,7 +154,7 @@ class StateCopier:
         if self._device.asynchronous:
             vault.register(slot.mapping, register)
 
-    def write(self, write: SlotWrite, state: TrainingState) -> None:
+    def write(self, write: SlotWrite, state: CompositeState) -> None:
         """Copies and commits the state of a finished step. What an abort may have changed is not
         committed: then raises what the interrupt raises, here or in `settle`."""
         write.slot.begin()
@@ -183,7 +183,7 @@ class StateCopier:
         self._longest_s = self._longest_s or write.block.index.nbytes / _SLOWEST_BYTES_PER_S
         self._start(write, state, groups, on_host)
 
-    def confirm(self, state: TrainingState) -> None:
+    def confirm(self, state: CompositeState) -> None:
         """Ends a step without a mirror. Looks at the interrupt as `write` does."""
         self._start(None, state, [(0, self._device.record_event())], [])
 
@@ -228,7 +228,7 @@ class StateCopier:
     def _start(
         self,
         write: SlotWrite | None,
-        state: TrainingState,
+        state: CompositeState,
         groups: list[tuple[int, Event]],
         on_host: list[tuple[StateRange, Tensor]],
     ) -> None:

@@ -94,6 +94,11 @@ class StepReporter:
         """Whether this generation has finished a step."""
         return self.last_step > self.start_step
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the last step was finished."""
+        return monotonic() - self._last_at_s
+
     def begin_generation(self, channel: GenerationChannel) -> None:
         """Reports to this generation from now on. What was added of a step that the earlier one did
         not finish is forgotten."""
@@ -209,3 +214,49 @@ def worker_metrics(metrics: Mapping[str, float], mirror: Mirror) -> dict[str, fl
     if (peak := get_device(local_device()).peak_bytes()) is not None:
         gauges["device_peak_bytes"] = float(peak)
     return gauges
+
+
+_OF_EACH = ("loss", "grad_norm", "lr", "loss_scale", "skipped_steps")
+"""Metrics of the engines after the first one, under their names: `critic/loss`."""
+_SUMMED = ("bytes/", "collectives/")
+
+
+class MetricsMerger:
+    """Makes the metrics of a job's step of those of several engines' steps: the first engine's,
+    with the others' loss and rates beside them, and times, bytes and traffic of all."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Mapping[str, float]] = {}  # of each engine
+        self._sums: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, engine: str, metrics: Mapping[str, float]) -> None:
+        """Adds a step of an engine; the first one's name is empty."""
+        self._last[engine] = metrics
+        for name, value in metrics.items():
+            is_phase = name.startswith("phases/") and name != "phases/other"
+            if is_phase or name == "exposed_comm_s":
+                self._sums[name] += value
+        for rate in ("flops_per_s", "mfu"):
+            if rate in metrics:
+                self._sums[rate] += metrics[rate] * metrics["step_s"]
+        if not engine and "step_tokens" in metrics:
+            self._sums["step_tokens"] += metrics["step_tokens"]
+
+    def take(self, step: int, step_s: float) -> dict[str, float]:
+        """The metrics of the step that has ended."""
+        sums, self._sums = dict(self._sums), defaultdict(float)
+        merged = {"step_s": step_s, **self._last.get("", {}), **sums}
+        merged |= {"step": step, "step_s": step_s}
+        for rate in ("flops_per_s", "mfu"):
+            if rate in merged:
+                merged[rate] /= step_s
+        if "step_tokens" in merged:
+            merged["tokens_per_s"] = merged["step_tokens"] / step_s
+        in_phases = sum(value for name, value in sums.items() if name.startswith("phases/"))
+        merged["phases/other"] = max(0.0, step_s - in_phases)
+        for engine, metrics in self._last.items():
+            if engine:
+                merged |= {f"{engine}/{it}": metrics[it] for it in _OF_EACH if it in metrics}
+                for name in filter(lambda it: it.startswith(_SUMMED), metrics):
+                    merged[name] = merged.get(name, 0.0) + metrics[name]
+        return merged

@@ -247,7 +247,7 @@ class WorkerProcess(UserProcess, WorkerCalls):
         session = self._session
         if session is None:
             return None
-        with session.resume_from() as source:
+        with session.open_source() as source:
             return None if source is None else read_calls(source, session.assignment.rank)
 
     def _run_function(self, assignment: Assignment, channel: GenerationChannel) -> WorkerMessage:

@@ -27,13 +27,18 @@ from rayzero.engine.checkpoint.export_model import ExportedModel, save_safetenso
 from rayzero.engine.checkpoint.imports import open_foreign
 from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.errors import ConfigError, DataError, did_you_mean
+from rayzero.engine.layout.engine_parts import choose_part
 from rayzero.engine.layout.state_index import StateSource
 
 SHARD_BYTES = 5_000_000_000
 
 
 def export_checkpoint(
-    folder: str, target: str, kind: str, progress: Callable[[int], None] = lambda _: None
+    folder: str,
+    target: str,
+    kind: str,
+    progress: Callable[[int], None] = lambda _: None,
+    engine: str | None = None,
 ) -> list[str]:
     """Export a checkpoint; returns the paths written. Raises ConfigError if an argument is wrong or
     the target is not empty; DataError if the checkpoint is damaged or the target cannot be written.
@@ -43,11 +48,12 @@ def export_checkpoint(
         target: a local folder, new or empty; it appears once everything is written.
         kind: `safetensors`, `torch` or `dcp`.
         progress: called with the bytes of each read.
+        engine: one of several in the checkpoint; None: the first.
     """
     with closing(open_foreign(folder) or CheckpointSource(folder)) as source:
         if isinstance(source, CheckpointSource):
             source.check_sizes()  # before memory is allocated for what the manifest states
-        return export_state(source, target, kind, progress)
+        return export_state(choose_part(source, engine), target, kind, progress)
 
 
 def export_state(

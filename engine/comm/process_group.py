@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -65,6 +66,28 @@ class SingleRankBackend(Backend):
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         return CompletedWork()
+
+
+class LateBackend(SingleRankBackend):
+    """The backend over all ranks of the present group, made where it is first needed: the ranks
+    come there at one time, but not to where an engine is built or the ranks change. Buffers of
+    `zeros` are this rank's alone."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    @cached_property
+    def _made(self) -> Backend:
+        return connect_backend()[0]
+
+    def all_reduce(self, full: Tensor) -> Work:
+        return self._made.all_reduce(full)
+
+    def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
+        return self._made.gather(full, part, target)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        return self._made.broadcast(tensor, source)
 
 
 def all_gather_objects(value: T) -> list[T]:
@@ -139,6 +162,14 @@ def connect_collectives() -> tuple[Collectives, torch.device]:
     """New collectives over all ranks, and this rank's device: see `connect_backend`."""
     backend, device = connect_backend()
     return Collectives(backend), device
+
+
+def connect_alone() -> tuple[Collectives, torch.device]:
+    """As `connect_collectives`, where the other ranks are elsewhere: until `Collectives.reconnect`
+    this one goes without them."""
+    collectives = Collectives(LateBackend())
+    collectives.detached = collectives.in_step = True
+    return collectives, _make_current(local_device())
 
 
 def _make_current(device: torch.device) -> torch.device:

@@ -17,6 +17,7 @@ from rayzero.engine.data.prefetch import Prefetch, batch_to_device, closed_error
 from rayzero.engine.data.sampling import MicroBatch, SampleOrder, StepSplit
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import CollectiveError, DataError, EngineError
+from rayzero.engine.session import Reforming
 from rayzero.engine.tensor_tree import map_tensors
 
 
@@ -101,7 +102,7 @@ class StepLoader:
             its session, which gets the phase "data".
         collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
         device: device of the batches; to CUDA through pinned memory, non-blocking.
-        before_read: called by the training thread before it reads a micro-batch.
+        reforming: the engine's, for the training thread, before it reads a micro-batch.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class StepLoader:
         micro_batches: MicroBatches,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         device: torch.device | None = None,
-        before_read: Callable[[], None] = lambda: None,
+        reforming: Reforming | None = None,
     ) -> None:
         self.progress = micro_batches.progress
         self._micro_batches = micro_batches
@@ -119,7 +120,7 @@ class StepLoader:
         self._session = micro_batches.session
         self._training_thread = threading.get_ident()
         self._collate = collate_fn or default_collate
-        self._before_read = before_read
+        self._reforming = reforming
         self._prefetch: weakref.ref[Prefetch[tuple[YieldedBatch, Any]]] | None = None
         weakref.finalize(self, micro_batches.warn_at_end)  # at the interpreter's exit at the latest
         self._script_cursor = 0  # where a launched script's next epoch begins
@@ -252,12 +253,17 @@ class StepLoader:
 
     def _enter_phase(self, end: int) -> None:
         """The training thread is about to read, unless all steps until `end` are finished: not
-        another thread, in which the script reads ahead."""
-        if threading.get_ident() != self._training_thread or self.progress.sample_cursor >= end:
+        another thread, in which the script reads ahead. A finished one may be undone here."""
+        reforming = self._reforming
+        if threading.get_ident() != self._training_thread:
+            return
+        is_undone = reforming is not None and reforming.undoes_step
+        if self.progress.sample_cursor >= end and not is_undone:
             return
         if self._session is not None:
             self._session.on_phase("data")
-        self._before_read()
+        if reforming is not None:
+            reforming.before_read(self)
 
     def _steps_to_epoch_end(self, cursor: int) -> int:
         """Steps from `cursor` to the first end of a step at or after the end of its epoch."""

@@ -54,6 +54,7 @@ class TrainingState:
             the last update.
         copied_by: the newest copy that may still be running. Between updates forward and backward
             change only the ranges that are `volatile`.
+        engine_name: of one of several engines; None if it has none.
         registry: the caller's own state.
     """
 
@@ -71,6 +72,7 @@ class TrainingState:
         self.altered = False
         self._constants_writes = 0
         self.copied_by: RunningCopy | None = None
+        self.engine_name: str | None = None
         self.registry = StateRegistry()
         self._model = model
         self._runtime = runtime
@@ -219,6 +221,10 @@ class TrainingState:
     def capture_metadata(self) -> Callable[[], bytes]:
         """The JSON part as of now, encoded when the result is called: before the next update, which
         changes scalars in it. The host waits for the device only then."""
+        return partial(metadata.encode, self.capture_document())
+
+    def capture_document(self) -> dict[str, Any]:
+        """The JSON part as of now, for `metadata.encode`."""
         document: dict[str, Any] = {
             "rank": self._runtime.collectives.rank,
             "world_size": self._runtime.collectives.world_size,
@@ -242,7 +248,7 @@ class TrainingState:
             document |= names
             for number, group in enumerate(document["groups"]):
                 group["params"] = group_names.get(number, [])
-        return partial(metadata.encode, document)
+        return document
 
     @cached_property
     def _names(self) -> tuple[dict[str, Any], dict[int, list[str]]]:
@@ -269,19 +275,23 @@ class TrainingState:
             self.registry.read(source, self._runtime.collectives.rank)
 
     @torch.no_grad()
-    def recut(self, source: StateSource, recut_tensors: Callable[[], None]) -> None:
+    def recut(
+        self, source: StateSource, recut_tensors: Callable[[], None], *, undoes: bool = False
+    ) -> None:
         """Replaces the tensors of the state by those for other ranks, which `recut_tensors` makes
         and reads from `source`, and continues from its step. Collective. The state is inconsistent
         if that fails: a later attempt must not use what this rank holds. The caller's own values
-        are those of the step that it has finished: they are replaced where it goes back."""
+        are those of the step that it has finished: they are replaced where it goes back, or
+        another engine (`undoes`)."""
         with self.updating():
             self._own_block, self._packed_signature = pack_block([]), None
             recut_tensors()
             keep = self.scheduler is None
             metadata.restore_optimizer_metadata(self._optimizer, source, keep_options=keep)
             rank = self._runtime.collectives.rank
-            if gone_back := self.progress.step - source.step:
-                self.progress.lost_steps += gone_back
+            undone = self.progress.step - source.step
+            self.progress.lost_steps += undone
+            if undone or undoes:
                 self.registry.read(source, rank)
             self._load_metadata(source.metadata(rank), source.step, LOAD_ALL)
             self._constants_writes += 1

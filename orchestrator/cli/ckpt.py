@@ -141,6 +141,10 @@ def export_command(
             "(torch.distributed.checkpoint, with the optimizer).",
         ),
     ] = "safetensors",
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of several engines this one; default: the first."),
+    ] = None,
     as_json: JsonValueFlag = False,
 ) -> None:
     """Export a checkpoint to a format of other libraries; of a job, its newest complete one.
@@ -152,8 +156,8 @@ def export_command(
     folder = path if checkpoint is None else checkpoint.folder  # may be another library's
     # By name: it imports torch, which the orchestrator must not (see the import contracts).
     export = import_module("rayzero.engine.checkpoint.export").export_checkpoint
-    with _byte_progress("exporting", _export_bytes(checkpoint, kind), as_json) as progress:
-        files = export(folder, target, kind, progress=progress)
+    with _byte_progress("exporting", _export_bytes(checkpoint, kind, engine), as_json) as progress:
+        files = export(folder, target, kind, progress=progress, engine=engine)
     if as_json:
         print(json.dumps({"folder": redact_url(folder), "format": kind, "files": files}))
         return
@@ -204,14 +208,16 @@ def _find_exportable(path: str) -> CheckpointInfo | None:
     return next(iter(list_checkpoints(path)), None)
 
 
-def _export_bytes(checkpoint: CheckpointInfo | None, kind: str) -> int | None:
+def _export_bytes(checkpoint: CheckpointInfo | None, kind: str, engine: str | None) -> int | None:
     """Bytes that an export reads: the model; for `dcp` everything. None if unknown."""
     if checkpoint is None or checkpoint.manifest is None:
         return None
+    kinds = ["weights/", "buffers/"] + ["optimizer."] * (kind == "dcp")
+    starts = tuple(f"{engine}:{it}" if engine else it for it in kinds)
     return sum(
         tensor.numel * tensor.item_bytes
         for name, tensor in checkpoint.manifest.tensors.items()
-        if kind == "dcp" or name.startswith(("weights/", "buffers/"))
+        if name.startswith(starts)
     )
 
 

@@ -35,6 +35,8 @@ def initialize(
     config: ConfigLike | None = None,
     mesh_param: Any = None,
     config_params: ConfigLike | None = None,
+    *,
+    name: str | None = None,
 ) -> tuple[DeepSpeedEngine, torch.optim.Optimizer | None, StepLoader | None, Scheduler | None]:
     """DeepSpeed's entry point: `Engine.build` with DeepSpeed's arguments. Collective.
 
@@ -49,14 +51,11 @@ def initialize(
         config: a DeepSpeed config file's path, or its contents as a dict; by default the rayzero
             job's.
         config_params: the old name of `config`.
+        name: see `Engine.build`, also for what is raised; DeepSpeed does not have it.
 
     Returns:
         (engine, optimizer, loader, scheduler); all but the engine may be None. Do not step the
         optimizer or the scheduler: `engine.step()` does.
-
-    Raises:
-        ConfigError: config, model, optimizer and ranks do not fit together.
-        DataError: the dataset is empty, or not map-style.
     """
     _refuse("mpu", mpu, "leave it out: all ranks are data parallel; stage 3 shards large models")
     _refuse("mesh_param", mesh_param, "leave it out: all ranks are one data parallel group")
@@ -75,6 +74,7 @@ def initialize(
         training_data=training_data,
         lr_scheduler=lr_scheduler,
         collate_fn=collate_fn,
+        name=name,
     )
     add_stage3_names(core)
     engine = DeepSpeedEngine(core)

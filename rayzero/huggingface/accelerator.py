@@ -107,7 +107,7 @@ def own_batches(session: JobSession, fix: str) -> int | None:
 
 def _recall(session: JobSession) -> None:
     """Reads `_first` in the state that the script continues from."""
-    with session.resume_from() as source:
+    with session.open_source() as source:
         if source is not None and session.assignment.generation > 1:
             _first.update(read_value(source, session.assignment.rank, _STATE) or {})
 

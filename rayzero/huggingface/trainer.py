@@ -301,7 +301,7 @@ def _find_state(session: JobSession) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] | None = pickle.loads(assignment.notes) if assignment.notes else None
     if found is None:
-        with session.resume_from() as source:
+        with session.open_source() as source:
             if source is not None:
                 found = read_value(source, assignment.rank, NAME)
     return found

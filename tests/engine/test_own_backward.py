@@ -186,6 +186,34 @@ def adversaries(rank: int, world: int, stage: int) -> None:
                 assert_equal(state, expected.state_dict(), who)
 
 
+def train_by_one_loss(rank: int, world: int, stage: int) -> None:
+    """One engine's backward brings both their gradients, which no other loss forgets."""
+    nets = [make(partial(Net, None, outputs), 5) for outputs in (4, 1)]
+    plain = copy.deepcopy(nets)
+    made, judge = (make_engine(stage, net, samples=8) for net in nets)
+    optimizers = [sgd([{"params": it.parameters()}]) for it in plain]
+    for batch in batches(STEPS):
+        part = batch.chunk(world)[rank]
+        made.backward((1 - judge(made(part))).square().mean())
+        made.step()
+        judge.step()
+        for net in plain:
+            net.zero_grad()
+        (1 - plain[1](plain[0](batch))).square().mean().backward()
+        for net, optimizer in zip(plain, optimizers, strict=True):
+            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+            optimizer.step()
+    for engine, expected in zip((made, judge), plain, strict=True):
+        state = engine.state_dict()
+        if rank == 0:
+            assert_equal(state, expected.state_dict(), "together")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_engines_loss_trains_both(stage: int) -> None:
+    run_ranks(2, train_by_one_loss, stage)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_engines_in_one_loss(stage: int) -> None:
     run_ranks(2, adversaries, stage)

@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 import rayzero
-from rayzero.engine.session import StepRequests, current_session, use_session
+from rayzero.engine.session import (
+    BesideSession,
+    HostSession,
+    StepRequests,
+    current_session,
+    use_session,
+)
 from tests.engine.state.blocks import StateSession
 from tests.support.ranks import run_ranks
 
@@ -93,8 +99,8 @@ def test_session_receives_engine_phases_and_steps() -> None:
 
 def test_an_engine_beside_the_hosts_is_neither_restored_nor_reported() -> None:
     class FirstThatTrains(RecordingSession):
-        def admits_engine(self, *, trains: bool) -> bool:
-            return trains and not self.engines
+        def session_for(self, name: str | None, *, trains: bool) -> HostSession:
+            return self if trains and not self.engines else BesideSession(self)
 
     session = FirstThatTrains(CONFIG | {"train_batch_size": 2})
     with use_session(session):

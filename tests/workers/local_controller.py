@@ -147,10 +147,8 @@ class LocalController:
             )
             for index in self._generation_members
         ]
-        try:
-            restore: Restore | None = self._local.slots(generation, world_size)
-        except ValueError:  # it has finished no step
-            restore = before
+        has_steps = self._local.newest_step(generation, world_size) is not None
+        restore = self._local.slots(generation, world_size) if has_steps else before
         step = restore.step if restore else 0
         if min(reported) > step:
             self.wrong.append(f"step {min(reported)} was reported by all, restored is {step}")

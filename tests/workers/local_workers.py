@@ -95,8 +95,8 @@ class LocalWorkers:
             for index in staying
         }
         staying -= {*misplaced(places, calls)}
-        ahead = {index for index in members if index in self._ahead}
-        self._ahead -= ahead
+        ahead = {index for index in members if staying and index in self._ahead}
+        self._ahead -= {*members}
         for index in set(places) - staying - ahead:
             if index in self._calls:
                 self._renew(index)

@@ -27,10 +27,9 @@ from rayzero.workers.messages import (
 )
 from rayzero.workers.session import JobSession
 from rayzero.workers.training_thread import GenerationChannel
-from rayzero.workers.vault.records import Restore
 from tests.engine.state.blocks import Block, StateSession
 from tests.workers import recovery_jobs
-from tests.workers.support import ASSIGN, GivenUp, session, setup
+from tests.workers.support import GivenUp, session, setup
 
 
 def context(**changes: Any) -> tuple[Context, GenerationChannel, list[WorkerMessage]]:
@@ -221,34 +220,73 @@ def test_ledger_of_another_run_is_no_outage(tmp_path: Path):
         session_with_ledger(tmp_path)
 
 
-def test_second_engine_that_trains_is_told_at_once_and_refused_after_a_fault(
-    caplog: pytest.LogCaptureFixture,
-):
-    job_session, _, _ = session()
+def two_engines(job_session: JobSession) -> tuple[Engine, Engine]:
     config = recovery_jobs.engine_config(1)
     with use_session(job_session):
-        for _ in range(2):
-            initialize(model=nn.Linear(1, 1), config=config)
-        (said,) = [it.message for it in caplog.records if "second engine" in it.message]
-        assert "ends with an error at its first fault" in said
-        assert "parameter groups" in said
-        restored = replace(ASSIGN, restore=Restore(step=3))
-        job_session.membership = replace(job_session.membership, assignment=restored)
-        with pytest.raises(ConfigError, match=r"second engine .* continues at step 3"):
-            initialize(model=nn.Linear(1, 1), config=config)
-
-
-def test_second_engine_that_trains_is_refused_where_checkpoints_would_have_the_first_only():
-    job_session, _, _ = session(mirror=MirrorPolicy(checkpoint_every_steps=10))
-    config = recovery_jobs.engine_config(1)
-    with use_session(job_session):
-        initialize(model=nn.Linear(1, 1), config=config)
-        with pytest.raises(
-            ConfigError, match=r"checkpoint.every_steps: a checkpoint has the state"
-        ):
-            initialize(model=nn.Linear(1, 1), config=config)
         frozen, *_ = initialize(model=nn.Linear(1, 1).requires_grad_(False), config={})
+        engines = [
+            initialize(model=nn.Linear(1, 1), config=config, name=name)[0]
+            for name in ("actor", "critic")
+        ]
     assert frozen.global_steps == 0
+    return engines[0], engines[1]
+
+
+def step(engine: Engine) -> None:
+    engine.backward(engine(torch.ones(engine.settings.batches.micro_batch, 1)).sum())
+    engine.step()
+
+
+def test_a_step_of_the_job_ends_when_all_engines_have_stepped():
+    """One that only evaluates may be built first, and is none of them."""
+    job_session, _, posted = session(mirror=MirrorPolicy(checkpoint_every_steps=10))
+    actor, critic = two_engines(job_session)
+    for engine in (actor, actor, critic, critic):
+        step(engine)
+    (report,) = [it for it in posted if isinstance(it, StepReport)]
+    assert report.step == 1
+    losses = report.gauges["loss"], report.gauges["critic/loss"]
+    assert losses == (actor.metrics.loss, pytest.approx(losses[1]))
+    assert report.gauges["critic/lr"] == pytest.approx(1e-2)
+    assert report.gauges["bytes/model_weights"] == 2 * actor.metrics.bytes["model_weights"]
+    step(actor)
+    assert [it.step for it in posted if isinstance(it, StepReport)] == [1, 2]
+
+
+def test_only_the_vote_that_ends_a_step_carries_requests():
+    job_session, channel, _ = session()
+    two_engines(job_session)
+    channel.drain.set()
+    first, second = (job_session.step_requests(it) for it in ("", "critic"))
+    assert (first.drain, first.engine, second.engine) == (False, 1, 2)
+    job_session.engines.step.count("", lost=False)
+    assert job_session.step_requests("critic").drain
+
+
+def test_an_engine_that_does_not_step_is_named(caplog: pytest.LogCaptureFixture):
+    job_session, _, posted = session()
+    actor, _ = two_engines(job_session)
+    for _ in range(200):
+        step(actor)
+    said = [it.message for it in caplog.records if "has not stepped" in it.message]
+    assert ["critic has not stepped since the others did 1" in said[0], len(said)] == [True, 2]
+    assert not any(isinstance(it, StepReport) for it in posted)
+
+
+def test_steps_end_without_an_engine_that_was_closed():
+    job_session, _, posted = session()
+    actor, critic = two_engines(job_session)
+    critic.destroy()
+    step(actor)
+    assert [it.step for it in posted if isinstance(it, StepReport)] == [1]
+
+
+@pytest.mark.parametrize("name", ["", "a:b", "a/b", "x" * 65, "a\n", "actor", "critic"])
+def test_a_name_that_cannot_be_used_is_refused(name: str):
+    job_session, *_ = session()
+    two_engines(job_session)
+    with use_session(job_session), pytest.raises(ConfigError, match=r"initialize\(name="):
+        initialize(model=nn.Linear(1, 1), config=recovery_jobs.engine_config(1), name=name)
 
 
 def engine_with_checkpoints(job_session: JobSession, folder: Path, restored: int = 3) -> Engine:
@@ -365,3 +403,11 @@ def test_job_goes_back_to_a_checkpoint_that_tells_its_place(tmp_path: Path):
     assert report_of(posted[-1:]).step == 3
     assert engine.load_checkpoint(str(tmp_path), "told")[0]
     assert sum(isinstance(message, WentBack) for message in posted) == 1
+
+
+def test_ranks_that_step_different_engines_change_nothing() -> None:
+    alike = [StepRequests(engine=2).to_scalars() for _ in range(3)]
+    assert StepRequests.from_sums([sum(it) for it in zip(*alike, strict=True)], 3).engine == 2
+    apart = [StepRequests(engine=it).to_scalars() for it in (1, 3, 2)]  # their mean is 2, too
+    with pytest.raises(EngineError, match="different engines at one time"):
+        StepRequests.from_sums([sum(it) for it in zip(*apart, strict=True)], 3)

@@ -214,7 +214,7 @@ class OwnLoaders:
     def _give_up(self, engine: Engine) -> None:
         """Stops following the loop: after a fault the script is run again."""
         self.is_followed = self._session.loop.yields_again = False
-        engine.survival.enable(None)
+        self._session.engines.enable(None)
         for reading in self._readings:
             reading.kept.clear()
 

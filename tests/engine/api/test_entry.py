@@ -43,7 +43,10 @@ def initialize_and_get_lr(**arguments: Any) -> float:
 
 
 def test_signature_equals_deepspeed() -> None:
-    assert tuple(inspect.signature(rayzero.initialize).parameters) == ARGUMENTS
+    """Behind it is what DeepSpeed does not have, by keyword only."""
+    *parameters, name = inspect.signature(rayzero.initialize).parameters.values()
+    assert tuple(it.name for it in parameters) == ARGUMENTS
+    assert (name.name, name.kind) == ("name", inspect.Parameter.KEYWORD_ONLY)
 
 
 def test_config_sources(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import rayzero
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.sampling import SampleOrder
 from rayzero.engine.errors import CollectiveError, EngineError
+from rayzero.engine.session import HostSession
 
 SAMPLES, LR, STEPS, EPOCHS = 17, 0.1, 5, 2
 Batch = tuple[Tensor, Tensor]
@@ -69,7 +70,7 @@ class Outcome:
     samples: list[list[int]]  # of each finished step, of this rank
 
 
-class RecordedSamples:
+class RecordedSamples(HostSession):
     """The part of a session that gets the samples."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.sampling import StepSplit, TrainingProgress, assign_step
 from rayzero.engine.errors import ConfigError, DataError, EngineError
-from rayzero.engine.session import use_session
+from rayzero.engine.session import Reforming, use_session
 from tests.engine.generations import Generations, end_together, shared_store
 from tests.engine.state.blocks import BlocksSource, StateSession
 from tests.support.ranks import run_ranks
@@ -264,12 +264,15 @@ def test_waiting_ends_where_steps_are_split_anew() -> None:
     log = StuckLog()
     rank = Rank(log, 2, 0, 4, 0, None)
 
-    def reform() -> None:
-        if log.waits.is_set() and not log.stopped.is_set():
-            rank.own.recut(StepSplit(assign_step(BATCH, 1, 0, BATCH)))
-            log.read = MemoryLog.read.__get__(log)  # type: ignore[method-assign]
+    class Repair:
+        undoes_step = False
 
-    rank.loader._before_read = reform
+        def before_read(self, loader: object) -> None:
+            if log.waits.is_set() and not log.stopped.is_set():
+                rank.own.recut(StepSplit(assign_step(BATCH, 1, 0, BATCH)))
+                log.read = MemoryLog.read.__get__(log)  # type: ignore[method-assign]
+
+    rank.loader._reforming = cast(Reforming, Repair())
     assert len(next(rank.loader.steps(1))) == BATCH
     assert log.stopped.wait(60)
     rank.own._untrained.clear()

@@ -105,22 +105,23 @@ def test_prune(job):
     ckpt("prune", job, "--keep", 0, code=2)
 
 
-@pytest.mark.parametrize("path", ["", "step-100"])
-def test_export_prints_files(job, monkeypatch, path):
+@pytest.mark.parametrize(("path", "engine"), [("", None), ("step-100", "critic")])
+def test_export_prints_files(job, monkeypatch, path, engine):
     """Of a job, the newest complete one."""
     calls = []
 
     class Export:
         @staticmethod
-        def export_checkpoint(*arguments: str, progress) -> list[str]:
-            calls.append(arguments)
+        def export_checkpoint(*arguments: str, progress, engine) -> list[str]:
+            calls.append((*arguments, engine))
             progress(1)
             return ["out/model.safetensors"]
 
     monkeypatch.setitem(sys.modules, "rayzero.engine.checkpoint.export", Export)
-    text = ckpt("export", job / path, "--to", "out", "--format", "torch")
+    chosen = ("--engine", engine) if engine else ()
+    text = ckpt("export", job / path, "--to", "out", "--format", "torch", *chosen)
     assert text == "out/model.safetensors\n"
-    assert calls == [(str(job / "step-100"), "out", "torch")]
+    assert calls == [(str(job / "step-100"), "out", "torch", engine)]
     fields = json.loads(ckpt("export", job / path, "--to", "out", "--json"))
     files = ["out/model.safetensors"]
     assert fields == {"folder": str(job / "step-100"), "format": "safetensors", "files": files}

@@ -1,0 +1,255 @@
+"""A function's place in the generations of its job: how it enters, leaves and outlives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+from rayzero.engine.errors import CollectiveError, ConfigError, EngineError
+from rayzero.engine.layout.state_index import StateSource
+from rayzero.engine.session import HostSession
+from rayzero.engine.state.registry import StateRegistry
+from rayzero.workers.job_engines import JobEngines
+from rayzero.workers.ledger_writer import LedgerWriter
+from rayzero.workers.membership import Membership, ScriptLoop, SessionHost
+from rayzero.workers.messages import (
+    SCRIPT_ENTRYPOINT,
+    Assignment,
+    Restored,
+    WentBack,
+    WorkerMessage,
+    WorkerSpec,
+)
+from rayzero.workers.mirror import Mirror
+from rayzero.workers.process_group import is_collective_failure
+from rayzero.workers.retained_state import RetainedState
+from rayzero.workers.step_report import StepReporter
+from rayzero.workers.training_thread import GenerationChannel
+
+if TYPE_CHECKING:
+    from rayzero.engine.engine import Engine
+
+
+class GenerationSession(HostSession):
+    """The part of `JobSession` that knows generations. Used by the training thread only.
+
+    A function whose engines are ready outlives its generation: where that ends, it waits in
+    `reform` for the next one, and they are re-cut. Not a script whose loader yields nothing again.
+
+    Attributes:
+        membership: of the current generation.
+        engine: the first one that trains; None until `initialize` has built it.
+        engines: all that train.
+        loop: of a launched script.
+        reporter: collects the metrics of the engines and of the user.
+        registry: what the function has registered by `ctx.state`; the engine's, once there is one.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        membership: Membership,
+        retained: RetainedState,
+        host: SessionHost | None = None,
+    ) -> None:
+        self.engine_config = spec.engine_config
+        self.seed = spec.seed
+        self.engine: Engine | None = None
+        self.engines = JobEngines()
+        self.loop = ScriptLoop()
+        self.reporter = StepReporter(membership.channel)
+        self.registry = StateRegistry()
+        self._spec = spec
+        self._retained = retained
+        self._host = host
+        self._restored_in = 0  # the generation that was told that all engines have their state
+        self._enter(membership)
+
+    def _enter(self, membership: Membership) -> None:
+        """Takes part in a generation from now on."""
+        spec, channel = self._spec, membership.channel
+        self.membership = membership
+        self.shares = self.assignment.shares
+        self.reporter.begin_generation(channel)
+        self._mirror = Mirror(
+            spec.mirror,
+            self.assignment,
+            spec.steps,
+            self._retained.vault,
+            channel.post,
+            channel.interrupt,
+        )
+        self._ledger: LedgerWriter | None = None
+        if spec.ledger and not self.assignment.is_ahead:
+            self._ledger = LedgerWriter(spec, self.assignment, channel.interrupt)
+
+    def begin(self) -> None:
+        """Waits for the generation, and joins it, if the function was called ahead of it."""
+        if self._host is not None and self.assignment.is_ahead:
+            self._enter(self._host.await_begin())
+            try:
+                self.membership.join()
+            except RuntimeError:
+                self.check()  # no exception of an ended generation is raised in the function
+                raise
+
+    @property
+    def assignment(self) -> Assignment:
+        return self.membership.assignment
+
+    @property
+    def _channel(self) -> GenerationChannel:
+        return self.membership.channel
+
+    @property
+    def outlives_generation(self) -> bool:
+        """Whether the function stays in its loop where its generation ends. By any thread."""
+        return self.engines.is_enabled
+
+    def break_group(self, reason: str) -> None:
+        """Ends the generation of a function that outlives it. By any thread."""
+        self.engines.break_group(reason)
+
+    def reform(self) -> None:
+        """Leaves the generation, waits for the next one, and re-cuts the engines for it. Raises
+        CollectiveError, with a group that is broken, if that is ended meanwhile."""
+        if self._host is None or self.engine is None:
+            raise EngineError("a session without a host has one generation")
+        drained, engines = self._channel.drained, self.engines
+        has_batch, step = engines.step.begins_in_forward, engines.state.step
+        continues = engines.can_continue(replays_epochs=self.replays_epochs)
+        if self._channel.ending or not continues or (has_batch and step is None):
+            self._leave_for_good()
+        self._mirror.close()
+        self._enter(
+            self._host.await_next(drained=drained, keeps_rank=self.loop.keeps_rank or has_batch)
+        )
+        if has_batch and step != self.restored_step:
+            self._channel.interrupt.fail(f"a batch was made after step {step}, which is lost")
+            self._leave_for_good()
+        try:
+            self.membership.join()
+            with self.open_source() as source:
+                if source is None:
+                    raise EngineError("a generation of survivors starts from a state")
+                engines.recut(source, keep=self._retained.holds_state, shares=self.shares)
+        except (CollectiveError, RuntimeError) as error:
+            if not (self._channel.interrupt.is_set() or is_collective_failure(error)):
+                raise
+            reason = str(error) or "the generation was ended while it formed"
+            engines.break_group(reason)
+            raise CollectiveError(reason) from error
+        self._report_restored()
+
+    def _leave_for_good(self) -> NoReturn:
+        """The function does not continue in another generation."""
+        self.engines.enable(None)
+        self._channel.reforming = False
+        self._channel.leave()
+
+    @property
+    def replays_epochs(self) -> bool:
+        """The function is a script, which begins each of its loops again: a loader's first
+        iteration is the first epoch, also when that is finished."""
+        return self._spec.entrypoint == SCRIPT_ENTRYPOINT
+
+    @property
+    def restored_step(self) -> int:
+        """Finished steps of the state that this generation starts from; 0 for a fresh start."""
+        self.begin()
+        return self.assignment.restore.step if self.assignment.restore else 0
+
+    @contextmanager
+    def open_source(self) -> Iterator[StateSource | None]:
+        """The state of all engines to start from."""
+        self.begin()
+        self.on_phase("load")
+        with self._retained.open_source(self.assignment.restore) as source:
+            yield source
+
+    def _report_restored(self) -> None:
+        """All engines have the state that the generation starts from."""
+        if (engine := self.engine) is None:
+            return
+        several = len(self.engines) > 1
+        step = self.restored_step if several else engine.progress.step
+        self._restored_in = self.assignment.generation
+        self.engines.state.finish(step)
+        self.reporter.start_at(step, engine.progress.skipped_steps)
+        self.post(Restored(self._channel.generation, self._channel.rank, step))
+
+    def post(self, message: WorkerMessage) -> None:
+        self._channel.post(message)
+
+    def check(self) -> None:
+        """Leaves the generation if it was ended, and the function does not outlive it."""
+        if not self._channel.reforming:
+            self._channel.interrupt.check()
+
+    @property
+    def steps_to_go_back(self) -> int:
+        """Finished steps, at most, that a repair from memory does again."""
+        return self._mirror.interval_steps
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the function begins with finished steps."""
+        return self.assignment.is_ahead or bool(self.restored_step)
+
+    def admits_load(self, step: int, engine_step: int, client_keys: Sequence[str]) -> bool:
+        """Before its first step a function that was run again may go back to a checkpoint that
+        tells its place: its loop cannot continue from memory then. Any other one stays; so do the
+        others where this rank is new. After its last step a function may load any checkpoint, such
+        as that of the best model, to evaluate or to save it."""
+        self.loop.asked_step = step
+        if self._is_trained:
+            self.finish()  # what is loaded takes the place of the trained state
+            return True
+        if step >= engine_step:
+            return True
+        if client_keys and (self.loop.divides_steps or self.assignment.survivors_stay):
+            raise ConfigError(
+                f"load_checkpoint of step {step}, with the client state {list(client_keys)}, in a "
+                f"job whose data and schedule continue after {engine_step} finished steps",
+                allowed="to continue from engine.global_steps, with Accelerate and Trainer and "
+                "where other ranks stay in their loops",
+                fix="load_checkpoint only `if engine.global_steps == 0`",
+            )
+        return bool(client_keys)
+
+    @property
+    def _is_trained(self) -> bool:
+        """Whether the function has finished a step, or has come to where its last one was."""
+        lag = None if self.engine is None else self.engine.progress.script_lag
+        return self.reporter.has_steps or lag == 0
+
+    def on_state_loaded(self, step: int, engine: str = "") -> None:
+        """With several engines the job goes back to the step of the first one that was where the
+        job is: each has a checkpoint of its own."""
+        if self.engine is None:
+            return
+        was_at = self.engines.state.rebase(engine)
+        if len(self.engines) > 1 and was_at != self.reporter.last_step:
+            return
+        if step >= self.reporter.start_step or self._is_trained:
+            return
+        self._mirror.go_back(step)
+        self.reporter.start_at(step, self.engine.progress.skipped_steps)
+        if self.assignment.rank == 0:
+            self.post(WentBack(self._channel.generation, 0, step))
+
+    def finish(self) -> None:
+        """The function has trained its last step: returns when that is reported, and in the vault
+        if the job writes checkpoints. Leaves the generation if it has ended before."""
+        self.engines.enable(None)  # its loop has ended
+        self._channel.interrupt.check()
+        step = self.reporter.last_step
+        if self.engine is not None and self.reporter.has_steps and self.engines.state.step == step:
+            self._channel.progress.enter_phase("mirror")
+            self._mirror.finish(step, self.engines.state)
+        self._mirror.settle()
+
+    def close(self) -> None:
+        """Ends the mirror of the last step, once the training function has returned or raised."""
+        self._mirror.close()
