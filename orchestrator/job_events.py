@@ -218,31 +218,37 @@ class LimitsChanged:
 
 @dataclass(frozen=True)
 class RoleWorkerReady:
-    """A worker of a role has begun; `number` is its own in the role."""
+    """A worker of a role has begun; `number` is its own in the role. The role has `workers` that
+    run now."""
 
     role: str
     number: int
     worker: WorkerInfo
+    workers: int
 
 
 @dataclass(frozen=True)
 class RoleWorkerEnded:
-    """The function of a role's worker has returned, or the worker was ended: it is not needed."""
+    """The function of a role's worker has returned, or the worker was ended: it is not needed.
+    The role has `workers` that run now."""
 
     role: str
     number: int
+    workers: int
 
 
 @dataclass(frozen=True)
 class RoleFault:
     """A role lost a worker, or its function failed. It is started again, unless the fault is fatal:
-    then the job fails. `text` is the full description."""
+    then the job fails. `text` is the full description. The role has `workers` that
+    run now: one that had not begun was none of them."""
 
     role: str
     number: int
     cause: str
     worker: WorkerInfo
     text: str
+    workers: int
     is_fatal: bool = False
 
 

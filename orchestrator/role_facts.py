@@ -30,13 +30,11 @@ def fold_role_event(
     """The facts by role after one more event."""
     facts = roles.get(event.role, RoleFacts())
     match event:
-        case job_events.RoleWorkerReady():
-            facts = replace(facts, workers=facts.workers + 1)
-        case job_events.RoleWorkerEnded():
-            facts = replace(facts, workers=max(0, facts.workers - 1))
+        case job_events.RoleWorkerReady() | job_events.RoleWorkerEnded():
+            facts = replace(facts, workers=event.workers)
         case job_events.RoleFault(cause=cause):
             faults = dict(Counter(facts.faults) + Counter([str(cause)]))
-            facts = replace(facts, workers=max(0, facts.workers - 1), faults=faults)
+            facts = replace(facts, workers=event.workers, faults=faults)
         case job_events.RoleLimitsChanged():
             facts = replace(facts, scaled=(event.min_workers, event.max_workers))
     return {**roles, event.role: facts}

@@ -112,7 +112,7 @@ class Controller:
         if role:
             pool = self._roles.find(role)
             pool.scale(min_workers, max_workers)
-            return f"{name}, role {role}: {wanted} {what}; it has {len(pool.workers)}"
+            return f"{name}, role {role}: {wanted} {what}; it has {pool.running}"
         if isinstance(engine := self._plan.spec.engine, dict):
             check_batch_sizes(parse_config(engine), min_workers, max_workers)
         self._parts.scaler.set_limits(min_workers, max_workers)

@@ -47,6 +47,7 @@ class RoleWorker:
     info: WorkerInfo
     number: int
     heard_at_s: float
+    has_begun: bool = False
     step: int = 0
 
 
@@ -95,10 +96,15 @@ class RolePool:
     def nodes(self) -> set[str]:
         return {it.node_id for it in (*self._spares, *(w.info for w in self.workers.values()))}
 
+    @property
+    def running(self) -> int:
+        """Workers whose function runs."""
+        return sum(worker.has_begun for worker in self.workers.values())
+
     def status(self) -> RoleStatus:
         facts = self._events.facts.roles.get(self.name)
         faults = {} if facts is None else dict(sorted(facts.faults.items()))
-        return RoleStatus(len(self.workers), self.least, self.most, self.finished, faults)
+        return RoleStatus(self.running, self.least, self.most, self.finished, faults)
 
     async def run(self) -> None:
         """Starts the workers, and replacements. Returns only with the job.
@@ -134,7 +140,7 @@ class RolePool:
         surplus = sorted(self.workers.values(), key=lambda it: it.number)[most:]
         for worker in surplus:
             del self.workers[worker.info.index]
-            self._events.emit(RoleWorkerEnded(self.name, worker.number))
+            self._events.emit(RoleWorkerEnded(self.name, worker.number, self.running))
             self._loop.spawn(self._release(worker.info))
         self._begin_spares()
 
@@ -182,7 +188,8 @@ class RolePool:
             self._on_lost(info.index, lost.cause)
             return
         if self._has(worker):
-            self._events.emit(RoleWorkerReady(self.name, worker.number, info))
+            worker.has_begun = True
+            self._events.emit(RoleWorkerReady(self.name, worker.number, info, self.running))
 
     def _has(self, worker: RoleWorker) -> bool:
         return self.workers.get(worker.info.index) is worker
@@ -207,7 +214,7 @@ class RolePool:
                 if self.workers.pop(worker.info.index, None) is not None:
                     self.finished += 1
                     self._loop.changed.notify()
-                    self._events.emit(RoleWorkerEnded(self.name, worker.number))
+                    self._events.emit(RoleWorkerEnded(self.name, worker.number, self.running))
                     self._loop.spawn(self._release(worker.info))
             case Crashed():
                 cause = FaultCause(message.kind)
@@ -265,7 +272,13 @@ class RolePool:
             text = f"{text}\n{fault.traceback}"
         self._events.emit(
             RoleFault(
-                self.name, fault.rank or 0, fault.cause, fault.worker, text, error is not None
+                self.name,
+                fault.rank or 0,
+                fault.cause,
+                fault.worker,
+                text,
+                self.running,
+                is_fatal=error is not None,
             )
         )
         if error is not None:

@@ -55,6 +55,15 @@ async def test_lost_worker_is_started_again_alone(folder: Path):
     assert harness.states[-1] is State.RUNNING
 
 
+async def test_worker_that_does_not_start_is_none_of_those_that_run(folder: Path):
+    harness, group = await started(folder)
+    group.fail_start()
+    await settle()
+    assert [fault.workers for fault in harness.log.of(RoleFault)] == [2]
+    assert harness.events.facts.roles["rollout"].workers == 2
+    assert harness.states[-1] is State.RUNNING
+
+
 async def test_vault_sees_process_end_before_the_cluster(folder: Path):
     harness, group = await started(folder)
     vault = harness.cluster.vaults.by_node["a"]

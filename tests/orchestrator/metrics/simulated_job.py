@@ -113,8 +113,8 @@ def eventful_job() -> SimulatedJob:
     roles = {"rollout": RoleSpec(entrypoint="m:generate", workers=Workers(min=1, max=4))}
     job = SimulatedJob(roles=roles)
     for number in (0, 1):
-        job.emit(RoleWorkerReady("rollout", number, WORKER))
-    job.emit(RoleFault("rollout", 1, "lost", WORKER, "killed"))
+        job.emit(RoleWorkerReady("rollout", number, WORKER, number + 1))
+    job.emit(RoleFault("rollout", 1, "lost", WORKER, "killed", 1))
     job.enter(State.STARTING, 0, 0)
     job.now_s += 5
     job.form(1, 2, 0)
