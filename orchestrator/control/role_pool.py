@@ -72,8 +72,8 @@ class RolePool:
     _on_change: Callable[[], None]
     workers: dict[int, RoleWorker] = field(default_factory=dict)
     """By index."""
-    finished: int = 0
-    """Workers whose function has returned."""
+    finished: set[int] = field(default_factory=set)
+    """The numbers of workers whose function has returned."""
     has_least: bool = False
     """Whether its least number of workers has started."""
     _spares: list[WorkerInfo] = field(default_factory=list)
@@ -104,7 +104,7 @@ class RolePool:
     def status(self) -> RoleStatus:
         facts = self._events.facts.roles.get(self.name)
         faults = {} if facts is None else dict(sorted(facts.faults.items()))
-        return RoleStatus(self.running, self.least, self.most, self.finished, faults)
+        return RoleStatus(self.running, self.least, self.most, len(self.finished), faults)
 
     async def run(self) -> None:
         """Starts the workers, and replacements. Returns only with the job.
@@ -167,10 +167,10 @@ class RolePool:
         self._on_change()
 
     def _begin_spares(self) -> None:
-        while self._spares and len(self.workers) + self.finished < self.most:
+        while self._spares and len(self.workers) + len(self.finished) < self.most:
             info = self._spares.pop(0)
-            taken = {worker.number for worker in self.workers.values()}
-            number = next(it for it in count(self.finished) if it not in taken)
+            taken = self.finished.union(worker.number for worker in self.workers.values())
+            number = next(it for it in count() if it not in taken)
             worker = RoleWorker(info, number, self._loop.now_s())
             self.workers[info.index] = worker
             self._loop.spawn(self._begin(worker))
@@ -212,7 +212,7 @@ class RolePool:
                 self._events.emit(message)
             case Finished():
                 if self.workers.pop(worker.info.index, None) is not None:
-                    self.finished += 1
+                    self.finished.add(worker.number)
                     self._loop.changed.notify()
                     self._events.emit(RoleWorkerEnded(self.name, worker.number, self.running))
                     self._loop.spawn(self._release(worker.info))
@@ -346,7 +346,7 @@ class RolePool:
                     self._on_lost(index, timeout_reason(limit_s))
                 elif worker.info.node_id in draining:
                     self._on_fault(worker, FaultCause.PREEMPTED, "its node is draining")
-            if len(self.workers) + self.finished >= self.least:
+            if len(self.workers) + len(self.finished) >= self.least:
                 enough_at_s = now_s
             elif now_s - enough_at_s > self.plan.resources.timeout_s:
                 ready, waited_s = len(self.workers), self.plan.resources.timeout_s

@@ -132,6 +132,17 @@ async def test_function_that_returns_is_not_called_again(folder: Path):
     assert harness.states[-1] is State.RUNNING
 
 
+async def test_replacement_of_the_lower_number_beside_one_that_returned(folder: Path):
+    harness, group = await started(folder)
+    group.post(102, Finished(0, 1, None, {}, 0))
+    group.lose(101)
+    await settle()
+    new = group.start()
+    await settle()
+    assert group.began[new] == (0, "vault-a-1")
+    assert harness.controller.status().roles["rollout"].finished == 1
+
+
 async def test_too_few_workers_fail_the_job_with_the_roles_name(folder: Path):
     workers = {"min": 2, "start_timeout_s": 30}
     harness, group = await started(folder, workers=workers)
