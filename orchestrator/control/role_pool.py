@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rayzero.orchestrator.aio import WORKER_POLL_S
 from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError, timeout_reason
-from rayzero.orchestrator.control.inbox import SILENCE_GRACE_S
+from rayzero.orchestrator.control.inbox import SILENCE_GRACE_S, UndeliveredLines
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.vaults import VaultManager
@@ -29,6 +29,7 @@ from rayzero.orchestrator.plan import RolePlan
 from rayzero.orchestrator.policies import placement, role_faults
 from rayzero.orchestrator.policies.failure import Fault, FaultBudget, FaultCause
 from rayzero.orchestrator.results import RoleStatus
+from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.messages import Crashed, Finished, LogLine, WorkerInfo, WorkerMessage
 from rayzero.workers.roles.role_calls import RoleCalls
 from rayzero.workers.vault.process_end import ProcessEnd
@@ -155,6 +156,14 @@ class RolePool:
             self._loop.spawn(self._suppress_loss(self._calls.worker(worker, RoleCalls.end)))
         await self._loop.wait_for(limit_s, lambda: not self.workers)
 
+    def fault_call(self, fault: FaultSpec) -> Coroutine[Any, Any, None] | None:
+        """The call that injects a fault into its worker; None if that does not run now."""
+        for index, worker in self.workers.items():
+            if worker.number == fault.worker and worker.has_begun:
+                call = self._calls.worker(index, RoleCalls.inject, fault.kind)
+                return self._suppress_loss(call)
+        return None
+
     def on_process_ended(self, index: int, pid: int, end: ProcessEnd) -> None:
         """A vault saw a process end, of any role."""
         if (worker := self.workers.get(index)) is not None and worker.info.pid == pid:
@@ -195,12 +204,18 @@ class RolePool:
         return self.workers.get(worker.info.index) is worker
 
     async def _receive(self) -> None:
+        lines = UndeliveredLines()
         while True:
             reports = await self._group.receive()
-            for index, messages in reports.messages:
-                if (worker := self.workers.get(index)) is not None:
+            bounded = [(index, lines.receive(index, its)) for index, its in reports.messages]
+            for index, messages in bounded:
+                worker = self.workers.get(index)
+                if worker is not None:
                     worker.heard_at_s = self._loop.now_s()
-                    for message in messages:
+                for message in messages:
+                    if isinstance(message, LogLine):
+                        lines.deliver(message)
+                    if worker is not None:
                         self._on_message(worker, message)
                 await asyncio.sleep(0)  # a fault of the trainer may be waiting
             for index, cause in reports.lost:
@@ -340,7 +355,8 @@ class RolePool:
         while True:
             await self._loop.sleep(CHECK_INTERVAL_S)
             now_s = self._loop.now_s()
-            draining = await self._group.draining_nodes()
+            draining = self._members.registry.draining_nodes  # the ranks ask the cluster
+            await self._group.leave_nodes(draining)
             for index, worker in tuple(self.workers.items()):
                 if now_s - worker.heard_at_s > limit_s:
                     self._on_lost(index, timeout_reason(limit_s))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import rayzero
 from rayzero.orchestrator.job_events import FaultDetected, Repaired, RoleFault, RoleWorkerReady
 from rayzero.orchestrator.progress import StepRecord
+from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import LogLine
 from tests.orchestrator.support import EventLog
 
@@ -60,9 +60,11 @@ def test_role_beside_the_ranks(no_leaks: None, tmp_path: Path):
     wait_for(lambda: sum("begins" in line.text for line in log.of(LogLine)) == 2)
     first, second = log.of(RoleWorkerReady)
     killed_s = time.monotonic()
-    os.kill(second.worker.pid, signal.SIGKILL)
+    fault_text = f'kill(role="rollout", worker={second.number})'
+    assert fault_text[:-1] in handle.inject(fault_text)
     wait_for(lambda: bool(log.of(RoleFault)))
     assert time.monotonic() - killed_s < 1, "its node's vault sees the end"
+    assert [(it.role, it.rank) for it in log.of(FaultFired)] == [("rollout", second.number)]
     (fault,) = log.of(RoleFault)
     assert (fault.number, fault.cause) == (second.number, "lost")
     assert "killed by SIGKILL" in fault.text

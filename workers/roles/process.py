@@ -8,6 +8,7 @@ from contextlib import suppress
 from threading import Event, Thread
 
 from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.workers.chaos.inject import signal_own_process
 from rayzero.workers.crash import describe_crash
 from rayzero.workers.entrypoint import TrainFunction, call_function, load_train_function
 from rayzero.workers.messages import Finished, RoleWorkerSpec, WorkerMessage
@@ -76,6 +77,9 @@ class RoleProcess(UserProcess, RoleCalls):
 
     def end(self) -> None:
         self._ending.set()
+
+    def inject(self, kind: str) -> None:
+        signal_own_process(kind)
 
     def dump_stack(self) -> Stacks:
         return read_stacks()
