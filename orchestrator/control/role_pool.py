@@ -30,7 +30,14 @@ from rayzero.orchestrator.policies import placement, role_faults
 from rayzero.orchestrator.policies.failure import Fault, FaultBudget, FaultCause
 from rayzero.orchestrator.results import RoleStatus
 from rayzero.workers.chaos.spec import FaultSpec
-from rayzero.workers.messages import Crashed, Finished, LogLine, WorkerInfo, WorkerMessage
+from rayzero.workers.messages import (
+    Crashed,
+    Finished,
+    LogLine,
+    RoleReport,
+    WorkerInfo,
+    WorkerMessage,
+)
 from rayzero.workers.roles.role_calls import RoleCalls
 from rayzero.workers.vault.process_end import ProcessEnd
 
@@ -223,13 +230,15 @@ class RolePool:
 
     def _on_message(self, worker: RoleWorker, message: WorkerMessage) -> None:
         match message:
-            case LogLine():
+            case LogLine() | RoleReport():
                 self._events.emit(message)
             case Finished():
                 if self.workers.pop(worker.info.index, None) is not None:
                     self.finished.add(worker.number)
                     self._loop.changed.notify()
-                    self._events.emit(RoleWorkerEnded(self.name, worker.number, self.running))
+                    self._events.emit(
+                        RoleWorkerEnded(self.name, worker.number, self.running, has_returned=True)
+                    )
                     self._loop.spawn(self._release(worker.info))
             case Crashed():
                 cause = FaultCause(message.kind)

@@ -52,6 +52,10 @@ async def test_lost_worker_is_started_again_alone(folder: Path):
     status = harness.controller.status()
     assert (status.roles["rollout"].workers, status.roles["rollout"].faults) == (2, {"lost": 1})
     assert (status.generation, status.faults) == (1, {}), "the ranks hear nothing of it"
+    facts = harness.events.facts.roles["rollout"]
+    assert [size.workers for size in facts.sizes] == [1, 2, 1, 2]
+    (entry,) = facts.seen_faults
+    assert (entry.cause, entry.number, entry.at_s) == ("lost", 0, 1000.0)
     await harness.steps(3)
     assert harness.states[-1] is State.RUNNING
 
@@ -130,6 +134,7 @@ async def test_function_that_returns_is_not_called_again(folder: Path):
     assert [it.number for it in harness.log.of(RoleWorkerEnded)] == [0]
     role = harness.controller.status().roles["rollout"]
     assert (role.workers, role.finished) == (1, 1)
+    assert harness.events.facts.roles["rollout"].finished == 1
     assert harness.states[-1] is State.RUNNING
 
 
@@ -238,6 +243,8 @@ async def test_limits_stay_when_another_controller_continues(folder: Path):
     harness.run.cancel()
     await settle()
     second = Harness(folder, past=reread(harness.events.facts), roles={"rollout": ROLE})
+    await settle()
+    assert second.events.facts.roles["rollout"].sizes[-1].workers == 0
     role = second.controller.status().roles["rollout"]
     assert (role.workers, role.workers_min, role.workers_max) == (0, 2, 5)
 
