@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import rayzero
+from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job_events import FaultDetected, Repaired, RoleFault, RoleWorkerReady
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.chaos.spec import FaultFired
@@ -42,6 +43,7 @@ def test_role_beside_the_ranks(no_leaks: None, tmp_path: Path):
         print("begins", ctx.args["text"], os.getpid())
         try:
             while True:
+                ctx.report(reward=ctx.number, tokens=5)
                 ctx.wait(0.05)
         finally:
             print("ends")
@@ -72,6 +74,15 @@ def test_role_beside_the_ranks(no_leaks: None, tmp_path: Path):
     assert log.of(RoleWorkerReady)[2].number == second.number
     assert "role rollout: 1 to 3 workers wanted; it has 2" in handle.scale((1, 3), role="rollout")
     wait_for(lambda: len(log.of(RoleWorkerReady)) == 4)
+
+    def reward() -> Any:
+        snapshot = handle._running_process().call(JobActor.snapshot)
+        return (
+            snapshot["roles"]["rollout"]["tokens_per_s"] and snapshot["roles"]["rollout"]["values"]
+        )
+
+    wait_for(lambda: bool(reward()))
+    assert 0 <= reward()["reward"]["mean"] <= 2
     status = handle.status()
     assert (status.roles["rollout"].workers, status.roles["rollout"].faults) == (3, {"lost": 1})
     assert (status.generation, status.faults, status.repairs) == (1, {}, 0)

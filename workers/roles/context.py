@@ -8,6 +8,7 @@ from threading import Event
 import torch
 
 from rayzero.workers.messages import RoleWorkerSpec
+from rayzero.workers.roles.reporter import RoleReporter
 
 
 class RoleContext:
@@ -23,7 +24,12 @@ class RoleContext:
     """
 
     def __init__(
-        self, spec: RoleWorkerSpec, number: int, device: torch.device, ending: Event
+        self,
+        spec: RoleWorkerSpec,
+        number: int,
+        device: torch.device,
+        ending: Event,
+        reporter: RoleReporter,
     ) -> None:
         self.name = spec.name
         self.role = spec.role
@@ -33,6 +39,7 @@ class RoleContext:
         self.device = device
         self.output_dir = Path(spec.output_dir)
         self._ending = ending
+        self._reporter = reporter
 
     @property
     def is_ending(self) -> bool:
@@ -48,3 +55,16 @@ class RoleContext:
         """Sleeps for so long, in seconds. Raises SystemExit at once if the job ends."""
         self._ending.wait(seconds)
         self.check()
+
+    def report(self, **metrics: float) -> None:
+        """Adds metrics of this worker: `ctx.report(reward=1.0, tokens=312)`. By any thread.
+
+        `tokens` is a counter. Of all others the page shows, for each step of the job, the mean of
+        what the role's workers have reported, and the least and the greatest; /metrics has the mean
+        as `rayzero_role_value{role=..., name=...}`, for up to 100 names a role.
+
+        Raises:
+            EngineError: a value is not a number; or a name is empty, longer than 128 characters, or
+                has a prefix of the engine's metrics (`phases/`, `bytes/`, `collectives/`).
+        """
+        self._reporter.add(metrics)

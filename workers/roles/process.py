@@ -14,6 +14,7 @@ from rayzero.workers.entrypoint import TrainFunction, call_function, load_train_
 from rayzero.workers.messages import Finished, RoleWorkerSpec, WorkerMessage
 from rayzero.workers.process_group import warm_up_torch
 from rayzero.workers.roles.context import RoleContext
+from rayzero.workers.roles.reporter import RoleReporter
 from rayzero.workers.roles.role_calls import RoleCalls
 from rayzero.workers.stacks import TRAINING_THREAD, Stacks, read_stacks
 from rayzero.workers.training_thread import ProgressRecord
@@ -37,6 +38,7 @@ class RoleProcess(UserProcess, RoleCalls):
         self._number = index
         self._progress = ProgressRecord(index)
         self._ending = Event()
+        self._reporter = RoleReporter()
         self._function: TrainFunction | None = None
         self._thread: Thread | None = None
         self._vault: VaultClient | None = None
@@ -73,7 +75,9 @@ class RoleProcess(UserProcess, RoleCalls):
         self._thread.start()
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
-        return [*self._outbox.poll(timeout_s), self._progress.heartbeat()]
+        messages = self._outbox.poll(timeout_s)
+        reports = self._reporter.take(self.log_role, self._number)
+        return [*reports, *messages, self._progress.heartbeat()]
 
     def end(self) -> None:
         self._ending.set()
@@ -90,9 +94,8 @@ class RoleProcess(UserProcess, RoleCalls):
             function = self._function or load_train_function(self._spec.entrypoint)
             device = self._select_device()
             self._progress.enter_phase("run")
-            call_function(
-                function, RoleContext(self._role_spec, self._number, device, self._ending)
-            )
+            ctx = RoleContext(self._role_spec, self._number, device, self._ending, self._reporter)
+            call_function(function, ctx)
             message = self._finished()
         except BaseException as error:  # noqa: BLE001  # the thread's last frame: report everything
             if self._ending.is_set() and isinstance(error, SystemExit):
