@@ -95,6 +95,10 @@ class _RoleSize(_Row):
     world_size: Count
 
 
+class _RoleValue(_Row):
+    mean: FiniteFloat | None
+
+
 class _Role(_Limits):
     workers: Count
     faults: dict[str, Count]
@@ -102,6 +106,7 @@ class _Role(_Limits):
     seen_faults: list[_FaultEntry] = Field(default_factory=list)
     tokens_per_s: Amount | None = None
     version: Count | None = None
+    values: dict[str, _RoleValue] = Field(default_factory=dict)
 
 
 class _Rollouts(_Row):
