@@ -57,7 +57,7 @@ ROLES_ROW = DashboardRow(
         ),
         Panel(
             "Who waits for whom",
-            "Share of the time that the ranks wait for samples; the mean number of a role's workers "
+            "Share of the time that the ranks wait for samples; workers of a role, on average, "
             "that wait for tasks and for weights.",
             "none",
             (
