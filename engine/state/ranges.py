@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rayzero.engine.device import Device, Event, Stream, get_device
 from rayzero.engine.errors import EngineError
+from rayzero.engine.layout.engine_parts import is_weight
 from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.layout.reshard import HeldRanges
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, StateSource, TensorRange
@@ -47,14 +48,19 @@ class StateRange:
     volatile: bool = False
 
     @property
+    def is_weights(self) -> bool:
+        """Of weights or buffers, also of frozen ones."""
+        return self.constant or any(is_weight(held.name) for held in self.ranges)
+
+    @property
     def is_optimizer_state(self) -> bool:
         return any(held.name.startswith("optimizer.") for held in self.ranges)
 
 
 @dataclass(frozen=True)
 class StateBlock:
-    """Ranges in sequence in one block of bytes, constant ones first. `offsets` are those of
-    `ranges`, in bytes."""
+    """Ranges in sequence in one block of bytes, constant ones first, then the other weights and
+    buffers. `offsets` are those of `ranges`, in bytes."""
 
     index: BlockIndex
     ranges: Sequence[StateRange]
@@ -247,11 +253,13 @@ def buffer_ranges(model: nn.Module) -> list[StateRange]:
 
 
 def pack_block(parts: Sequence[StateRange]) -> StateBlock:
-    parts = sorted(parts, key=lambda part: not part.constant)
+    """Lays out the ranges: what does not change, then weights and buffers, then the rest, each in
+    the order of `parts`. So who needs only the weights reads the beginning of a block."""
+    parts = sorted(parts, key=lambda part: (not part.constant, not part.is_weights))
     ranges: list[TensorRange] = []
     offsets: list[int] = []
     tensors: dict[str, LogicalTensor] = {}
-    nbytes = constant_bytes = 0
+    nbytes = constant_bytes = weight_bytes = 0
     for part in parts:
         dtype, size = dtype_name(part.memory.dtype), part.memory.element_size()
         offsets.append(nbytes)
@@ -261,7 +269,10 @@ def pack_block(parts: Sequence[StateRange]) -> StateBlock:
         nbytes += -(-part.memory.nbytes // ALIGN_BYTES) * ALIGN_BYTES
         if part.constant:
             constant_bytes = nbytes
-    return StateBlock(BlockIndex(tensors, tuple(ranges), nbytes, constant_bytes), parts, offsets)
+        if part.is_weights:
+            weight_bytes = nbytes
+    index = BlockIndex(tensors, tuple(ranges), nbytes, constant_bytes, weight_bytes)
+    return StateBlock(index, parts, offsets)
 
 
 def _frozen_ranges(runtime: ZeroRuntime, rank: int, world_size: int) -> list[StateRange]:

@@ -124,14 +124,8 @@ class MappedSlotReader(SlotReader):
         copy_bytes(into, self._bytes[offset : offset + len(into)])
 
     def verify(self) -> None:
-        header, size = self.header, self.header.constant_bytes
-        if header.data_checksum is None:
-            return
-        for part, expected in (
-            (self.data[size:], header.data_checksum),
-            (self.data[:size], header.constants_checksum),
-        ):
-            if checksum_of(part, VERIFY_THREADS) != expected:
+        for span, expected in self.header.parts():
+            if checksum_of(self.data[span], VERIFY_THREADS) != expected:
                 raise self._damaged("its data")
 
     def close(self) -> None:
