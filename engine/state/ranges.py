@@ -27,6 +27,7 @@ from rayzero.engine.zero.unit import Unit
 
 ALIGN_BYTES = 128  # of a part in a block, for copies and for views of any dtype
 STAGING_BYTES = 64 * 2**20  # of each of the two buffers of a read into a device
+CAST_BYTES = 16 * 2**20  # of the buffer of a read into another dtype
 
 
 @dataclass(frozen=True)
@@ -158,12 +159,18 @@ class _Read(NamedTuple):
 
 
 def _read_to_host(source: StateSource, reads: Sequence[_Read]) -> None:
-    """Directly into memory of the same dtype, otherwise through a temporary copy."""
+    """Directly into memory of the same dtype, otherwise through a temporary copy of a part."""
     for block, offset, target, dtype in reads:
-        landing = target if target.dtype is dtype else torch.empty(target.numel(), dtype=dtype)
-        source.read(block, offset, landing.view(torch.uint8).numpy().data)
-        if landing is not target:
-            target.copy_(landing)
+        if target.dtype is dtype:
+            source.read(block, offset, target.view(torch.uint8).numpy().data)
+            continue
+        step = CAST_BYTES // dtype.itemsize
+        landing = torch.empty(min(step, target.numel()), dtype=dtype)
+        for start in range(0, target.numel(), step):
+            part = target[start : start + step]
+            read = landing[: part.numel()]
+            source.read(block, offset + start * dtype.itemsize, read.view(torch.uint8).numpy().data)
+            part.copy_(read)
 
 
 def _read_to_device(device: Device, source: StateSource, reads: Sequence[_Read]) -> None:
