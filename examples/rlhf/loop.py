@@ -58,7 +58,8 @@ class LocalContext:
             """The samples of a step, by the weights of all steps before it."""
             numbers = order.indices(step * batch, batch).tolist()
             groups = [self._judge(draw(prompts[number])) for number in numbers]
-            return collate_fn([sample for group in groups for sample in group])
+            made: Batch = collate_fn([sample for group in groups for sample in group])
+            return Batch(*(tensor.to(engine.device) for tensor in made))
 
         return LocalRollouts(engine, make)
 
@@ -75,10 +76,16 @@ class LocalRollouts:
             yield self._make(self._engine.global_steps)
 
 
+def read_job(name: str) -> dict[str, Any]:
+    """The job file of that name beside this file."""
+    job: dict[str, Any] = yaml.safe_load((Path(__file__).parent / f"{name}.yaml").read_text())
+    return job
+
+
 def main(names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     for name in names:
-        job = yaml.safe_load((Path(__file__).parent / f"{name}.yaml").read_text())
+        job = read_job(name)
         module = {"sft": sft, "reward": reward, "dpo": dpo, "job": grpo, "ppo": ppo}[name]
         judge: Judge = grpo.check_group
         if name == "ppo":
