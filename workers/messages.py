@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from rayzero.workers.chaos.spec import FaultFired, FaultSpec
+from rayzero.workers.rollouts.address import BufferAddress
 from rayzero.workers.vault.records import Restore
 
 CrashKind: TypeAlias = Literal[
@@ -42,6 +43,7 @@ class WorkerSpec:
         engine_config: the parsed engine config.
         hang_timeout_s: a rank without progress for this long counts as hung.
         mirror: when to mirror the state into the vault, and when to make a checkpoint.
+        rollout_group: samples of each prompt, in a job with rollouts; else 0.
         ledger: record consumed sample ids under `output_dir`/ledger/`run`.
         run: id of this run of the job; ids of later runs sort after it.
         working_dir: the submitter's; used on the worker, if it exists there, and imported from.
@@ -62,15 +64,22 @@ class WorkerSpec:
     import_paths: tuple[str, ...]
     mirror: MirrorPolicy
     faults: tuple[FaultSpec, ...] = ()
+    rollout_group: int = 0
     ledger: bool = False
     run: str = ""
 
 
 @dataclass(frozen=True)
 class RoleWorkerSpec(WorkerSpec):
-    """The settings of a role's worker: those of the job, with the role's function and resources."""
+    """The settings of a role's worker: those of the job, with the role's function, resources and
+    `hang_timeout_s`.
+
+    Args:
+        stage: its place in the chain of the roles that make rollouts, from 0; None: it has none.
+    """
 
     role: str = ""
+    stage: int | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,7 @@ class GenerationSpec:
         parts: into how many a step is cut (`StepDivided`), if that is known; else 0.
         is_ahead: it has not begun: the function is called, and waits for it where it needs the
             state or other ranks. Then there is neither a store nor a state.
+        rollouts: the buffer that its ranks read from; None: the job has none.
         secret: of the store's keys.
     """
 
@@ -118,6 +128,7 @@ class GenerationSpec:
     notes: bytes = b""
     parts: int = 0
     is_ahead: bool = False
+    rollouts: BufferAddress | None = None
     secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
 
 

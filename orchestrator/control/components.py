@@ -28,6 +28,7 @@ from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.replacements import Replacements
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.restore import RestoreSelector
+from rayzero.orchestrator.control.rollouts import RolloutBuffer
 from rayzero.orchestrator.control.steps import StepReports
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.errors import internal_error
@@ -87,6 +88,9 @@ class Components:
         vaults = self.vaults = VaultManager(
             loop, members, calls, groups, events, hang_timeout_s, self._on_process_died
         )
+        rollouts = self.rollouts = RolloutBuffer(
+            plan.rollouts, loop, members, calls, vaults, failures, events, hang_timeout_s
+        )
         injector = self.injector = ClusterFaultInjector(
             plan, loop, members, calls, groups, events, progress
         )
@@ -105,7 +109,7 @@ class Components:
         )
         speeds = SpeedTracker(balance=recovery.balance == "auto")
         steps = StepReports(
-            loop, members, events, progress, timer, speeds, replication, vaults, injector
+            loop, members, events, progress, timer, speeds, replication, vaults, rollouts, injector
         )
         self._build_generations(plan, deps, calls, steps, replication, restore)
 
@@ -145,7 +149,17 @@ class Components:
         )
         numbers = GenerationNumbers(events, deps.flush_journal, deps.clock, plan.disk_limit_s)
         rendezvous = Rendezvous(
-            loop, members, calls, workers, events, numbers, steps, injector, inbox, vaults
+            loop,
+            members,
+            calls,
+            workers,
+            events,
+            numbers,
+            steps,
+            injector,
+            inbox,
+            vaults,
+            self.rollouts,
         )
         selection = MemberSelection(loop, members, events, failures, plan.resources.timeout_s)
         self.reconfiguration = Reconfiguration(

@@ -58,7 +58,7 @@ class Controller:
             parts.machine,
             parts.members,
             parts.vaults,
-            plan.worker_spec.hang_timeout_s,
+            parts.rollouts,
         )
         self._error: RayzeroError | None = None
         self._summary: dict[str, Any] = {}
@@ -205,6 +205,7 @@ class Controller:
         self._parts.completion.announce(self._parts.checkpoints.newest)
         began_at_s = self._loop.now_s()
         self._roles.start()
+        self._loop.spawn(self._parts.rollouts.run())
         need = self._plan.resources
         if self._roles.by_name:
             need = replace(need, max_workers=need.min_workers)

@@ -14,6 +14,7 @@ from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError, ti
 from rayzero.orchestrator.control.inbox import SILENCE_GRACE_S
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.control.rollouts import RolloutBuffer
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.errors import JobFailedError, WorkerLostError, WorkerStartError
 from rayzero.orchestrator.facts import EventBus
@@ -29,8 +30,17 @@ from rayzero.orchestrator.plan import RolePlan
 from rayzero.orchestrator.policies import placement, role_faults
 from rayzero.orchestrator.policies.failure import Fault, FaultBudget, FaultCause
 from rayzero.orchestrator.results import RoleStatus
-from rayzero.workers.messages import Crashed, Finished, LogLine, WorkerInfo, WorkerMessage
+from rayzero.workers.messages import (
+    Crashed,
+    Finished,
+    Heartbeat,
+    LogLine,
+    WorkerInfo,
+    WorkerMessage,
+)
 from rayzero.workers.roles.role_calls import RoleCalls
+from rayzero.workers.roles.view import TASKS_PHASE, RoleView
+from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.process_end import ProcessEnd
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
@@ -47,7 +57,9 @@ class RoleWorker:
     info: WorkerInfo
     number: int
     heard_at_s: float
+    view: RoleView = field(default_factory=RoleView)
     has_begun: bool = False
+    hangs: bool = False
     step: int = 0
 
 
@@ -56,7 +68,6 @@ class RolePool:
     """Keeps the workers of one role running, for as long as the job lives.
 
     Args:
-        _hang_timeout_s: `recovery.hang_timeout_s` of the job.
         _on_change: called when the nodes that the workers are on may have changed.
     """
 
@@ -68,7 +79,7 @@ class RolePool:
     _group: WorkerGroup
     _events: EventBus
     _vaults: VaultManager
-    _hang_timeout_s: float
+    _rollouts: RolloutBuffer
     _on_change: Callable[[], None]
     workers: dict[int, RoleWorker] = field(default_factory=dict)
     """By index."""
@@ -139,9 +150,7 @@ class RolePool:
         self.grow()
         surplus = sorted(self.workers.values(), key=lambda it: it.number)[most:]
         for worker in surplus:
-            del self.workers[worker.info.index]
-            self._events.emit(RoleWorkerEnded(self.name, worker.number, self.running))
-            self._loop.spawn(self._release(worker.info))
+            self._end(worker)
         self._begin_spares()
 
     def grow(self) -> None:
@@ -159,6 +168,14 @@ class RolePool:
         """A vault saw a process end, of any role."""
         if (worker := self.workers.get(index)) is not None and worker.info.pid == pid:
             self._on_lost(index, end.status, end.stack)
+
+    def _end(self, worker: RoleWorker) -> None:
+        """Its function has returned, or the worker is one too many."""
+        del self.workers[worker.info.index]
+        self._rollouts.on_worker_lost(worker.info.index)
+        self._loop.changed.notify()
+        self._events.emit(RoleWorkerEnded(self.name, worker.number, self.running))
+        self._loop.spawn(self._release(worker.info))
 
     def _place(self, info: WorkerInfo) -> None:
         """Calls the function in a new worker's process; beyond the most workers it is a spare."""
@@ -181,15 +198,34 @@ class RolePool:
         if not await self._vaults.open_with_retries(info.node_id, lambda: self._has(worker)):
             return
         self._group.subscribe([info.index])
-        vault = self._members.vault_addresses.get(info.node_id, "")
+        worker.view = self._view_of(worker)
         try:
-            await self._calls.worker(info.index, RoleCalls.begin, worker.number, vault)
+            await self._calls.worker(info.index, RoleCalls.begin, worker.number, worker.view)
         except WorkerUnavailableError as lost:
             self._on_lost(info.index, lost.cause)
             return
         if self._has(worker):
             worker.has_begun = True
             self._events.emit(RoleWorkerReady(self.name, worker.number, info, self.running))
+            self._loop.spawn(self._keep_informed(worker))
+
+    async def _keep_informed(self, worker: RoleWorker) -> None:
+        """Tells a worker what has changed in the job: one call at a time, so that a slow one gets
+        only the newest."""
+        while True:
+            await self._loop.wait_until(
+                lambda: not self._has(worker) or self._view_of(worker) != worker.view
+            )
+            if not self._has(worker):
+                return
+            worker.view = self._view_of(worker)
+            await self._suppress_loss(
+                self._calls.worker(worker.info.index, RoleCalls.update, worker.view)
+            )
+
+    def _view_of(self, worker: RoleWorker) -> RoleView:
+        vault = self._members.vault_addresses.get(worker.info.node_id, "")
+        return RoleView(vault, self._rollouts.address)
 
     def _has(self, worker: RoleWorker) -> bool:
         return self.workers.get(worker.info.index) is worker
@@ -210,17 +246,33 @@ class RolePool:
         match message:
             case LogLine():
                 self._events.emit(message)
+            case Heartbeat() if message.phase == TASKS_PHASE:
+                if message.silent_s > self.plan.worker_spec.hang_timeout_s and not worker.hangs:
+                    worker.hangs = True
+                    self._loop.spawn(self._end_hung(worker, message.silent_s))
             case Finished():
-                if self.workers.pop(worker.info.index, None) is not None:
-                    self.finished.add(worker.number)
-                    self._loop.changed.notify()
-                    self._events.emit(RoleWorkerEnded(self.name, worker.number, self.running))
-                    self._loop.spawn(self._release(worker.info))
+                self.finished.add(worker.number)
+                self._end(worker)
             case Crashed():
                 cause = FaultCause(message.kind)
                 if cause is FaultCause.COLLECTIVE:  # of the function's own
                     cause = FaultCause.USER_CODE
                 self._on_fault(worker, cause, message.error, message.traceback)
+
+    async def _end_hung(self, worker: RoleWorker, silent_s: float) -> None:
+        limit_s = self.plan.worker_spec.hang_timeout_s
+        stacks = Stacks("")
+        with suppress(WorkerUnavailableError):
+            stacks = await self._calls.worker(worker.info.index, RoleCalls.dump_stack)
+        at = f"; it is at {stacks.place}" if stacks.place else ""
+        self._on_fault(
+            worker,
+            FaultCause.HANG,
+            f"no sign of life from its function for {silent_s:.3g} s, of {limit_s:g} "
+            f"(roles.{self.name}.recovery.hang_timeout_s): it takes, ends or extends a task, or "
+            f"calls ctx.check(){at}",
+            stacks.text,
+        )
 
     def _on_lost(self, index: int, detail: str, stack: str = "") -> None:
         """A worker's process ended, or does not respond and counts as lost."""
@@ -243,6 +295,7 @@ class RolePool:
         info = worker.info
         if self.workers.pop(info.index, None) is None:
             return
+        self._rollouts.on_worker_lost(info.index)
         self._loop.changed.notify()
         delay_s = self._record(
             Fault(
@@ -335,7 +388,7 @@ class RolePool:
 
     async def _watch(self) -> None:
         """Reports silent processes, workers on draining nodes, and a lack of workers."""
-        limit_s = WORKER_POLL_S + self._hang_timeout_s + SILENCE_GRACE_S
+        limit_s = WORKER_POLL_S + self.plan.worker_spec.hang_timeout_s + SILENCE_GRACE_S
         enough_at_s = self._loop.now_s()
         while True:
             await self._loop.sleep(CHECK_INTERVAL_S)

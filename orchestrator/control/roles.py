@@ -11,6 +11,7 @@ from rayzero.orchestrator.control.components import Dependencies
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.role_pool import RolePool
+from rayzero.orchestrator.control.rollouts import RolloutBuffer
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.plan import RolePlan
 from rayzero.orchestrator.results import RoleStatus
@@ -31,7 +32,7 @@ class RolePools:
         machine: JobMachine,
         members: Members,
         vaults: VaultManager,
-        hang_timeout_s: float,
+        rollouts: RolloutBuffer,
     ) -> None:
         self.by_name: dict[str, RolePool] = {}
         self._loop = loop
@@ -40,7 +41,7 @@ class RolePools:
         vaults.on_other_process_ended = self._on_process_ended
         for plan in plans:
             group = deps.role_groups[plan.name]
-            calls = Calls(loop, group, deps.vaults, hang_timeout_s)
+            calls = Calls(loop, group, deps.vaults, plan.worker_spec.hang_timeout_s)
             self.by_name[plan.name] = RolePool(
                 plan,
                 loop,
@@ -50,7 +51,7 @@ class RolePools:
                 group,
                 deps.events,
                 vaults,
-                hang_timeout_s,
+                rollouts,
                 self._note_nodes,
             )
 

@@ -10,6 +10,7 @@ from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.replication import Replication
+from rayzero.orchestrator.control.rollouts import RolloutBuffer
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.policies.stragglers import SpeedTracker
@@ -31,6 +32,7 @@ class StepReports:
     _speeds: SpeedTracker
     _replication: Replication
     _vaults: VaultManager
+    _rollouts: RolloutBuffer
     _injector: ClusterFaultInjector
     _equal_losses: EqualLosses = field(default_factory=EqualLosses)
 
@@ -62,6 +64,8 @@ class StepReports:
             self._events.emit(recovery)
         self._replication.on_step_finished(record.generation)
         self._vaults.on_step_finished()
+        if record.mirrored_step is not None:
+            self._rollouts.on_mirrored(record.generation, record.mirrored_step)
         self._injector.on_step_finished(record.step)
 
     def on_heartbeat(self, worker: int, beat: Heartbeat) -> None:

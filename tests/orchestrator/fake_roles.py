@@ -9,6 +9,8 @@ from typing import Any, cast
 from rayzero.orchestrator.aio import WorkerReports
 from rayzero.orchestrator.errors import WorkerStartError
 from rayzero.workers.messages import Finished, WorkerInfo, WorkerMessage
+from rayzero.workers.roles.view import RoleView
+from rayzero.workers.stacks import Stacks
 
 
 class FakeRoleGroup:
@@ -17,6 +19,11 @@ class FakeRoleGroup:
     def __init__(self) -> None:
         self.began: dict[int, tuple[int, str]] = {}
         """By worker, its number and its vault."""
+        self.views: dict[int, list[RoleView]] = {}
+        """By worker, what it was told of the job."""
+        self.updating = asyncio.Event()
+        """Workers reply to updates."""
+        self.updating.set()
         self.replaced: list[tuple[int, float]] = []
         self.killed: list[int] = []
         self.released: list[int] = []
@@ -64,10 +71,18 @@ class FakeRoleGroup:
 
     async def call(self, worker: int, method: Callable[..., Any], *args: Any) -> Any:
         if method.__name__ == "begin":
-            self.began[worker] = args  # type: ignore[assignment]
+            number, view = args
+            self.began[worker] = number, view.vault
+            self.views[worker] = [view]
+        elif method.__name__ == "update":
+            self.views[worker].append(args[0])
+            await self.updating.wait()
+        elif method.__name__ == "dump_stack":
+            return Stacks("Thread training: in sleep", "m.py:3")
         elif method.__name__ == "end":
             self.ended.append(worker)
             self.post(worker, Finished(0, self.began[worker][0], None, {}, 0))
+        return None
 
     async def receive(self) -> WorkerReports:
         return await self._reports.get()

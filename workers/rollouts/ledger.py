@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import count
 
-from rayzero.engine.data.consumption import Consumed
+from rayzero.engine.data.consumed import Consumed
 from rayzero.engine.errors import ConfigError, DataError
 
 
@@ -96,6 +96,7 @@ class RolloutLedger:
         self.plan = plan
         self.published = 0
         self._generation = -1
+        self._published_by = 0
         self._attempts = count(first_attempt)
         self._tasks: dict[int, _Task] = {}  # all issued ones whose samples are still here
         self._waiting: list[set[int]] = [set() for _ in plan.lease_s]  # by stage
@@ -108,6 +109,11 @@ class RolloutLedger:
         self._nbytes = 0
         self._ready: set[int] = set()  # not in the log
         self._finished = Counter[str]()  # tasks that became ready, and their bytes
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """The generation that has published the newest weights, and their steps."""
+        return self._published_by, self.published
 
     # The generators' side
 
@@ -183,6 +189,7 @@ class RolloutLedger:
         back behind them: what was consumed before is dropped."""
         if generation < self._generation:
             return
+        self._published_by = generation
         self.published = max(self.published, version)
         drop = min(version * self.plan.prompts_per_batch, self.end) - self.start
         if drop > 0:

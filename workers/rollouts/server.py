@@ -17,7 +17,7 @@ from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
-from rayzero.engine.data.consumption import Consumed
+from rayzero.engine.data.consumed import Consumed
 from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.workers.authenticated import MessageServer
 from rayzero.workers.rollouts.ledger import RolloutLedger, RolloutPlan
@@ -145,7 +145,8 @@ class RolloutServer(MessageServer):
         )
         leases = found or []
         heads = [[lease.number, lease.attempt] for lease in leases]
-        return {"leases": heads}, [it for task in leases for it in (task.prompt, *task.content)]
+        reply = {"leases": heads, "version": self._ledger.version}
+        return reply, [it for task in leases for it in (task.prompt, *task.content)]
 
     async def _done(self, request: _Request, leases: list[list[int]]) -> Reply:
         group = self._ledger.plan.group

@@ -78,7 +78,7 @@ async def test_vault_sees_process_end_before_the_cluster(folder: Path):
 
 
 async def test_silent_process_is_lost(folder: Path):
-    harness, group = await started(folder)
+    harness, group = await started(folder, recovery={"hang_timeout_s": 60})
     for _ in range(40):
         group.post(101)
         await harness.clock.advance(2)

@@ -20,7 +20,7 @@ import torch
 from rayzero.engine.data.sample_ledger import read_ledger
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.messages import Heartbeat, StepReport
-from rayzero.workers.rollouts.buffer_client import BufferAddress
+from rayzero.workers.rollouts.address import BufferAddress
 from rayzero.workers.rollouts.ledger import RolloutPlan
 from rayzero.workers.rollouts.server import RolloutServer
 from rayzero.workers.rollouts.tasks import Tasks

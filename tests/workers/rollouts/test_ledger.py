@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rayzero.engine.data.consumption import Consumed
+from rayzero.engine.data.consumed import Consumed
 from rayzero.engine.errors import ConfigError, DataError
 from rayzero.workers.rollouts.ledger import RolloutLedger, RolloutPlan, TaskLease
 

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from rayzero.engine.data.consumption import Consumed, LogSource
+from rayzero.engine.data.consumed import Consumed
+from rayzero.engine.data.consumption import LogSource
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.sampling import SampleOrder, StepSplit, TrainingProgress, assign_step
 from rayzero.engine.errors import DataError, EngineError
-from rayzero.workers.rollouts.buffer_client import BufferAddress, RolloutClient, RolloutLog, encode
+from rayzero.workers.rollouts.address import BufferAddress
+from rayzero.workers.rollouts.buffer_client import RolloutClient, RolloutLog, encode
 from rayzero.workers.rollouts.ledger import RolloutPlan
 from rayzero.workers.rollouts.server import RolloutServer
 from rayzero.workers.rollouts.tasks import Task, Tasks
@@ -439,10 +441,11 @@ def test_generators_wait_for_a_buffer_that_is_being_started() -> None:
             if next(calls, None) is None:
                 buffer.address = present
 
-        assert next(buffer.tasks(check=check)).prompts
+        # However long that takes: the controller opens it.
+        assert next(buffer.tasks(check=check, timeout_s=0.01)).prompts
 
 
-@pytest.mark.parametrize("kind", ["closed", "none", "stranger"])
+@pytest.mark.parametrize("kind", ["closed", "stranger"])
 def test_buffer_that_does_not_answer_is_an_error(kind: str) -> None:
     with buffer_of() as buffer:
         present = buffer.address
@@ -451,7 +454,6 @@ def test_buffer_that_does_not_answer_is_an_error(kind: str) -> None:
             buffer.server.close()
         buffer.address = {
             "closed": present,
-            "none": None,
             "stranger": BufferAddress(HOST, present.port, b"another secret"),
         }[kind]
         with pytest.raises(DataError, match=r"has not answered 'take' for 0.3 s") as caught:
