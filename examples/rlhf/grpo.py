@@ -21,6 +21,7 @@ from examples.rlhf.rollout import (
     answer_log_probs,
     collate,
     evaluate,
+    metrics,
     sample_group,
 )
 from examples.rlhf.task import Questions, is_right, question
@@ -39,7 +40,7 @@ def train(ctx: Context) -> dict[str, Any]:
     )
     loader = ctx.rollouts(Questions(question), policy, collate_fn=collate)
     for batch in loader.until(ctx.steps):
-        ctx.report(reward=batch.scores.mean().item())  # on the page
+        ctx.report(**metrics(batch))
         update(policy, batch)
     return evaluate(save_trained(policy, ctx.args["output_dir"]))
 

@@ -37,7 +37,9 @@ def make_batch() -> Batch:
     batch = collate(samples)
     log_probs = batch.log_probs + 0.2 * torch.randn(batch.log_probs.shape, generator=rng)
     scores, advantages = torch.randn(2, SAMPLES, generator=rng).double()
-    return Batch(batch.tokens, batch.mask.double(), log_probs.double(), scores, advantages)
+    return batch._replace(
+        mask=batch.mask.double(), log_probs=log_probs.double(), scores=scores, advantages=advantages
+    )
 
 
 def config(stage: int) -> dict[str, Any]:
