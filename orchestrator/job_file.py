@@ -22,7 +22,7 @@ from rayzero.engine.validation import repr_value, validate_document
 from rayzero.orchestrator.rollout_plan import plan_rollouts
 from rayzero.orchestrator.spec import MAX_WORKERS, JobSpec
 from rayzero.orchestrator.yaml_document import MAX_DEPTH, parse_yaml
-from rayzero.workers.chaos.spec import parse_fault
+from rayzero.workers.chaos.spec import parse_fault, why_no_such_worker
 
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
@@ -61,8 +61,10 @@ def resolve_engine_config(spec: JobSpec, engine_folder: Path) -> JobSpec:
     ConfigError if the engine config cannot be read or is invalid, or its global batch would change
     with the number of workers."""
     _check_args(spec)
+    most = {name: role.workers.most for name, role in spec.roles.items()}
     for fault in spec.faults:
-        parse_fault(fault)
+        if why := why_no_such_worker(parse_fault(fault), most):
+            raise ConfigError(f"fault {fault!r}: {why}", fix="`faults` or `roles` in the job file")
     if spec.engine is None:
         plan_rollouts(spec)
         return spec

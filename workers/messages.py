@@ -222,6 +222,44 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """Some numbers: how many, their sum, the least and the greatest."""
+
+    count: int
+    total: float
+    low: float
+    high: float
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+    def __add__(self, other: Spread) -> Spread:
+        low, high = min(self.low, other.low), max(self.high, other.high)
+        return Spread(self.count + other.count, self.total + other.total, low, high)
+
+
+@dataclass(frozen=True)
+class RoleReport:
+    """What a role's worker has reported since its last report.
+
+    Args:
+        role, number: of the worker.
+        values: under each name that `RoleContext.report` was called with.
+        tokens: their sum.
+        version: finished steps of the weights that it has; None: it has not read any.
+        weights_wait_s: for how long it waited for those.
+    """
+
+    role: str
+    number: int
+    values: dict[str, Spread] = field(default_factory=dict)
+    tokens: float = 0.0
+    version: int | None = None
+    weights_wait_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class LogLine:
     """One line of a worker's output; `stream` is stdout or stderr. With a `role`, `rank` is the
     worker's number in it."""
@@ -330,4 +368,4 @@ class Pinned(RankMessage):
     nbytes: int = 0
 
 
-WorkerMessage: TypeAlias = RankMessage | Heartbeat | LogLine | FaultFired
+WorkerMessage: TypeAlias = RankMessage | Heartbeat | RoleReport | LogLine | FaultFired

@@ -60,6 +60,7 @@ class Controller:
             parts.vaults,
             parts.rollouts,
         )
+        parts.injector.roles = self._roles
         self._error: RayzeroError | None = None
         self._summary: dict[str, Any] = {}
         self._started_at_s = self._loop.now_s()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rayzero.orchestrator.aio import WORKER_POLL_S
 from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError, timeout_reason
-from rayzero.orchestrator.control.inbox import SILENCE_GRACE_S
+from rayzero.orchestrator.control.inbox import SILENCE_GRACE_S, UndeliveredLines
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.rollouts import RolloutBuffer
@@ -30,11 +30,13 @@ from rayzero.orchestrator.plan import RolePlan
 from rayzero.orchestrator.policies import placement, role_faults
 from rayzero.orchestrator.policies.failure import Fault, FaultBudget, FaultCause
 from rayzero.orchestrator.results import RoleStatus
+from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.messages import (
     Crashed,
     Finished,
     Heartbeat,
     LogLine,
+    RoleReport,
     WorkerInfo,
     WorkerMessage,
 )
@@ -164,17 +166,27 @@ class RolePool:
             self._loop.spawn(self._suppress_loss(self._calls.worker(worker, RoleCalls.end)))
         await self._loop.wait_for(limit_s, lambda: not self.workers)
 
+    def fault_call(self, fault: FaultSpec) -> Coroutine[Any, Any, None] | None:
+        """The call that injects a fault into its worker; None if that does not run now."""
+        for index, worker in self.workers.items():
+            if worker.number == fault.worker and worker.has_begun:
+                call = self._calls.worker(index, RoleCalls.inject, fault.kind)
+                return self._suppress_loss(call)
+        return None
+
     def on_process_ended(self, index: int, pid: int, end: ProcessEnd) -> None:
         """A vault saw a process end, of any role."""
         if (worker := self.workers.get(index)) is not None and worker.info.pid == pid:
             self._on_lost(index, end.status, end.stack)
 
-    def _end(self, worker: RoleWorker) -> None:
+    def _end(self, worker: RoleWorker, *, has_returned: bool = False) -> None:
         """Its function has returned, or the worker is one too many."""
         del self.workers[worker.info.index]
         self._rollouts.on_worker_lost(worker.info.index)
         self._loop.changed.notify()
-        self._events.emit(RoleWorkerEnded(self.name, worker.number, self.running))
+        self._events.emit(
+            RoleWorkerEnded(self.name, worker.number, self.running, has_returned=has_returned)
+        )
         self._loop.spawn(self._release(worker.info))
 
     def _place(self, info: WorkerInfo) -> None:
@@ -231,12 +243,18 @@ class RolePool:
         return self.workers.get(worker.info.index) is worker
 
     async def _receive(self) -> None:
+        lines = UndeliveredLines()
         while True:
             reports = await self._group.receive()
-            for index, messages in reports.messages:
-                if (worker := self.workers.get(index)) is not None:
+            bounded = [(index, lines.receive(index, its)) for index, its in reports.messages]
+            for index, messages in bounded:
+                worker = self.workers.get(index)
+                if worker is not None:
                     worker.heard_at_s = self._loop.now_s()
-                    for message in messages:
+                for message in messages:
+                    if isinstance(message, LogLine):
+                        lines.deliver(message)
+                    if worker is not None:
                         self._on_message(worker, message)
                 await asyncio.sleep(0)  # a fault of the trainer may be waiting
             for index, cause in reports.lost:
@@ -244,7 +262,7 @@ class RolePool:
 
     def _on_message(self, worker: RoleWorker, message: WorkerMessage) -> None:
         match message:
-            case LogLine():
+            case LogLine() | RoleReport():
                 self._events.emit(message)
             case Heartbeat() if message.phase == TASKS_PHASE:
                 if message.silent_s > self.plan.worker_spec.hang_timeout_s and not worker.hangs:
@@ -252,7 +270,7 @@ class RolePool:
                     self._loop.spawn(self._end_hung(worker, message.silent_s))
             case Finished():
                 self.finished.add(worker.number)
-                self._end(worker)
+                self._end(worker, has_returned=True)
             case Crashed():
                 cause = FaultCause(message.kind)
                 if cause is FaultCause.COLLECTIVE:  # of the function's own
@@ -393,7 +411,8 @@ class RolePool:
         while True:
             await self._loop.sleep(CHECK_INTERVAL_S)
             now_s = self._loop.now_s()
-            draining = await self._group.draining_nodes()
+            draining = self._members.registry.draining_nodes  # the ranks ask the cluster
+            await self._group.leave_nodes(draining)
             for index, worker in tuple(self.workers.items()):
                 if now_s - worker.heard_at_s > limit_s:
                     self._on_lost(index, timeout_reason(limit_s))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 from rayzero.engine.errors import ConfigError, did_you_mean
 from rayzero.orchestrator.control.calls import Calls
@@ -15,6 +16,7 @@ from rayzero.orchestrator.control.rollouts import RolloutBuffer
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.plan import RolePlan
 from rayzero.orchestrator.results import RoleStatus
+from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.vault.process_end import ProcessEnd
 
 END_LIMIT_S = 5.0
@@ -64,6 +66,15 @@ class RolePools:
                 allowed=", ".join(names) or "none: the job file has no `roles:`",
             )
         return self.by_name[role]
+
+    @property
+    def most(self) -> dict[str, int]:
+        """The most workers of each role."""
+        return {name: pool.most for name, pool in self.by_name.items()}
+
+    def fault_call(self, fault: FaultSpec) -> Coroutine[Any, Any, None] | None:
+        """See `RolePool.fault_call`. The role is one of the job's."""
+        return self.by_name[fault.role].fault_call(fault)
 
     def start(self) -> None:
         for pool in self.by_name.values():

@@ -28,7 +28,8 @@ class FakeRoleGroup:
         self.killed: list[int] = []
         self.released: list[int] = []
         self.ended: list[int] = []
-        self.draining: frozenset[str] = frozenset()
+        self.injected: list[tuple[int, str]] = []
+        self.left: frozenset[str] = frozenset()
         self.wanted = (0, 0)
         self._index = 100
         self._started: asyncio.Queue[WorkerInfo | Exception] = asyncio.Queue()
@@ -82,13 +83,15 @@ class FakeRoleGroup:
         elif method.__name__ == "end":
             self.ended.append(worker)
             self.post(worker, Finished(0, self.began[worker][0], None, {}, 0))
+        elif method.__name__ == "inject":
+            self.injected.append((worker, *args))
         return None
 
     async def receive(self) -> WorkerReports:
         return await self._reports.get()
 
-    async def draining_nodes(self) -> frozenset[str]:
-        return self.draining
+    async def leave_nodes(self, draining: frozenset[str]) -> None:
+        self.left = draining
 
     async def kill(self, worker: int) -> None:
         self.killed.append(worker)

@@ -167,6 +167,10 @@ def test_inline_engine_config():
             {"engine": {"zero_optimization": {"stage": 1}}, "workers": {"min": 2, "max": 4}},
             ["vary from 2 to 4 samples", "train_batch_size"],
         ),
+        (
+            {"faults": ["kill(role='play', worker=0, step=1)"]},
+            ["the job has no role 'play'; its roles: none"],
+        ),
         ({"metrics": {"port": 99999}}, ["metrics.port", "65535"]),
         ({"seed": -1, "steps": 0}, ["2 mistakes", "seed:", "steps:"]),
     ],

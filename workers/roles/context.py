@@ -10,6 +10,7 @@ import torch
 
 from rayzero.engine.errors import EngineError
 from rayzero.workers.messages import RoleWorkerSpec
+from rayzero.workers.roles.reporter import RoleReporter
 from rayzero.workers.roles.view import TASKS_PHASE, RoleView
 from rayzero.workers.rollouts.tasks import Tasks
 from rayzero.workers.training_thread import ProgressRecord
@@ -28,6 +29,7 @@ class RoleHost(Protocol):
     ending: Event
     view: RoleView
     progress: ProgressRecord
+    reporter: RoleReporter
 
 
 class RoleContext:
@@ -101,3 +103,16 @@ class RoleContext:
             self.check,
             prompts,
         )
+
+    def report(self, **metrics: float) -> None:
+        """Adds metrics of this worker: `ctx.report(reward=1.0, tokens=312)`. By any thread.
+
+        `tokens` is a counter. Of all others the page shows, for each step of the job, the mean of
+        what the role's workers have reported, and the least and the greatest; /metrics has the mean
+        as `rayzero_role_value{role=..., name=...}`, for up to 100 names a role.
+
+        Raises:
+            EngineError: a value is not a number; or a name is empty, longer than 128 characters, or
+                has a prefix of the engine's metrics (`phases/`, `bytes/`, `collectives/`).
+        """
+        self._host.reporter.add(metrics)

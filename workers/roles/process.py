@@ -8,11 +8,13 @@ from contextlib import suppress
 from threading import Event, Thread
 
 from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.workers.chaos.inject import signal_own_process
 from rayzero.workers.crash import describe_crash
 from rayzero.workers.entrypoint import TrainFunction, call_function, load_train_function
 from rayzero.workers.messages import Finished, RoleWorkerSpec, WorkerMessage
 from rayzero.workers.process_group import warm_up_torch
 from rayzero.workers.roles.context import RoleContext
+from rayzero.workers.roles.reporter import RoleReporter
 from rayzero.workers.roles.role_calls import RoleCalls
 from rayzero.workers.roles.view import RoleView
 from rayzero.workers.stacks import TRAINING_THREAD, Stacks, read_stacks
@@ -39,6 +41,7 @@ class RoleProcess(UserProcess, RoleCalls):
         self.ending = Event()
         self.view = RoleView()
         self.vault: VaultClient | None = None
+        self.reporter = RoleReporter()
         self._function: TrainFunction | None = None
         self._thread: Thread | None = None
         self.begin_output()
@@ -81,10 +84,15 @@ class RoleProcess(UserProcess, RoleCalls):
         self.view = view
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
-        return [*self._outbox.poll(timeout_s), self.progress.heartbeat()]
+        messages = self._outbox.poll(timeout_s)
+        reports = self.reporter.take(self.log_role, self._number)
+        return [*reports, *messages, self.progress.heartbeat()]
 
     def end(self) -> None:
         self.ending.set()
+
+    def inject(self, kind: str) -> None:
+        signal_own_process(kind)
 
     def dump_stack(self) -> Stacks:
         return read_stacks()

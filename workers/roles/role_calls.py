@@ -29,5 +29,8 @@ class RoleCalls(Protocol):
     def end(self) -> None:
         """The job ends: the context's waits and checks raise SystemExit from now on."""
 
+    def inject(self, kind: str) -> None:
+        """Sends its process the signal of a fault: see `signal_own_process`."""
+
     def dump_stack(self) -> Stacks:
         """Returns what the threads of the process do."""

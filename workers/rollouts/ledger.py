@@ -25,6 +25,7 @@ from itertools import count
 
 from rayzero.engine.data.consumed import Consumed
 from rayzero.engine.errors import ConfigError, DataError
+from rayzero.workers.rollouts.counts import RolloutCounts
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class RolloutLedger:
         self._nbytes = 0
         self._ready: set[int] = set()  # not in the log
         self._finished = Counter[str]()  # tasks that became ready, and their bytes
+        self._expired = [0] * len(plan.lease_s)  # leases, by stage
 
     @property
     def version(self) -> tuple[int, int]:
@@ -182,7 +184,10 @@ class RolloutLedger:
 
     def expire(self, now_s: float) -> bool:
         """Ends the leases whose limit has passed. Returns whether there are any."""
-        return self._return(it for it in self._leases.values() if it.until_s <= now_s)
+        ended = [it for it in self._leases.values() if it.until_s <= now_s]
+        for lease in ended:
+            self._expired[lease.stage] += 1
+        return self._return(ended)
 
     def publish(self, generation: int, version: int) -> None:
         """Generators can have the weights of that many finished steps, and the trainer does not go
@@ -251,16 +256,26 @@ class RolloutLedger:
         """The prompts before a position; None if too few are ready. Raises DataError as `read`."""
         return None if self.read(position, position) is None else self._at(position)
 
-    def counts(self) -> dict[str, int]:
-        """For people: tasks by what they wait for, and what the buffer holds."""
-        return {
-            "waiting": sum(map(len, self._waiting)),
-            "leased": len(self._leases),
-            "ready": len(self._ready),
-            "read": self.end,
-            "published": self.published,
-            "bytes": self._nbytes,
-        }
+    def counts(self) -> RolloutCounts:
+        """What the buffer holds, without `wait_s`."""
+        batch, stages = self.plan.prompts_per_batch, range(len(self.plan.lease_s))
+        leased = Counter(it.stage for it in self._leases.values())
+        newest = self._log[-batch:]
+        first = self.end - len(newest)
+        lags = [max(0, at // batch - (it.begun or 0)) for at, it in enumerate(newest, first)]
+        return RolloutCounts(
+            waiting=tuple(map(len, self._waiting)),
+            leased=tuple(leased[stage] for stage in stages),
+            ready=len(self._ready),
+            read=self.end,
+            published=self.published,
+            nbytes=self._nbytes,
+            max_bytes=self.plan.max_bytes,
+            max_version_lag=self.plan.max_version_lag,
+            lag_mean=sum(lags) / len(lags) if lags else None,
+            lag_max=max(lags, default=None),
+            expired=tuple(self._expired),
+        )
 
     @property
     def _admitted(self) -> int:

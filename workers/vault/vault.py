@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.checkpoint.store import folder_exists, split_url
 from rayzero.engine.checkpoint.writer import write_rank_file
 from rayzero.workers.rollouts.address import BufferAddress
+from rayzero.workers.rollouts.counts import RolloutCounts
 from rayzero.workers.rollouts.ledger import RolloutPlan
 from rayzero.workers.rollouts.server import RolloutServer
 from rayzero.workers.vault import images
@@ -185,7 +186,7 @@ class Vault:
 
     def update_rollouts(
         self, generation: int, version: int, lost: Sequence[int]
-    ) -> Mapping[str, int]:
+    ) -> RolloutCounts:
         """Tells the buffer of the newest weights and of all lost workers: see `RolloutLedger`.
         Returns its counts. Raises VaultGoneError if it has none, or does not answer."""
         rollouts = self._rollouts
