@@ -77,7 +77,10 @@ def score(ctx: RoleContext) -> None:
     `critic_model_name_or_path`, its folder."""
     scorer = load_scorer(ctx.args["critic_model_name_or_path"]).to(ctx.device)
     for task in ctx.tasks():
-        task.done(rate_group(scorer, task.samples))
+        samples = rate_group(scorer, task.samples)
+        task.done(samples)
+        for sample in samples:
+            ctx.report(reward=sample.score)
 
 
 @torch.no_grad()

@@ -107,6 +107,11 @@ def _extend(policy: Policy, read: Tensor, draws: Tensor | None) -> tuple[Tensor,
     return torch.stack(answer, 1), torch.stack(chosen, 1)
 
 
+def count_tokens(groups: Sequence[Sequence[Sample]]) -> int:
+    """Tokens that were sampled, ends included."""
+    return sum(int(answer_mask(it.answer).sum()) for group in groups for it in group)
+
+
 def collate(samples: Sequence[Sample]) -> Batch:
     """A batch of samples."""
     answers = torch.stack([it.answer for it in samples])

@@ -189,6 +189,7 @@ class FakeRole:
     def __init__(self, args: dict[str, Any], weights: dict[str, Tensor]) -> None:
         self.args = args
         self.weights = self
+        self.reported: list[dict[str, float]] = []
         self._newest = weights
         self._tasks = FakeTasks()
 
@@ -196,6 +197,9 @@ class FakeRole:
         assert engine == "policy"
         model.load_state_dict(self._newest)
         return 0
+
+    def report(self, **metrics: float) -> None:
+        self.reported.append(metrics)
 
     def tasks(self, prompts: int = 1) -> FakeTasks:
         assert all(len(task.prompts) <= prompts for task in self._tasks)
@@ -206,6 +210,10 @@ class FakeRole:
         self._tasks[:] = tasks
         function(self)
         return [it for task in tasks for it in task.results]
+
+
+def reported(role: FakeRole, name: str) -> list[float]:
+    return [it[name] for it in role.reported if name in it]
 
 
 def make_samples(
@@ -231,7 +239,13 @@ def test_samples_do_not_depend_on_tasks_and_workers(tmp_path: Path) -> None:
     def worker() -> FakeRole:
         return FakeRole(args, policy.state_dict())
 
-    whole = make_samples(worker(), grpo, prompts, [4, 4])
+    role = worker()
+    whole = make_samples(role, grpo, prompts, [4, 4])
+    assert reported(role, "reward") == [it.score for it in whole]
+    assert sum(reported(role, "tokens")) == sum(
+        text.index(".") + 1 if "." in text else len(text)
+        for text in (decode(it.answer) for it in whole)
+    )
     parts = make_samples(worker(), grpo, prompts, [1, 3, 2, 2])
     backwards = [
         sample
