@@ -86,7 +86,9 @@ class WeightReader:
         directory = self._find()
         return None if directory is None else directory.version
 
-    def refresh(self, model: nn.Module, engine: str | None = None) -> WeightVersion:
+    def refresh(
+        self, model: nn.Module, engine: str | None = None, least: tuple[int, int] = (0, 0)
+    ) -> WeightVersion:
         """Copies the newest version into the model's parameters and persistent buffers, in place
         and cast to their dtypes; nothing if the model has it. Waits for the first version.
 
@@ -96,6 +98,7 @@ class WeightReader:
         Args:
             model: with the names and shapes of the trainer's, on any device.
             engine: the name of one of several engines; None: the first one.
+            least: waits for a version of at least that `WeightDirectory.progress`.
 
         Raises:
             CheckpointMismatchError: names or shapes differ.
@@ -107,7 +110,7 @@ class WeightReader:
         reason = "the trainer has mirrored no step yet"
         while True:
             directory = self._find()
-            if directory is not None:
+            if directory is not None and directory.progress >= least:
                 loaded = self._loaded.get(model)
                 if loaded is not None and loaded[:2] == (directory.version, engine):
                     return directory.version
