@@ -31,7 +31,7 @@ from rayzero.engine.layout.state_index import TensorRange
 from rayzero.engine.state.ranges import StateBlock, StateRange, pack_block
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import SlotRef
-from rayzero.workers.vault.slots import Checksums, SlotWriter, checksum_of
+from rayzero.workers.vault.slots import SlotChecksums, SlotWriter, checksum_of
 from rayzero.workers.vault.vault import Vault
 from rayzero.workers.weights import images
 from rayzero.workers.weights.directory import WeightDirectory
@@ -81,7 +81,7 @@ def _write(slot: SlotWriter, block: StateBlock, step: int) -> None:
     slot.begin()
     block.copy_to(slot.data, constants=True)
     size = slot.weight_bytes
-    sums = Checksums(checksum_of(slot.data[:size], 4), checksum_of(slot.data[size:], 4))
+    sums = SlotChecksums(checksum_of(slot.data[:size], 4), checksum_of(slot.data[size:], 4))
     slot.commit(step, b'{"step": 1}', False, sums)
 
 
