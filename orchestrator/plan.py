@@ -84,6 +84,11 @@ class JobPlan:
         return self.spec.checkpoint.every_steps is not None
 
     @property
+    def rollout_chain(self) -> tuple[str, ...]:
+        """The roles that make rollouts, each from what the one before makes."""
+        return tuple(rollout_stages(self.spec))
+
+    @property
     def updates_on_cpu(self) -> bool:
         """Whether workers with GPUs run the optimizer on their CPUs."""
         return _updates_on_cpu(self.spec)
@@ -128,7 +133,14 @@ def make_plan(
     worker_spec = _worker_spec(spec, entrypoint, import_paths, output_dir)
     functions, stages = role_functions or {}, rollout_stages(spec)
     roles = (
-        _plan_role(name, role, worker_spec, functions.get(name, role.entrypoint), stages.get(name))
+        _plan_role(
+            name,
+            role,
+            worker_spec,
+            functions.get(name, role.entrypoint),
+            stages.get(name),
+            spec.workers.start_timeout_s,
+        )
         for name, role in spec.roles.items()
     )
     stage = None if engine is None else parse_config(engine).zero_optimization.stage
@@ -158,7 +170,12 @@ def _request(workers: Workers, threads: int) -> ResourceRequest:
 
 
 def _plan_role(
-    name: str, role: RoleSpec, trainer: WorkerSpec, entrypoint: str | bytes, stage: int | None
+    name: str,
+    role: RoleSpec,
+    trainer: WorkerSpec,
+    entrypoint: str | bytes,
+    stage: int | None,
+    start_timeout_s: float,
 ) -> RolePlan:
     cpus = role.workers.reserved_cpus
     settings = {it.name: getattr(trainer, it.name) for it in fields(trainer)}
@@ -171,6 +188,7 @@ def _plan_role(
         "hang_timeout_s": role.recovery.hang_timeout_s,
         "role": name,
         "stage": stage,
+        "start_timeout_s": start_timeout_s,
     }
     worker_spec = RoleWorkerSpec(**settings)
     return RolePlan(name, role, worker_spec, _request(role.workers, max(1, int(cpus))))
@@ -194,8 +212,9 @@ def _worker_spec(
         import_paths=import_paths,
         mirror=MirrorPolicy(
             replicas=spec.recovery.replicas,
-            every_steps=spec.recovery.mirror_every or _most_mirror_steps(spec),
+            every_steps=spec.recovery.mirror_every,
             checkpoint_every_steps=spec.checkpoint.every_steps,
+            version_every_steps=_version_every_steps(spec),
         ),
         faults=tuple(map(parse_fault, spec.faults)),
         rollout_group=0 if spec.rollouts is None else spec.rollouts.group,
@@ -204,8 +223,8 @@ def _worker_spec(
     )
 
 
-def _most_mirror_steps(spec: JobSpec) -> int | None:
-    """Steps between two mirrors, at most: without a newer version generators would wait."""
+def _version_every_steps(spec: JobSpec) -> int | None:
+    """See `MirrorPolicy`: without a newer version trainer and generators would wait."""
     return None if spec.rollouts is None else spec.rollouts.max_version_lag + 1
 
 

@@ -63,6 +63,10 @@ class Reconfiguration:
         self._rendezvous.interrupt()
         self._begin(self._fence)
 
+    def on_resize_requested(self, reason: str) -> None:
+        """The job begins a resize: the time until its first step counts from now."""
+        self._timer.resize_requested(reason, self._members.generation.world_size)
+
     def resize(self) -> None:
         """Drains the generation, and forms the next one with other members."""
         self._begin(self._drain)

@@ -14,7 +14,7 @@ from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError, ti
 from rayzero.orchestrator.control.inbox import SILENCE_GRACE_S, UndeliveredLines
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
-from rayzero.orchestrator.control.rollouts import RolloutBuffer
+from rayzero.orchestrator.control.role_worker import RoleViews, RoleWorker
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.errors import JobFailedError, WorkerLostError, WorkerStartError
 from rayzero.orchestrator.facts import EventBus
@@ -41,7 +41,7 @@ from rayzero.workers.messages import (
     WorkerMessage,
 )
 from rayzero.workers.roles.role_calls import RoleCalls
-from rayzero.workers.roles.view import TASKS_PHASE, RoleView
+from rayzero.workers.roles.view import TASKS_PHASE
 from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.process_end import ProcessEnd
 
@@ -50,19 +50,6 @@ if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
 
 CHECK_INTERVAL_S = 1.0
 """How often a role's workers are counted, and those that are silent looked for."""
-
-
-@dataclass(eq=False)
-class RoleWorker:
-    """A worker whose function was called, until it returns or its process is lost."""
-
-    info: WorkerInfo
-    number: int
-    heard_at_s: float
-    view: RoleView = field(default_factory=RoleView)
-    has_begun: bool = False
-    hangs: bool = False
-    step: int = 0
 
 
 @dataclass(eq=False)
@@ -81,7 +68,7 @@ class RolePool:
     _group: WorkerGroup
     _events: EventBus
     _vaults: VaultManager
-    _rollouts: RolloutBuffer
+    _views: RoleViews
     _on_change: Callable[[], None]
     workers: dict[int, RoleWorker] = field(default_factory=dict)
     """By index."""
@@ -182,7 +169,7 @@ class RolePool:
     def _end(self, worker: RoleWorker, *, has_returned: bool = False) -> None:
         """Its function has returned, or the worker is one too many."""
         del self.workers[worker.info.index]
-        self._rollouts.on_worker_lost(worker.info.index)
+        self._views.rollouts.on_worker_lost(worker.info.index)
         self._loop.changed.notify()
         self._events.emit(
             RoleWorkerEnded(self.name, worker.number, self.running, has_returned=has_returned)
@@ -210,7 +197,7 @@ class RolePool:
         if not await self._vaults.open_with_retries(info.node_id, lambda: self._has(worker)):
             return
         self._group.subscribe([info.index])
-        worker.view = self._view_of(worker)
+        worker.view = self._views.of(worker)
         try:
             await self._calls.worker(info.index, RoleCalls.begin, worker.number, worker.view)
         except WorkerUnavailableError as lost:
@@ -219,25 +206,7 @@ class RolePool:
         if self._has(worker):
             worker.has_begun = True
             self._events.emit(RoleWorkerReady(self.name, worker.number, info, self.running))
-            self._loop.spawn(self._keep_informed(worker))
-
-    async def _keep_informed(self, worker: RoleWorker) -> None:
-        """Tells a worker what has changed in the job: one call at a time, so that a slow one gets
-        only the newest."""
-        while True:
-            await self._loop.wait_until(
-                lambda: not self._has(worker) or self._view_of(worker) != worker.view
-            )
-            if not self._has(worker):
-                return
-            worker.view = self._view_of(worker)
-            await self._suppress_loss(
-                self._calls.worker(worker.info.index, RoleCalls.update, worker.view)
-            )
-
-    def _view_of(self, worker: RoleWorker) -> RoleView:
-        vault = self._members.vault_addresses.get(worker.info.node_id, "")
-        return RoleView(vault, self._rollouts.address)
+            self._loop.spawn(self._views.keep(worker, self._calls, lambda: self._has(worker)))
 
     def _has(self, worker: RoleWorker) -> bool:
         return self.workers.get(worker.info.index) is worker
@@ -313,7 +282,7 @@ class RolePool:
         info = worker.info
         if self.workers.pop(info.index, None) is None:
             return
-        self._rollouts.on_worker_lost(info.index)
+        self._views.rollouts.on_worker_lost(info.index)
         self._loop.changed.notify()
         delay_s = self._record(
             Fault(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rayzero.orchestrator.control.calls import Calls
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.control.weight_versions import WeightVersions
 from rayzero.orchestrator.errors import VaultLostError
 from rayzero.orchestrator.facts import EventBus
+from rayzero.orchestrator.job_events import RolloutsCounted
 from rayzero.workers.messages import WorkerInfo
 from rayzero.workers.rollouts.address import BufferAddress
 from rayzero.workers.rollouts.ledger import RolloutPlan
@@ -30,24 +32,24 @@ class RolloutBuffer:
 
     Args:
         _plan: None: the job has no rollouts.
+        _stages: the role of each stage.
         _hang_timeout_s: `recovery.hang_timeout_s` of the job.
     """
 
     _plan: RolloutPlan | None
+    _stages: tuple[str, ...]
     _loop: JobLoop
     _members: Members
     _calls: Calls
     _vaults: VaultManager
     _failures: FailureHandler
+    _versions: WeightVersions
     _events: EventBus
     _hang_timeout_s: float
     address: BufferAddress | None = None
     """Of the buffer; None: there is none at the moment."""
-    counts: Mapping[str, int] = field(default_factory=dict)
-    """See `RolloutLedger.counts`."""
     _node: str = ""
     _vault: str = ""  # the address of the vault that the buffer is in
-    _published: tuple[int, int] = (0, 0)  # generation, finished steps
     _lost: tuple[int, ...] = ()  # workers, since the buffer was opened
 
     async def open(self, members: Sequence[WorkerInfo]) -> BufferAddress | None:
@@ -59,12 +61,6 @@ class RolloutBuffer:
         while self.address is None or self._is_lost or self._node not in nodes:
             await self._open_new(self._plan, members[0])
         return self.address
-
-    def on_mirrored(self, generation: int, step: int) -> None:
-        """Every rank has mirrored the state of that many steps: generators can have its weights."""
-        if (generation, step) > self._published:
-            self._published = generation, step
-            self._loop.changed.notify()
 
     def on_worker_lost(self, worker: int) -> None:
         """A role's worker is gone, with the tasks that it has."""
@@ -78,23 +74,24 @@ class RolloutBuffer:
         told: object = None
 
         def has_news() -> bool:
-            return self.address is not None and (self._is_lost or self._news != told)
+            return self.address is not None and (self._is_lost or self._news() != told)
 
         while self._plan is not None:
             await self._loop.wait_for(COUNT_INTERVAL_S, has_news)
             if self._is_lost:
                 self._on_lost()
             elif self.address is not None:
-                news = self._news
+                told = _, (generation, step), lost = self._news()
                 with suppress(VaultLostError, VaultGoneError):  # VaultManager sees the loss, too
-                    self.counts = await self._calls.vault(
-                        self._node, Vault.update_rollouts, *self._published, self._lost
+                    counts = await self._calls.vault(
+                        self._node, Vault.update_rollouts, generation, step, lost
                     )
-                told = news
+                    self._events.emit(RolloutsCounted(counts, self._stages))
 
-    @property
-    def _news(self) -> object:
-        return self.address, self._published, self._lost
+    def _news(self) -> tuple[object, tuple[int, int], tuple[int, ...]]:
+        """The buffer, what it is to publish, and all workers that are lost."""
+        version = self._versions.confirmed
+        return self.address, (-1, 0) if version is None else version.progress, self._lost
 
     @property
     def _is_lost(self) -> bool:

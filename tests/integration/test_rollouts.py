@@ -46,7 +46,11 @@ def train(ctx: rayzero.Context) -> dict[str, Any]:
 
 
 def generate(ctx: rayzero.RoleContext) -> None:
+    model = make_model(torch.float64)
     for task in ctx.tasks(prompts=2):
+        version = ctx.weights.refresh(model)
+        total = sum(parameter.double().sum().item() for parameter in model.parameters())
+        print(f"version {version.step} {total!r}")
         task.done([[(prompt, member) for member in range(GROUP)] for prompt in task.prompts])
 
 
@@ -93,6 +97,14 @@ def test_each_prompt_is_trained_on_once(no_leaks: None, tmp_path: Path):
     steps = read_ledger(folder / "ledger")
     numbers = [number for step in sorted(steps) for number in steps[step]]
     assert sorted(numbers) == [*range(STEPS * SAMPLES)]
+    log_of_steps = [steps[it] for it in sorted(steps)]
+    seen = {text for line in handle.logs(role="rollout") if (text := line.partition("version ")[2])}
+    assert len(seen) > STEPS / 2
+    for text in seen:  # each is a version's weights, of one step
+        step, total = text.split()
+        oracle = plain_torch(log_of_steps[: int(step)], 0)
+        expected_total = sum(value.sum().item() for value in oracle.values())
+        assert float(total) == pytest.approx(expected_total, rel=1e-9)
     weights = torch.load(folder / "weights.pt", weights_only=True)
-    for name, expected in plain_torch([steps[it] for it in sorted(steps)], 0).items():
+    for name, expected in plain_torch(log_of_steps, 0).items():
         torch.testing.assert_close(weights[name], expected, rtol=1e-9, atol=1e-12)

@@ -52,6 +52,7 @@ from rayzero.workers.messages import (
     WorkerMessage,
 )
 from rayzero.workers.rollouts.address import BufferAddress
+from rayzero.workers.rollouts.counts import RolloutCounts
 from rayzero.workers.rollouts.ledger import RolloutPlan
 from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.records import ConnectionLost, SlotInfo, SlotRef, VaultGoneError
@@ -649,12 +650,12 @@ class FakeVaultGroup:
 
     async def update_rollouts(
         self, node_id: str, generation: int, version: int, lost: tuple[int, ...]
-    ) -> dict[str, int]:
+    ) -> RolloutCounts:
         vault = self._vault(node_id)
         if vault.rollouts is None:
             raise VaultGoneError("no buffer")
         vault.told = generation, version, lost
-        return {"published": version}
+        return RolloutCounts((0,), (0,), 0, 0, version, 0, vault.rollouts.max_bytes, 1)
 
     async def close_rollouts(self, node_id: str) -> None:
         self._vault(node_id).rollouts = None

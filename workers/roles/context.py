@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from threading import Event
 from typing import Protocol
@@ -12,8 +13,11 @@ from rayzero.engine.errors import EngineError
 from rayzero.workers.messages import RoleWorkerSpec
 from rayzero.workers.roles.reporter import RoleReporter
 from rayzero.workers.roles.view import TASKS_PHASE, RoleView
+from rayzero.workers.roles.weights import RoleWeights
 from rayzero.workers.rollouts.tasks import Tasks
 from rayzero.workers.training_thread import ProgressRecord
+from rayzero.workers.vault.client import VaultClient
+from rayzero.workers.weights.reader import WeightReader
 
 
 class RoleHost(Protocol):
@@ -23,11 +27,13 @@ class RoleHost(Protocol):
         index: of the worker, in the job. No other one has it, also none that replaces it.
         ending: whether the job ends.
         view: the newest one.
+        vault: the connection to its node's vault; None: there is none at the moment.
     """
 
     index: int
     ending: Event
     view: RoleView
+    vault: VaultClient | None
     progress: ProgressRecord
     reporter: RoleReporter
 
@@ -55,6 +61,7 @@ class RoleContext:
         self.device = device
         self.output_dir = Path(spec.output_dir)
         self._spec = spec
+        self._tasks: Tasks | None = None
         self._host = host
 
     @property
@@ -94,7 +101,7 @@ class RoleContext:
                 fix=f"roles.{self.role}.takes in the job file",
             )
         self._host.progress.enter_phase(TASKS_PHASE)
-        return Tasks(
+        self._tasks = Tasks(
             lambda: self._host.view.buffer,
             self._host.index,
             stage,
@@ -102,6 +109,18 @@ class RoleContext:
             self._spec.hang_timeout_s,
             self.check,
             prompts,
+        )
+        return self._tasks
+
+    @cached_property
+    def weights(self) -> RoleWeights:
+        """The weights of the trainer: `ctx.weights.refresh(model)`."""
+        host = self._host
+        reader = WeightReader(
+            lambda: host.view.weights, lambda: host.vault, self.check, self._spec.start_timeout_s
+        )
+        return RoleWeights(
+            reader, host.reporter, lambda: (0, 0) if self._tasks is None else self._tasks.version
         )
 
     def report(self, **metrics: float) -> None:

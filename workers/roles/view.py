@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from rayzero.workers.rollouts.address import BufferAddress
+from rayzero.workers.weights.directory import WeightDirectory
 
 TASKS_PHASE = "tasks"
 """Of a worker that has asked for tasks: from then on, one without a sign of life hangs."""
@@ -23,4 +23,4 @@ class RoleView:
 
     vault: str = ""
     buffer: BufferAddress | None = None
-    weights: Any = None
+    weights: WeightDirectory | None = None

@@ -90,14 +90,14 @@ class RolloutLedger:
     """The prompts of one buffer. Times are seconds of any clock.
 
     Attributes:
-        published: finished steps of the newest weights that generators can have.
+        version: the newest weights that generators can have: the generation that has published
+            them, and their finished steps.
     """
 
     def __init__(self, plan: RolloutPlan, first_attempt: int = 0) -> None:
         self.plan = plan
-        self.published = 0
+        self.version = 0, 0
         self._generation = -1
-        self._published_by = 0
         self._attempts = count(first_attempt)
         self._tasks: dict[int, _Task] = {}  # all issued ones whose samples are still here
         self._waiting: list[set[int]] = [set() for _ in plan.lease_s]  # by stage
@@ -112,9 +112,9 @@ class RolloutLedger:
         self._totals = Counter[str]()  # tasks that became ready, their bytes; expired leases
 
     @property
-    def version(self) -> tuple[int, int]:
-        """The generation that has published the newest weights, and their steps."""
-        return self._published_by, self.published
+    def published(self) -> int:
+        """Finished steps of the newest weights that generators can have."""
+        return self.version[1]
 
     # The generators' side
 
@@ -192,8 +192,7 @@ class RolloutLedger:
         back behind them: what was consumed before is dropped."""
         if generation < self._generation:
             return
-        self._published_by = generation
-        self.published = max(self.published, version)
+        self.version = generation, max(self.published, version)
         drop = min(version * self.plan.prompts_per_batch, self.end) - self.start
         if drop > 0:
             self._base = self._base.add(task.number for task in self._log[:drop])
@@ -345,7 +344,8 @@ class RolloutLedger:
         self._log = []
         self._base = consumed
         self._next = consumed.frontier
-        self.published = min(self.published, len(consumed) // self.plan.prompts_per_batch)
+        steps = len(consumed) // self.plan.prompts_per_batch
+        self.version = self.version[0], min(self.published, steps)
         kept = [
             task
             for task in self._tasks.values()

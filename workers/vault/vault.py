@@ -9,7 +9,6 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from threading import BoundedSemaphore, Event, Lock
 from typing import TypeAlias
@@ -28,12 +27,13 @@ from rayzero.workers.rollouts.server import RolloutServer
 from rayzero.workers.vault import images
 from rayzero.workers.vault.buffers import BufferPool, available_bytes
 from rayzero.workers.vault.images import FetchRemote, MappedSlotReader, RemoteSlotReader
-from rayzero.workers.vault.peers import inspect_process
+from rayzero.workers.vault.peers import Peer, inspect_process
 from rayzero.workers.vault.records import SlotInfo, SlotRef, VaultEvent, VaultGoneError
 from rayzero.workers.vault.registry import SlotRegistry
 from rayzero.workers.vault.requests import WorkerRequests
 from rayzero.workers.vault.server import VaultServer, make_address
 from rayzero.workers.vault.slots import HEADER_BYTES, PAGE_BYTES
+from rayzero.workers.vault.weight_replicas import WeightReplicas
 
 MAX_REPLICATE_CALLS = 3
 """Calls of `replicate` at once, of which all but one wait; fewer than the vault's threads."""
@@ -75,10 +75,12 @@ class Vault:
         self._closing = Event()
         self._rollouts: RolloutServer | None = None
         self._registry = SlotRegistry(BufferPool(available))
+        # A pool of its own: it takes no spare buffer that a rank is going to need.
+        self._weights = WeightReplicas(BufferPool(available), fetch)
         self._server = VaultServer(
             self._address,
-            WorkerRequests(node_id, self._registry, fetch),
-            partial(self._registry.discard_unfinished, dead=True),
+            WorkerRequests(node_id, self._registry, fetch, self._weights),
+            self._on_disconnect,
         )
 
     def address(self) -> str:
@@ -111,7 +113,9 @@ class Vault:
 
     def usage(self) -> dict[str, int]:
         """Bytes allocated: `slots`, `replicas`, `spare`; and `available` on this machine."""
-        return self._registry.usage() | {"available": self._available_bytes()}
+        usage = self._registry.usage() | {"available": self._available_bytes()}
+        usage["replicas"] += self._weights.nbytes
+        return usage
 
     def unpin(self, generation: int, step: int) -> None:
         """Unpins the versions of `step` and of earlier steps."""
@@ -184,9 +188,7 @@ class Vault:
         self._rollouts.admit(secret)
         return BufferAddress(host, self._rollouts.port, secret)
 
-    def update_rollouts(
-        self, generation: int, version: int, lost: Sequence[int]
-    ) -> RolloutCounts:
+    def update_rollouts(self, generation: int, version: int, lost: Sequence[int]) -> RolloutCounts:
         """Tells the buffer of the newest weights and of all lost workers: see `RolloutLedger`.
         Returns its counts. Raises VaultGoneError if it has none, or does not answer."""
         rollouts = self._rollouts
@@ -211,7 +213,12 @@ class Vault:
         self._closing.set()
         self.close_rollouts()
         self._server.close()
+        self._weights.close()
         self._registry.close()
+
+    def _on_disconnect(self, peer: Peer) -> None:
+        self._registry.discard_unfinished(peer, dead=True)
+        self._weights.forget(peer)
 
     def _pull(self, ref: SlotRef) -> int:
         source = RemoteSlotReader(ref, self._fetch_while_open)

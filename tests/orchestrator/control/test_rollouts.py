@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ async def test_buffer_is_on_the_node_of_rank_0_and_everybody_knows_it(folder: Pa
     assert vault.rollouts == harness.plan.rollouts
     assert harness.cluster.vaults.by_node["b"].rollouts is None
     addresses = {it.rollouts for _, it in harness.cluster.assigned}
-    assert addresses == {harness.controller._parts.rollouts.address} != {None}
+    assert addresses == {harness.controller._parts.roles.rollouts.address} != {None}
     assert {group.views[101][-1].buffer} == addresses
     await harness.steps(2)
     await settle()
@@ -60,7 +61,7 @@ async def test_lost_and_hung_workers_have_no_tasks(folder: Path):
 
 async def test_lost_buffer_ends_the_generation_that_reads_from_it(folder: Path):
     harness, group = await started(folder)
-    lost = harness.controller._parts.rollouts.address
+    lost = harness.controller._parts.roles.rollouts.address
     harness.cluster.vaults.kill("a")
     await settle()
     await harness.steps(2)
@@ -68,18 +69,19 @@ async def test_lost_buffer_ends_the_generation_that_reads_from_it(folder: Path):
     assert [it.cause for it in harness.log.of(Repaired)] == ["rollouts"]
     (new,) = {it.rollouts for _, it in harness.cluster.assigned if it.generation == 2}
     assert new not in (None, lost)
-    assert [view.buffer for view in group.views[101]][-2:] == [None, new]
+    heard = [buffer for buffer, _ in groupby(view.buffer for view in group.views[101])]
+    assert heard == [lost, None, new]
     assert harness.controller.status().faults == {}, "no worker is at fault"
 
 
 async def test_another_vault_may_be_lost(folder: Path):
     harness, _ = await started(folder)
-    buffer = harness.controller._parts.rollouts.address
+    buffer = harness.controller._parts.roles.rollouts.address
     harness.cluster.vaults.kill("b")
     await settle()
     await harness.steps(2)
     assert State.RECOVERING not in harness.states
-    assert harness.controller._parts.rollouts.address == buffer
+    assert harness.controller._parts.roles.rollouts.address == buffer
 
 
 async def test_buffer_is_opened_where_members_are_left(folder: Path):
@@ -89,7 +91,7 @@ async def test_buffer_is_opened_where_members_are_left(folder: Path):
     await harness.steps(2)
     vaults = harness.cluster.vaults.by_node
     assert [node for node in vaults if vaults[node].rollouts] == ["b"]
-    address = harness.controller._parts.rollouts.address
+    address = harness.controller._parts.roles.rollouts.address
     assert address is not None
     assert address.secret.decode() == vaults["b"].address
 
@@ -97,12 +99,16 @@ async def test_buffer_is_opened_where_members_are_left(folder: Path):
 async def test_slow_worker_hears_only_the_newest(folder: Path):
     harness, group = await started(folder, "aa")
     group.updating.clear()  # a process that is stopped
+    before = len(group.views[101])
     for _ in range(3):
         harness.cluster.vaults.kill("a")
         await settle()
         await harness.steps(1)
-    assert len(group.views[101]) == 2
+    assert len(group.views[101]) == before + 1
     group.updating.set()
     await settle()
-    assert len(group.views[101]) == 3
-    assert group.views[101][-1].buffer == harness.controller._parts.rollouts.address
+    assert len(group.views[101]) == before + 2
+    view = group.views[101][-1]
+    assert view.buffer == harness.controller._parts.roles.rollouts.address
+    assert view.weights is not None
+    assert view.weights.progress == (4, 4)
