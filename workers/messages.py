@@ -248,7 +248,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class RoleReport:
-    """What a role's worker has reported since its last report.
+    """The report of a role's worker since its last one.
 
     Args:
         role, number: of the worker.
