@@ -25,11 +25,14 @@ class MirrorPolicy:
         replicas: copies of each shard outside its process; 0: only for checkpoints and resizes.
         every_steps: steps between two mirrors; None: chosen from the measured cost.
         checkpoint_every_steps: steps between two checkpoints; None: no checkpoints.
+        version_every_steps: most steps between two versions of the weights, which are mirrors that
+            roles read; the state that a job begins with is the first one. None: nobody reads them.
     """
 
     replicas: int = 0
     every_steps: int | None = None
     checkpoint_every_steps: int | None = None
+    version_every_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -317,6 +320,14 @@ class Pinned(RankMessage):
     checkpoint: bool
     stopped_s: float
     nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Mirrored(RankMessage):
+    """This rank's state of a step, with which the job or the generation begins, is in its vault,
+    where roles read weights. That of later steps is told by their reports."""
+
+    step: int
 
 
 WorkerMessage: TypeAlias = RankMessage | Heartbeat | LogLine | FaultFired

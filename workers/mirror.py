@@ -19,7 +19,13 @@ from time import perf_counter
 from rayzero.engine.layout.state_index import BlockIndex
 from rayzero.engine.session import StepRequests
 from rayzero.engine.state.composite import CompositeState
-from rayzero.workers.messages import Assignment, MirrorPolicy, Pinned, WorkerMessage
+from rayzero.workers.messages import (
+    Assignment,
+    Mirrored,
+    MirrorPolicy,
+    Pinned,
+    WorkerMessage,
+)
 from rayzero.workers.state_copy import SlotWrite, StateCopier, smooth
 from rayzero.workers.training_thread import StopFlag
 from rayzero.workers.vault.client import VaultClient
@@ -62,6 +68,11 @@ class Mirror:
         """The newest step pinned for a checkpoint, or the one that this generation started from."""
         self.stopped_s = 0.0
         """How long training was paused after the last step."""
+        self.lacks_version = policy.version_every_steps is not None and not (
+            assignment.restore and assignment.restore.slots
+        )
+        """Whether roles find no weights of the state that the generation starts from: see
+        `begin`."""
         self._announced = 0  # what the vault knows of this generation; see `_announce`
         self._last_mirror: bool | None = False  # of the step before; see `CopyCost.step_finished`
         self._interval_steps = float(policy.every_steps or 1)
@@ -74,6 +85,7 @@ class Mirror:
     def go_back(self, step: int) -> None:
         """The function has loaded a state older than the one that the generation started from."""
         self.newest_step = step
+        self.lacks_version = self._policy.version_every_steps is not None
 
     def gauges(self) -> dict[str, float]:
         """The newest step in the vault, and the bytes there of this rank and generation; empty
@@ -89,14 +101,23 @@ class Mirror:
         has_free_buffer = self._max_buffers - pinned > self._rotating_buffers
         return StepRequests(
             pin=self._vault is not None and pin_due and has_free_buffer,
-            mirror_interval=self._policy.every_steps or self._copier.cost.interval_steps,
+            mirror_interval=min(
+                self._policy.every_steps or self._copier.cost.interval_steps,
+                self._policy.version_every_steps or math.inf,
+            ),
         )
 
     def begin(self, state: CompositeState) -> None:
         """Mirrors the state before the job's first step, so that a rank that is lost in it can be
-        replaced."""
-        if self._vault is not None and self._policy.replicas > 0:
-            self._write_mirror(self._vault, 0, False, state)
+        replaced; and before the first one of a generation that starts from no slots, if roles read
+        weights: they would have none until its first mirror, or an older state's."""
+        self.lacks_version = False
+        step = state.step
+        if self._vault is not None and self._policy.replicas > 0 and step is not None:
+            self._write_mirror(self._vault, step, False, state)
+            if self._buffers and self._policy.version_every_steps is not None:
+                generation, rank = self._assignment.generation, self._assignment.rank
+                self._copier.post(Mirrored(generation, rank, step))
 
     def step_done(self, step: int, agreed: StepRequests, state: CompositeState) -> None:
         """Mirrors the state if due. All ranks passed the vote; this one has updated its state."""
@@ -141,7 +162,7 @@ class Mirror:
         copier = self._copier
         copier.begin(state.device)
         try:
-            self._announce(vault)
+            self._announce(vault, voted=step > self.newest_step)
             is_new = self._copy_state(vault, step, state, pin)
         except (VaultGoneError, VaultMemoryError) as error:
             if isinstance(error, VaultMemoryError) and self._assignment.restore is None:
@@ -162,10 +183,11 @@ class Mirror:
             nbytes = max(len(buffer.data) for buffer in self._buffers)
             copier.post(Pinned(generation, rank, step, checkpoint, stopped_s, nbytes))
 
-    def _announce(self, vault: VaultClient) -> None:
-        """Tells the vault what the last vote has shown, before the first three mirrors."""
+    def _announce(self, vault: VaultClient, *, voted: bool) -> None:
+        """Tells the vault what the last vote has shown, if there was one, before the first three
+        mirrors."""
         generation, restore = self._assignment.generation, self._assignment.restore
-        if self._announced == 0 and restore is not None:
+        if self._announced == 0 and restore is not None and voted:
             vault.announce_loaded(generation, restore.step)
         elif self._announced == 1:  # all ranks have a mirror: no older generation is needed
             vault.announce_complete(generation)

@@ -125,6 +125,8 @@ class JobSession(GenerationSession):
         if not self.engines.are_built:
             self.engines.drop_unread(self.assignment.rank)
             self._report_restored()
+        if lacks_version := self._mirror.lacks_version:
+            self._begin_mirror()
         own = self._own_collectives
         if own is None or not own.begin_step():
             return
@@ -133,9 +135,12 @@ class JobSession(GenerationSession):
             self.engines.enable(self._on_broken)
             own.outlive(self.registry)
             is_first = self.assignment.restore is None and not self.loop.yields_again
-            if is_first:
-                with suppress(CollectiveError):  # the generation was ended: the step is lost
-                    self._mirror.begin(self.engines.state)
+            if is_first and not lacks_version:
+                self._begin_mirror()
+
+    def _begin_mirror(self) -> None:
+        with suppress(CollectiveError):  # the generation was ended: the step is lost
+            self._mirror.begin(self.engines.state)
 
     def _on_broken(self, reason: str) -> None:
         if self._host is not None:

@@ -32,6 +32,7 @@ import mmap
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice, pairwise
 from math import ceil, inf
 from queue import SimpleQueue
 from threading import Event as Flag
@@ -50,6 +51,7 @@ from rayzero.workers.training_thread import StopFlag
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.slots import (
     CHUNK_BYTES,
+    Checksums,
     SlotWriter,
     chunk_spans,
     combine_checksums,
@@ -262,13 +264,13 @@ class StateCopier:
     def _complete(self, job: _Job) -> None:
         """Commits and posts, unless the job is interrupted before its copies are done."""
         data = memoryview(b"")
-        spans = list[slice]()
-        constants = 0
+        parts = list[list[slice]]()
         if job.write is not None:
-            data, size = job.write.slot.data, job.write.slot.constant_bytes
-            spans = chunk_spans(0, size) if job.write.constants else []
-            constants = len(spans)
-            spans += chunk_spans(size, len(data))
+            slot = job.write.slot
+            data = slot.data
+            edges = pairwise((0, slot.constant_bytes, slot.weight_bytes, len(data)))
+            parts = [chunk_spans(*edge) for edge in edges][0 if job.write.constants else 1 :]
+        spans = [span for part in parts for span in part]
         checksums: list[Future[int]] = []
         with torch.no_grad():
             for part, target in job.on_host:
@@ -284,11 +286,12 @@ class StateCopier:
         if (write := job.write) is not None:
             with self._device.use_stream(self._stream):  # nothing is before its reads any more
                 metadata = write.metadata()
-            digests = [future.result() for future in checksums]
+            digests = iter([future.result() for future in checksums])
+            combined = [combine_checksums([*islice(digests, len(part))]) for part in parts]
+            *constants, weights, rest = combined
             if write.constants:
-                write.slot.constants_checksum = combine_checksums(digests[:constants])
-            checksum = combine_checksums(digests[constants:])
-            write.slot.commit(write.step, metadata, write.pin, checksum)
+                [write.slot.constants_checksum] = constants
+            write.slot.commit(write.step, metadata, write.pin, Checksums(weights, rest))
         with job.lock:
             job.genuine = True
             for message in job.messages:

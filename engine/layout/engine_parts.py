@@ -63,6 +63,13 @@ def choose_part(source: StateSource, name: str | None) -> StateSource:
     return open_part(source, found)
 
 
+def is_weight(full: str) -> bool:
+    """Whether a tensor of the training state is a weight or a buffer of an engine's model."""
+    before, mark, name = full.partition(MARK)
+    own = name if mark and "/" not in before else full
+    return own.startswith(("weights/", "buffers/"))
+
+
 class _Part(StateSource):
     """One engine's part. The source stays its owner's."""
 

@@ -69,12 +69,15 @@ class BlockIndex:
         ranges: disjoint in bytes.
         nbytes: size of the block; bytes in no range are padding.
         constant_bytes: size of the part at the beginning that never changes during a run.
+        weight_bytes: size of the part at the beginning that has all weights and buffers: the
+            constant ones, and behind them the others. 0 in a checkpoint.
     """
 
     tensors: dict[str, LogicalTensor] = field(default_factory=dict)
     ranges: tuple[TensorRange, ...] = ()
     nbytes: int = 0
     constant_bytes: int = 0
+    weight_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -82,6 +85,7 @@ class BlockIndex:
             "ranges": [[held.name, held.start, held.stop, held.offset] for held in self.ranges],
             "nbytes": self.nbytes,
             "constant_bytes": self.constant_bytes,
+            "weight_bytes": self.weight_bytes,
         }
 
     @classmethod
@@ -94,6 +98,7 @@ class BlockIndex:
             tuple(TensorRange(*fields) for fields in document["ranges"]),
             document["nbytes"],
             document["constant_bytes"],
+            document.get("weight_bytes", 0),
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rayzero.engine.device import Device, Event, Stream, get_device
 from rayzero.engine.errors import EngineError
+from rayzero.engine.layout.engine_parts import is_weight
 from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.layout.reshard import HeldRanges
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, StateSource, TensorRange
@@ -26,6 +27,7 @@ from rayzero.engine.zero.unit import Unit
 
 ALIGN_BYTES = 128  # of a part in a block, for copies and for views of any dtype
 STAGING_BYTES = 64 * 2**20  # of each of the two buffers of a read into a device
+CAST_BYTES = 16 * 2**20  # of the buffer of a read into another dtype
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,19 @@ class StateRange:
     volatile: bool = False
 
     @property
+    def is_weights(self) -> bool:
+        """Of weights or buffers, also of frozen ones."""
+        return self.constant or any(is_weight(held.name) for held in self.ranges)
+
+    @property
     def is_optimizer_state(self) -> bool:
         return any(held.name.startswith("optimizer.") for held in self.ranges)
 
 
 @dataclass(frozen=True)
 class StateBlock:
-    """Ranges in sequence in one block of bytes, constant ones first. `offsets` are those of
-    `ranges`, in bytes."""
+    """Ranges in sequence in one block of bytes, constant ones first, then the other weights and
+    buffers. `offsets` are those of `ranges`, in bytes."""
 
     index: BlockIndex
     ranges: Sequence[StateRange]
@@ -152,12 +159,18 @@ class _Read(NamedTuple):
 
 
 def _read_to_host(source: StateSource, reads: Sequence[_Read]) -> None:
-    """Directly into memory of the same dtype, otherwise through a temporary copy."""
+    """Directly into memory of the same dtype, otherwise through a temporary copy of a part."""
     for block, offset, target, dtype in reads:
-        landing = target if target.dtype is dtype else torch.empty(target.numel(), dtype=dtype)
-        source.read(block, offset, landing.view(torch.uint8).numpy().data)
-        if landing is not target:
-            target.copy_(landing)
+        if target.dtype is dtype:
+            source.read(block, offset, target.view(torch.uint8).numpy().data)
+            continue
+        step = CAST_BYTES // dtype.itemsize
+        landing = torch.empty(min(step, target.numel()), dtype=dtype)
+        for start in range(0, target.numel(), step):
+            part = target[start : start + step]
+            read = landing[: part.numel()]
+            source.read(block, offset + start * dtype.itemsize, read.view(torch.uint8).numpy().data)
+            part.copy_(read)
 
 
 def _read_to_device(device: Device, source: StateSource, reads: Sequence[_Read]) -> None:
@@ -247,11 +260,13 @@ def buffer_ranges(model: nn.Module) -> list[StateRange]:
 
 
 def pack_block(parts: Sequence[StateRange]) -> StateBlock:
-    parts = sorted(parts, key=lambda part: not part.constant)
+    """Lays out the ranges: what does not change, then weights and buffers, then the rest, each in
+    the order of `parts`. So who needs only the weights reads the beginning of a block."""
+    parts = sorted(parts, key=lambda part: (not part.constant, not part.is_weights))
     ranges: list[TensorRange] = []
     offsets: list[int] = []
     tensors: dict[str, LogicalTensor] = {}
-    nbytes = constant_bytes = 0
+    nbytes = constant_bytes = weight_bytes = 0
     for part in parts:
         dtype, size = dtype_name(part.memory.dtype), part.memory.element_size()
         offsets.append(nbytes)
@@ -261,7 +276,10 @@ def pack_block(parts: Sequence[StateRange]) -> StateBlock:
         nbytes += -(-part.memory.nbytes // ALIGN_BYTES) * ALIGN_BYTES
         if part.constant:
             constant_bytes = nbytes
-    return StateBlock(BlockIndex(tensors, tuple(ranges), nbytes, constant_bytes), parts, offsets)
+        if part.is_weights:
+            weight_bytes = nbytes
+    index = BlockIndex(tensors, tuple(ranges), nbytes, constant_bytes, weight_bytes)
+    return StateBlock(index, parts, offsets)
 
 
 def _frozen_ranges(runtime: ZeroRuntime, rank: int, world_size: int) -> list[StateRange]:

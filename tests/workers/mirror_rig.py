@@ -47,9 +47,10 @@ class State(TrainingState):
     def resize(self, elements: int) -> None:
         """Of the weights: the state gets another index."""
         self.weights = torch.zeros(elements)
-        buffer = replace(whole_tensor_range("buffer", self.buffer), volatile=True)
-        constant = replace(whole_tensor_range("frozen", self.frozen), constant=True)
-        self.block = pack_block([whole_tensor_range("weights", self.weights), buffer, constant])
+        buffer = replace(whole_tensor_range("buffers/b", self.buffer), volatile=True)
+        constant = replace(whole_tensor_range("weights/frozen", self.frozen), constant=True)
+        changing = whole_tensor_range("optimizer.m/w", self.weights)  # the last part of a block
+        self.block = pack_block([changing, buffer, constant])
 
     def pack(self, *, whole: bool = False) -> Any:
         self.on_pack()

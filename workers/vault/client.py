@@ -140,6 +140,13 @@ class VaultClient:
             on_error.pop_all()
             return source
 
+    def open_weights(self, ref: SlotRef) -> int | None:
+        """A new descriptor of a buffer whose image has the weights of that version, and maybe no
+        more; the caller closes it. None while they are copied from another node: ask again. Raises
+        DataError if the version is gone or damaged; VaultMemoryError."""
+        fds = self._call(_CALL_TIMEOUT_S, WorkerRequests.open_weights, *ref)
+        return fds[0] if fds else None
+
     def close(self) -> None:
         """Closes the session, and ends a call in flight on another thread. Idempotent."""
         if self._closed.is_set():

@@ -96,6 +96,7 @@ class MappedSlotReader(SlotReader):
     Args:
         fd: its buffer; the caller may close it afterwards.
         header: the header of a replica whose own is not written yet; None: the buffer's.
+        prefix: the buffer has constants, weights and buffers, and no more.
         mapping: the buffer's, if it is registered with the device.
     """
 
@@ -105,11 +106,15 @@ class MappedSlotReader(SlotReader):
         fd: int,
         header: SlotHeader | None = None,
         mapping: SlotMapping | None = None,
+        *,
+        prefix: bool = False,
     ) -> None:
         super().__init__(ref, header or read_header(fd))
         self.registered = mapping is not None
+        self._parts = self.header.parts()[: 2 if prefix else None]
         if mapping is None:
-            self._map = mmap.mmap(fd, self.header.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            nbytes = self.header.prefix_bytes if prefix else self.header.nbytes
+            self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         else:
             self._map = mapping.memory
         self._bytes = memoryview(self._map)
@@ -124,14 +129,8 @@ class MappedSlotReader(SlotReader):
         copy_bytes(into, self._bytes[offset : offset + len(into)])
 
     def verify(self) -> None:
-        header, size = self.header, self.header.constant_bytes
-        if header.data_checksum is None:
-            return
-        for part, expected in (
-            (self.data[size:], header.data_checksum),
-            (self.data[:size], header.constants_checksum),
-        ):
-            if checksum_of(part, VERIFY_THREADS) != expected:
+        for span, expected in self._parts:
+            if checksum_of(self.data[span], VERIFY_THREADS) != expected:
                 raise self._damaged("its data")
 
     def close(self) -> None:

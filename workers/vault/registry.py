@@ -137,10 +137,10 @@ class SlotRegistry:
                 (entry, version)
                 for entry, version in self._complete_versions()
                 if (version.constant_bytes, version.constants_checksum) == wanted
-                and version.data_checksum is not None
+                and version.checksums is not None
                 and entry.owner is None
             ]
-            if not into or not same or header.data_checksum is None:
+            if not into or not same or header.checksums is None:
                 return False
             entry, version = same[-1]
             entry.readers += 1

@@ -16,6 +16,7 @@ from rayzero.workers.vault.peers import Peer
 from rayzero.workers.vault.records import SlotRef
 from rayzero.workers.vault.registry import SlotRegistry
 from rayzero.workers.vault.slots import SlotHeader
+from rayzero.workers.vault.weight_replicas import WeightReplicas
 
 _MAX_IMAGE_BYTES = 2**50
 MAX_PACKET_BYTES = 64 * 1024
@@ -29,10 +30,13 @@ class WorkerRequests:
     """The calls of a worker by `VaultClient`. Several threads run them at once, but for one peer in
     order. Every method returns descriptors, and raises what the worker's call raises."""
 
-    def __init__(self, node_id: str, registry: SlotRegistry, fetch: FetchRemote) -> None:
+    def __init__(
+        self, node_id: str, registry: SlotRegistry, fetch: FetchRemote, weights: WeightReplicas
+    ) -> None:
         self._node_id = node_id
         self._registry = registry
         self._fetch = fetch
+        self._weights = weights
 
     def register(
         self, peer: Peer, worker: int, pid: int, thread: int, report_fd: int
@@ -66,6 +70,17 @@ class WorkerRequests:
         if node_id != self._node_id:
             return []
         return [self._registry.open_version(SlotRef(generation, rank, step, node_id))]
+
+    def open_weights(
+        self, peer: Peer, generation: int, rank: int, step: int, node_id: str
+    ) -> Descriptors:
+        """A buffer with the weights of a version; nothing while they are copied to this node. Does
+        not wait: readers must not use up the threads for slow requests, which ranks need."""
+        ref = SlotRef(generation, rank, step, node_id)
+        if node_id == self._node_id or self._registry.has_version(ref):
+            return [self._registry.open_version(ref)]
+        fd = self._weights.open(peer, ref)
+        return [] if fd is None else [fd]
 
     def fetch_version(
         self,

@@ -38,14 +38,23 @@ METADATA_CAPACITY = 256 * 1024
 """Space for the JSON metadata in bytes."""
 
 CHUNK_BYTES = 64 * 2**20
-"""A checksum of data is that of the checksums of its chunks, so that threads can share it. What
-training never changes, which comes first, has one of its own: it is not hashed again."""
+"""A checksum of data is that of the checksums of its chunks, so that threads can share it. Three
+parts have one of their own: what training never changes, which comes first, is not hashed again;
+the other weights and buffers, behind it, are read without the rest."""
 
 _MAGIC = b"RZ slot\0"
-_FORMAT_VERSION = 4
-_HEADER_STRUCT = Struct("<8sIqIIQQQqQQQQ?Q")
+_FORMAT_VERSION = 5
+_HEADER_STRUCT = Struct("<8sIqIIQQQQqQQQQ?QQ")
 _CHECKSUM_STRUCT = Struct("<Q")
 HEADER_BYTES = _HEADER_STRUCT.size + _CHECKSUM_STRUCT.size
+
+
+class Checksums(NamedTuple):
+    """`checksum_of` the weights and buffers in a slot's data that are no constants, and of what
+    is behind them."""
+
+    weights: int
+    rest: int
 
 
 class SlotHeader(NamedTuple):
@@ -54,9 +63,11 @@ class SlotHeader(NamedTuple):
     Attributes:
         step: finished steps of the state; -1 if there is no complete version.
         constant_bytes: of the data, at its beginning; training never changes them.
+        weight_bytes: of the data, at its beginning: the constants, the other weights and buffers.
         index_checksum, metadata_checksum: xxh3-64.
-        constants_checksum, data_checksum: `checksum_of` the constant bytes of the data, and of the
-            others; the latter is None if they were not computed.
+        constants_checksum: `checksum_of` the constant bytes of the data.
+        checksums: of the other weights and buffers, and of the rest; None if they were not
+            computed.
     """
 
     generation: int
@@ -65,12 +76,13 @@ class SlotHeader(NamedTuple):
     index_bytes: int
     data_bytes: int
     constant_bytes: int = 0
+    weight_bytes: int = 0
     step: int = -1
     index_checksum: int = 0
     metadata_bytes: int = 0
     metadata_checksum: int = 0
     constants_checksum: int = 0
-    data_checksum: int | None = None
+    checksums: Checksums | None = None
 
     @property
     def metadata_offset(self) -> int:
@@ -86,15 +98,32 @@ class SlotHeader(NamedTuple):
         """Size of the image."""
         return self.data_offset + _round_up_to_pages(self.data_bytes)
 
+    @property
+    def prefix_bytes(self) -> int:
+        """Size of the part of the image that has all weights and buffers."""
+        return self.data_offset + self.weight_bytes
+
+    def parts(self) -> list[tuple[slice, int]]:
+        """The parts of the data, in order, with the checksum of each; none if they have none."""
+        if self.checksums is None:
+            return []
+        edges = [0, self.constant_bytes, self.weight_bytes, self.data_bytes]
+        return [
+            (slice(*edge), checksum)
+            for edge, checksum in zip(
+                pairwise(edges), (self.constants_checksum, *self.checksums), strict=True
+            )
+        ]
+
     def holds(self, ref: SlotRef) -> bool:
         """Whether this is the header of that version, complete."""
         return (self.generation, self.rank, self.step) == (ref.generation, ref.rank, ref.step)
 
     def encode(self) -> bytes:
         """`HEADER_BYTES` bytes; the last 8 are a checksum of the rest."""
-        *fields, data_checksum = self
-        hashed = data_checksum is not None
-        raw = _HEADER_STRUCT.pack(_MAGIC, _FORMAT_VERSION, *fields, hashed, data_checksum or 0)
+        *fields, checksums = self
+        hashed = checksums is not None
+        raw = _HEADER_STRUCT.pack(_MAGIC, _FORMAT_VERSION, *fields, hashed, *(checksums or (0, 0)))
         return raw + _CHECKSUM_STRUCT.pack(xxh3_64_intdigest(raw))
 
     @classmethod
@@ -106,14 +135,14 @@ class SlotHeader(NamedTuple):
             return None
         if _CHECKSUM_STRUCT.unpack(checksum)[0] != xxh3_64_intdigest(packed):
             return None
-        _, version, *fields, hashed, data_checksum = _HEADER_STRUCT.unpack(packed)
+        _, version, *fields, hashed, weights, rest = _HEADER_STRUCT.unpack(packed)
         if version != _FORMAT_VERSION:
             raise SlotDamagedError(
                 f"a vault slot of format version {version}",
                 f"version {_FORMAT_VERSION}",
                 "the same version of rayzero on all nodes",
             )
-        return cls._make([*fields, data_checksum if hashed else None])
+        return cls._make([*fields, Checksums(weights, rest) if hashed else None])
 
 
 def _round_up_to_pages(nbytes: int) -> int:
@@ -181,7 +210,9 @@ class SlotWriter:
             raise SlotGoneError("the vault returned a buffer without a valid header")
         self._map[PAGE_BYTES : PAGE_BYTES + len(index_json)] = index_json
         self._header = header._replace(
-            index_checksum=xxh3_64_intdigest(index_json), constant_bytes=index.constant_bytes
+            index_checksum=xxh3_64_intdigest(index_json),
+            constant_bytes=index.constant_bytes,
+            weight_bytes=index.weight_bytes,
         )
         self._begun = False
         self.constants_version = -1
@@ -203,6 +234,11 @@ class SlotWriter:
         return self._header.constant_bytes
 
     @property
+    def weight_bytes(self) -> int:
+        """The first bytes of `data`: the constants, the other weights and buffers."""
+        return self._header.weight_bytes
+
+    @property
     def pinned(self) -> bool:
         """Whether the stored version must not be overwritten yet. The vault clears the pin."""
         return self.step >= 0 and self._map[PIN_OFFSET] == 1
@@ -217,14 +253,14 @@ class SlotWriter:
         self._begun = True
         self._write_header(self._header._replace(step=-1))
 
-    def commit(self, step: int, metadata: bytes, pin: bool, checksum: int | None) -> None:
+    def commit(self, step: int, metadata: bytes, pin: bool, checksums: Checksums | None) -> None:
         """Marks `data` as the complete version of a step. Raises SlotRoomError if `metadata` is too
         large, and the buffer then holds no version; EngineError if `begin` was not called before.
 
         Args:
             metadata: the state's JSON metadata.
             pin: keep the version until the vault unpins it.
-            checksum: `checksum_of` `data` behind its constants; None if it was not computed.
+            checksums: of `data` behind its constants; None if they were not computed.
         """
         if not self._begun:
             raise EngineError("SlotWriter.commit without a SlotWriter.begin before it")
@@ -243,7 +279,7 @@ class SlotWriter:
                 metadata_bytes=len(metadata),
                 metadata_checksum=xxh3_64_intdigest(metadata),
                 constants_checksum=self.constants_checksum,
-                data_checksum=checksum,
+                checksums=checksums,
             )
         )
         self._begun = False

@@ -9,7 +9,6 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from threading import BoundedSemaphore, Event, Lock
 from typing import TypeAlias
@@ -24,12 +23,13 @@ from rayzero.engine.checkpoint.writer import write_rank_file
 from rayzero.workers.vault import images
 from rayzero.workers.vault.buffers import BufferPool, available_bytes
 from rayzero.workers.vault.images import FetchRemote, MappedSlotReader, RemoteSlotReader
-from rayzero.workers.vault.peers import inspect_process
+from rayzero.workers.vault.peers import Peer, inspect_process
 from rayzero.workers.vault.records import SlotInfo, SlotRef, VaultEvent, VaultGoneError
 from rayzero.workers.vault.registry import SlotRegistry
 from rayzero.workers.vault.requests import WorkerRequests
 from rayzero.workers.vault.server import VaultServer, make_address
 from rayzero.workers.vault.slots import HEADER_BYTES, PAGE_BYTES
+from rayzero.workers.vault.weight_replicas import WeightReplicas
 
 MAX_REPLICATE_CALLS = 3
 """Calls of `replicate` at once, of which all but one wait; fewer than the vault's threads."""
@@ -70,10 +70,12 @@ class Vault:
         self._write_lock = Lock()
         self._closing = Event()
         self._registry = SlotRegistry(BufferPool(available))
+        # A pool of its own: it takes no spare buffer that a rank is going to need.
+        self._weights = WeightReplicas(BufferPool(available), fetch)
         self._server = VaultServer(
             self._address,
-            WorkerRequests(node_id, self._registry, fetch),
-            partial(self._registry.discard_unfinished, dead=True),
+            WorkerRequests(node_id, self._registry, fetch, self._weights),
+            self._on_disconnect,
         )
 
     def address(self) -> str:
@@ -106,7 +108,9 @@ class Vault:
 
     def usage(self) -> dict[str, int]:
         """Bytes allocated: `slots`, `replicas`, `spare`; and `available` on this machine."""
-        return self._registry.usage() | {"available": self._available_bytes()}
+        usage = self._registry.usage() | {"available": self._available_bytes()}
+        usage["replicas"] += self._weights.nbytes
+        return usage
 
     def unpin(self, generation: int, step: int) -> None:
         """Unpins the versions of `step` and of earlier steps."""
@@ -167,7 +171,12 @@ class Vault:
         """Stops the server, aborts copies at their next chunk, and frees the memory. Idempotent."""
         self._closing.set()
         self._server.close()
+        self._weights.close()
         self._registry.close()
+
+    def _on_disconnect(self, peer: Peer) -> None:
+        self._registry.discard_unfinished(peer, dead=True)
+        self._weights.forget(peer)
 
     def _pull(self, ref: SlotRef) -> int:
         source = RemoteSlotReader(ref, self._fetch_while_open)

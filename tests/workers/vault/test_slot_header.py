@@ -14,6 +14,7 @@ from rayzero.workers.vault.slots import (
     METADATA_CAPACITY,
     PAGE_BYTES,
     PIN_OFFSET,
+    Checksums,
     SlotHeader,
     checksum_of,
 )
@@ -34,7 +35,8 @@ HEADERS = st.builds(
     metadata_checksum=WORDS,
     constant_bytes=SIZES,
     constants_checksum=WORDS,
-    data_checksum=st.none() | WORDS,
+    weight_bytes=SIZES,
+    checksums=st.none() | st.builds(Checksums, WORDS, WORDS),
 )
 
 

@@ -1,0 +1,65 @@
+"""The newest version of the trainer's weights that roles can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rayzero.orchestrator.control.generation import GenerationState
+from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.progress import StepRecord
+from rayzero.workers.messages import Mirrored
+from rayzero.workers.vault.records import SlotRef
+from rayzero.workers.weights.directory import WeightDirectory
+
+
+@dataclass(eq=False)
+class WeightVersions:
+    """Follows which step every rank has mirrored, through repairs, resizes and adoptions: what a
+    generation starts from is a version, too, wherever its slots are by then.
+
+    Args:
+        on_new: called with each new version, and with a version whose slots are elsewhere.
+    """
+
+    _members: Members
+    on_new: Callable[[WeightDirectory], None] = lambda directory: None
+    newest: WeightDirectory | None = None
+    """None: there was none yet."""
+    _begun: dict[int, int] = field(default_factory=dict)  # by rank, of the generation
+
+    def start_generation(self, generation: GenerationState) -> None:
+        """A generation begins. What it starts from may be an older step than the newest version:
+        then that is lost, and made again. Of a checkpoint the ranks tell when they have it."""
+        self._begun = {}
+        if generation.restore is not None and generation.restore.slots:
+            self._publish(generation.restore.slots)
+
+    def on_mirrored(self, worker: int, message: Mirrored) -> None:
+        """A rank has mirrored the state that the job or its generation begins with."""
+        generation = self._members.generation
+        if message.generation != generation.number or worker not in generation.assignments:
+            return
+        self._begun[message.rank] = message.step
+        steps = {*self._begun.values()}
+        if len(self._begun) == generation.world_size and len(steps) == 1:
+            self._publish(self._slots(*steps))
+
+    def on_step_finished(self, record: StepRecord) -> None:
+        """All ranks have finished a step, and maybe mirrored it."""
+        step = record.mirrored_step
+        if step is not None and record.generation == self._members.generation.number:
+            self._publish(self._slots(step))
+
+    def _slots(self, step: int) -> list[SlotRef]:
+        """Those of a step that the members have mirrored to their nodes' vaults."""
+        generation = self._members.generation
+        return [
+            SlotRef(generation.number, rank, step, worker.node_id)
+            for rank, worker in enumerate(generation.workers)
+        ]
+
+    def _publish(self, slots: Sequence[SlotRef]) -> None:
+        if self.newest is None or self.newest.slots != tuple(slots):
+            self.newest = WeightDirectory(tuple(slots))
+            self.on_new(self.newest)

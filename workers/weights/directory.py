@@ -1,0 +1,28 @@
+"""Where the newest version of the weights lies. Free of torch: the controller makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rayzero.workers.vault.records import SlotRef
+
+
+class WeightVersion(NamedTuple):
+    """The weights after so many finished steps, mirrored in a generation. Versions of later
+    generations are greater, also if they are of an earlier step: a checkpoint's."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class WeightDirectory:
+    """A version, and the slots of all ranks that hold it."""
+
+    slots: tuple[SlotRef, ...]
+
+    @property
+    def version(self) -> WeightVersion:
+        first = self.slots[0]
+        return WeightVersion(first.generation, first.step)
