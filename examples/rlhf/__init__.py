@@ -1,0 +1,1 @@
+"""Reinforcement learning from feedback on arithmetic: supervised, reward model, PPO, GRPO, DPO."""
