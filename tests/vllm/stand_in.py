@@ -133,14 +133,15 @@ class WeightTransferEngineFactory:
 
 
 def initialize_layerwise_reload(model: Any) -> None:
-    """What is loaded from now on is held back, as the loaders of vLLM do for each layer."""
+    """What is loaded from now on is held back, as vLLM does for each layer."""
     model.reloading = []
 
 
+@torch.no_grad()
 def finalize_layerwise_reload(model: Any, model_config: Any) -> None:
-    """Applies what was loaded. Names of which nothing was loaded keep their values."""
-    for name, value in model.reloading:
-        model.get_parameter(name).data.copy_(value)
+    """Applies what was loaded, pairs of (target, value)."""
+    for target, value in model.reloading:
+        target.copy_(value)
     del model.reloading
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.house.source import ROOT
 from tests.vllm import stand_in
 
 SURFACE = tomllib.loads((Path(__file__).parent / "surface.toml").read_text())
@@ -59,3 +61,35 @@ def test_differences_are_found() -> None:
     other = {"ParamMeta": stand_in.WeightTransferInitInfo}
     found = list(differences(lambda name: other.get(name, getattr(stand_in, name))))
     assert found == ["ParamMeta: []"]
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[[], None]]:
+    """The plugin, in a process that has not called it."""
+    with stand_in.installed():
+        from rayzero import vllm
+
+        vllm.register.cache_clear()
+        yield vllm.register
+        vllm.register.cache_clear()
+
+
+def test_the_backend_is_registered_by_the_entry_point(
+    monkeypatch: pytest.MonkeyPatch, register: Callable[[], None]
+) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["vllm.general_plugins"] == {"rayzero": "rayzero.vllm:register"}
+    assert project["optional-dependencies"]["vllm"] == ["vllm>=0.28"]
+    registry: dict[str, Any] = {}
+    monkeypatch.setattr(stand_in.WeightTransferEngineFactory, "_registry", registry)
+    register()
+    register()  # vLLM may load plugins again in the same process
+    assert list(registry) == ["rayzero"]
+
+
+def test_an_older_vllm_only_gets_a_warning(
+    register: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    del sys.modules["vllm.distributed.weight_transfer"].WeightSource
+    register()
+    assert "needs vllm>=0.28" in caplog.text
