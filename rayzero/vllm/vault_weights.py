@@ -19,8 +19,8 @@ class WeightSyncClient(Protocol):
 
 
 class LLMClient:
-    """The client of a `vllm.LLM` in this process. Each update also clears its prefix cache, which was
-    computed with older weights."""
+    """The client of a `vllm.LLM` in this process. Each update also clears its prefix cache, which
+    was computed with older weights."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
