@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import rayzero
 from examples.rlhf import dpo, grpo, ppo, reward, sft
 from examples.rlhf.loop import LocalContext, read_job
 from examples.rlhf.losses import token_log_probs
@@ -346,3 +347,59 @@ def test_grpo_raises_exact_match(tmp_path: Path) -> None:
     ((before, after),) = run_ranks(0, run_learning, tmp_path)
     assert before < 0.35
     assert after > before + 0.15
+
+
+def make_batch() -> Batch:
+    """24 samples of 3 prompts, with random scores and advantages, that were sampled by somewhat
+    other weights; 12 are a group and a half."""
+    policy = make_policy()
+    samples = [it for number in range(3) for it in sample_group(policy, question(number), 8, SEED)]
+    rng = torch.Generator().manual_seed(0)
+    batch = collate(samples)
+    log_probs = batch.log_probs + 0.2 * torch.randn(batch.log_probs.shape, generator=rng)
+    scores, advantages = torch.randn(2, 24, generator=rng).double()
+    return Batch(batch.tokens, batch.mask.double(), log_probs.double(), scores, advantages)
+
+
+def engine_config(stage: int = 0) -> dict[str, Any]:
+    return {
+        "train_batch_size": 24,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage},
+    }
+
+
+def update_by_engine(rank: int, world: int, stage: int) -> list[float]:
+    engine, *_ = rayzero.initialize(model=make_policy().double(), config=engine_config(stage))
+    batch = make_batch()
+    part = slice(rank * 24 // world, (rank + 1) * 24 // world)
+    losses = []
+    for _ in range(3):
+        grpo.update(engine, Batch(*(it[part] for it in batch)))
+        losses.append(engine.metrics.loss)
+    return losses
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 3), (3, 1)])
+def test_group_update_over_ranks_is_plain_torch_s(world: int, stage: int) -> None:
+    """Also where ranks have parts of groups."""
+    policy, batch = make_policy().double(), make_batch()
+    optimizer, losses = torch.optim.SGD(policy.parameters(), lr=0.01), []
+    for _ in range(3):
+        log_probs = policy(batch.tokens).log_softmax(-1)
+        total = torch.zeros((), dtype=torch.float64)
+        for row, answer in enumerate(batch.answers.tolist()):
+            length = answer.index(END) + 1 if END in answer else len(answer)
+            for place, token in enumerate(answer[:length]):
+                new = log_probs[row, PROMPT_LENGTH - 1 + place, token]
+                ratio = (new - batch.log_probs[row, place]).exp()
+                gain = batch.advantages[row] * torch.stack([ratio, ratio.clamp(0.8, 1.2)])
+                total = total - gain.min() / length / 24
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        losses.append(total.item())
+    assert losses[2] < losses[0] - 1e-3
+    for found in run_ranks(world, update_by_engine, stage):
+        assert found == pytest.approx(losses, rel=1e-9)
