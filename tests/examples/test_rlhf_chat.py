@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rayzero.engine.config import parse_config
 from rayzero.engine.config.schedules import LR_CURVES
 from rayzero.engine.optim.deepspeed_schedules import StepSchedule
 from rayzero.orchestrator.spec import JobSpec
+from tests.house.blocks import blocks
 
 QUESTIONS = 6400
 LAUNCHER = {"deepspeed", "deepspeed_config", "deepscale", "deepscale_config"}
@@ -276,6 +278,16 @@ def test_unknown_arguments_are_refused(words: list[str]) -> None:
 def test_sizes_of_opt_are_refused() -> None:
     with pytest.raises(ConfigError, match=re.escape("--actor-model facebook/opt-1.3b")):
         chat.main(["--actor-model", "facebook/opt-1.3b", "--print-config"], Runner())
+
+
+def test_the_guides_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Runner()
+    lines = [it for block in blocks("docs/from-rlhf.md") for it in block.lines()]
+    for line in [it for it in lines if it.startswith("python -m examples.rlhf.chat ")]:
+        chat.main(shlex.split(line, comments=True)[3:], run)
+    names = ["rlhf-sft-tiny", "rlhf-reward-tiny", "rlhf-ppo-tiny", "rlhf-dpo"]
+    assert [job["name"] for job in run.jobs] == names
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 from unittest import mock
 
@@ -132,6 +132,69 @@ class WeightTransferEngineFactory:
         return cls._registry[config.backend]()(config, vllm_config, device, model)
 
 
+class WeightTransferTrainerFactory:
+    @classmethod
+    def trainer_init(
+        cls, init_info: Any, *, client: Any, source: WeightSource | None = None
+    ) -> Any:
+        """A trainer whose `send_weights` returns what it would send."""
+        return SimpleNamespace(send_weights=lambda: list(source or ()), init_info=init_info)
+
+
+@dataclass
+class NCCLTrainerInitInfo:
+    master_address: str
+    master_port: int
+    world_size: int
+    rank: int = field(kw_only=True)
+
+
+@dataclass
+class HTTPVLLMWeightSyncClient:
+    base_url: str
+
+
+@dataclass
+class WeightTransferConfig:
+    backend: str = "nccl"
+
+
+@dataclass
+class SamplingParams:
+    n: int = 1
+    logprobs: int | None = None
+
+
+class LLM:
+    """One worker in this process, whose model `made` is, and answers in capitals."""
+
+    made: ClassVar[nn.Module]
+
+    def __init__(self, model: str, weight_transfer_config: WeightTransferConfig) -> None:
+        device, config = torch.device("cpu"), SimpleNamespace(model_config=None)
+        factory = WeightTransferEngineFactory
+        self._engine = factory.create_engine(weight_transfer_config, config, device, self.made)
+        self.weight_version: str | None = None
+
+    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+        self._engine.init_transfer_engine(self._engine.parse_init_info(request["init_info"]))
+
+    def start_weight_update(self) -> None:
+        self._engine.start_weight_update()
+
+    def update_weights(self, request: dict[str, Any]) -> None:
+        self._engine.update_weights(request["update_info"])
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._engine.finish_weight_update()
+        self.weight_version = weight_version
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def generate(self, prompts: list[str], sampling: SamplingParams) -> list[tuple[str, ...]]:
+        return [(f"{it.upper()} {self.weight_version}",) * sampling.n for it in prompts]
+
+
 def initialize_layerwise_reload(model: Any) -> None:
     """What is loaded from now on is held back, as vLLM does for each layer."""
     model.reloading = []
@@ -148,12 +211,15 @@ def finalize_layerwise_reload(model: Any, model_config: Any) -> None:
 _WEIGHT_TRANSFER = (
     *(ParamMeta, WeightSource, WeightTransferEngine, WeightTransferInitInfo),
     *(WeightTransferUpdateInfo, VLLMWeightSyncClient, WeightTransferEngineFactory),
+    *(WeightTransferTrainerFactory, HTTPVLLMWeightSyncClient),
 )
 MODULES: dict[str, tuple[Any, ...]] = {
-    "vllm": (),
+    "vllm": (LLM, SamplingParams),
+    "vllm.config": (WeightTransferConfig,),
     "vllm.distributed": (),
     "vllm.distributed.weight_transfer": _WEIGHT_TRANSFER,
     "vllm.distributed.weight_transfer.base": _WEIGHT_TRANSFER,
+    "vllm.distributed.weight_transfer.nccl_engine": (NCCLTrainerInitInfo,),
     "vllm.model_executor": (),
     "vllm.model_executor.model_loader": (),
     "vllm.model_executor.model_loader.reload": (

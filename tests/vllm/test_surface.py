@@ -49,7 +49,7 @@ def test_the_stand_in_has_the_documented_names() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="rayzero[vllm] is missing")
 def test_vllm_has_the_documented_names() -> None:
     homes = "vllm.distributed.weight_transfer.base", "vllm.distributed.weight_transfer"
-    homes += ("vllm.model_executor.model_loader.reload",)
+    homes += ("vllm.model_executor.model_loader.reload", "vllm.entrypoints.llm")
 
     def find(name: str) -> Any:
         return next(vars(it)[name] for it in map(import_module, homes) if name in vars(it))

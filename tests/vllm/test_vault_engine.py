@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
@@ -15,35 +15,9 @@ from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.workers.weights.directory import WeightVersion
 from tests.support.ranks import run_ranks
 from tests.vllm import stand_in
+from tests.vllm.support import Served, with_plugin
 from tests.workers.vault.support import VaultCluster
 from tests.workers.weights.support import Net, Told, Trainer, make_reader
-
-
-class Served(nn.Module):
-    """What vLLM would have: two of the trainer's matrices as one, no tied head, other dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Parameter(torch.zeros(37, 5))
-        self.fused = nn.Parameter(torch.zeros(33 * 5 + 5 * 33))
-        self.while_loading: Callable[[], None] = lambda: None
-        self.loads = 0
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Keeps tensors until the update is finished, as vLLM does for the tensors of a layer."""
-        self.loads += 1
-        halves = {"body.0.weight": slice(0, 165), "body.2.weight": slice(165, 330)}
-        for name, value in weights:
-            if name == "embed.weight":
-                self.while_loading()
-                self.reloading.append((self.embed, value))
-            elif name in halves:
-                self.reloading.append((self.fused.data[halves[name]], value.reshape(-1)))
-
-    def equals(self, net: nn.Module) -> bool:
-        fused = torch.cat([net.body[0].weight.reshape(-1), net.body[2].weight.reshape(-1)])
-        pairs = ((self.embed, net.embed.weight), (self.fused, fused))
-        return all(torch.equal(own, other.to(own.dtype)) for own, other in pairs)
 
 
 class Vllm:
@@ -75,13 +49,8 @@ class Vllm:
 
 
 @pytest.fixture(autouse=True)
-def _plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(stand_in.WeightTransferEngineFactory, "_registry", {})
-    with stand_in.installed():
-        from rayzero import vllm
-
-        vllm.register.cache_clear()
-        vllm.register()
+def _plugin() -> Iterator[None]:
+    with with_plugin():
         yield
 
 
