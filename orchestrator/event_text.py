@@ -57,7 +57,7 @@ def event_lines(event: job_events.JobEvent) -> Iterator[str]:
         case job_events.RoleFault():
             yield f"fault: {event.text}"
         case FaultFired():
-            yield f"injected fault: {event.fault} on rank {event.rank} in step {event.step}"
+            yield f"injected fault: {event.fault} on {event.where} in step {event.step}"
         case job_events.Repaired() | job_events.Resized():
             yield _format_recovery(event)
         case job_events.Checkpointed():

@@ -11,19 +11,25 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import FiniteFloat
 
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator import job_events
-from rayzero.orchestrator.job_events import CLIENT_EVENTS, JobEvent, JobWarning, RankEvent, RunBegun
+from rayzero.orchestrator.job_events import (
+    CLIENT_EVENTS,
+    FrequentEvent,
+    JobEvent,
+    JobWarning,
+    RunBegun,
+)
 from rayzero.orchestrator.machine import FINAL_STATES, State
 from rayzero.orchestrator.numbers import MAX_COUNT, Amount, Count, UnixTime
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.role_facts import RoleFacts, fold_role_event
-from rayzero.workers.messages import Heartbeat, LogLine, StepReport
+from rayzero.workers.messages import LogLine
 
 MAX_ENTRIES = 256
 """Entries of each list that is shown; the newest."""
@@ -193,7 +199,7 @@ class JobFacts:
         machine's time was set back."""
         return [replace(fault, at_s=now_s - max(0.0, unix_s - fault.at_s)) for fault in self.faults]
 
-    def apply(self, event: JobEvent | RankEvent, at_s: float) -> JobFacts:
+    def apply(self, event: JobEvent | FrequentEvent, at_s: float) -> JobFacts:
         """The facts after one more event."""
         if isinstance(event, RunBegun):
             return self._begin(event, at_s)
@@ -222,10 +228,10 @@ class JobFacts:
             end_state="",
             error="",
             generations=past._generations_with(at_s=past.last_at_s, world_size=0),
-            roles={name: replace(role, workers=0) for name, role in past.roles.items()},
+            roles={name: it.with_workers(0, past.last_at_s) for name, it in past.roles.items()},
         )
 
-    def _changes(self, event: JobEvent | RankEvent, at_s: float) -> dict[str, Any]:
+    def _changes(self, event: JobEvent | FrequentEvent, at_s: float) -> dict[str, Any]:
         match event:
             case job_events.StateEntered():
                 return self._enter(event, at_s)
@@ -273,7 +279,7 @@ class JobFacts:
                 | job_events.RoleFault()
                 | job_events.RoleLimitsChanged()
             ):
-                return {"roles": fold_role_event(self.roles, event)}
+                return {"roles": fold_role_event(self.roles, event, at_s)}
             case job_events.NumbersReserved():
                 return {"reserved_generations": max(self.reserved_generations, event.last)}
             case job_events.ResourcesAwaited():
@@ -346,7 +352,7 @@ def _recovery(event: job_events.Repaired | job_events.Resized, at_s: float) -> R
     )
 
 
-_NO_FACTS = frozenset({StepReport, Heartbeat, LogLine})
+_NO_FACTS = frozenset({*get_args(FrequentEvent), LogLine})
 """Thousands of these come in a second."""
 
 
@@ -366,17 +372,17 @@ class EventBus:
     ) -> None:
         self.facts = facts or JobFacts(unix(), unix())
         self._unix = unix
-        self._handlers: dict[type[JobEvent | RankEvent], tuple[Callable[[Any], None], ...]] = {}
+        self._handlers: dict[type[JobEvent | FrequentEvent], tuple[Callable[[Any], None], ...]] = {}
 
     def subscribe(
         self,
         handler: Callable[[Any], None],
-        types: Iterable[type[JobEvent | RankEvent]] = CLIENT_EVENTS,
+        types: Iterable[type[JobEvent | FrequentEvent]] = CLIENT_EVENTS,
     ) -> None:
         for event_type in types:
             self._handlers[event_type] = (*self._handlers.get(event_type, ()), handler)
 
-    def emit(self, event: JobEvent | RankEvent) -> None:
+    def emit(self, event: JobEvent | FrequentEvent) -> None:
         if type(event) not in _NO_FACTS:
             self.facts = self.facts.apply(event, round(self._unix(), 3))
         for handler in self._handlers.get(type(event), ()):

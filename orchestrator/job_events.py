@@ -13,7 +13,8 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies.failure import Fault
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.chaos.spec import FaultFired
-from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerInfo
+from rayzero.workers.messages import Heartbeat, LogLine, RoleReport, StepReport, WorkerInfo
+from rayzero.workers.rollouts.counts import RolloutCounts
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,7 @@ class RoleWorkerEnded:
     role: str
     number: int
     workers: int
+    has_returned: bool = False
 
 
 @dataclass(frozen=True)
@@ -259,6 +261,14 @@ class RoleLimitsChanged:
     role: str
     min_workers: int
     max_workers: int
+
+
+@dataclass(frozen=True)
+class RolloutsCounted:
+    """What the buffer of rollouts holds; `stages` has the role of each stage."""
+
+    counts: RolloutCounts
+    stages: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -322,9 +332,9 @@ ControlEvent: TypeAlias = (
 """What only the job's own process uses."""
 
 
-RankEvent: TypeAlias = StepReport | Heartbeat
-"""Messages of single ranks of the newest generation: too many for anyone but the metrics. The last
-report of a step precedes its `StepRecord`."""
+FrequentEvent: TypeAlias = StepReport | Heartbeat | RoleReport | RolloutsCounted
+"""Messages of single ranks of the newest generation, of roles' workers and of the buffer: too many
+for anyone but the metrics. The last report of a step precedes its `StepRecord`."""
 
 
 JobEvent: TypeAlias = ClientEvent | ControlEvent

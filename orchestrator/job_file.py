@@ -19,9 +19,10 @@ from rayzero.engine.config.parse import parse_with_provenance, read_text, to_pla
 from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.redact import REDACTED, is_secret_key, redact_url
 from rayzero.engine.validation import repr_value, validate_document
+from rayzero.orchestrator.rollout_plan import plan_rollouts
 from rayzero.orchestrator.spec import MAX_WORKERS, JobSpec
 from rayzero.orchestrator.yaml_document import MAX_DEPTH, parse_yaml
-from rayzero.workers.chaos.spec import parse_fault
+from rayzero.workers.chaos.spec import parse_fault, why_no_such_worker
 
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
@@ -60,15 +61,21 @@ def resolve_engine_config(spec: JobSpec, engine_folder: Path) -> JobSpec:
     ConfigError if the engine config cannot be read or is invalid, or its global batch would change
     with the number of workers."""
     _check_args(spec)
+    most = {name: role.workers.most for name, role in spec.roles.items()}
     for fault in spec.faults:
-        parse_fault(fault)
+        if why := why_no_such_worker(parse_fault(fault), most):
+            raise ConfigError(f"fault {fault!r}: {why}", fix="`faults` or `roles` in the job file")
     if spec.engine is None:
+        plan_rollouts(spec)
         return spec
     source = engine_folder / spec.engine if isinstance(spec.engine, str) else spec.engine
     check_batch_sizes(
         parse_with_provenance(source, spec.steps).config, spec.workers.min, spec.workers.most
     )
-    return spec.model_copy(update={"engine": fill_total_steps(read_config(source), spec.steps)})
+    engine = fill_total_steps(read_config(source), spec.steps)
+    resolved = spec.model_copy(update={"engine": engine})
+    plan_rollouts(resolved)
+    return resolved
 
 
 def _check_args(spec: JobSpec) -> None:
@@ -139,6 +146,8 @@ ADOPTABLE_KEYS = (
     "workers",
     "roles.*.workers",
     "roles.*.recovery",
+    "rollouts.max_version_lag",
+    "rollouts.max_bytes",
     "steps",
     "checkpoint.every_steps",
     "checkpoint.keep",

@@ -15,9 +15,11 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.journal.files import state_url
 from rayzero.orchestrator.policies.placement import ResourceRequest
+from rayzero.orchestrator.rollout_plan import plan_rollouts, rollout_stages
 from rayzero.orchestrator.spec import JobSpec, RoleSpec, Workers
 from rayzero.workers.chaos.spec import parse_fault
 from rayzero.workers.messages import MirrorPolicy, RoleWorkerSpec, WorkerSpec
+from rayzero.workers.rollouts.ledger import RolloutPlan
 
 _RAY_WORKING_DIR = re.compile(r"/working_dir_files/_ray_pkg_[^/]+")
 """Path of an unpacked `--working-dir`; Ray removes it some time after the job."""
@@ -56,6 +58,7 @@ class JobPlan:
     stage: int | None
     source: str = ""
     roles: tuple[RolePlan, ...] = ()
+    rollouts: RolloutPlan | None = None
 
     @property
     def log_path(self) -> Path:
@@ -79,6 +82,11 @@ class JobPlan:
     @property
     def writes_checkpoints(self) -> bool:
         return self.spec.checkpoint.every_steps is not None
+
+    @property
+    def rollout_chain(self) -> tuple[str, ...]:
+        """The roles that make rollouts, each from what the one before makes."""
+        return tuple(rollout_stages(self.spec))
 
     @property
     def updates_on_cpu(self) -> bool:
@@ -123,9 +131,16 @@ def make_plan(
         ) from None
     engine = spec.engine if isinstance(spec.engine, dict) else None
     worker_spec = _worker_spec(spec, entrypoint, import_paths, output_dir)
-    functions = role_functions or {}
+    functions, stages = role_functions or {}, rollout_stages(spec)
     roles = (
-        _plan_role(name, role, worker_spec, functions.get(name, role.entrypoint))
+        _plan_role(
+            name,
+            role,
+            worker_spec,
+            functions.get(name, role.entrypoint),
+            stages.get(name),
+            spec.workers.start_timeout_s,
+        )
         for name, role in spec.roles.items()
     )
     stage = None if engine is None else parse_config(engine).zero_optimization.stage
@@ -138,6 +153,7 @@ def make_plan(
         stage,
         source,
         tuple(roles),
+        plan_rollouts(spec),
     )
 
 
@@ -153,7 +169,14 @@ def _request(workers: Workers, threads: int) -> ResourceRequest:
     )
 
 
-def _plan_role(name: str, role: RoleSpec, trainer: WorkerSpec, entrypoint: str | bytes) -> RolePlan:
+def _plan_role(
+    name: str,
+    role: RoleSpec,
+    trainer: WorkerSpec,
+    entrypoint: str | bytes,
+    stage: int | None,
+    start_timeout_s: float,
+) -> RolePlan:
     cpus = role.workers.reserved_cpus
     settings = {it.name: getattr(trainer, it.name) for it in fields(trainer)}
     settings |= {
@@ -162,7 +185,10 @@ def _plan_role(name: str, role: RoleSpec, trainer: WorkerSpec, entrypoint: str |
         "cpus": cpus,
         "gpus": role.workers.gpus,
         "faults": (),
+        "hang_timeout_s": role.recovery.hang_timeout_s,
         "role": name,
+        "stage": stage,
+        "start_timeout_s": start_timeout_s,
     }
     worker_spec = RoleWorkerSpec(**settings)
     return RolePlan(name, role, worker_spec, _request(role.workers, max(1, int(cpus))))
@@ -188,11 +214,18 @@ def _worker_spec(
             replicas=spec.recovery.replicas,
             every_steps=spec.recovery.mirror_every,
             checkpoint_every_steps=spec.checkpoint.every_steps,
+            version_every_steps=_version_every_steps(spec),
         ),
         faults=tuple(map(parse_fault, spec.faults)),
+        rollout_group=0 if spec.rollouts is None else spec.rollouts.group,
         ledger=spec.ledger,
         run=f"{time_ns():020d}",
     )
+
+
+def _version_every_steps(spec: JobSpec) -> int | None:
+    """See `MirrorPolicy`: without a newer version trainer and generators would wait."""
+    return None if spec.rollouts is None else spec.rollouts.max_version_lag + 1
 
 
 def _updates_on_cpu(spec: JobSpec) -> bool:

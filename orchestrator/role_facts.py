@@ -6,35 +6,85 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from rayzero.engine.redact import redact_url
 from rayzero.orchestrator import job_events
-from rayzero.orchestrator.numbers import Count
+from rayzero.orchestrator.numbers import Count, UnixTime
+
+MAX_ROLE_ENTRIES = 256
+"""Entries of each list of a role; the newest."""
+
+
+@dataclass(frozen=True)
+class RoleSize:
+    """From then on `workers` of the role run."""
+
+    at_s: UnixTime
+    workers: Count
+
+
+@dataclass(frozen=True)
+class RoleFaultEntry:
+    """A fault of the worker with this number."""
+
+    at_s: UnixTime
+    cause: str
+    number: Count
+    text: str
 
 
 @dataclass(frozen=True)
 class RoleFacts:
-    """The facts of one role: its `workers` now, its faults by cause, and the least and the most
-    workers, if they were changed while the job ran (`scaled`)."""
+    """The facts of one role.
+
+    Args:
+        workers: whose function runs now; `finished`: whose function has returned.
+        faults: their number by cause.
+        scaled: the least and the most workers, if they were changed while the job ran.
+        sizes, seen_faults: the newest `MAX_ROLE_ENTRIES` of each, oldest first.
+    """
 
     workers: Count = 0
     faults: Mapping[str, Count] = field(default_factory=dict)
     scaled: tuple[Count, Count] | None = None
+    finished: Count = 0
+    sizes: tuple[RoleSize, ...] = ()
+    seen_faults: tuple[RoleFaultEntry, ...] = ()
+
+    def with_workers(self, workers: int, at_s: float) -> RoleFacts:
+        """The facts from then on, with so many workers."""
+        if workers == self.workers:
+            return self
+        sizes = (*self.sizes, RoleSize(at_s, workers))[-MAX_ROLE_ENTRIES:]
+        return replace(self, workers=workers, sizes=sizes)
+
+
+RoleEvent = (
+    job_events.RoleWorkerReady
+    | job_events.RoleWorkerEnded
+    | job_events.RoleFault
+    | job_events.RoleLimitsChanged
+)
 
 
 def fold_role_event(
-    roles: Mapping[str, RoleFacts],
-    event: job_events.RoleWorkerReady
-    | job_events.RoleWorkerEnded
-    | job_events.RoleFault
-    | job_events.RoleLimitsChanged,
+    roles: Mapping[str, RoleFacts], event: RoleEvent, at_s: float
 ) -> dict[str, RoleFacts]:
     """The facts by role after one more event."""
     facts = roles.get(event.role, RoleFacts())
     match event:
-        case job_events.RoleWorkerReady() | job_events.RoleWorkerEnded():
-            facts = replace(facts, workers=event.workers)
+        case job_events.RoleWorkerReady():
+            facts = facts.with_workers(event.workers, at_s)
+        case job_events.RoleWorkerEnded():
+            facts = facts.with_workers(event.workers, at_s)
+            facts = replace(facts, finished=facts.finished + event.has_returned)
         case job_events.RoleFault(cause=cause):
-            faults = dict(Counter(facts.faults) + Counter([str(cause)]))
-            facts = replace(facts, workers=event.workers, faults=faults)
+            text = redact_url(event.text.partition("\n")[0])
+            seen = RoleFaultEntry(at_s, str(cause), event.number, text)
+            facts = replace(
+                facts.with_workers(event.workers, at_s),
+                faults=dict(Counter(facts.faults) + Counter([str(cause)])),
+                seen_faults=(*facts.seen_faults, seen)[-MAX_ROLE_ENTRIES:],
+            )
         case job_events.RoleLimitsChanged():
             facts = replace(facts, scaled=(event.min_workers, event.max_workers))
     return {**roles, event.role: facts}

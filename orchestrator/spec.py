@@ -29,7 +29,7 @@ _FILE_ENTRYPOINT = re.compile(r"^(?:\./)?((?:\w+/)*\w+)\.py(?=:)")
 
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _ROLE_NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
-_RESERVED_ROLES = ("rank", "trainer", "worker")
+_RESERVED_ROLES = ("prompts", "rank", "trainer", "worker")
 JOB_NAME_RULE = "letters, digits, '.', '_' and '-', at most 63, a letter or digit first"
 
 
@@ -248,6 +248,11 @@ _EntryPoint = Annotated[str, AfterValidator(_check_entrypoint)]
 class RoleRecovery(SpecSection):
     """Fault tolerance of a role: each of its workers is started again alone."""
 
+    hang_timeout_s: _Seconds = Field(
+        default=120,
+        description="seconds without a sign of life after which a worker is considered hung, and "
+        "its tasks are others'",
+    )
     max_faults: int = Field(
         default=20, ge=0, description="maximum number of hardware faults in the fault window"
     )
@@ -256,11 +261,33 @@ class RoleRecovery(SpecSection):
     )
 
 
+class Rollouts(SpecSection):
+    """Samples that roles make of prompts, for the ranks to train on."""
+
+    group: int = Field(default=1, ge=1, description="samples of each prompt")
+    max_version_lag: int = Field(
+        default=1,
+        ge=0,
+        description="steps that a sample's weights may be older than those it is trained on; 0: "
+        "generators and trainer take turns",
+    )
+    max_bytes: int = Field(
+        default=2**30,
+        ge=1,
+        description="of the buffer; beyond it no prompt is begun but those of the next batch",
+    )
+
+
 class RoleSpec(SpecSection):
     """Workers beside the ranks, without ranks and rendezvous."""
 
     entrypoint: _EntryPoint = Field(
         description="module:function, called once in each worker with its ctx"
+    )
+    takes: str | None = Field(
+        default=None,
+        description="what its tasks are made of: `prompts`, or the name of another role, whose "
+        "samples it takes; default: it has no tasks",
     )
     args: dict[str, Any] = Field(
         default_factory=dict, description="passed to the function as ctx.args"
@@ -301,6 +328,9 @@ class JobSpec(SpecSection):
         default_factory=dict,
         description="other workers of the job, by the name of their role: generators, rewards, "
         "servers; each is started again alone",
+    )
+    rollouts: Rollouts | None = Field(
+        default=None, description="what the ranks train on, if roles make it: see `takes`"
     )
     steps: int | None = Field(
         default=None, ge=1, le=sys.maxsize, description="number of optimizer steps, as ctx.steps"

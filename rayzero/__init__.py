@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rayzero.orchestrator.job.api import Job, Role
     from rayzero.orchestrator.job.handle import JobHandle
     from rayzero.orchestrator.results import JobResult
-    from rayzero.orchestrator.spec import Workers
+    from rayzero.orchestrator.spec import Rollouts, Workers
     from rayzero.workers.context import Context
     from rayzero.workers.roles.context import RoleContext
 
@@ -40,6 +40,7 @@ _HOMES = {
     "JobHandle": "rayzero.orchestrator.job.api",
     "JobResult": "rayzero.orchestrator.job.api",
     "Role": "rayzero.orchestrator.job.api",
+    "Rollouts": "rayzero.orchestrator.job.api",
     "Workers": "rayzero.orchestrator.job.api",
 }
 
@@ -55,6 +56,7 @@ __all__ = [
     "RayzeroError",
     "Role",
     "RoleContext",
+    "Rollouts",
     "Workers",
     "__version__",
     "initialize",

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rayzero.engine.builder import make_loader
+from rayzero.engine.data.consumption import LogSource
+from rayzero.engine.data.loader import MapDataset, StepLoader
 from rayzero.engine.errors import ConfigError
 from rayzero.workers.messages import WorkerSpec
+from rayzero.workers.rollouts.buffer_client import RolloutLog
 
 if TYPE_CHECKING:
     from rayzero.workers.session import JobSession
@@ -34,7 +38,7 @@ class Context:
         self.engine_config = spec.engine_config
         self.output_dir = Path(spec.output_dir)
         self.device = device
-        self._steps = spec.steps
+        self._spec = spec
         self._session = session
 
     @property
@@ -66,13 +70,13 @@ class Context:
         Raises:
             ConfigError: the job file does not set `steps`.
         """
-        if self._steps is None:
+        if self._spec.steps is None:
             raise ConfigError(
                 "the training function reads ctx.steps, but the job does not set `steps`",
                 allowed="a number of optimizer steps",
                 fix="`steps:` in the job file",
             )
-        return self._steps
+        return self._spec.steps
 
     def initialize(self, **kwargs: Any) -> tuple[Any, ...]:
         """`rayzero.initialize` with the job's config: (engine, optimizer, loader, scheduler)."""
@@ -93,6 +97,41 @@ class Context:
             EngineError: the name is registered already, or an argument has another type.
         """
         self._session.registry.register(name, get, set)
+
+    def rollouts(
+        self,
+        prompts: MapDataset,
+        engine: Any,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> StepLoader:
+        """A loader of what the job's roles make of these prompts: each step has `train_batch_size`
+        samples, `rollouts.group` of each prompt, and each prompt is trained on exactly once an
+        epoch, whatever is lost meanwhile. Before the first step.
+
+        Args:
+            prompts: a map-style dataset of values that can be pickled, the same on every rank.
+            engine: one that trains; the position in the data is part of its state.
+            collate_fn: makes a batch of a list of samples; default: as torch's DataLoader.
+
+        Raises:
+            ConfigError: the job has no rollouts, or the dataset is not one.
+        """
+        spec = self._spec
+        if not spec.rollout_group:
+            raise ConfigError(
+                "ctx.rollouts() in a job without rollouts",
+                allowed="a job with roles that make them",
+                fix="`rollouts: {group: ...}` and `roles:` in the job file",
+            )
+        log = RolloutLog(
+            prompts,
+            self.seed,
+            spec.rollout_group,
+            lambda: (self.generation, self._session.assignment.rollouts),
+            spec.hang_timeout_s,
+        )
+        source = LogSource(log, engine.progress, engine.state.register)
+        return make_loader(engine.internals, source, collate_fn, None)
 
     def report(self, **metrics: float) -> None:
         """Adds metrics to the report of the current step.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from rayzero.workers.chaos.spec import FaultFired, FaultSpec
+from rayzero.workers.rollouts.address import BufferAddress
 from rayzero.workers.vault.records import Restore
 
 CrashKind: TypeAlias = Literal[
@@ -45,6 +46,7 @@ class WorkerSpec:
         engine_config: the parsed engine config.
         hang_timeout_s: a rank without progress for this long counts as hung.
         mirror: when to mirror the state into the vault, and when to make a checkpoint.
+        rollout_group: samples of each prompt, in a job with rollouts; else 0.
         ledger: record consumed sample ids under `output_dir`/ledger/`run`.
         run: id of this run of the job; ids of later runs sort after it.
         working_dir: the submitter's; used on the worker, if it exists there, and imported from.
@@ -65,15 +67,24 @@ class WorkerSpec:
     import_paths: tuple[str, ...]
     mirror: MirrorPolicy
     faults: tuple[FaultSpec, ...] = ()
+    rollout_group: int = 0
     ledger: bool = False
     run: str = ""
 
 
 @dataclass(frozen=True)
 class RoleWorkerSpec(WorkerSpec):
-    """The settings of a role's worker: those of the job, with the role's function and resources."""
+    """The settings of a role's worker: those of the job, with the role's function, resources and
+    `hang_timeout_s`.
+
+    Args:
+        stage: its place in the chain of the roles that make rollouts, from 0; None: it has none.
+        start_timeout_s: `workers.start_timeout_s` of the job: its first weights may take so long.
+    """
 
     role: str = ""
+    stage: int | None = None
+    start_timeout_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,7 @@ class GenerationSpec:
         parts: into how many a step is cut (`StepDivided`), if that is known; else 0.
         is_ahead: it has not begun: the function is called, and waits for it where it needs the
             state or other ranks. Then there is neither a store nor a state.
+        rollouts: the buffer that its ranks read from; None: the job has none.
         secret: of the store's keys.
     """
 
@@ -121,6 +133,7 @@ class GenerationSpec:
     notes: bytes = b""
     parts: int = 0
     is_ahead: bool = False
+    rollouts: BufferAddress | None = None
     secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
 
 
@@ -211,6 +224,44 @@ class Heartbeat:
     silent_s: float
     collective: int = 0
     waiting: bool = False
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Some numbers: how many, their sum, the least and the greatest."""
+
+    count: int
+    total: float
+    low: float
+    high: float
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+    def __add__(self, other: Spread) -> Spread:
+        low, high = min(self.low, other.low), max(self.high, other.high)
+        return Spread(self.count + other.count, self.total + other.total, low, high)
+
+
+@dataclass(frozen=True)
+class RoleReport:
+    """What a role's worker has reported since its last report.
+
+    Args:
+        role, number: of the worker.
+        values: under each name that `RoleContext.report` was called with.
+        tokens: their sum.
+        version: finished steps of the weights that it has; None: it has not read any.
+        weights_wait_s: for how long it waited for those.
+    """
+
+    role: str
+    number: int
+    values: dict[str, Spread] = field(default_factory=dict)
+    tokens: float = 0.0
+    version: int | None = None
+    weights_wait_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -330,4 +381,4 @@ class Mirrored(RankMessage):
     step: int
 
 
-WorkerMessage: TypeAlias = RankMessage | Heartbeat | LogLine | FaultFired
+WorkerMessage: TypeAlias = RankMessage | Heartbeat | RoleReport | LogLine | FaultFired

@@ -75,7 +75,7 @@ class Mirror:
         `begin`."""
         self._announced = 0  # what the vault knows of this generation; see `_announce`
         self._last_mirror: bool | None = False  # of the step before; see `CopyCost.step_finished`
-        self._interval_steps = float(policy.every_steps or 1)
+        self._interval_steps = self._limit(policy.every_steps or 1)
 
     @property
     def interval_steps(self) -> int:
@@ -101,11 +101,14 @@ class Mirror:
         has_free_buffer = self._max_buffers - pinned > self._rotating_buffers
         return StepRequests(
             pin=self._vault is not None and pin_due and has_free_buffer,
-            mirror_interval=min(
-                self._policy.every_steps or self._copier.cost.interval_steps,
-                self._policy.version_every_steps or math.inf,
+            mirror_interval=self._limit(
+                self._policy.every_steps or self._copier.cost.interval_steps
             ),
         )
+
+    def _limit(self, interval_steps: float) -> float:
+        """An interval that gives versions of the weights often enough, if roles read them."""
+        return min(float(interval_steps), self._policy.version_every_steps or math.inf)
 
     def begin(self, state: CompositeState) -> None:
         """Mirrors the state before the job's first step, so that a rank that is lost in it can be

@@ -66,7 +66,7 @@ class Outbox:
         messages = [message for _, message in sorted([*numbered, *lines], key=itemgetter(0))]
         if dropped:
             text = dropped_lines_text(dropped, nbytes, f"pid {os.getpid()}")
-            messages.insert(0, LogLine(lines[0][1].rank, "stderr", text))
+            messages.insert(0, replace(lines[0][1], stream="stderr", text=text))
         return messages
 
 

@@ -122,7 +122,7 @@ class StepReporter:
         """
         for name in metrics:
             if name not in self._checked_names:
-                _check_name(name)
+                check_name(name)
                 self._checked_names.add(name)
         self.add(metrics)
 
@@ -133,7 +133,7 @@ class StepReporter:
             EngineError: a value is not a number.
         """
         for name, value in metrics.items():
-            number = _to_number(name, value)
+            number = to_number(name, value)
             if name in COUNTER_NAMES:
                 self._counters[name] += number
             elif name != "step":
@@ -175,7 +175,8 @@ class StepReporter:
         return dict(self._counters)
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raises EngineError if no metric of the user may have it."""
     if not name or len(name) > _MAX_NAME_CHARACTERS or not name.isprintable():
         allowed = f"1 to {_MAX_NAME_CHARACTERS} printable characters"
         raise EngineError(f"ctx.report with a metric named {name[:80]!r}", allowed=allowed)
@@ -184,8 +185,8 @@ def _check_name(name: str) -> None:
         raise EngineError(f"ctx.report with a metric named {name!r}", allowed=allowed)
 
 
-def _to_number(name: str, value: Any) -> float:
-    """Converts numbers and tensors of one element."""
+def to_number(name: str, value: Any) -> float:
+    """Converts numbers and tensors of one element. Raises EngineError for anything else."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

@@ -84,6 +84,10 @@ class ProgressRecord:
     def enter_phase(self, phase: str) -> None:
         self._state = replace(self._state[0], phase=phase, waiting=False), self._clock()
 
+    def renew(self) -> None:
+        """A sign of life within a phase."""
+        self._state = self._state[0], self._clock()
+
     def begin_step(self, step: int) -> None:
         self._state = replace(self._state[0], step=step, waiting=False), self._clock()
 

@@ -8,46 +8,19 @@ whatever way the job went back and the log was lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Protocol
 
+from rayzero.engine.data.consumed import Consumed
 from rayzero.engine.data.loader import SampleSource
 from rayzero.engine.data.sampling import MicroBatch, TrainingProgress
-from rayzero.engine.errors import ConfigError, DataError, EngineError
+from rayzero.engine.errors import ConfigError, EngineError
 
 STATE_NAME = "rayzero.rollouts"
 """Of the consumed prompts, among the registered state."""
 
 Register = Callable[[str, Callable[[], Any], Callable[[Any], object]], None]
 """`TrainingState.register`."""
-
-
-@dataclass(frozen=True)
-class Consumed:
-    """A set of prompts by their numbers, from 0 over all epochs: those below `frontier`, and
-    `extras`, which are above it."""
-
-    frontier: int = 0
-    extras: frozenset[int] = frozenset()
-
-    def __len__(self) -> int:
-        return self.frontier + len(self.extras)
-
-    def __contains__(self, number: int) -> bool:
-        return number < self.frontier or number in self.extras
-
-    def add(self, numbers: Iterable[int]) -> Consumed:
-        """The set with these in it. Raises DataError if one of them is there already."""
-        extras, frontier = set(self.extras), self.frontier
-        for number in numbers:
-            if number < frontier or number in extras:
-                raise DataError(f"prompt {number} stands in the log of rollouts twice")
-            extras.add(number)
-        while frontier in extras:
-            extras.remove(frontier)
-            frontier += 1
-        return Consumed(frontier, frozenset(extras))
 
 
 class SampleLog(Protocol):

@@ -20,7 +20,9 @@ from examples.rlhf.rollout import (
     Sample,
     answer_log_probs,
     collate,
+    count_tokens,
     evaluate,
+    metrics,
     sample_group,
 )
 from examples.rlhf.task import Questions, is_right, question
@@ -39,7 +41,7 @@ def train(ctx: Context) -> dict[str, Any]:
     )
     loader = ctx.rollouts(Questions(question), policy, collate_fn=collate)
     for batch in loader.until(ctx.steps):
-        ctx.report(reward=batch.scores.mean().item())  # on the page
+        ctx.report(**metrics(batch))
         update(policy, batch)
     return evaluate(save_trained(policy, ctx.args["output_dir"]))
 
@@ -58,13 +60,18 @@ def generate(ctx: RoleContext) -> None:
     tasks = ctx.tasks(prompts=4)
     for task in tasks:
         ctx.weights.refresh(policy, engine="policy")
-        task.done([sample_group(policy, it, tasks.group, ctx.seed) for it in task.prompts])
+        groups = [sample_group(policy, it, tasks.group, ctx.seed) for it in task.prompts]
+        task.done(groups)
+        ctx.report(tokens=count_tokens(groups))
 
 
 def score(ctx: RoleContext) -> None:
     """Checks the answers, until the job ends. A task is the group of one prompt."""
     for task in ctx.tasks():
-        task.done(check_group(task.samples))
+        samples = check_group(task.samples)
+        task.done(samples)
+        for sample in samples:
+            ctx.report(reward=sample.score)  # the page shows mean and spread
 
 
 def check_group(samples: Sequence[Sample]) -> list[Sample]:
@@ -72,4 +79,7 @@ def check_group(samples: Sequence[Sample]) -> list[Sample]:
     in the trainer, as ranks may get parts of a group."""
     scores = [float(is_right(it.prompt, it.answer)) for it in samples]
     advantages = group_advantages(torch.tensor([scores]))[0].tolist()
-    return [it.scored(*of) for it, *of in zip(samples, scores, advantages, strict=True)]
+    return [
+        sample.scored(value, advantage)
+        for sample, value, advantage in zip(samples, scores, advantages, strict=True)
+    ]

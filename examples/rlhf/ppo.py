@@ -22,7 +22,7 @@ from examples.rlhf.losses import (
     value_loss,
 )
 from examples.rlhf.model import Scorer, load_policy, load_scorer, save_trained
-from examples.rlhf.rollout import Batch, Sample, answer_log_probs, collate, evaluate
+from examples.rlhf.rollout import Batch, Sample, answer_log_probs, collate, evaluate, metrics
 from examples.rlhf.task import END, PAD, PROMPT_LENGTH, Questions, question
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def train(ctx: Context) -> dict[str, Any]:
     )
     loader = ctx.rollouts(Questions(question), actor, collate_fn=collate)
     for batch in loader.until(ctx.steps):
-        ctx.report(reward=batch.scores.mean().item())  # on the page
+        ctx.report(**metrics(batch))
         update(actor, critic, reference, batch)
     return evaluate(save_trained(actor, ctx.args["output_dir"]))
 
@@ -77,7 +77,10 @@ def score(ctx: RoleContext) -> None:
     `critic_model_name_or_path`, its folder."""
     scorer = load_scorer(ctx.args["critic_model_name_or_path"]).to(ctx.device)
     for task in ctx.tasks():
-        task.done(rate_group(scorer, task.samples))
+        samples = rate_group(scorer, task.samples)
+        task.done(samples)
+        for sample in samples:
+            ctx.report(reward=sample.score)
 
 
 @torch.no_grad()

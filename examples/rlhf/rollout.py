@@ -57,6 +57,7 @@ class Batch(NamedTuple):
     log_probs: Tensor  # (B, T), of the answer's tokens when they were sampled
     scores: Tensor  # (B,)
     advantages: Tensor  # (B,)
+    is_right: Tensor  # (B,) float32: what the judge may not know; only to be reported
 
     @property
     def answers(self) -> Tensor:
@@ -106,6 +107,11 @@ def _extend(policy: Policy, read: Tensor, draws: Tensor | None) -> tuple[Tensor,
     return torch.stack(answer, 1), torch.stack(chosen, 1)
 
 
+def count_tokens(groups: Sequence[Sequence[Sample]]) -> int:
+    """Tokens that were sampled, ends included."""
+    return sum(int(answer_mask(it.answer).sum()) for group in groups for it in group)
+
+
 def collate(samples: Sequence[Sample]) -> Batch:
     """A batch of samples."""
     answers = torch.stack([it.answer for it in samples])
@@ -115,7 +121,17 @@ def collate(samples: Sequence[Sample]) -> Batch:
         log_probs=torch.stack([it.log_probs for it in samples]),
         scores=torch.tensor([it.score for it in samples]),
         advantages=torch.tensor([it.advantage for it in samples]),
+        is_right=torch.tensor([float(is_right(it.prompt, it.answer)) for it in samples]),
     )
+
+
+def metrics(batch: Batch) -> dict[str, float]:
+    """For the job's page."""
+    return {
+        "reward": batch.scores.mean().item(),
+        "exact_match": batch.is_right.mean().item(),
+        "answer_tokens": batch.mask.sum(1).mean().item(),
+    }
 
 
 def answer_mask(answers: Tensor) -> Tensor:

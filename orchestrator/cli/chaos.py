@@ -41,6 +41,10 @@ def chaos(
     seed: Annotated[int, typer.Option(help="Seed of the random faults.")] = 0,
     ranks: Annotated[int, typer.Option(help="Number of workers for the random faults.")] = 2,
     steps: Annotated[int, typer.Option(help="Number of steps for the random faults.")] = 100,
+    role: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ROLE:N", help="A role with N workers, for the random faults, too."),
+    ] = None,
     address: ClusterAddress = None,
     as_json: JsonValueFlag = False,
 ) -> None:
@@ -53,7 +57,7 @@ def chaos(
         _print_fault_language(as_json)
         return
     if count is not None:
-        _print_random_faults(count, seed, ranks, steps, as_json)
+        _print_random_faults(count, seed, ranks, steps, role or [], as_json)
         return
     name, *faults = name_and_faults or [""]
     if not (name and faults):
@@ -71,7 +75,7 @@ def chaos(
 
 
 def _print_fault_language(as_json: bool) -> None:
-    from rayzero.workers.chaos.spec import FAULT_KINDS, PHASES, example_fault, fault_usage
+    from rayzero.workers.chaos.spec import PHASES, all_fault_kinds, example_fault, fault_usage
 
     if as_json:
         kinds = [
@@ -81,24 +85,36 @@ def _print_fault_language(as_json: bool) -> None:
                 "does": kind.description,
                 "required": kind.required,
                 "defaults": dict(kind.defaults),
-                "example": str(example_fault(name)),
+                "example": str(example_fault(name, of_role=kind.of_role)),
             }
-            for name, kind in FAULT_KINDS.items()
+            for name, kind in all_fault_kinds()
         ]
         print(json.dumps(kinds))
         return
-    for name, kind in FAULT_KINDS.items():
-        print(f"{fault_usage(name)}\n    {kind.description}\n    {example_fault(name)}")
+    for name, kind in all_fault_kinds():
+        usage, example = (make(name, of_role=kind.of_role) for make in (fault_usage, example_fault))
+        print(f"{usage}\n    {kind.description}\n    {example}")
     print(f"\nphases: {', '.join(PHASES)}")
     print("how: flip, cut, remove")
-    print("rank, node: from 0, in the order of ranks")
+    print("rank, node: from 0, in the order of ranks; worker: a number in its role, from 0")
     print("step: from 1; injected in that step, or at the first opportunity after it")
 
 
-def _print_random_faults(count: int, seed: int, ranks: int, steps: int, as_json: bool) -> None:
+def _print_random_faults(
+    count: int, seed: int, ranks: int, steps: int, roles: list[str], as_json: bool
+) -> None:
     import yaml
 
     from rayzero.workers.chaos.spec import random_faults
 
-    schedule = {"faults": [str(fault) for fault in random_faults(seed, count, ranks, steps)]}
+    workers = dict(map(_parse_role, roles))
+    faults = random_faults(seed, count, ranks, steps, roles=workers)
+    schedule = {"faults": [str(fault) for fault in faults]}
     print(json.dumps(schedule) if as_json else yaml.safe_dump(schedule, width=1000).rstrip())
+
+
+def _parse_role(text: str) -> tuple[str, int]:
+    role, colon, workers = text.partition(":")
+    if not (role and colon and workers.isdecimal()):
+        raise typer.BadParameter(f"--role {text!r}: a role and its workers, as rollout:2")
+    return role, int(workers)

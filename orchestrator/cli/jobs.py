@@ -265,10 +265,11 @@ def _status_fields(status: JobStatus) -> Iterator[tuple[str, str]]:
     if status.is_running:
         yield "workers", f"{status.world_size} (of {status.workers_min} to {status.workers_max})"
     for name, role in status.roles.items():
+        limits = f"{role.workers_min} to {role.workers_max}"
+        text = f"{limits} workers"
         if status.is_running:
-            ended = f", {role.finished} finished" if role.finished else ""
-            limits = f"(of {role.workers_min} to {role.workers_max})"
-            yield f"role {name}", f"{count_of(role.workers, 'worker')} {limits}{ended}"
+            text = f"{count_of(role.workers, 'worker')} (of {limits})"
+        yield f"role {name}", text + (f", {role.finished} finished" if role.finished else "")
         if role.faults:
             counts = ", ".join(f"{cause} {count}" for cause, count in role.faults.items())
             yield f"faults of {name}", counts

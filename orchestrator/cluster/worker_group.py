@@ -6,7 +6,7 @@ Rule of ordering: `reservation-after-death` (docs/engine.md).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -206,9 +206,15 @@ class WorkerGroup:
         return await self._poller.receive()
 
     async def draining_nodes(self) -> frozenset[str]:
-        """Ids of the nodes that the cluster drains or is about to lose. For each reservation there
-        another one is requested elsewhere; the old one is removed with its worker."""
+        """Asks the cluster for the nodes that it drains or is about to lose; returns their ids, and
+        leaves them."""
         draining = await asyncio.to_thread(ray_api.draining_node_ids)
+        await self.leave_nodes(draining)
+        return draining
+
+    async def leave_nodes(self, draining: Collection[str]) -> None:
+        """For each reservation on these nodes another one is requested elsewhere; the old one is
+        removed with its worker."""
         affected = [
             worker.reservation
             for worker in self._pool.workers
@@ -219,7 +225,6 @@ class WorkerGroup:
                 reservation.draining = True
             await self._pool.reserve(len(affected), self._resources)
             self._free_reservation.set()
-        return draining
 
     async def release(self) -> None:
         """Ends all workers and removes all reservations. May be called at any time, repeatedly."""

@@ -6,10 +6,10 @@ are forwarded to them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.checkpoint.store import is_remote
@@ -23,13 +23,24 @@ from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, damage_file
-from rayzero.workers.chaos.spec import FaultSpec, parse_fault
+from rayzero.workers.chaos.spec import FaultSpec, parse_fault, why_no_such_worker
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.vault_group import VaultGroup
 
 VAULT_REPLY_TIMEOUT_S = 5.0
 """How long a vault may take to reply: a user waits for the result."""
+
+
+class RoleWorkers(Protocol):
+    """The workers of a job's roles, as the injector needs them."""
+
+    @property
+    def most(self) -> Mapping[str, int]:
+        """The most workers of each role."""
+
+    def fault_call(self, fault: FaultSpec) -> Coroutine[Any, Any, None] | None:
+        """The call that injects a fault into a role's worker; None if that does not run now."""
 
 
 class ClusterFaultInjector:
@@ -59,6 +70,8 @@ class ClusterFaultInjector:
         self._schedule = FaultSchedule(self._record, events.emit)
         self._in_progress: set[FaultSpec] = set()
         self._skipped: set[FaultSpec] = set()
+        self.roles: RoleWorkers | None = None
+        """Set by them, if the job has any."""
 
     def start(self, *, resumed: bool) -> None:
         """A run begins. Faults fired in an earlier run count only if this one resumes from it.
@@ -87,6 +100,7 @@ class ClusterFaultInjector:
             await self._calls.vault_reply(injecting, VAULT_REPLY_TIMEOUT_S)
         # The next generation gets them with its spec.
         self._calls.broadcast(self._members.generation.active, WorkerCalls.inject, self.injected)
+        self._inject_into_roles(current)  # no step may end before it: all may wait for the role
         when = {fault: "" if fault.step <= current else " from that step on" for fault in faults}
         name = self._plan.spec.name
         return "\n".join(
@@ -95,6 +109,7 @@ class ClusterFaultInjector:
 
     def on_step_finished(self, step: int) -> None:
         """A step was finished; the ranks work on the next one."""
+        self._inject_into_roles(step + 1)
         for fault in self._schedule.due(step + 1):
             if (
                 fault.target in ("vault", "cluster")
@@ -102,6 +117,14 @@ class ClusterFaultInjector:
             ):
                 self._in_progress.add(fault)
                 self._loop.spawn(self._inject_node_fault(fault, step + 1))
+
+    def _inject_into_roles(self, step: int) -> None:
+        for fault in self._schedule.due(step):
+            if self.roles is None or not fault.role:
+                continue
+            if (signal := self.roles.fault_call(fault)) is not None:
+                self._schedule.record_fired(fault, fault.worker, step)
+                self._loop.spawn(signal)
 
     def on_checkpoint_committed(self, step: int, folder: str, files: Sequence[RankFile]) -> None:
         names = {file.rank: file.name for file in files}
@@ -139,6 +162,8 @@ class ClusterFaultInjector:
     async def _why_impossible(self, fault: FaultSpec) -> str:
         """Why a fault is impossible in this job now; empty if it is possible."""
         max_workers, nodes = self._members.registry.limits.max, len(self._nodes_by_rank())
+        if fault.target == "role":
+            return why_no_such_worker(fault, {} if self.roles is None else self.roles.most)
         if fault.target == "worker":
             return f"the job has at most {max_workers} workers" if fault.rank >= max_workers else ""
         if fault.target in ("vault", "cluster"):

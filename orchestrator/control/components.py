@@ -28,8 +28,12 @@ from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.replacements import Replacements
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.restore import RestoreSelector
+from rayzero.orchestrator.control.role_worker import RoleViews
+from rayzero.orchestrator.control.roles import RolePools
+from rayzero.orchestrator.control.rollouts import RolloutBuffer
 from rayzero.orchestrator.control.steps import StepReports
 from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.control.weight_versions import WeightVersions
 from rayzero.orchestrator.errors import internal_error
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.machine import FaultFatal
@@ -78,7 +82,7 @@ class Components:
         members = self.members = Members(limits, recovery.replicas, loop.changed.notify)
         machine = self.machine = JobMachine(members, loop.changed.notify)
         progress = self.progress = JobProgress()
-        timer = self.timer = RecoveryTimer(loop.now_s)
+        timer = RecoveryTimer(loop.now_s)
         calls = Calls(loop, workers, groups, hang_timeout_s)
         budget = FaultBudget(recovery.max_faults, recovery.fault_window_s)
         failures = self.failures = FailureHandler(
@@ -87,9 +91,27 @@ class Components:
         vaults = self.vaults = VaultManager(
             loop, members, calls, groups, events, hang_timeout_s, self._on_process_died
         )
+        versions = WeightVersions(members, loop.changed.notify)
+        rollouts = RolloutBuffer(
+            plan.rollouts,
+            plan.rollout_chain,
+            loop,
+            members,
+            calls,
+            vaults,
+            failures,
+            versions,
+            events,
+            hang_timeout_s,
+        )
+        views = RoleViews(loop, members, rollouts, versions)
+        self.roles = RolePools(
+            plan.roles, deps.role_groups, groups, events, loop, machine, members, vaults, views
+        )
         injector = self.injector = ClusterFaultInjector(
             plan, loop, members, calls, groups, events, progress
         )
+        injector.roles = self.roles
         committed = injector.on_checkpoint_committed
         checkpoints = self.checkpoints = CheckpointWriter(
             plan, loop, groups, deps.checkpoint_store, events, progress, committed
@@ -105,47 +127,52 @@ class Components:
         )
         speeds = SpeedTracker(balance=recovery.balance == "auto")
         steps = StepReports(
-            loop, members, events, progress, timer, speeds, replication, vaults, injector
+            loop, members, events, progress, timer, speeds, replication, vaults, versions, injector
         )
-        self._build_generations(plan, deps, calls, steps, replication, restore)
+        dispatcher = MessageDispatcher(
+            loop,
+            members,
+            events,
+            progress,
+            timer,
+            steps,
+            failures,
+            replication,
+            versions,
+            restore.rewind,
+            self.completion.begin,
+        )
+        dispatch, on_lost = dispatcher.dispatch, failures.on_worker_lost
+        self.inbox = WorkerInbox(loop, members, workers, hang_timeout_s, dispatch, on_lost)
+        self._build_generations(plan, deps, calls, timer, steps, restore)
+        self._build_scaling(plan, deps, calls)
 
     def _build_generations(
         self,
         plan: JobPlan,
         deps: Dependencies,
         calls: Calls,
+        timer: RecoveryTimer,
         steps: StepReports,
-        replication: Replication,
         restore: RestoreSelector,
     ) -> None:
-        """Makes what forms generations, watches them, and ends them."""
-        events, workers, timer = deps.events, deps.workers, self.timer
+        """Makes what forms generations, and ends them."""
+        events, workers = deps.events, deps.workers
         loop, machine, members = self.loop, self.machine, self.members
-        failures, vaults, injector = self.failures, self.vaults, self.injector
-        start_timeout_s = plan.spec.workers.start_timeout_s
-        dispatcher = MessageDispatcher(
-            loop,
-            members,
-            events,
-            self.progress,
-            timer,
-            steps,
-            failures,
-            replication,
-            restore.rewind,
-            self.completion.begin,
-        )
-        inbox = self.inbox = WorkerInbox(
-            loop,
-            members,
-            workers,
-            plan.worker_spec.hang_timeout_s,
-            dispatcher.dispatch,
-            failures.on_worker_lost,
-        )
+        failures, vaults = self.failures, self.vaults
         numbers = GenerationNumbers(events, deps.flush_journal, deps.clock, plan.disk_limit_s)
         rendezvous = Rendezvous(
-            loop, members, calls, workers, events, numbers, steps, injector, inbox, vaults
+            loop,
+            members,
+            calls,
+            workers,
+            events,
+            numbers,
+            steps,
+            self.injector,
+            self.inbox,
+            vaults,
+            self.roles.rollouts,
         )
         selection = MemberSelection(loop, members, events, failures, plan.resources.timeout_s)
         self.reconfiguration = Reconfiguration(
@@ -154,6 +181,13 @@ class Components:
         self.stop = JobStop(
             plan, loop, machine, members, calls, rendezvous, vaults, self.checkpoints
         )
+
+    def _build_scaling(self, plan: JobPlan, deps: Dependencies, calls: Calls) -> None:
+        """Makes what watches generations, and what changes their sizes."""
+        events, workers = deps.events, deps.workers
+        loop, machine, members = self.loop, self.machine, self.members
+        failures, vaults, injector = self.failures, self.vaults, self.injector
+        start_timeout_s, inbox = plan.spec.workers.start_timeout_s, self.inbox
         self.hang_detector = HangDetector(
             plan, loop, machine, members, calls, events, inbox, failures
         )

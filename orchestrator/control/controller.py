@@ -12,7 +12,6 @@ from rayzero.engine.errors import RayzeroError, first_line
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.control.components import Components, Dependencies
 from rayzero.orchestrator.control.generation import GenerationState
-from rayzero.orchestrator.control.roles import RolePools
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.facts import JobFacts
 from rayzero.orchestrator.job_events import ResourcesAwaited, RunAdopted, StateEntered, WorkersReady
@@ -51,15 +50,7 @@ class Controller:
         self._machine = parts.machine
         self._members = parts.members
         self._progress = parts.progress
-        self._roles = RolePools(
-            plan.roles,
-            deps,
-            parts.loop,
-            parts.machine,
-            parts.members,
-            parts.vaults,
-            plan.worker_spec.hang_timeout_s,
-        )
+        self._roles = parts.roles
         self._error: RayzeroError | None = None
         self._summary: dict[str, Any] = {}
         self._started_at_s = self._loop.now_s()
@@ -170,7 +161,7 @@ class Controller:
         if isinstance(event, machine.FaultFatal) and self._machine.state is State.FAILED:
             self._error = self._error or event.error
         if isinstance(event, machine.ResizeRequested) and self._machine.state is State.RESIZING:
-            self._parts.timer.resize_requested(event.reason, self._members.generation.world_size)
+            self._parts.reconfiguration.on_resize_requested(event.reason)
         if self._machine.state is not before:
             trigger, step = type(event).__name__, self._progress.steps
             self._deps.events.emit(

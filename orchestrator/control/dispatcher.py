@@ -12,6 +12,7 @@ from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.steps import StepReports
+from rayzero.orchestrator.control.weight_versions import WeightVersions
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.policies.placement import CallState
 from rayzero.orchestrator.progress import JobProgress
@@ -22,6 +23,7 @@ from rayzero.workers.messages import (
     Heartbeat,
     Joined,
     LogLine,
+    Mirrored,
     Pinned,
     Prepared,
     Restored,
@@ -46,6 +48,7 @@ class MessageDispatcher:
     _steps: StepReports
     _failures: FailureHandler
     _replication: Replication
+    _versions: WeightVersions
     _rewind: Callable[[int], int]
     _on_all_finished: Callable[[], None]
 
@@ -61,6 +64,7 @@ class MessageDispatcher:
             Stopped: self._on_left,
             Crashed: self._on_crashed,
             Pinned: self._replication.on_pinned,
+            Mirrored: self._versions.on_mirrored,
             WentBack: self._on_went_back,
             StepDivided: self._on_step_divided,
             LogLine: self._forward,

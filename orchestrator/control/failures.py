@@ -174,6 +174,18 @@ class FailureHandler:
         generation.add_fault(worker, cause, step, reason, self._loop.now_s())
         self.on_fault()
 
+    def on_buffer_lost(self) -> None:
+        """The ranks' buffer of rollouts is gone: the next generation reads from another one. No
+        worker is at fault."""
+        generation = self._members.generation
+        is_over = self._machine.state is State.STOPPING or self._machine.state.is_final
+        if is_over or generation.fenced or generation.finished or not generation.active:
+            return
+        now_s = self._loop.now_s()
+        generation.fence(now_s)
+        self._timer.fault_detected("rollouts", (), generation.world_size, now_s)
+        self._machine.post(machine.FaultRecoverable(generation.number))
+
     def evaluate(self, *, grace_over: bool = False) -> None:
         """Asks the policy about the generation's pending faults."""
         generation = self._members.generation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from rayzero.orchestrator.aio import WORKER_POLL_S
@@ -32,6 +32,32 @@ MAX_UNDELIVERED_CHARACTERS = 16 * 2**20
 """Of log lines from all workers; those of a worker that prints beyond it are dropped."""
 
 
+class UndeliveredLines:
+    """Bounds the log lines that were received and are not delivered yet."""
+
+    def __init__(self, max_characters: int = MAX_UNDELIVERED_CHARACTERS) -> None:
+        self._max_characters = max_characters
+        self._characters = 0
+
+    def receive(self, worker: int, messages: list[WorkerMessage]) -> list[WorkerMessage]:
+        """These messages, with a line in place of log lines for which there is no room."""
+        # The last one is a heartbeat. Usually there are no lines: the test must be cheap.
+        if not messages or (len(messages) <= 2 and type(messages[0]) is not LogLine):
+            return messages
+        lines = [message for message in messages if type(message) is LogLine]
+        count = sum(len(line.text) for line in lines)
+        if lines and self._characters + count > self._max_characters:
+            text = dropped_lines_text(len(lines), count, f"worker {worker}")
+            left = replace(lines[0], stream="stderr", text=text)
+            messages = [left, *(m for m in messages if type(m) is not LogLine)]
+            count = len(text)
+        self._characters += count
+        return messages
+
+    def deliver(self, line: LogLine) -> None:
+        self._characters -= len(line.text)
+
+
 @dataclass(eq=False)
 class WorkerInbox:
     """Delivers the workers' messages, and records when each worker was last heard from.
@@ -47,7 +73,7 @@ class WorkerInbox:
     _hang_timeout_s: float
     _dispatch: Callable[[int, WorkerMessage], None]
     _on_lost: Callable[[int, str], None]
-    _max_characters: int = MAX_UNDELIVERED_CHARACTERS
+    _lines: UndeliveredLines = field(default_factory=UndeliveredLines)
     _last_heard_s: dict[int, float] = field(default_factory=dict)
     _heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
@@ -55,7 +81,6 @@ class WorkerInbox:
     longest_first_step_s: float = 0.0
     """Of a new process, from its loaded state to the report."""
     _undelivered: dict[int, list[WorkerMessage]] = field(default_factory=dict)
-    _undelivered_characters: int = 0
     _delivery_queue: deque[int] = field(default_factory=deque)
     """Workers with undelivered messages, in order; those of some may be delivered already."""
     _has_undelivered: asyncio.Event = field(default_factory=asyncio.Event)
@@ -88,7 +113,7 @@ class WorkerInbox:
                 if worker not in self.reported:
                     self._on_first_step(worker)
             elif kind is LogLine:
-                self._undelivered_characters -= len(cast(LogLine, message).text)
+                self._lines.deliver(cast(LogLine, message))
             self._dispatch(worker, message)
 
     def _on_first_step(self, worker: int) -> None:
@@ -132,9 +157,7 @@ class WorkerInbox:
             for worker, messages in reports.messages:
                 if worker in heard_at_s:
                     heard_at_s[worker] = now_s
-                # The last one is a heartbeat. Usually there are no lines: the test must be cheap.
-                if len(messages) > 2 or (messages and type(messages[0]) is LogLine):
-                    messages = self._bound_lines(worker, messages)
+                messages = self._lines.receive(worker, messages)
                 if worker in pending:
                     pending[worker].extend(messages)
                 elif messages:
@@ -145,18 +168,6 @@ class WorkerInbox:
             self._deliver_slice()
             if self._delivery_queue:
                 self._has_undelivered.set()
-
-    def _bound_lines(self, worker: int, messages: list[WorkerMessage]) -> list[WorkerMessage]:
-        """These messages, with a line in place of log lines for which there is no room."""
-        lines = [message for message in messages if type(message) is LogLine]
-        count = sum(len(line.text) for line in lines)
-        if lines and self._undelivered_characters + count > self._max_characters:
-            text = dropped_lines_text(len(lines), count, f"worker {worker}")
-            lines = [LogLine(lines[0].rank, "stderr", text)]
-            messages = [*lines, *(m for m in messages if type(m) is not LogLine)]
-            count = len(text)
-        self._undelivered_characters += count
-        return messages
 
     def _mark_lost(self, worker: int, cause: str) -> None:
         self.deliver(worker)

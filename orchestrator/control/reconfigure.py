@@ -24,6 +24,7 @@ from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.restore import RestoreSelector
+from rayzero.orchestrator.control.rollouts import RolloutBuffer
 from rayzero.orchestrator.control.steps import StepReports
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.facts import EventBus
@@ -61,6 +62,10 @@ class Reconfiguration:
         # Before anything else: leaving is what the next generation waits for longest.
         self._rendezvous.interrupt()
         self._begin(self._fence)
+
+    def on_resize_requested(self, reason: str) -> None:
+        """The job begins a resize: the time until its first step counts from now."""
+        self._timer.resize_requested(reason, self._members.generation.world_size)
 
     def resize(self) -> None:
         """Drains the generation, and forms the next one with other members."""
@@ -210,6 +215,7 @@ class Rendezvous:
     _injector: ClusterFaultInjector
     _inbox: WorkerInbox
     _vaults: VaultManager
+    _rollouts: RolloutBuffer
     _assignments: PendingReplies = field(default_factory=PendingReplies)
     """The replies of the newest generation's members to their assignments."""
 
@@ -241,6 +247,7 @@ class Rendezvous:
         self, selection: Selected, restore: Restore | None, store: tuple[int, int] | None
     ) -> GenerationState:
         """Begins the generation, and sends every member its assignment."""
+        rollouts = await self._rollouts.open(selection.members)
         members, registry = self._members, self._members.registry
         number = self._numbers.next()
         assignments = members.assign(selection)
@@ -268,6 +275,7 @@ class Rendezvous:
             survivors_stay=any(it.is_waiting for it in registry.calls_of(assignments)),
             notes=notes,
             parts=registry.limits.parts,
+            rollouts=rollouts,
         )
         self._note_calls(assignments)
         generation.assign(registry.is_alive)

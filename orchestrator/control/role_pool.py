@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rayzero.orchestrator.aio import WORKER_POLL_S
 from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError, timeout_reason
-from rayzero.orchestrator.control.inbox import SILENCE_GRACE_S
+from rayzero.orchestrator.control.inbox import SILENCE_GRACE_S, UndeliveredLines
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.control.role_worker import RoleViews, RoleWorker
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.errors import JobFailedError, WorkerLostError, WorkerStartError
 from rayzero.orchestrator.facts import EventBus
@@ -29,8 +30,19 @@ from rayzero.orchestrator.plan import RolePlan
 from rayzero.orchestrator.policies import placement, role_faults
 from rayzero.orchestrator.policies.failure import Fault, FaultBudget, FaultCause
 from rayzero.orchestrator.results import RoleStatus
-from rayzero.workers.messages import Crashed, Finished, LogLine, WorkerInfo, WorkerMessage
+from rayzero.workers.chaos.spec import FaultSpec
+from rayzero.workers.messages import (
+    Crashed,
+    Finished,
+    Heartbeat,
+    LogLine,
+    RoleReport,
+    WorkerInfo,
+    WorkerMessage,
+)
 from rayzero.workers.roles.role_calls import RoleCalls
+from rayzero.workers.roles.view import TASKS_PHASE
+from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.process_end import ProcessEnd
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
@@ -41,22 +53,10 @@ CHECK_INTERVAL_S = 1.0
 
 
 @dataclass(eq=False)
-class RoleWorker:
-    """A worker whose function was called, until it returns or its process is lost."""
-
-    info: WorkerInfo
-    number: int
-    heard_at_s: float
-    has_begun: bool = False
-    step: int = 0
-
-
-@dataclass(eq=False)
 class RolePool:
     """Keeps the workers of one role running, for as long as the job lives.
 
     Args:
-        _hang_timeout_s: `recovery.hang_timeout_s` of the job.
         _on_change: called when the nodes that the workers are on may have changed.
     """
 
@@ -68,7 +68,7 @@ class RolePool:
     _group: WorkerGroup
     _events: EventBus
     _vaults: VaultManager
-    _hang_timeout_s: float
+    _views: RoleViews
     _on_change: Callable[[], None]
     workers: dict[int, RoleWorker] = field(default_factory=dict)
     """By index."""
@@ -139,9 +139,7 @@ class RolePool:
         self.grow()
         surplus = sorted(self.workers.values(), key=lambda it: it.number)[most:]
         for worker in surplus:
-            del self.workers[worker.info.index]
-            self._events.emit(RoleWorkerEnded(self.name, worker.number, self.running))
-            self._loop.spawn(self._release(worker.info))
+            self._end(worker)
         self._begin_spares()
 
     def grow(self) -> None:
@@ -155,10 +153,28 @@ class RolePool:
             self._loop.spawn(self._suppress_loss(self._calls.worker(worker, RoleCalls.end)))
         await self._loop.wait_for(limit_s, lambda: not self.workers)
 
+    def fault_call(self, fault: FaultSpec) -> Coroutine[Any, Any, None] | None:
+        """The call that injects a fault into its worker; None if that does not run now."""
+        for index, worker in self.workers.items():
+            if worker.number == fault.worker and worker.has_begun:
+                call = self._calls.worker(index, RoleCalls.inject, fault.kind)
+                return self._suppress_loss(call)
+        return None
+
     def on_process_ended(self, index: int, pid: int, end: ProcessEnd) -> None:
         """A vault saw a process end, of any role."""
         if (worker := self.workers.get(index)) is not None and worker.info.pid == pid:
             self._on_lost(index, end.status, end.stack)
+
+    def _end(self, worker: RoleWorker, *, has_returned: bool = False) -> None:
+        """Its function has returned, or the worker is one too many."""
+        del self.workers[worker.info.index]
+        self._views.rollouts.on_worker_lost(worker.info.index)
+        self._loop.changed.notify()
+        self._events.emit(
+            RoleWorkerEnded(self.name, worker.number, self.running, has_returned=has_returned)
+        )
+        self._loop.spawn(self._release(worker.info))
 
     def _place(self, info: WorkerInfo) -> None:
         """Calls the function in a new worker's process; beyond the most workers it is a spare."""
@@ -181,26 +197,33 @@ class RolePool:
         if not await self._vaults.open_with_retries(info.node_id, lambda: self._has(worker)):
             return
         self._group.subscribe([info.index])
-        vault = self._members.vault_addresses.get(info.node_id, "")
+        worker.view = self._views.of(worker)
         try:
-            await self._calls.worker(info.index, RoleCalls.begin, worker.number, vault)
+            await self._calls.worker(info.index, RoleCalls.begin, worker.number, worker.view)
         except WorkerUnavailableError as lost:
             self._on_lost(info.index, lost.cause)
             return
         if self._has(worker):
             worker.has_begun = True
             self._events.emit(RoleWorkerReady(self.name, worker.number, info, self.running))
+            self._loop.spawn(self._views.keep(worker, self._calls, lambda: self._has(worker)))
 
     def _has(self, worker: RoleWorker) -> bool:
         return self.workers.get(worker.info.index) is worker
 
     async def _receive(self) -> None:
+        lines = UndeliveredLines()
         while True:
             reports = await self._group.receive()
-            for index, messages in reports.messages:
-                if (worker := self.workers.get(index)) is not None:
+            bounded = [(index, lines.receive(index, its)) for index, its in reports.messages]
+            for index, messages in bounded:
+                worker = self.workers.get(index)
+                if worker is not None:
                     worker.heard_at_s = self._loop.now_s()
-                    for message in messages:
+                for message in messages:
+                    if isinstance(message, LogLine):
+                        lines.deliver(message)
+                    if worker is not None:
                         self._on_message(worker, message)
                 await asyncio.sleep(0)  # a fault of the trainer may be waiting
             for index, cause in reports.lost:
@@ -208,19 +231,35 @@ class RolePool:
 
     def _on_message(self, worker: RoleWorker, message: WorkerMessage) -> None:
         match message:
-            case LogLine():
+            case LogLine() | RoleReport():
                 self._events.emit(message)
+            case Heartbeat() if message.phase == TASKS_PHASE:
+                if message.silent_s > self.plan.worker_spec.hang_timeout_s and not worker.hangs:
+                    worker.hangs = True
+                    self._loop.spawn(self._end_hung(worker, message.silent_s))
             case Finished():
-                if self.workers.pop(worker.info.index, None) is not None:
-                    self.finished.add(worker.number)
-                    self._loop.changed.notify()
-                    self._events.emit(RoleWorkerEnded(self.name, worker.number, self.running))
-                    self._loop.spawn(self._release(worker.info))
+                self.finished.add(worker.number)
+                self._end(worker, has_returned=True)
             case Crashed():
                 cause = FaultCause(message.kind)
                 if cause is FaultCause.COLLECTIVE:  # of the function's own
                     cause = FaultCause.USER_CODE
                 self._on_fault(worker, cause, message.error, message.traceback)
+
+    async def _end_hung(self, worker: RoleWorker, silent_s: float) -> None:
+        limit_s = self.plan.worker_spec.hang_timeout_s
+        stacks = Stacks("")
+        with suppress(WorkerUnavailableError):
+            stacks = await self._calls.worker(worker.info.index, RoleCalls.dump_stack)
+        at = f"; it is at {stacks.place}" if stacks.place else ""
+        self._on_fault(
+            worker,
+            FaultCause.HANG,
+            f"no sign of life from its function for {silent_s:.3g} s, of {limit_s:g} "
+            f"(roles.{self.name}.recovery.hang_timeout_s): it takes, ends or extends a task, or "
+            f"calls ctx.check(){at}",
+            stacks.text,
+        )
 
     def _on_lost(self, index: int, detail: str, stack: str = "") -> None:
         """A worker's process ended, or does not respond and counts as lost."""
@@ -243,6 +282,7 @@ class RolePool:
         info = worker.info
         if self.workers.pop(info.index, None) is None:
             return
+        self._views.rollouts.on_worker_lost(info.index)
         self._loop.changed.notify()
         delay_s = self._record(
             Fault(
@@ -335,12 +375,13 @@ class RolePool:
 
     async def _watch(self) -> None:
         """Reports silent processes, workers on draining nodes, and a lack of workers."""
-        limit_s = WORKER_POLL_S + self._hang_timeout_s + SILENCE_GRACE_S
+        limit_s = WORKER_POLL_S + self.plan.worker_spec.hang_timeout_s + SILENCE_GRACE_S
         enough_at_s = self._loop.now_s()
         while True:
             await self._loop.sleep(CHECK_INTERVAL_S)
             now_s = self._loop.now_s()
-            draining = await self._group.draining_nodes()
+            draining = self._members.registry.draining_nodes  # the ranks ask the cluster
+            await self._group.leave_nodes(draining)
             for index, worker in tuple(self.workers.items()):
                 if now_s - worker.heard_at_s > limit_s:
                     self._on_lost(index, timeout_reason(limit_s))

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from rayzero.engine.errors import ConfigError, did_you_mean
 from rayzero.orchestrator.control.calls import Calls
-from rayzero.orchestrator.control.components import Dependencies
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.role_pool import RolePool
+from rayzero.orchestrator.control.role_worker import RoleViews
 from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.plan import RolePlan
 from rayzero.orchestrator.results import RoleStatus
+from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.vault.process_end import ProcessEnd
+
+if TYPE_CHECKING:  # they import Ray, without which the controller is tested
+    from rayzero.orchestrator.cluster.vault_group import VaultGroup
+    from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 
 END_LIMIT_S = 5.0
 """How long the end of a job waits for functions that see it; others end with their process."""
@@ -26,21 +33,24 @@ class RolePools:
     def __init__(
         self,
         plans: Iterable[RolePlan],
-        deps: Dependencies,
+        groups: Mapping[str, WorkerGroup],
+        vault_group: VaultGroup,
+        events: EventBus,
         loop: JobLoop,
         machine: JobMachine,
         members: Members,
         vaults: VaultManager,
-        hang_timeout_s: float,
+        views: RoleViews,
     ) -> None:
         self.by_name: dict[str, RolePool] = {}
         self._loop = loop
         self._members = members
-        self._groups = deps.role_groups
+        self.rollouts = views.rollouts
+        self._groups = groups
         vaults.on_other_process_ended = self._on_process_ended
         for plan in plans:
-            group = deps.role_groups[plan.name]
-            calls = Calls(loop, group, deps.vaults, hang_timeout_s)
+            group = groups[plan.name]
+            calls = Calls(loop, group, vault_group, plan.worker_spec.hang_timeout_s)
             self.by_name[plan.name] = RolePool(
                 plan,
                 loop,
@@ -48,9 +58,9 @@ class RolePools:
                 members,
                 calls,
                 group,
-                deps.events,
+                events,
                 vaults,
-                hang_timeout_s,
+                views,
                 self._note_nodes,
             )
 
@@ -64,7 +74,17 @@ class RolePools:
             )
         return self.by_name[role]
 
+    @property
+    def most(self) -> dict[str, int]:
+        """The most workers of each role."""
+        return {name: pool.most for name, pool in self.by_name.items()}
+
+    def fault_call(self, fault: FaultSpec) -> Coroutine[Any, Any, None] | None:
+        """See `RolePool.fault_call`. The role is one of the job's."""
+        return self.by_name[fault.role].fault_call(fault)
+
     def start(self) -> None:
+        self._loop.spawn(self.rollouts.run())
         for pool in self.by_name.values():
             self._loop.spawn(pool.run())
 

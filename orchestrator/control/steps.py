@@ -11,6 +11,7 @@ from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.control.weight_versions import WeightVersions
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.policies.stragglers import SpeedTracker
 from rayzero.orchestrator.policies.usefulness import EqualLosses
@@ -31,6 +32,7 @@ class StepReports:
     _speeds: SpeedTracker
     _replication: Replication
     _vaults: VaultManager
+    _versions: WeightVersions
     _injector: ClusterFaultInjector
     _equal_losses: EqualLosses = field(default_factory=EqualLosses)
 
@@ -41,6 +43,7 @@ class StepReports:
             generation.number, generation.world_size, step
         ):
             self._events.emit(record)
+        self._versions.start_generation(generation)
         return self._speeds.start_generation(tuple(generation.assignments))
 
     def on_report(self, worker: int, report: StepReport) -> None:
@@ -62,6 +65,7 @@ class StepReports:
             self._events.emit(recovery)
         self._replication.on_step_finished(record.generation)
         self._vaults.on_step_finished()
+        self._versions.on_step_finished(record)
         self._injector.on_step_finished(record.step)
 
     def on_heartbeat(self, worker: int, beat: Heartbeat) -> None:

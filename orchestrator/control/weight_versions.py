@@ -19,11 +19,11 @@ class WeightVersions:
     generation starts from is a version, too, wherever its slots are by then.
 
     Args:
-        on_new: called with each new version, and with a version whose slots are elsewhere.
+        _on_change: called with each new version, and with a version whose slots are elsewhere.
     """
 
     _members: Members
-    on_new: Callable[[WeightDirectory], None] = lambda directory: None
+    _on_change: Callable[[], None] = lambda: None
     newest: WeightDirectory | None = None
     """None: there was none yet."""
     _begun: dict[int, int] = field(default_factory=dict)  # by rank, of the generation
@@ -59,7 +59,16 @@ class WeightVersions:
             for rank, worker in enumerate(generation.workers)
         ]
 
+    @property
+    def confirmed(self) -> WeightDirectory | None:
+        """The newest version, if the present generation has mirrored it, or has begun with it: then
+        the job does not go back behind it as long as that lives."""
+        newest = self.newest
+        is_own = newest is not None and newest.confirmed_in == self._members.generation.number
+        return newest if is_own else None
+
     def _publish(self, slots: Sequence[SlotRef]) -> None:
-        if self.newest is None or self.newest.slots != tuple(slots):
-            self.newest = WeightDirectory(tuple(slots))
-            self.on_new(self.newest)
+        directory = WeightDirectory(tuple(slots), self._members.generation.number)
+        if directory != self.newest:
+            self.newest = directory
+            self._on_change()

@@ -39,13 +39,13 @@ from rayzero.orchestrator.job.stop_signals import StopSignals, wait_stoppable
 from rayzero.orchestrator.job_events import JobObserver, NullObserver
 from rayzero.orchestrator.plan import JobPlan, forked_worker_env, make_plan
 from rayzero.orchestrator.results import EndedJob, JobResult
-from rayzero.orchestrator.spec import JobSpec, Workers, with_resume
+from rayzero.orchestrator.spec import JobSpec, Rollouts, Workers, with_resume
 from rayzero.workers.entrypoint import check_function
 
 EXIT_TIMEOUT_S = 60.0  # limit for the exit of the process of a job that has ended
 _RETRY_INTERVAL_S = 0.05
 
-__all__ = ["Job", "JobHandle", "JobResult", "Role", "Workers"]
+__all__ = ["Job", "JobHandle", "JobResult", "Role", "Rollouts", "Workers"]
 
 EntryPoint: TypeAlias = str | Callable[[Any], Any]
 
@@ -59,13 +59,16 @@ class Role:
         entrypoint: `module:function`, or a function of one argument, `RoleContext`.
         workers: number and resources of the workers.
         args: available to the function as ctx.args.
-        recovery: `max_faults` and `fault_window_s`, as in `roles:` of a job file.
+        recovery: as in `roles:` of a job file.
+        takes: what its tasks are made of: "prompts", or the name of another role; see
+            `RoleContext.tasks`.
     """
 
     entrypoint: EntryPoint
     workers: Workers | dict[str, Any] | None = None
     args: dict[str, Any] | None = None
     recovery: dict[str, Any] | None = None
+    takes: str | None = None
 
     def document(self) -> dict[str, Any]:
         """The role as in a job file, with the function's name."""

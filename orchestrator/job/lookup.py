@@ -30,7 +30,8 @@ from rayzero.orchestrator.journal.files import (
 )
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import LOG_FILE
-from rayzero.orchestrator.results import EndedJob, JobStatus
+from rayzero.orchestrator.results import EndedJob, JobStatus, RoleStatus
+from rayzero.orchestrator.role_facts import RoleFacts
 from rayzero.orchestrator.spec import JOB_NAME, JOB_NAME_RULE, JobSpec
 
 DEFAULT_CHECKPOINT_PATH = "runs"  # default of `checkpoint.path` in the job file
@@ -126,7 +127,11 @@ def status_from_journal(path: str, name: str) -> JobStatus:
     workers: Any = history.spec.get("workers")
     try:
         least, most = history.scaled_limits or (int(workers["min"]), int(workers["max"]))
-    except (LookupError, TypeError, ValueError, OverflowError):
+        roles = {
+            name: _role_status(role["workers"], history.roles.get(name, RoleFacts()))
+            for name, role in history.spec.get("roles", {}).items()
+        }
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError):
         raise NoJournalError(f"{redact_url(state_url(folder))} states no workers") from None
     return JobStatus(
         name=name,
@@ -146,7 +151,15 @@ def status_from_journal(path: str, name: str) -> JobStatus:
         journal=redact_url(state_url(folder)),
         log="" if is_remote(folder) else str(Path(folder, LOG_FILE)),
         error=history.error.partition("\n")[0],
+        roles=roles,
     )
+
+
+def _role_status(workers: Any, facts: RoleFacts) -> RoleStatus:
+    """Of a role none of whose workers runs."""
+    least, most = facts.scaled or (int(workers["min"]), int(workers["max"]))
+    faults = dict(sorted(facts.faults.items()))
+    return RoleStatus(0, least, most, facts.finished, faults)
 
 
 @dataclass(frozen=True)

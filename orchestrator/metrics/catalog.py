@@ -18,7 +18,7 @@ from prometheus_client.core import Metric
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, StoredStep
 from rayzero.orchestrator.metrics.rank_metrics import TRAFFIC_PREFIX, RankMetrics, RankMetricsTable
-from rayzero.orchestrator.metrics.role_metrics import ROLE_SERIES
+from rayzero.orchestrator.metrics.role_metrics import ROLE_SERIES, ROLLOUT_SERIES
 from rayzero.orchestrator.metrics.series import (
     JobSeries,
     RankSeries,
@@ -248,6 +248,7 @@ CATALOG_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         ),
     ),
     "Roles": ROLE_SERIES,
+    "Rollouts": ROLLOUT_SERIES,
     "Faults": (
         counter(
             "rayzero_faults_total",

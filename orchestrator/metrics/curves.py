@@ -9,17 +9,19 @@ from math import inf, isfinite
 from typing import Any
 
 from rayzero.orchestrator.progress import StepRecord
+from rayzero.workers.messages import Spread
 
 MAX_BUCKETS = 512
 """Maximum number of buckets of the loss curve, and of any curve on its own."""
 MAX_SET_BUCKETS = 256
 """The same for all other curves of a job."""
 MAX_USER_CURVES = 40
-"""Curves of values that the training function reports; further names have none."""
+"""Curves of values that the functions of a job report; further names have none."""
 
 _GAUGES = ("lr", "grad_norm", "loss_scale", "mfu", "exposed_comm_s")
 _USAGE = ("resident_bytes", "device_peak_bytes", "cpu_cores", "gpu_utilization")
 _PHASE_PREFIX, _USER_PREFIX = "phases/", "user/"
+_FREE_PREFIXES = (_USER_PREFIX, "roles/", "rollouts/")
 
 Row = list[Any]
 """[first step, mean, minimum, maximum, number of inf and nan]; [step, value] of a single number.
@@ -37,9 +39,9 @@ class _Bucket:
     finite: int = 0
     nonfinite: int = 0
 
-    def add(self, value: float) -> None:
+    def add(self, value: float, low: float, high: float) -> None:
         if isfinite(value):
-            self.low, self.high = min(self.low, value), max(self.high, value)
+            self.low, self.high = min(self.low, low), max(self.high, high)
             self.total += value
             self.finite += 1
         else:
@@ -66,15 +68,16 @@ class Curve:
         self._rows: list[Row] = []  # of the buckets that are complete, as far as they were read
         self._stride = 1
 
-    def add(self, step: int, value: float) -> None:
+    def add(self, step: int, value: float, spread: tuple[float, float] | None = None) -> None:
         """Replaces the buckets that begin with this step or a later one: it is done again. In a
-        bucket that begins before, both values count."""
+        bucket that begins before, both values count. `spread`: the least and the greatest number
+        that `value` is the mean of."""
         buckets = self._buckets
         while buckets and buckets[-1].first_step >= step:
             buckets.pop()
         if not buckets or buckets[-1].first_step // self._stride != step // self._stride:
             buckets.append(_Bucket(step))
-        buckets[-1].add(value)
+        buckets[-1].add(value, *(spread or (value, value)))
         del self._rows[len(buckets) - 1 :]
         while len(self._buckets) > self._max_buckets:
             self._stride *= 2
@@ -120,8 +123,8 @@ class Curve:
 
 
 class CurveSet:
-    """The curves of a job by name: its loss, what engines report, and what the training function
-    does (`user/NAME`)."""
+    """The curves of a job by name: its loss, what engines report, what the training function does
+    (`user/NAME`) and its roles (`roles/ROLE/NAME`), and of the buffer (`rollouts/NAME`)."""
 
     def __init__(self) -> None:
         self.loss = Curve()
@@ -146,6 +149,11 @@ class CurveSet:
         for name, value in record.user_gauges():
             self._add_user(_USER_PREFIX + name, record.step, value)
 
+    def add_roles(self, step: int, values: Mapping[str, Spread]) -> None:
+        """Adds the values of `RoleTable.take_step`."""
+        for name, spread in values.items():
+            self._add_user(name, step, spread.mean, (spread.low, spread.high))
+
     def rows(self) -> dict[str, list[Row]]:
         """The rows of the curves that have any, by name, the loss first."""
         curves = {"loss": self.loss, **self._others}
@@ -160,25 +168,29 @@ class CurveSet:
             if name != "loss":
                 restored._others[name] = curve
         self.loss, self._others = restored.loss, restored._others
-        self._user_curves = sum(name.startswith(_USER_PREFIX) for name in self._others)
+        self._user_curves = sum(name.startswith(_FREE_PREFIXES) for name in self._others)
 
-    def _add(self, name: str, step: int, value: float) -> None:
+    def _add(
+        self, name: str, step: int, value: float, spread: tuple[float, float] | None = None
+    ) -> None:
         curve = self._others.get(name)
         if curve is None:
             curve = self._others[name] = Curve(MAX_SET_BUCKETS)
-        curve.add(step, value)
+        curve.add(step, value, spread)
 
-    def _add_user(self, name: str, step: int, value: float) -> None:
+    def _add_user(
+        self, name: str, step: int, value: float, spread: tuple[float, float] | None = None
+    ) -> None:
         if name in self._others or self._user_curves < MAX_USER_CURVES:
             self._user_curves += name not in self._others
-            self._add(name, step, value)
+            self._add(name, step, value, spread)
         elif len(self.dropped_names) < MAX_USER_CURVES:
             self.dropped_names.add(name.removeprefix(_USER_PREFIX))
 
 
 def _row(bucket: _Bucket) -> Row:
     mean = _short(bucket.mean)
-    if bucket.finite + bucket.nonfinite == 1:
+    if bucket.finite + bucket.nonfinite == 1 and not bucket.low < bucket.high:
         return [bucket.first_step, mean]
     return [bucket.first_step, mean, _short(bucket.low), _short(bucket.high), bucket.nonfinite]
 

@@ -20,6 +20,7 @@ from rayzero.orchestrator.metrics.goodput import (
     TimeCategory,
 )
 from rayzero.orchestrator.metrics.rank_metrics import RankMetricsTable
+from rayzero.orchestrator.metrics.role_table import RoleTable
 from rayzero.orchestrator.policies.failure import (
     HARDWARE_CAUSES,
     FaultBudget,
@@ -245,6 +246,7 @@ class JobMetrics:
         self.replicas = ReplicaMetrics()
         self.checkpoints = CheckpointMetrics(enabled=spec.checkpoint.every_steps is not None)
         self.curves = CurveSet()
+        self.roles = RoleTable()
         if facts.run:
             ago_s = max(0.0, started.unix_s - facts.began_at_s)
             self.time_accounting.restore(facts.counters.seconds, facts.best_step, ago_s)
@@ -273,6 +275,12 @@ class JobMetrics:
                     self.checkpoints.set_newest(event.step, now.unix_s)
             case job_events.Checkpointed():
                 self.checkpoints.on_committed(event, now.unix_s)
+            case (
+                job_events.RoleWorkerReady(role, number)
+                | job_events.RoleWorkerEnded(role, number)
+                | job_events.RoleFault(role, number)
+            ):
+                self.roles.on_worker_changed(role, number)
             case job_events.StepReplicated():
                 self.replicas.on_replicated(event.step, event.nbytes, now.unix_s)
 
@@ -316,6 +324,7 @@ class JobMetrics:
         self.time_accounting.on_step(record.step, record.step_s, waits_s, now.clock_s)
         self.steps.add_step(record, now.unix_s)
         self.curves.add_step(record, now.unix_s - self.facts.began_at_s)
+        self.curves.add_roles(record.step, self.roles.take_step(record.step_s))
         self.checkpoints.on_step(now.unix_s)
         if self.spec.recovery.replicas > 0:
             self.replicas.on_step(now.unix_s)

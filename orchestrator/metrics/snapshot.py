@@ -12,7 +12,7 @@ from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.metrics.goodput import TimeBreakdown
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics
 from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTable
-from rayzero.orchestrator.metrics.role_metrics import role_rows
+from rayzero.orchestrator.metrics.role_metrics import role_rows, rollout_row
 from rayzero.orchestrator.spec import JobSpec
 
 SNAPSHOT_FORMAT = 2
@@ -46,6 +46,7 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
         "world_size": facts.world_size,
         "workers": metrics.worker_limits,
         "roles": role_rows(metrics),
+        "rollouts": rollout_row(metrics),
         "progress": {
             "step": facts.step,
             "steps": metrics.spec.steps,

@@ -90,9 +90,30 @@ class _Rank(_Row):
     silent_s: Amount | None
 
 
+class _RoleSize(_Row):
+    at_s: UnixTime
+    world_size: Count
+
+
+class _RoleValue(_Row):
+    mean: FiniteFloat | None
+
+
 class _Role(_Limits):
     workers: Count
     faults: dict[str, Count]
+    generations: list[_RoleSize] = Field(default_factory=list)
+    seen_faults: list[_FaultEntry] = Field(default_factory=list)
+    tokens_per_s: Amount | None = None
+    version: Count | None = None
+    values: dict[str, _RoleValue] = Field(default_factory=dict)
+
+
+class _Rollouts(_Row):
+    leased: dict[str, Count]
+    ready: Count
+    published: Count
+    lag_max: Count | None
 
 
 class _Snapshot(_Row):
@@ -108,6 +129,7 @@ class _Snapshot(_Row):
     world_size: Count
     workers: _Limits
     roles: dict[str, _Role] = Field(default_factory=dict)
+    rollouts: _Rollouts | None = None
     progress: _Progress
     training: _Training
     usage: _Usage = _Usage()

@@ -25,7 +25,7 @@ from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.background_writer import BackgroundWriter, WriteQueue
 from rayzero.orchestrator.console import PlainConsole
 from rayzero.orchestrator.facts import EventBus
-from rayzero.orchestrator.job_events import JOB_EVENTS, JobEvent, StateEntered
+from rayzero.orchestrator.job_events import JOB_EVENTS, JobEvent, RolloutsCounted, StateEntered
 from rayzero.orchestrator.metrics.catalog import job_families, rank_families
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.snapshot import (
@@ -38,7 +38,7 @@ from rayzero.orchestrator.metrics.trackers import open_step_files
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec_sections import MetricsSpec
-from rayzero.workers.messages import Heartbeat, StepReport
+from rayzero.workers.messages import Heartbeat, RoleReport, StepReport
 
 if TYPE_CHECKING:
     from rayzero.orchestrator.metrics.endpoint import Endpoint
@@ -87,6 +87,8 @@ class Telemetry:
         # There are thousands of these a second: no time is read, and their types are not compared.
         events.subscribe(self._on_report, (StepReport,))
         events.subscribe(self._on_heartbeat, (Heartbeat,))
+        events.subscribe(self._on_role_report, (RoleReport,))
+        events.subscribe(self._on_rollouts, (RolloutsCounted,))
 
     def close(self) -> None:
         if self._endpoint is not None:
@@ -113,6 +115,14 @@ class Telemetry:
     def _on_heartbeat(self, beat: Heartbeat) -> None:
         with self._lock:
             self._metrics.ranks.on_heartbeat(beat)
+
+    def _on_role_report(self, report: RoleReport) -> None:
+        with self._lock:
+            self._metrics.roles.on_report(report)
+
+    def _on_rollouts(self, event: RolloutsCounted) -> None:
+        with self._lock:
+            self._metrics.roles.on_counts(event)
 
     def snapshot(self) -> dict[str, Any]:
         """The current state of the job as JSON-ready data. Thread-safe."""

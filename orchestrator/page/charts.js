@@ -309,11 +309,12 @@ function moveCursor(to) {
 
 const MIN_DIP = 4; // pixels: a repair may take a fraction of a second of a run of days
 
-function worldChart(figure, { began, until, generations, faults, checkpoints, maxWorkers }) {
+// Of the ranks, or of the workers of a role, which have no generations.
+function worldChart(figure, { began, until, generations, faults, checkpoints, maxWorkers, title, noun, none }) {
   const [plot, readout] = [figure.querySelector(".plot"), figure.querySelector(".readout")];
   if (!generations.length) {
     plots.delete(figure.id);
-    readout.textContent = "No process group has formed yet.";
+    readout.textContent = none;
     plot.replaceChildren();
     return;
   }
@@ -348,7 +349,7 @@ function worldChart(figure, { began, until, generations, faults, checkpoints, ma
   const near = (at, entries, pixels) => entries.find((entry) => Math.abs(x(entry.at_s - began) - x(at)) < pixels);
   const stops = [...points, ...faults.map((fault) => ({ x: fault.at_s - began })), { x: Math.max(until - began, 0) }];
   addCursor(figure, plot, box, {
-    title: `World size; ${faults.length} faults, ${checkpoints.length} checkpoints`, axis: "time",
+    title: `${title}; ${faults.length} faults${noun === "rank" ? `, ${checkpoints.length} checkpoints` : ""}`, axis: "time",
     points: [{ x: 0 }, ...stops.sort((left, right) => left.x - right.x)],
     marks: (at) => [{ x: x(at), y: y((sizeAt(at) || { world_size: 0 }).world_size), colour: "accent" }],
     show: (at) => {
@@ -356,7 +357,7 @@ function worldChart(figure, { began, until, generations, faults, checkpoints, ma
       const fault = at === null ? null : near(at, faults, 6);
       const saved = at === null || fault ? null : near(at, checkpoints, 3);
       readout.textContent = [
-        entry ? `${count(entry.world_size)} ${entry.world_size === 1 ? "rank" : "ranks"}, generation ${entry.generation}` : "no rank",
+        entry ? `${count(entry.world_size)} ${noun}${entry.world_size === 1 ? "" : "s"}${noun === "rank" ? `, generation ${entry.generation}` : ""}` : `no ${noun}`,
         at === null ? "" : axisText("time", at), fault ? `${fault.cause}: ${fault.text}` : "",
         saved ? `checkpoint of step ${count(saved.step)}` : "",
       ].filter(Boolean).join(" · ");

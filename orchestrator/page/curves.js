@@ -11,6 +11,8 @@ const CHARTS = [
   { id: "gpu", title: "GPU use", curves: { gpu_utilization: "time with a kernel running" }, format: percent },
   { id: "cpu", title: "CPU cores of a rank", curves: { cpu_cores: "cores in use" }, format: figure },
   { id: "memory", title: "Memory of a rank", curves: { resident_bytes: "process, resident", device_peak_bytes: "device, peak" }, format: bytes },
+  { id: "lag", title: "Lag of samples, in steps", curves: { "rollouts/lag": "mean, to the maximum" }, format: figure },
+  { id: "tasks", title: "Rollouts", curves: { "rollouts/leased": "tasks in flight", "rollouts/ready": "ready prompts" }, format: figure },
   { id: "waits", title: "Waiting for other ranks", curves: { exposed_comm_s: "seconds of a step" }, format: duration },
 ];
 const STEP_PHASES = ["data", "forward", "backward", "reduce", "update", "publish", "mirror", "other"];
@@ -19,6 +21,25 @@ const LINE_COLOURS = ["c1", "c3", "c4", "c2", "c6", "c5", "c8", "c7"];
 const userChart = (name) => ({
   id: `user-${name}`, title: name.slice("user/".length), curves: { [name]: name }, format: figure, colour: "c4",
 });
+
+const WAITS = { task_wait_s: "for tasks", weights_wait_s: "for weights" };
+
+function roleChart(name) {
+  const [, role, value] = name.split("/");
+  const isRate = value === "tokens_per_s";
+  const title = `${role}: ${isRate ? "tokens/s" : name.slice(`roles/${role}/`.length)}`;
+  return { id: `role-${name}`, title, curves: { [name]: name }, format: isRate ? rate : figure, colour: "c2" };
+}
+
+// Who waits for whom: the seconds of a role are the sum over its workers.
+function roleCharts(names) {
+  const roles = [...names].filter((name) => name.startsWith("roles/")).sort();
+  const waits = roles.map((name) => name.split("/")).filter(([, , value]) => WAITS[value])
+    .map((parts) => [parts.join("/"), `${parts[1]}, ${WAITS[parts[2]]}`]);
+  const curves = { "phases/data": "ranks, for samples", ...Object.fromEntries(waits) };
+  const others = roles.filter((name) => !curves[name]).map(roleChart);
+  return waits.length ? [{ id: "role-waits", title: "Waiting: seconds of a step", curves, format: duration }, ...others] : others;
+}
 
 // The lines of jobs that are compared have the colours of their rows.
 const isComparison = (histories) => histories.some((history) => history.colour);
@@ -29,7 +50,7 @@ function chartsOf(names, histories) {
   const users = [...names].filter((name) => name.startsWith("user/")).sort().map(userChart);
   const phases = isComparison(histories) ? [] : STEP_PHASES.filter((phase) => names.has(`phases/${phase}`));
   return [
-    ...[...charts, ...users].map((chart) => ({ ...chart, series: seriesOf(chart, histories) })),
+    ...[...charts, ...roleCharts(names), ...users].map((chart) => ({ ...chart, series: seriesOf(chart, histories) })),
     ...(phases.length ? [{
       id: "phases", title: "Phases of a step", format: duration, stacked: true,
       series: phases.map((phase) => line(histories[0], `phases/${phase}`, phase, `c${PHASES[phase] || 7}`)),
@@ -61,7 +82,7 @@ function seriesOf(chart, histories) {
   }
   return histories.flatMap((history) => Object.entries(chart.curves)
     .filter(([name]) => history.curves[name])
-    .map(([name, label], index) => line(history, name, label, index ? "c3" : chart.colour || "c1")));
+    .map(([name, label], index) => line(history, name, label, index ? LINE_COLOURS[index % LINE_COLOURS.length] : chart.colour || "c1")));
 }
 
 function line(history, curve, name, colour) {

@@ -32,6 +32,7 @@ function show(now) {
     ...(training.skipped_steps ? [["Skipped steps", count(training.skipped_steps)]] : []),
     ...(known(training.model_flops_utilization) ? [["Flops utilization", percent(training.model_flops_utilization)]] : []),
   ]);
+  showRoles(now);
   render("goodput", now.goodput, goodput);
   render("events", { faults: now.faults, recoveries: now.recoveries }, eventTable);
   render("checkpoints", now.checkpoints, checkpointTable);
@@ -73,9 +74,11 @@ function draw(now) {
   const until = FINAL.includes(now.state) ? now.state_since_s : now.at_s;
   const history = {
     began: now.began_s, until, generations: now.generations, faults: now.faults,
-    checkpoints: now.checkpoints, maxWorkers: now.workers.max,
+    checkpoints: now.checkpoints, maxWorkers: now.workers.max, title: "World size", noun: "rank",
+    none: "No process group has formed yet.",
   };
   worldChart(byId("world"), history);
+  drawLanes(now, until);
 }
 
 function showHistory(history) {
@@ -136,7 +139,7 @@ function enter() {
   byId("steps-csv").download = `${first || "job"}-steps.csv`;
   listed = null;
   byId("charts").replaceChildren();
-  for (const id of ["log-tail", "config", "jobs"]) { rendered.delete(id); byId(id).replaceChildren(); }
+  for (const id of ["log-tail", "config", "jobs", "roles"]) { rendered.delete(id); byId(id).replaceChildren(); }
   plots.clear();
   cursor = null;
   byId("job").textContent = { jobs: "Jobs", compare: "Comparison", job: place.jobs[0] || "rayzero" }[place.view];

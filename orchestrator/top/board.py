@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
+from itertools import chain
 from typing import Any
 
 from rich.columns import Columns
@@ -93,7 +94,8 @@ def snapshot_line(now: Snapshot) -> str:
 
 def render_board(now: Snapshot, error: str | None = None) -> RenderableType:
     """Renders the whole board. `error`: why the snapshot is out of date, if it is."""
-    panels = {
+    roles = {"roles": _roles_panel(now)} if now.get("roles") else {}
+    panels = roles | {
         "loss, world size": _training_panel(now),
         "goodput": _goodput_bar(now["goodput"]),
         "ranks": _rank_tiles(now["ranks"]),
@@ -128,8 +130,6 @@ def _progress_panel(now: Snapshot) -> RenderableType:
         "tokens/s": format_number(progress["tokens_per_s"], ",.0f"),
         "ranks": f"{now['world_size']} (of {limits['min']} to {limits['max']})",
     }
-    for name, role in now.get("roles", {}).items():
-        facts[printable_text(name)] = f"{role['workers']} (of {role['min']} to {role['max']})"
     if not progress["steps"]:
         return _labelled_values(facts)
     bar = Table.grid()
@@ -143,6 +143,29 @@ def _labelled_values(facts: dict[str, str]) -> RenderableType:
         Text.assemble((f"{key} ", "dim"), value) for key, value in facts.items() if value != "-"
     ]
     return Columns(texts, padding=(0, 3))
+
+
+def _roles_panel(now: Snapshot) -> RenderableType:
+    """A line for each role, and one for the buffer of rollouts."""
+    rollouts = now.get("rollouts")
+    lines: list[RenderableType] = []
+    for name, role in now["roles"].items():
+        facts = {printable_text(name): f"{role['workers']} (of {role['min']} to {role['max']})"}
+        if rollouts is not None and name in rollouts["leased"]:
+            facts["tasks in flight"] = format_number(rollouts["leased"][name], ",d")
+        facts["oldest weights"] = format_number(role.get("version"), ",d")
+        facts["tokens/s"] = format_number(role.get("tokens_per_s"), ",.0f")
+        for value, spread in role.get("values", {}).items():
+            facts[printable_text(value)] = format_number(spread["mean"])
+        lines.append(_labelled_values(facts))
+    if rollouts is not None:
+        facts = {
+            "version": format_number(rollouts["published"], ",d"),
+            "ready prompts": format_number(rollouts["ready"], ",d"),
+            "lag": format_number(rollouts["lag_max"], ",d"),
+        }
+        lines.append(_labelled_values(facts))
+    return Group(*lines)
 
 
 def _training_panel(now: Snapshot) -> RenderableType:
@@ -222,9 +245,10 @@ def _rank_tile(rank: dict[str, Any]) -> Text:
 
 
 def _events_table(now: Snapshot) -> RenderableType:
+    of_roles = (role.get("seen_faults", ()) for role in now.get("roles", {}).values())
     rows = [
         (fault["at_s"], Text(printable_text(fault["cause"]), "red"), printable_text(fault["text"]))
-        for fault in now["faults"]
+        for fault in chain(now["faults"], *of_roles)
     ]
     for event in now["recoveries"]:
         kind = "repaired" if event["kind"] == "repair" else "resized"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from rayzero.workers.roles.weights import RoleWeights
 from rayzero.workers.weights.directory import WeightVersion
-from rayzero.workers.weights.reader import LentVersion, WeightReader
+from rayzero.workers.weights.reader import LentVersion
 
 
 class WeightSyncClient(Protocol):
@@ -58,7 +59,7 @@ class VaultWeights:
     """
 
     def __init__(
-        self, weights: WeightReader, client: WeightSyncClient, engine: str | None = None
+        self, weights: RoleWeights, client: WeightSyncClient, engine: str | None = None
     ) -> None:
         self._weights = weights
         self._client = client

@@ -116,6 +116,26 @@ def test_similar_values_are_accepted(values: dict[str, Any]) -> None:
             {"job.spec.workers": {"min": 2, "max": 2}, "workers.min": 4},
             ("WARNING", "room for 4 workers", "at most 2", "Lower workers.min"),
         ),
+        (
+            {"job.spec.workers": {"min": 1, "max": 1, "gpus": 1}, "workers.min": 4}
+            | {
+                "job.spec.roles.a": {
+                    "entrypoint": "m:f",
+                    "workers": {"min": 1, "max": 2, "gpus": 1},
+                }
+            },
+            ("WARNING", "1 of the 4 GPUs of workers.min pods", "that of a role"),
+        ),
+        (
+            {"job.spec.workers": {"min": 1, "max": 1, "gpus": 1}, "workers.min": 4}
+            | {
+                "job.spec.roles.a": {
+                    "entrypoint": "m:f",
+                    "workers": {"min": 1, "max": 3, "gpus": 1},
+                }
+            },
+            (),
+        ),
         ({}, ()),
         ({"auth.enabled": False, "networkPolicy.enabled": False}, ("WARNING", "WARNING")),
     ],

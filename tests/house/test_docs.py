@@ -27,7 +27,7 @@ from rayzero.orchestrator.machine import EVENTS, TABLE, State
 from rayzero.orchestrator.metrics.catalog import CATALOG_GROUPS as SERIES
 from rayzero.orchestrator.spec import CheckpointSpec, RecoverySpec, Workers
 from rayzero.orchestrator.spec_sections import MetricsSpec
-from rayzero.workers.chaos.spec import FAULT_KINDS, fault_usage
+from rayzero.workers.chaos.spec import all_fault_kinds, fault_usage
 from rayzero.workers.nccl_settings import NCCL_SETTINGS
 from tests.house.source import ROOT, packages
 
@@ -123,7 +123,8 @@ def auto_rows() -> Iterator[tuple[str, ...]]:
 
 
 FAULT_ROWS = [
-    (f"`{fault_usage(name)}`", kind.description, kind.target) for name, kind in FAULT_KINDS.items()
+    (f"`{fault_usage(name, of_role=kind.of_role)}`", kind.description, kind.target)
+    for name, kind in all_fault_kinds()
 ]
 NCCL_ROWS = [
     (f"`{it.name}`", f"`{it.value}`{', required' * it.required}", it.otherwise)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,10 @@ from typing import Any
 import pytest
 
 import rayzero
+from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job_events import FaultDetected, Repaired, RoleFault, RoleWorkerReady
 from rayzero.orchestrator.progress import StepRecord
+from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import LogLine
 from tests.orchestrator.support import EventLog
 
@@ -42,6 +43,7 @@ def test_role_beside_the_ranks(no_leaks: None, tmp_path: Path):
         print("begins", ctx.args["text"], os.getpid())
         try:
             while True:
+                ctx.report(reward=ctx.number, tokens=5)
                 ctx.wait(0.05)
         finally:
             print("ends")
@@ -60,9 +62,11 @@ def test_role_beside_the_ranks(no_leaks: None, tmp_path: Path):
     wait_for(lambda: sum("begins" in line.text for line in log.of(LogLine)) == 2)
     first, second = log.of(RoleWorkerReady)
     killed_s = time.monotonic()
-    os.kill(second.worker.pid, signal.SIGKILL)
+    fault_text = f'kill(role="rollout", worker={second.number})'
+    assert fault_text[:-1] in handle.inject(fault_text)
     wait_for(lambda: bool(log.of(RoleFault)))
     assert time.monotonic() - killed_s < 1, "its node's vault sees the end"
+    assert [(it.role, it.rank) for it in log.of(FaultFired)] == [("rollout", second.number)]
     (fault,) = log.of(RoleFault)
     assert (fault.number, fault.cause) == (second.number, "lost")
     assert "killed by SIGKILL" in fault.text
@@ -70,6 +74,15 @@ def test_role_beside_the_ranks(no_leaks: None, tmp_path: Path):
     assert log.of(RoleWorkerReady)[2].number == second.number
     assert "role rollout: 1 to 3 workers wanted; it has 2" in handle.scale((1, 3), role="rollout")
     wait_for(lambda: len(log.of(RoleWorkerReady)) == 4)
+
+    def reward() -> Any:
+        snapshot = handle._running_process().call(JobActor.snapshot)
+        return (
+            snapshot["roles"]["rollout"]["tokens_per_s"] and snapshot["roles"]["rollout"]["values"]
+        )
+
+    wait_for(lambda: bool(reward()))
+    assert 0 <= reward()["reward"]["mean"] <= 2
     status = handle.status()
     assert (status.roles["rollout"].workers, status.roles["rollout"].faults) == (3, {"lost": 1})
     assert (status.generation, status.faults, status.repairs) == (1, {}, 0)

@@ -51,6 +51,9 @@ from rayzero.workers.messages import (
     WorkerInfo,
     WorkerMessage,
 )
+from rayzero.workers.rollouts.address import BufferAddress
+from rayzero.workers.rollouts.counts import RolloutCounts
+from rayzero.workers.rollouts.ledger import RolloutPlan
 from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.records import ConnectionLost, SlotInfo, SlotRef, VaultGoneError
 
@@ -95,6 +98,8 @@ class FakeVault:
         default_factory=asyncio.Queue
     )
     slots: dict[tuple[int, int, int], SlotInfo] = field(default_factory=dict)
+    rollouts: RolloutPlan | None = None
+    told: tuple[int, int, tuple[int, ...]] = (0, 0, ())  # of its buffer: see `update_rollouts`
     files: list[tuple[str, SlotRef]] = field(default_factory=list)
 
 
@@ -271,8 +276,11 @@ class FakeCluster:
             process.step = step
             if process.engine and (self.mirrors or drain or pin):
                 mirrored.append(self._mirror(process, assign, step, pin))
+            gauges = {"step_s": 0.1}
+            if mirrored and all(mirrored):
+                gauges["replica_step"] = float(step)
             messages: list[WorkerMessage] = [
-                StepReport(assign.generation, assign.rank, step, {}, {"step_s": 0.1})
+                StepReport(assign.generation, assign.rank, step, {}, gauges)
             ]
             if pin:
                 messages.append(Pinned(assign.generation, assign.rank, step, True, 0.01))
@@ -632,6 +640,25 @@ class FakeVaultGroup:
 
     async def call(self, node_id: str, method: Callable[..., Any], *args: Any) -> Any:
         return await getattr(self, method.__name__)(node_id, *args)
+
+    async def open_rollouts(
+        self, node_id: str, plan: RolloutPlan, host: str, timeout_s: float
+    ) -> BufferAddress:
+        vault = self._vault(node_id)
+        vault.rollouts = plan
+        return BufferAddress(host, len(self.opened), vault.address.encode())
+
+    async def update_rollouts(
+        self, node_id: str, generation: int, version: int, lost: tuple[int, ...]
+    ) -> RolloutCounts:
+        vault = self._vault(node_id)
+        if vault.rollouts is None:
+            raise VaultGoneError("no buffer")
+        vault.told = generation, version, lost
+        return RolloutCounts((0,), (0,), 0, 0, version, 0, vault.rollouts.max_bytes, 1)
+
+    async def close_rollouts(self, node_id: str) -> None:
+        self._vault(node_id).rollouts = None
 
     async def poll(self, node_id: str, timeout_s: float) -> list[ConnectionLost]:
         if self._vault(node_id).failure == "hangs":

@@ -9,6 +9,8 @@ from typing import Any, cast
 from rayzero.orchestrator.aio import WorkerReports
 from rayzero.orchestrator.errors import WorkerStartError
 from rayzero.workers.messages import Finished, WorkerInfo, WorkerMessage
+from rayzero.workers.roles.view import RoleView
+from rayzero.workers.stacks import Stacks
 
 
 class FakeRoleGroup:
@@ -17,11 +19,17 @@ class FakeRoleGroup:
     def __init__(self) -> None:
         self.began: dict[int, tuple[int, str]] = {}
         """By worker, its number and its vault."""
+        self.views: dict[int, list[RoleView]] = {}
+        """By worker, what it was told of the job."""
+        self.updating = asyncio.Event()
+        """Workers reply to updates."""
+        self.updating.set()
         self.replaced: list[tuple[int, float]] = []
         self.killed: list[int] = []
         self.released: list[int] = []
         self.ended: list[int] = []
-        self.draining: frozenset[str] = frozenset()
+        self.injected: list[tuple[int, str]] = []
+        self.left: frozenset[str] = frozenset()
         self.wanted = (0, 0)
         self._index = 100
         self._started: asyncio.Queue[WorkerInfo | Exception] = asyncio.Queue()
@@ -64,16 +72,26 @@ class FakeRoleGroup:
 
     async def call(self, worker: int, method: Callable[..., Any], *args: Any) -> Any:
         if method.__name__ == "begin":
-            self.began[worker] = args  # type: ignore[assignment]
+            number, view = args
+            self.began[worker] = number, view.vault
+            self.views[worker] = [view]
+        elif method.__name__ == "update":
+            self.views[worker].append(args[0])
+            await self.updating.wait()
+        elif method.__name__ == "dump_stack":
+            return Stacks("Thread training: in sleep", "m.py:3")
         elif method.__name__ == "end":
             self.ended.append(worker)
             self.post(worker, Finished(0, self.began[worker][0], None, {}, 0))
+        elif method.__name__ == "inject":
+            self.injected.append((worker, *args))
+        return None
 
     async def receive(self) -> WorkerReports:
         return await self._reports.get()
 
-    async def draining_nodes(self) -> frozenset[str]:
-        return self.draining
+    async def leave_nodes(self, draining: frozenset[str]) -> None:
+        self.left = draining
 
     async def kill(self, worker: int) -> None:
         self.killed.append(worker)

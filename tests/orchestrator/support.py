@@ -393,5 +393,11 @@ async def finish_jobs() -> AsyncIterator[None]:
         for harness in started:
             if not harness.run.done():
                 await harness.finish()
+    except BaseException:
+        for harness in started:  # they end in virtual time
+            harness.clock.on_idle = lambda: None
+            harness.run.cancel()
+            await harness.clock.advance(60)
+        raise
     finally:
         _JOBS.reset(token)

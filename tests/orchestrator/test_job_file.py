@@ -42,7 +42,9 @@ recovery: {replicas: 1, hang_timeout_s: 30, max_faults: 20, fault_window_s: 3600
 metrics: {port: 9400}
 faults: ['kill(rank=1, step=7, phase="reduce")']
 ledger: true
-roles: {rollout: {entrypoint: 'examples.rl.rollout:generate', workers: {min: 1, max: 4}}}
+rollouts: {group: 2, max_version_lag: 0, max_bytes: 1000}
+roles:
+  rollout: {entrypoint: 'examples.rl.rollout:generate', takes: prompts, workers: {min: 1, max: 4}}
 """
 MINIMAL = {"name": "job", "entrypoint": "m:f"}
 BATCH_SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -164,6 +166,10 @@ def test_inline_engine_config():
         (
             {"engine": {"zero_optimization": {"stage": 1}}, "workers": {"min": 2, "max": 4}},
             ["vary from 2 to 4 samples", "train_batch_size"],
+        ),
+        (
+            {"faults": ["kill(role='play', worker=0, step=1)"]},
+            ["the job has no role 'play'; its roles: none"],
         ),
         ({"metrics": {"port": 99999}}, ["metrics.port", "65535"]),
         ({"seed": -1, "steps": 0}, ["2 mistakes", "seed:", "steps:"]),

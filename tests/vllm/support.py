@@ -9,7 +9,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from rayzero.workers.roles.reporter import RoleReporter
+from rayzero.workers.roles.weights import RoleWeights
 from tests.vllm import stand_in
+from tests.workers.vault.support import VaultCluster
+from tests.workers.weights.support import Told, make_reader
 
 
 @contextmanager
@@ -49,3 +53,8 @@ class Served(nn.Module):
         fused = torch.cat([net.body[0].weight.reshape(-1), net.body[2].weight.reshape(-1)])
         pairs = ((self.embed, net.embed.weight), (self.fused, fused))
         return all(torch.equal(own, other.to(own.dtype)) for own, other in pairs)
+
+
+def role_weights(cluster: VaultCluster, told: Told) -> RoleWeights:
+    """`ctx.weights` of a role's worker."""
+    return RoleWeights(make_reader(cluster, told), RoleReporter(), lambda: (0, 0))

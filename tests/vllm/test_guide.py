@@ -14,9 +14,9 @@ import rayzero
 from tests.house.blocks import blocks
 from tests.support.ranks import run_ranks
 from tests.vllm import stand_in
-from tests.vllm.support import Served, with_plugin
+from tests.vllm.support import Served, role_weights, with_plugin
 from tests.workers.vault.support import VaultCluster
-from tests.workers.weights.support import Net, Told, Trainer, make_reader
+from tests.workers.weights.support import Net, Told, Trainer
 
 PULL, PUSH = (it.text for it in blocks("docs/vllm.md") if it.language == "python")
 
@@ -34,7 +34,7 @@ def test_a_generator_pulls(monkeypatch: pytest.MonkeyPatch) -> None:
         prompts = [SimpleNamespace(text=it) for it in ("a", "b")]
         tasks = Tasks([SimpleNamespace(prompts=prompts, done=done.append)])
         ctx = SimpleNamespace(
-            args={"model": "m"}, weights=make_reader(cluster, told), tasks=lambda prompts: tasks
+            args={"model": "m"}, weights=role_weights(cluster, told), tasks=lambda prompts: tasks
         )
         names: dict[str, Any] = {"make_samples": list}
         exec(compile(PULL, "docs/vllm.md", "exec", dont_inherit=True), names)

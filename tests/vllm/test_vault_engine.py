@@ -15,9 +15,9 @@ from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.workers.weights.directory import WeightVersion
 from tests.support.ranks import run_ranks
 from tests.vllm import stand_in
-from tests.vllm.support import Served, with_plugin
+from tests.vllm.support import Served, role_weights, with_plugin
 from tests.workers.vault.support import VaultCluster
-from tests.workers.weights.support import Net, Told, Trainer, make_reader
+from tests.workers.weights.support import Net, Told, Trainer
 
 
 class Vllm:
@@ -63,7 +63,7 @@ def cluster() -> Iterator[VaultCluster]:
 def vault_weights(cluster: VaultCluster, told: Told, client: Any, engine: str | None = None) -> Any:
     from rayzero.vllm.vault_weights import VaultWeights
 
-    return VaultWeights(make_reader(cluster, told), client, engine)
+    return VaultWeights(role_weights(cluster, told), client, engine)
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.engine.session import NO_REQUESTS, StepRequests
-from rayzero.workers.messages import MirrorPolicy
+from rayzero.workers.messages import Mirrored, MirrorPolicy
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.state_copy import MIRROR_COST_FRACTION, CopyCost
 from rayzero.workers.training_thread import StopFlag
@@ -260,3 +260,69 @@ def test_interval_of_mirrors_beside_training_follows_the_slowdown():
     assert steps((1.0, False), (1.0, True)) == 1.0, "however long the copies take"
     assert steps(*[(1.5, True), (1.0, False)] * 30) == 10.0  # 0.5 s of 10 s
     assert steps(*[(1.0, True)] * 200) == 2.0, "the step without a mirror is out of date"
+
+
+VERSIONS = replace(EVERY, every_steps=None, version_every_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("restore", "lacks"),
+    [
+        (None, True),
+        (Restore(10, checkpoint="/runs/step-10"), True),
+        (Restore(10, tuple(refs((1, 0, 10)))), False),
+    ],
+)
+def test_what_a_generation_begins_with_is_a_version(
+    make: MakeRig, restore: Restore | None, lacks: bool
+):
+    rig = make(VERSIONS, generation=2, restore=restore)
+    state: Any = rig.state
+    state.step = rig.mirror.newest_step
+    assert rig.mirror.lacks_version == lacks
+    rig.mirror.begin(state)
+    rig.mirror.settle()
+    assert rig.posted == [Mirrored(2, 0, state.step)]
+    assert not rig.mirror.lacks_version
+    assert held(rig) == [state.step]
+    rig.mirror.go_back(4)  # the function has loaded an older checkpoint of its own
+    assert rig.mirror.lacks_version
+
+
+def test_what_a_generation_begins_with_frees_no_older_version(make: MakeRig):
+    """Whether the other ranks have loaded it is not known before the first vote."""
+    older = make()
+    older.steps(1, 3)
+    rig = make(VERSIONS, generation=2, restore=Restore(10, checkpoint="/runs/step-10"))
+    state: Any = rig.state
+    state.step = 10
+    rig.mirror.begin(state)
+    rig.mirror.settle()
+    assert held(rig) == [2, 3, 10]
+    rig.steps(11, 12, replace(NO_REQUESTS, mirror_interval=1.0))
+    assert held(rig) == [11, 12]
+
+
+def test_without_readers_no_version_is_made(make: MakeRig):
+    rig = make(EVERY)
+    assert not rig.mirror.lacks_version
+    state: Any = rig.state
+    state.step = 0
+    rig.mirror.begin(state)  # before the job's first step, for a repair
+    rig.mirror.settle()
+    assert rig.posted == []
+    rig.mirror.go_back(0)
+    assert not rig.mirror.lacks_version
+
+
+@pytest.mark.parametrize(("every", "asked"), [(None, 2.0), (1, 1.0), (5, 2.0)])
+def test_versions_limit_the_interval_however_much_mirrors_cost(
+    make: MakeRig, every: int | None, asked: float
+):
+    rig = make(replace(VERSIONS, every_steps=every))
+    rig.step(1)
+    cost(rig)._mirror_s, cost(rig)._step_s = 10.0, 0.01
+    assert rig.mirror.step_requests(2).mirror_interval == asked
+    rig.steps(2, 9)
+    assert rig.mirror.interval_steps <= 3
+    assert rig.mirror.newest_step >= 8

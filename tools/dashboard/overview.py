@@ -137,16 +137,6 @@ OVERVIEW_ROW = DashboardRow(
             ),
         ),
         Panel(
-            "Workers of roles",
-            "Workers whose function runs, between the limits of their role, and their faults.",
-            "none",
-            (
-                gauge_query("rayzero_role_workers", "{{role}}"),
-                gauge_query("rayzero_role_worker_limits", "{{role}} {{limit}}"),
-                gauge_query("rayzero_role_faults_total", "{{role}} faults: {{cause}}"),
-            ),
-        ),
-        Panel(
             "Steps",
             "Finished steps in the current training state. It falls when steps are lost.",
             "none",

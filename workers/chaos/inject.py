@@ -114,8 +114,9 @@ class FaultSchedule:
             return [fault for fault, count in firings if count > 0 and fault.step <= step]
 
     def record_fired(self, fault: FaultSpec, rank: int, step: int) -> None:
-        """Records and reports a fault. Call it before the fault takes effect."""
-        fired = FaultFired(rank, step, str(fault))
+        """Records and reports a fault. Call it before the fault takes effect. `rank` is the number
+        of a role's worker where the fault names one."""
+        fired = FaultFired(rank, step, str(fault), fault.role)
         with self._lock:
             self._remaining_firings[fault] -= 1
             self._record.add(fired)
@@ -145,16 +146,19 @@ class WorkerFaultInjector:
                 self._slowed_steps.add((fault, step))
             self._schedule.record_fired(fault, self._rank, step)
             match fault.kind:
-                case "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                case "stop":
-                    os.kill(os.getpid(), signal.SIGSTOP)
+                case "kill" | "stop":
+                    signal_own_process(fault.kind)
                 case "slow":
                     time.sleep(fault.seconds)
                 case "hang":
                     threading.Event().wait()
                 case "raise_error":
                     raise InjectedError(f"injected in phase {phase} of step {step}")
+
+
+def signal_own_process(kind: str) -> None:
+    """Injects a `kill` or `stop` into this process."""
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
 
 
 def inject_store_faults(schedule: FaultSchedule, folder: str, step: int, rank: int) -> None:

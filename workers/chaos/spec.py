@@ -4,8 +4,8 @@
 
 A fault is a call with literal arguments. `step` is the current step, or the step of a checkpoint,
 counted from 1; the fault is injected at the first opportunity from that step on. `rank` is a rank
-in the generation of that time, `node` the index of a node in rank order. A fault is injected
-`times` times in all, even if a later generation repeats the step.
+in the generation of that time, `node` the index of a node in rank order, `worker` a number in
+`role`. A fault is injected `times` times in all, even if a later generation repeats the step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from rayzero.engine.errors import ConfigError, did_you_mean
 
-FaultTarget: TypeAlias = Literal["worker", "vault", "cluster", "store"]
+FaultTarget: TypeAlias = Literal["worker", "role", "vault", "cluster", "store"]
 
 _STEP_PHASES = ("data", "forward", "backward", "reduce", "update", "publish")
 PHASES = (*_STEP_PHASES, "mirror", "gather", "join", "load")
@@ -48,6 +49,11 @@ class FaultKind:
     @property
     def arguments(self) -> list[str]:
         return [*self.required, *self.defaults]
+
+    @property
+    def of_role(self) -> bool:
+        """Whether it hits the worker of a role."""
+        return self.target == "role"
 
 
 _ON_RANK = ("rank", "step")
@@ -84,8 +90,20 @@ FAULT_KINDS: Mapping[str, FaultKind] = {
     ),
 }
 
+ROLE_FAULT_KINDS: Mapping[str, FaultKind] = {
+    name: FaultKind("role", FAULT_KINDS[name].description, ("role", "worker", "step"))
+    for name in ("kill", "stop")
+}
+"""Those that hit the worker of a role if `role` is given."""
+
+
+def all_fault_kinds() -> list[tuple[str, FaultKind]]:
+    """The kinds of all faults, with their names; those of roles are the last."""
+    return [*FAULT_KINDS.items(), *ROLE_FAULT_KINDS.items()]
+
+
 _CHOICES = {"phase": PHASES, "how": _DAMAGES}
-_MINIMUM = {"rank": 0, "node": 0, "step": 1, "steps": 1, "times": 1}
+_MINIMUM = {"rank": 0, "worker": 0, "node": 0, "step": 1, "steps": 1, "times": 1}
 
 
 @dataclass(frozen=True)
@@ -104,10 +122,16 @@ class FaultSpec:
     steps: int = 1
     times: int = 1
     how: str = ""
+    role: str = ""
+    worker: int = 0
 
     @property
     def target(self) -> FaultTarget:
-        return FAULT_KINDS[self.kind].target
+        return self._kind.target
+
+    @property
+    def _kind(self) -> FaultKind:
+        return _fault_kind(self.kind, of_role=bool(self.role))
 
     @property
     def total_firings(self) -> int:
@@ -115,7 +139,7 @@ class FaultSpec:
         return self.times * self.steps
 
     def __str__(self) -> str:
-        kind = FAULT_KINDS[self.kind]
+        kind = self._kind
         values = {name: getattr(self, name) for name in kind.arguments}
         arguments = [
             f"{name}={_format_literal(value)}"
@@ -127,11 +151,18 @@ class FaultSpec:
 
 @dataclass(frozen=True)
 class FaultFired:
-    """An injected fault; sent before it takes effect."""
+    """An injected fault; sent before it takes effect. With a `role`, `rank` is the worker's number
+    in it."""
 
     rank: int
     step: int
     fault: str
+    role: str = ""
+
+    @property
+    def where(self) -> str:
+        """`rank 0`, or `rollout 0` for a role's worker."""
+        return f"{self.role or 'rank'} {self.rank}"
 
 
 def parse_fault(text: str, step: int | None = None) -> FaultSpec:
@@ -152,21 +183,43 @@ def parse_fault(text: str, step: int | None = None) -> FaultSpec:
         raise ConfigError(f"fault {shown!r}: {error.seen}", error.allowed, fix) from None
 
 
-def fault_usage(name: str) -> str:
+def fault_usage(name: str, *, of_role: bool = False) -> str:
     """The signature of a kind, with defaults."""
-    kind = FAULT_KINDS[name]
+    kind = _fault_kind(name, of_role=of_role)
     defaults = [f"{key}={_format_literal(value)}" for key, value in kind.defaults.items()]
     return f"{name}({', '.join([*(f'{key}=' for key in kind.required), *defaults])})"
 
 
-def example_fault(name: str) -> FaultSpec:
+def example_fault(name: str, *, of_role: bool = False) -> FaultSpec:
     """A typical fault of that kind."""
-    values = {"rank": 1, "node": 1, "step": 7, "seconds": 5.0, **FAULT_KINDS[name].defaults}
-    return FaultSpec(name, **{key: values[key] for key in FAULT_KINDS[name].arguments})
+    kind = _fault_kind(name, of_role=of_role)
+    values: dict[str, Any] = {"rank": 1, "node": 1, "step": 7, "seconds": 5.0}
+    values |= {"role": "rollout", "worker": 1, **kind.defaults}
+    return FaultSpec(name, **{key: values[key] for key in kind.arguments})
+
+
+def why_no_such_worker(fault: FaultSpec, roles: Mapping[str, int]) -> str:
+    """Why a role's worker that a fault names cannot exist; empty if it can, or none is named.
+
+    Args:
+        roles: the most workers of each role of the job.
+    """
+    if not fault.role:
+        return ""
+    if fault.role not in roles:
+        hint = did_you_mean(fault.role, [*roles])
+        return f"the job has no role {fault.role!r}{hint}; its roles: {', '.join(roles) or 'none'}"
+    most = roles[fault.role]
+    return f"role {fault.role} has at most {most} workers" if fault.worker >= most else ""
 
 
 def random_faults(
-    seed: int, count: int, ranks: int, steps: int, kinds: Sequence[str] = ("kill", "stop", "hang")
+    seed: int,
+    count: int,
+    ranks: int,
+    steps: int,
+    kinds: Sequence[str] = ("kill", "stop", "hang"),
+    roles: Mapping[str, int] | None = None,
 ) -> tuple[FaultSpec, ...]:
     """Draws `count` random faults, ordered by step. Deterministic in its arguments.
 
@@ -174,22 +227,29 @@ def random_faults(
         ranks: workers of the job, and the number of nodes to draw `node` from.
         steps: the last step. Faults are spread evenly from step 2 on, so that the job finishes a
             step before the first fault and between two.
+        roles: workers of each role. Of the kinds that can hit them, as many do as of all workers.
 
     Raises:
         ConfigError: an unknown kind, or fewer than 2 steps.
     """
     for name in kinds:
         _fault_kind(name)
+    others = [(role, worker) for role, most in (roles or {}).items() for worker in range(most)]
     if steps < 2 or ranks < 1:
         raise ConfigError(f"faults in {steps} steps of {ranks} ranks", "2 steps, 1 rank or more")
     draw = random.Random(seed)
     return tuple(
-        _random_fault(draw, draw.choice(kinds), step, ranks)
+        _random_fault(draw, draw.choice(kinds), step, ranks, others)
         for step in _spread_steps(draw, count, steps)
     )
 
 
-def _random_fault(draw: random.Random, name: str, step: int, ranks: int) -> FaultSpec:
+def _random_fault(
+    draw: random.Random, name: str, step: int, ranks: int, others: Sequence[tuple[str, int]]
+) -> FaultSpec:
+    if others and name in ROLE_FAULT_KINDS and draw.randrange(ranks + len(others)) >= ranks:
+        role, worker = draw.choice(others)
+        return FaultSpec(name, step, role=role, worker=worker)
     values: dict[str, Any] = {
         "step": step,
         "rank": draw.randrange(ranks),
@@ -213,23 +273,24 @@ def _spread_steps(draw: random.Random, count: int, steps: int) -> Iterator[int]:
 def _parse_fault(text: str, defaults: Mapping[str, Any]) -> FaultSpec:
     """`defaults`: for required arguments."""
     name, arguments = _parse_call(text)
-    kind = _fault_kind(name)
+    of_role = "role" in arguments and name in ROLE_FAULT_KINDS
+    kind, usage = _fault_kind(name, of_role=of_role), partial(fault_usage, name, of_role=of_role)
     for key in arguments:
         if key not in kind.arguments:
             hint = did_you_mean(key, kind.arguments)
-            raise ConfigError(f"{name} has no argument {key!r}{hint}", fault_usage(name))
+            raise ConfigError(f"{name} has no argument {key!r}{hint}", usage())
     values = {**defaults, **kind.defaults, **arguments}
     for key in kind.required:
         if key not in values:
-            raise ConfigError(f"{name} needs {key}=", fault_usage(name))
+            raise ConfigError(f"{name} needs {key}=", usage())
     return FaultSpec(name, **{key: _check_value(key, values[key]) for key in kind.arguments})
 
 
-def _fault_kind(name: str) -> FaultKind:
+def _fault_kind(name: str, *, of_role: bool = False) -> FaultKind:
     if name not in FAULT_KINDS:
         hint = did_you_mean(name, [*FAULT_KINDS])
         raise ConfigError(f"unknown fault {name!r}{hint}", f"one of {', '.join(FAULT_KINDS)}")
-    return FAULT_KINDS[name]
+    return (ROLE_FAULT_KINDS if of_role else FAULT_KINDS)[name]
 
 
 def _parse_call(text: str) -> tuple[str, dict[str, Any]]:
@@ -266,6 +327,10 @@ def _check_value(key: str, value: Any) -> Any:
         if type(value) in (int, float) and math.isfinite(value) and value > 0:
             return float(value)
         raise ConfigError(f"{key}={value!r}", "a number of seconds above 0")
+    if key == "role":
+        if isinstance(value, str) and value:
+            return value
+        raise ConfigError(f"role={value!r}", 'the name of a role, as role="rollout"')
     if type(value) is int and value >= _MINIMUM[key]:
         return value
     raise ConfigError(f"{key}={value!r}", f"a whole number, {_MINIMUM[key]} or more")

@@ -8,12 +8,15 @@ from contextlib import suppress
 from threading import Event, Thread
 
 from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.workers.chaos.inject import signal_own_process
 from rayzero.workers.crash import describe_crash
 from rayzero.workers.entrypoint import TrainFunction, call_function, load_train_function
 from rayzero.workers.messages import Finished, RoleWorkerSpec, WorkerMessage
 from rayzero.workers.process_group import warm_up_torch
 from rayzero.workers.roles.context import RoleContext
+from rayzero.workers.roles.reporter import RoleReporter
 from rayzero.workers.roles.role_calls import RoleCalls
+from rayzero.workers.roles.view import RoleView
 from rayzero.workers.stacks import TRAINING_THREAD, Stacks, read_stacks
 from rayzero.workers.training_thread import ProgressRecord
 from rayzero.workers.user_process import UserProcess
@@ -32,13 +35,15 @@ class RoleProcess(UserProcess, RoleCalls):
         self._role_spec = spec
         self.log_role = spec.role
         self.node_address = "127.0.0.1"  # set with those of ranks
-        self._index = index
+        self.index = index
         self._number = index
-        self._progress = ProgressRecord(index)
-        self._ending = Event()
+        self.progress = ProgressRecord(index)
+        self.ending = Event()
+        self.view = RoleView()
+        self.vault: VaultClient | None = None
+        self.reporter = RoleReporter()
         self._function: TrainFunction | None = None
         self._thread: Thread | None = None
-        self._vault: VaultClient | None = None
         self.begin_output()
 
     @property
@@ -52,7 +57,7 @@ class RoleProcess(UserProcess, RoleCalls):
         with suppress(ConfigError):
             warm_up_torch(self._select_device())
 
-    def begin(self, number: int, vault: str) -> None:
+    def begin(self, number: int, view: RoleView) -> None:
         """See `RoleCalls`.
 
         Raises:
@@ -61,21 +66,33 @@ class RoleProcess(UserProcess, RoleCalls):
         if self._thread is not None:
             raise EngineError(f"the function of {self.log_role} {number} has been called")
         self._number = number
-        self._progress = ProgressRecord(number)
-        # Before the function: its end must be seen from its first line on.
-        if vault:
-            try:
-                self._vault = VaultClient(vault, self._index)
-            except VaultGoneError as error:  # the controller opens another one; polls see the end
-                log.warning("%s", error.seen)
+        self.progress = ProgressRecord(number)
+        self.update(view)  # before the function: its end must be seen from its first line on
         self._thread = Thread(target=self._run, name=TRAINING_THREAD, daemon=True)
         self._thread.start()
 
+    def update(self, view: RoleView) -> None:
+        """See `RoleCalls`. The controller waits for the reply before it calls again."""
+        if view.vault and (self.vault is None or self.vault.address != view.vault):
+            earlier = self.vault
+            try:
+                self.vault = VaultClient(view.vault, self.index)
+            except VaultGoneError as error:  # the controller opens another; polls see the end
+                log.warning("%s", error.seen)
+            if earlier is not None and self.vault is not earlier:
+                earlier.close()
+        self.view = view
+
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
-        return [*self._outbox.poll(timeout_s), self._progress.heartbeat()]
+        messages = self._outbox.poll(timeout_s)
+        reports = self.reporter.take(self.log_role, self._number)
+        return [*reports, *messages, self.progress.heartbeat()]
 
     def end(self) -> None:
-        self._ending.set()
+        self.ending.set()
+
+    def inject(self, kind: str) -> None:
+        signal_own_process(kind)
 
     def dump_stack(self) -> Stacks:
         return read_stacks()
@@ -85,16 +102,14 @@ class RoleProcess(UserProcess, RoleCalls):
         try:
             function = self._function or load_train_function(self._spec.entrypoint)
             device = self._select_device()
-            self._progress.enter_phase("run")
-            call_function(
-                function, RoleContext(self._role_spec, self._number, device, self._ending)
-            )
+            self.progress.enter_phase("run")
+            call_function(function, RoleContext(self._role_spec, self._number, device, self))
             message = self._finished()
         except BaseException as error:  # noqa: BLE001  # the thread's last frame: report everything
-            if self._ending.is_set() and isinstance(error, SystemExit):
+            if self.ending.is_set() and isinstance(error, SystemExit):
                 message = self._finished()
             else:
-                message = describe_crash(error, 0, self._number, self._progress.step)
+                message = describe_crash(error, 0, self._number, self.progress.step)
         for tee in self._tees:
             tee.finish_line()
         self._outbox.post(message)

@@ -8,19 +8,19 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any
 
 from torch import Tensor
 
-from rayzero.engine.data.consumption import Consumed
+from rayzero.engine.data.consumed import Consumed
 from rayzero.engine.data.loader import MapDataset, dataset_length, fetch_samples
 from rayzero.engine.data.sampling import SampleOrder
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import DataError, EngineError
 from rayzero.engine.tensor_tree import map_tensors
 from rayzero.workers.authenticated import MessageConnection
+from rayzero.workers.rollouts.address import BufferAddress
 
 POLL_S = 10.0
 """How long the buffer waits for what is asked for, before it is asked again."""
@@ -29,21 +29,12 @@ _CONNECT_S = 5.0
 _RETRY_S = 0.1
 
 
-@dataclass(frozen=True)
-class BufferAddress:
-    """Where a buffer of rollouts listens, and the secret that it admits."""
-
-    host: str
-    port: int
-    secret: bytes = field(repr=False)
-
-
 class RolloutClient:
     """Calls a buffer, and connects anew where that is restarted, at another address too. One call
     at a time.
 
     Args:
-        find: the present buffer's address; None: there is none at the moment.
+        find: the present buffer's address; None: there is none at the moment, and the call waits.
         timeout_s: for a buffer that answers; for a reply, beyond the time that it may take.
     """
 
@@ -75,8 +66,12 @@ class RolloutClient:
         failed_s: float | None = None
         while True:
             check()
+            if (address := self._find()) is None:  # the controller opens it
+                failed_s = None
+                sleep(_RETRY_S)
+                continue
             try:
-                connection = self._connect()
+                connection = self._connect(address)
                 reply, *found = connection.request(head, *contents, limit_s=limit_s, check=check)
                 break
             except (OSError, EOFError) as error:
@@ -84,7 +79,7 @@ class RolloutClient:
                 failed_s = monotonic() if failed_s is None else failed_s
                 if monotonic() - failed_s > self._timeout_s:
                     raise DataError(
-                        f"the buffer of rollouts ({self._address or 'there is none'}) has not "
+                        f"the buffer of rollouts ({self._address}) has not "
                         f"answered {name!r} for {self._timeout_s:g} s: {error}"
                     ) from error
                 sleep(_RETRY_S)
@@ -102,10 +97,7 @@ class RolloutClient:
             self._connection.close()
             self._connection = None
 
-    def _connect(self) -> MessageConnection:
-        address = self._find()
-        if address is None:
-            raise OSError("it is being started")
+    def _connect(self, address: BufferAddress) -> MessageConnection:
         if self._connection is None or address != self._address:
             self.close()
             self._address = address

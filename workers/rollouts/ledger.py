@@ -23,8 +23,9 @@ from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import count
 
-from rayzero.engine.data.consumption import Consumed
+from rayzero.engine.data.consumed import Consumed
 from rayzero.engine.errors import ConfigError, DataError
+from rayzero.workers.rollouts.counts import RolloutCounts
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,13 @@ class RolloutLedger:
     """The prompts of one buffer. Times are seconds of any clock.
 
     Attributes:
-        published: finished steps of the newest weights that generators can have.
+        version: the newest weights that generators can have: the generation that has published
+            them, and their finished steps.
     """
 
     def __init__(self, plan: RolloutPlan, first_attempt: int = 0) -> None:
         self.plan = plan
-        self.published = 0
+        self.version = 0, 0
         self._generation = -1
         self._attempts = count(first_attempt)
         self._tasks: dict[int, _Task] = {}  # all issued ones whose samples are still here
@@ -108,6 +110,12 @@ class RolloutLedger:
         self._nbytes = 0
         self._ready: set[int] = set()  # not in the log
         self._finished = Counter[str]()  # tasks that became ready, and their bytes
+        self._expired = [0] * len(plan.lease_s)  # leases, by stage
+
+    @property
+    def published(self) -> int:
+        """Finished steps of the newest weights that generators can have."""
+        return self.version[1]
 
     # The generators' side
 
@@ -176,14 +184,17 @@ class RolloutLedger:
 
     def expire(self, now_s: float) -> bool:
         """Ends the leases whose limit has passed. Returns whether there are any."""
-        return self._return(it for it in self._leases.values() if it.until_s <= now_s)
+        ended = [it for it in self._leases.values() if it.until_s <= now_s]
+        for lease in ended:
+            self._expired[lease.stage] += 1
+        return self._return(ended)
 
     def publish(self, generation: int, version: int) -> None:
         """Generators can have the weights of that many finished steps, and the trainer does not go
         back behind them: what was consumed before is dropped."""
         if generation < self._generation:
             return
-        self.published = max(self.published, version)
+        self.version = generation, max(self.published, version)
         drop = min(version * self.plan.prompts_per_batch, self.end) - self.start
         if drop > 0:
             self._base = self._base.add(task.number for task in self._log[:drop])
@@ -244,16 +255,26 @@ class RolloutLedger:
         """The prompts before a position; None if too few are ready. Raises DataError as `read`."""
         return None if self.read(position, position) is None else self._at(position)
 
-    def counts(self) -> dict[str, int]:
-        """For people: tasks by what they wait for, and what the buffer holds."""
-        return {
-            "waiting": sum(map(len, self._waiting)),
-            "leased": len(self._leases),
-            "ready": len(self._ready),
-            "read": self.end,
-            "published": self.published,
-            "bytes": self._nbytes,
-        }
+    def counts(self) -> RolloutCounts:
+        """What the buffer holds, without `wait_s`."""
+        batch, stages = self.plan.prompts_per_batch, range(len(self.plan.lease_s))
+        leased = Counter(it.stage for it in self._leases.values())
+        newest = self._log[-batch:]
+        first = self.end - len(newest)
+        lags = [max(0, at // batch - (it.begun or 0)) for at, it in enumerate(newest, first)]
+        return RolloutCounts(
+            waiting=tuple(map(len, self._waiting)),
+            leased=tuple(leased[stage] for stage in stages),
+            ready=len(self._ready),
+            read=self.end,
+            published=self.published,
+            nbytes=self._nbytes,
+            max_bytes=self.plan.max_bytes,
+            max_version_lag=self.plan.max_version_lag,
+            lag_mean=sum(lags) / len(lags) if lags else None,
+            lag_max=max(lags, default=None),
+            expired=tuple(self._expired),
+        )
 
     @property
     def _admitted(self) -> int:
@@ -324,7 +345,8 @@ class RolloutLedger:
         self._log = []
         self._base = consumed
         self._next = consumed.frontier
-        self.published = min(self.published, len(consumed) // self.plan.prompts_per_batch)
+        steps = len(consumed) // self.plan.prompts_per_batch
+        self.version = self.version[0], min(self.published, steps)
         kept = [
             task
             for task in self._tasks.values()

@@ -13,13 +13,15 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
-from rayzero.engine.data.consumption import Consumed
+from rayzero.engine.data.consumed import Consumed
 from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.workers.authenticated import MessageServer
+from rayzero.workers.rollouts.counts import RolloutCounts
 from rayzero.workers.rollouts.ledger import RolloutLedger, RolloutPlan
 
 T = TypeVar("T")
@@ -57,6 +59,7 @@ class RolloutServer(MessageServer):
         self._changed = asyncio.Event()
         self._asked_stop = 0  # prompts below were asked for
         self._asked_until_s = 0.0
+        self._wait_s = [0.0] * len(plan.lease_s)  # of workers for tasks, by stage
         self._calls: dict[str, Callable[..., Awaitable[Reply]]] = {
             "take": self._take,
             "done": self._done,
@@ -76,10 +79,12 @@ class RolloutServer(MessageServer):
         """See `RolloutLedger.lose`."""
         self.call_soon(partial(self._change, partial(self._ledger.lose, worker)))
 
-    def counts(self, timeout_s: float) -> dict[str, int]:
-        """See `RolloutLedger.counts`. Raises TimeoutError if the server does not answer."""
-        counts: Future[dict[str, int]] = Future()
-        self.call_soon(lambda: counts.set_result(self._ledger.counts()))
+    def counts(self, timeout_s: float) -> RolloutCounts:
+        """What the buffer holds. Raises TimeoutError if the server does not answer."""
+        counts: Future[RolloutCounts] = Future()
+        self.call_soon(
+            lambda: counts.set_result(replace(self._ledger.counts(), wait_s=tuple(self._wait_s)))
+        )
         return counts.result(timeout_s)
 
     # The methods below run on the server's thread.
@@ -140,12 +145,15 @@ class RolloutServer(MessageServer):
     ) -> Reply:
         if self._ledger.keep(stage, worker, held):
             self._wake()
+        since_s = self._clock()
         found = await self._when(
             request, lambda: self._ledger.take(stage, worker, count, self._clock()), limit_s
         )
+        self._wait_s[stage] += self._clock() - since_s
         leases = found or []
         heads = [[lease.number, lease.attempt] for lease in leases]
-        return {"leases": heads}, [it for task in leases for it in (task.prompt, *task.content)]
+        reply = {"leases": heads, "version": self._ledger.version}
+        return reply, [it for task in leases for it in (task.prompt, *task.content)]
 
     async def _done(self, request: _Request, leases: list[list[int]]) -> Reply:
         group = self._ledger.plan.group

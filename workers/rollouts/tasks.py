@@ -7,9 +7,9 @@ from typing import Any
 from weakref import WeakSet
 
 from rayzero.engine.errors import EngineError
+from rayzero.workers.rollouts.address import BufferAddress
 from rayzero.workers.rollouts.buffer_client import (
     POLL_S,
-    BufferAddress,
     RolloutClient,
     decode,
     encode,
@@ -84,6 +84,10 @@ class Tasks:
     """An iterator over tasks, without end. By one thread; `Task.done` and `extend` by any others,
     one at a time.
 
+    Attributes:
+        version: generation and finished steps of the newest weights that generators could have
+            when a task was last asked for.
+
     Args:
         find: the present buffer's address; None: there is none at the moment.
         worker: this worker's number, by which the controller reports it lost.
@@ -108,6 +112,7 @@ class Tasks:
         if prompts < 1:
             raise EngineError(f"tasks of {prompts} prompts", "1 or more", "ctx.tasks(prompts=...)")
         self.group = group
+        self.version = 0, 0
         self._worker = worker
         self._stage = stage
         self._prompts = prompts
@@ -133,6 +138,8 @@ class Tasks:
                 limit_s=POLL_S,
                 check=self._check,
             )
+            generation, step = values["version"]
+            self.version = generation, step
             if leases := [(number, attempt) for number, attempt in values["leases"]]:
                 task = Task(self, leases, contents)
                 self._held.add(task)

@@ -20,6 +20,10 @@ from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.checkpoint.store import folder_exists, split_url
 from rayzero.engine.checkpoint.writer import write_rank_file
+from rayzero.workers.rollouts.address import BufferAddress
+from rayzero.workers.rollouts.counts import RolloutCounts
+from rayzero.workers.rollouts.ledger import RolloutPlan
+from rayzero.workers.rollouts.server import RolloutServer
 from rayzero.workers.vault import images
 from rayzero.workers.vault.buffers import BufferPool, available_bytes
 from rayzero.workers.vault.images import FetchRemote, MappedSlotReader, RemoteSlotReader
@@ -69,6 +73,7 @@ class Vault:
         self._replicate_calls = BoundedSemaphore(MAX_REPLICATE_CALLS)
         self._write_lock = Lock()
         self._closing = Event()
+        self._rollouts: RolloutServer | None = None
         self._registry = SlotRegistry(BufferPool(available))
         # A pool of its own: it takes no spare buffer that a rank is going to need.
         self._weights = WeightReplicas(BufferPool(available), fetch)
@@ -167,9 +172,46 @@ class Vault:
         finally:
             self._write_lock.release()
 
+    def open_rollouts(self, plan: RolloutPlan, host: str, timeout_s: float) -> BufferAddress:
+        """Opens an empty buffer of rollouts, in place of the one that there may be.
+
+        Args:
+            host: address of this node for the others.
+            timeout_s: see `RolloutServer`.
+
+        Raises:
+            ConfigError: no interface of this node has that address.
+        """
+        self.close_rollouts()
+        self._rollouts = RolloutServer(plan, host, timeout_s)
+        secret = os.urandom(32)
+        self._rollouts.admit(secret)
+        return BufferAddress(host, self._rollouts.port, secret)
+
+    def update_rollouts(self, generation: int, version: int, lost: Sequence[int]) -> RolloutCounts:
+        """Tells the buffer of the newest weights and of all lost workers: see `RolloutLedger`.
+        Returns its counts. Raises VaultGoneError if it has none, or does not answer."""
+        rollouts = self._rollouts
+        if rollouts is None:
+            raise VaultGoneError("this vault has no buffer of rollouts")
+        rollouts.publish(generation, version)
+        for worker in lost:
+            rollouts.lose(worker)
+        try:
+            return rollouts.counts(STORE_WAIT_S)
+        except TimeoutError:
+            raise VaultGoneError("the buffer of rollouts does not answer") from None
+
+    def close_rollouts(self) -> None:
+        """Closes the buffer, if there is one."""
+        if self._rollouts is not None:
+            self._rollouts.close()
+            self._rollouts = None
+
     def close(self) -> None:
         """Stops the server, aborts copies at their next chunk, and frees the memory. Idempotent."""
         self._closing.set()
+        self.close_rollouts()
         self._server.close()
         self._weights.close()
         self._registry.close()

@@ -18,11 +18,21 @@ class WeightVersion(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightDirectory:
-    """A version, and the slots of all ranks that hold it."""
+    """A version, and the slots of all ranks that hold it.
+
+    Args:
+        confirmed_in: the generation that has mirrored it, or has begun with it.
+    """
 
     slots: tuple[SlotRef, ...]
+    confirmed_in: int = 0
 
     @property
     def version(self) -> WeightVersion:
         first = self.slots[0]
         return WeightVersion(first.generation, first.step)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Grows while the job trains, also where it has gone back to an older step."""
+        return self.confirmed_in, self.version.step

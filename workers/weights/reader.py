@@ -101,7 +101,9 @@ class WeightReader:
         directory = self._find()
         return None if directory is None else directory.version
 
-    def refresh(self, model: nn.Module, engine: str | None = None) -> WeightVersion:
+    def refresh(
+        self, model: nn.Module, engine: str | None = None, least: tuple[int, int] = (0, 0)
+    ) -> WeightVersion:
         """Copies the newest version into the model's parameters and persistent buffers, in place
         and cast to their dtypes; nothing if the model has it. Waits for the first version.
 
@@ -111,6 +113,7 @@ class WeightReader:
         Args:
             model: with the names and shapes of the trainer's, on any device.
             engine: the name of one of several engines; None: the first one.
+            least: waits for a version of at least that `WeightDirectory.progress`.
 
         Raises:
             CheckpointMismatchError: names or shapes differ.
@@ -121,10 +124,14 @@ class WeightReader:
         return self._with_newest(
             lambda version: self._loaded.get(model, (None,))[:2] == (version, engine),
             partial(self._read, model, engine),
+            least,
         )
 
     def lend(
-        self, read: Callable[[LentVersion], object], loaded: WeightVersion | None = None
+        self,
+        read: Callable[[LentVersion], object],
+        loaded: WeightVersion | None = None,
+        least: tuple[int, int] = (0, 0),
     ) -> WeightVersion:
         """Has other processes of this node and user read the newest version; nothing if it is
         `loaded`. Waits for the first version.
@@ -132,11 +139,14 @@ class WeightReader:
         Args:
             read: called with the version. Raises if what was read is not all of it, and is then
                 called with a newer one, if slots were overwritten; otherwise that is raised here.
+            least: as of `refresh`.
 
         Raises:
             NoVersionError, VaultMemoryError: as `refresh`.
         """
-        return self._with_newest(lambda version: version == loaded, partial(self._lend, read))
+        return self._with_newest(
+            lambda version: version == loaded, partial(self._lend, read), least
+        )
 
     def _lend(
         self,
@@ -162,13 +172,14 @@ class WeightReader:
         self,
         is_loaded: Callable[[WeightVersion], bool],
         read: Callable[[WeightDirectory, float], object],
+        least: tuple[int, int],
     ) -> WeightVersion:
         """Reads the newest version, or a newer one if it is gone before it was read."""
         deadline_s = monotonic() + self._limit_s
         reason = "the trainer has mirrored no step yet"
         while True:
             directory = self._find()
-            if directory is not None:
+            if directory is not None and directory.progress >= least:
                 if is_loaded(directory.version):
                     return directory.version
                 try:

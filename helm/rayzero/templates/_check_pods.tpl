@@ -99,71 +99,159 @@
 {{- if $unit -}}{{- mulf (trimSuffix $unit $text | float64) (get $factors $unit) -}}{{- else -}}{{- float64 $text -}}{{- end -}}
 {{- end -}}
 
-{{/* The job's workers must fit the pods there may be at most, by CPUs and GPUs as KubeRay tells Ray of
-     them: rayStartParams, else the limits. */}}
-{{- define "rayzero.check.room" -}}
-{{- $workers := .Values.job.spec.workers | default dict -}}
+{{/* The workers that the job starts, its ranks and those of each role, as JSON */}}
+{{- define "rayzero.kinds" -}}
+{{- $kinds := list -}}
+{{- range $role, $spec := merge (dict "" .Values.job.spec) (deepCopy (.Values.job.spec.roles | default dict)) -}}
+{{- $workers := $spec.workers | default dict -}}
 {{- $least := $workers.min | default 1 | int -}}
 {{- $cpus := $workers.cpus | default 1 | float64 -}}
 {{- $gpus := $workers.gpus | default 0 | float64 -}}
+{{- $text := printf "%d workers (min) of %v CPUs (cpus) and %v GPUs (gpus) each" $least $cpus $gpus -}}
+{{- if $role -}}{{- $text = printf "%s for role %s" $text $role -}}{{- end -}}
+{{- $kinds = append $kinds (dict "role" $role "text" $text "cpus" $cpus "gpus" $gpus "min" $least "max" ($workers.max | default $least | int)) -}}
+{{- end -}}
+{{- toJson $kinds -}}
+{{- end -}}
+
+{{/* Places workers in pods, those that take most GPUs first, then most CPUs:
+     (dict "pods" (list (dict "count" "cpus" "gpus")) "kinds" "number" "min"). Returns what is left in the pods,
+     and the workers without a place, as JSON. */}}
+{{- define "rayzero.pack" -}}
+{{- $pods := .pods -}}
+{{- $homeless := list -}}
+{{- $sorted := dict -}}
+{{- range .kinds -}}{{- $_ := set $sorted (printf "%012.3f %012.3f %s" .gpus .cpus .role) . -}}{{- end -}}
+{{- range keys $sorted | sortAlpha | reverse -}}
+{{- $kind := get $sorted . -}}
+{{- $left := get $kind $.number | int -}}
+{{- $before := $pods -}}
+{{- $pods = list -}}
+{{- range $pod := $before -}}
+{{- $fit := include "rayzero.fit" (dict "pod" $pod "kind" $kind) | int -}}
+{{- $full := 0 -}}
+{{- $some := 0 -}}
+{{- if $fit -}}
+{{- $full = min $pod.count (div $left $fit) | int -}}
+{{- if lt $full (int $pod.count) -}}{{- $some = mod $left $fit | int -}}{{- end -}}
+{{- end -}}
+{{- $left = sub $left (add $some (mul $full $fit)) | int -}}
+{{- $one := ternary 1 0 (gt $some 0) -}}
+{{- range list (list (sub $pod.count (add $full $one)) 0) (list $full $fit) (list $one $some) -}}
+{{- if gt (first . | int) 0 -}}
+{{- $taken := last . -}}
+{{- $pods = append $pods (dict "count" (first .) "cpus" (subf $pod.cpus (mulf $taken $kind.cpus)) "gpus" (subf $pod.gpus (mulf $taken $kind.gpus))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if $left -}}{{- $homeless = append $homeless (printf "%d%s" $left (ternary (printf " of role %s" $kind.role) " of the ranks" (ne $kind.role ""))) -}}{{- end -}}
+{{- end -}}
+{{- dict "pods" $pods "homeless" $homeless | toJson -}}
+{{- end -}}
+
+{{/* How many workers of a kind a pod has room for: (dict "pod" "kind") */}}
+{{- define "rayzero.fit" -}}
+{{- $fit := addf (divf .pod.cpus .kind.cpus) 1e-6 | floor -}}
+{{- if gt .kind.gpus 0.0 -}}{{- $fit = minf $fit (addf (divf .pod.gpus .kind.gpus) 1e-6 | floor) -}}{{- end -}}
+{{- int $fit -}}
+{{- end -}}
+
+{{/* The workers of the job and of its roles must fit the pods there may be at most, by CPUs and GPUs as KubeRay
+     tells Ray of them: rayStartParams, else the limits. */}}
+{{- define "rayzero.check.room" -}}
+{{- $kinds := include "rayzero.kinds" . | fromJsonArray -}}
+{{- $ranks := first $kinds -}}
+{{- $gpus := 0.0 -}}
+{{- range $kinds -}}{{- $gpus = addf $gpus .gpus -}}{{- end -}}
 {{- if eq .Values.mode "job" -}}
-{{- $room := 0 -}}
 {{- $pods := list -}}
+{{- $texts := list -}}
 {{- range include "rayzero.groups" . | fromJsonArray -}}
 {{- $most := ternary (int .max) (int .min) $.Values.autoscaler.enabled -}}
-{{- $has := include "rayzero.room" (dict "pod" . "cpus" $cpus "gpus" $gpus) | fromJson -}}
-{{- if and $most (gt (int $has.gpus) 0) (eq $gpus 0.0) -}}
-{{- fail (printf "job.spec.workers.gpus, workers.resources: the job's workers take no GPU (gpus: 0), and each pod of %s has %v, which would be idle; set job.spec.workers.gpus to 1, or nvidia.com/gpu to null in workers.resources.requests and limits" .name $has.gpus) -}}
+{{- $has := include "rayzero.room" . | fromJson -}}
+{{- if and $most (gt $has.gpus 0.0) (eq $gpus 0.0) -}}
+{{- fail (printf "job.spec.workers.gpus, workers.resources: the job's workers%s take no GPU (gpus: 0), and each pod of %s has %v, which would be idle; set job.spec.workers.gpus%s to 1, or nvidia.com/gpu to null in workers.resources.requests and limits" (ternary " and roles" "" (gt (len $kinds) 1)) .name $has.gpus (ternary " or that of a role" "" (gt (len $kinds) 1))) -}}
 {{- end -}}
-{{- $room = add $room (mul $most (int $has.workers)) -}}
-{{- $pods = append $pods (printf "%d of %s with %v CPUs and %v GPUs each, room for %d workers" $most .name $has.cpus $has.gpus (int $has.workers)) -}}
+{{- $pods = append $pods (merge (dict "count" $most) $has) -}}
+{{- $text := printf "%d of %s with %v CPUs and %v GPUs each" $most .name $has.cpus $has.gpus -}}
+{{- if eq (len $kinds) 1 -}}{{- $text = printf "%s, room for %s workers" $text (include "rayzero.fit" (dict "pod" $has "kind" $ranks)) -}}{{- end -}}
+{{- $texts = append $texts $text -}}
 {{- end -}}
 {{- if gt (int .Values.head.numCpus) 0 -}}
 {{- $params := merge (deepCopy .Values.head.rayStartParams) (dict "num-cpus" .Values.head.numCpus) -}}
 {{- $head := dict "rayStartParams" $params "resources" .Values.head.resources -}}
-{{- $has := include "rayzero.room" (dict "pod" $head "cpus" $cpus "gpus" $gpus) | fromJson -}}
-{{- $room = add $room (int $has.workers) -}}
+{{- $pods = append $pods (merge (dict "count" 1) (include "rayzero.room" $head | fromJson)) -}}
 {{- end -}}
-{{- if lt (int $room) $least -}}
-{{- fail (printf "job.spec.workers: %d workers (min) of %v CPUs (cpus) and %v GPUs (gpus) each do not fit the pods: there are at most %s. Lower job.spec.workers, or raise workers.resources.limits, workers.max (without the autoscaler workers.min), or workers.rayStartParams (num-cpus, num-gpus) where a device plugin or a resource claim gives them" $least $cpus $gpus (join "; " $pods)) -}}
+{{- $packed := include "rayzero.pack" (dict "pods" $pods "kinds" $kinds "number" "min") | fromJson -}}
+{{- if $packed.homeless -}}
+{{- $wanted := list -}}
+{{- range $kinds -}}{{- $wanted = append $wanted .text -}}{{- end -}}
+{{- $paths := "job.spec.workers" -}}
+{{- $which := "" -}}
+{{- if gt (len $kinds) 1 -}}
+{{- $paths = "job.spec.workers, job.spec.roles" -}}
+{{- $which = printf ", and %s have no place" (join ", " $packed.homeless) -}}
+{{- end -}}
+{{- fail (printf "%s: %s do not fit the pods: there are at most %s%s. Lower %s, or raise workers.resources.limits, workers.max (without the autoscaler workers.min), or workers.rayStartParams (num-cpus, num-gpus) where a device plugin or a resource claim gives them" $paths (join ", " $wanted) (join "; " $texts) $which $paths) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 
 {{/* Warnings about GPUs that no worker of the job will use, one a line */}}
 {{- define "rayzero.idle" -}}
-{{- $workers := .Values.job.spec.workers | default dict -}}
-{{- $cpus := $workers.cpus | default 1 | float64 -}}
-{{- $gpus := $workers.gpus | default 0 | float64 -}}
-{{- $most := $workers.max | default $workers.min | default 1 | int -}}
+{{- $kinds := include "rayzero.kinds" . | fromJsonArray -}}
+{{- $ranks := first $kinds -}}
+{{- $groups := include "rayzero.groups" . | fromJsonArray -}}
+{{- if gt (len $kinds) 1 -}}
+{{- include "rayzero.idle.roles" (dict "kinds" $kinds "groups" $groups) -}}
+{{- else -}}
 {{- $room := 0 -}}
-{{- range include "rayzero.groups" . | fromJsonArray -}}
-{{- $has := include "rayzero.room" (dict "pod" . "cpus" $cpus "gpus" $gpus) | fromJson -}}
-{{- $idle := sub (int $has.gpus) (mulf (int $has.workers) $gpus | int) -}}
-{{- $room = add $room (mul (int .min) (int $has.workers)) -}}
+{{- range $groups -}}
+{{- $has := include "rayzero.room" . | fromJson -}}
+{{- $workers := include "rayzero.fit" (dict "pod" $has "kind" $ranks) | int -}}
+{{- $idle := sub (int $has.gpus) (mulf $workers $ranks.gpus | int) -}}
+{{- $room = add $room (mul (int .min) $workers) -}}
 {{- if gt $idle 0 }}
-WARNING: {{ $idle }} of the {{ $has.gpus }} GPUs of each pod of {{ .name }} will be idle: its {{ $has.cpus }} CPUs are enough for {{ $has.workers }} workers
-of {{ $cpus }} CPUs. Lower job.spec.workers.cpus, or raise workers.resources.limits.cpu.
+WARNING: {{ $idle }} of the {{ $has.gpus }} GPUs of each pod of {{ .name }} will be idle: its {{ $has.cpus }} CPUs are enough for {{ $workers }} workers
+of {{ $ranks.cpus }} CPUs. Lower job.spec.workers.cpus, or raise workers.resources.limits.cpu.
 {{- end -}}
 {{- end -}}
-{{- if and (gt $gpus 0.0) (gt (int $room) $most) }}
-WARNING: workers.min pods have room for {{ $room }} workers, and the job has at most {{ $most }} (job.spec.workers.max): the other GPUs
+{{- if and (gt $ranks.gpus 0.0) (gt (int $room) (int $ranks.max)) }}
+WARNING: workers.min pods have room for {{ $room }} workers, and the job has at most {{ $ranks.max }} (job.spec.workers.max): the other GPUs
 will be idle. Lower workers.min, or raise job.spec.workers.max.
 {{- end -}}
 {{- end -}}
+{{- end -}}
 
-{{/* What one pod has, and how many workers fit it, as JSON: (dict "pod" "cpus" "gpus") */}}
+{{/* The same where roles share the pods: (dict "kinds" "groups") */}}
+{{- define "rayzero.idle.roles" -}}
+{{- $pods := list -}}
+{{- $all := 0.0 -}}
+{{- range .groups -}}
+{{- $has := include "rayzero.room" . | fromJson -}}
+{{- $all = addf $all (mulf (int .min) $has.gpus) -}}
+{{- $pods = append $pods (merge (dict "count" (int .min)) $has) -}}
+{{- end -}}
+{{- $idle := 0.0 -}}
+{{- range (include "rayzero.pack" (dict "pods" $pods "kinds" .kinds "number" "max") | fromJson).pods -}}
+{{- $idle = addf $idle (mulf .count (floor (addf .gpus 1e-6))) -}}
+{{- end -}}
+{{- if gt $idle 0.0 }}
+WARNING: {{ $idle }} of the {{ $all }} GPUs of workers.min pods will be idle when the job and its roles have the most workers that they may:
+lower workers.min or the workers' cpus, or raise job.spec.workers.max or that of a role.
+{{- end -}}
+{{- end -}}
+
+{{/* The CPUs and GPUs of a pod, as JSON */}}
 {{- define "rayzero.room" -}}
-{{- $limits := .pod.resources.limits | default dict -}}
-{{- $params := .pod.rayStartParams | default dict -}}
-{{- $text := get $params "num-cpus" | default $limits.cpu | default .pod.resources.requests.cpu | default "0" | toString -}}
+{{- $limits := .resources.limits | default dict -}}
+{{- $params := .rayStartParams | default dict -}}
+{{- $text := get $params "num-cpus" | default $limits.cpu | default .resources.requests.cpu | default "0" | toString -}}
 {{- $cpus := ternary (divf (trimSuffix "m" $text | float64) 1000) (float64 $text) (hasSuffix "m" $text) | ceil -}}
 {{- $gpus := 0 -}}
 {{- range $name, $count := $limits -}}
 {{- if and $count (regexMatch "gpu$" $name) -}}{{- $gpus = int $count -}}{{- end -}}
 {{- end -}}
 {{- with get $params "num-gpus" -}}{{- $gpus = int . -}}{{- end -}}
-{{- $workers := divf $cpus .cpus | floor | int -}}
-{{- if gt .gpus 0.0 -}}{{- $workers = min $workers (divf $gpus .gpus | floor | int) -}}{{- end -}}
-{{- dict "cpus" $cpus "gpus" $gpus "workers" $workers | toJson -}}
+{{- dict "cpus" $cpus "gpus" $gpus | toJson -}}
 {{- end -}}

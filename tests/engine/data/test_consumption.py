@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import rayzero
 from rayzero.engine.builder import make_loader
-from rayzero.engine.data.consumption import STATE_NAME, Consumed, LogSource
+from rayzero.engine.data.consumed import Consumed
+from rayzero.engine.data.consumption import STATE_NAME, LogSource
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.sampling import StepSplit, TrainingProgress, assign_step

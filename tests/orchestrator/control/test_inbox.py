@@ -14,7 +14,7 @@ from ray.exceptions import ActorUnschedulableError
 from rayzero.engine.errors import EngineError
 from rayzero.orchestrator.aio import WORKER_POLL_S, WorkerReports
 from rayzero.orchestrator.cluster.actor_calls import ActorPoller, FutureBatcher
-from rayzero.orchestrator.control.inbox import DISPATCH_SLICE_S, WorkerInbox
+from rayzero.orchestrator.control.inbox import DISPATCH_SLICE_S, UndeliveredLines, WorkerInbox
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.errors import WorkerLostError
@@ -70,7 +70,7 @@ async def test_undelivered_log_lines_are_bounded():
         if isinstance(message, LogLine):
             lines.append(message.text)
 
-    harness.inbox = harness.make(dispatch, harness._on_lost, 250)
+    harness.inbox = harness.make(dispatch, harness._on_lost, UndeliveredLines(250))
     harness.inbox.start(range(5))
     line = LogLine(7, "stdout", "x" * 100)
     for _ in range(2):

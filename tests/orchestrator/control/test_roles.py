@@ -11,6 +11,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.errors import JobConfigError, JobFailedError
 from rayzero.orchestrator.job_events import RoleFault, RoleWorkerEnded, RoleWorkerReady
 from rayzero.orchestrator.machine import State
+from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import Crashed, Finished, LogLine
 from rayzero.workers.vault.process_end import ProcessEnd
 from rayzero.workers.vault.server import ConnectionLost
@@ -51,6 +52,10 @@ async def test_lost_worker_is_started_again_alone(folder: Path):
     status = harness.controller.status()
     assert (status.roles["rollout"].workers, status.roles["rollout"].faults) == (2, {"lost": 1})
     assert (status.generation, status.faults) == (1, {}), "the ranks hear nothing of it"
+    facts = harness.events.facts.roles["rollout"]
+    assert [size.workers for size in facts.sizes] == [1, 2, 1, 2]
+    (entry,) = facts.seen_faults
+    assert (entry.cause, entry.number, entry.at_s) == ("lost", 0, 1000.0)
     await harness.steps(3)
     assert harness.states[-1] is State.RUNNING
 
@@ -78,7 +83,7 @@ async def test_vault_sees_process_end_before_the_cluster(folder: Path):
 
 
 async def test_silent_process_is_lost(folder: Path):
-    harness, group = await started(folder)
+    harness, group = await started(folder, recovery={"hang_timeout_s": 60})
     for _ in range(40):
         group.post(101)
         await harness.clock.advance(2)
@@ -129,6 +134,7 @@ async def test_function_that_returns_is_not_called_again(folder: Path):
     assert [it.number for it in harness.log.of(RoleWorkerEnded)] == [0]
     role = harness.controller.status().roles["rollout"]
     assert (role.workers, role.finished) == (1, 1)
+    assert harness.events.facts.roles["rollout"].finished == 1
     assert harness.states[-1] is State.RUNNING
 
 
@@ -178,10 +184,50 @@ async def test_scaling_and_spares(folder: Path):
 
 async def test_draining_node_is_left(folder: Path):
     harness, group = await started(folder)
-    group.draining = frozenset("a")
-    await harness.clock.advance(2)
+    harness.cluster.draining = frozenset("a")
+    await harness.clock.advance(4)
+    assert group.left == {"a"}
     assert [fault.cause for fault in harness.log.of(RoleFault)] == ["preempted"] * 2
     assert sorted(index for index, _ in group.replaced) == [101, 102]
+
+
+async def test_lines_that_come_too_fast_are_counted(folder: Path):
+    harness, group = await started(folder)
+    lines = [LogLine(1, "stdout", "x" * 2**20, "rollout")] * 17
+    group.post(102, *lines)
+    group.post(101, LogLine(0, "stdout", "fits", "rollout"))
+    await settle()
+    first, second = harness.log.of(LogLine)
+    assert (first.speaker, second.text) == ("rollout 1", "fits")
+    assert "17 lines, 17.0 MiB, are not in this log" in first.text
+    group.post(102, *lines[:16])
+    await settle()
+    assert len(harness.log.of(LogLine)) == 18, "there is room again"
+
+
+async def test_faults_of_a_roles_worker(folder: Path):
+    harness, group = await started(folder)
+    reply = await harness.controller.inject(['kill(role="rollout", worker=1)'])
+    assert reply == 'job: kill(role="rollout", worker=1, step=3) at the next opportunity'
+    await settle()
+    assert group.injected == [(102, "kill")], "at once: no step may end before it"
+    (fired,) = harness.log.of(FaultFired)
+    assert fired == FaultFired(1, 3, 'kill(role="rollout", worker=1, step=3)', "rollout")
+    group.lose(102)
+    await harness.controller.inject(['stop(role="rollout", worker=1, step=5)'])
+    await harness.steps(2)
+    assert len(group.injected) == 1, "the worker is not there"
+    group.start()
+    await harness.steps(1)
+    assert group.injected[1:] == [(103, "stop")]
+    await harness.steps(1)
+    assert len(group.injected) == 2
+    for text, why in (
+        ('kill(role="rolout", worker=0)', "no role 'rolout' .did you mean 'rollout'"),
+        ('kill(role="rollout", worker=2)', "role rollout has at most 2 workers"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            await harness.controller.inject([text])
 
 
 async def test_functions_see_the_end_of_the_job(folder: Path):
@@ -197,6 +243,8 @@ async def test_limits_stay_when_another_controller_continues(folder: Path):
     harness.run.cancel()
     await settle()
     second = Harness(folder, past=reread(harness.events.facts), roles={"rollout": ROLE})
+    await settle()
+    assert second.events.facts.roles["rollout"].sizes[-1].workers == 0
     role = second.controller.status().roles["rollout"]
     assert (role.workers, role.workers_min, role.workers_max) == (0, 2, 5)
 

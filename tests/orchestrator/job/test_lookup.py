@@ -11,9 +11,28 @@ from hypothesis import strategies as st
 
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.validation import validate_document
-from rayzero.orchestrator.job.lookup import check_job_name, check_journal_owner, job_folder
+from rayzero.orchestrator.cli.jobs import _status_fields
+from rayzero.orchestrator.facts import JobFacts
+from rayzero.orchestrator.job.lookup import (
+    check_job_name,
+    check_journal_owner,
+    job_folder,
+    status_from_journal,
+)
+from rayzero.orchestrator.job_events import (
+    RoleFault,
+    RoleLimitsChanged,
+    RoleWorkerEnded,
+    RoleWorkerReady,
+    RunBegun,
+    RunEnded,
+)
+from rayzero.orchestrator.job_file import to_document
+from rayzero.orchestrator.journal.entries import facts_json
 from rayzero.orchestrator.journal.files import state_url
-from rayzero.orchestrator.spec import JobSpec
+from rayzero.orchestrator.results import RoleStatus
+from rayzero.orchestrator.spec import JobSpec, RoleSpec
+from rayzero.workers.messages import WorkerInfo
 from rayzero.workers.vault.server import make_address
 
 HOSTILE = ["..", ".", "", "../x", "/etc", "a/b", "a\\b/..", "a\0", "a\n", "\u202ea", "x" * 64]
@@ -84,3 +103,24 @@ def test_resume_refuses_a_journal_of_another_user(tmp_path: Path, monkeypatch: p
         os.chown(tmp_path / "gpt", 4243, -1)
     with pytest.raises(ConfigError, match="other users can write"):
         check_journal_owner(str(tmp_path), "gpt")
+
+
+def test_status_of_an_ended_job_has_its_roles(tmp_path: Path):
+    spec = JobSpec(name="gpt", entrypoint="m:f", roles={"play": RoleSpec(entrypoint="m:play")})
+    worker = WorkerInfo(0, "a", "a", "1.2.3.4", 7)
+    facts = JobFacts(1.0)
+    for event in (
+        RunBegun("1", to_document(spec), "/", by_value=False),
+        RoleWorkerReady("play", 0, worker, 1),
+        RoleFault("play", 0, "lost", worker, "killed", 0),
+        RoleLimitsChanged("play", 2, 5),
+        RoleWorkerReady("play", 0, worker, 1),
+        RoleWorkerEnded("play", 0, 0, has_returned=True),
+        RunEnded("succeeded"),
+    ):
+        facts = facts.apply(event, 2.0)
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt/job.json").write_bytes(facts_json(facts))
+    status = status_from_journal(str(tmp_path), "gpt")
+    assert status.roles == {"play": RoleStatus(0, 2, 5, finished=1, faults={"lost": 1})}
+    assert dict(_status_fields(status))["role play"] == "2 to 5 workers, 1 finished"

@@ -17,6 +17,7 @@ from rayzero.orchestrator.job_events import (
     Rewound,
     RoleFault,
     RoleWorkerReady,
+    RolloutsCounted,
     StateEntered,
     StepReplicated,
 )
@@ -25,7 +26,8 @@ from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.progress import JobProgress, StepRecord
 from rayzero.orchestrator.spec import CheckpointSpec, JobSpec, RecoverySpec, RoleSpec, Workers
-from rayzero.workers.messages import Heartbeat, StepReport, WorkerInfo
+from rayzero.workers.messages import Heartbeat, RoleReport, Spread, StepReport, WorkerInfo
+from rayzero.workers.rollouts.counts import RolloutCounts
 
 SPEC = JobSpec(
     name="gpt",
@@ -115,6 +117,11 @@ def eventful_job() -> SimulatedJob:
     for number in (0, 1):
         job.emit(RoleWorkerReady("rollout", number, WORKER, number + 1))
     job.emit(RoleFault("rollout", 1, "lost", WORKER, "killed", 1))
+    for number, version in ((0, 3), (1, 2)):
+        reward = {"reward": Spread(4, 2.0 * number, 0.0, 1.0)}
+        job.metrics.roles.on_report(RoleReport("rollout", number, reward, 128.0, version, 0.25))
+    counts = RolloutCounts((5,), (2,), 3, 8, 2, 4096, 2**30, 1, 0.5, 1, (1,), (7.5,))
+    job.metrics.roles.on_counts(RolloutsCounted(counts, ("rollout",)))
     job.enter(State.STARTING, 0, 0)
     job.now_s += 5
     job.form(1, 2, 0)

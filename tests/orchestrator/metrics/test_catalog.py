@@ -86,6 +86,21 @@ recovery_seconds_sum 1.5
 role_workers{role=rollout} 1
 role_worker_limits{limit=max,role=rollout} 4
 role_faults_total{cause=lost,role=rollout} 1
+role_faults_in_window{role=rollout} 1
+role_fault_budget{role=rollout} 20
+role_value{name=reward,role=rollout} 0.5
+role_tokens_total{role=rollout} 256
+role_oldest_version{role=rollout} 2
+role_weights_wait_seconds_total{role=rollout} 0.5
+rollout_tasks{role=rollout,state=leased} 2
+rollout_tasks{role=rollout,state=waiting} 5
+rollout_ready_prompts 3
+rollout_read_prompts 8
+rollout_published_version 2
+rollout_lag_steps{statistic=mean} 0.5
+rollout_max_lag_steps 1
+rollout_lease_expiries_total{role=rollout} 1
+rollout_task_wait_seconds_total{role=rollout} 7.5
 recovery_phase_seconds_sum{phase=load} 1
 checkpoint_bytes 3000
 checkpoint_failures_total 1
@@ -112,6 +127,7 @@ def test_exported_values_match_job():
     job.now_s += 4000
     exported = samples(job)
     assert exported["rayzero_faults_in_window", ()] == 0, "the fault budget recovers with time"
+    assert exported["rayzero_role_faults_in_window", (("role", "rollout"),)] == 0
     assert exported["rayzero_faults_total", (("cause", "lost"),)] == 1
 
 

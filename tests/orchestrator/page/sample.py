@@ -12,6 +12,7 @@ from rayzero.orchestrator.facts import (
     GenerationEntry,
     RecoveryEntry,
 )
+from rayzero.orchestrator.role_facts import RoleFaultEntry
 
 START_S = 1_700_000_000.0
 PHASES = ("forward", "backward", "reduce", "update", "data", "mirror")
@@ -39,6 +40,21 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
         "generation": 3,
         "world_size": ranks,
         "workers": {"min": 2, "max": ranks},
+        "roles": {"rollout": role(), "reward": role(scored=False)},
+        "rollouts": {
+            "waiting": {"rollout": 14, "reward": 0},
+            "leased": {"rollout": 6, "reward": 3},
+            "expired": {"rollout": 2, "reward": 0},
+            "wait_s": {"rollout": 71.0, "reward": 5.0},
+            "ready": 21,
+            "read": 98_760,
+            "published": 12_344,
+            "nbytes": 3.2e8,
+            "max_bytes": 2.0**30,
+            "max_version_lag": 2,
+            "lag_mean": 0.75,
+            "lag_max": 1,
+        },
         "progress": {
             "step": 12_345,
             "steps": 20_000,
@@ -87,6 +103,24 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
     }
 
 
+def role(scored: bool = True) -> dict[str, Any]:
+    """A role of which a worker was lost, and started again."""
+    sizes = ((40, 1), (41, 2), (42, 3), (1800, 2), (1806, 3))
+    fault = RoleFaultEntry(START_S + 1800, "hang", 1, f"rollout 1 on node a hangs: {HTML}")
+    return {
+        "min": 1,
+        "max": 4,
+        "workers": 3,
+        "finished": 0,
+        "faults": {"hang": 1} if scored else {},
+        "generations": [{"at_s": START_S + at_s, "world_size": size} for at_s, size in sizes],
+        "seen_faults": [vars(fault)] if scored else [],
+        "tokens_per_s": 41_237.0 if scored else None,
+        "version": 12_343 if scored else None,
+        "values": {"reward": {"mean": 0.6172, "low": -1.0, "high": 1.0}} if scored else {},
+    }
+
+
 def history(job: str = "gpt-stdlib", shift: float = 0.0) -> dict[str, Any]:
     """Its /history.json."""
     steps = range(0, 12_346, 60)
@@ -111,6 +145,14 @@ def history(job: str = "gpt-stdlib", shift: float = 0.0) -> dict[str, Any]:
         ],
         "user/accuracy": curve(lambda at: 1 - exp(-at / 5000) + 0.01 * sin(at)),
         f"user/{HTML}": [[1, 1.0]],
+        "roles/rollout/reward": curve(lambda at: 1 - 0.7 * exp(-at / 4000), 0.3),
+        "roles/rollout/tokens_per_s": curve(lambda at: 41_000 + 900 * sin(at / 200)),
+        "roles/rollout/task_wait_s": curve(lambda at: 0.05 + 0.02 * sin(at / 70)),
+        "roles/rollout/weights_wait_s": curve(lambda at: 0.01 + 0.004 * sin(at / 40)),
+        "roles/reward/task_wait_s": curve(lambda at: 0.2 + 0.05 * sin(at / 90)),
+        "rollouts/ready": curve(lambda at: 20 + 6 * sin(at / 150)),
+        "rollouts/leased": curve(lambda at: 9 + 2 * sin(at / 50)),
+        "rollouts/lag": curve(lambda at: 0.8 + 0.2 * sin(at / 80), 0.2),
     }
     curves["loss"][80][1:] = [None, None, None, 60]
     for index, phase in enumerate(("data", "forward", "backward", "reduce", "update", "mirror")):
@@ -149,7 +191,8 @@ def empty() -> dict[str, Any]:
     value |= dict.fromkeys(
         ("ranks", "generations", "faults", "recoveries", "checkpoints"), no_entries
     )
-    value |= {"stage": None, "generation": 0, "world_size": 0}
+    value |= {"stage": None, "generation": 0, "world_size": 0, "rollouts": None}
+    value["roles"] = {"rollout": {"min": 1, "max": 4, "workers": 0, "faults": {}}}
     value["progress"] = dict.fromkeys(value["progress"]) | {"step": 0}
     value["usage"] = dict.fromkeys(value["usage"])
     value["training"] = dict.fromkeys(value["training"]) | {"skipped_steps": 0.0}

@@ -119,6 +119,14 @@ def test_page_shows_all_values(tab: Browser, open_page: OpenPage, state: ServerS
         "accuracy",
         HTML,  # a name of a value, and text in the log
         "one/too/many",
+        "6, 14 wait",  # tasks of the role
+        "step 12,343, 1 behind",
+        "41,237",
+        "0.6172 (-1 to 1)",
+        "0.75 (max 1 of 2)",
+        "rollout 1 on node a hangs",
+        "rollout: reward",
+        "reward, for tasks",
         "step 12199/20000",
         "gpus: 1",
     ):
@@ -128,6 +136,8 @@ def test_page_shows_all_values(tab: Browser, open_page: OpenPage, state: ServerS
     assert tab.evaluate("document.querySelectorAll('#world path.fault').length") == 1
     assert tab.evaluate("document.querySelectorAll('#world line.saved').length") == 5
     assert tab.evaluate("document.getElementById('bar').getAttribute('aria-valuenow')") == "62"
+    lane = "document.querySelectorAll('#lane-rollout path.size, #lane-rollout path.fault').length"
+    assert tab.evaluate(lane) == 2
     assert tab.evaluate("document.title") == "running · gpt-stdlib"
     assert set(state.paths) <= {"/", "/snapshot.json", "/history.json"}
 
@@ -156,10 +166,25 @@ def test_values_are_not_interpreted_as_html(
 def test_job_without_values(tab: Browser, open_page: OpenPage, state: ServerState) -> None:
     state.snapshot, state.history = empty(), empty_history()
     open_page("no value yet")
-    for part in ("No process group has formed yet.", "no rank has reported yet", "pending"):
+    for part in (
+        "No process group has formed yet.",
+        "No worker runs yet.",
+        "no rank has reported yet",
+        "pending",
+    ):
         assert part in tab.evaluate(TEXT)
     assert "NaN" not in tab.evaluate(TEXT)
     assert "undefined" not in tab.evaluate(TEXT)
+    assert tab.errors == []
+
+
+def test_job_without_roles_has_no_lanes(
+    tab: Browser, open_page: OpenPage, state: ServerState
+) -> None:
+    assert state.snapshot is not None
+    del state.snapshot["roles"], state.snapshot["rollouts"]  # of an earlier version
+    open_page("12,345 of 20,000")
+    assert "Roles" not in tab.evaluate(TEXT)
     assert tab.errors == []
 
 

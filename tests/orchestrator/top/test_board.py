@@ -41,6 +41,14 @@ def test_board_shows_all_values() -> None:
         "1 fault",
         "step 10,000, 2.98 GiB in 4.2 s",
         "1 failed write attempts",
+        "rollout 3 (of 1 to 4)",
+        "tasks in flight 6",
+        "oldest weights 12,343",
+        "41,237",
+        "reward 0.6172",
+        "version 12,344",
+        "ready prompts 21",
+        "rollout 1 on node a hangs",
     ):
         assert part in text, part
 

@@ -12,10 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.engine.errors import ConfigError
-from rayzero.workers.chaos.spec import FAULT_KINDS, PHASES, FaultSpec, parse_fault, random_faults
+from rayzero.workers.chaos.spec import (
+    FAULT_KINDS,
+    PHASES,
+    FaultSpec,
+    all_fault_kinds,
+    parse_fault,
+    random_faults,
+)
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "rank": st.integers(0, 999),
+    "worker": st.integers(0, 999),
+    "role": st.from_regex(r"[a-z][a-z0-9-]{0,31}", fullmatch=True),
     "node": st.integers(0, 99),
     "step": st.integers(1, 10**6),
     "steps": st.integers(1, 100),
@@ -28,8 +37,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def faults(draw: st.DrawFn) -> FaultSpec:
-    name = draw(st.sampled_from([*FAULT_KINDS]))
-    kind = FAULT_KINDS[name]
+    name, kind = draw(st.sampled_from(all_fault_kinds()))
     optional = draw(st.sets(st.sampled_from([*kind.defaults]))) if kind.defaults else set()
     given = {key: draw(VALUES[key]) for key in {*kind.required, *optional}}
     return FaultSpec(name, **{**kind.defaults, **given})
@@ -47,6 +55,7 @@ def faults(draw: st.DrawFn) -> FaultSpec:
             "raise_error(step=7, rank=1, phase='update', times=2)",
             FaultSpec("raise_error", rank=1, step=7, phase="update", times=2),
         ),
+        ("kill(role='rollout', worker=1, step=7)", FaultSpec("kill", 7, role="rollout", worker=1)),
         ('tear_file(step=50, rank=0, how="cut")', FaultSpec("tear_file", step=50, how="cut")),
     ],
 )
@@ -75,6 +84,7 @@ def test_missing_step_is_set_if_required() -> None:
 
 def test_targets_and_total_firings() -> None:
     assert parse_fault("kill(rank=1, step=7)").target == "worker"
+    assert parse_fault("stop(role='rollout', worker=1, step=7)").target == "role"
     assert parse_fault("kill_vault(node=1, step=7)").target == "vault"
     assert parse_fault("drop_node(node=1, step=7)").target == "cluster"
     assert parse_fault("full_disk(step=7, times=3)").target == "store"
@@ -97,6 +107,10 @@ def test_targets_and_total_firings() -> None:
             "phase='reduec' (did you mean 'reduce'?)",
             "one of data, forward,",
         ),
+        ("kill(role='rollout', step=7)", "kill needs worker=", "kill(role=, worker=, step=)"),
+        ("kill(role='a', rank=1, step=7)", "kill has no argument 'rank'", "kill(role=, worker="),
+        ("kill(role=1, worker=1, step=7)", "role=1", "the name of a role"),
+        ("hang(role='a', worker=1, step=7)", "hang has no argument 'role'", "hang(rank=, step="),
         ("kill(rank=-1, step=7)", "rank=-1", "a whole number, 0 or more"),
         ("kill(rank=1, step=0)", "step=0", "a whole number, 1 or more"),
         ("kill(rank=True, step=7)", "rank=True", "a whole number"),

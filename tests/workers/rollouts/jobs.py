@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from rayzero.engine.builder import make_loader
 from rayzero.engine.data.consumption import LogSource
 from rayzero.engine.data.sampling import SampleOrder
-from rayzero.workers.rollouts.buffer_client import BufferAddress, RolloutLog
+from rayzero.workers.rollouts.address import BufferAddress
+from rayzero.workers.rollouts.buffer_client import RolloutLog
 from tests.workers.recovery_jobs import SAMPLES, Data, make_model
 
 GROUP, PROMPTS = 3, list(range(7))

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rayzero.engine.data.consumption import Consumed
+from rayzero.engine.data.consumed import Consumed
 from rayzero.engine.errors import ConfigError, DataError
 from rayzero.workers.rollouts.ledger import RolloutLedger, RolloutPlan, TaskLease
 
@@ -210,7 +210,9 @@ class Course(RuleBasedStateMachine):
         numbers = [number for step in self.trained for number in step]
         assert len(set(numbers)) == len(numbers)
         assert all(len(step) == self.plan.prompts_per_batch for step in self.trained)
-        assert self.ledger.counts()["leased"] == len(self.live)
+        counts = self.ledger.counts()
+        assert sum(counts.leased) == len(self.live)
+        assert (counts.lag_max or 0) <= self.plan.max_version_lag
 
     def teardown(self) -> None:
         """One generator is enough to come to the end, and every prompt was trained on once."""
@@ -324,16 +326,16 @@ def test_bytes_stop_what_is_begun_but_not_the_next_batch() -> None:
     assert len(begun) == 8
     finish(ledger, *begun, sample=b"x" * 100)
     assert take(ledger) == []
-    held = ledger.counts()["bytes"]
+    held = ledger.counts().nbytes
     assert 900 <= held <= 1000
     ledger.read(0, 8)
-    assert ledger.counts()["bytes"] == held, "the trainer may read it again"
+    assert ledger.counts().nbytes == held, "the trainer may read it again"
     more = take(ledger)
-    assert 0 < len(more) + ledger.counts()["ready"] <= 4, "as many as the next batch needs"
+    assert 0 < len(more) + ledger.counts().ready <= 4, "as many as the next batch needs"
     finish(ledger, *more, sample=b"x" * 100)
     assert ledger.read(8, 12) is not None
     ledger.publish(0, 2)
-    assert ledger.counts()["bytes"] < 550
+    assert ledger.counts().nbytes < 550
     assert take(ledger) != []
 
 
@@ -347,16 +349,27 @@ def test_stages_have_their_own_workers_and_content() -> None:
     ledger.lose(5)
     [reward] = ledger.take(1, 6, 9, 4.0)
     assert reward.content == (b"a", b"b")
-    assert ledger.counts() | {"bytes": 0} == {
-        "waiting": 5,
-        "leased": 1,
-        "ready": 0,
-        "read": 0,
-        "published": 0,
-        "bytes": 0,
-    }
+    counts = ledger.counts()
+    assert (counts.waiting, counts.leased, counts.ready, counts.read) == ((5, 0), (0, 1), 0, 0)
     assert ledger.done(reward.number, reward.attempt, [b"A", b"B"])
     assert ledger.read(0, 1) == [(0, (b"A", b"B"))]
+
+
+def test_counts_tell_how_old_the_newest_batch_is() -> None:
+    ledger = make_ledger(batch=2, max_version_lag=2)
+    assert (ledger.counts().lag_mean, ledger.counts().lag_max) == (None, None)
+    finish(ledger, *take(ledger, 3))  # begun at version 0
+    ledger.publish(0, 1)
+    finish(ledger, *take(ledger, 1))
+    ledger.read(0, 2)
+    assert (ledger.counts().lag_mean, ledger.counts().lag_max) == (0.0, 0)
+    ledger.read(2, 4)  # the step after the first: one of its two is made of its own weights
+    counts = ledger.counts()
+    assert (counts.lag_mean, counts.lag_max) == (0.5, 1)
+    assert (counts.read, counts.published, counts.max_version_lag) == (4, 1, 2)
+    take(ledger, 2)
+    assert ledger.expire(1e9)
+    assert ledger.counts().expired == (2,)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (1, 1, -1), (1, 1, 0, ()), (1, 1, 0, (0.0,))])
@@ -382,7 +395,7 @@ def test_what_another_run_has_consumed_is_not_used() -> None:
         finish(ledger, *take(ledger))
         assert is_ahead or ledger.read(0, 2) == [(0, (b"s",)), (1, (b"s",))]
         ledger.open(1, Consumed(1, frozenset({2})))
-        assert ledger.counts()["bytes"] == 4, "of two tasks"
+        assert ledger.counts().nbytes == 4, "of two tasks"
         assert [number for number, _ in ledger.read(2, 4) or ()] == [1, 3]
 
 

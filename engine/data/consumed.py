@@ -1,0 +1,35 @@
+"""Which prompts of a log of rollouts were trained on. Imports no torch: the buffer uses it, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rayzero.engine.errors import DataError
+
+
+@dataclass(frozen=True)
+class Consumed:
+    """A set of prompts by their numbers, from 0 over all epochs: those below `frontier`, and
+    `extras`, which are above it."""
+
+    frontier: int = 0
+    extras: frozenset[int] = frozenset()
+
+    def __len__(self) -> int:
+        return self.frontier + len(self.extras)
+
+    def __contains__(self, number: int) -> bool:
+        return number < self.frontier or number in self.extras
+
+    def add(self, numbers: Iterable[int]) -> Consumed:
+        """The set with these in it. Raises DataError if one of them is there already."""
+        extras, frontier = set(self.extras), self.frontier
+        for number in numbers:
+            if number < frontier or number in extras:
+                raise DataError(f"prompt {number} stands in the log of rollouts twice")
+            extras.add(number)
+        while frontier in extras:
+            extras.remove(frontier)
+            frontier += 1
+        return Consumed(frontier, frozenset(extras))

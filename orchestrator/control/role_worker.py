@@ -1,0 +1,55 @@
+"""A role's worker, and what it is told of the job while its function runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
+from rayzero.orchestrator.control.loop import JobLoop
+from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.control.rollouts import RolloutBuffer
+from rayzero.orchestrator.control.weight_versions import WeightVersions
+from rayzero.workers.messages import WorkerInfo
+from rayzero.workers.roles.role_calls import RoleCalls
+from rayzero.workers.roles.view import RoleView
+
+
+@dataclass(eq=False)
+class RoleWorker:
+    """A worker whose function was called, until it returns or its process is lost."""
+
+    info: WorkerInfo
+    number: int
+    heard_at_s: float
+    view: RoleView = field(default_factory=RoleView)
+    """The newest that it was told."""
+    has_begun: bool = False
+    hangs: bool = False
+    step: int = 0
+
+
+@dataclass(eq=False)
+class RoleViews:
+    """What the workers of all roles are told: vaults, the buffer of rollouts, weights."""
+
+    _loop: JobLoop
+    _members: Members
+    rollouts: RolloutBuffer
+    _versions: WeightVersions
+
+    def of(self, worker: RoleWorker) -> RoleView:
+        vault = self._members.vault_addresses.get(worker.info.node_id, "")
+        return RoleView(vault, self.rollouts.address, self._versions.newest)
+
+    async def keep(self, worker: RoleWorker, calls: Calls, has: Callable[[], bool]) -> None:
+        """Tells a worker what has changed, as long as `has` holds: one call at a time, so that a
+        slow one gets only the newest."""
+        while True:
+            await self._loop.wait_until(lambda: not has() or self.of(worker) != worker.view)
+            if not has():
+                return
+            worker.view = self.of(worker)
+            with suppress(WorkerUnavailableError):  # its poll or its vault tells more
+                await calls.worker(worker.info.index, RoleCalls.update, worker.view)

@@ -1,0 +1,126 @@
+"""The buffer of a job's rollouts: a part of one member's vault, opened again where that is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from rayzero.orchestrator.control.calls import Calls
+from rayzero.orchestrator.control.failures import FailureHandler
+from rayzero.orchestrator.control.loop import JobLoop
+from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.control.weight_versions import WeightVersions
+from rayzero.orchestrator.errors import VaultLostError
+from rayzero.orchestrator.facts import EventBus
+from rayzero.orchestrator.job_events import RolloutsCounted
+from rayzero.workers.messages import WorkerInfo
+from rayzero.workers.rollouts.address import BufferAddress
+from rayzero.workers.rollouts.ledger import RolloutPlan
+from rayzero.workers.vault.records import VaultGoneError
+from rayzero.workers.vault.vault import Vault
+
+COUNT_INTERVAL_S = 1.0
+"""How often the buffer is asked what it holds, if there is nothing to tell it."""
+
+
+@dataclass(eq=False)
+class RolloutBuffer:
+    """Opens the buffer, tells it of new weights and lost workers, and ends the generation whose
+    ranks read from one that is lost: they cannot know what each other has read (rule `one-log`).
+
+    Args:
+        _plan: None: the job has no rollouts.
+        _stages: the role of each stage.
+        _hang_timeout_s: `recovery.hang_timeout_s` of the job.
+    """
+
+    _plan: RolloutPlan | None
+    _stages: tuple[str, ...]
+    _loop: JobLoop
+    _members: Members
+    _calls: Calls
+    _vaults: VaultManager
+    _failures: FailureHandler
+    _versions: WeightVersions
+    _events: EventBus
+    _hang_timeout_s: float
+    address: BufferAddress | None = None
+    """Of the buffer; None: there is none at the moment."""
+    _node: str = ""
+    _vault: str = ""  # the address of the vault that the buffer is in
+    _lost: tuple[int, ...] = ()  # workers, since the buffer was opened
+
+    async def open(self, members: Sequence[WorkerInfo]) -> BufferAddress | None:
+        """The buffer that a generation with these members, by rank, reads from. It stays where it
+        is as long as its node has a member; else an empty one is opened on the node of rank 0."""
+        if self._plan is None:
+            return None
+        nodes = {worker.node_id for worker in members}
+        while self.address is None or self._is_lost or self._node not in nodes:
+            await self._open_new(self._plan, members[0])
+        return self.address
+
+    def on_worker_lost(self, worker: int) -> None:
+        """A role's worker is gone, with the tasks that it has."""
+        if self._plan is not None:
+            self._lost = (*self._lost, worker)
+            self._loop.changed.notify()
+
+    async def run(self) -> None:
+        """Keeps the buffer informed, and sees its loss. Returns only with the job, and at once if
+        it has no rollouts."""
+        told: object = None
+
+        def has_news() -> bool:
+            return self.address is not None and (self._is_lost or self._news() != told)
+
+        while self._plan is not None:
+            await self._loop.wait_for(COUNT_INTERVAL_S, has_news)
+            if self._is_lost:
+                self._on_lost()
+            elif self.address is not None:
+                told = _, (generation, step), lost = self._news()
+                with suppress(VaultLostError, VaultGoneError):  # VaultManager sees the loss, too
+                    counts = await self._calls.vault(
+                        self._node, Vault.update_rollouts, generation, step, lost
+                    )
+                    self._events.emit(RolloutsCounted(counts, self._stages))
+
+    def _news(self) -> tuple[object, tuple[int, int], tuple[int, ...]]:
+        """The buffer, what it is to publish, and all workers that are lost."""
+        version = self._versions.confirmed
+        return self.address, (-1, 0) if version is None else version.progress, self._lost
+
+    @property
+    def _is_lost(self) -> bool:
+        is_open = self._members.vault_addresses.get(self._node) == self._vault
+        return self.address is not None and not is_open
+
+    async def _open_new(self, plan: RolloutPlan, worker: WorkerInfo) -> None:
+        node = worker.node_id
+        if self.address is not None and not self._is_lost:
+            with suppress(VaultLostError):
+                await self._calls.vault(self._node, Vault.close_rollouts)
+        self.address, self._lost = None, ()
+        await self._vaults.open_with_retries(node, lambda: True)
+        vault = self._members.vault_addresses[node]
+        try:
+            address = await self._calls.vault(
+                node, Vault.open_rollouts, plan, worker.ip, self._hang_timeout_s
+            )
+        except VaultLostError:
+            await self._loop.sleep(COUNT_INTERVAL_S)
+            return
+        self._node, self._vault, self.address = node, vault, address
+        self._loop.changed.notify()
+
+    def _on_lost(self) -> None:
+        self.address = None
+        self._loop.changed.notify()
+        self._events.warn(
+            "the buffer of rollouts was lost with its vault: the ranks go on with a new one, and "
+            "prompts that they have not trained on are issued again"
+        )
+        self._failures.on_buffer_lost()

@@ -1,0 +1,111 @@
+"""What the workers of a job's roles report, and what its buffer of rollouts holds. No clock, no
+I/O."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from rayzero.orchestrator.job_events import RolloutsCounted
+from rayzero.workers.messages import RoleReport, Spread
+
+MAX_ROLE_VALUES = 100
+"""Names under which a role's workers report values; bounds the number of Prometheus series."""
+
+
+@dataclass
+class RoleValues:
+    """What the workers of one role have reported.
+
+    Args:
+        tokens, weights_wait_s: totals of all workers.
+        tokens_per_s: during the last step of the job; None before the first, and without tokens.
+        values: the newest under each name.
+        versions: of the weights that each worker has, by its number.
+    """
+
+    tokens: float = 0.0
+    tokens_per_s: float | None = None
+    weights_wait_s: float = 0.0
+    values: dict[str, Spread] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
+    _of_step: dict[str, Spread] = field(default_factory=dict)
+    _tokens_before: float = 0.0
+    _weights_wait_before_s: float = 0.0
+
+    @property
+    def oldest_version(self) -> int | None:
+        return min(self.versions.values(), default=None)
+
+    def add(self, report: RoleReport) -> None:
+        self.tokens += report.tokens
+        self.weights_wait_s += report.weights_wait_s
+        if report.version is not None:
+            self.versions[report.number] = report.version
+        for name, spread in report.values.items():
+            if name in self.values or len(self.values) < MAX_ROLE_VALUES:
+                self.values[name] = spread
+                earlier = self._of_step.get(name)
+                self._of_step[name] = spread if earlier is None else earlier + spread
+
+    def take_step(self, step_s: float) -> Iterator[tuple[str, Spread]]:
+        """What was reported since the last step of the job, which took `step_s`."""
+        yield from self._of_step.items()
+        tokens, self._tokens_before = self.tokens - self._tokens_before, self.tokens
+        wait_s = self.weights_wait_s - self._weights_wait_before_s
+        self._weights_wait_before_s = self.weights_wait_s
+        if self.tokens and step_s > 0:
+            self.tokens_per_s = tokens / step_s
+            yield "tokens_per_s", one(self.tokens_per_s)
+        if self.weights_wait_s:
+            yield "weights_wait_s", one(wait_s)
+        self._of_step = {}
+
+
+class RoleTable:
+    """The roles of a job, by name, and its rollouts."""
+
+    def __init__(self) -> None:
+        self.by_role: defaultdict[str, RoleValues] = defaultdict(RoleValues)
+        self.rollouts: RolloutsCounted | None = None
+        """None before the buffer was asked."""
+        self._task_wait_s: tuple[float, ...] = ()
+
+    def on_report(self, report: RoleReport) -> None:
+        self.by_role[report.role].add(report)
+
+    def on_counts(self, event: RolloutsCounted) -> None:
+        self.rollouts = event
+
+    def on_worker_changed(self, role: str, number: int) -> None:
+        """The worker with this number is a new one, or is gone."""
+        self.by_role[role].versions.pop(number, None)
+
+    def take_step(self, step_s: float) -> dict[str, Spread]:
+        """The values of the curves at a step of the job, by their names: what was reported or has
+        passed since the step before, and what the buffer held when it was last asked."""
+        values = {
+            f"roles/{role}/{name}": spread
+            for role, reported in self.by_role.items()
+            for name, spread in reported.take_step(step_s)
+        }
+        if self.rollouts is None:
+            return values
+        counts = self.rollouts.counts
+        waits = zip_longest(self.rollouts.stages, counts.wait_s, self._task_wait_s, fillvalue=0.0)
+        for role, wait_s, before_s in waits:  # less than before: of another buffer
+            values[f"roles/{role}/task_wait_s"] = one(
+                wait_s - before_s if wait_s >= before_s else wait_s
+            )
+        self._task_wait_s = counts.wait_s
+        values["rollouts/ready"] = one(counts.ready)
+        values["rollouts/leased"] = one(sum(counts.leased))
+        if counts.lag_mean is not None and counts.lag_max is not None:
+            values["rollouts/lag"] = Spread(1, counts.lag_mean, counts.lag_mean, counts.lag_max)
+        return values
+
+
+def one(value: float) -> Spread:
+    return Spread(1, value, value, value)

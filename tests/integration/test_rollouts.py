@@ -1,0 +1,110 @@
+"""A job on rollouts, on a real Ray cluster: generators, rewards, ranks and the buffer are lost, and
+each prompt is trained on exactly once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rayzero
+from rayzero.engine.data.sample_ledger import read_ledger
+from rayzero.orchestrator.job_events import Repaired, RoleWorkerReady
+from rayzero.orchestrator.progress import StepRecord
+from tests.orchestrator.support import EventLog
+from tests.workers.recovery_jobs import SAMPLES, engine_config, make_model
+from tests.workers.rollouts.jobs import GROUP, PROMPTS, make_sample, plain_torch
+
+pytestmark = pytest.mark.slow
+STEPS = 30
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+def train(ctx: rayzero.Context) -> dict[str, Any]:
+    engine, *_ = ctx.initialize(model=make_model(torch.float64))
+    for x, y in ctx.rollouts(PROMPTS, engine).until(ctx.steps):
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+        engine.step()
+        time.sleep(0.05)
+    weights = engine.state_dict()
+    if ctx.is_main:
+        torch.save(weights, ctx.output_dir / "weights.pt")
+    return {"pid": os.getpid()}
+
+
+def generate(ctx: rayzero.RoleContext) -> None:
+    model = make_model(torch.float64)
+    for task in ctx.tasks(prompts=2):
+        version = ctx.weights.refresh(model)
+        total = sum(parameter.double().sum().item() for parameter in model.parameters())
+        print(f"version {version.step} {total!r}")
+        task.done([[(prompt, member) for member in range(GROUP)] for prompt in task.prompts])
+
+
+def score(ctx: rayzero.RoleContext) -> None:
+    for task in ctx.tasks():
+        task.done([make_sample(*sample) for sample in task.samples])
+
+
+def test_each_prompt_is_trained_on_once(no_leaks: None, tmp_path: Path):
+    log = EventLog()
+    few = rayzero.Workers(min=1, cpus=0.25)
+    handle = rayzero.Job(
+        "rollouts",
+        train,
+        engine=engine_config(1),
+        workers=rayzero.Workers(min=2, cpus=0.25),
+        steps=STEPS,
+        rollouts=rayzero.Rollouts(group=GROUP),
+        roles={
+            "score": rayzero.Role(score, workers=few, takes="rollout"),
+            "rollout": rayzero.Role(
+                generate, workers=rayzero.Workers(min=2, cpus=0.25), takes="prompts"
+            ),
+        },
+        checkpoint={"path": str(tmp_path)},
+        ledger=True,
+    ).submit(observer=log)
+
+    def reach(step: int) -> None:
+        wait_for(lambda: any(record.step >= step for record in log.of(StepRecord)))
+
+    reach(3)
+    for event in log.of(RoleWorkerReady)[:2]:
+        os.kill(event.worker.pid, signal.SIGKILL)
+    reach(8)
+    handle.inject("kill(rank=1)")
+    reach(14)
+    assert len(log.of(RoleWorkerReady)) == 5, "both were started again"
+    handle.inject("kill_vault(node=0)")
+    result = handle.result()
+    assert [it.cause for it in log.of(Repaired)] == ["lost", "rollouts"]
+    assert result.metrics["steps"] == STEPS
+    folder = tmp_path / "rollouts"
+    steps = read_ledger(folder / "ledger")
+    numbers = [number for step in sorted(steps) for number in steps[step]]
+    assert sorted(numbers) == [*range(STEPS * SAMPLES)]
+    log_of_steps = [steps[it] for it in sorted(steps)]
+    seen = {text for line in handle.logs(role="rollout") if (text := line.partition("version ")[2])}
+    assert len(seen) > STEPS / 2
+    for text in seen:  # each is a version's weights, of one step
+        step, total = text.split()
+        oracle = plain_torch(log_of_steps[: int(step)], 0)
+        expected_total = sum(value.sum().item() for value in oracle.values())
+        assert float(total) == pytest.approx(expected_total, rel=1e-9)
+    weights = torch.load(folder / "weights.pt", weights_only=True)
+    for name, expected in plain_torch(log_of_steps, 0).items():
+        torch.testing.assert_close(weights[name], expected, rtol=1e-9, atol=1e-12)

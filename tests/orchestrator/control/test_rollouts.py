@@ -1,0 +1,114 @@
+"""The buffer of a job's rollouts, in virtual time: where it is, what it is told, and its loss."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rayzero.orchestrator.job_events import Repaired
+from rayzero.orchestrator.machine import State
+from rayzero.workers.messages import Heartbeat
+from rayzero.workers.roles.view import TASKS_PHASE
+from tests.orchestrator.fake_cluster import FakeCluster
+from tests.orchestrator.fake_roles import FakeRoleGroup
+from tests.orchestrator.support import Harness, settle
+
+JOB: dict[str, Any] = {
+    "engine": {"train_batch_size": 8},
+    "rollouts": {"group": 2},
+    "roles": {"rollout": {"entrypoint": "m:generate", "takes": "prompts"}},
+}
+
+
+async def started(folder: Path, nodes: str = "ab", **changes: Any) -> tuple[Harness, FakeRoleGroup]:
+    harness = Harness(folder, FakeCluster(nodes), **JOB, **changes)
+    group = harness.roles["rollout"]
+    await settle()
+    group.start(nodes[-1])
+    await settle()
+    return await harness.trained(1), group
+
+
+async def test_buffer_is_on_the_node_of_rank_0_and_everybody_knows_it(folder: Path):
+    harness, group = await started(folder)
+    vault = harness.cluster.vaults.by_node["a"]
+    assert vault.rollouts == harness.plan.rollouts
+    assert harness.cluster.vaults.by_node["b"].rollouts is None
+    addresses = {it.rollouts for _, it in harness.cluster.assigned}
+    assert addresses == {harness.controller._parts.roles.rollouts.address} != {None}
+    assert {group.views[101][-1].buffer} == addresses
+    await harness.steps(2)
+    await settle()
+    assert vault.told == (1, 3, ()), "a version is a step that all ranks have mirrored"
+
+
+async def test_lost_and_hung_workers_have_no_tasks(folder: Path):
+    harness, group = await started(folder)
+    group.lose(101)
+    await settle()
+    group.start("b")
+    await settle()
+    group.post(102, Heartbeat(0, 0, "run", 500.0))  # before its first task: it may load a model
+    await settle()
+    assert group.killed == [101]
+    group.post(102, Heartbeat(0, 0, TASKS_PHASE, 121.0))
+    await settle()
+    assert group.killed == [101, 102]
+    assert harness.cluster.vaults.by_node["a"].told[2] == (101, 102)
+    assert harness.controller.status().roles["rollout"].faults == {"hang": 1, "lost": 1}
+
+
+async def test_lost_buffer_ends_the_generation_that_reads_from_it(folder: Path):
+    harness, group = await started(folder)
+    lost = harness.controller._parts.roles.rollouts.address
+    harness.cluster.vaults.kill("a")
+    await settle()
+    await harness.steps(2)
+    assert harness.states.count(State.RECOVERING) == 1
+    assert [it.cause for it in harness.log.of(Repaired)] == ["rollouts"]
+    (new,) = {it.rollouts for _, it in harness.cluster.assigned if it.generation == 2}
+    assert new not in (None, lost)
+    heard = [buffer for buffer, _ in groupby(view.buffer for view in group.views[101])]
+    assert heard == [lost, None, new]
+    assert harness.controller.status().faults == {}, "no worker is at fault"
+
+
+async def test_another_vault_may_be_lost(folder: Path):
+    harness, _ = await started(folder)
+    buffer = harness.controller._parts.roles.rollouts.address
+    harness.cluster.vaults.kill("b")
+    await settle()
+    await harness.steps(2)
+    assert State.RECOVERING not in harness.states
+    assert harness.controller._parts.roles.rollouts.address == buffer
+
+
+async def test_buffer_is_opened_where_members_are_left(folder: Path):
+    harness, _ = await started(folder, workers=(1, 2))
+    harness.cluster.vaults.kill("a")
+    await harness.kill(0, "lost with its node")
+    await harness.steps(2)
+    vaults = harness.cluster.vaults.by_node
+    assert [node for node in vaults if vaults[node].rollouts] == ["b"]
+    address = harness.controller._parts.roles.rollouts.address
+    assert address is not None
+    assert address.secret.decode() == vaults["b"].address
+
+
+async def test_slow_worker_hears_only_the_newest(folder: Path):
+    harness, group = await started(folder, "aa")
+    group.updating.clear()  # a process that is stopped
+    before = len(group.views[101])
+    for _ in range(3):
+        harness.cluster.vaults.kill("a")
+        await settle()
+        await harness.steps(1)
+    assert len(group.views[101]) == before + 1
+    group.updating.set()
+    await settle()
+    assert len(group.views[101]) == before + 2
+    view = group.views[101][-1]
+    assert view.buffer == harness.controller._parts.roles.rollouts.address
+    assert view.weights is not None
+    assert view.weights.progress == (4, 4)

@@ -1,0 +1,14 @@
+"""Where a buffer of rollouts is found. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class BufferAddress:
+    """Where a buffer of rollouts listens, and the secret that it admits."""
+
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
