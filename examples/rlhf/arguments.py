@@ -192,6 +192,7 @@ def _set_schedule(prefix: str, given: Mapping[str, Any], config: Document, steps
         curve = config["scheduler"].setdefault("params", {})
         curve |= {"warmup_max_lr": lr} if "warmup_max_lr" in curve else {}
         curve |= {} if warmup is None else {"warmup_num_steps": warmup}
+        curve |= {"total_num_steps": steps} if "total_num_steps" in curve else {}
 
 
 def make_schedule(kind: str, lr: float, warmup: int, steps: int) -> Document | None:

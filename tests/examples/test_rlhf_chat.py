@@ -20,7 +20,6 @@ from rayzero import ConfigError
 from rayzero.engine.config import parse_config
 from rayzero.engine.config.schedules import LR_CURVES
 from rayzero.engine.optim.deepspeed_schedules import StepSchedule
-from rayzero.orchestrator.spec import JobSpec
 from tests.house.blocks import blocks
 
 QUESTIONS = 6400
@@ -123,8 +122,6 @@ def test_what_is_made_is_a_valid_job_file(script: str) -> None:
         if config:
             parse_config(config)
             assert config["bf16"] == {"enabled": True}
-    if "rollouts" in job and "rollouts" not in JobSpec.model_fields:
-        pytest.skip("rollouts are not in job files yet")
     roles = {name: rayzero.Role(**role) for name, role in job.get("roles", {}).items()}
     rayzero.Job(**job | {"roles": roles})
 
@@ -176,6 +173,14 @@ def rates(make: Callable[[torch.optim.Optimizer], Any], lr: float, steps: int) -
         if schedule is not None:
             schedule.step()
     return found
+
+
+def test_the_job_files_schedules_end_with_the_job() -> None:
+    job = changed("ppo", num_train_epochs=2, num_warmup_steps=7)
+    assert job["steps"] == 2 * QUESTIONS * 8 // 128
+    for config in (job["engine"], job["args"]["critic"]):
+        params = config["scheduler"]["params"]
+        assert (params["total_num_steps"], params["warmup_num_steps"]) == (job["steps"], 7)
 
 
 def our_schedule(section: dict[str, Any] | None, optimizer: torch.optim.Optimizer) -> Any:
