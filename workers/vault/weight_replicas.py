@@ -2,8 +2,8 @@
 
 A version is copied once, when a reader first asks for it. There are at most two buffers for a rank,
 which are written in turns, and as by the rank itself: the header names the version last, and none
-before a byte changes. So a reader of an old version finds that it is gone. They are freed when a
-newer generation is asked for, and when the last reader has gone.
+before a byte changes. So a reader of an old version finds that it is gone. They are freed when
+another generation is asked for, and when the last reader has gone.
 """
 
 from __future__ import annotations
@@ -122,9 +122,8 @@ class WeightReplicas:
     # The methods below are called with the lock held.
 
     def _begin_generation(self, ref: SlotRef) -> None:
-        if ref.generation < self._generation:
-            raise SlotGoneError.of(ref)
-        if ref.generation > self._generation:
+        """One generation's at a time, which may be an older one: a repair may have to go back."""
+        if ref.generation != self._generation:
             self._generation = ref.generation
             self._free_all()
 

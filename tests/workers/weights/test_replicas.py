@@ -106,6 +106,9 @@ def test_memory_is_bounded_and_freed(cluster: VaultCluster):
     assert readers[0].refresh(models[0]) == WeightVersion(2, 9)
     assert same_weights(models[0], later.models[""])
     assert vault.usage()["replicas"] < usages[0]
+    told.directory = trainer.directory(7)  # a repair goes back to what is left
+    assert readers[1].refresh(Net(seed=8)) == WeightVersion(1, 7)
+    assert vault.usage()["replicas"] == usages[0]
     for client in cluster.clients:
         if client.address == vault.address():
             client.close()
