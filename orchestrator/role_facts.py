@@ -16,7 +16,7 @@ MAX_ROLE_ENTRIES = 256
 
 @dataclass(frozen=True)
 class RoleSize:
-    """From then on `workers` of the role run."""
+    """The number of a role's workers, from then on."""
 
     at_s: UnixTime
     workers: Count

@@ -52,6 +52,11 @@ class RolloutBuffer:
     _vault: str = ""  # the address of the vault that the buffer is in
     _lost: tuple[int, ...] = ()  # workers, since the buffer was opened
 
+    @property
+    def group(self) -> int:
+        """Samples of each prompt; 0: the job has no rollouts."""
+        return 0 if self._plan is None else self._plan.group
+
     async def open(self, members: Sequence[WorkerInfo]) -> BufferAddress | None:
         """The buffer that a generation with these members, by rank, reads from. It stays where it
         is as long as its node has a member; else an empty one is opened on the node of rank 0."""

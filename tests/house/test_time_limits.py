@@ -20,6 +20,7 @@ REASONS = {
         workers.rollouts.server: _EXPIRY_S _ASK_AGAIN_S
         workers.vault.server: _PING_INTERVAL_S
         workers.vault.mappings: _POLL_S
+        workers.weights.reader: POLL_S _TRY_AGAIN_S
         workers.state_copy: _POLL_S
         workers.process_group: POLL_INTERVAL_S
         workers.ledger_writer: RETRY_S

@@ -80,7 +80,7 @@ class RolloutServer(MessageServer):
         self.call_soon(partial(self._change, partial(self._ledger.lose, worker)))
 
     def counts(self, timeout_s: float) -> RolloutCounts:
-        """What the buffer holds. Raises TimeoutError if the server does not answer."""
+        """Counts what the buffer holds. Raises TimeoutError if the server does not answer."""
         counts: Future[RolloutCounts] = Future()
         self.call_soon(
             lambda: counts.set_result(replace(self._ledger.counts(), wait_s=tuple(self._wait_s)))

@@ -110,7 +110,9 @@ class WeightReader:
         reason = "the trainer has mirrored no step yet"
         while True:
             directory = self._find()
-            if directory is not None and directory.progress >= least:
+            if directory is not None and directory.progress < least:
+                reason = f"step {least[1]} is awaited, the newest version is {directory.version}"
+            elif directory is not None:
                 loaded = self._loaded.get(model)
                 if loaded is not None and loaded[:2] == (directory.version, engine):
                     return directory.version
@@ -232,7 +234,7 @@ def _logical(tensor: Tensor) -> LogicalTensor:
 
 
 def _check_fits(own: Mapping[str, LogicalTensor], held: Mapping[str, LogicalTensor]) -> None:
-    """As a checkpoint has to fit; a buffer that the state lacks keeps its value."""
+    """Compares names and shapes; a buffer that the state lacks keeps its value."""
     try:
         check_state_fits_model(
             {name: it for name, it in own.items() if name in held or name.startswith("weights/")},
