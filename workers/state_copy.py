@@ -51,7 +51,7 @@ from rayzero.workers.training_thread import StopFlag
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.slots import (
     CHUNK_BYTES,
-    Checksums,
+    SlotChecksums,
     SlotWriter,
     chunk_spans,
     combine_checksums,
@@ -291,7 +291,7 @@ class StateCopier:
             *constants, weights, rest = combined
             if write.constants:
                 [write.slot.constants_checksum] = constants
-            write.slot.commit(write.step, metadata, write.pin, Checksums(weights, rest))
+            write.slot.commit(write.step, metadata, write.pin, SlotChecksums(weights, rest))
         with job.lock:
             job.genuine = True
             for message in job.messages:

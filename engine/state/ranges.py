@@ -50,7 +50,7 @@ class StateRange:
 
     @property
     def is_weights(self) -> bool:
-        """Of weights or buffers, also of frozen ones."""
+        """Whether it is of weights, also of frozen ones, or of buffers."""
         return self.constant or any(is_weight(held.name) for held in self.ranges)
 
     @property

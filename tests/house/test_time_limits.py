@@ -20,12 +20,14 @@ REASONS = {
         workers.rollouts.server: _EXPIRY_S _ASK_AGAIN_S
         workers.vault.server: _PING_INTERVAL_S
         workers.vault.mappings: _POLL_S
+        workers.weights.reader: POLL_S _TRY_AGAIN_S
         workers.state_copy: _POLL_S
         workers.process_group: POLL_INTERVAL_S
         workers.ledger_writer: RETRY_S
         workers.step_report: GPU_INTERVAL_S
         orchestrator.control.calls: EXIT_POLL_S
         orchestrator.control.role_pool: CHECK_INTERVAL_S
+        orchestrator.control.rollouts: COUNT_INTERVAL_S
         orchestrator.top.follow: REFRESH_S LINE_INTERVAL_S
         orchestrator.journal.entries: DEFAULT_STEP_INTERVAL_S
         orchestrator.aio: WORKER_POLL_S

@@ -49,7 +49,7 @@ _CHECKSUM_STRUCT = Struct("<Q")
 HEADER_BYTES = _HEADER_STRUCT.size + _CHECKSUM_STRUCT.size
 
 
-class Checksums(NamedTuple):
+class SlotChecksums(NamedTuple):
     """`checksum_of` the weights and buffers in a slot's data that are no constants, and of what
     is behind them."""
 
@@ -82,7 +82,7 @@ class SlotHeader(NamedTuple):
     metadata_bytes: int = 0
     metadata_checksum: int = 0
     constants_checksum: int = 0
-    checksums: Checksums | None = None
+    checksums: SlotChecksums | None = None
 
     @property
     def metadata_offset(self) -> int:
@@ -142,7 +142,7 @@ class SlotHeader(NamedTuple):
                 f"version {_FORMAT_VERSION}",
                 "the same version of rayzero on all nodes",
             )
-        return cls._make([*fields, Checksums(weights, rest) if hashed else None])
+        return cls._make([*fields, SlotChecksums(weights, rest) if hashed else None])
 
 
 def _round_up_to_pages(nbytes: int) -> int:
@@ -253,7 +253,9 @@ class SlotWriter:
         self._begun = True
         self._write_header(self._header._replace(step=-1))
 
-    def commit(self, step: int, metadata: bytes, pin: bool, checksums: Checksums | None) -> None:
+    def commit(
+        self, step: int, metadata: bytes, pin: bool, checksums: SlotChecksums | None
+    ) -> None:
         """Marks `data` as the complete version of a step. Raises SlotRoomError if `metadata` is too
         large, and the buffer then holds no version; EngineError if `begin` was not called before.
 

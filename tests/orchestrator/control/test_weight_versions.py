@@ -20,7 +20,11 @@ class Job:
         self.told: list[WeightDirectory] = []
         members: Any = SimpleNamespace()
         self._members = members
-        self.versions = WeightVersions(members, self.told.append)
+        self.versions = WeightVersions(members, self._on_change)
+
+    def _on_change(self) -> None:
+        if (newest := self.versions.newest) is not None:
+            self.told.append(newest)
 
     def begin(self, number: int, nodes: str, restore: Restore | None = None) -> None:
         """A generation with workers 10, 11... on these nodes."""
@@ -74,7 +78,8 @@ def test_what_a_job_begins_with_is_one_once_all_ranks_have_mirrored_it():
     job.versions.on_mirrored(11, Mirrored(0, 1, 0))  # late, of another generation
     assert job.newest is None
     job.versions.on_mirrored(11, Mirrored(1, 1, 0))
-    assert job.versions.newest == WeightDirectory(slots(1, 0, "aab"))
+    assert job.versions.newest == WeightDirectory(slots(1, 0, "aab"), confirmed_in=1)
+    assert job.versions.confirmed == job.versions.newest
 
 
 def test_a_repair_goes_on_with_the_version_that_it_restores():
@@ -106,5 +111,6 @@ def test_a_checkpoint_is_one_once_it_is_in_memory():
     job.step(9, 9)
     job.begin(5, "a", Restore(5, checkpoint="/runs/step-5"))
     assert job.newest == WeightVersion(4, 9)
+    assert job.versions.confirmed is None, "the job goes back behind it"
     job.versions.on_mirrored(10, Mirrored(5, 0, 5))
     assert job.newest == WeightVersion(5, 5) > WeightVersion(4, 9)

@@ -20,7 +20,7 @@ from rayzero.workers.vault import images
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import SlotRef, VaultGoneError
 from rayzero.workers.vault.registry import SlotRegistry
-from rayzero.workers.vault.slots import Checksums, SlotWriter
+from rayzero.workers.vault.slots import SlotChecksums, SlotWriter
 from rayzero.workers.vault.vault import Vault
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,7 +43,7 @@ def write(buffer: SlotWriter, rank: int, step: int, pin: bool = False, check: bo
     data = content(rank, step, len(buffer.data))
     buffer.data[:] = data
     size = buffer.weight_bytes
-    parts = Checksums(xxh3_64_intdigest(data[:size]), xxh3_64_intdigest(data[size:]))
+    parts = SlotChecksums(xxh3_64_intdigest(data[:size]), xxh3_64_intdigest(data[size:]))
     buffer.commit(
         step, json.dumps({"step": step, "rank": rank}).encode(), pin, parts if check else None
     )

@@ -14,7 +14,7 @@ from rayzero.workers.vault.slots import (
     METADATA_CAPACITY,
     PAGE_BYTES,
     PIN_OFFSET,
-    Checksums,
+    SlotChecksums,
     SlotHeader,
     checksum_of,
 )
@@ -36,7 +36,7 @@ HEADERS = st.builds(
     constant_bytes=SIZES,
     constants_checksum=WORDS,
     weight_bytes=SIZES,
-    checksums=st.none() | st.builds(Checksums, WORDS, WORDS),
+    checksums=st.none() | st.builds(SlotChecksums, WORDS, WORDS),
 )
 
 

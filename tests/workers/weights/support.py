@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rayzero.engine.layout.state_index import TensorRange
 from rayzero.engine.state.ranges import StateBlock, StateRange, pack_block
 from rayzero.workers.vault.records import SlotRef
-from rayzero.workers.vault.slots import Checksums, SlotWriter, checksum_of
+from rayzero.workers.vault.slots import SlotChecksums, SlotWriter, checksum_of
 from rayzero.workers.weights.directory import WeightDirectory
 from rayzero.workers.weights.reader import WeightReader
 from tests.workers.vault.support import VaultCluster
@@ -130,7 +130,9 @@ class Trainer:
         block.copy_to(writer.data, constants=True)
         size, end = writer.constant_bytes, writer.weight_bytes
         writer.constants_checksum = checksum_of(writer.data[:size])
-        checksums = Checksums(checksum_of(writer.data[size:end]), checksum_of(writer.data[end:]))
+        checksums = SlotChecksums(
+            checksum_of(writer.data[size:end]), checksum_of(writer.data[end:])
+        )
         writer.commit(step, self.metadata(rank), False, checksums if self.hashed else None)
 
     def metadata(self, rank: int) -> bytes:
