@@ -378,7 +378,7 @@ class Pinned(RankMessage):
 @dataclass(frozen=True)
 class Mirrored(RankMessage):
     """This rank's state of a step, with which the job or the generation begins, is in its vault,
-    where roles read weights. That of later steps is told by their reports."""
+    where roles read weights. Reports of steps say that of later ones."""
 
     step: int
 

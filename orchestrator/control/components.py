@@ -135,9 +135,8 @@ class Components:
             plan.worker_spec.hang_timeout_s,
         )
         views = RoleViews(loop, members, rollouts, versions)
-        self.roles = RolePools(
-            plan.roles, deps.role_groups, groups, events, loop, machine, members, vaults, views
-        )
+        roles = [(role, deps.role_groups[role.name]) for role in plan.roles]
+        self.roles = RolePools(roles, groups, events, loop, machine, members, vaults, views)
         return versions
 
     def _build_inbox(

@@ -1,4 +1,4 @@
-"""A role: a pool of independent workers beside the ranks, each started again alone."""
+"""A role: a pool of independent workers without ranks, each started again alone."""
 
 from __future__ import annotations
 

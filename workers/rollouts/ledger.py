@@ -2,7 +2,7 @@
 
 A prompt is issued with its content, and its task goes through the stages: at each it waits, is
 leased to a worker, and done; lost and expired leases are leased again, and what comes late of an
-old lease is refused. After the last stage it is ready, and stands in the log from when the trainer
+old lease is refused. After the last stage it is ready, and is in the log from when the trainer
 asks for more. The log is a cache: the trainer's state tells what was consumed.
 
 Staleness. The batch of step s trains on the weights of s finished steps. Prompt number p may be
@@ -170,7 +170,7 @@ class RolloutLedger:
         return True
 
     def extend(self, attempts: Iterable[int], now_s: float) -> None:
-        """A sign of life from the leases with these attempts: their limit begins anew."""
+        """A sign of life from the leases with these attempts: their limit starts again."""
         for attempt in attempts:
             if (lease := self._leases.get(attempt)) is not None:
                 until_s = now_s + self.plan.lease_s[lease.stage]

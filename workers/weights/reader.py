@@ -45,7 +45,7 @@ class NoVersionError(RayzeroError):
 
 
 class _Loaded(NamedTuple):
-    """What a model has: a version of an engine's weights. `constants` are those of the slots."""
+    """The content of a model: a version of an engine's weights, with the slots' `constants`."""
 
     version: WeightVersion
     engine: str | None
@@ -74,7 +74,7 @@ class WeightReader:
     also not for one that was stopped, and allocates nothing for it.
 
     Args:
-        find: the newest version, as far as the controller has told; None: none yet.
+        find: the newest version, as far as the controller has said; None: none yet.
         vault: the connection to this node's vault; None: there is none at the moment.
         check: raises to end a wait.
         limit_s: the longest wait for a version that can be read.
