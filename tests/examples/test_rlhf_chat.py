@@ -296,9 +296,10 @@ def test_the_guides_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_the_first_two_steps_run_as_jobs(tmp_path: Path) -> None:
+def test_the_steps_run_as_jobs(tmp_path: Path) -> None:
     def run(job: dict[str, Any]) -> None:
         assert chat.run_job(job | {"steps": 2}).steps == 2
 
-    chat.main(["--step", "1", "2", "--output-dir", str(tmp_path)], run)
-    assert (tmp_path / "reward-models/tiny/model.safetensors").exists()
+    chat.main(["--output-dir", str(tmp_path), "--actor-zero-stage", "3"], run)
+    for folder in ("actor-models", "reward-models", "step3-models"):
+        assert (tmp_path / folder / "tiny/model.safetensors").exists()
